@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import re
 import warnings
@@ -34,7 +35,10 @@ PS = {
     "replicated remat": P(remat=True),
     "codec": P("shard", precision=CODEC),
     "codec remat": P("shard", remat=True, precision=CODEC),
+    "group": P("shard", unit="group"),
+    "group remat": P("shard", unit="group remat", remat=True),
 }
+"""Pieces that are a "group" are one unit together."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +100,13 @@ def build(case: Case) -> nn.Module:
 
 
 def policy(case: Case, net: nn.Module) -> fs.PartitionSpec:
-    paths: dict[str, P] = {"": PS[case.root]}
+    paths: dict[str, P] = {"": dataclasses.replace(PS[case.root], unit=None)}
     for i, name in enumerate(case.ps):
         if name:
             paths[f"parts.{i}"] = PS[name]
             inside = net.parts[i].named_modules(prefix=f"parts.{i}") if case.leaves else ()
-            paths |= {path: PS[name] for path, module in inside if module._parameters}
+            alone = dataclasses.replace(PS[name], unit=None)
+            paths |= {path: alone for path, module in inside if module._parameters and path != f"parts.{i}"}
     return fs.by_path(paths)(net)
 
 

@@ -46,6 +46,11 @@ def nested(p: P, inner: P) -> fs.Policy:
     return fs.policies.override(blocks(p), fs.by_type(nn.Linear, p=inner))
 
 
+def grouped(p: P) -> fs.Policy:
+    """Blocks by three, and the last layers."""
+    return fs.policies.override(fs.policies.by_group([common.Block], size=3, p=p), fs.policies.by_group(["norm", "head"], p=p))
+
+
 CASES: dict[str, tuple[fs.Policy, dict[str, int]]] = {
     "shard": (blocks(P("shard")), ONE),
     "keep": (blocks(P("shard", reshard=False)), ONE),
@@ -68,6 +73,9 @@ CASES: dict[str, tuple[fs.Policy, dict[str, int]]] = {
     "nested remat keep": (nested(P("shard", remat=True), P("shard", reshard=False)), ONE),
     "remat in remat": (nested(P("shard", remat=True), P("shard", remat=True)), ONE),
     "mixed": (nested(P("shard"), P()), TWO),
+    "groups": (grouped(P("shard")), ONE),
+    "groups remat": (grouped(P("shard", remat=True)), ONE),
+    "groups with units inside": (fs.policies.override(grouped(P("shard")), fs.by_type(nn.Linear)), ONE),
 }
 
 
@@ -116,7 +124,9 @@ def test_counts_are_those_of_a_step(case: str) -> None:
         assert plan.peaks["update"]["gradients"] == sum(grad.nbytes for grad in grads.values())
 
 
-@pytest.mark.parametrize("case", ["shard", "HSDP", "remat", "nested remat", "both axes in bf16", "P()", "codec"])
+@pytest.mark.parametrize(
+    "case", ["shard", "HSDP", "remat", "nested remat", "both axes in bf16", "P()", "codec", "groups", "groups remat"]
+)
 def test_what_is_allocated_is_freed(case: str) -> None:
     """At the end of a step a rank holds what it held before it, and never less than nothing meanwhile."""
     with torch.device("meta"):
@@ -135,6 +145,8 @@ def test_gathered_units() -> None:
     plan = fs.plan(blocks(P("shard"))(model).on(ONE))
     size = {unit.key: plan.spec.padded_numel(unit) * 4 for unit in plan.spec}
     assert plan.peaks["forward"]["gathered"] == size[""] + 2 * size["blocks.0"]
+    groups = fs.plan(fs.policies.by_group([common.Block], size=2)(model).on(ONE))
+    assert groups.peaks["forward"]["gathered"] == size[""] + 2 * 2 * size["blocks.0"]
     kept = fs.plan(blocks(P("shard", reshard=False))(model).on(ONE))
     assert kept.peaks["forward"]["gathered"] == sum(size.values())
 

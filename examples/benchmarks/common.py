@@ -135,14 +135,20 @@ def fsdp2(
     reshard: bool = True,
     precision: fs.Precision | None = None,
     offload: bool = False,
+    group: int = 1,
 ) -> Step:
-    """The step of FSDP2 with each of ``model.blocks``, and the rest, as a unit; offloaded: on the CPU, so without pinning."""
+    """The step of FSDP2 with each ``group`` of ``model.blocks``, and the rest, as a unit.
+
+    Offloaded: on the CPU, so without pinning.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     low = MixedPrecisionPolicy(precision.param, precision.reduce) if precision else MixedPrecisionPolicy()
     rest = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=low, offload_policy=rest)
+    blocks = list(model.blocks)
+    groups = blocks if group == 1 else [blocks[i : i + group] for i in range(0, len(blocks), group)]
+    for modules in (*groups, model):
+        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=low, offload_policy=rest)
     return plain(model)
 
 

@@ -13,6 +13,9 @@ number of blocks; the "spread" is the middle half. "keep" is ``P("shard", reshar
 ``reshard_after_forward=False``; "P()" is replicated (DDP itself does not run on a fake group); "torch.func" is
 torch.func.grad_and_value of ``P("shard")``, of which "plain torch.func" is torch's own part.
 
+"shard by 2" and "by 4" are units of so many blocks (`policies.by_group`), beside FSDP2 with ``fully_shard([a, b, ...])``; their
+milliseconds are for each block, too. "Collectives" are those of a step.
+
 "remat" runs each block again in backward; "save attention" and "save products" keep results of operators, "save names" that of
 attention by its name. Beside them "FSDP2 remat" and its two are torch.utils.checkpoint (not reentrant) of FSDP2's blocks, with
 torch's own selective checkpoint.
@@ -41,6 +44,7 @@ from common import (
     loss_of,
     plain,
     quartiles,
+    work_of,
 )
 from report import add_output_options, report
 from torch import Tensor, nn
@@ -63,6 +67,10 @@ def sharded(model: nn.Module, p: fs.P, grad: Callable[..., object] = fs.grad_and
     return funshard(model, fs.by_type(Block, p=p)(model), grad)
 
 
+def grouped(model: nn.Module, size: int) -> Step:
+    return funshard(model, fs.policies.by_group([Block], size=size)(model))
+
+
 def recomputed(save: list | None) -> Callable[[nn.Module], Step]:
     return functools.partial(sharded, p=fs.P("shard", remat=fs.Remat(save)))
 
@@ -77,6 +85,8 @@ def modes(mesh: dist.DeviceMesh) -> dict[str, Callable[[nn.Module], Step]]:
         "keep": functools.partial(sharded, p=fs.P("shard", reshard=False)),
         "P()": functools.partial(sharded, p=fs.P()),
         "torch.func": functools.partial(sharded, p=fs.P("shard"), grad=torch.func.grad_and_value),
+        **{f"FSDP2 by {n}": functools.partial(fsdp2, mesh=mesh, group=n) for n in (2, 4)},
+        **{f"shard by {n}": functools.partial(grouped, size=n) for n in (2, 4)},
         "FSDP2 remat": checkpointed(fully_sharded(reshard=True)),
         "FSDP2 save attention": checkpointed(fully_sharded(reshard=True), ATTENTION),
         "FSDP2 save products": checkpointed(fully_sharded(reshard=True), PRODUCTS),
@@ -86,8 +96,8 @@ def modes(mesh: dist.DeviceMesh) -> dict[str, Callable[[nn.Module], Step]]:
     }
 
 
-def measure(names: list[str], blocks: int, rounds: int) -> dict[str, list[float]]:
-    """CPU seconds of each mode's steps, one a round."""
+def measure(names: list[str], blocks: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """CPU seconds of each mode's steps, one a round, and the number of collectives of a step."""
     torch.set_num_threads(1)
     steps: dict[str, Step] = {}
     x = torch.randint(256, (1, TOKENS))
@@ -103,7 +113,7 @@ def measure(names: list[str], blocks: int, rounds: int) -> dict[str, list[float]
                 steps[name](x, x)
                 if i >= 2:
                     times[name].append(time.process_time() - start)
-    return times
+        return times, {name: work_of(steps[name], x, x).collectives for name in names}
 
 
 def main() -> None:
@@ -116,7 +126,7 @@ def main() -> None:
     names = args.modes.split(",")
     if "plain" not in names:
         parser.error(f"--modes: expected plain among them, which the others are measured beside, got {args.modes!r}")
-    times = measure(names, args.blocks, args.rounds)
+    times, collectives = measure(names, args.blocks, args.rounds)
     extra = {
         name: [1e3 * (a - b) / args.blocks for a, b in zip(times[name], times["plain"], strict=True)]
         for name in names
@@ -125,14 +135,17 @@ def main() -> None:
     figures: dict[str, dict[str, float]] = {}
     for name, some in extra.items():
         low, middle, high = quartiles(some)
-        figures[name] = {"ms per unit": middle, "low": low, "high": high}
+        figures[name] = {"ms per unit": middle, "low": low, "high": high, "collectives": collectives[name]}
     for one in figures.values() if "FSDP2" in figures else ():
         one["over FSDP2"] = one["ms per unit"] / figures["FSDP2"]["ms per unit"]
-    rows = [[name, f"{f['ms per unit']:.2f}", f"{f['low']:.2f} to {f['high']:.2f}"] for name, f in figures.items()]
+    rows = [
+        [name, f"{f['ms per unit']:.2f}", f"{f['low']:.2f} to {f['high']:.2f}", str(f["collectives"])]
+        for name, f in figures.items()
+    ]
     if "FSDP2" in figures:
         rows = [[*row, f"{figures[row[0]]['over FSDP2']:.2f}"] for row in rows]
     print(f"plain step: {1e3 * statistics.median(times['plain']):.1f} ms")
-    report(["beyond plain", "ms per unit", "spread", "of FSDP2's"][: len(rows[0])], rows, figures, args)
+    report(["beyond plain", "ms per unit", "spread", "collectives", "of FSDP2's"][: len(rows[0])], rows, figures, args)
 
 
 if __name__ == "__main__":

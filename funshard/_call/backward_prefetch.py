@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Generator
 
 from .. import _torch
-from .._spec.tree import is_within
 from .gathered_unit import GatheredUnit
 from .saved_weights import MAX_UNSHARDED_IN_BACKWARD
 
@@ -52,7 +51,7 @@ class BackwardPrefetch:
             return False
         for passed in self._resharded[gathered.index + 1 : self._position]:
             other = passed()
-            if other is not None and not is_within(gathered.unit.path, other.unit.path):  # a unit around it may come after it
+            if other is not None and not any(map(gathered.unit.is_inside, other.unit.paths)):  # one around it may come after it
                 other.chain = None
         self._position = gathered.index
         if not gathered.is_trained:

@@ -39,8 +39,8 @@ class GatheredUnit:
     """A unit that one call has gathered once in forward, and gathers again in backward."""
 
     __slots__ = (
-        "__weakref__", "_lease", "_version", "chain", "forward_buffer", "index", "is_trained", "route", "schedule", "shard",
-        "unit",
+        "__weakref__", "_lease", "_version", "chain", "forward_buffer", "index", "is_trained", "recomputed_runs", "route",
+        "schedule", "shard", "unit",
     )  # fmt: skip
 
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
@@ -52,6 +52,7 @@ class GatheredUnit:
         self._lease: weakref.ref[BufferLease] | None = None  # backward's buffer
         self.chain: CollectiveChain | None = None  # the gather, while it is under way
         self.is_trained = False
+        self.recomputed_runs = 0  # of modules that forward ran with this buffer, and that backward runs again
         self._version = _torch.version(self.shard)
         self.unshard()
 
@@ -82,10 +83,10 @@ class GatheredUnit:
         self.is_trained = torch.is_grad_enabled() and shard.requires_grad
         return self._view_parameters(shard)
 
-    def _view_parameters(self, shard: Tensor) -> Sequence[Tensor]:
+    def _view_parameters(self, shard: Tensor, *, recomputing: bool = False) -> Sequence[Tensor]:
         """Return the parameters as views of the buffer, with the shard's graph if gradients are wanted."""
         if torch.is_grad_enabled() and shard.requires_grad:
-            return _Unflatten.apply(shard, self)
+            return _Unflatten.apply(shard, self, recomputing and self.recomputed_runs > 1)
         return unflatten_unit(self.buffer, self.unit)
 
     @property
@@ -126,6 +127,7 @@ class GatheredUnit:
     def lease_for_recompute(self) -> BufferLease:
         """Return what a module holds that backward recomputes with this buffer."""
         lease = self.lease()
+        self.recomputed_runs += 1
         if not self.route.reshard_after_forward:
             lease.buffer = self.forward_buffer
         return lease
@@ -176,7 +178,7 @@ class GatheredUnit:
         """Return the unit's parameters for backward to recompute its module with."""
         self.schedule.prefetch_backward(self)
         self.wait_again()
-        return self._view_parameters(shard)
+        return self._view_parameters(shard, recomputing=True)
 
     def release(self) -> None:
         """Free backward's buffer; another use gathers it again."""
@@ -196,6 +198,13 @@ class GatheredUnit:
         self.release()
         with phase("reduce", self.unit.key):
             return self._reduce_grads(grads)
+
+    def add_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Do as `reduce_grads`, where backward runs several modules again with this buffer: once, after the last of them."""
+        if _torch.any_tracked(grads):
+            return self.reduce_grads(grads)
+        total = self.schedule.run_gradients.add(self, grads, self.schedule.backward.run_number())
+        return None if total is None else self.reduce_grads(total)
 
     def _reduce_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Start to reduce the gradients and return None; return the reduced gradient at once where a transform tracks them."""
@@ -222,7 +231,7 @@ class _Unflatten(_torch.LevelFunction):
     """A unit's parameters as views of its buffer, by one node of autograd for all of them."""
 
     @staticmethod
-    def forward(shard: Tensor, gathered: GatheredUnit) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(shard: Tensor, gathered: GatheredUnit, adds: bool) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         buffer, level = gathered.buffer, _torch.current_level()
         if not level:
             return tuple(unflatten_unit(shard if buffer is gathered.shard else buffer, gathered.unit))
@@ -232,9 +241,10 @@ class _Unflatten(_torch.LevelFunction):
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.gathered = inputs[1]  # pyright: ignore[reportAttributeAccessIssue]
+        _, ctx.gathered, ctx.adds = inputs  # pyright: ignore[reportAttributeAccessIssue]
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.gathered.reduce_grads(grads), None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        reduce = ctx.gathered.add_grads if ctx.adds else ctx.gathered.reduce_grads
+        return reduce(grads), None, None

@@ -139,7 +139,8 @@ class Call:
             vars(modules[path])["forward"] = compile_forward(self, path, options, before, modules[path].forward)
         by_path: dict[str, list[Unit]] = {path: [] for path in recomputed}
         for unit in self.spec:
-            by_path.setdefault(unit.path, []).append(unit)
+            for path in unit.paths:
+                by_path.setdefault(path, []).append(unit)
         for path, units in by_path.items():
             if path in recomputed:
                 vars(modules[path])["forward"] = self._wrap_recomputed(path, before, modules[path].forward, units)

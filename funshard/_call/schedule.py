@@ -29,6 +29,7 @@ from .._units.order_check import OrderCheck
 from .._units.reductions import ReductionQueue
 from .backward_prefetch import BackwardPrefetch
 from .gathered_unit import GatheredUnit
+from .run_gradients import RunGradients
 
 __all__ = ["CallOptions", "Schedule", "find_entered_unit"]
 
@@ -65,6 +66,7 @@ class Schedule:
         self.receiver = receiver
         self.reductions = ReductionQueue(options.in_flight, self.buffers, receiver)
         self.backward = BackwardPrefetch(options.prefetch)
+        self.run_gradients = RunGradients()
         self._order, self._position = spec.order, -1  # where forward is in that order
         self._prefetch = options.prefetch
         self._in_use: set[str] = set()
@@ -144,7 +146,10 @@ class Schedule:
 
     def wait_reductions(self, shard: Tensor) -> dict[str, Tensor]:
         """Return the reduced gradients of this backward, by unit key. ``shard`` is any of those that they belong to."""
-        self.reductions.begin_backward(self.backward.run_number())
+        task = self.backward.run_number()
+        self.reductions.begin_backward(task)
+        for gathered, grads in self.run_gradients.take_rest(task):
+            gathered.reduce_grads(grads)
         self.order_check.check_backward()  # or some reduction might wait for ever
         with _torch.below_transforms():
             reduced = self.reductions.wait_all()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._spec.spec import PartitionSpec
-from .._spec.tree import is_within
 from .._spec.unit import Unit
 from .._units.buckets import OpenBuckets
 from .._units.route import Route
@@ -30,12 +29,13 @@ class StepFacts:
 
     def flops(self, run: ModuleRun, *, backward: bool = False) -> int:
         """Return the FLOPs of a module's own matrices: two for each element and token, for each product that runs."""
-        matrices = [(unit, sum(param.numel for param in unit.params if len(param.shape) > 1)) for unit in run.units]
+        matrices = [(unit, sum(x.numel for x in run.params_of(unit) if len(x.shape) > 1)) for unit in run.units]
         return sum(2 * numel * self.tokens * ((2 if unit.requires_grad else 1) if backward else 1) for unit, numel in matrices)
 
-    def grad_bytes(self, unit: Unit) -> int:
-        """Return the bytes of the gradients of a unit's parameters before they are reduced."""
-        return unit.numel * self.routes[unit.key].dtypes.param.itemsize if unit.requires_grad else 0
+    def grad_bytes(self, unit: Unit, run: ModuleRun | None = None) -> int:
+        """Return the bytes of the gradients of a unit's parameters, or of those that a run has, before they are reduced."""
+        numel = unit.numel if run is None else sum(param.numel for param in run.params_of(unit))
+        return numel * self.routes[unit.key].dtypes.param.itemsize if unit.requires_grad else 0
 
 
 class _Gathered:
@@ -206,7 +206,7 @@ class CallForecast:
         if not reads_inner_first:
             self._arrive(run)
         flops, name = self._facts.flops(run, backward=True), self._name(run)
-        grads = sum(map(self._facts.grad_bytes, run.units))
+        grads = sum(self._facts.grad_bytes(unit, run) for unit in run.units)
         self._events.add("compute", name, {"gradients": grads}, flops=flops)
         for inner in reversed(run.inner):
             if inner.is_recomputed:
@@ -238,7 +238,7 @@ class CallForecast:
             gathered = self._resharded[at]
             is_behind = at >= self._backward_position
             for passed in () if is_behind else self._resharded[at + 1 : self._backward_position]:
-                if passed.is_ahead and not is_within(unit.path, passed.unit.path):
+                if passed.is_ahead and not any(map(unit.is_inside, passed.unit.paths)):
                     passed.chain.finish()
                     self._free(passed)
             self._gather_again(gathered)
@@ -263,7 +263,7 @@ class CallForecast:
     def _reduce(self, run: ModuleRun) -> None:
         """Free a module's units, and start to reduce their gradients."""
         for unit in reversed(run.units):
-            if unit.key in self._given:
+            if unit.key in self._given or unit in run.shared:
                 continue
             for gathered in self._resharded:
                 if gathered.unit is unit:

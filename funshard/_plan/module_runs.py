@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .._spec.spec import PartitionSpec
-from .._spec.tree import is_within
+from .._spec.tree import Param, is_within
 from .._spec.unit import Unit
 
 __all__ = ["ModuleRun", "module_runs"]
@@ -22,6 +23,12 @@ class ModuleRun:
     is_recomputed: bool = False
     has_backward: bool = False
     """Whether backward comes to it: it, or what ran before it, is trained."""
+    shared: tuple[Unit, ...] = ()
+    """Those of its units that another run before it in the order of forward has, too, which ends their backward."""
+
+    def params_of(self, unit: Unit) -> list[Param]:
+        """Return the parameters of one of its units that its module has: all of them, unless the unit has other modules."""
+        return [x for x in unit.params if len(unit.paths) == 1 or any(is_within(name, self.path) for name in x.names)]
 
     def walk(self) -> Iterator[ModuleRun]:
         """Yield this run and those inside it, in the order in which they begin."""
@@ -36,19 +43,39 @@ def module_runs(spec: PartitionSpec) -> ModuleRun:
     recomputed = set(spec.recomputed)
     root.is_recomputed = "" in recomputed
     stack = [root]
-    for key in (*spec.order, *(key for key in spec.by_key if key not in spec.order)):
+    above: dict[str, list[ModuleRun]] = {}  # by the path of a module that shares its units: the runs around it, and its own
+    added: list[Unit] = []  # by the last key
+    order = (*spec.order, *(key for key in spec.by_key if key not in spec.order))
+    seen: Counter[str] = Counter()
+    for key in order:
         unit = spec.by_key[key]
-        if unit.path == "" or unit in stack[-1].units:
+        if unit.path == "" or unit in added:
             continue
-        while not is_within(unit.path, stack[-1].path) or unit.path == stack[-1].path:
-            stack.pop()
-        around = [path for path in spec._chosen if path and is_within(unit.path, path) and path != unit.path]
-        for path in sorted(around, key=len):
-            if is_within(path, stack[-1].path) and path != stack[-1].path:
-                stack.append(_add_run(stack[-1], path, [], recomputed))
-        stack.append(_add_run(stack[-1], unit.path, [u for u in spec if u.path == unit.path], recomputed))
+        seen[key] += 1
+        modules = _modules_of_gather(unit, seen[key], order.count(key))
+        added = []
+        if inside := [path for path in above if path not in unit.paths and unit.is_inside(path)]:
+            stack = [*above[max(inside, key=len)]]
+        for module in modules:
+            while not is_within(module, stack[-1].path) or module == stack[-1].path:
+                stack.pop()
+            around = [path for path in spec._chosen if path and is_within(module, path) and path != module]
+            for path in sorted(around, key=len):
+                if is_within(path, stack[-1].path) and path != stack[-1].path:
+                    stack.append(_add_run(stack[-1], path, [], recomputed))
+            units = [u for u in spec if module in u.paths]
+            shared = tuple(u for u in units if u in added)
+            added += units
+            stack.append(_add_run(stack[-1], module, units, recomputed, shared))
+            if len(unit.paths) > 1:
+                above[module] = [*stack]
     _mark_backward(root, reached=False)
     return root
+
+
+def _modules_of_gather(unit: Unit, number: int, gathers: int) -> tuple[str, ...]:
+    """Return the modules that run after one of the gathers of a unit: one each, and after the last gather all that are left."""
+    return unit.paths[number - 1 : number if number < gathers else None] or unit.paths
 
 
 def _mark_backward(run: ModuleRun, *, reached: bool) -> bool:
@@ -60,7 +87,7 @@ def _mark_backward(run: ModuleRun, *, reached: bool) -> bool:
     return reached
 
 
-def _add_run(outer: ModuleRun, path: str, units: list[Unit], recomputed: set[str]) -> ModuleRun:
-    run = ModuleRun(path, units, is_recomputed=path in recomputed)
+def _add_run(outer: ModuleRun, path: str, units: list[Unit], recomputed: set[str], shared: tuple[Unit, ...] = ()) -> ModuleRun:
+    run = ModuleRun(path, units, is_recomputed=path in recomputed, shared=shared)
     outer.inner.append(run)
     return run

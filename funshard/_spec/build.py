@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from .local import find_unmatched, mark_local
 from .spec import PartitionSpec
 from .table import abridge
-from .tree import ModuleTree, Param, natural_key
+from .tree import ModuleTree, Param, is_within, natural_key
 from .unit import P, Unit
 
 __all__ = ["build", "build_with_leftovers"]
@@ -28,46 +28,82 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
         if chosen.setdefault(tree.canonical[path], p) != p:
             first = tree.canonical[path]
             raise ValueError(f"module '{path}' is also '{first}' and is selected twice: as {chosen[first]} and as {p}")
+    first = {node.path: min(map(natural_key, node.names)) for node in tree.nodes()}
+    leftovers = dataclasses.replace(root or P(), unit=None)
+    members = _group_by_unit({"": leftovers, **dict(sorted(chosen.items(), key=lambda item: first[item[0]]))})
+    unit_of = {path: name for name, (paths, _) in members.items() for path in paths if path in chosen}
     owned: dict[str, list[Param]] = {}
     for param in tree.all_params:
-        owners = [path for path in tree.dominators(param) if path in chosen]
+        owners = _enclosing_units(param, tree, unit_of)
         if not owners and root is None:
             raise ValueError(
                 f"parameter '{param.name}' is in no unit: expected a selected path above all its uses, "
                 f"got {abridge(chosen)}; select '' for the leftovers"
             )
         owned.setdefault(owners[-1] if owners else "", []).append(param)
-    every = {"": root or P(), **chosen}
-    for path, params in owned.items():
-        _check_tied_local(path, every[path], params, chosen)
-    units = [unit for path, params in owned.items() for unit in _split_into_units(path, every[path], params)]
+    every = {name: p for name, (_, p) in members.items()}
+    for name, params in owned.items():
+        _check_tied_local(name, members[name], params, chosen)
+    units = [unit for name, params in owned.items() for unit in _split_into_units(name, *members[name], params)]
     for p in dict.fromkeys(every.values()):
-        if (glob := find_unmatched(p.local_axes, (x for path in owned if every[path] == p for x in owned[path]))) is not None:
+        if (glob := find_unmatched(p.local_axes, (x for name in owned if every[name] == p for x in owned[name]))) is not None:
             where, expected = "", "a glob of names such as '*.up.weight'"
-            for path, params in owned.items():
+            for owner, params in owned.items():
                 if name := next((name for param in params for name in param.names if fnmatchcase(name, glob)), None):
-                    where = f", but '{name}' of unit '{path}', which has {every[path]}"
+                    where = f", but '{name}' of unit '{owner}', which has {every[owner]}"
                     expected = "a policy that selects its module, too: what a policy leaves is replicated over local axes"
             raise ValueError(f"{p}: '{glob}' matches no parameter of its units{where}: expected {expected}")
-    encoded = [path for path in owned if every[path].at_rest]
+    encoded = [name for name in owned if every[name].at_rest]
     if encoded and not any(unit.at_rest for unit in units):
         raise ValueError(
             f"unit '{encoded[0]}' is {every[encoded[0]]}, which is for what is frozen, and nothing is: expected "
             "requires_grad_(False) before the spec is made"
         )
-    first = {node.path: min(map(natural_key, node.names)) for node in tree.nodes()}
     units.sort(key=lambda unit: (unit.path != "", first[unit.path]))  # parents first, in natural order
     entries = tuple(sorted(chosen.items(), key=lambda item: natural_key(item[0])))
     names = tuple(param.name for param in tree.all_params)
-    return PartitionSpec(entries, root or P(), tuple(units), tree.ignored, names=names)
+    return PartitionSpec(entries, leftovers, tuple(units), tree.ignored, names=names)
 
 
-def _check_tied_local(owner: str, own: P, params: Iterable[Param], chosen: Mapping[str, P]) -> None:
-    """Raise ValueError for a parameter that a selected module is local over and shares with modules outside of it."""
+def _group_by_unit(selected: Mapping[str, P]) -> dict[str, tuple[tuple[str, ...], P]]:
+    """Return the paths of the modules of each unit, by the unit's name, and their common `P`, without its ``unit``.
+
+    Raises ValueError, naming both, for modules of one unit that have different `P` or lie inside of each other.
+    """
+    groups: dict[tuple[bool, str], list[str]] = {}
+    for path, p in selected.items():
+        groups.setdefault((p.unit is None, p.unit or path), []).append(path)
+    members: dict[str, tuple[tuple[str, ...], P]] = {}
+    for paths in groups.values():
+        name, p = "+".join(paths), selected[paths[0]]
+        for i, path in enumerate(paths):
+            if selected[path] != p:
+                raise ValueError(
+                    f"modules '{paths[0]}' and '{path}' are one unit as {p} and as {selected[path]}: expected one P"
+                )
+            if (around := next((other for other in paths[:i] if is_within(path, other)), None)) is not None:
+                raise ValueError(
+                    f"unit '{name}': module '{path}' is inside of '{around}': expected modules beside each other; the outer "
+                    "one alone has the parameters of both"
+                )
+        members[name] = tuple(paths), dataclasses.replace(p, unit=None)
+    return members
+
+
+def _enclosing_units(param: Param, tree: ModuleTree, unit_of: Mapping[str, str]) -> list[str]:
+    """Return the units, outermost first, that have modules around all uses of a parameter."""
+    names = sorted(param.names, key=natural_key)  # whatever the order of registration
+    chains = [[unit_of[path] for path in tree._enclosing_paths(name) if path in unit_of] for name in names]
+    return [unit for unit in chains[0] if all(unit in chain for chain in chains)]
+
+
+def _check_tied_local(owner: str, unit: tuple[tuple[str, ...], P], params: Iterable[Param], chosen: Mapping[str, P]) -> None:
+    """Raise ValueError for a parameter that a selected module is local over and shares with modules outside of its unit."""
+    paths, own = unit
     for path, p in chosen.items():
-        inside = f"{path}." if path else ""
-        if not p.local_axes or f"{owner}.".startswith(inside):
+        if not p.local_axes or any(is_within(one, path) for one in paths):
             continue
+        inside = f"{path}." if path else ""
         for param in params:
             is_inside = any(name.startswith(inside) for name in param.names)
             if is_inside and not {*mark_local(param, p.local_axes).local} <= {*mark_local(param, own.local_axes).local}:
@@ -82,8 +118,8 @@ def build_with_leftovers(tree: ModuleTree, selected: Mapping[str, P], p: P) -> P
     return build(tree, selected, dataclasses.replace(p, local=None) if selected else p)
 
 
-def _split_into_units(path: str, p: P, params: list[Param]) -> Iterator[Unit]:
-    """Yield a unit for each dtype, requires_grad and local axes of a path's parameters, with a suffix if there are several."""
+def _split_into_units(name: str, paths: tuple[str, ...], p: P, params: list[Param]) -> Iterator[Unit]:
+    """Yield a unit for each dtype, requires_grad and local axes of these parameters, with a suffix if there are several."""
     groups: dict[tuple[str, bool, tuple[str, ...]], list[Param]] = {}
     for param in sorted((mark_local(param, p.local_axes) for param in params), key=lambda param: param.sort_key):
         local = tuple(axis for axis, _ in param.local)
@@ -92,4 +128,5 @@ def _split_into_units(path: str, p: P, params: list[Param]) -> Iterator[Unit]:
     for (dtype, trained, local), group in sorted(groups.items()):
         parts = ([dtype] if len(dtypes) > 1 else []) + (["frozen"] if len(kinds) > 1 and not trained else [])
         parts += ["+".join(local)] if len(locals_) > 1 and local else []
-        yield Unit(":".join([path, *parts]), path, p, tuple(group))
+        homes = tuple(path for path in paths if any(is_within(own, path) for param in group for own in param.names))
+        yield Unit(":".join([name, *parts]), homes[0], p, tuple(group), homes)

@@ -15,7 +15,7 @@ from .compiled import Compile
 from .local import LocalAxes, check_local
 from .precision import Precision
 from .remat import Remat
-from .tree import Param
+from .tree import Param, is_within
 
 __all__ = ["P", "Unit"]
 
@@ -55,6 +55,9 @@ class P:
     made) and floating point: `shard` gives the bytes of the encoded slice, gathers send these, and what is computed with is
     decoded, in ``precision``'s dtype or the parameters' own. What of it is trained stays as it is.
 
+    ``unit`` is a label that makes one unit of several modules: those that have the same label, and equal ``P``, are gathered
+    together, and stay gathered while they run one after another. `policies.by_group` sets it.
+
     Raises TypeError for an axis that is no name and a field of another type, ValueError for an axis that is named twice,
     for an ``offload`` of something else and for ``align < 1``.
     """
@@ -68,6 +71,7 @@ class P:
     align: int | None = field(default=None, kw_only=True)
     at_rest: Codec | None = field(default=None, kw_only=True)
     local: Mapping[str, int | Mapping[str, int]] | LocalAxes | None = field(default=None, kw_only=True)
+    unit: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in self.axes if isinstance(self.axis, tuple) else () if self.axis is None else (self.axis,):
@@ -85,6 +89,8 @@ class P:
             raise TypeError(f"P: remat: expected True or False, got {self.remat!r} (or a Remat, which says what is kept)")
         if not isinstance(self.compile, bool | Compile):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: compile: expected True, False or a Compile, got {self.compile!r}")
+        if self.unit is not None and (not isinstance(self.unit, str) or not self.unit):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: unit: expected a label or None, got {self.unit!r}")
         object.__setattr__(self, "local", check_local(self.local, self.axes) or None)
         self._check_offload()
         if not isinstance(self.align, int | None) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -133,14 +139,16 @@ class P:
 class Unit:
     """One flat buffer: parameters of one dtype and one ``requires_grad`` that are gathered, used and freed together.
 
-    ``key`` is the unit's key in a dict of shards: its module path, plus a suffix where that module's parameters mix
-    dtypes or ``requires_grad`` and become several units (``blocks.0:bfloat16``, ``blocks.0:frozen``).
+    ``key`` is the unit's key in a dict of shards: its module path, or those of several modules (``blocks.0+blocks.1``). It has
+    a suffix where parameters mix dtypes or ``requires_grad`` and become several units (``blocks.0:bfloat16``).
     """
 
     key: str
     path: str
     p: P
     params: tuple[Param, ...]
+    paths: tuple[str, ...] = ()
+    """The paths of all modules at which it is gathered, ``path`` first."""
     numel: int = field(init=False, compare=False, repr=False)
     """Elements of the parameters, without padding."""
     align: int = field(init=False, compare=False, repr=False)
@@ -163,10 +171,19 @@ class Unit:
                 parts.append((gap, None))
             parts.append((param.numel, param))
             span += gap + param.numel
+        object.__setattr__(self, "paths", self.paths or (self.path,))
         object.__setattr__(self, "numel", sum(p.numel for p in self.params))
         object.__setattr__(self, "align", align)
         object.__setattr__(self, "parts", tuple(parts))
         object.__setattr__(self, "span", span)
+
+    def is_inside(self, path: str) -> bool:
+        """Return whether one of its modules is inside the module at this path, or that module itself.
+
+        Args:
+            path: The path of a module.
+        """
+        return any(is_within(own, path) for own in self.paths)
 
     def padded_numel(self, slices: int) -> int:
         """Return the number of elements of the unit's whole buffer, padding included.

@@ -15,7 +15,6 @@ from torch import Tensor
 from .. import _torch
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
-from .._spec.tree import is_within
 from ..collectives._mesh import Axis, Mesh, ProcessAxis
 from ..collectives._ops import OpContext, PendingResult, start_op
 from ..collectives._sequence import is_comparable
@@ -199,7 +198,8 @@ def make_route_table(
     }
 
     def inside(key: str) -> bool:
-        return any(is_within(at := spec.by_key[key].path, path) and at != path for path in recomputed)
+        unit = spec.by_key[key]
+        return any(path not in unit.paths and unit.is_inside(path) for path in recomputed)
 
     groups = [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis)]
     connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)

@@ -2,6 +2,7 @@
 
 from ._combined import any_of, override
 from ._exceptions import full_precision, ignoring
+from ._groups import by_group
 from ._policies import always, by_path, by_size, by_type, custom, mark, marked, whole
 from ._policy import Policy
 
@@ -9,6 +10,7 @@ __all__ = [
     "Policy",
     "always",
     "any_of",
+    "by_group",
     "by_path",
     "by_size",
     "by_type",

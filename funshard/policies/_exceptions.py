@@ -14,7 +14,16 @@ from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree, Param
 from .._torch.layers import BatchNorm
-from ._policy import NamedPolicy, Policy, check_classes, format_call, matches_path
+from ._policy import (
+    NamedPolicy,
+    Policy,
+    check_classes,
+    check_modules,
+    format_call,
+    items_to_list,
+    matches_module,
+    matches_path,
+)
 
 __all__ = ["drop_ignored", "full_precision", "ignoring"]
 
@@ -47,10 +56,7 @@ def ignoring(
         >>> fs.policies.ignoring(fs.policies.whole(), modules=["0"])(model).ignored
         ('0.bias', '0.weight')
     """
-    module_items, param_items = _items_to_list("modules", modules), _items_to_list("params", params)
-    for item in module_items:
-        if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
-            raise TypeError(f"ignoring: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
+    module_items, param_items = check_modules("ignoring", modules), items_to_list("ignoring: params", params)
     for item in param_items:
         if not isinstance(item, str | nn.Parameter):
             raise TypeError(f"ignoring: params: expected name patterns or parameters, got {type(item).__name__}")
@@ -63,10 +69,10 @@ def ignoring(
 
 def _build_ignoring(policy: Policy, modules: list[object], params: list[object], tree: ModuleTree) -> PartitionSpec:
     """Build the policy's spec of the tree without the modules and parameters that match; refuse what matches nothing."""
-    gone = {node.path for node in tree.nodes() for item in modules if _matches_module(item, node)}
+    gone = {node.path for node in tree.nodes() for item in modules if matches_module(item, node)}
     names = {p.name for node in tree.nodes() for p in node.params for item in params if _matches_param(item, p, node)}
     for item in modules:
-        if not any(_matches_module(item, node) for node in tree.nodes()):
+        if not any(matches_module(item, node) for node in tree.nodes()):
             raise ValueError(f"ignoring: modules: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
     for item in params:
         if not any(_matches_param(item, p, node) for node in tree.nodes() for p in node.params):
@@ -76,26 +82,12 @@ def _build_ignoring(policy: Policy, modules: list[object], params: list[object],
     return policy(tree.without(lambda node: node.path in gone, lambda p: p.name in names))
 
 
-def _matches_module(item: object, node: ModuleTree) -> bool:
-    """Return whether a pattern matches a path of the module, or the item is its class, a base class, or itself."""
-    if isinstance(item, str):
-        return any(matches_path(item.split("."), path.split(".")) for path in node.names)
-    return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
-
-
 def _matches_param(item: object, param: Param, owner: ModuleTree) -> bool:
     """Return whether a pattern matches a name of the parameter, or the item is the parameter itself."""
     if isinstance(item, str):
         return any(matches_path(item.split("."), name.split(".")) for name in param.names)
     own = owner.module._parameters
     return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
-
-
-def _items_to_list(what: str, items: object) -> list[object]:
-    """Return the items as a list; raise TypeError for a string or no iterable."""
-    if isinstance(items, str) or not isinstance(items, Iterable):
-        raise TypeError(f"ignoring: {what}: expected an iterable, got {type(items).__name__}; put it in a list")
-    return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
@@ -130,5 +122,5 @@ def _build_full_precision(policy: Policy, classes: tuple[type[nn.Module], ...], 
     for node in kept.nodes():
         if issubclass(node.cls, classes):
             around = before[[path for path in (*kept.dominators(node), node.path) if path in before][-1]]
-            chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None)
+            chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None, unit=None)
     return build(kept, chosen, spec.root)

@@ -19,9 +19,12 @@ __all__ = [
     "NamedPolicy",
     "Policy",
     "check_classes",
+    "check_modules",
     "check_p",
     "count_literal",
     "format_call",
+    "items_to_list",
+    "matches_module",
     "matches_path",
     "override_p",
 ]
@@ -67,9 +70,10 @@ class NamedPolicy:
         return self.text
 
 
-def format_call(name: str, *args: object, p: P | None = None) -> str:
-    """Return a call much as it was written; ``p`` where it is not the default."""
-    return f"{name}({', '.join([*map(_format_argument, args), *([f'p={p}'] if p is not None and p != SHARD else [])])})"
+def format_call(name: str, *args: object, p: P | None = None, **options: object) -> str:
+    """Return a call much as it was written; options that are not None, and ``p`` where it is not the default."""
+    given = [f"{key}={value!r}" for key, value in options.items() if value is not None]
+    return f"{name}({', '.join([*map(_format_argument, args), *given, *([f'p={p}'] if p is not None and p != SHARD else [])])})"
 
 
 def _format_argument(item: object) -> str:
@@ -107,6 +111,29 @@ def check_classes(what: str, classes: Iterable[object]) -> None:
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(f"{what}: expected subclasses of nn.Module, got {cls!r}")
+
+
+def items_to_list(what: str, items: object) -> list[object]:
+    """Return the items as a list; raise TypeError for a string or no iterable."""
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise TypeError(f"{what}: expected an iterable, got {type(items).__name__}; put it in a list")
+    return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def check_modules(policy: str, modules: object) -> list[object]:
+    """Return the items as a list; raise TypeError unless they are path patterns, module classes or modules."""
+    items = items_to_list(f"{policy}: modules", modules)
+    for item in items:
+        if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise TypeError(f"{policy}: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
+    return items
+
+
+def matches_module(item: object, node: ModuleTree) -> bool:
+    """Return whether a pattern matches a path of the module, or the item is its class, a base class, or itself."""
+    if isinstance(item, str):
+        return any(matches_path(item.split("."), path.split(".")) for path in node.names)
+    return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
 
 
 def count_literal(pattern: str, path: str) -> int:

@@ -23,8 +23,9 @@ _BY_VMAP = re.compile(r"vmap|[Bb]atching (?:rule|operators)|functorch|torch\.fun
 def record_units(spec: PartitionSpec, modules: Mapping[str, nn.Module], visited: list[str]) -> None:
     """Register hooks that append the keys of a unit to ``visited`` whenever its module runs."""
     for unit in spec:
-        if not isinstance(modules[unit.path], torch.jit.ScriptModule):
-            modules[unit.path].register_forward_pre_hook(functools.partial(_append_key, visited, unit.key))
+        for path in unit.paths:
+            if not isinstance(modules[path], torch.jit.ScriptModule):
+                modules[path].register_forward_pre_hook(functools.partial(_append_key, visited, unit.key))
 
 
 def _append_key(visited: list[str], key: str, _module: nn.Module, _args: object) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from .._spec.tree import module_tree
 from .._spec.unit import P
 from .._units.layout import Params
-from ..policies import Policy, always, by_path, by_size, by_type, whole
+from ..policies import Policy, always, by_group, by_path, by_size, by_type, whole
 from ._exact import assert_exact
 from ._model_call import ModelCall
 from ._simulated import spmd
@@ -143,6 +143,7 @@ def policies(model: nn.Module) -> SearchStrategy[Policy]:
         st.builds(always, p),
         st.builds(lambda c, p: by_type(c, p=p), classes, p),
         st.builds(lambda n, p: by_size(n, p=p), st.integers(0, 30), p),
+        st.builds(lambda c, n, p: by_group([c], size=n, p=p), classes, st.integers(2, 3), p),
         st.builds(lambda paths, p: by_path(_unify_aliases(model, paths), p), paths, p),
     )
 

@@ -1,0 +1,425 @@
+"""Units of several modules: one gather and one reduction, and the results of any other spec."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mirror
+import pytest
+import torch
+from collective_log import gathers, scatters, step, world
+from depth import each, mark_seldom, seldom
+from fuzz_cases import Case, mirrored, on_real_ranks
+from hosted import elsewhere
+from parity import MAIN_WAYS, check_parity, next_token, numbers, tokens
+from peer_models import MLP, Block, Net, Transformer
+from ranks import Pool
+from test_memory import watched
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+
+import funshard as fs
+from funshard import P
+from funshard.policies import by_group, override
+
+
+def keys(spec: fs.PartitionSpec) -> list[str]:
+    return [unit.key for unit in spec]
+
+
+# --- the policy ---
+
+
+def test_groups_of_siblings() -> None:
+    """By pattern, class or module; of a size, in the order of their names, among modules of one parent alone."""
+    model = nn.ModuleDict({"up": nn.ModuleList([MLP(3) for _ in range(11)]), "down": nn.ModuleList([MLP(3), MLP(3)])})
+    spec = by_group([MLP], size=4)(model)
+    assert keys(spec) == ["down.0+down.1", "up.0+up.1+up.2+up.3", "up.4+up.5+up.6+up.7", "up.8+up.9+up.10"]
+    assert spec == by_group(["*.*"], size=4)(model) == by_group([*model["up"], *model["down"]], size=4)(model)
+    assert keys(by_group(["up.1", "down.0"])(model)) == ["", "down.0+up.1"]
+    assert by_group([MLP], size=1)(model) == fs.by_type(MLP)(model)
+    assert repr(by_group([MLP, "up"], size=2, p=P())) == "by_group([MLP, 'up'], size=2, p=P())"
+    assert pickle.loads(pickle.dumps(by_group(["up.*"], size=2)))(model) == by_group(["up.*"], size=2)(model)
+    unit = spec.by_key["down.0+down.1"]
+    assert (unit.path, unit.paths, unit.p) == ("down.0", ("down.0", "down.1"), P("shard"))
+    assert {name.rsplit(".", 2)[0] for param in unit.params for name in param.names} == {"down.0", "down.1"}
+
+
+def test_modules_with_one_label_are_one_unit() -> None:
+    """P(unit=) is what by_group sets: every policy that gives P to modules may say it, and combinators keep it."""
+    model = Net()
+    named = fs.by_path({"blocks.0": P("shard", unit="ends"), "head": P("shard", unit="ends")})
+    assert keys(named(model)) == ["", "blocks.0+head"]
+    both = override(by_group([MLP], size=2), named)(model)
+    assert keys(both) == ["", "blocks.0+head", "blocks.1", "blocks.2"]
+    low = by_group([MLP], size=2, p=P("shard", precision=fs.Precision(param=torch.bfloat16)))
+    apart = [f"blocks.{i}.{name}_proj" for i in range(3) for name in ("in", "out")]
+    assert keys(fs.policies.full_precision(low, nn.Linear)(model)) == [*apart, "first", "head"]
+    marked = nn.Sequential(*(fs.policies.mark(MLP(2), unit="all") for _ in range(2)))
+    assert keys(fs.policies.marked()(marked)) == ["0+1"]
+
+
+def test_frozen_parameters_and_dtypes_are_units_of_their_own() -> None:
+    """Each with the modules that have such parameters."""
+    model = Net()
+    model.blocks[0].in_proj.requires_grad_(False)
+    spec = by_group([MLP])(model)
+    name = "blocks.0+blocks.1+blocks.2"
+    assert {unit.key: unit.paths for unit in spec if unit.path} == {
+        f"{name}:frozen": ("blocks.0",),
+        name: ("blocks.0", "blocks.1", "blocks.2"),
+    }
+
+
+def test_a_parameter_tied_across_a_group_is_in_it() -> None:
+    """And one that a group shares with modules outside is above both."""
+    model = Transformer(2, tied=True)
+    assert keys(by_group(["tokens", "output"])(model)) == ["", "output+tokens"]
+    spec = override(by_group(["layers.0", "output"]), fs.by_path({"tokens": P("shard")}))(model)
+    assert spec.by_name["tokens.weight"][0].key == spec.by_name["output.weight"][0].key == ""
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (by_group(["blocks.0", "blocks.0.in_proj"]), r"module 'blocks.0.in_proj' is inside of 'blocks.0': expected modules"),
+        (by_group([""]), "by_group: '' matches no module: expected some of"),
+        (by_group(["layers.*"]), r"by_group: 'layers.\*' matches no module: expected some of \['', "),
+        (by_group([nn.Conv2d]), r"by_group: <class .*Conv2d'> matches no module"),
+        (
+            fs.by_path({"blocks.0": P("shard", unit="a"), "blocks.1": P(unit="a")}),
+            r"modules 'blocks.0' and 'blocks.1' are one unit as P\('shard', unit='a'\) and as P\(unit='a'\): expected one P",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_group(policy: fs.Policy, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        policy(Net())
+
+
+def test_wrong_arguments() -> None:
+    for size in (0, True, 1.5):
+        with pytest.raises(ValueError, match="by_group: size: expected a whole number of modules, at least 1, got"):
+            by_group([MLP], size=size)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="by_group: modules: expected an iterable, got str; put it in a list"):
+        by_group("blocks")
+    with pytest.raises(TypeError, match="by_group: modules: expected path patterns, module classes or modules, got int"):
+        by_group([1])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="P: unit: expected a label or None, got ''"):
+        P(unit="")
+
+
+# --- what a step sends and holds ---
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True)], ids=str)
+def test_a_group_is_gathered_and_reduced_once(p: P, way: str) -> None:
+    """As one unit with all its parameters; recomputed, too, where each module runs again by itself."""
+    with world(8):
+        model = nn.Sequential(*(MLP(5) for _ in range(6)))
+        spec = by_group([MLP], size=2, p=p)(model).bound
+        sent = step(model, spec, way)
+        assert sent.forward == gathers(spec, "0+1", "2+3", "4+5")
+        assert Counter(sent.backward) == Counter(gathers(spec, "0+1", "2+3") + scatters(spec, "0+1", "2+3", "4+5"))
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_two_groups_of_a_net(way: str) -> None:
+    """The root, and what ends the forward, stay for backward; a group in which other units run is gathered again."""
+    with world(8):
+        spec = override(by_group(["blocks.0", "blocks.1"]), by_group(["blocks.2", "head"]))(Net()).bound
+        sent = step(Net(), spec, way)
+        every = ("", "blocks.0+blocks.1", "blocks.2+head")
+        assert sent.forward == gathers(spec, *every)
+        assert Counter(sent.backward) == Counter(gathers(spec, "blocks.0+blocks.1") + scatters(spec, *every))
+        apart = override(by_group(["blocks.0", "blocks.2"]), fs.by_path({"blocks.1": P("shard")}))(Net()).bound
+        sent = step(Net(), apart, way)
+        assert sent.forward == gathers(apart, "", "blocks.0+blocks.2", "blocks.1", "blocks.0+blocks.2")
+        assert sent.backward.count(scatters(apart, "blocks.0+blocks.2")[0]) == 2
+
+
+def test_units_inside_of_a_group() -> None:
+    """A gather ahead of a group's use stays while backward is in the units inside of any of its modules."""
+    with world(8):
+        model = nn.Sequential(*(nn.Sequential(MLP(5), MLP(5)) for _ in range(4)))
+        spec = override(by_group(["*"], size=2), fs.by_path({"*.1": P("shard")}))(model).bound
+        sent = step(model, spec)
+        assert keys(spec) == ["0+1", "0.1", "1.1", "2+3", "2.1", "3.1"]
+        assert Counter(sent.forward) == Counter(gathers(spec, *keys(spec)))
+        again = gathers(spec, "0+1", "0.1", "1.1", "2.1")  # the others end the forward
+        assert Counter(sent.backward) == Counter(again + scatters(spec, *keys(spec)))
+
+
+class Recurrent(nn.Module):
+    """Two blocks in a loop, of which the loss may leave out the last outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = MLP(5), MLP(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.a(x)
+        for _ in range(2):
+            x = self.b(self.a(x))
+        self.b(x)
+        return kept + x
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_group_in_a_loop_is_gathered_once(gloo2: Pool, remat: bool) -> None:
+    """No other unit is gathered in between. Backward does not come to one of the runs."""
+    with world(8):
+        spec = by_group(["a", "b"], p=P("shard", remat=remat))(Recurrent()).bound
+        sent = step(Recurrent(), spec)
+        assert (sent.forward, sent.backward) == (gathers(spec, "a+b"), scatters(spec, "a+b"))
+    gloo2.run(loop, remat)
+
+
+def loop(rank: int, remat: bool) -> None:
+    model = Recurrent()
+    check_parity(rank, model, by_group(["a", "b"], p=P("shard", remat=remat))(model))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_rank_holds_two_groups(remat: bool) -> None:
+    """The one in use and the next; after forward the last one; after backward none."""
+    with world(4):
+        model = nn.Sequential(*(MLP(5) for _ in range(10)))
+        spec = by_group([MLP], size=2, p=P("shard", remat=remat))(model).bound
+        size = spec.padded_numel(spec.units[0])
+        alive, after_forward, forward_peak, backward_peak = watched(model, spec, "fs")
+        assert (forward_peak, after_forward) == (2 * size, [size])
+        assert backward_peak <= 3 * size
+        assert alive.peak_unreduced <= 2 * size
+        assert alive.now() == []
+
+
+# --- the same results ---
+
+
+def grouped(p: P) -> fs.Policy:
+    """Blocks by two, and the last layers."""
+    return override(by_group([Block], size=2, p=p), by_group(["norm", "output"], p=p))
+
+
+SPECS: dict[str, Callable[[], fs.Policy]] = {
+    "shard": lambda: grouped(P("shard")),
+    "keep": lambda: grouped(P("shard", reshard=False)),
+    "replicated": lambda: grouped(P()),
+    "remat": lambda: grouped(P("shard", remat=True)),
+    "units inside": lambda: override(grouped(P("shard")), fs.by_type(nn.Sequential, p=P("shard", remat=True))),
+    "tied": lambda: override(grouped(P("shard")), by_group(["tokens", "output"])),
+    "apart": lambda: override(by_group(["layers.0", "layers.2"]), by_group(["layers.1", "norm"])),
+    "activations": lambda: grouped(P("shard", offload="activations")),
+}
+
+
+def parity(rank: int, name: str, way: str, shape: tuple[int, ...] = (2,), **options: Any) -> None:
+    model = Transformer(3, tied=name == "tied")
+    model.layers[1].norm1.requires_grad_(name != "units inside")
+    spec = SPECS[name]()(model)
+    if len(shape) > 1:
+        spec = spec.on(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+    check_parity(rank, model, spec, tokens, next_token, way=way, **options)
+
+
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("name", SPECS)
+def test_train_parity(gloo2: Pool, name: str, way: str) -> None:
+    """Losses, gradients and parameters of a transformer on two real ranks."""
+    gloo2.run(parity, name, way)
+
+
+@pytest.mark.parametrize("name", mark_seldom(["shard", "remat", "tied"], "remat"))
+def test_train_parity_with_replicas(gloo4: Pool, name: str) -> None:
+    gloo4.run(parity, name, "fs", (2, 2))
+
+
+HIGHER = ["fs.grad", "jvp", "hvp", "grad of grad", "double backward", "vjp"]
+ORDERS = {"skipped": (0,), "reversed": (1, 0), "twice": (0, 0, 1), "in turn": (0, 1, 0, 1), "between": (0, 2, 1)}
+
+
+@each
+@pytest.mark.parametrize("ps", ["group", "group remat"])
+@pytest.mark.parametrize("transform", HIGHER)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_of_its_modules(gloo2: Pool, order: str, transform: str, ps: str) -> None:
+    """Modules of a group that run in any order, again, or not at all."""
+    case = Case(("Linear", "Mlp", "layer_norm"), (ps, ps, "shard"), transform, ORDERS[order])
+    assert gloo2.run(on_real_ranks, case) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(("weight_norm", "Complex", "spectral_norm"), ("group remat",) * 3, "fs.grad of fs.grad"),  # of two dtypes
+        Case(("AutocastSingle", "Linear"), ("group remat",) * 2, "fs.grad"),
+    ],
+    ids=lambda case: case.pieces[0],
+)
+def test_groups_of_several_dtypes(alone: Pool, case: Case) -> None:
+    """Each module has those of the group's units that it has parameters in."""
+    assert alone.run(mirrored, case) == [""]
+
+
+def combined(rank: int, p: P, way: str) -> None:
+    """What a group changes of a step by accumulate or update_in_backward: nothing."""
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(rank)).double()
+    one, many = fs.by_type(MLP, p=p)(model).bound, by_group([MLP], size=2, p=p)(model).bound
+    results = []
+    for spec in (one, many):
+        params = fs.shard(model, spec)
+        loss = lambda p, x, spec=spec: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
+        init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+        if way == "accumulate":
+            grads = fs.accumulate(loss, params, x.unbind(), spec=spec)[0]
+            params = update(grads, init(params), params)[0]
+        else:
+            params = fs.update_in_backward(update, loss, params, init(params), x.unbind(), spec=spec).params
+        results.append(fs.gather_full(params, spec))
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(results[1][name], tensor)
+
+
+@each
+@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), P()], ids=str)
+@pytest.mark.parametrize("way", ["accumulate", "update_in_backward"])
+def test_steps(gloo2: Pool, way: str, p: P) -> None:
+    gloo2.run(combined, p, way)
+
+
+def offloaded(rank: int) -> None:
+    with elsewhere():
+        model = Net()
+        spec = by_group([MLP], size=2, p=P("shard", offload="params", remat=True))(model).bound
+        check_parity(rank, model, spec, steps=2)
+
+
+def test_groups_in_host_memory(gloo2: Pool) -> None:
+    gloo2.run(offloaded)
+
+
+class Chunked(Transformer):
+    def trunk(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        return self.output(x)
+
+
+def chunked(rank: int, way: str) -> None:
+    def loss(call: Any, ids: Tensor) -> Tensor:
+        chunks = call(ids, method="trunk").chunk(3, 1)
+        return sum(((call(chunk, method="project") ** 2).mean() for chunk in chunks), torch.zeros(()))
+
+    check_parity(rank, Chunked(2), grouped(P("shard"))(Chunked(2)), tokens, loss, way=way)
+
+
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_partial_group_forward_then_standalone(gloo2: Pool, way: str) -> None:
+    """Of a group norm and head, the forward runs one, and calls of their own the other, for each chunk of the loss."""
+    gloo2.run(chunked, way)
+
+
+class Wide(MLP):
+    seen: tuple[torch.dtype, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        Wide.seen += (x.dtype,)
+        return super().forward(x).float()
+
+
+def test_every_module_of_a_group_casts() -> None:
+    """Its inputs and its outputs (FSDP2's test_grouped_module_cast_forward_inputs)."""
+    model = nn.Sequential(Wide(5), Wide(5)).float()
+    low = fs.Precision(param=torch.bfloat16, reduce=torch.float32, output=torch.float32)
+    spec = by_group([Wide], p=P("shard", precision=low))(model).on({"shard": 1})
+    Wide.seen = ()
+    out = fs.functional_call(model, fs.shard(model, spec), (torch.ones(2, 5),), spec=spec)
+    assert Wide.seen == (torch.bfloat16,) * 2
+    assert out.dtype == torch.float32
+
+
+def test_simulated_ranks_and_skeletons() -> None:
+    """assert_exact of simulated ranks, on a model without its values."""
+    model = Net()
+    spec = by_group([MLP], size=2)(model).on({"replicate": 2, "shard": 2})
+    fs.testing.assert_exact(lambda call, x: call(x).square().sum(), model, spec, torch.randn(4, 2, 5).double(), order=2)
+    params = fs.shard(model, spec.on({"shard": 1}))
+    bare, x = fs.skeleton(model), torch.ones(2, 5).double()
+    assert torch.equal(fs.functional_call(bare, params, (x,), spec=spec.on({"shard": 1})), model(x))
+
+
+def test_checkpoints_of_groups(tmp_path: Path) -> None:
+    """Files name parameters, not units: they load under any other policy."""
+    model = Net()
+    one, many = fs.by_type(MLP)(model).on({"shard": 1}), by_group([MLP], size=2)(model).on({"shard": 1})
+    init, _ = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+    saved = {"params": fs.shard(model, many), "opt": init(fs.shard(model, many))}
+    fs.checkpoint.save(tmp_path / "1", saved, many).wait()
+    found = fs.checkpoint.load(tmp_path / "1", one)
+    assert found["params"].keys() == {unit.key for unit in one}
+    assert all(torch.equal(found["params"][key], shard) for key, shard in fs.shard(model, one).items())
+    assert all(torch.equal(found["params"][key], shard) for key, shard in fs.reshard(saved["params"], many, one).items())
+    fs.checkpoint.save(tmp_path / "2", found, one).wait()
+    back = fs.checkpoint.load(tmp_path / "2", many)["params"]
+    assert all(torch.equal(back[key], shard) for key, shard in saved["params"].items())
+
+
+def test_errors_name_the_unit() -> None:
+    model = Net()
+    spec = by_group([MLP], size=2)(model).on({"shard": 1})
+    params = fs.shard(model, spec)
+    with pytest.raises(ValueError, match=r"unit 'blocks.0\+blocks.1' is missing: expected a buffer of"):
+        fs.functional_call(model, {k: v for k, v in params.items() if "+" not in k}, (torch.ones(5),), spec=spec)
+
+
+# --- compiled ---
+
+
+@pytest.mark.parametrize("remat", mark_seldom([False, True], False))
+def test_compiled_modules_of_a_group(alone: Pool, remat: bool) -> None:
+    """Each module of a group is compiled by itself, within the gathers and reductions of the eager one."""
+    ((grads, sent),) = alone.run(compiled_step, remat, False)
+    ((compiled, sent_compiled),) = alone.run(compiled_step, remat, fs.Compile(backend="aot_eager"))
+    assert sent == sent_compiled
+    assert all(torch.allclose(compiled[key], g, rtol=1e-12, atol=1e-12) for key, g in grads.items())
+
+
+def compiled_step(rank: int, remat: bool, compile: bool | fs.Compile) -> tuple[fs.Params, list[str]]:
+    """The gradients of a step on equal ranks, and what it sends."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(MLP(5) for _ in range(4)))
+    spec = by_group([MLP], size=2, p=P("shard", remat=remat, compile=compile))(model).on(mirror.mesh({"shard": 2}))
+    params, grads = fs.shard(model, spec, rank=0), {}
+    loss = lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).square().sum()  # noqa: E731
+    sent = mirror.sent(2, lambda: grads.update(fs.grad(loss)(params)))
+    return grads, sent
+
+
+@seldom
+@pytest.mark.parametrize("remat", [False, True])
+def test_compiled_step_with_groups(remat: bool) -> None:
+    """fs.compile of a step: the eager one's gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(MLP(5) for _ in range(4)))
+    with world(2):
+        spec = by_group([MLP], size=2, p=P("shard", remat=remat))(model).bound.on({"shard": 1})
+        loss = lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).square().sum()  # noqa: E731
+        params = fs.shard(model, spec)
+        got = fs.compile(fs.grad(loss), backend="aot_eager")(params)
+    assert all(torch.allclose(got[key], g, rtol=1e-12, atol=1e-12) for key, g in fs.grad(loss)(params).items())
