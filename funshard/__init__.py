@@ -19,14 +19,15 @@ one of them:
 
     policies     by_type, by_size, by_path
     specs        P, Precision, Remat, Compile, Codec; PartitionSpec, Unit, module_tree
-    sharding     shard, unshard, reshard, gather_full, scatter_full, partition, combine, skeleton, init, random_like
+    sharding     shard, unshard, reshard, partition, combine, skeleton, init, random_like
+    full params  gather_full, stream_full, scatter_full
     layout       flatten, unflatten, param_views
     model calls  functional_call, trace_order, SyncBatchNorm
     transforms   grad, grad_and_value, hvp, ggnvp, fishervp, per_sample_grads, chunked, transforms_attention
     memory       remat, offload, compile
     steps        accumulate, update_in_backward, pad_microbatches, scan, reduce_grads, reduce_mean, weight_share; check
     planning     plan, Plan, Hardware, visualize
-    submodules   policies, optim, curvature, checkpoint, loss_scale, averaging, compress, codecs, collectives, testing
+    submodules   policies, optim, curvature, checkpoint, loss_scale, averaging, compress, codecs, collectives, data, testing
 
 For those who change the package, its map: a folder imports only from floors below its own (tests/test_house.py), and a name
 without an underscore is public.
@@ -37,6 +38,7 @@ without an underscore is public.
        _init                            init, init_buffers: a model on the meta device gets its values, a unit at a time
        testing                          laws and exactness for users: assert_exact, spmd, strategies
     7  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
+       data                             sampler: the same global batches on any number of ranks
        _call                            functional_call: entry, the four modes, the running call, schedule
        curvature                        matrices as operators: hessian, ggn, fisher; lanczos, slq, cg, hutchinson
        _compiled                        fs.compile: the step and the passes over its graph
@@ -55,7 +57,7 @@ without an underscore is public.
 import typing as _typing
 from importlib import import_module as _import_module
 
-from . import averaging, codecs, collectives, compress, curvature, loss_scale, optim, policies, testing
+from . import averaging, codecs, collectives, compress, curvature, data, loss_scale, optim, policies, testing
 from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from ._call.buffers import BufferWarning
 from ._call.call import functional_call
@@ -68,6 +70,7 @@ from ._sharding.grads import reduce_grads, reduce_mean, weight_share
 from ._sharding.random_like import random_like
 from ._sharding.sharding import combine, partition, reshard, shard, unshard
 from ._sharding.skeleton import skeleton
+from ._sharding.stream import stream_full
 from ._spec.codec import Codec
 from ._spec.compiled import Compile
 from ._spec.precision import Precision
@@ -133,6 +136,7 @@ __all__ = [
     "compress",
     "convert_sync_batchnorm",
     "curvature",
+    "data",
     "fishervp",
     "flatten",
     "functional_call",
@@ -162,6 +166,7 @@ __all__ = [
     "scatter_full",
     "shard",
     "skeleton",
+    "stream_full",
     "testing",
     "trace_order",
     "transforms_attention",

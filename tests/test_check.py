@@ -42,7 +42,7 @@ DIFFERENT = {
     "another_number_of_microbatches": ("got 3 micro-batches on rank 0", "2 micro-batches on rank 1"),
     "a_skipped_nan": ("all-reduce of 1 x float32", "unit 'layers.0'"),
     "a_loop_left_early": ("unit 'layers.0'", "the end of fs.check()"),
-    "a_lone_gather_full": ("gather_mean of unit 'layers.0'", "the end of fs.check()"),
+    "a_lone_gather_full": ("gather of unit 'layers.0'", "the end of fs.check()"),
 }
 """What an error names, on two ranks: what each rank was about to start."""
 

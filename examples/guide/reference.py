@@ -23,8 +23,8 @@ GROUPS = {
     "Policies: which modules are units": "by_type by_size by_path Policy",
     "Specs: how each unit lies on the mesh": "P Precision Remat Compile Codec PartitionSpec Unit module_tree ModuleTree "
     "Param Params",
-    "Sharding and full parameters": "shard unshard reshard gather_full scatter_full partition combine skeleton init "
-    "init_buffers random_like flatten unflatten param_views",
+    "Sharding and full parameters": "shard unshard reshard gather_full stream_full scatter_full partition combine skeleton "
+    "init init_buffers random_like flatten unflatten param_views",
     "Calling the model": "functional_call trace_order BufferWarning CompileWarning SyncBatchNorm convert_sync_batchnorm",
     "Gradients and other transforms": (
         "grad grad_and_value hvp ggnvp fishervp per_sample_grads chunked transforms_attention remat checkpoint_name offload "
@@ -42,6 +42,7 @@ SUBMODULES = (
     "optim",
     "curvature",
     "checkpoint",
+    "data",
     "loss_scale",
     "averaging",
     "compress",

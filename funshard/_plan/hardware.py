@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .._spec.byte_size import parse_bytes
 from .events import Collective
 
-__all__ = ["Hardware", "parse_bytes"]
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-def parse_bytes(size: float | str) -> int:
-    """Return a number of bytes from "80GB", "512MiB" or a number.
-
-    Raises:
-        ValueError: For anything else.
-    """
-    if not isinstance(size, str):
-        return int(size)
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?I?)B?\s*", size.upper())
-    if match is None:
-        raise ValueError(f"memory: expected a number of bytes such as '80GB' or '512MiB', got {size!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+__all__ = ["Hardware"]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._spec.bind import bind_spec
+from .._spec.byte_size import parse_bytes
 from .._spec.spec import PartitionSpec
 from .._spec.unit import P
 from ._picture.picture import draw_plan
@@ -20,7 +21,7 @@ from .at_rest import StateBytes, UnitBytes, balance, optimizer_init, state_bytes
 from .choices import Comparison, candidates, replace_p
 from .events import Category, Event, Phase
 from .from_spec import count_tokens, forecast, unit_routes
-from .hardware import Hardware, parse_bytes
+from .hardware import Hardware
 from .run_step import has_parameter, record_step
 from .table import format_plan
 from .timeline import Held, Timeline

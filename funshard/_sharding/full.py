@@ -10,21 +10,21 @@ from torch import Tensor
 
 from .._spec.bind import bind_spec
 from .._spec.checks import check_full, check_shards
-from .._spec.division import Reduction, count_ranks
-from .._spec.host import compute_device
+from .._spec.division import count_ranks
 from .._spec.log import log_spec
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import encode_at_rest
 from .._units.host import place_slice, start_copy_to_host
 from .._units.layout import Params, rank_coords
-from .._units.route import Route
-from .._units.whole import flatten_whole, gather_whole, unflatten_whole
+from .._units.whole import flatten_whole, unflatten_whole
 from ..collectives._announce import announce
 from ..collectives._mesh import Mesh
 from .agree import broadcast_text, process_group
+from .gathers import as_bytes, gather_units
+from .stream import is_receiver, own_copy
 
-__all__ = ["gather_full", "gather_to_first", "scatter_full"]
+__all__ = ["gather_full", "scatter_full"]
 
 
 def gather_full(
@@ -32,10 +32,11 @@ def gather_full(
 ) -> Params:
     """Return the full parameters by name, gathered unit by unit, each a tensor of its own without gradient.
 
-    As summon_full_params, in the order of ``model.named_parameters()``. `scatter_full` writes them back.
+    As summon_full_params, in the order of ``model.named_parameters()``. `scatter_full` writes them back, and `stream_full`
+    iterates over them without holding all.
 
     Args:
-        shards: Anything sharded like the parameters, or a part of it: gradients, optimizer state.
+        shards: Anything sharded like the parameters, or a part of it: gradients, optimizer state. Ignored ones are copied.
         spec: The spec of the shards.
         rank0_only: Only the mesh's first rank gets them; the others get ``{}`` and allocate nothing.
         offload_to_cpu: Move each unit to host memory before the next is gathered: the device holds one unit.
@@ -57,23 +58,18 @@ def gather_full(
         raise ValueError("gather_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
     full: Params = {}
     waiting: Callable[[], Params] = dict
-    with torch.no_grad():
-        for unit in units:
-            copies = _copy_params(shards[unit.key].detach(), unit, mesh, rank0_only, offload_to_cpu)
-            full |= waiting()  # the one before, while this one is on its way
-            waiting = copies
-        return spec._to_model_order(full | waiting())
+    for unit, buffer in gather_units(shards, units, mesh, to_first=rank0_only):
+        copies = _copy_params(buffer, unit, mesh, offload_to_cpu)
+        del buffer  # before the next unit is gathered
+        full |= waiting()  # the one before, while this one is copied
+        waiting = copies
+    if is_receiver(mesh, rank0_only=rank0_only):
+        full |= {name: own_copy(shards[name], shards[name], None, offload_to_cpu) for name in spec.ignored if name in shards}
+    return spec._to_model_order(full | waiting())
 
 
-def _copy_params(piece: Tensor, unit: Unit, mesh: Mesh, rank0_only: bool, offload_to_cpu: bool) -> Callable[[], Params]:
-    """Gather a unit and copy its parameters; its buffer is freed on return, before the next unit is gathered.
-
-    From a device to the host this is one copy, for which the returned function waits.
-    """
-    if rank0_only:
-        buffer = gather_to_first(piece, unit, mesh)
-    else:
-        buffer = gather_whole(piece, unit, mesh, Reduction(), check_order=True)
+def _copy_params(buffer: Tensor | None, unit: Unit, mesh: Mesh, offload_to_cpu: bool) -> Callable[[], Params]:
+    """Copy a gathered unit's parameters. From a device to the host this is one copy, for which the returned function waits."""
     if buffer is None:
         return dict
     if offload_to_cpu and buffer.device.type != "cpu":
@@ -128,36 +124,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
     return out
 
 
-# --- Gathers to one rank and scatters from one: data movement, below autograd, over c10d's own collectives. ---
-
-
-def _as_bytes(buffer: Tensor) -> Tensor:
-    """Return a 1-D buffer as bytes, which every backend sends, whatever the dtype is."""
-    return buffer.contiguous().view(torch.uint8)
-
-
-def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
-    """Return the unit's whole buffer on the mesh's first rank; None on the others, which allocate nothing."""
-    at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
-    piece = piece.to(compute_device(unit, mesh) or piece.device)
-    if any(at[name] for name in mesh.names if name not in unit.distinct_axes):
-        return None  # another replica
-    for name in reversed(unit.distinct_axes):
-        axis, group = process_group(mesh, name)
-        if group is None:
-            continue
-        raw = _as_bytes(piece)
-        rows = raw.new_empty(axis.size, len(raw)) if at[name] == 0 else None
-        announce("gather to the first rank", group.group_name, f"unit '{unit.key}' over '{name}'", raw)
-        dist.gather(raw, None if rows is None else list(rows), group=group, group_dst=0)
-        if rows is None:
-            return None
-        piece = rows.flatten().view(piece.dtype)
-    route = Route.for_unit(unit, mesh, Reduction(), None, piece.dtype)
-    if not route.form:
-        return piece
-    ranks = count_ranks(unit.local_axes, mesh)
-    return torch.cat([route.decode(row, route.form) for row in piece.view(ranks, -1)])
+# --- Scatters from one rank: data movement, below autograd, over c10d's own collectives. ---
 
 
 def _scatter_from(
@@ -179,12 +146,12 @@ def _scatter_from(
         out = torch.empty(numel, dtype=unit.dtype, device=device)
         announce("scatter" if split else "broadcast", group.group_name, f"unit '{unit.key}' over '{name}'", out)
         if split:
-            whole = None if buffer is None or here[name] != want[name] else _as_bytes(buffer)
+            whole = None if buffer is None or here[name] != want[name] else as_bytes(buffer)
             pieces = None if whole is None else list(whole.view(axis.size, len(whole) // axis.size))
-            dist.scatter(_as_bytes(out), pieces, group=group, group_src=want[name])
+            dist.scatter(as_bytes(out), pieces, group=group, group_src=want[name])
         else:
             out = buffer if buffer is not None else out
-            dist.broadcast(_as_bytes(out), group=group, group_src=want[name])
+            dist.broadcast(as_bytes(out), group=group, group_src=want[name])
         buffer = out
     assert buffer is not None
     return buffer

@@ -20,8 +20,18 @@ from ..collectives._functions import gather_slices, scatter
 from ..collectives._mesh import Mesh
 from .flow import gather_unit, scatter_unit
 from .layout import concat_padded, flatten_unit, rank_coords, to_memory_order, unflatten_unit
+from .route import Route
 
-__all__ = ["flatten_whole", "gather_whole", "join_pieces", "scatter_whole", "split_pieces", "unflatten_whole"]
+__all__ = [
+    "decode_whole",
+    "flatten_whole",
+    "gather_whole",
+    "join_pieces",
+    "scatter_whole",
+    "split_pieces",
+    "split_whole",
+    "unflatten_whole",
+]
 
 
 def flatten_whole(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
@@ -53,10 +63,14 @@ def unflatten_whole(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[Tensor]:
     """Return the whole parameters of a unit from its whole buffer: views where it has no local axes."""
     if not unit.local_axes:
         return unflatten_unit(buffer, unit)
-    sizes = dict(mesh.sizes)
-    ranks = count_ranks(unit.local_axes, mesh)
-    of_ranks = [unflatten_unit(row, unit) for row in buffer.view(ranks, -1)]
-    return [join_pieces([views[i] for views in of_ranks], param.local, sizes) for i, param in enumerate(unit.params)]
+    sizes, pieces = dict(mesh.sizes), split_whole(buffer, unit, mesh)
+    return [join_pieces(views, param.local, sizes) for views, param in zip(pieces, unit.params, strict=True)]
+
+
+def split_whole(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[list[Tensor]]:
+    """Return views of each parameter's pieces in a unit's whole buffer, which `join_pieces` makes the parameter of."""
+    rows = buffer.view(count_ranks(unit.local_axes, mesh), -1) if unit.local_axes else [buffer]
+    return [list(pieces) for pieces in zip(*(unflatten_unit(row, unit) for row in rows), strict=True)]
 
 
 def join_pieces(pieces: list[Tensor], local: LocalDims, sizes: Mapping[str, int]) -> Tensor:
@@ -76,6 +90,15 @@ def gather_whole(piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, *,
     for name in reversed(unit.local_axes):
         buffer = gather_slices(buffer, mesh[name], reduce="sum", label=f"unit '{unit.key}'" if check_order else "")
     return buffer
+
+
+def decode_whole(raw: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
+    """Return the whole buffer of a unit from what all ranks hold of it, joined: itself, or decoded from bytes at rest."""
+    route = Route.for_unit(unit, mesh, Reduction(), None, raw.dtype)
+    if not route.form:
+        return raw
+    rows = [route.decode(row, route.form) for row in raw.view(count_ranks(unit.local_axes, mesh), -1)]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def scatter_whole(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:

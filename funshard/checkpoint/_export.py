@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import _torch
 from .._phases import LOGGER, phase
 from .._sharding.agree import check_ranks_agree, has_peers
-from .._sharding.full import gather_to_first
+from .._sharding.gathers import gather_to_first
 from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping, check_params, find_full_params
 from .._spec.local import whole_shape

@@ -32,8 +32,7 @@ class CollectiveSequence:
     def __init__(self) -> None:
         self._started: dict[str, list[str]] = {}
         self._untagged: set[str] = set()
-        while _UNFINISHED:
-            _UNFINISHED.popleft().finish()
+        _finish_earlier_checks()
 
     def record(self, groups: Iterable[str], name: str, *, tagged: bool) -> None:
         """Note that a collective of this name is started on these process groups.
@@ -62,6 +61,12 @@ class CollectiveSequence:
 
 _UNFINISHED: deque[SequenceCheck] = deque()
 """Comparisons under way that nobody has waited for, such as that of a forward without a backward: the next call does."""
+
+
+def _finish_earlier_checks() -> None:
+    """Wait for comparisons that nobody has waited for."""
+    while _UNFINISHED:
+        _UNFINISHED.popleft().finish()
 
 
 class SequenceCheck:
@@ -128,6 +133,7 @@ def check_sequence(names: Sequence[str], group: str, sent: Tensor) -> None:
     """
     if _torch.is_traced() or _torch.is_fake(sent) or not is_comparable(group):
         return
+    _finish_earlier_checks()
     SequenceCheck(get_host_group(group), names, "ranks are about to exchange values of different units").finish()
 
 
