@@ -30,9 +30,6 @@ figures = load()
 PAGES = {page.stem: page for page in figures.PAGES}
 FILES = sorted(figures.RESULTS.glob("*.json"))
 NO_FILE = {
-    ("README", "DDP"),
-    ("measuring", "plain"),
-    ("measuring", "torch.optim.Muon on whole parameters, on every rank"),
     ("axes", "Llama: DTensor and FSDP2"),
     ("measuring", "FSDP2, each block compiled"),
     ("measuring", "FSDP2, not compiled"),
