@@ -30,7 +30,6 @@ figures = load()
 PAGES = {page.stem: page for page in figures.PAGES}
 FILES = sorted(figures.RESULTS.glob("*.json"))
 NO_FILE = {
-    ("axes", "Llama: DTensor and FSDP2"),
     ("measuring", "FSDP2, each block compiled"),
     ("measuring", "FSDP2, not compiled"),
     ("measuring", "plain, bf16"),
