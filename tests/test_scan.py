@@ -222,6 +222,9 @@ def other_numbers_of_steps(rank: int) -> None:
         calls.append(0)
         return state * x, None
 
+    lacks = "got length 0"
+    with pytest.raises(ValueError, match=lacks if rank else f"expected 3 steps, .* got an error: scan: .* {lacks}"):
+        fs.scan(step, torch.ones(()), torch.ones(3 * (1 - rank)), spec=spec)
     with pytest.raises(ValueError, match=r"run different steps: expected 3 steps, segments=None, .* got 4 steps"):
         fs.scan(step, torch.ones(()), torch.ones(3 + rank), spec=spec)
     with pytest.raises(ValueError, match=r"segments='log' on rank 1"):

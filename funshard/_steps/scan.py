@@ -78,8 +78,14 @@ def scan(
         tensor([-1., -1.])
     """
     spec = spec if spec is None else bind_spec(spec)
-    steps = count_steps(xs)
-    count = _count_segments(segments, steps)
+    try:
+        steps = count_steps(xs)
+        count = _count_segments(segments, steps)
+    except (TypeError, ValueError) as error:
+        if spec is not None:  # so that the other ranks do not wait
+            with contextlib.suppress(ValueError):
+                _check_ranks_agree(f"an error: {error}", spec)
+        raise
     watch = None
     if _is_recorded(step, state, xs) and not torch.compiler.is_compiling():
         hint = "expected it in the state or in y, or as an attribute of an object that step closes over"
