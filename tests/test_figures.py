@@ -33,12 +33,9 @@ NO_FILE = {
     ("measuring", "FSDP2, each block compiled"),
     ("measuring", "FSDP2, not compiled"),
     ("measuring", "plain, bf16"),
-    ("measuring", "plain, recomputed"),
     ("measuring", "`fs.hvp`"),
     ("measuring", "save: DCP"),
     ("measuring", "FSDP2, LoRA"),
-    ("memory", '`P("shard")`'),
-    ("memory", "`update` after backward"),
 }
 """Tables of figures without a file, by page and first row. When their benchmark runs again, save a file and mark the table."""
 NO_FIGURES = {"changes", "ideas", "limits", "optimizers"}
