@@ -15,8 +15,8 @@ from .._spec.bind import bind_spec
 from .._spec.checks import collect_full_params
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import ProcessAxis
-from ._model_call import Loss
-from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Outcome
+from ._model_call import Convex, Loss, Order
+from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCTS, Case, Outcome
 
 __all__ = ["assert_exact"]
 
@@ -32,7 +32,8 @@ def assert_exact(
     batch: Any,
     *,
     local: nn.Module | None = None,
-    order: int = 1,
+    order: Order = 1,
+    convex: Convex | None = None,
     method: str | None = None,
     seed: int = 0,
     tolerance: float | None = None,
@@ -50,7 +51,8 @@ def assert_exact(
             simulated ranks (`spmd`).
         batch: Each rank's own; for simulated ranks, tensors have the ranks in dimension 0.
         local: The module of a rank's pieces, where the spec has parameters that are local over axes.
-        order: 1, or 2 to compare also a Hessian-vector product.
+        order: 1; 2 to compare also a Hessian-vector product; "ggn" for one with the Gauss-Newton matrix, by `ggnvp`.
+        convex: ``convex(batch)``, a rank's convex loss of what ``loss`` then returns, its outputs; "ggn" needs it.
         method: The model's method that ``call`` runs, instead of the model itself.
         seed: For dropout, the same on both sides, and for the vector.
         tolerance: Relative to the largest element of each tensor. By default 1e-9 in float64 (``model.double()`` shows most),
@@ -69,9 +71,14 @@ def assert_exact(
         >>> spec = fs.policies.whole()(model).on({"shard": 4})
         >>> fs.testing.assert_exact(lambda call, x: call(x).pow(2).mean(), model, spec, torch.randn(4, 5, 3), order=2)
     """
-    if order not in (1, 2):
-        raise ValueError(f"assert_exact: order: expected 1 or 2, got {order!r}")
-    case = Case(loss, model, bind_spec(spec), batch, method, _is_bound_to_sizes(spec), local)
+    if order not in (1, *PRODUCTS):
+        raise ValueError(f"assert_exact: order: expected 1, 2 or 'ggn', got {order!r}")
+    if order == "ggn" and convex is None:
+        raise ValueError(
+            "assert_exact: order='ggn': expected convex=, a function of a rank's batch that returns the convex loss of what "
+            "loss(call, batch) returns, such as lambda batch: fs.curvature.cross_entropy(batch['labels'])"
+        )
+    case = Case(loss, model, bind_spec(spec), batch, method, _is_bound_to_sizes(spec), local, convex)
     if not case.simulated and has_peers(case.spec.bound_mesh):  # before anything that ranks with other models would wait in
         with report_to_ranks(case.spec, together=True):
             values = hash_params(collect_full_params(model, case.spec), case.spec)
@@ -85,7 +92,7 @@ def assert_exact(
             "(it keeps something from call to call, or draws numbers of its own): nothing can be compared with it"
         )
     random = bool(_describe_difference(case, case.run_plain(seed + 1), once, tolerance))
-    expected = case.run_plain(seed, order, by_vmap=random) if random or order == 2 else once
+    expected = case.run_plain(seed, order, by_vmap=random) if random or order != 1 else once
     got = case.run_sharded(seed, order, once)
     if difference := _describe_difference(case, got, expected, tolerance):
         with _DtypeRecorder() as computed:
@@ -171,10 +178,12 @@ def _describe_difference(case: Case, got: Outcome, expected: Outcome, tolerance:
     most = {(kind, name): (by, rank) for by, rank, kind, name in sorted(every)}
     if not most:
         return ""
-    of_a_kind = {kind: [key for key in expected.largest if key[0] == kind] for kind in (GRADIENT, PRODUCT, LOSS, BUFFER)}
+    of_a_kind = {
+        kind: [key for key in expected.largest if key[0] == kind] for kind in (GRADIENT, *PRODUCTS.values(), LOSS, BUFFER)
+    }
     kind, name = first = next(key for keys in of_a_kind.values() for key in keys if key in most)
     where = f" of '{name}'" if name else ""
-    if kind in (GRADIENT, PRODUCT):
+    if kind in (GRADIENT, *PRODUCTS.values()):
         unit = case.spec.by_name[name][0]
         where += f" (unit '{unit.key}', {unit.p})"
     by, rank = most[first]

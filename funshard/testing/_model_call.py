@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Axis
 
-__all__ = ["Loss", "ModelCall"]
+__all__ = ["Convex", "Loss", "ModelCall", "Order"]
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,7 @@ class ModelCall:
 
 Loss = Callable[[ModelCall, Any], Tensor]
 """A function from the model as a function, and a rank's batch, to the rank's loss."""
+Convex = Callable[[Any], Callable[[Tensor], Tensor]]
+"""A function from a rank's batch to the convex loss of the rank's outputs."""
+Order = Literal[1, 2, "ggn"]
+"""Which derivatives are compared."""

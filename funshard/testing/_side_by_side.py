@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._batchnorm import MESH, SyncBatchNorm
-from .._call.buffers import set_buffers
+from .._batchnorm import SyncBatchNorm
 from .._call.call import functional_call
-from .._call.module_state import calling_thread, own_tensors, restore_modules
 from .._sharding.agree import gather_texts
 from .._sharding.sharding import combine, partition, shard
 from .._spec.spec import PartitionSpec
-from .._spec.tree import join_path
+from .._transforms.ggn import ggnvp
 from .._transforms.grad import grad_and_value
 from .._transforms.hvp import hvp
 from .._units.layout import Params, param_views, rank_coords
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh
-from ._model_call import Loss, ModelCall
+from ._derivatives import curve, differentiate, multiply_ggn, multiply_hessian
+from ._model_call import Convex, Loss, ModelCall, Order
+from ._model_state import current_buffers, install_buffers, named_modules, preserve_model
 from ._refusals import check_same_units, explain_vmap, record_units
 from ._simulated import spmd
 from ._values import clone_tensors, find_tensors, fixed_seed, is_equal, max_magnitude, select_rank
 
-__all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCT", "Case", "Key", "Outcome"]
+__all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCTS", "Case", "Key", "Outcome"]
 
 Key = tuple[str, str]
 """The kind of a tensor, and the name of its parameter or buffer."""
 
-LOSS, GRADIENT, PRODUCT, BUFFER = "loss", "gradient", "Hessian-vector product", "buffer"
+LOSS, GRADIENT, BUFFER = "loss", "gradient", "buffer"
+PRODUCTS: dict[Order, str] = {2: "Hessian-vector product", "ggn": "Gauss-Newton product"}
+"""The kind of product that an order compares."""
 
 
 class Outcome(NamedTuple):
@@ -63,6 +64,7 @@ class Case:
     method: str | None
     simulated: bool
     local: nn.Module | None = None
+    convex: Convex | None = None
 
     @functools.cached_property
     def ranks(self) -> range:
@@ -109,21 +111,21 @@ class Case:
         """Whether the model computes with the batches of all ranks, as `SyncBatchNorm` does in training."""
         return any(isinstance(module, SyncBatchNorm) and module.training for module in self.model.modules())
 
-    def run_plain(self, seed: int, order: int = 1, *, by_vmap: bool = False) -> Outcome:
+    def run_plain(self, seed: int, order: Order = 1, *, by_vmap: bool = False) -> Outcome:
         """Run the model itself with plain autograd; derivatives are means over ranks.
 
         Simulated ranks run one after the other, or together: ``by_vmap``, to draw the numbers that they draw on shards, and
         where the model joins their batches.
         """
-        vector = self.make_vector(seed) if order == 2 else None
+        vector = self.make_vector(seed) if order in PRODUCTS else None
         runs: list[_PlainRun] = []
         visited: list[str] = []
         error: Exception | None = None
         try:
             if self.simulated and (by_vmap or self.joins_batches):
-                runs = self._run_stacked(seed, vector)
+                runs = self._run_stacked(seed, order, vector)
             else:
-                runs = self._run_in_turn(seed, vector, visited)
+                runs = self._run_in_turn(seed, order, vector, visited)
         except Exception as raised:  # the other ranks hear of it before they wait for this one's gradients
             error = raised
         texts = self.gather_text("" if error is None else f"{type(error).__name__}: {error}")
@@ -157,90 +159,76 @@ class Case:
         pieces = param_views(others | shards, self.spec, rank=rank)
         return {(kind, name): pieces[name] for name in self.trained}
 
-    def _run_in_turn(self, seed: int, vector: Params | None, visited: list[str]) -> list[_PlainRun]:
+    def _run_in_turn(self, seed: int, order: Order, vector: Params | None, visited: list[str]) -> list[_PlainRun]:
         """Run the ranks of this process; ``visited`` receives the keys of the units whose modules run, in their order."""
         out: list[_PlainRun] = []
         for rank in self.ranks:
-            with self._preserve_model(seed + rank):
-                self._install(clone_tensors(self.buffers), self.spec.bound_mesh)
-                record_units(self.spec, self._modules, visited)
-                value = self.loss(self._call, clone_tensors(select_rank(self.batch, rank) if self.simulated else self.batch))
-                derivatives = self._derivatives(value, vector)
-                own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._current_buffers.items()}
+            with preserve_model(self.model, seed + rank, self.devices):
+                install_buffers(self.model, clone_tensors(self.buffers), self.spec.bound_mesh)
+                record_units(self.spec, named_modules(self.model), visited)
+                batch = clone_tensors(select_rank(self.batch, rank) if self.simulated else self.batch)
+                outputs, value = self._evaluate(self._call, batch)
+                curvature = lambda z, u, batch=batch: curve(self._convex_loss(batch), z, u)  # noqa: E731
+                derivatives = self._derivatives(order, outputs, value, curvature, vector)
+                own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in current_buffers(self.model, self.buffers).items()}
                 out.append(_PlainRun({key: x.detach() for key, x in own.items()}, derivatives))
         return out
 
-    def _run_stacked(self, seed: int, vector: Params | None) -> list[_PlainRun]:
+    def _run_stacked(self, seed: int, order: Order, vector: Params | None) -> list[_PlainRun]:
         """Run the plain model on all ranks at once, under vmap, and return each one's results."""
 
-        def rank(mesh: Mesh, batch: Any, buffers: Params) -> dict[Key, Tensor]:
-            self._install(buffers, mesh)
-            value = self.loss(self._call, clone_tensors(batch))
-            return {(LOSS, ""): value} | {(BUFFER, name): b for name, b in self._current_buffers.items()}
+        def rank(mesh: Mesh, batch: Any, buffers: Params) -> tuple[Tensor, dict[Key, Tensor]]:
+            install_buffers(self.model, buffers, mesh)
+            outputs, value = self._evaluate(self._call, clone_tensors(batch))
+            return outputs, {(LOSS, ""): value} | {
+                (BUFFER, name): b for name, b in current_buffers(self.model, self.buffers).items()
+            }
 
-        with self._preserve_model(seed):
+        def curvature(z: Tensor, u: Tensor) -> Tensor:
+            on_a_rank = lambda mesh, batch, z, u: curve(self._convex_loss(batch), z, u)  # noqa: E731
+            return spmd(on_a_rank, self._sizes)(self.batch, z, u) / len(self.ranks)
+
+        with preserve_model(self.model, seed, self.devices):
             with explain_vmap(self.model):
-                found = spmd(rank, self._sizes)(self.batch, self._stack_buffers(self.buffers))
-            derivatives = self._derivatives(found[LOSS, ""].mean(), vector)
+                outputs, found = spmd(rank, self._sizes)(self.batch, self._stack_buffers(self.buffers))
+            derivatives = self._derivatives(order, outputs, found[LOSS, ""].mean(), curvature, vector)
         return [_PlainRun({key: x[r].detach() for key, x in found.items()}, derivatives) for r in self.ranks]
 
     @property
     def _call(self) -> ModelCall:
         return ModelCall(getattr(self.model, self.method or "__call__"))
 
-    def _derivatives(self, value: Tensor, vector: Params | None) -> dict[Key, Tensor]:
-        """Compute the gradient, and with a vector the Hessian's product with it."""
-        grads = self._gradient(value, create_graph=vector is not None)
+    def _convex_loss(self, batch: Any) -> Callable[[Tensor], Tensor]:
+        """Return the loss of a rank's outputs."""
+        assert self.convex is not None
+        return self.convex(batch)
+
+    def _evaluate(self, call: ModelCall, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return a rank's outputs and their loss, which are the same without a convex loss."""
+        outputs = self.loss(call, batch)
+        return outputs, outputs if self.convex is None else self._convex_loss(batch)(outputs)
+
+    def _derivatives(
+        self, order: Order, outputs: Tensor, value: Tensor, curvature: Callable[..., Tensor], vector: Params | None
+    ) -> dict[Key, Tensor]:
+        """Compute the gradient, and with a vector the product of this order."""
+        grads = differentiate(value, self.trained, create_graph=vector is not None)
         out = {(GRADIENT, name): g.detach() for name, g in grads.items()}
         if vector is not None:
-            along = sum(((g * vector[name].conj()).real.sum() for name, g in grads.items()), value.new_zeros(()))
-            out |= {(PRODUCT, name): g for name, g in self._gradient(along).items()}
+            hessian = order == 2
+            product = (
+                multiply_hessian(grads, vector, self.trained)
+                if hessian
+                else multiply_ggn(outputs, curvature, vector, self.trained)
+            )
+            out |= {(PRODUCTS[order], name): g for name, g in product.items()}
         return out
 
-    def _gradient(self, value: Tensor, *, create_graph: bool = False) -> Params:
-        if value.dim():
-            raise ValueError(f"assert_exact: expected the loss to be a scalar, got shape {list(value.shape)}; reduce it")
-        if not value.requires_grad or not self.trained:
-            return {name: torch.zeros_like(p) for name, p in self.trained.items()}
-        leaves = list(self.trained.values())
-        grads = torch.autograd.grad(value, leaves, create_graph=create_graph, allow_unused=True, materialize_grads=True)
-        return {name: g.to_dense() if g.is_sparse else g for name, g in zip(self.trained, grads, strict=True)}
-
-    @contextlib.contextmanager
-    def _preserve_model(self, seed: int) -> Generator[None]:
-        """Let the model change itself, and restore its attributes and parameters afterwards."""
-        values = clone_tensors({name: p.detach() for name, p in self.model.named_parameters()})
-        try:
-            with restore_modules(self._modules, calling_thread()), fixed_seed(seed, self.devices), torch.enable_grad():
-                yield
-        finally:
-            for name, own in self.model.named_parameters():
-                if not torch.equal(own, values[name]):  # forward wrote to it
-                    own.data.copy_(values[name])
-
-    @property
-    def _modules(self) -> dict[str, nn.Module]:
-        """The model's modules by each of their paths."""
-        return dict(self.model.named_modules(remove_duplicate=False))
-
-    def _install(self, buffers: Params, mesh: Mesh) -> None:
-        """Give the model these buffers and this mesh, as a call does; use it within `_preserve_model`."""
-        for path, module in self._modules.items():
-            if isinstance(module, SyncBatchNorm):
-                vars(module)[MESH] = mesh
-            if own := own_tensors(module, "_buffers"):
-                set_buffers(module, {attr: buffers.get(join_path(path, attr)) for attr in own})
-
-    @property
-    def _current_buffers(self) -> Params:
-        now = dict(self.model.named_buffers(remove_duplicate=False))
-        return {name: now[name] for name in self.buffers if name in now}
-
-    def run_sharded(self, seed: int, order: int, plain: Outcome) -> Outcome:
+    def run_sharded(self, seed: int, order: Order, plain: Outcome) -> Outcome:
         """Run `functional_call` on shards. Simulated ranks get their own copies of buffers that the plain run changed."""
         changed = {n for n, b in self.buffers.items() if not all(is_equal(own[BUFFER, n], b) for own in plain.ranks)}
         varying = {name: b for name, b in self.buffers.items() if name in changed}
-        direction = {name: p.detach() for name, p in self.full.items()} | (self.make_vector(seed) if order == 2 else {})
+        direction = {name: p.detach() for name, p in self.full.items()} | (self.make_vector(seed) if order in PRODUCTS else {})
 
         def run(fn: Callable[[PartitionSpec, Any, Params], Any]) -> list[Any]:
             """Return ``fn(spec, batch, buffers)`` of each rank."""
@@ -254,34 +242,38 @@ class Case:
 
         def gradient(spec: PartitionSpec, batch: Any, own: Params) -> Any:
             trained, frozen = partition(shard(self.model, spec), spec)
-            return grad_and_value(self._loss_on(spec, frozen, batch, own), has_aux=True)(trained)
+            results = self._results_on(spec, frozen, batch, own)
+            return grad_and_value(lambda p: results(p)[1:], has_aux=True)(trained)
 
         def product(spec: PartitionSpec, batch: Any, own: Params) -> Params:
             trained, frozen = partition(shard(self.model, spec), spec)
             along, _ = partition(shard(direction, spec), spec)
-            return hvp(self._loss_on(spec, frozen, batch, own), trained, along, has_aux=True)[0]
+            results = self._results_on(spec, frozen, batch, own)
+            if order == 2:
+                return hvp(lambda p: results(p)[1:], trained, along, has_aux=True)[0]
+            return ggnvp(lambda p: results(p)[0], self._convex_loss(batch), trained, along)
 
         out: list[dict[Key, Tensor]] = []
         for rank, (grads, (value, buffers)) in zip(self.ranks, run(gradient), strict=True):
             own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in buffers.items()}
             out.append(own | self._pieces_by_name(GRADIENT, grads, rank))
-        if order == 2:
+        if order in PRODUCTS:
             for rank, found, products in zip(self.ranks, out, run(product), strict=True):
-                found |= self._pieces_by_name(PRODUCT, products, rank)
+                found |= self._pieces_by_name(PRODUCTS[order], products, rank)
         return Outcome(out, plain.largest)
 
-    def _loss_on(
+    def _results_on(
         self, spec: PartitionSpec, frozen: Params, batch: Any, own: Params
-    ) -> Callable[[Params], tuple[Tensor, Params]]:
-        """Return a function from trained shards to the loss, and the buffers after it."""
+    ) -> Callable[[Params], tuple[Tensor, Tensor, Params]]:
+        """Return a function from trained shards to the outputs, the loss, and the buffers after it."""
 
-        def loss(trained: Params) -> tuple[Tensor, Params]:
+        def results(trained: Params) -> tuple[Tensor, Tensor, Params]:
             params, buffers = combine(trained, frozen), clone_tensors(self.buffers | own)
             options: dict[str, Any] = {"spec": spec, "buffers": buffers, "method": self.method}
             run = lambda *args, **kwargs: functional_call(self.local or self.model, params, args, kwargs, **options)  # noqa: E731
-            return self.loss(ModelCall(run, spec), clone_tensors(batch)), buffers
+            return *self._evaluate(ModelCall(run, spec), clone_tensors(batch)), buffers
 
-        return loss
+        return results
 
     def gather_text(self, text: str) -> list[str]:
         """Return the texts of all ranks of the mesh; simulated ranks share one."""
