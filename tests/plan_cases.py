@@ -41,6 +41,7 @@ common, measured, moe = (
 )
 P = fs.P
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
+MIXED = fs.Precision(param=torch.bfloat16, reduce=torch.float32, keep={"*norm*": torch.float32})
 BATCH = 4, 64
 
 

@@ -155,10 +155,10 @@ def comm() -> dict[str, dict[str, Any]]:
 
 
 def test_comm_has_every_mode() -> None:
-    """Ten modes, each with finite figures and a row."""
+    """Twelve modes, each with finite figures and a row."""
     table, result = run("comm", f"--ranks 8 {GPT}")
     assert result["arguments"]["modes"].split(",") == list(comm())
-    assert len(comm()) == 10
+    assert len(comm()) == 12
     for mode, figures in comm().items():
         assert f"\n{mode} " in table
         assert all_finite(figures)
@@ -171,6 +171,15 @@ def test_comm_of_low_precision() -> None:
     assert low["gathered"] == low["gathered limit"]
     assert low["reduced bytes"] == wide["reduced bytes"] == peer["reduced bytes"]
     assert low["all-gathers"] == wide["all-gathers"] == peer["all-gathers"] - 2
+
+
+def test_comm_of_mixed_dtypes() -> None:
+    """The collectives of one dtype; beyond the limit each rank pads its slice to the longest, by the bytes of four norms."""
+    low, mixed, apart = (comm()[mode] for mode in ("fs bf16", "fs bf16 keep", "fs bf16 apart"))
+    assert mixed["of 3U"] == low["of 3U"] < apart["of 3U"] / 2
+    assert mixed["gathered limit"] == apart["gathered limit"] > low["gathered limit"]
+    assert mixed["gathered limit"] < mixed["gathered"] < low["gathered"] * 1.1
+    assert mixed["reduced bytes"] == low["reduced bytes"]
 
 
 @pytest.mark.parametrize("mode", ["fs", "fs HSDP", "fs torch.func", "fs keep"])

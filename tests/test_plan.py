@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import time
 from pathlib import Path
@@ -34,6 +35,7 @@ def load_common() -> Any:
 
 common = load_common()
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
+MIXED = dataclasses.replace(BF16, keep={"*norm*": torch.float32})
 ONE, TWO = {"shard": 8}, {"replicate": 2, "shard": 4}
 BOTH = ("replicate", "shard")
 
@@ -62,6 +64,9 @@ CASES: dict[str, tuple[fs.Policy, dict[str, int]]] = {
     "both axes": (blocks(P(BOTH)), TWO),
     "both axes in bf16": (blocks(P(BOTH, precision=BF16)), TWO),
     "bf16": (blocks(P("shard", precision=BF16)), ONE),
+    "mixed dtypes": (blocks(P("shard", precision=MIXED)), ONE),
+    "mixed dtypes of P()": (blocks(P(precision=MIXED)), ONE),
+    "mixed dtypes on both axes": (blocks(P(BOTH, precision=MIXED)), TWO),
     "remat": (blocks(P("shard", remat=True)), ONE),
     "remat keep": (blocks(P("shard", remat=True, reshard=False)), ONE),
     "remat HSDP": (blocks(P("shard", remat=True)), TWO),

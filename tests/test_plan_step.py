@@ -12,6 +12,7 @@ from plan_cases import (
     BATCH,
     BF16,
     CASES,
+    MIXED,
     P,
     common,
     measured_fsdp2_peak,
@@ -42,6 +43,8 @@ PEAKS: list[tuple[str, str, P, str, dict[str, int]]] = [
     ("moe", "shard", P("shard"), "adamw", ONE),
     ("moe", "keep", P("shard", reshard=False), "donate", ONE),
     ("moe", "remat", P("shard", remat=True), "sgd", ONE),
+    ("gpt", "mixed dtypes", P("shard", precision=MIXED), "adamw", ONE),
+    ("gpt", "mixed dtypes of P()", P(precision=MIXED), "adamw", ONE),
 ]
 
 

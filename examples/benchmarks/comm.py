@@ -13,7 +13,9 @@ write, beyond the plain step's.
 
 Two modes differ from "fs" in how the gradient is taken or where: "fs torch.func" is torch.func.grad_and_value, "fs HSDP"
 is on a mesh of 2 replicas. FSDP2 is `fully_shard` on each block and on the root. "bf16" gathers and computes in bf16 and
-reduces in float32; its "copied" is beyond the plain step in float32, so casts of activations are in it.
+reduces in float32; its "copied" is beyond the plain step in float32, so casts of activations are in it. "bf16 keep" has the
+normalisation layers' parameters in float32 in the same gathers (``Precision(keep=)``), "bf16 apart" in units of their own
+(`policies.full_precision`). Slices with other numbers of bytes are padded to the longest, which the limit leaves out.
 
 ``--buckets`` is where BUCKET_BYTES in funshard/_units/buckets.py comes from: from that size on, more bytes in one all-reduce
 make it hardly any faster.
@@ -29,6 +31,7 @@ import torch
 import torch.distributed as dist
 from common import (
     BF16,
+    BF16_KEEP,
     GATHER,
     GPT,
     REDUCE,
@@ -62,6 +65,11 @@ def hybrid(model: nn.Module, ranks: int) -> Step:
     return funshard(model, fs.by_type(Block)(model).on(mesh))
 
 
+def norms_apart(model: nn.Module, ranks: int) -> Step:
+    policy = fs.policies.full_precision(fs.by_type(Block, p=fs.P("shard", precision=BF16)), nn.LayerNorm)
+    return funshard(model, policy(model).on(init_device_mesh("cpu", (ranks,))))
+
+
 def torch_fsdp2(reshard: bool, precision: fs.Precision | None = None) -> Build:
     return lambda model, ranks: fsdp2(model, init_device_mesh("cpu", (ranks,)), reshard=reshard, precision=precision)
 
@@ -77,8 +85,10 @@ MODES: dict[str, Build] = {
     "fs torch.func": sharded(fs.P("shard"), torch.func.grad_and_value),
     "FSDP2 bf16": torch_fsdp2(reshard=True, precision=BF16),
     "fs bf16": sharded(fs.P("shard", precision=BF16)),
+    "fs bf16 keep": sharded(fs.P("shard", precision=BF16_KEEP)),
+    "fs bf16 apart": norms_apart,
 }
-LOW = {"FSDP2 bf16", "fs bf16"}
+LOW = {"FSDP2 bf16", "fs bf16", "fs bf16 keep", "fs bf16 apart"}
 KEPT = {"FSDP2 keep", "fs keep"}
 NOT_SPLIT = {"plain", "fs P()"}
 
@@ -93,9 +103,15 @@ def gathered_limit(model: nn.Module, mode: str) -> float:
     """Twice, but the root and the last block once: they are still there when backward begins."""
     if mode in NOT_SPLIT:
         return 0.0
+
+    def gathered(module: nn.Module) -> float:
+        names = dict(module.named_parameters())
+        low = [0.5 if mode in LOW and not (mode.endswith((" keep", "apart")) and "norm" in name) else 1 for name in names]
+        return sum(p.numel() * factor for p, factor in zip(names.values(), low, strict=True))
+
     total = sum(p.numel() for p in model.parameters())
-    again = sum(p.numel() for block in list(model.blocks)[:-1] for p in block.parameters())
-    return (1.0 if mode in KEPT else 1 + again / total) * (0.5 if mode in LOW else 1)
+    again = sum(map(gathered, list(model.blocks)[:-1]))
+    return (gathered(model) + (0 if mode in KEPT else again)) / total
 
 
 def counts(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """What the benchmarks share: models, training steps to compare, a count of what a step does, and a free port."""
 
 import contextlib
+import dataclasses
 import functools
 import socket
 import statistics
@@ -126,6 +127,7 @@ def plain(model: nn.Module) -> Step:
 
 
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
+BF16_KEEP = dataclasses.replace(BF16, keep={"*norm*": torch.float32})
 
 
 def fsdp2(

@@ -19,6 +19,9 @@ milliseconds are for each block, too. "Collectives" are those of a step.
 "remat" runs each block again in backward; "save attention" and "save products" keep results of operators, "save names" that of
 attention by its name. Beside them "FSDP2 remat" and its two are torch.utils.checkpoint (not reentrant) of FSDP2's blocks, with
 torch's own selective checkpoint.
+
+"bf16" computes in bf16; "bf16 keep" has the normalisation layers' parameters in float32 in the same gathers, "bf16 apart" in
+units of their own.
 """
 
 import argparse
@@ -32,6 +35,8 @@ import torch
 import torch.distributed as dist
 from common import (
     ATTENTION,
+    BF16,
+    BF16_KEEP,
     GPT,
     PRODUCTS,
     Block,
@@ -71,6 +76,11 @@ def grouped(model: nn.Module, size: int) -> Step:
     return funshard(model, fs.policies.by_group([Block], size=size)(model))
 
 
+def norms_apart(model: nn.Module) -> Step:
+    policy = fs.policies.full_precision(fs.by_type(Block, p=fs.P("shard", precision=BF16)), nn.LayerNorm)
+    return funshard(model, policy(model))
+
+
 def recomputed(save: list | None) -> Callable[[nn.Module], Step]:
     return functools.partial(sharded, p=fs.P("shard", remat=fs.Remat(save)))
 
@@ -93,6 +103,9 @@ def modes(mesh: dist.DeviceMesh) -> dict[str, Callable[[nn.Module], Step]]:
         "remat": recomputed(None),
         "save attention": recomputed(ATTENTION),
         "save products": recomputed(PRODUCTS),
+        "bf16": functools.partial(sharded, p=fs.P("shard", precision=BF16)),
+        "bf16 keep": functools.partial(sharded, p=fs.P("shard", precision=BF16_KEEP)),
+        "bf16 apart": norms_apart,
     }
 
 

@@ -81,7 +81,10 @@ def _first_dtype(tree: Any) -> torch.dtype | None:
 def cast_params(tensors: Sequence[Tensor], unit: Unit) -> Sequence[Tensor]:
     """Return a unit's full parameters in the dtype to compute with."""
     precision = unit.p.precision
-    return [x.to(precision._resolve(x.dtype).param) for x in tensors] if precision else tensors
+    if precision is None:
+        return tensors
+    kept = unit.kept_dtypes or (None,) * len(tensors)
+    return [x.to(dtype or precision._resolve(x.dtype).param) for x, dtype in zip(tensors, kept, strict=True)]
 
 
 def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:

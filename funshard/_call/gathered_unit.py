@@ -25,7 +25,7 @@ from .._transforms.saved_tensors import hook_running_node
 from .._units.chain import CollectiveChain
 from .._units.flow import reduce_unit
 from .._units.gather import start_gather
-from .._units.layout import unflatten_unit
+from .._units.mixed_layout import view_as
 from .._units.reductions import flat_pieces
 from .saved_weights import BufferLease, SavedView, check_unmodified
 
@@ -39,14 +39,15 @@ class GatheredUnit:
     """A unit that one call has gathered once in forward, and gathers again in backward."""
 
     __slots__ = (
-        "__weakref__", "_lease", "_version", "chain", "forward_buffer", "index", "is_trained", "recomputed_runs", "route",
-        "schedule", "shard", "unit",
+        "__weakref__", "_lease", "_version", "chain", "dtypes", "forward_buffer", "index", "is_trained", "recomputed_runs",
+        "route", "schedule", "shard", "unit",
     )  # fmt: skip
 
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
         self.schedule, self.unit = schedule, unit
         self.shard = schedule.shards[unit.key]
         self.route = schedule.routes.by_key[unit.key]
+        self.dtypes = self.route.view_dtypes
         self.index = -1  # its place among the units that forward has resharded
         self.forward_buffer: Tensor | None = None
         self._lease: weakref.ref[BufferLease] | None = None  # backward's buffer
@@ -87,12 +88,7 @@ class GatheredUnit:
         """Return the parameters as views of the buffer, with the shard's graph if gradients are wanted."""
         if torch.is_grad_enabled() and shard.requires_grad:
             return _Unflatten.apply(shard, self, recomputing and self.recomputed_runs > 1)
-        return unflatten_unit(self.buffer, self.unit)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the gathered buffer."""
-        return self.route.dtypes.param
+        return self.route.unflatten(self.buffer, self.unit)
 
     @property
     def buffer(self) -> Tensor:
@@ -138,7 +134,7 @@ class GatheredUnit:
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> SavedView:
         """Return what autograd keeps instead of this view of the buffer."""
-        return SavedView(self.lease(), tensor, by_backward)
+        return SavedView(self.lease(), tensor, by_backward, tensor.dtype if self.route.layout else None)
 
     # --- backward ---
 
@@ -171,7 +167,8 @@ class GatheredUnit:
             buffer = self.wait_again()
         if torch.is_grad_enabled() and self.route.reshard_after_forward:
             hook_running_node({_torch.storage_id(buffer): self}, 0 if is_over else _torch.current_level())
-        view = buffer.as_strided(saved.shape, saved.stride, saved.offset)
+        typed = buffer if saved.dtype is None else view_as(buffer, saved.dtype)
+        view = typed.as_strided(saved.shape, saved.stride, saved.offset)
         return _torch.wrap_for_ended_level(view) if is_over else view
 
     def parameters_in_backward(self, shard: Tensor) -> Sequence[Tensor]:
@@ -234,9 +231,9 @@ class _Unflatten(_torch.LevelFunction):
     def forward(shard: Tensor, gathered: GatheredUnit, adds: bool) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         buffer, level = gathered.buffer, _torch.current_level()
         if not level:
-            return tuple(unflatten_unit(shard if buffer is gathered.shard else buffer, gathered.unit))
+            return tuple(gathered.route.unflatten(shard if buffer is gathered.shard else buffer, gathered.unit))
         with _torch.below_transforms():
-            views = unflatten_unit(buffer, gathered.unit)
+            views = gathered.route.unflatten(buffer, gathered.unit)
         return tuple(_torch.wrap_at_level(view, level) for view in views)
 
     @staticmethod

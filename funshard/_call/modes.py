@@ -26,7 +26,7 @@ from .._spec.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer
 from .._units.accumulation import GradReceiver
 from .._units.flow import gather_unit
-from .._units.layout import unflatten_unit
+from .._units.mixed_layout import view_params
 from .casting import cast_params
 from .gathered_unit import GatheredUnit
 from .per_level_gathers import PerLevelGathers
@@ -39,7 +39,7 @@ __all__ = ["DataFlow", "Mode", "RegatherPerLevel", "Scheduled", "UnitInUse", "ch
 class UnitInUse:
     """A unit whose parameters forward may read: a mode of the call has gathered it, or the caller gave it in full."""
 
-    __slots__ = ("gathered_unit", "level", "reshard", "storage", "unit", "views", "watch")
+    __slots__ = ("gathered_unit", "level", "reshard", "storages", "unit", "views", "watch")
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class UnitInUse:
         self.reshard = reshard
         self.level = level  # of transforms that it was gathered under
         self.gathered_unit = gathered_unit  # where the schedule has gathered it
-        self.storage = 0  # of the buffer, where saved tensors in it are to be replaced
+        self.storages: tuple[int, ...] = ()  # of the buffers, where saved tensors in them are to be replaced
 
 
 class Mode(Protocol):
@@ -168,7 +168,7 @@ class DataFlow:
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow."""
-        return self._make_unit_in_use(unit, self._gather_buffer(unit, self._gather_function(unit)))
+        return self._make_unit_in_use(unit, self._gather_buffer(unit, self._gather_function(unit)))[0]
 
     def _gather_function(self, unit: Unit) -> Callable[[Tensor], Tensor]:
         """Return the differentiable function from the unit's shard to its buffer."""
@@ -183,15 +183,17 @@ class DataFlow:
             buffer = buffer.clone()  # forward may write to it, and so to its tangent, which is the caller's
         return buffer
 
-    def _make_unit_in_use(self, unit: Unit, buffer: Tensor) -> UnitInUse:
-        """Return the unit in use, with a watch for writes to its buffer."""
-        watch = WriteWatch(unit, (buffer,))
-        return UnitInUse(unit, unflatten_unit(buffer, unit), watch, reshard=unit.p.reshard, level=_torch.current_level())
+    def _make_unit_in_use(self, unit: Unit, buffer: Tensor) -> tuple[UnitInUse, list[Tensor]]:
+        """Return the unit in use, with a watch for writes to its buffers, and these: one for each dtype."""
+        views, buffers = view_params(buffer, unit, self.params[unit.key].dtype)
+        watch = WriteWatch(unit, buffers)
+        return UnitInUse(unit, views, watch, reshard=unit.p.reshard, level=_torch.current_level()), buffers
 
     def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
         """Forget the buffer; whoever still holds it decides how long it lives."""
-        if self.live:
-            self.live.pop(in_use.storage, None)
+        for storage in in_use.storages:
+            if self.live:
+                self.live.pop(storage, None)
 
     def end_forward(self) -> None:
         """Do nothing: no gather is under way."""
@@ -213,10 +215,10 @@ class RegatherPerLevel(DataFlow):
         """Return the unit, gathered as data flow and known to the levels' graphs."""
         gather = self._gather_function(unit)
         buffer = self._gather_buffer(unit, gather)
-        gathered = self._make_unit_in_use(unit, buffer)
+        gathered, buffers = self._make_unit_in_use(unit, buffer)
         shard = self.params[unit.key]
         if unit.p.reshard and not _torch.shares_storage(buffer, shard) and _torch.current_level() == self._level:
-            gathered.storage = self._gathers.add(unit.key, shard, buffer, gather)
+            gathered.storages = self._gathers.add(unit.key, shard, buffers, gather)
         return gathered
 
 
@@ -243,13 +245,13 @@ class Scheduled:
         if not self.is_at_call_level():
             return self._flow.gather(unit)
         gathered = self.schedule.gather(unit)
-        watch = WriteWatch(unit, (gathered.buffer,))
+        watch = WriteWatch(unit, (gathered.buffer,), layout=gathered.route.layout)
         views = gathered.parameters(self.params[unit.key])
         reshard = gathered.route.reshard_after_forward
         in_use = UnitInUse(unit, views, watch, reshard=reshard, level=self._level, gathered_unit=gathered)
         if reshard and self.live is not None:
-            in_use.storage = _torch.storage_id(gathered.buffer)
-            self.live[in_use.storage] = gathered
+            in_use.storages = (storage := _torch.storage_id(gathered.buffer),)
+            self.live[storage] = gathered
         return in_use
 
     def is_at_call_level(self) -> bool:
@@ -258,10 +260,11 @@ class Scheduled:
 
     def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
         """End the use of a unit: free its buffer, or hand it to backward where that may ask for it."""
-        if self.live:
-            self.live.pop(in_use.storage, None)
+        for storage in in_use.storages:
+            if self.live:
+                self.live.pop(storage, None)
         if in_use.gathered_unit:
-            in_use.gathered_unit.reshard(keep_for_backward=keep and in_use.storage != 0)
+            in_use.gathered_unit.reshard(keep_for_backward=keep and bool(in_use.storages))
 
     def end_forward(self) -> None:
         """Free what was gathered and not used."""

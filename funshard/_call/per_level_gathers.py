@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,27 +31,36 @@ class PerLevelGathers:
         self.live: dict[int, RestorableBuffer] = {}  # by storage: what pack recognises
         self._count = itertools.count()
         # by number: what is in it must not hold this
-        self._recent = deque[tuple[int, int, Tensor]](maxlen=MAX_UNSHARDED_IN_BACKWARD)
+        self._recent = deque[tuple[int, int, dict[torch.dtype, Tensor]]](maxlen=MAX_UNSHARDED_IN_BACKWARD)
         self.keys = _torch.dispatch_keys()
         with _torch.below_transforms():
             empty = torch.empty(0)
         levels = range(1, _torch.current_level() + 1)
         self._levels = [_torch.wrap_at_level(empty, level) for level in levels]  # to know when each is over
 
-    def add(self, key: str, shard: Tensor, buffer: Tensor, gather: Callable[[Tensor], Tensor]) -> int:
-        """Add the gathered buffer of the unit of this key. Return its storage, by which it is removed from ``live``."""
-        storage = _torch.storage_id(_torch.unwrap(buffer))
-        self.live[storage] = _RepeatableGather(self, key, next(self._count), shard, buffer.dtype, gather)
-        return storage
+    def add(self, key: str, shard: Tensor, buffers: Sequence[Tensor], gather: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
+        """Add the gathered buffer of the unit of this key, with its casts to other dtypes.
 
-    def recent_buffer(self, gather: _RepeatableGather, level: int) -> Tensor:
-        """Return the buffer as a level sees it, gathered again unless it is among the last ones."""
-        for *which, buffer in self._recent:
-            if which == [gather.number, level]:
-                return buffer
-        buffer = gather.unshard_again(level)
-        self._recent.append((gather.number, level, buffer))
-        return buffer
+        Returns:
+            Their storages, by which they are removed from ``live``.
+        """
+        dtypes = tuple(buffer.dtype for buffer in buffers)
+        storages = tuple(_torch.storage_id(_torch.unwrap(buffer)) for buffer in buffers)
+        self.live |= dict.fromkeys(storages, _RepeatableGather(self, key, next(self._count), shard, dtypes, gather))
+        return storages
+
+    def recent_buffer(self, gather: _RepeatableGather, level: int, dtype: torch.dtype) -> Tensor:
+        """Return the buffer in a dtype as a level sees it, gathered again unless it is among the last ones."""
+        which = gather.number, level
+        buffers = next((buffers for *some, buffers in self._recent if tuple(some) == which), None)
+        if buffers is None:
+            buffer = gather.unshard_again(level)
+            buffers = {buffer.dtype: buffer}
+            self._recent.append((*which, buffers))
+        if dtype not in buffers:
+            with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
+                buffers[dtype] = next(iter(buffers.values())).to(dtype)
+        return buffers[dtype]
 
     def is_over(self, level: int) -> bool:
         """Return whether the transform of this level has ended, as when the pullback of a vjp runs."""
@@ -67,10 +76,10 @@ class _RepeatableGather:
         key: str,
         number: int,
         shard: Tensor,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, ...],
         gather: Callable[[Tensor], Tensor],
     ) -> None:
-        self._key, self.number, self.dtype = key, number, dtype
+        self._key, self.number, self.dtypes = key, number, dtypes
         self._call, self._shard, self._gather = call, shard, gather
         self._version = _torch.version(shard)
 
@@ -85,16 +94,22 @@ class _RepeatableGather:
         level = _torch.level_of(tensor)
         if level < 0:
             return None
-        view = tensor.shape, tensor.stride(), tensor.storage_offset()
+        view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         return functools.partial(self._restore_view, level, _torch.tracking_levels(tensor, self._call.keys), *view)
 
     def _restore_view(
-        self, level: int, followed: frozenset[int], shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
+        self,
+        level: int,
+        followed: frozenset[int],
+        dtype: torch.dtype,
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        offset: int | torch.SymInt,
     ) -> Tensor:
         """Return the view as its level saw it, of the buffer gathered again."""
         over = self._call.is_over(level)
         below = max(followed, default=-1)
-        buffer = self._call.recent_buffer(self, below)
+        buffer = self._call.recent_buffer(self, below, dtype)
         if torch.is_grad_enabled():
             hook_running_node({_torch.storage_id(_torch.unwrap(buffer)): self}, 0 if over else level)
         with _torch.at_level(below), torch.set_grad_enabled(below >= 0):

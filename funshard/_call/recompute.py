@@ -22,7 +22,7 @@ from .._spec.tree import join_path
 from .._transforms._recompute.active_runs import number_views, run_unrecorded
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.stateful_adapters import CALL_ATTRIBUTES, set_attributes
-from .._units.layout import Params, unflatten_unit
+from .._units.layout import Params
 from .bound_module import BoundModule, Replaced
 from .buffers import copy_buffer
 from .gathered_unit import GatheredUnit
@@ -224,10 +224,9 @@ class _ModuleRun:
             if self._last:
                 views = run_unrecorded(gathered.parameters_in_backward, shard)
             else:
-                buffer = gathered.buffer
+                views = gathered.route.unflatten(gathered.buffer, gathered.unit)
                 if shard.requires_grad:  # the first run has a graph, which the parameters are to be asked for as well
-                    buffer = _LinkToShard.apply(buffer, shard)
-                views = unflatten_unit(buffer, gathered.unit)
+                    views = _LinkToShard.apply(shard, *views)
             names = (param.name for param in gathered.unit.params)
             params |= zip(names, number_views(views, gathered.unit.key, shard), strict=True)
             buffers[gathered.unit.key] = gathered.buffer
@@ -248,11 +247,11 @@ class _ModuleRun:
 
 
 class _LinkToShard(_torch.Function):
-    """A gathered buffer in a graph that begins with its shard, and that nobody goes back through."""
+    """Gathered parameters in a graph that begins with their shard, and that nobody goes back through."""
 
     @staticmethod
-    def forward(buffer: Tensor, shard: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return buffer.view_as(buffer)
+    def forward(shard: Tensor, *views: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(view.view_as(view) for view in views)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .. import _torch
@@ -53,10 +54,11 @@ class SavedView:
     An object, not a closure: there is one for each weight of each unit, and the garbage collector visits all of them.
     """
 
-    __slots__ = ("by_backward", "lease", "offset", "shape", "stride")
+    __slots__ = ("by_backward", "dtype", "lease", "offset", "shape", "stride")
 
-    def __init__(self, lease: BufferLease, tensor: Tensor, by_backward: bool) -> None:
+    def __init__(self, lease: BufferLease, tensor: Tensor, by_backward: bool, dtype: torch.dtype | None) -> None:
         self.lease, self.by_backward = lease, by_backward
+        self.dtype = dtype  # of the view, where the buffer is bytes
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def __call__(self) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import _torch
 from .._spec.unit import Unit
 from .._units.layout import unflatten_unit
+from .._units.mixed_layout import MixedLayout
 
 __all__ = ["WriteWatch", "write_error"]
 
@@ -23,12 +24,15 @@ class WriteWatch:
     """The values of one unit's parameters when the watch began: in one buffer, or each by itself.
 
     ``views`` are the parameters where they are views of the buffer, which ``weight.data = other`` would take elsewhere.
+    ``layout`` is that of a buffer of bytes.
     """
 
-    __slots__ = ("_unit", "_watched", "views")
+    __slots__ = ("_layout", "_unit", "_watched", "views")
 
-    def __init__(self, unit: Unit, tensors: Iterable[Tensor], views: Sequence[Tensor] = ()) -> None:
-        self._unit, self.views = unit, views
+    def __init__(
+        self, unit: Unit, tensors: Iterable[Tensor], views: Sequence[Tensor] = (), layout: MixedLayout | None = None
+    ) -> None:
+        self._unit, self.views, self._layout = unit, views, layout
         bases = () if _torch.is_traced() else map(_torch.unwrap, tensors)
         with _torch.below_transforms():
             copies = ((x, _torch.lazy_clone(x), _torch.version(x)) for x in bases if _can_be_copied(x))
@@ -72,8 +76,10 @@ class WriteWatch:
         """Name the parameter that was changed, or those among which it is."""
         names = [param.name for param in self._unit.params]
         buffer, copy, _ = self._watched[0] if len(changed) == 1 else (None, None, 0)
-        if buffer is not None and copy is not None and buffer.dim() == 1:  # and no vmap has batched it
-            pairs = zip(unflatten_unit(buffer, self._unit), unflatten_unit(copy, self._unit), strict=True)
+        is_split = self._layout is not None or not self._unit.kept_dtypes
+        if buffer is not None and copy is not None and buffer.dim() == 1 and is_split:  # and no vmap has batched it
+            unflatten = self._layout.unflatten if self._layout else unflatten_unit
+            pairs = zip(unflatten(buffer, self._unit), unflatten(copy, self._unit), strict=True)
             changed = [not _bits_equal(*pair) for pair in pairs]
         if len(changed) == len(names) and any(changed):
             return f"parameter '{names[changed.index(True)]}'"

@@ -155,7 +155,7 @@ def find_gathers(graph: Graph) -> list[GatherNodes]:
             from_inputs.add(node)
         if not _is_gathered(node) or (node not in from_inputs and get_annotation(node, UNIT_KEY) is None):
             continue
-        views = reachable_nodes([node], lambda n: [user for user in n.users if is_cheap(user)])
+        views = _find_views(node)
         users = {user for view in (node, *views) for user in view.users} - set(views)
         if not all(_is_all_gather(user) for user in users):  # else the gather over one of several axes
             producers = reachable_nodes([node], lambda n: filter(_is_moved, n.all_input_nodes))
@@ -163,6 +163,20 @@ def find_gathers(graph: Graph) -> list[GatherNodes]:
             nodes = (sources, producers, views, users)
             found.append(GatherNodes(node, *(sorted(some, key=position.__getitem__) for some in nodes)))
     return found
+
+
+def _find_views(gathered: Node) -> list[Node]:
+    """Return the views and casts of a gathered value, and what a unit's gather joins of these alone."""
+    views: dict[Node, None] = {}
+    front = [gathered]
+    while front:
+        for user in front.pop().users:
+            joins = user.target is torch.ops.aten.cat.default and get_annotation(user, UNIT_KEY) is not None
+            is_view = is_cheap(user) or (joins and all(n is gathered or n in views for n in user.all_input_nodes))
+            if is_view and user not in views:
+                views[user] = None
+                front.append(user)
+    return list(views)
 
 
 def _is_gathered(node: Node) -> bool:

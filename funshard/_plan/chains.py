@@ -57,16 +57,20 @@ def gather_steps(unit: Unit, route: Route, stored: int, sizes: Mapping[str, int]
     if not route.has_own_buffer:
         return []
     slice_numel = route.padded_numel // route.num_slices
-    piece = slice_numel * route.dtypes.param.itemsize
+    piece = route.layout.sent_bytes if route.layout else slice_numel * route.dtypes.param.itemsize
     if route.codec:
         piece = stored if route.form else route.codec._describe_encoding(slice_numel, route.shard_dtype)[0]
-    buffer = route.padded_numel * route.dtypes.param.itemsize
+    buffer = route.buffer_bytes
     sent = 0  # bytes allocated for what is sent: the slice in another form, or on another device
     steps: list[ChainStep] = []
     if route.device is not None:
-        sent = stored if route.codec else piece
+        sent = stored if route.codec or route.layout else piece
         steps.append(ChainStep("copy", None, {"gathered": sent}, {}, sent))
-    elif (route.codec and not route.form) or (len(route.split_axes) > 1 and route.dtypes.param != route.shard_dtype):
+    elif (
+        (route.codec and not route.form)
+        or (route.layout and route.split_axes)
+        or (len(route.split_axes) > 1 and route.dtypes.param != route.shard_dtype)
+    ):
         sent = piece
     for i, name in enumerate(reversed(route.split_axes)):
         into, piece = piece, piece * sizes[name]
@@ -79,9 +83,9 @@ def gather_steps(unit: Unit, route: Route, stored: int, sizes: Mapping[str, int]
                 {"gathered": -(sent if i == 0 else into)},
             )
         )
-    if not route.split_axes and (route.device is None or route.codec):  # a cast or a decoded copy
+    if not route.split_axes and (route.device is None or route.codec or route.layout):  # a cast or a decoded copy
         return [*steps, ChainStep("memory", None, {"gathered": buffer}, {"gathered": -sent})]
-    if route.codec:
+    if route.codec or (route.layout and route.layout.is_padded):
         steps.append(ChainStep("memory", None, {"gathered": buffer}, {"gathered": -piece}))
     return steps
 

@@ -34,8 +34,8 @@ class StepFacts:
 
     def grad_bytes(self, unit: Unit, run: ModuleRun | None = None) -> int:
         """Return the bytes of the gradients of a unit's parameters, or of those that a run has, before they are reduced."""
-        numel = unit.numel if run is None else sum(param.numel for param in run.params_of(unit))
-        return numel * self.routes[unit.key].dtypes.param.itemsize if unit.requires_grad else 0
+        params = unit.params if run is None else run.params_of(unit)
+        return self.routes[unit.key].param_bytes(unit, params) if unit.requires_grad else 0
 
 
 class _Gathered:
@@ -146,7 +146,7 @@ class CallForecast:
         facts, route = self._facts, self._facts.routes[unit.key]
         length, dtype = facts.spec.stored(unit)
         chain = Chain(self._events, unit.key, gather_steps(unit, route, length * dtype.itemsize, facts.sizes))
-        nbytes = route.padded_numel * route.dtypes.param.itemsize if route.has_own_buffer else 0
+        nbytes = route.buffer_bytes if route.has_own_buffer else 0
         return _Gathered(unit, chain, nbytes)
 
     def _units_to_prefetch(self, unit: Unit) -> list[Unit]:

@@ -112,7 +112,7 @@ class Plan:
     def largest_unit(self) -> str:
         """The key of the unit whose gathered buffer is the largest."""
         routes = unit_routes(self.spec)
-        return max(routes, key=lambda key: routes[key].padded_numel * routes[key].dtypes.param.itemsize, default="")
+        return max(routes, key=lambda key: routes[key].buffer_bytes, default="")
 
     @property
     def seconds(self) -> float:

@@ -53,6 +53,13 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
                     where = f", but '{name}' of unit '{owner}', which has {every[owner]}"
                     expected = "a policy that selects its module, too: what a policy leaves is replicated over local axes"
             raise ValueError(f"{p}: '{glob}' matches no parameter of its units{where}: expected {expected}")
+    for precision in dict.fromkeys(p.precision for p in every.values() if p.precision):
+        among = (x for name, params in owned.items() if every[name].precision == precision for x in params)
+        if (glob := precision._find_unmatched(among)) is not None:
+            raise ValueError(
+                f"{precision}: keep: '{glob}' matches no parameter of the units with this precision: expected a glob of names "
+                f"in the model such as {[x.name for params in owned.values() for x in params][:3]}"
+            )
     encoded = [name for name in owned if every[name].at_rest]
     if encoded and not any(unit.at_rest for unit in units):
         raise ValueError(

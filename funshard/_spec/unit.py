@@ -157,6 +157,8 @@ class Unit:
     """The contents of the buffer in order, with their numbers of elements: parameters, and padding (None)."""
     span: int = field(init=False, compare=False, repr=False)
     """Elements up to the end of the last parameter, with the padding before it."""
+    kept_dtypes: tuple[torch.dtype | None, ...] = field(init=False, compare=False, repr=False)
+    """The dtype that ``Precision(keep=...)`` gives each parameter, None for the rest; empty if it gives none of them one."""
 
     def __post_init__(self) -> None:
         align = self.p.align
@@ -176,6 +178,13 @@ class Unit:
         object.__setattr__(self, "align", align)
         object.__setattr__(self, "parts", tuple(parts))
         object.__setattr__(self, "span", span)
+        object.__setattr__(self, "kept_dtypes", self.p.precision._kept_dtypes(self.params) if self.p.precision else ())
+        if self.kept_dtypes and self.at_rest:
+            kept = next(param.name for param, dtype in zip(self.params, self.kept_dtypes, strict=True) if dtype)
+            raise ValueError(
+                f"unit '{self.key}' is at rest in {self.at_rest}, and Precision(keep=...) names its parameter '{kept}': a "
+                "codec encodes a slice as a whole; expected a unit of its own for what is kept, or another glob"
+            )
 
     def is_inside(self, path: str) -> bool:
         """Return whether one of its modules is inside the module at this path, or that module itself.

@@ -24,7 +24,7 @@ from .storage import storage_id
 __all__ = [
     "DATA",
     "Function",
-    "HasDtype",
+    "HasDtypes",
     "LevelFunction",
     "Versioned",
     "count_reentrant_checkpoints",
@@ -75,22 +75,22 @@ class LevelFunction(_SingleLevelFunction):
             set_single_level_autograd_function_allowed(before)
 
 
-class HasDtype(Protocol):
-    """An object with a dtype, such as the entry of a gathered buffer."""
+class HasDtypes(Protocol):
+    """An object with dtypes, such as the entry of a gathered buffer."""
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the buffer."""
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of the buffer's views."""
         ...
 
 
-Buffer = TypeVar("Buffer", bound=HasDtype)
+Buffer = TypeVar("Buffer", bound=HasDtypes)
 
 
 def find_viewed_buffer(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     """Return the entry, by storage, of the buffer that a plain tensor views by shape, strides and offset alone, or None."""
     note = live.get(storage_id(inner)) if is_plain(inner) else None
-    if note is None or inner.dtype != note.dtype or inner.is_conj() or inner.is_neg():
+    if note is None or inner.dtype not in note.dtypes or inner.is_conj() or inner.is_neg():
         return None
     return note
 

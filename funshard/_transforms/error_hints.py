@@ -93,6 +93,7 @@ def add_argument_hints(
     if len(devices[0] | devices[1]) > 1:
         hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
     used = {unit.p.precision._resolve(unit.dtype).param if unit.p.precision else unit.dtype for unit in spec}
+    used |= {dtype for unit in spec for dtype in unit.kept_dtypes if dtype}
     floats = {x.dtype for x in tensors if x.is_floating_point() or "Long" in str(error)}  # whole numbers are often right
     shown = ", ".join(sorted({str(x.dtype) for x in tensors if x.is_floating_point()}))
     if shown and _EXPECTS_INTEGERS.search(str(error)):

@@ -199,6 +199,11 @@ class OffloadedTensor:
     witness: Tensor | None
     """A tensor of the transform whose graph this is in; None for plain autograd's."""
 
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtype of the tensor, and of the views of it that can be restored."""
+        return (self.dtype,)
+
     def __call__(self) -> Tensor:
         """Return the tensor on the device; RuntimeError if it was changed in place since it was saved."""
         _torch.unpack_versioned((self.counter, self.version), self.shape)

@@ -25,7 +25,7 @@ TensorRestorer = Callable[[], Tensor]
 """Returns the saved tensor."""
 
 
-class RestorableBuffer(_torch.HasDtype, Protocol):
+class RestorableBuffer(_torch.HasDtypes, Protocol):
     """A gathered buffer whose views autograd saves, and which can be gathered again."""
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:

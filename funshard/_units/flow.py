@@ -24,6 +24,7 @@ from ..collectives._mesh import Axis, Mesh, ProcessAxis, Simulated
 from ..collectives._primitive import LinearFunction, linear_map
 from .host import move
 from .layout import rank_coords
+from .mixed_layout import MixedLayout, Run
 from .route import Route
 
 __all__ = ["REDUCE_MEAN", "encode_at_rest", "gather_unit", "reduce_along", "reduce_unit", "resolve_reduction", "scatter_unit"]
@@ -69,7 +70,8 @@ def gather_unit(
     """Return the full buffer of a unit from each rank's slice of it; its gradient is the reduced slice.
 
     Gathers over the axes of ``unit.p``; over the other axes of the mesh the buffer is replicated. FSDP, HSDP and DDP are this
-    one function. In backward the gradient is reduce-scattered first and all-reduced as a slice.
+    one function. In backward the gradient is reduce-scattered first and all-reduced as a slice. Where the precision keeps some
+    parameters in a dtype of their own, the buffer is in one that has the values of all: see `view_params`.
 
     Args:
         piece: This rank's slice.
@@ -156,6 +158,8 @@ class _RouteConstants(NamedTuple):
     factors: tuple[float, float]
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     """The dtypes in which parameters are gathered, gradients reduced, and shards kept."""
+    layout: tuple[tuple[Run, ...], int, int | None] | None
+    """The layout of a buffer with parameters of several dtypes."""
     device: torch.device | None
     """The device to which host-resident shards are copied."""
     label: str
@@ -168,9 +172,9 @@ def _constants_of_route(route: Route, mesh: Mesh, label: str) -> _RouteConstants
     ranks = tuple(axis.rank for some in axes for axis in some if isinstance(axis, Simulated))
     split, rest = (tuple((a.size, a.name if isinstance(a, ProcessAxis) else None) for a in some) for some in axes)
     dtypes = route.dtypes.param, route.dtypes.reduce, route.shard_dtype
-    return _RouteConstants(
-        ranks, split, rest, route.reduce_op, (route.divide_before, route.divide_after), dtypes, route.device, label
-    )
+    layout = (route.layout.runs, route.layout.num_slices, route.layout.index) if route.layout else None
+    factors = route.divide_before, route.divide_after
+    return _RouteConstants(ranks, split, rest, route.reduce_op, factors, dtypes, layout, route.device, label)
 
 
 def _axes_from_constants(
@@ -200,6 +204,13 @@ def _gather_encoded(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: t
     return codec._decode_slices(rows, len(piece), dtype)
 
 
+def _gather_mixed(piece: Tensor, split: Sequence[Axis], layout: MixedLayout, label: str) -> Tensor:
+    """Gather a piece of a unit whose parameters have several dtypes: the wide buffer, from bytes where ranks are processes."""
+    if split and layout.index is not None:
+        return layout.widen(_gather_along(layout.encode(piece), split, label), piece.shape)
+    return layout.round(_gather_along(piece, split, label))
+
+
 @_torch.allow_in_graph
 def _apply_route(
     x: Tensor,
@@ -210,15 +221,20 @@ def _apply_route(
     op: Literal["mean", "sum"],
     factors: tuple[float, float],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    layout: tuple[tuple[Run, ...], int, int | None] | None,
     device: torch.device | None,
     label: str,
     gathers: bool,
 ) -> Tensor:
     """Gather a slice along a route, or reduce a buffer: one node for Dynamo, as in collectives._primitive."""
     param_dtype, reduce_dtype, shard_dtype = dtypes
+    mixed = None if layout is None else MixedLayout(*layout)
 
     def gather(piece: Tensor, *ranks: Tensor) -> Tensor:
-        return _gather_along(move(piece, device, param_dtype), _axes_from_constants(ranks, split, rest)[0], label)
+        axes = _axes_from_constants(ranks, split, rest)[0]
+        if mixed is not None:
+            return _gather_mixed(move(piece, device, piece.dtype), axes, mixed, label)
+        return _gather_along(move(piece, device, param_dtype), axes, label)
 
     def reduce_grad(grad: Tensor, *ranks: Tensor) -> Tensor:
         before, after = factors

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .. import _torch
 from .._spec.codec import pack_bytes
-from .chain import BufferPool, CollectiveChain, RouteTable
+from .chain import BufferPool, CollectiveChain, RouteTable, StartStep
 from .host import start_copy_to_device
+from .route import Route
 
 __all__ = ["start_gather"]
 
@@ -18,10 +21,12 @@ def start_gather(shard: Tensor, key: str, routes: RouteTable, buffers: BufferPoo
     """Start to gather the unit of this key. To be called below all transforms."""
     route = routes.by_key[key]
     if not routes.has_groups and _torch.is_fake(shard):  # shapes can be computed
-        return CollectiveChain(shard.new_empty(route.padded_numel, dtype=route.dtypes.param, device=route.device), ())
+        return CollectiveChain(route.allocate(shard), ())
     if route.device is None:
         return _start_collectives(shard, key, routes, buffers)
-    piece, copy = start_copy_to_device(shard, key, route.device, shard.dtype if route.codec else route.dtypes.param)
+    piece, copy = start_copy_to_device(
+        shard, key, route.device, shard.dtype if route.codec or route.layout else route.dtypes.param
+    )
     with copy.queue_behind():  # and beside what is computed with the unit before
         chain = _start_collectives(piece, key, routes, buffers)
     chain.copy = copy
@@ -31,6 +36,8 @@ def start_gather(shard: Tensor, key: str, routes: RouteTable, buffers: BufferPoo
 def _start_collectives(piece: Tensor, key: str, routes: RouteTable, buffers: BufferPool) -> CollectiveChain:
     """Return the chain of a unit's gather, which sends a codec's bytes, or the slice in the parameters' dtype."""
     route, steps = routes.by_key[key], routes.steps[key].gather
+    if route.layout:
+        return _start_mixed(piece, route, steps, buffers)
     if route.codec:
         whole = piece if route.split_axes or route.device else piece.clone()
         sent, form = (whole, route.form) if route.form else pack_bytes(route.codec._encode_slice(piece))
@@ -42,3 +49,27 @@ def _start_collectives(piece: Tensor, key: str, routes: RouteTable, buffers: Buf
         own = buffers.take(route.padded_numel, route.dtypes.param, piece)
     casts = own is not None and len(route.split_axes) == 1  # as it writes its own slice
     return CollectiveChain(piece if casts else piece.to(route.dtypes.param), steps, own)
+
+
+def _start_mixed(piece: Tensor, route: Route, steps: Sequence[StartStep], buffers: BufferPool) -> CollectiveChain:
+    """Return the chain of the gather, as bytes, of a unit whose parameters have several dtypes."""
+    layout = route.layout
+    assert layout is not None
+    if _torch.is_traced():
+        chain = CollectiveChain(layout.encode(piece), steps)
+        chain.decode = layout.join
+        return chain
+    raw = buffers.take(layout.sent_bytes * layout.num_slices, torch.uint8, piece)
+    out = raw.chunk(layout.num_slices)[layout.index or 0]  # where the gather puts it
+    if len(route.split_axes) > 1:
+        out = raw.new_empty(layout.sent_bytes)
+    chain = CollectiveChain(layout.encode_into(piece, out), steps, raw)
+    if layout.is_padded:
+
+        def join(raw: Tensor) -> Tensor:
+            joined = layout.join_into(raw, buffers.take(layout.buffer_bytes, torch.uint8, raw))
+            buffers.give(raw)
+            return joined
+
+        chain.decode = join
+    return chain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,9 +13,11 @@ from .._spec.codec import Codec, Form, unpack_bytes
 from .._spec.division import Reduction, choose_division, count_ranks
 from .._spec.host import compute_device
 from .._spec.precision import Dtypes, Precision
+from .._spec.tree import Param
 from .._spec.unit import Unit
-from ..collectives._mesh import Mesh
-from .layout import longest_padding
+from ..collectives._mesh import Mesh, ProcessAxis
+from .layout import longest_padding, unflatten_unit
+from .mixed_layout import MixedLayout, find_param_dtypes, make_mixed_layout
 
 __all__ = ["Route"]
 
@@ -45,6 +48,8 @@ class Route:
     """The codec of the slices that are sent."""
     form: Form | None
     """The form of the encoded slice that the shard's bytes are, if it is at rest in a codec."""
+    layout: MixedLayout | None
+    """The layout of its buffer in bytes, if its parameters have several dtypes."""
     num_slices: int
     """The number of slices of its buffer."""
     device: torch.device | None
@@ -72,7 +77,13 @@ class Route:
         num_slices = count_ranks(unit.p.axes, mesh)
         padded_numel = unit.padded_numel(num_slices)
         device = compute_device(unit, mesh)
-        has_own_buffer = bool(split_axes) or dtypes.param != dtype or codec is not None or device is not None
+        layout = None
+        if precision and unit.kept_dtypes and unit.numel:
+            layout = make_mixed_layout(unit, padded_numel, num_slices, dtypes.param, _find_slice(unit, mesh))
+            if layout is None:
+                dtypes = dtypes._replace(param=find_param_dtypes(unit, dtypes.param)[0])
+        is_as_stored = dtypes.param == dtype and layout is None and codec is None and device is None
+        has_own_buffer = bool(split_axes) or not is_as_stored
         reduce_op, before, after = ("mean", 1.0, 1.0)
         if unit.numel:
             reduce_op, before, after = choose_division(reduction.by, num_ranks, dtypes.reduce, local_ranks)
@@ -88,6 +99,7 @@ class Route:
             dtypes=dtypes,
             codec=codec,
             form=unit.at_rest._describe_encoding(padded_numel // num_slices, dtype)[1] if unit.at_rest else None,
+            layout=layout,
             num_slices=num_slices,
             device=device,
             has_own_buffer=has_own_buffer,
@@ -114,4 +126,40 @@ class Route:
             self.dtypes == (self.shard_dtype, self.shard_dtype)
             and self.divide_before == self.divide_after == 1
             and self.device is None
+            and self.layout is None
         )
+
+    @property
+    def view_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of the parameters that are views of its buffer."""
+        return self.layout.dtypes if self.layout else (self.dtypes.param,)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes of its whole buffer."""
+        return self.layout.buffer_bytes if self.layout else self.padded_numel * self.dtypes.param.itemsize
+
+    def param_bytes(self, unit: Unit, params: Iterable[Param]) -> int:
+        """Return the bytes of some of the unit's parameters, without padding."""
+        dtypes = dict(zip(unit.params, find_param_dtypes(unit, self.dtypes.param), strict=True))
+        return sum(param.numel * dtypes[param].itemsize for param in params)
+
+    def allocate(self, like: Tensor) -> Tensor:
+        """Return a buffer of its own, with anything in it, on the device that it is gathered on."""
+        if self.layout:
+            return like.new_empty(self.layout.buffer_bytes, dtype=torch.uint8, device=self.device)
+        return like.new_empty(self.padded_numel, dtype=self.dtypes.param, device=self.device)
+
+    def unflatten(self, buffer: Tensor, unit: Unit) -> list[Tensor]:
+        """Return the unit's parameters, in their order, as views of its buffer."""
+        return self.layout.unflatten(buffer, unit) if self.layout else unflatten_unit(buffer, unit)
+
+
+def _find_slice(unit: Unit, mesh: Mesh) -> int | None:
+    """Return which slice of a unit this process has, None on simulated ranks and on sizes without ranks."""
+    index = 0
+    for axis in (mesh[name] for name in unit.p.axes if mesh[name].size > 1):
+        if not isinstance(axis, ProcessAxis) or axis.rank is None:
+            return None
+        index = index * axis.size + axis.rank
+    return index

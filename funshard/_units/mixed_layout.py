@@ -1,0 +1,234 @@
+"""The layout, in bytes, of a buffer whose parameters have several dtypes, as ``Precision(keep=...)`` gives them.
+
+    dtypes   | norm1 f32 | qkv bf16                | norm2 f32 | mlp bf16              |
+    slices   | rank 0              | rank 1              | rank 2        | rank 3         |
+
+The buffer has the unit's elements in their order, each in its own dtype. So a slice is one range of its bytes, and a parameter
+is a view. Slices of equally many elements have different numbers of bytes. Each is sent padded to the longest, by one
+all-gather, and one copy joins them without that padding.
+
+In data flow the buffer is one tensor of a dtype that has all their values, because bytes have no derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._spec.precision import Precision
+from .._spec.unit import Unit
+from .layout import from_memory_order, unflatten_unit
+
+__all__ = ["MixedLayout", "Run", "find_param_dtypes", "make_mixed_layout", "view_as", "view_params"]
+
+Run = tuple[int, torch.dtype]
+"""A number of neighbouring elements, and their dtype."""
+
+
+class SliceGroup(NamedTuple):
+    """Neighbouring slices of the same runs: their number, the runs of each, and its bytes."""
+
+    number: int
+    runs: tuple[Run, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MixedLayout:
+    """The runs of one dtype that a buffer consists of, and the slices that it is split into."""
+
+    runs: tuple[Run, ...]
+    num_slices: int
+    index: int | None
+    """Which slice this rank has; None where no process is one rank."""
+    offsets: tuple[tuple[int, torch.dtype], ...] = field(default=(), compare=False)
+    """Where each parameter begins, in bytes, and its dtype."""
+    slices: tuple[SliceGroup, ...] = field(init=False, compare=False, repr=False)
+    """The slices, neighbours of the same runs together: few, however many ranks there are."""
+    sent_bytes: int = field(init=False, compare=False, repr=False)
+    """The bytes that each rank sends: those of the longest slice."""
+    buffer_bytes: int = field(init=False, compare=False, repr=False)
+    """The bytes of the whole buffer."""
+
+    def __post_init__(self) -> None:
+        slices = tuple(_group_slices(self.runs, sum(numel for numel, _ in self.runs) // self.num_slices))
+        object.__setattr__(self, "slices", slices)
+        object.__setattr__(self, "sent_bytes", max(group.nbytes for group in slices))
+        object.__setattr__(self, "buffer_bytes", _count_bytes(self.runs))
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some slice is padded to be sent."""
+        return self.sent_bytes * self.num_slices > self.buffer_bytes
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of its parameters."""
+        return tuple(dict.fromkeys(dtype for _, dtype in (*self.offsets, *self.runs)))
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of the buffer in data flow, which has the values of all of them."""
+        return torch.float64 if torch.float64 in self.dtypes else torch.float32
+
+    def _own_slice(self) -> SliceGroup:
+        """Return the group of this rank's slice."""
+        assert self.index is not None
+        first = 0
+        for group in self.slices:
+            first += group.number
+            if self.index < first:
+                return group
+        raise IndexError(self.index)
+
+    def encode(self, piece: Tensor) -> Tensor:
+        """Return the bytes to send of this rank's slice, which lies in dimension 0 and may be batched along others."""
+        own = self._own_slice()
+        pieces = piece.split([numel for numel, _ in own.runs])
+        parts = [_to_bytes(part.to(dtype)) for part, (_, dtype) in zip(pieces, own.runs, strict=True)]
+        return torch.cat([*parts, parts[0].new_zeros((self.sent_bytes - own.nbytes) * piece[0].numel())])
+
+    def encode_into(self, piece: Tensor, out: Tensor) -> Tensor:
+        """Write the bytes to send of this rank's slice to ``out``; what is behind them stays. Return ``out``."""
+        start, begin = 0, 0
+        for numel, dtype in self._own_slice().runs:
+            end = begin + numel * dtype.itemsize
+            out[begin:end].view(dtype).copy_(piece[start : start + numel])
+            start, begin = start + numel, end
+        return out
+
+    def join(self, raw: Tensor, batch: int = 1) -> Tensor:
+        """Return the buffer's bytes from those that all ranks have sent, perhaps batched."""
+        rows, parts, first = raw.view(self.num_slices, -1), list[Tensor](), 0
+        for count, _, size in self.slices:
+            parts.append(rows[first : first + count, : size * batch].reshape(-1))
+            first += count
+        return torch.cat(parts)
+
+    def join_into(self, raw: Tensor, out: Tensor) -> Tensor:
+        """Write the buffer's bytes to ``out``, from those that all ranks have sent. Return ``out``."""
+        at, begin = int(raw.storage_offset()), int(out.storage_offset())
+        for count, _, size in self.slices:
+            into = out.as_strided((count, size), (size, 1), begin)
+            into.copy_(raw.as_strided((count, size), (self.sent_bytes, 1), at))
+            at, begin = at + count * self.sent_bytes, begin + count * size
+        return out
+
+    def widen(self, raw: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return the buffer in the wide dtype, from the bytes of all ranks, batched as a slice of this shape."""
+        batch = torch.Size(shape[1:]).numel()
+        runs = self.join(raw, batch).split_with_sizes([n * dtype.itemsize * batch for n, dtype in self.runs])
+        values = [run.view(dtype).to(self.wide) for run, (_, dtype) in zip(runs, self.runs, strict=True)]
+        return torch.cat(values).view(-1, *shape[1:])
+
+    def round(self, buffer: Tensor) -> Tensor:
+        """Return a buffer with each element rounded to its dtype, in the wide one."""
+        runs = buffer.split([numel for numel, _ in self.runs])
+        return torch.cat([run.to(dtype).to(self.wide) for run, (_, dtype) in zip(runs, self.runs, strict=True)])
+
+    def unflatten(self, buffer: Tensor, unit: Unit) -> list[Tensor]:
+        """Return the unit's parameters as views of its buffer's bytes, by one split for each dtype."""
+        views: dict[int, Tensor] = {}
+        for own in self.dtypes:
+            sizes, end = list[int](), 0
+            for (offset, dtype), param in zip(self.offsets, unit.params, strict=True):
+                if dtype == own:
+                    begin = offset // dtype.itemsize if param.numel else end
+                    sizes += [begin - end, param.numel]
+                    end = begin + param.numel
+            typed = view_as(buffer, own)
+            pieces = iter(typed.split_with_sizes([*sizes, len(typed) - end])[1::2])
+            for i, ((_, dtype), param) in enumerate(zip(self.offsets, unit.params, strict=True)):
+                if dtype == own:
+                    views[i] = from_memory_order(next(pieces), param)
+        return [views[i] for i in range(len(views))]
+
+
+def make_mixed_layout(
+    unit: Unit, padded_numel: int, num_slices: int, rest: torch.dtype, index: int | None
+) -> MixedLayout | None:
+    """Return the layout of a unit's buffer in bytes, None if its parameters are computed with in one dtype.
+
+    Args:
+        unit: The unit.
+        padded_numel: The elements of its whole buffer.
+        num_slices: The number of slices.
+        rest: The dtype of the parameters that its `Precision` does not keep in another one.
+        index: Which slice this rank has, if it is known.
+
+    Raises:
+        ValueError: Naming the unit, where a parameter would begin between two elements of its dtype.
+    """
+    dtypes = iter(find_param_dtypes(unit, rest))
+    if not unit.kept_dtypes or len({*find_param_dtypes(unit, rest)}) == 1:
+        return None
+    runs, offsets, begin = list[Run](), list[tuple[int, torch.dtype]](), 0
+    for size, param in (*unit.parts, (padded_numel - unit.span, None)):
+        dtype = next(dtypes) if param is not None else runs[-1][1] if runs else rest
+        if param is not None:
+            if begin % dtype.itemsize and param.numel:
+                raise ValueError(
+                    f"unit '{unit.key}': parameter '{param.name}' of {dtype} would begin at byte {begin}, between two of its "
+                    f"elements, because of {unit.p}: expected no align=, or one of {dtype.itemsize} at least"
+                )
+            offsets.append((begin, dtype))
+        begin += size * dtype.itemsize
+        if runs and runs[-1][1] == dtype:
+            runs[-1] = runs[-1][0] + size, dtype
+        elif size:
+            runs.append((size, dtype))
+    return MixedLayout(tuple(runs), num_slices, index, tuple(offsets))
+
+
+def find_param_dtypes(unit: Unit, rest: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Return the dtype in which each of the unit's parameters is computed with: ``rest`` unless `Precision` keeps another."""
+    return tuple(kept or rest for kept in unit.kept_dtypes) or (rest,) * len(unit.params)
+
+
+def view_params(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> tuple[Sequence[Tensor], list[Tensor]]:
+    """Return a unit's parameters from its buffer in data flow, each in its own dtype, and the buffers that they view.
+
+    These are the buffer itself or, for other dtypes, casts of it as a whole.
+    """
+    if not unit.kept_dtypes:
+        return unflatten_unit(buffer, unit), [buffer]
+    dtypes = find_param_dtypes(unit, (unit.p.precision or Precision())._resolve(shard_dtype).param)
+    buffers = {dtype: buffer.to(dtype) for dtype in dtypes}
+    views = {dtype: unflatten_unit(own, unit) for dtype, own in buffers.items()}
+    return [views[dtype][i] for i, dtype in enumerate(dtypes)], list(buffers.values())
+
+
+def view_as(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bytes of a buffer as elements of this dtype, without the bytes at the end that are not a whole one."""
+    left = len(buffer) % dtype.itemsize
+    return (buffer[: len(buffer) - left] if left else buffer).view(dtype)
+
+
+def _group_slices(runs: Sequence[Run], length: int) -> Iterator[SliceGroup]:
+    """Yield the slices of so many elements that the runs are split into."""
+    some, missing = list[Run](), length
+    for numel, dtype in runs:
+        while numel:
+            if missing == length and numel >= length:
+                yield SliceGroup(numel // length, ((length, dtype),), length * dtype.itemsize)
+                numel %= length
+                continue
+            some.append((min(numel, missing), dtype))
+            numel, missing = numel - some[-1][0], missing - some[-1][0]
+            if not missing:
+                yield SliceGroup(1, tuple(some), _count_bytes(some))
+                some, missing = [], length
+
+
+def _count_bytes(runs: Sequence[Run]) -> int:
+    """Return the bytes of some runs."""
+    return sum(numel * dtype.itemsize for numel, dtype in runs)
+
+
+def _to_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor, 1-D."""
+    return x.contiguous().view(-1).view(torch.uint8)

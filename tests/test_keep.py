@@ -1,0 +1,540 @@
+"""``Precision(keep=...)``: parameters of several dtypes in one unit and one gather, beside the model with the same casts."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from collective_log import Collectives, Sent, world
+from depth import mark_seldom
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+
+import funshard as fs
+from funshard import P, Precision, _torch
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+KEEP = Precision(param=F32, reduce=F64, keep={"*norm.weight": F64, "head.*": F64})
+"""Of a model in float64: what is not kept is rounded to float32, and everything is summed in float64."""
+LOW = Precision(param=BF16, reduce=F32, keep={"*norm.weight": F32, "head.*": F32})
+"""The same of a model in float32, where parameters of two bytes lie beside others of four."""
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.7, 1.3, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight.dtype in (F32, F64)
+        return (F.layer_norm(x.to(self.weight.dtype), x.shape[-1:]) * self.weight).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(width, 2 * width), Norm(2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.norm(self.up(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(blocks)), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.to(self.head.weight.dtype))
+
+
+def make_model(dtype: torch.dtype = F64, *, tied: bool = False, frozen: bool = False) -> Model:
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    if tied:
+        model.blocks[1].norm = model.blocks[0].norm
+    if frozen:
+        model.blocks[0].requires_grad_(False)
+        model.blocks[1].norm.requires_grad_(False)
+    return model
+
+
+def make_batch(rank: int, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(4, 5, dtype=F64, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def full_of(model: nn.Module) -> fs.Params:
+    return {name: 1.1 * p.detach() for name, p in model.named_parameters()}  # not those of the model
+
+
+def is_kept(name: str) -> bool:
+    return name.endswith("norm.weight") or name.startswith("head.")
+
+
+def plain_loss(model: nn.Module, low: torch.dtype, full: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The loss without shards: each parameter cast by hand, and the model's input."""
+    cast = {name: p if is_kept(name) else p.to(low) for name, p in full.items()}
+    return torch.func.functional_call(model, cast, (x.to(low),)).double().sin().square().sum()
+
+
+def sharded_loss(model: nn.Module, spec: fs.PartitionSpec, params: Mapping[str, Tensor], x: Tensor, **options: Any) -> Tensor:
+    return fs.functional_call(model, params, (x,), spec=spec, **options).double().sin().square().sum()
+
+
+def hvp(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
+    def product(params: Any) -> Any:
+        v = {k: p.detach().cos() for k, p in params.items()}
+        return torch.func.jvp(torch.func.grad(f), (params,), (v,))[1]
+
+    return product
+
+
+def penalty(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
+    """The gradient of a sum over the gradient."""
+    grad = torch.func.grad
+
+    def product(params: Any) -> Any:
+        v = {k: p.detach().cos() for k, p in params.items()}
+        return grad(lambda params: sum((grad(f)(params)[k] * v[k]).sum() for k in params))(params)
+
+    return product
+
+
+def vjp(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
+    return lambda params: torch.func.vjp(f, params)[1](torch.ones((), dtype=F64))[0]
+
+
+def backward(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
+    def run(params: Any) -> Any:
+        leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
+        f(leaves).backward()
+        return {k: p.grad for k, p in leaves.items()}
+
+    return run
+
+
+TRANSFORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "fs.grad": (fs.grad, torch.func.grad),
+    "torch.func.grad": (torch.func.grad, torch.func.grad),
+    "backward": (backward, torch.func.grad),
+    "vjp": (vjp, torch.func.grad),
+    "hvp": (hvp, hvp),
+    "penalty": (penalty, penalty),
+}
+"""What differentiates the loss of shards, and that of full parameters."""
+STRATEGIES: dict[str, P] = {
+    "shard": P("shard", precision=KEEP),
+    "reshard=False": P("shard", reshard=False, precision=KEEP),
+    "P()": P(precision=KEEP),
+    "remat": P("shard", remat=True, precision=KEEP),
+    "offload": P("shard", offload="activations", precision=KEEP),
+    "compile": P("shard", compile=fs.Compile(backend="aot_eager"), precision=KEEP),
+    "align": P("shard", align=2, precision=KEEP),
+}
+
+
+def units(p: P, *, tree: bool = True) -> fs.Policy:
+    return fs.by_type(Block, p=p) if tree else fs.policies.whole(p)
+
+
+def mean_over_ranks(grad: Callable[..., Any], model: nn.Module, low: torch.dtype, full: fs.Params, ranks: int) -> fs.Params:
+    batches = [make_batch(i, full["head.weight"].dtype) for i in range(ranks)]
+    found = [grad(lambda p, x=x: plain_loss(model, low, p, x))(full) for x in batches]
+    return {name: sum(grads[name] for grads in found) / ranks for name in full}
+
+
+def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-5) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype
+        assert tensor.abs().sum() > 0, name
+        torch.testing.assert_close(got[name], tensor, rtol=rtol, atol=rtol)
+
+
+def compare_on_ranks(rank: int, strategy: str, transform: str, kind: str = "") -> None:
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # in Dynamo
+    warnings.filterwarnings("ignore", "module .* runs without compilation")
+    model = make_model(tied=kind == "tied")
+    ours, theirs = TRANSFORMS[transform]
+    mesh = meshes(kind)
+    spec = units(STRATEGIES[strategy], tree=kind != "whole")(model).on(mesh)
+    full = full_of(model)
+    grads = fs.unshard(ours(lambda p: sharded_loss(model, spec, p, make_batch(rank)))(fs.shard(full, spec)), spec)
+    assert_close(grads, mean_over_ranks(theirs, model, F32, full, dist.get_world_size()))
+
+
+def meshes(kind: str = "") -> dist.DeviceMesh:
+    size = dist.get_world_size()
+    if kind in ("hybrid", "two axes"):
+        return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+
+
+@pytest.mark.parametrize("transform", list(TRANSFORMS))
+def test_transforms(gloo2: Pool, transform: str) -> None:
+    gloo2.run(compare_on_ranks, "shard", transform)
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES)[1:])
+@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "fs.grad"))
+def test_strategies(gloo2: Pool, strategy: str, transform: str) -> None:
+    gloo2.run(compare_on_ranks, strategy, transform)
+
+
+@pytest.mark.parametrize("kind", ["tied", "whole"])
+@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "torch.func.grad"))
+def test_shapes_of_trees(gloo2: Pool, kind: str, transform: str) -> None:
+    gloo2.run(compare_on_ranks, "shard", transform, kind)
+
+
+@pytest.mark.parametrize("kind", mark_seldom(["hybrid", "four"], "hybrid"))
+@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "fs.grad"))
+def test_four_ranks(gloo4: Pool, kind: str, transform: str) -> None:
+    """HSDP, and slices that lie on four ranks."""
+    gloo4.run(compare_on_ranks, "shard", transform, kind)
+
+
+def compare_two_axes(rank: int) -> None:
+    """Slices over two axes, gathered one after the other."""
+    model = make_model()
+    spec = units(P(("replicate", "shard"), precision=KEEP))(model).on(meshes("two axes"))
+    full = full_of(model)
+    for grad in (fs.grad, penalty):
+        grads = grad(lambda p: sharded_loss(model, spec, p, make_batch(rank)))(fs.shard(full, spec))
+        theirs = torch.func.grad if grad is fs.grad else penalty
+        assert_close(fs.unshard(grads, spec), mean_over_ranks(theirs, model, F32, full, 4))
+
+
+def test_slices_over_two_axes(gloo4: Pool) -> None:
+    gloo4.run(compare_two_axes)
+
+
+# --- bit for bit, in two bytes and four ---
+
+
+def compare_bits(rank: int, reshard: bool) -> None:
+    model = make_model(F32)
+    spec = units(P("shard", reshard=reshard, precision=LOW))(model).on(meshes())
+    full = full_of(model)
+    grads = fs.grad(lambda p: sharded_loss(model, spec, p, make_batch(rank, F32)))(fs.shard(full, spec))
+    expected = mean_over_ranks(torch.func.grad, model, BF16, full, dist.get_world_size())
+    for name, grad in fs.unshard(grads, spec).items():
+        assert torch.equal(grad, expected[name]), name
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_bit_for_bit(gloo2: Pool, reshard: bool) -> None:
+    """Nothing that is kept is rounded, on its way there and back, and the rest is rounded once."""
+    gloo2.run(compare_bits, reshard)
+
+
+class Reads(nn.Module):
+    """Returns its own parameters."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.params = nn.ParameterList(torch.randn(n) for n in sizes)
+
+    def forward(self) -> list[Tensor]:
+        return [p.clone() for p in self.params]
+
+
+def read_on_ranks(rank: int) -> None:
+    """Every size and every place of what is kept, and dtypes of one, two, four and eight bytes."""
+    generator = random.Random(0)
+    for low, kept in ((BF16, F32), (F32, F64), (torch.float16, BF16), (F64, BF16), (torch.float8_e4m3fn, F32)):
+        for _ in range(4):
+            torch.manual_seed(generator.randrange(1000))
+            sizes = [generator.choice([0, 1, 3, 8, 17, 40]) for _ in range(6)] + [1]
+            model = Reads(sizes)
+            names = generator.sample([f"params.{i}" for i in range(7)], generator.randrange(1, 7))
+            precision = Precision(param=low, cast_inputs=False, keep=dict.fromkeys(names, kept))
+            spec = fs.policies.whole(P("shard", precision=precision))(model).on(meshes())
+            shards = fs.shard(model, spec)
+            call = functools.partial(fs.functional_call, model, spec=spec)
+            scheduled = call(shards, ())
+            data_flow, _ = torch.func.jvp(lambda p, call=call: call(p, ()), (shards,), (shards,))
+            for found in (scheduled, data_flow):
+                for i, (got, p) in enumerate(zip(found, model.params, strict=True)):
+                    expected = p.detach().to(kept if f"params.{i}" in names else low)
+                    assert got.dtype == expected.dtype
+                    assert torch.equal(got.double(), expected.double()), (sizes, names, i)
+
+
+def test_all_values_arrive(gloo2: Pool) -> None:
+    gloo2.run(read_on_ranks)
+
+
+# --- simulated ranks ---
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("transform", mark_seldom(["torch.func.grad", "hvp", "penalty"], "torch.func.grad", "penalty"))
+def test_simulated_ranks(sizes: dict[str, int], transform: str) -> None:
+    model = make_model(tied=True)
+    spec, full = units(P("shard", precision=KEEP))(model), full_of(model)
+    ranks = torch.Size(sizes.values()).numel()
+    ours, theirs = TRANSFORMS[transform]
+
+    def step(mesh: fs.collectives.Mesh, x: Tensor) -> fs.Params:
+        on = spec.on(mesh)
+        return fs.unshard(ours(lambda p: sharded_loss(model, on, p, x))(fs.shard(full, on)), on)
+
+    grads = fs.testing.spmd(step, sizes)(torch.stack([make_batch(i) for i in range(ranks)]))
+    expected = mean_over_ranks(theirs, model, F32, full, ranks)
+    for rank in range(ranks):
+        assert_close({name: grad[rank] for name, grad in grads.items()}, expected)
+
+
+# --- what a step has beside its gradient ---
+
+
+def step_options(rank: int, name: str) -> None:
+    """Each beside the same on one rank without shards, or on shards of the whole model in one dtype."""
+    torch._dynamo.reset()
+    model = make_model(frozen=name == "frozen")
+    spec, full = units(P("shard", precision=KEEP))(model).on(meshes()), full_of(model)
+    shards, batch = fs.shard(full, spec), make_batch(rank)
+    loss = functools.partial(sharded_loss, model, spec)
+    expected = mean_over_ranks(torch.func.grad, model, F32, full, 2)
+    if name.startswith("accumulate"):
+        parts = list(batch.split(2))
+        grads, _ = fs.accumulate(loss, shards, parts, spec=spec, keep=name.split()[1], reduce=2 * 1.0)  # of the sum
+    elif name == "update_in_backward":
+        init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0, donate=True)
+        mine = {key: shard.clone() for key, shard in shards.items()}
+        new = fs.update_in_backward(update, loss, mine, init(mine), [batch], spec=spec).params
+        grads = {key: shards[key] - new[key] for key in shards}
+    elif name == "loss scale":
+        state = fs.loss_scale.init(1024.0)
+        scaled = fs.grad(lambda p: fs.loss_scale.scale(state, loss(p, batch)))(shards)
+        grads, finite = fs.loss_scale.unscale(state, scaled, spec)
+        assert finite
+    elif name == "frozen":
+        trained, rest = fs.partition(shards, spec)
+        grads = fs.grad(lambda p: loss({**rest, **p}, batch))(trained)
+        expected = {key: expected[key] for key, p in model.named_parameters() if p.requires_grad}
+        got = fs.unshard({**{key: torch.zeros_like(x) for key, x in rest.items()}, **grads}, spec)
+        assert_close({key: got[key] for key in expected}, expected)
+        return
+    elif name == "create_graph":
+        leaves = {key: shard.detach().requires_grad_() for key, shard in shards.items()}
+        first = torch.autograd.grad(loss(leaves, batch), [*leaves.values()], create_graph=True)
+        total = sum((g * shard.detach().cos()).sum() for g, shard in zip(first, leaves.values(), strict=True))
+        grads = dict(zip(leaves, torch.autograd.grad(total, [*leaves.values()]), strict=True))
+        expected = mean_over_ranks(penalty, model, F32, full, 2)
+    elif name == "jvp":
+        tangents = {key: shard.cos() for key, shard in full.items()}
+        out = torch.func.jvp(lambda p: loss(p, batch), (shards,), (fs.shard(tangents, spec),))[1]
+        wanted = torch.func.jvp(lambda p: plain_loss(model, F32, p, batch), (full,), (tangents,))[1]
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
+        return
+    elif name == "vmap":  # an ensemble
+        many = {key: torch.stack([shard, 1.2 * shard]) for key, shard in shards.items()}
+        both = torch.func.vmap(torch.func.grad(loss), (0, None))(many, batch)
+        grads = {key: grad[0] for key, grad in both.items()}
+        larger = {key: 1.2 * p for key, p in full.items()}
+        second = fs.unshard({key: grad[1] for key, grad in both.items()}, spec)
+        assert_close(second, mean_over_ranks(torch.func.grad, model, F32, larger, 2))
+    elif name == "per_sample_grads":
+        one = lambda p, x: fs.functional_call(model, p, (x[None],), spec=spec).double().sin().square().sum()  # noqa: E731
+        grads = fs.per_sample_grads(one, shards, (batch,), spec=spec, clip=1e6, reduce=2.0)
+    elif name == "full":
+        grads = fs.grad(lambda p: loss(fs.unshard(p, spec), batch))(shards)
+    elif name == "torch.compile":
+        grads = torch.compile(fs.grad(loss), fullgraph=True, backend="aot_eager")(shards, batch)
+    else:
+        raise AssertionError(name)
+    assert_close(fs.unshard(grads, spec), expected)
+
+
+OPTIONS = [
+    "accumulate shards", "accumulate full", "update_in_backward", "loss scale", "frozen", "create_graph", "jvp", "vmap",
+    "per_sample_grads", "full", "torch.compile",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mark_seldom(OPTIONS, "accumulate shards", "accumulate full", "frozen", "create_graph", "vmap"))
+def test_options_of_a_step(gloo2: Pool, name: str) -> None:
+    gloo2.run(step_options, name)
+
+
+# --- what is sent, and planned ---
+
+
+def make_llama_like() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(40) for _ in range(3)))
+
+
+@pytest.mark.parametrize("axes", [("shard",), ("replicate", "shard")], ids=["one axis", "two axes"])
+@pytest.mark.parametrize("size", [1, 4, 64])
+def test_one_gather_and_one_reduction_of_a_unit(size: int, axes: tuple[str, ...]) -> None:
+    """The bytes of the longest slice times the ranks, and what `plan` says."""
+    net = make_llama_like()
+    precision = Precision(param=BF16, reduce=F32, keep={"*norm.weight": F32})
+    shape = (size,) if len(axes) == 1 else (2, size)
+    with world(2 * size if len(axes) == 2 else size, rank=0):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+        spec = fs.by_type(Block, p=P("shard", precision=precision))(net).on(mesh)
+        params, sent = fs.shard(net, spec), Collectives()
+
+        def loss(params: fs.Params) -> Tensor:
+            out = fs.functional_call(net, params, (torch.ones(2, 40),), spec=spec)
+            sent.turn()
+            return out.float().sum()
+
+        with sent:
+            fs.grad(loss)(params)
+        planned = {(one.axis, one.op): (one.count, one.input_bytes) for one in fs.plan(spec).traffic}
+    if size == 1:
+        assert [one.op for one in sent.all] == (["all_reduce"] * bool(len(axes) == 2))
+        return
+    slices = {key: slice_bytes(spec.by_key[key], spec.shard_numel(spec.by_key[key]), size) for key in ("0", "1", "2")}
+    gathered = [Sent("all_gather", longest, longest, size) for longest in map(max, slices.values())]
+    assert sent.forward == gathered
+    assert [one for one in sent.backward if one.op == "all_gather"] == gathered[:2]  # the last one is there
+    assert [one.op for one in sent.backward].count("reduce_scatter") == 3
+    assert [one.op for one in sent.backward].count("all_reduce") == 3 * (len(axes) - 1)
+    low = sum(param.numel for unit in spec for param in unit.params if "norm" not in param.name)
+    kept = sum(param.numel for unit in spec for param in unit.params if "norm" in param.name)
+    assert low * 2 + kept * 4 <= sum(map(sum, slices.values())) <= sum(max(some) * size for some in slices.values())
+    assert planned["shard", "all_gather"] == (5, sum(one.bytes for one in (*gathered, *gathered[:2])))
+
+
+def slice_bytes(unit: fs.Unit, length: int, slices: int) -> list[int]:
+    """The bytes of each slice, element by element."""
+    sizes = [4 if param is not None and "norm" in param.name else 2 for size, param in unit.parts for _ in range(size)]
+    for i, (size, param) in enumerate(unit.parts):  # padding is sent like what is before it
+        if param is None and "norm" in (unit.parts[i - 1][1] or unit.params[0]).name:
+            begin = sum(size for size, _ in unit.parts[:i])
+            sizes[begin : begin + size] = [4] * size
+    sizes += [sizes[-1]] * (length * slices - len(sizes))
+    return [sum(sizes[i * length : (i + 1) * length]) for i in range(slices)]
+
+
+def compiled_order(precision: Precision) -> list[str]:
+    """The collectives and products of a compiled step, in the order of its graph."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    with world(4):
+        net = make_llama_like()
+        spec = fs.by_type(Block, p=P("shard", precision=precision))(net).on(meshes())
+        loss = lambda p, x: fs.functional_call(net, p, (x,), spec=spec).float().sum()  # noqa: E731
+        fs.compile(fs.grad(loss), backend=backend)(fs.shard(net, spec), torch.ones(2, 40))
+    names = ("all_gather", "reduce_scatter", "wait_tensor", "addmm", "mm")
+    (graph,) = graphs
+    return [name for node in graph.graph.nodes for name in names if name in str(node.target)]
+
+
+@pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: casts inside of a compiled call")
+def test_compiled_steps_gather_ahead_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with one dtype: one gather ahead of each unit, and one in backward."""
+    monkeypatch.setattr(Norm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:]) * self.weight.to(x.dtype))
+    order = compiled_order(Precision(param=BF16, reduce=F32, keep={"*norm.weight": F32}))
+    assert order.count("all_gather") == 4
+    assert order == compiled_order(Precision(param=BF16, reduce=F32))
+
+
+# --- what is wrong ---
+
+
+def test_values() -> None:
+    keep = {"*norm*": F32}
+    precision = Precision(param=BF16, keep=keep)
+    assert repr(precision) == "Precision(param=torch.bfloat16, keep={'*norm*': torch.float32})"
+    assert eval(repr(precision), {"Precision": Precision, "torch": torch}) == precision
+    assert hash(precision) == hash(Precision(param=BF16, keep=tuple(keep.items())))
+    assert pickle.loads(pickle.dumps(precision)) == precision != Precision(param=BF16)
+    assert Precision(keep={}) == Precision()
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [
+        ("*norm*", "keep: expected a dict such as"),
+        ({"*norm*": torch.int32}, r"keep: '\*norm\*': expected a floating point dtype, got torch.int32"),
+        ({"*norm*": None}, ".*expected a floating point dtype, got None"),
+        ({3: F32}, "keep: expected a dict such as"),
+    ],
+)
+def test_wrong_keep(keep: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"^Precision: {words}"):
+        Precision(keep=keep)
+
+
+def test_keep_beside_a_codec() -> None:
+    with pytest.raises(ValueError, match=r"expected keep or codec, got both.*unit of their own"):
+        Precision(codec=fs.codecs.int8(), keep={"*": F32})
+    frozen = make_model(F32).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"unit 'blocks\.0' is at rest in int8.*'blocks\.0\.norm\.weight'.*a unit of its own"):
+        fs.by_type(Block, p=P("shard", at_rest=fs.codecs.int8(), precision=LOW))(frozen)
+
+
+def test_wrong_globs() -> None:
+    """One that matches nothing, whatever it matches in units of another precision; and two for one parameter."""
+    model = make_model(F32)
+    with pytest.raises(ValueError, match=r"keep: '\*router\*' matches no parameter of the units with this precision"):
+        fs.by_type(Block, p=P("shard", precision=Precision(keep={"*router*": F32})))(model)
+    with pytest.raises(ValueError, match=r"keep: 'head\.\*' matches no parameter"):
+        fs.by_path({"blocks.*": P("shard", precision=LOW)})(model)
+    with pytest.raises(ValueError, match=r"parameter 'blocks\.0\.norm\.weight': Precision\(keep=.*expected one dtype"):
+        fs.by_type(Block, p=P("shard", precision=Precision(keep={"*norm*": F32, "blocks.0.*": F64})))(model)
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(3, 3), Norm(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.weight.data.clamp_(-0.1, 0.1)
+        return self.norm(self.up(x))
+
+
+def test_a_write_into_the_bytes_is_seen() -> None:
+    model = Writes()
+    precision = Precision(param=BF16, keep={"norm.weight": F32})
+    spec = fs.policies.whole(P("shard", precision=precision))(model).on({"shard": 1})
+    with pytest.raises(RuntimeError, match=r"parameter 'norm\.weight' of unit '' was changed in place in forward"):
+        fs.grad(lambda p: fs.functional_call(model, p, (torch.ones(1, 3),), spec=spec).sum())(fs.shard(model, spec))
+
+
+def test_parameters_between_two_elements() -> None:
+    """With ``align=1`` parameters lie end to end, and one of four bytes may begin after three of two."""
+    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False))
+    precision = Precision(param=BF16, cast_inputs=False, keep={"1.*": F32})
+    spec = fs.policies.whole(P("shard", align=1, precision=precision))(model).on({"shard": 1})
+    shards = fs.shard(model, spec)
+    with pytest.raises(ValueError, match=r"unit '': parameter '1\.weight' of torch\.float32 would begin at byte 6.*no align="):
+        fs.functional_call(model, shards, (torch.ones(1, 3),), spec=spec)
+
+
+def test_a_unit_that_is_kept_as_a_whole_has_one_dtype() -> None:
+    model = make_model(F32)
+    p = P("shard", precision=Precision(param=BF16, keep={"*norm.weight": F32}))
+    spec = fs.by_path({"blocks.0": p, "blocks.0.norm": p})(model).on({"shard": 1})
+    assert [unit.kept_dtypes for unit in spec] == [(), (), (F32,)]
+    found = fs.functional_call(
+        Reads([3]),
+        {"": torch.ones(8)},
+        (),
+        spec=fs.policies.whole(P("shard", precision=Precision(param=BF16, keep={"*": F64})))(Reads([3])).on({"shard": 1}),
+    )
+    assert found[0].dtype == F64
