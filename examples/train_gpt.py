@@ -5,6 +5,7 @@ Two ranks:         torchrun --nproc-per-node 2 examples/train_gpt.py
 HSDP, DDP:         torchrun --nproc-per-node 4 examples/train_gpt.py --strategy hsdp   (or ddp)
 Mixed precision:   torchrun --nproc-per-node 2 examples/train_gpt.py --precision bf16 --micro-batches 2
 Muon, for matrices: torchrun --nproc-per-node 2 examples/train_gpt.py --optimizer muon   (or shampoo, soap)
+State in 8 bits:   torchrun --nproc-per-node 2 examples/train_gpt.py --eight-bit
 Larger, on GPUs:   torchrun --nproc-per-node 8 examples/train_gpt.py --layers 12 --dim 768 --heads 12 --seq 1024 --batch 64
 That goes on:      torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt --every 50
 
@@ -50,6 +51,7 @@ parser.add_argument("--steps", type=int, default=300)
 parser.add_argument(
     "--optimizer", choices=["adamw", "muon", "shampoo", "soap"], default="adamw", help="of the blocks' matrices"
 )
+parser.add_argument("--eight-bit", action="store_true", help="keep AdamW's state in 8 bits")
 parser.add_argument("--lr", type=float, default=2e-3, help="AdamW's")
 parser.add_argument("--matrix-lr", type=float, help="of another --optimizer; by default 0.02, for soap 3e-3")
 parser.add_argument("--warmup", type=int, default=20)
@@ -65,6 +67,8 @@ parser.add_argument("--every", type=int, default=100, help="steps between checkp
 parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
 parser.add_argument("--max-bytes", type=int, default=8_000_000, help="of text, training and validation together")
 args = parser.parse_args()
+if args.eight_bit and args.optimizer != "adamw":
+    parser.error(f"--eight-bit: expected --optimizer adamw, whose state is slices, got {args.optimizer}")
 
 # --- ranks and devices ---
 
@@ -90,7 +94,8 @@ torch.manual_seed(args.seed)
 model = GPT(args.layers, args.dim, args.heads, args.seq)
 bf16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
 precision = bf16 if args.precision == "bf16" else None
-p = fs.P(None if args.strategy == "ddp" else "shard", precision=precision)
+align = 256 if args.eight_bit else None  # no block of 256 elements straddles parameters or ranks
+p = fs.P(None if args.strategy == "ddp" else "shard", precision=precision, align=align)
 spec = fs.by_type(Block, p=p)(model)  # on the whole world as one axis "shard"
 if args.strategy == "hsdp":
     replicas = min(args.replicas, world)
@@ -143,7 +148,7 @@ def schedule(step: int) -> float:
 
 # --- optimizer: params and its state go in and come out, in the same memory ---
 
-init, update = adamw = fs.optim.from_torch(
+adamw = fs.optim.from_torch(
     torch.optim.AdamW,
     spec=spec,
     options=decay,
@@ -153,6 +158,7 @@ init, update = adamw = fs.optim.from_torch(
     fused=True,
     donate=True,
 )
+init, update = fs.optim.quantized_state(adamw, fs.codecs.dynamic8(), spec=spec, donate=True) if args.eight_bit else adamw
 rates = {"lr": args.lr}
 if args.optimizer != "adamw":
     matrices = fs.optim.matrices(spec, select=fs.optim.hidden(model, "head"))  # whole on their owners: each rank has some

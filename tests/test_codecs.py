@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import example, given
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing import assert_close
 
 import funshard as fs
 from funshard import Codec, codecs
@@ -21,7 +23,7 @@ from funshard._spec.codec import pack_bytes
 LOW, WIDE = [torch.bfloat16, torch.float16], [torch.float32, torch.float64]
 EPS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-22, torch.float64: 2**-50}
 """Two roundings, of numbers of at most one."""
-EVERY = [codecs.int8, codecs.nf4, lambda block: codecs.nf4(block, double_quant=True)]
+EVERY = [codecs.int8, codecs.nf4, codecs.dynamic8, lambda block: codecs.nf4(block, double_quant=True)]
 
 
 def numbers(numel: int, dtype: torch.dtype, seed: int = 0, zeros: float = 0.2) -> Tensor:
@@ -190,7 +192,12 @@ def test_are_values() -> None:
         assert hash(make(8)) == hash(make(8))
         assert pickle.loads(pickle.dumps(make(8))) == make(8)
     assert codecs.nf4() != codecs.nf4(double_quant=True)
-    assert [repr(make(8)) for make in EVERY] == ["int8(block=8)", "nf4(block=8)", "nf4(block=8, double_quant=True)"]
+    assert [repr(make(8)) for make in EVERY] == [
+        "int8(block=8)",
+        "nf4(block=8)",
+        "dynamic8(block=8)",
+        "nf4(block=8, double_quant=True)",
+    ]
 
 
 @pytest.mark.parametrize("make", [codecs.int8, codecs.nf4])
@@ -226,3 +233,68 @@ def test_sent_in_a_gather() -> None:
     torch.testing.assert_close(value, torch.stack([torch.nn.functional.linear(some, weight, bias).sin().sum() for some in x]))
     expected = torch.nn.functional.linear(x, weight, bias).cos().sum((0, 1)) / 2
     torch.testing.assert_close(grads[""].flatten()[:8], expected)
+
+
+# --- dynamic8 ---
+
+
+def dynamic_levels(signed: bool) -> Tensor:
+    """The levels of Dettmers et al., 2022, with -1 instead of the largest negative one, in float64 and in order."""
+    found = [0.0, 1.0]
+    for i in range(7):
+        bounds = torch.linspace(0.1, 1, (2**i if signed else 2 ** (i + 1)) + 1, dtype=torch.float64)
+        means = (bounds[1:] + bounds[:-1]) / 2 * 10.0 ** (i - 6)
+        found += means.tolist() + (-means).tolist() * signed
+    levels = torch.tensor(found, dtype=torch.float64).sort().values
+    return torch.cat([-torch.ones(1, dtype=torch.float64), levels[1:]]) if signed else levels
+
+
+@given(st.integers(0, 600), st.sampled_from([1, 8, 256]), st.sampled_from([*LOW, *WIDE]), st.integers(0, 99), st.booleans())
+@example(513, 256, torch.float32, 0, True)
+@example(513, 256, torch.float32, 0, False)
+def test_dynamic_levels_are_nearest(numel: int, block: int, dtype: torch.dtype, seed: int, signed: bool) -> None:
+    """The nearest of 256 levels, zeros exact and nothing else zero without signs; twice the same bytes; 0 has code 0."""
+    x = numbers(numel, dtype, seed)
+    x = x if signed else x.abs()
+    codec = codecs.dynamic8(block)
+    codes, scales, like = codec.encode(x)
+    got = codec.decode(codes, scales, like)
+    assert (got.dtype, got.shape) == (dtype, x.shape)
+    for i, (piece, found) in enumerate(zip(x.split(block), got.split(block), strict=True)) if numel else ():
+        absmax = piece.abs().max().double()
+        assert scales[i].abs() == absmax
+        levels = dynamic_levels(bool((piece < 0).any()))
+        least = (piece[:, None].double() - levels * absmax).abs().amin(1)
+        off = (found.double() - piece.double()).abs()
+        is_floor = (piece > 0) & (levels.min() == 0)  # which never becomes zero
+        least = torch.where(is_floor, least.maximum(levels.abs().sort().values[1] * absmax - piece.double()), least)
+        assert (off <= least + max(EPS[dtype], EPS[torch.float32]) * absmax).all()
+        assert ((found == 0) == (piece == 0)).all() or levels.min() < 0 or dtype == torch.float16
+    assert (got[x == 0] == 0).all()
+    assert (codes[x == 0] == 0).all()
+    if not signed:
+        assert all(torch.equal(a, b) for a, b in zip(codec.encode(got), (codes, scales, like), strict=True)) or dtype in LOW
+
+
+def test_dynamic_codes_are_the_same_where_they_are_recorded() -> None:
+    """By a binary search in a graph, and by a table of floats' upper halves in eager mode: next to each bound, too."""
+    levels = torch.cat([dynamic_levels(signed).float() for signed in (True, False)])
+    bounds = ((levels[1:] + levels[:-1]) / 2).clamp(-1, 1)
+    near = torch.cat([bounds, levels, *(torch.nextafter(bounds, torch.tensor(to)) for to in (-2.0, 2.0))])
+    for x in (near, near.abs()):
+        rows = torch.cat([torch.ones(len(x), 1), x[:, None]], 1).flatten()
+        codec = codecs.dynamic8(2 if x is near else len(rows))
+        recorded = make_fx(codec.encode)(rows)
+        assert "bucketize" in recorded.code
+        for got, want in zip(recorded(rows), codec.encode(rows), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("codec", [codecs.int8(4), codecs.dynamic8(4)], ids=str)
+def test_noise_rounds_up_or_down(codec: Codec) -> None:
+    """To one of the two neighbours, in the mean to the number itself; what is a level stays."""
+    x = torch.tensor([4.0, -0.3, 1.7, 0.0, 0.011, 2.0, 0.5, 1.0]).double()
+    found = torch.stack([codec.decode(*codec.encode(x, noise=torch.full((8,), (i + 0.5) / 1000))) for i in range(1000)])  # pyright: ignore[reportCallIssue]
+    assert all(len(column.unique()) <= 2 for column in found.T)
+    assert_close(found.mean(0), x, rtol=2e-3, atol=1e-5)
+    assert (found[:, [0, 3, 5]] == x[[0, 3, 5]]).all()

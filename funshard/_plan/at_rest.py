@@ -96,7 +96,7 @@ def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
             continue
         # Of a composed optimizer's state the names of its fields, such as "average", but for those that lead to another state.
         fields = [part.name for part in path[:at] if isinstance(part, pytree.GetAttrKey) and part.name != "inner"]
-        slots = [*fields, *(str(getattr(part, "key", part)) for part in path[at + 1 :])]
+        slots = [*fields, *(str(getattr(part, "key", getattr(part, "name", part))) for part in path[at + 1 :])]
         name = f"{'.'.join(slots)} {str(x.dtype).removeprefix('torch.')}"
         kinds = found.setdefault(keys[at], {})
         kinds[name] = kinds.get(name, 0) + x.nbytes

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,16 +14,11 @@ from .._spec.checks import check_mapping
 from .._spec.local import whole_shape
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._units.flow import scatter_unit
-from .._units.layout import Params, concat_padded, from_memory_order, rank_coords, slice_pieces
+from .._units.layout import Params
 from .._units.padding import check_slice
-from .._units.whole import flatten_whole, scatter_whole
-from .philox import MASK, philox
+from .._units.random_slices import draw_like
 
 __all__ = ["random_like"]
-
-CHUNK = 1 << 16
-"""The number of counters drawn at once: four elements each, and some 20 times their memory meanwhile."""
 
 
 def random_like(
@@ -85,75 +79,7 @@ def random_like(
                 f"random_like: '{key}': expected a floating point tensor, got {tensor.dtype}; set it apart with "
                 "partition(params, spec, predicate)"
             )
-    return {key: _draw_like(tensor, key, spec, seed, draw, rank) for key, tensor in params.items()}
-
-
-Draw = Callable[[Sequence[Tensor], torch.dtype], Tensor]
-"""A function from four words, ``[counters]`` each, to as many elements, ``[counters, 4]``."""
-
-
-class _Range(NamedTuple):
-    """Elements of a parameter, in its memory order."""
-
-    name: str
-    begin: int
-    end: int
-
-
-def _draw_like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor, draw: Draw, rank: int | None) -> Tensor:
-    """Draw random values for a shard or a full parameter: the same for each element on every mesh."""
-    owner = spec.owner(key)
-    if not isinstance(owner, Unit):
-        owner = dataclasses.replace(owner, shape=tuple(tensor.shape))
-        return from_memory_order(_draw_ranges([_Range(owner.name, 0, owner.numel)], seed, draw, tensor)[0], owner)
-    mesh = spec.bound_mesh
-    if owner.local_axes:
-        sizes = dict(mesh.sizes)
-        params = [dataclasses.replace(param, shape=whole_shape(param, sizes)) for param in owner.params]
-        drawn = _draw_ranges([_Range(param.name, 0, param.numel) for param in params], seed, draw, tensor)
-        full = {param.name: from_memory_order(x, param) for x, param in zip(drawn, params, strict=True)}
-        return scatter_whole(flatten_whole(full, owner, spec), owner, mesh, rank)
-    if rank is None and mesh.is_simulated:
-        whole = [_Range(param.name, 0, param.numel) for param in owner.params]
-        buffer = concat_padded(_draw_ranges(whole, seed, draw, tensor), owner, spec.padded_numel(owner))
-        return scatter_unit(buffer, owner, mesh)
-    at = rank_coords(mesh, rank) if owner.p.axes else (0,) * len(mesh.axes)
-    found = [*slice_pieces(owner, spec, at)]
-    drawn = _draw_ranges([_Range(p.param.name, p.begin, p.begin + p.high - p.low) for p in found], seed, draw, tensor)
-    parts: list[Tensor] = []
-    end = 0
-    for piece, values in zip(found, drawn, strict=True):
-        if len(values):
-            parts += [tensor.new_zeros(piece.low - end), values]
-            end = piece.high
-    return torch.cat([*parts, tensor.new_zeros(len(tensor) - end)])
-
-
-def _draw_ranges(ranges: Sequence[_Range], seed: int | Tensor, draw: Draw, like: Tensor) -> list[Tensor]:
-    """Return the elements of each range, 1-D. A counter holds the number of four elements and the name; the key is the seed."""
-    if like.is_complex():
-        twice = [_Range(name, 2 * begin, 2 * end) for name, begin, end in ranges]
-        real = torch.empty(0, dtype=like.real.dtype, device=like.device)
-        pairs = [x.view(-1, 2) for x in _draw_ranges(twice, seed, draw, real)]
-        return [torch.complex(x[:, 0], x[:, 1]) / math.sqrt(2) for x in pairs]
-    counters = [(begin // 4, -(-end // 4)) for _, begin, end in ranges]
-    device = like.device
-    numbers = torch.cat([torch.arange(first, last, device=device) for first, last in counters])
-    lengths = [last - first for first, last in counters]
-    names = torch.cat([torch.full((n,), _hash(r.name), device=device) for r, n in zip(ranges, lengths, strict=True)])
-    key = seed & MASK, (seed >> 32) & MASK
-    chunks = [
-        draw(philox((n & MASK, n >> 32, name & MASK, (name >> 32) & MASK), key), like.dtype).flatten(-2)
-        for n, name in zip(numbers.split(CHUNK), names.split(CHUNK), strict=True)
-    ]
-    flat = torch.cat(chunks)
-    out: list[Tensor] = []
-    start = 0
-    for (_, begin, end), (first, last) in zip(ranges, counters, strict=True):
-        skipped = start + begin - 4 * first
-        out.append(flat[skipped : skipped + end - begin])
-        start += 4 * (last - first)
-    return out
+    return {key: draw_like(tensor, key, spec, seed, draw, rank) for key, tensor in params.items()}
 
 
 def _draw_normal(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -172,11 +98,3 @@ def _draw_signs(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def _is_integer(tensor: Tensor) -> bool:
     """Return whether a tensor has an integer dtype; bool is none."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-
-
-def _hash(name: str) -> int:
-    """Return the FNV-1a hash of a name as a signed 64-bit number, the same in every process."""
-    number = 0xCBF29CE484222325
-    for byte in [*name.encode()]:
-        number = ((number ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
-    return number - (1 << 64) if number >> 63 else number

@@ -14,7 +14,7 @@ from .._spec.unit import Unit
 from .flow import scatter_unit
 from .layout import rank_coords, slice_pieces
 
-__all__ = ["check_slice", "map_unpadded", "padding_mask", "split_by_param"]
+__all__ = ["check_slice", "map_unpadded", "padding_mask", "split_by_param", "zero_padding"]
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -40,6 +40,24 @@ def map_unpadded(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *sli
     if ranges == ((0, spec.shard_numel(unit)),):
         return f(*slices)
     return f(*(_concat_ranges(x, ranges) for x in slices))
+
+
+def zero_padding(piece: Tensor, unit: Unit, spec: PartitionSpec, rank: int | None = None) -> Tensor:
+    """Return this rank's slice, or ``rank``'s, with zeros where there is padding: itself if it has none."""
+    if unit.numel == spec.padded_numel(unit):
+        return piece
+    if rank is None and spec.bound_mesh.is_simulated:
+        return torch.where(padding_mask(unit, spec, piece.device), 0, piece)
+    ranges = spec._compute_once(_parameter_ranges, rank)[unit.key]
+    ends = [0, *(high for _, high in ranges)]
+    gaps = [low - end for (low, _), end in zip((*ranges, (len(piece), 0)), ends, strict=True)]
+    if not any(gaps):
+        return piece
+    zeros = piece.new_zeros(max(gaps))
+    parts = [zeros[: gaps[0]]]
+    for (low, high), gap in zip(ranges, gaps[1:], strict=True):
+        parts += [piece[low:high], zeros[:gap]]
+    return torch.cat(parts)
 
 
 def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: int | None = None) -> Tensor:
@@ -89,17 +107,17 @@ def _param_bounds(spec: PartitionSpec) -> dict[str, tuple[tuple[int, ...], tuple
     return {key: (tuple(p.low for p in some), tuple(p.high for p in some)) for key, some in pieces.items()}
 
 
-def _own_coords(unit: Unit, spec: PartitionSpec) -> tuple[int, ...]:
-    """Return this rank's coordinates; zeros for an unsplit unit, because the mesh may not know its rank."""
-    return rank_coords(spec.bound_mesh, None) if unit.p.axes else (0,) * len(spec.bound_mesh.axes)
+def _own_coords(unit: Unit, spec: PartitionSpec, rank: int | None = None) -> tuple[int, ...]:
+    """Return this rank's coordinates, or ``rank``'s; zeros for an unsplit unit, because the mesh may not know its rank."""
+    return rank_coords(spec.bound_mesh, rank) if unit.p.axes else (0,) * len(spec.bound_mesh.axes)
 
 
-def _parameter_ranges(spec: PartitionSpec) -> dict[str, Ranges]:
-    """Return by unit key where parameters lie in this rank's slice: neighbours as one range, and at least one range."""
+def _parameter_ranges(spec: PartitionSpec, rank: int | None = None) -> dict[str, Ranges]:
+    """Return by unit key where parameters lie in a rank's slice: neighbours as one range, and at least one range."""
     out: dict[str, Ranges] = {}
     for unit in spec:
         ranges: list[tuple[int, int]] = []
-        for piece in slice_pieces(unit, spec, _own_coords(unit, spec)):
+        for piece in slice_pieces(unit, spec, _own_coords(unit, spec, rank)):
             if ranges and ranges[-1][1] == piece.low:
                 ranges[-1] = ranges[-1][0], piece.high
             elif piece.high > piece.low:

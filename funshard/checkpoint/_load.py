@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._phases import LOGGER, phase
 from .._spec.bind import bind_spec
-from .._spec.local import describe_pieces, whole_shape
+from .._spec.local import describe_pieces
 from .._spec.spec import PartitionSpec
 from ._errors import CheckpointError
 from ._files.manifest import read_manifest
@@ -117,7 +117,7 @@ class _Loader:
             case SliceLeaf():
                 sizes = dict(self._spec.bound_mesh.sizes)
                 for param, names in zip(leaf.params, leaf.names, strict=True):
-                    self._stored.check_tensor(names, whole_shape(param, sizes), leaf.dtype, describe_pieces(param, sizes))
+                    self._stored.check_tensor(names, leaf.stored_shape(param, sizes), leaf.dtype, describe_pieces(param, sizes))
             case ScalarLeaf():
                 for names in leaf.names:
                     self._stored.check_tensor(names, (), leaf.dtype)

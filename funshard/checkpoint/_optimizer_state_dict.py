@@ -22,6 +22,7 @@ from ..optim._elementwise.optimizer import State
 from ..optim._elementwise.options import ParamOptions, group_by_options
 from ..optim._elementwise.streaming import copy_like
 from ..optim._option_numbers import find_option_numbers
+from ..optim._quantized.slices import refuse_encoded
 from ._ranks.ranks import TIMEOUT, connect_ranks
 from ._rekey import StateDict, clean_name
 
@@ -184,6 +185,7 @@ def _make_converters(
             f"expected the state of from_torch by unit key, got {type(state).__name__}; it is the last entry of the state of "
             "optim.chain, and the inner one of optimizers that are made of others"
         )
+    refuse_encoded(state)
     for key in state:
         if key not in spec.by_key:
             raise ValueError(
@@ -264,8 +266,7 @@ class _UnitConverter:
         mesh = self._spec.bound_mesh
         coords, sizes = rank_coords(mesh, None), dict(mesh.sizes)
         at = dict(zip(mesh.names, coords, strict=True))
-        for piece in slice_pieces(self.unit, self._spec, coords):
-            param = piece.param
+        for param, low, high, begin in slice_pieces(self.unit, self._spec, coords):
             if param.name not in own:
                 continue
             full = own[param.name]
@@ -274,9 +275,9 @@ class _UnitConverter:
                 hint = describe_pieces(param, sizes)
                 raise ValueError(f"'{slot}' of parameter '{param.name}': expected {expected}, got {got}{hint}")
             offsets = piece_offsets(param.shape, param.local, sizes, at)
-            local = full[tuple(slice(begin, begin + size) for begin, size in zip(offsets, param.shape, strict=True))]
+            local = full[tuple(slice(start, start + size) for start, size in zip(offsets, param.shape, strict=True))]
             flat = to_memory_order(local, param).reshape(-1)
-            out[piece.low : piece.high] = flat[piece.begin : piece.begin + piece.high - piece.low]
+            out[low:high] = flat[begin : begin + high - low]
         return out
 
     def _read_number(self, slot: str, initial: Tensor, groups: set[int], own: Mapping[str, Any]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._sharding.philox import MASK, philox
+from .._units.philox import MASK, philox
 
 __all__ = ["sample_labels"]
 

@@ -19,6 +19,9 @@ from ._matrices.matrices import Matrices, matrices
 from ._matrices.selection import hidden
 from ._norms import clip_by_global_norm, global_norm, vdot
 from ._norms_by_name import norms
+from ._quantized.optimizer import quantized_state
+from ._quantized.slices import QuantizedSlice
+from ._quantized.state import decode_state, encode_state
 from ._trees import axpy, scale
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "MatrixOptimizer",
     "MatrixState",
     "Optimizer",
+    "QuantizedSlice",
     "ScheduleState",
     "State",
     "UnitState",
@@ -41,7 +45,9 @@ __all__ = [
     "chain",
     "clip_by_global_norm",
     "clip_gradients",
+    "decode_state",
     "ema",
+    "encode_state",
     "from_torch",
     "global_norm",
     "hidden",
@@ -49,6 +55,7 @@ __all__ = [
     "muon",
     "norms",
     "orthogonal",
+    "quantized_state",
     "reshard",
     "scale",
     "schedule",

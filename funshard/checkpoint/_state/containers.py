@@ -13,7 +13,7 @@ from ..._spec.unit_state import UnitState
 from ...averaging import Averaging
 from ...compress._powersgd import PowerSGD
 from ...loss_scale import LossScale
-from ...optim import AccumulationState, EmaState, FiniteState, MatrixState, ScheduleState
+from ...optim import AccumulationState, EmaState, FiniteState, MatrixState, QuantizedSlice, ScheduleState
 from .plain_values import plain_from_json, plain_to_json
 
 __all__ = [
@@ -37,7 +37,7 @@ Builder = Callable[[list[Any]], Any]
 SEQUENCES = {cls.__name__: cls for cls in (list, tuple, deque)}
 MAPPINGS = {cls.__name__: cls for cls in (dict, OrderedDict, defaultdict, Counter, UnitState)}
 COMPOSED = (AccumulationState, EmaState, FiniteState, ScheduleState)
-TUPLES = {cls.__name__: cls for cls in (Averaging, LossScale, MatrixState, PowerSGD, *COMPOSED)}
+TUPLES = {cls.__name__: cls for cls in (Averaging, LossScale, MatrixState, PowerSGD, QuantizedSlice, *COMPOSED)}
 STORED_FIELDS = {MatrixState: ("step", "slices", "owned", "rest")}
 """The names of fields in files, for classes whose attributes were renamed since version 0.1."""
 NAMED = SEQUENCES | MAPPINGS | TUPLES

@@ -17,7 +17,7 @@ from ..._spec.spec import PartitionSpec
 from ..._spec.tree import NAMESPACE, Param
 from ..._spec.unit_state import UnitState
 from ...compress._powersgd import PowerSGD
-from ...optim import MatrixState
+from ...optim import MatrixState, QuantizedSlice
 from ...optim._option_numbers import find_option_numbers, is_slice
 from .containers import FACTORIES, get_kind, is_container, open_container
 from .leaves import OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
@@ -134,6 +134,10 @@ class _Describer:
         """Return the node of a unit's entry in a mapping by units, or of a part of it."""
         if isinstance(value, MatrixState):
             return self._describe_matrix_state(value, path)
+        if isinstance(value, QuantizedSlice):
+            return self._describe_container(
+                value, path.error_path, lambda entry, child: self._describe_blocks(child, path.child(str(entry)))
+            )
         if is_container(value):
             return self._describe_container(
                 value, path.error_path, lambda entry, child: self._describe_unit(child, path.child(str(entry)))
@@ -155,6 +159,19 @@ class _Describer:
             )
         is_encoded = unit.at_rest is not None and value.dtype == torch.uint8
         return replace(leaf, dtype=unit.dtype, is_encoded=True) if is_encoded else leaf
+
+    def _describe_blocks(self, value: Tensor, path: StatePath) -> SliceLeaf:
+        """Return the leaf of codes or scales, each of which stands for as many elements of the unit's slice."""
+        self._values.append(value)
+        unit, numel = path.unit, self._spec.shard_numel(path.unit)
+        block = numel // len(value) if value.dim() == 1 and len(value) and not numel % len(value) else 0
+        if not block or unit.align % block:
+            raise ValueError(
+                f"unit '{unit.key}' of state '{'.'.join(path.error_path)}': expected a part of this rank's slice, of {numel} "
+                f"elements and in blocks that start at multiples of {unit.align}, got {list(value.shape)} {value.dtype}; was "
+                "it made with another spec or mesh?"
+            )
+        return SliceLeaf(unit, path.names, value.dtype, block=block)
 
     def _describe_matrix_state(self, state: MatrixState, path: StatePath) -> ContainerNode:
         """Return the node of an optimizer's state by matrix: slices and owned tensors of matrices, and the fallback's."""

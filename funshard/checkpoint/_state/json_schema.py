@@ -83,6 +83,11 @@ def _check_slot(data: Any, path: KeyPath) -> None:
         _check_tensor_data([], dtype, [flag], path)
     elif kind == "slice":
         _check_tensor_data([], content, [], path)
+    elif kind == "blocks":
+        dtype, block = _check_items(content, 2, path)
+        _check_tensor_data([], dtype, [], path)
+        if type(block) is not int or not 1 < block < MAX_NUMEL:
+            raise_damaged(_format_path(path), "a number of elements", block)
     elif kind == "value":
         _check_plain(content, path)
     else:

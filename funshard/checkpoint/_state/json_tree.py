@@ -49,7 +49,7 @@ def _leaf_to_json(node: StoredLeaf, spec: PartitionSpec) -> Any:
     dtype = plain_to_json(node.dtype, "")
     match node:
         case SliceLeaf():
-            return {"slice": dtype}
+            return {"slice": dtype} if node.block == 1 else {"blocks": [dtype, node.block]}
         case ScalarLeaf():
             return {"scalar": [dtype, node.is_accelerated]}
         case OwnedLeaf():
@@ -156,6 +156,15 @@ def _slot_from_json(data: Any, path: StatePath) -> Node:
     if kind == "slice":
         is_encoded = unit.at_rest is not None and not path.slot
         return SliceLeaf(unit, names, plain_from_json(content), is_encoded, path.subset, path.is_compact)
+    if kind == "blocks":
+        dtype, block = content
+        if unit.align % block:
+            raise ValueError(
+                f"unit '{unit.key}' of state '{'.'.join(path.path)}': the checkpoint has it in blocks of {block} elements, "
+                f"which start at multiples of that: expected a policy with P(align={block}), or a multiple of it, got "
+                f"{unit.align}"
+            )
+        return SliceLeaf(unit, names, plain_from_json(dtype), block=block)
     if kind == "scalar":
         return ScalarLeaf(unit, names, plain_from_json(content[0]), content[1])
     if kind == "value":

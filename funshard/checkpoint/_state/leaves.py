@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,6 +69,8 @@ class SliceLeaf:
     """The parameters that the leaf has elements of, or None for all of the unit's."""
     is_compact: bool = False
     """Whether the leaf has only the elements of ``subset``, without those between them and without padding."""
+    block: int = 1
+    """The number of the unit's elements that each of the leaf's stands for, such as those of a scale."""
 
     @property
     def params(self) -> tuple[Param, ...]:
@@ -77,7 +79,18 @@ class SliceLeaf:
 
     def numel(self, spec: PartitionSpec) -> int:
         """Return the number of its elements on this rank."""
-        return sum(p.high - p.low for p in self._pieces(spec)) if self.is_compact else spec.shard_numel(self.unit)
+        if self.is_compact:
+            return sum(p.high - p.low for p in self._pieces(spec))
+        return spec.shard_numel(self.unit) // self.block
+
+    def stored_shape(self, param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of a parameter's stored tensor: the whole parameter's or, in blocks, [*local axes, blocks].
+
+        Blocks are those of the elements in memory order, for each rank's piece over local axes.
+        """
+        if self.block == 1:
+            return whole_shape(param, sizes)
+        return (*(sizes[axis] for axis, _ in param.local), -(-param.numel // self.block))
 
     def allocate(self, spec: PartitionSpec) -> Tensor:
         """Return memory to read into, padding zeroed, on the mesh's device or on the host if it goes through the host."""
@@ -93,8 +106,10 @@ class SliceLeaf:
 
     def _pieces(self, spec: PartitionSpec) -> Iterator[Piece]:
         """Return the pieces of the leaf's parameters in this rank's slice."""
-        every = slice_pieces(self.unit, spec, rank_coords(spec.bound_mesh, None))
-        return (piece for piece in every if self.subset is None or piece.param in self.subset)
+        block = self.block
+        for param, low, high, begin in slice_pieces(self.unit, spec, rank_coords(spec.bound_mesh, None)):
+            if self.subset is None or param in self.subset:
+                yield Piece(param, low // block, -(-high // block), begin // block)
 
     def slice_index(self, spec: PartitionSpec) -> tuple[int, int]:
         """Return the number of this rank's slice among the slices that differ between ranks, and how many there are."""
@@ -114,9 +129,13 @@ class SliceLeaf:
         flat = tensor.detach().resolve_conj().resolve_neg()
         for piece, (name, *aliases) in zip(self._pieces(spec), self.names, strict=True):
             data, param = flat if self.is_compact else flat[piece.low : piece.high], piece.param
-            part = TensorRange(name, tuple(aliases), whole_shape(param, sizes), tuple(param.order), 0, data, rank, ranks)
+            shape = self.stored_shape(param, sizes)
+            order = tuple(param.order) if self.block == 1 else tuple(range(len(shape)))
+            part = TensorRange(name, tuple(aliases), shape, order, 0, data, rank, ranks)
             if len(data):
                 box = Box(piece_offsets(param.shape, param.local, sizes, at), param.shape)
+                if self.block > 1:
+                    box = Box((*(at[axis] for axis, _ in param.local), 0), (*(1 for _ in param.local), shape[-1]))
                 yield part._replace(begin=piece.begin, holder=holder, holders=holders, axes=replicated, box=box)
             elif not param.numel:
                 yield part

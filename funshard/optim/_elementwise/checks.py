@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import _torch
 from ..._spec.checks import check_mapping, check_trainable
 from .._checks import StateMapping, check_rate
+from .._quantized.slices import refuse_encoded
 from .options import OptionRanges
 
 __all__ = [
@@ -124,6 +125,7 @@ def check_fits(
 ) -> None:
     """Raise ValueError or TypeError, naming the unit, unless each unit of the params has a gradient and a state that fit it."""
     of_group = [*names]
+    refuse_encoded(state)
     for what, tree in (("gradient", grads), ("state", state)):
         for key in tree:
             if key not in params:

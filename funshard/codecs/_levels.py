@@ -1,9 +1,4 @@
-"""int8, nf4: values in blocks, each with the largest absolute value in it as its scale. For `P(at_rest=...)` and `Precision`.
-
-Pure pairs of functions on 1-D tensors, as `Codec` wants them: a slice of any length, empty ones too, in any floating point
-dtype from 16 bits on. What is zero stays exactly zero. What has been decoded is encoded to the same bytes again (not where
-scales are quantized, too). A block in which a value is infinite or NaN is NaN as a whole: nothing is hidden.
-"""
+"""int8 and nf4: evenly spaced levels, and quantiles of the normal distribution."""
 
 from __future__ import annotations
 
@@ -14,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._spec.codec import Codec
+from .._spec.codec import Codec
+from ._blocks import block_ratios, check_block, scale_blocks, widen_dtype
 
 __all__ = ["NF4", "int8", "nf4"]
 
@@ -60,8 +56,9 @@ def int8(block: int = 64) -> Codec:
         >>> codec.decode(*codec.encode(torch.tensor([127.0, 1.4, 0.0, -2.0, 5.0]))).round(decimals=3)
         tensor([127.,   1.,   0.,  -2.,   5.])
     """
-    _check_block(block, 1)
-    return Codec(_ToInt8(block), _FromInt8(block), block=block, takes_dtype=True, name=f"int8(block={block})")
+    check_block(block, 1)
+    to, back = _ToInt8(block), _FromInt8(block)
+    return Codec(to, back, block=block, takes_dtype=True, takes_noise=True, name=f"int8(block={block})")
 
 
 def nf4(block: int = 64, *, double_quant: bool = False) -> Codec:
@@ -80,18 +77,10 @@ def nf4(block: int = 64, *, double_quant: bool = False) -> Codec:
         >>> codec.decode(*codec.encode(torch.tensor([2.0, 1.0, 0.0, -0.5, 3.0])))
         tensor([ 2.0000,  0.8814,  0.0000, -0.5000,  3.0000])
     """
-    _check_block(block, 2)
+    check_block(block, 2)
     options = f"block={block}" + (", double_quant=True" if double_quant else "")
     to, back = _ToNF4(block, double_quant), _FromNF4(block, double_quant)
     return Codec(to, back, block=block, takes_dtype=True, name=f"nf4({options})")
-
-
-def _check_block(block: object, of: int) -> None:
-    """Raise TypeError or ValueError unless ``block`` is a positive multiple of ``of``."""
-    if not isinstance(block, int) or isinstance(block, bool):
-        raise TypeError(f"block: expected a whole number of elements, got {block!r}")
-    if block < 1 or block % of:
-        raise ValueError(f"block: expected a positive {'even ' if of == 2 else ''}number of elements, got {block}")
 
 
 # Classes, and not closures: two of one block are equal, and a spec that holds them can be pickled. The last tensor of what
@@ -104,9 +93,11 @@ class _ToInt8:
 
     block: int
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ratios, absmax = _ratios(x, self.block)
-        return (ratios * 127).round().to(torch.int8).flatten()[: len(x)], absmax, x.new_empty(len(x), 0)
+    def __call__(self, x: Tensor, *, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        ratios, absmax = block_ratios(x, self.block)
+        numbers = (ratios * 127).flatten()[: len(x)]
+        numbers = numbers.round() if noise is None else (numbers + noise).floor()
+        return numbers.to(torch.int8), absmax, x.new_empty(len(x), 0)
 
 
 @dataclass(frozen=True)
@@ -116,8 +107,8 @@ class _FromInt8:
     block: int
 
     def __call__(self, codes: Tensor, absmax: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        wide = _widen_dtype(absmax.dtype)  # rounded once: in 16 bits twice would be a whole step off
-        return _scale_blocks(codes.to(wide) / 127, absmax.to(wide), self.block).to(dtype or like.dtype)
+        wide = widen_dtype(absmax.dtype)  # rounded once: in 16 bits twice would be a whole step off
+        return scale_blocks(codes.to(wide) / 127, absmax.to(wide), self.block).to(dtype or like.dtype)
 
 
 @dataclass(frozen=True)
@@ -128,7 +119,7 @@ class _ToNF4:
     double_quant: bool
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        ratios, absmax = _ratios(x, self.block)
+        ratios, absmax = block_ratios(x, self.block)
         codes = torch.zeros_like(ratios, dtype=torch.uint8)
         for middle in _MIDDLES:
             codes = codes + (ratios > middle)
@@ -136,7 +127,7 @@ class _ToNF4:
         packed = (pairs[:, 0] * 16 + pairs[:, 1])[: (len(x) + 1) // 2]
         if not self.double_quant:
             return packed, absmax, x.new_empty(len(x), 0)
-        absmax = absmax.to(_widen_dtype(x.dtype))
+        absmax = absmax.to(widen_dtype(x.dtype))
         mean = (absmax / max(len(absmax), 1)).sum()  # of which the sum does not overflow
         return packed, *_ToInt8(_SCALES)(absmax - mean), mean, x.new_empty(len(x), 0)
 
@@ -159,27 +150,4 @@ class _FromNF4:
         # a copy of so few bytes does not wait for the device
         pairs = torch.tensor(_PAIRS, dtype=dtype).to(packed.device, non_blocking=True)
         values = F.embedding(packed.to(torch.int32), pairs).flatten()[: len(like)]
-        return _scale_blocks(values, absmax.to(dtype), self.block)
-
-
-def _widen_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float32, or the dtype if it is wider."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _ratios(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return ``x / absmax`` in float32 at least, [blocks, block], with zeros at the end; and ``absmax``, [blocks]."""
-    rows = F.pad(x, (0, -len(x) % block)).view(-1, block)
-    absmax = rows.abs().amax(1)
-    absmax = torch.where(absmax.isfinite(), absmax, torch.nan)
-    wide = _widen_dtype(x.dtype)
-    return (rows.to(wide) / absmax.to(wide)[:, None]).nan_to_num(0.0), absmax
-
-
-def _scale_blocks(values: Tensor, absmax: Tensor, block: int) -> Tensor:
-    """Return each block times its absmax. Writes to ``values`` where no block is broken off."""
-    numel = len(values)
-    if numel % block:
-        return (F.pad(values, (0, -numel % block)).view(-1, block) * absmax[:, None]).flatten()[:numel]
-    values.view(-1, block).mul_(absmax[:, None])
-    return values
+        return scale_blocks(values, absmax.to(dtype), self.block)

@@ -1,0 +1,588 @@
+"""Optimizer state at rest in 8 bits: exact on any number of ranks, saved as bytes, beside float64; and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from depth import each, seldom
+from ranks import Pool
+from test_compile import IMPORT
+from test_memory import Peak
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+import funshard as fs
+from funshard import P, codecs, optim
+
+batched = pytest.mark.filterwarnings("ignore:There is a performance drop")
+torch.manual_seed(0)
+BLOCK = 16
+CODEC = codecs.dynamic8(BLOCK)
+MODEL = nn.Sequential(nn.Linear(9, 20), nn.Linear(20, 30), nn.Linear(30, 4, bias=False))
+FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
+GRADS = [{name: torch.randn_like(p) * 10 ** (2 * torch.randn_like(p)) for name, p in FULL.items()} for _ in range(6)]
+"""The whole gradients of steps, of many magnitudes."""
+ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+
+
+def sliced(axis: str | tuple[str, ...] | None = "shard", **options: Any) -> P:
+    return P(axis, align=BLOCK, **options)
+
+
+POLICIES = {
+    "sharded": fs.policies.always(sliced()),
+    "whole": fs.policies.whole(sliced()),
+    "replicated": fs.policies.whole(sliced(None)),
+    "mixed": fs.by_path({"0": sliced(("replicate", "shard")), "1": sliced("replicate"), "2": sliced(None)}),
+}
+
+
+def quantized(
+    spec: fs.PartitionSpec, rank: int | None = None, optimizer: Any = torch.optim.AdamW, **options: Any
+) -> optim.ComposedOptimizer:
+    settings = ADAMW if optimizer is torch.optim.AdamW else {"lr": 0.01}
+    inner = optim.from_torch(optimizer, spec=spec, rank=rank, **settings, **options.pop("inner", {}))
+    codec = options.pop("codec", CODEC)
+    return optim.quantized_state(inner, codec, spec=spec, rank=rank, at_least=options.pop("at_least", 1), **options)
+
+
+def run_steps(
+    spec: fs.PartitionSpec, optimizer: Any, steps: int = 4, begin: int = 0, given: Any = None, rank: int | None = None
+) -> Any:
+    """The parameters and the state after steps on a rank's slices."""
+    params = {key: x.clone() for key, x in fs.shard(FULL, spec, rank=rank).items()}
+    params, state = given or (params, optimizer.init(params))
+    for grads in GRADS[begin:steps]:
+        params, state = optimizer.update(fs.shard(grads, spec, rank=rank), state, params)
+    return params, state
+
+
+def one_rank(policy: str = "sharded") -> fs.PartitionSpec:
+    return POLICIES[policy](MODEL).on({"replicate": 1, "shard": 1})
+
+
+def join_ranks(spec: fs.PartitionSpec, trees: list[fs.Params]) -> fs.Params:
+    """Full tensors from the slices of all ranks."""
+    return fs.unflatten(
+        {key: torch.cat([tree[key] for tree in trees])[: spec.padded_numel(spec.by_key[key])] for key in trees[0]}, spec
+    )
+
+
+def decoded(state: Any, spec: fs.PartitionSpec, name: str, rank: int | None = None, codec: Any = CODEC) -> fs.Params:
+    return {key: values[name] for key, values in optim.decode_state(state, codec, spec=spec, rank=rank).items()}
+
+
+# --- The same on any number of ranks, and for any policy ---
+
+
+@each
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+@pytest.mark.parametrize("policy", ["sharded", "whole"])
+@pytest.mark.parametrize("codec", [CODEC, codecs.int8(BLOCK), codecs.nf4(BLOCK)], ids=str)
+def test_values_depend_neither_on_ranks_nor_on_units(codec: Any, policy: str, ranks: int, seed: int | None) -> None:
+    """Bit for bit."""
+    options = {"codec": codec, "seed": seed if codec.takes_noise else None}
+    alone = one_rank()
+    want, state = run_steps(alone, quantized(alone, **options))
+    spec = POLICIES[policy](MODEL).on({"shard": ranks})
+    found = [run_steps(spec, quantized(spec, rank, **options), rank=rank) for rank in range(ranks)]
+    assert_close(join_ranks(spec, [params for params, _ in found]), fs.unshard(want, alone), rtol=0, atol=0)
+    for name in ("exp_avg", "exp_avg_sq"):
+        got = join_ranks(spec, [decoded(x, spec, name, rank, codec) for rank, (_, x) in enumerate(found)])
+        assert_close(got, fs.unshard(decoded(state, alone, name, codec=codec), alone), rtol=0, atol=0)
+
+
+@batched
+@each
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", [None, 3])
+def test_simulated_ranks(policy: str, seed: int | None) -> None:
+    """Also replicas, and optimizers around it; the padding of gradients does not matter."""
+
+    def run(mesh: Any, rank: Tensor) -> Any:
+        spec = POLICIES[policy](MODEL).on(mesh)
+        inner = optim.quantized_state(optim.from_torch(torch.optim.AdamW, **ADAMW), CODEC, spec=spec, at_least=1, seed=seed)
+        optimizer = optim.ema(optim.chain(optim.clip_gradients(spec, 0.5), inner), decay=0.5)
+        params, state = run_steps(spec, optimizer)
+        return (
+            fs.unshard(params, spec),
+            fs.unshard(state.average, spec),
+            fs.unshard(decoded(state.inner[-1], spec, "exp_avg_sq"), spec),
+        )
+
+    alone = one_rank()
+    inner = quantized(alone, seed=seed)
+    params, state = run_steps(alone, optim.ema(optim.chain(optim.clip_gradients(alone, 0.5), inner), decay=0.5))
+    expected = [fs.unshard(x, alone) for x in (params, state.average, decoded(state.inner[-1], alone, "exp_avg_sq"))]
+    got = fs.testing.spmd(run, {"replicate": 2, "shard": 2})(torch.arange(4))
+    for found, want in zip(got, expected, strict=True):
+        # the norm is another sum on each mesh, and a last bit can choose another code
+        assert_close(found, {name: x.expand(4, *x.shape) for name, x in want.items()}, rtol=0.05, atol=1e-4)
+
+
+DONATED: dict[str, Any] = {"donate": True, "inner": {"donate": True}}
+USUAL = {"sharded": DONATED, "mixed": {}}
+
+
+def on_real_ranks(rank: int, shape: tuple[int, int], path: Path, seed: int | None, policies: dict[str, dict[str, Any]]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    alone = one_rank()
+    for policy, options in policies.items():
+        spec = POLICIES[policy](MODEL).on(mesh)
+        params, state = run_steps(spec, quantized(spec, seed=seed, **options))
+        want, expected = run_steps(alone, quantized(alone, seed=seed))
+        assert_close(fs.gather_full(params, spec), fs.unshard(want, alone), rtol=0, atol=0)
+        found = fs.gather_full(decoded(state, spec, "exp_avg_sq"), spec)
+        assert_close(found, fs.unshard(decoded(expected, alone, "exp_avg_sq"), alone), rtol=0, atol=0)
+        fs.checkpoint.save(path / policy, {"params": params, "opt": state}, spec).wait()
+        other = POLICIES["whole"](MODEL).on(mesh)
+        params, state = (fs.checkpoint.load(path / policy, other, only=part) for part in ("params", "opt"))
+        params, _ = run_steps(other, quantized(other, seed=seed), 6, 4, (params, state))
+        want, _ = run_steps(alone, quantized(alone, seed=seed), 6)
+        assert_close(fs.gather_full(params, other), fs.unshard(want, alone), rtol=0, atol=0)
+
+
+def check_saved(path: Path, seed: int | None, policies: dict[str, dict[str, Any]]) -> None:
+    """What several ranks saved is on one rank the bytes of a run there, and goes on."""
+    alone = one_rank()
+    expected = run_steps(alone, quantized(alone, seed=seed))
+    for policy in policies:
+        for like in (None, {"params": expected[0], "opt": expected[1]}):
+            found = fs.checkpoint.load(path / policy, alone, like=like)
+            got = found["params"], found["opt"]
+            assert pytree.tree_structure(got) == pytree.tree_structure(expected)
+            assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_real_ranks_and_checkpoints(gloo2: Pool, tmp_path: Path) -> None:
+    """The bits of one rank, with FSDP and HSDP; saved, loaded with other units and ranks, and gone on with."""
+    gloo2.run(on_real_ranks, (1, 2), tmp_path, 3, USUAL)
+    check_saved(tmp_path, 3, USUAL)
+
+
+@seldom
+def test_four_real_ranks_and_checkpoints(gloo4: Pool, tmp_path: Path) -> None:
+    every = {**USUAL, "replicated": {}}
+    gloo4.run(on_real_ranks, (2, 2), tmp_path, None, every)
+    check_saved(tmp_path, None, every)
+
+
+def local_ranks(rank: int, path: Path) -> None:
+    """A unit local over an axis, beside the optimizer on decoded states of the same slices."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
+    spec = fs.policies.whole(sliced(None, local={"expert": 0}))(nn.Linear(8, 8, bias=False)).on(mesh)
+    params = fs.shard({"weight": torch.arange(128.0).view(16, 8)}, spec)
+    init, update = quantized(spec, seed=1)
+    params, state = update({"": params[""].sin()}, init(params), params)
+    fs.checkpoint.save(path, {"params": params, "opt": state}, spec).wait()
+    assert_close(fs.checkpoint.load(path, spec)["opt"], state, rtol=0, atol=0)
+    whole = fs.gather_full(decoded(state, spec, "exp_avg"), spec)["weight"]
+    assert_close(whole, 0.1 * torch.arange(128.0).view(16, 8).sin(), rtol=0, atol=0.03 * 0.1)
+
+
+def test_local_units(gloo2: Pool, tmp_path: Path) -> None:
+    gloo2.run(local_ranks, tmp_path / "local")
+
+
+def test_blocks_of_another_policy_are_refused(tmp_path: Path) -> None:
+    spec = one_rank()
+    optimizer = quantized(spec)
+    params, state = run_steps(spec, optimizer)
+    fs.checkpoint.save(tmp_path / "a", {"opt": state}, spec).wait()
+    other = fs.policies.always(P("shard", align=8))(MODEL).on({"shard": 1})
+    with pytest.raises(ValueError, match=rf"unit '0' of state 'opt'.*blocks of {BLOCK} .* P\(align={BLOCK}\), .* got 8"):
+        fs.checkpoint.load(tmp_path / "a", other)
+    with pytest.raises(ValueError, match=r"unit '0' of state '0\.exp_avg\.codes': expected a part of this rank's slice"):
+        fs.checkpoint.save(tmp_path / "b", state, other)
+    wide = optim.from_torch(torch.optim.AdamW).init(params)
+    with pytest.raises(ValueError, match=r"'opt\.0\.bias\.exp_avg' is not in the checkpoint"):
+        fs.checkpoint.load(tmp_path / "a", spec, like={"opt": wide})
+
+
+# --- Bytes ---
+
+
+def nbytes(state: Any) -> int:
+    return sum(x.nbytes for x in pytree.tree_leaves(state))
+
+
+def big(units: int = 6) -> tuple[fs.PartitionSpec, fs.Params]:
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(units)))
+    spec = fs.by_type(nn.Linear, p=P("shard", align=256))(model).on({"shard": 1})
+    return spec, fs.shard(model, spec)
+
+
+def test_bytes_at_rest_and_of_a_plan() -> None:
+    """At most 0.28 of float32's, and as a plan counts them."""
+    spec, params = big()
+    adamw: Any = optim.from_torch(torch.optim.AdamW)
+    made = optim.quantized_state(adamw, codecs.dynamic8(), spec=spec)
+    wide, state = adamw.init(params), made.init(params)
+    assert nbytes(state) < 0.255 * nbytes(wide)
+    kinds = fs.plan(spec, optimizer=made).optimizer_state["0"]
+    assert kinds == {
+        f"{slot}.{part}": size
+        for slot in ("exp_avg", "exp_avg_sq")
+        for part, size in (("codes uint8", 128 * 128), ("scales float32", 4 * 64))
+    }
+    assert sum(kinds.values()) + 4 == nbytes(state["0"])
+    assert nbytes(optim.quantized_state(adamw, codecs.dynamic8(), spec=spec, at_least=16385).init(params)) == nbytes(wide)
+
+
+def test_one_unit_at_a_time_is_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the time of a donated step: two decoded slices of one unit, and what encodes a part of one."""
+    monkeypatch.setattr("funshard.optim._quantized.slices.CHUNK", 1024)
+    peaks: list[int] = []
+    for units in (3, 6):
+        spec, params = big(units)
+        inner = optim.from_torch(torch.optim.AdamW, fused=True, donate=True)
+        init, update = optim.quantized_state(inner, codecs.dynamic8(), spec=spec, donate=True)
+        state = init(params)
+        grads = {key: torch.ones_like(x) for key, x in params.items()}
+        given = nbytes((params, state, grads))
+        with Peak() as peak:
+            update(grads, state, params)
+        peaks.append(peak.bytes - given)
+    one = 128 * 128 * 4
+    assert peaks[1] - peaks[0] < one / 8
+    assert peaks[1] < 4 * one
+
+
+def test_donated_state_is_written_in_place() -> None:
+    spec = one_rank()
+    optimizer = quantized(spec, donate=True)
+    params, state = run_steps(spec, optimizer, 1)
+    old = state["0"]["exp_avg"].codes
+    pointer = old.data_ptr()
+    given = {key: x.clone() for key, x in params.items()}, pytree.tree_map(torch.clone, state)
+    got = run_steps(spec, optimizer, 2, 1, (params, state))
+    assert got[1]["0"]["exp_avg"].codes.data_ptr() == pointer
+    assert_close(got, run_steps(spec, quantized(spec), 2, 1, given), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="was donated"):
+        old + 1
+    shared = {**given[1], "1": given[1]["1"] | {"exp_avg": given[1]["1"]["exp_avg_sq"]}}
+    with pytest.raises(ValueError, match=r"(codes|scales) of state\['1'\]\['exp_avg.*share memory"):
+        run_steps(spec, optimizer, 2, 1, (given[0], shared))
+
+
+# --- Numerics ---
+
+
+def one_unit(numel: int = 512) -> tuple[fs.PartitionSpec, fs.Params]:
+    model = nn.Linear(numel, 1, bias=False)
+    spec = fs.policies.whole(P(align=256))(model).on({"shard": 1})
+    return spec, fs.shard(model, spec)
+
+
+def updates(grads: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """Adam's last update in 8 bits, and in float64 without rounding, in units of the learning rate."""
+    spec, params = one_unit(len(grads[0]))
+    adam: Any = optim.from_torch(torch.optim.Adam, lr=1.0, **options)
+    init, update = optim.quantized_state(adam, codecs.dynamic8(), spec=spec, at_least=1)
+    zeros = {"": torch.zeros_like(params[""])}
+    wide = {"": zeros[""].double()}
+    new, state, exact, exact_state = zeros, init(zeros), wide, adam.init(wide)
+    for g in grads:
+        new, state = update({"": g}, state, zeros)
+        exact, exact_state = adam.update({"": g.double()}, exact_state, wide)
+    return new[""].double(), exact[""]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1.0, 1e18])
+def test_updates_beside_float64(scale: float) -> None:
+    """At all magnitudes of a gradient whose square float32 has, with steps that take other directions."""
+    generator = torch.Generator().manual_seed(0)
+    grads = [scale * torch.randn(512, generator=generator) for _ in range(30)]
+    got, want = updates(grads, eps=0.0 if scale > 1e-20 else 1e-8)
+    assert_close(got, want, rtol=0, atol=0.04 * want.abs().max().item())
+    zeros = [torch.cat([g[:256], torch.zeros(256)]) for g in grads]
+    assert (updates(zeros)[0][256:] == 0).all()
+
+
+@pytest.mark.parametrize("small", [1e-2, 1e-4, 1e-6])
+def test_small_second_moments_do_not_become_zero(small: float) -> None:
+    """Beside a large gradient in their block: an update never is 1.6 times the exact one's largest, where eps alone is 1e8."""
+    generator = torch.Generator().manual_seed(0)
+    largest = 0.0
+    for late in (0.0, 1.0):  # the last gradients of small elements are zero, or are not
+        grads = [torch.randn(512, generator=generator) * small for _ in range(60)]
+        for i, g in enumerate(grads):
+            g[::64] = torch.randn(8, generator=generator)
+            if i >= 40:
+                g[1::64] *= late
+        got, want = updates(grads, eps=1e-30, betas=(0.9, 0.999))
+        assert got.isfinite().all()
+        largest = max(largest, float(got.abs().max() / want.abs().max()))
+    assert largest < 1.6
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("codec", [codecs.dynamic8(), codecs.int8(256), codecs.nf4(256)], ids=str)
+def test_what_is_not_finite_stays_so(codec: Any, value: float) -> None:
+    """A block with an infinite or NaN value is NaN in the next steps, and the others are as before; 1e30 has no square."""
+    spec, params = one_unit()
+    init, update = optim.quantized_state(optim.from_torch(torch.optim.Adam), codec, spec=spec, at_least=1)
+    grads = torch.ones(512)
+    grads[7] = value
+    new, state = update({"": grads}, init(params), params)
+    moments = optim.decode_state(state, codec, spec=spec)[""]
+    assert not moments["exp_avg_sq"][7].isfinite()
+    new, state = update({"": torch.ones(512)}, state, new)
+    assert not new[""][7].isfinite()
+    assert new[""][256:].isfinite().all()
+
+
+def test_padding_does_not_matter() -> None:
+    """NaN in the padding of gradients, parameters and codes."""
+    spec = one_rank("whole")
+    (unit,) = spec
+    mask = torch.ones(spec.padded_numel(unit), dtype=torch.bool)
+    fs.unflatten({"": mask}, spec)
+    for view in fs.param_views({"": mask}, spec).values():
+        view.fill_(False)
+    init, update = optim.quantized_state(optim.from_torch(torch.optim.AdamW), CODEC, spec=spec, at_least=1)
+    params = fs.shard(FULL, spec)
+    want, state = update(fs.shard(GRADS[0], spec), init(params), params)
+    grads, poisoned = ({"": x[""].masked_fill(mask, math.nan)} for x in (fs.shard(GRADS[0], spec), params))
+    got, same = update(grads, init(poisoned), poisoned)
+    assert_close(fs.unshard(got, spec), fs.unshard(want, spec), rtol=0, atol=0)
+    assert_close(same, state, rtol=0, atol=0)
+    codes = {name: x._replace(codes=x.codes.masked_fill(mask, 77)) for name, x in state[""].items() if name != "step"}
+    new, again = update(fs.shard(GRADS[1], spec), state, want), update(fs.shard(GRADS[1], spec), {"": state[""] | codes}, want)
+    assert_close(again, new, rtol=0, atol=0)
+
+
+def test_stochastic_rounding_is_right_in_the_mean() -> None:
+    """Momentum far below a level's distance: rounding to the nearest loses it, and rounding at random keeps it."""
+    spec, params = one_unit(4096)
+    sums: dict[Any, Tensor] = {}
+    for seed in (None, 0, 1):
+        sgd = optim.from_torch(torch.optim.SGD, lr=0.0, momentum=1.0)
+        init, update = optim.quantized_state(sgd, codecs.dynamic8(), spec=spec, at_least=1, seed=seed)
+        grads, state = torch.full((4096,), 1e-3), init(params)
+        grads[::256] = 0.0
+        start = torch.full((4096,), 0.5)
+        start[::256] = 1.0
+        _, state = update({"": start}, state, params)
+        for _ in range(100):
+            _, state = update({"": grads}, state, params)
+        found = optim.decode_state(state, codecs.dynamic8(), spec=spec)[""]["momentum_buffer"]
+        sums[seed] = found[torch.arange(4096) % 256 > 0]
+    assert (sums[None] - 0.5).abs().max() < 0.004
+    for seed in (0, 1):
+        assert abs(sums[seed].mean() - 0.6) < 0.002
+    assert not torch.equal(sums[0], sums[1])
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    """The state is decoded in its own dtype."""
+    model = nn.Linear(64, 8).to(dtype)
+    spec = fs.policies.whole(sliced())(model).on({"shard": 1})
+    params = fs.shard(model, spec)
+    init, update = quantized(spec)
+    params, state = update({"": torch.ones_like(params[""])}, init(params), params)
+    assert state[""]["exp_avg"].scales.dtype == dtype
+    assert optim.decode_state(state, CODEC, spec=spec)[""]["exp_avg"].dtype == dtype
+
+
+ELEMENTWISE = ["SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
+
+
+@each
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_every_elementwise_optimizer(name: str) -> None:
+    """Near the optimizer in float32 after three steps: each slot is encoded, and what has no slot is as it was."""
+    cls = getattr(torch.optim, name)
+    spec = one_rank()
+    settings: dict[str, Any] = {"SGD": {"momentum": 0.9}, "Adam": {"amsgrad": True}, "RMSprop": {"momentum": 0.9}}.get(name, {})
+    inner: Any = optim.from_torch(cls, lr=1e-2, **settings)
+    made = optim.quantized_state(inner, CODEC, spec=spec, at_least=1)
+    params, want = fs.shard(FULL, spec), fs.shard(FULL, spec)
+    state, expected = made.init(params), inner.init(params)
+    for i in range(3):
+        generator = torch.Generator().manual_seed(i)
+        grads = fs.shard({name: torch.randn(p.shape, generator=generator) for name, p in FULL.items()}, spec)
+        params, state = made.update(grads, state, params)
+        want, expected = inner.update(grads, expected, want)
+    slots = {name for name, x in expected["0"].items() if x.dim()}
+    assert {name for name, x in state["0"].items() if isinstance(x, optim.QuantizedSlice)} == slots != set()
+    assert {*state["0"]} == {*expected["0"]}
+    distance = max(float((params[key] - x).abs().max()) for key, x in want.items())
+    moved = max(float((x - fs.shard(FULL, spec)[key]).abs().max()) for key, x in want.items())
+    assert distance < 0.1 * moved
+
+
+# --- Around it ---
+
+
+def loss(params: fs.Params, x: Tensor, spec: fs.PartitionSpec) -> Tensor:
+    return fs.functional_call(MODEL, params, (x,), spec=spec).square().mean()
+
+
+def test_compositions_and_steps_on_one_rank() -> None:
+    """apply_if_finite, accumulate_steps, schedule_lr, update_in_backward and scan are the same steps by hand."""
+    spec = one_rank()
+    made = quantized(spec, seed=1)
+    x = torch.randn(4, 9)
+    params = fs.shard(FULL, spec)
+    grads = fs.grad(loss)(params, x, spec)
+    want = made.update(grads, made.init(params), params)
+    got = fs.update_in_backward(made.update, lambda p, x: loss(p, x, spec), params, made.init(params), [x], spec=spec)
+    assert_close((got.params, got.state), want, rtol=0, atol=0)
+    for wrap in (
+        lambda o: optim.apply_if_finite(o, spec),
+        lambda o: optim.schedule_lr(o, lambda step: 0.01),
+        lambda o: optim.accumulate_steps(o, 1),
+    ):
+        init, update = wrap(made)
+        new, state = update(grads, init(params), params)
+        assert_close((new, state.inner), want, rtol=0, atol=0)
+    init, update = optim.apply_if_finite(made, spec)
+    bad = {**grads, "0": grads["0"] * math.nan}
+    assert_close(update(bad, init(params), params)[1].inner, made.init(params), rtol=0, atol=0)
+
+    def step(state: Any, x: Tensor) -> tuple[Any, None]:
+        return made.update(fs.grad(loss)(state[0], x, spec), state[1], state[0]), None
+
+    xs = torch.stack([x, 2 * x])
+    scanned, _ = fs.scan(step, (params, made.init(params)), xs)
+    by_hand: Any = params, made.init(params)
+    for one in xs:
+        by_hand, _ = step(by_hand, one)
+    assert_close(scanned, by_hand, rtol=0, atol=0)
+
+
+def test_frozen_and_tied_units() -> None:
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    model[2].weight = model[0].weight
+    model[1].requires_grad_(False)
+    p = sliced(at_rest=codecs.nf4(BLOCK))
+    spec = fs.policies.always(p)(model).on({"shard": 1})
+    params = fs.shard(model, spec)
+    trained, frozen = fs.partition(params, spec)
+    init, update = quantized(spec)
+    new, state = update({key: torch.ones_like(x) for key, x in trained.items()}, init(trained), trained)
+    assert {*state} == {*trained}
+    assert {*frozen} == {"1"}
+    assert not torch.equal(new[next(iter(new))], trained[next(iter(new))])
+
+
+@batched
+def test_ensembles() -> None:
+    """Under a vmap of the user's over gradients and parameters, also with a donating optimizer."""
+    spec = one_rank("whole")
+    for options in ({}, {"seed": 2, "donate": True}):
+        made = quantized(spec, **options)
+        params = fs.shard(FULL, spec)
+
+        def run(factor: Tensor, made: Any = made, params: fs.Params = params) -> Any:
+            state = made.init(params)
+            new, state = made.update({"": fs.shard(GRADS[0], spec)[""] * factor}, state, params)
+            return made.update({"": fs.shard(GRADS[1], spec)[""]}, state, new)
+
+        factors = torch.tensor([1.0, 0.25])
+        got = torch.vmap(run)(factors)
+        for i, factor in enumerate(factors):
+            assert_close(pytree.tree_map(lambda y, i=i: y[i], got), run(factor), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings(f"ignore:{IMPORT}")
+@seldom
+@pytest.mark.parametrize(
+    ("backend", "options"), [("aot_eager", {}), ("aot_eager", {"seed": 3, "donate": True}), ("inductor", {})]
+)
+def test_a_compiled_step(backend: str, options: dict[str, Any]) -> None:
+    """One graph, with the bits of the eager step; by inductor nearly, because an update's last bit can choose another code."""
+    spec = one_rank("whole")
+    made = quantized(spec, **options)
+    step: Any = fs.compile(lambda params, state, grads: made.update(grads, state, params), backend=backend)
+    got: Any = pytree.tree_map(torch.clone, run_steps(spec, made, 1))
+    want = pytree.tree_map(torch.clone, got)
+    for grads in GRADS[1:3]:
+        got = step(*got, fs.shard(grads, spec))
+    tolerance = {"rtol": 0, "atol": 0} if backend == "aot_eager" else {"rtol": 0.05, "atol": 1e-3}
+    assert_close(fs.unshard(got[0], spec), fs.unshard(run_steps(spec, made, 3, 1, want)[0], spec), **tolerance)
+
+
+def test_a_state_is_converted() -> None:
+    """From float32 and back, by torch's state_dict too; a state in the other form is refused with the name of the function."""
+    spec = one_rank()
+    inner: Any = optim.from_torch(torch.optim.AdamW, spec=spec, **ADAMW)
+    made = quantized(spec)
+    params, wide = run_steps(spec, inner, 2)
+    state = optim.encode_state(wide, CODEC, spec=spec, at_least=1)
+    assert pytree.tree_structure(state) == pytree.tree_structure(made.init(params))
+    back = optim.decode_state(state, CODEC, spec=spec)
+    assert pytree.tree_structure(back) == pytree.tree_structure(wide)
+    for key, values in wide.items():
+        for name, x in values.items():
+            assert_close(back[key][name], x, rtol=0, atol=0.011 * float(x.abs().max()))
+    names = fs.checkpoint.optimizer_state_dict(back, spec, torch.optim.AdamW, **ADAMW)
+    assert_close(fs.checkpoint.from_optimizer_state_dict(names, spec, wide), back, rtol=0, atol=0)
+    grads = fs.shard(GRADS[0], spec)
+    with pytest.raises(ValueError, match=r"'exp_avg' of unit '0' is torch\.float32 and not in dynamic8.*optim\.encode_state"):
+        made.update(grads, wide, params)
+    for use in (
+        lambda: inner.update(grads, state, params),
+        lambda: fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.AdamW, **ADAMW),
+    ):
+        with pytest.raises(TypeError, match=r"'exp_avg' of unit '0' is in a codec: .*optim\.decode_state"):
+            use()
+    with pytest.raises(ValueError, match=r"'exp_avg' of unit '0': expected this rank's slice, \[\d+\], or a number, got Quant"):
+        optim.encode_state(state, CODEC, spec=spec, at_least=1)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    spec = one_rank()
+    adamw: Any = optim.from_torch(torch.optim.AdamW)
+    params, grads = fs.shard(FULL, spec), fs.shard(GRADS[0], spec)
+    made = quantized(spec)
+    state = made.init(params)
+
+    def make(optimizer: Any = adamw, codec: Any = CODEC, **options: Any) -> Any:
+        return optim.quantized_state(optimizer, codec, spec=spec, at_least=1, **options)
+
+    def float8(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.to(torch.float8_e4m3fn), x.abs().amax()
+
+    def total(factor: Any, lr: Any) -> Tensor:
+        return made.update({key: factor * g for key, g in grads.items()}, state, params, lr=lr)[0]["0"].sum()
+
+    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, r"unit '0': blocks of 256 .* multiples of 16, .*P\(align=256\)", lambda: make(codec=codecs.dynamic8())),
+        (ValueError, "does not encode each block", lambda: make(codec=codecs.nf4(BLOCK, double_quant=True))),
+        (ValueError, "does not encode each block", lambda: make(codec=fs.Codec(float8, lambda x, scale: x.float() * scale))),
+        (TypeError, "codec: expected a Codec", lambda: make(codec="int8")),
+        (ValueError, "rounds to the nearest only", lambda: make(codec=codecs.nf4(BLOCK), seed=0)),
+        (TypeError, "an optimizer of matrices", lambda: make(optim.muon(spec, lr=0.1))),
+        (TypeError, "put it inside", lambda: make(optim.ema(adamw, decay=0.5))),
+        (TypeError, "gradient transformation", lambda: make(optim.clip_gradients(spec, 1.0))),
+        (TypeError, "expected a PartitionSpec", lambda: optim.quantized_state(adamw, CODEC, spec=fs.policies.whole())),  # type: ignore[arg-type]
+        (ValueError, "centered", lambda: make(optim.from_torch(torch.optim.RMSprop, centered=True)).init(params)),
+        (TypeError, "expected a state by unit key", lambda: make((lambda p: (), lambda g, s, p: (p, s))).init(params)),
+        (ValueError, "'0.weight' is no unit", lambda: make().init(FULL)),
+        (ValueError, r"in dynamic8\(block=8\)", lambda: make(codec=codecs.dynamic8(8)).update(grads, state, params)),
+        (ValueError, "got one without a count", lambda: make(seed=1).update(grads, state, params)),
+        (ValueError, "got one that counts", lambda: make().update(grads, make(seed=1).init(params), params)),
+        (ValueError, "unit '0' has a state and no gradient", lambda: made.update({}, state, params)),
+        (ValueError, "unit '0' has no state", lambda: made.update(grads, {}, params)),
+        (ValueError, "unit '9' has a gradient and is not in", lambda: made.update({**grads, "9": grads["0"]}, state, params)),
+        (RuntimeError, "rounding the state to few bits has none", lambda: fs.grad(total)(torch.tensor(1.0), 0.1)),
+        (RuntimeError, r"rates\['lr'\] takes part", lambda: fs.grad(total, 1)(1.0, torch.tensor(0.1))),
+    ]
+    for error, match, use in cases:
+        with pytest.raises(error, match=match):
+            use()
+    matrices = optim.matrices(spec, select=lambda name, param: len(param.shape) > 1)
+    with pytest.raises(ValueError, match="is no unit of the spec: expected shards by unit key"):
+        optim.muon(matrices, lr=0.1, fallback=made).init(params)
