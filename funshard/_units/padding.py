@@ -54,7 +54,7 @@ def zero_padding(piece: Tensor, unit: Unit, spec: PartitionSpec, rank: int | Non
     gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
     if not gaps:
         return piece
-    piece = piece.clone()  # inductor (2.13) loses the ends of what torch.cat joins: ``test_a_compiled_step``
+    piece = piece.clone()
     for end, start in gaps:
         piece[end:start] = 0
     return piece

@@ -104,8 +104,11 @@ def decode_slice(x: QuantizedSlice, codec: Codec) -> Tensor:
 
 def _decode(codes: Tensor, scales: Tensor, codec: Codec) -> Tensor:
     """Return the elements of a part of a slice."""
-    _, _, *others = codec._describe_encoding(len(scales) * codec.block, scales.dtype)[1]
-    return codec.decode(codes, scales, *(codes.new_empty(shape, dtype=dtype) for dtype, shape in others))
+    numel = len(scales) * codec.block
+    _, _, *others = codec._describe_encoding(numel, scales.dtype)[1]
+    x = codec.decode(codes, scales, *(codes.new_empty(shape, dtype=dtype) for dtype, shape in others))
+    # inductor on the CPU (2.13) computes slices of what is not in memory wrongly; pinned by ``test_a_compiled_step``
+    return x.as_strided((numel,), (1,)) if torch.compiler.is_compiling() else x
 
 
 def _chunk_length(numel: int, codec: Codec, device: torch.device) -> int:
