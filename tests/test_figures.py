@@ -32,9 +32,7 @@ FILES = sorted(figures.RESULTS.glob("*.json"))
 NO_FILE = {
     ("measuring", "FSDP2, each block compiled"),
     ("measuring", "FSDP2, not compiled"),
-    ("measuring", "plain, bf16"),
     ("measuring", "`fs.hvp`"),
-    ("measuring", "save: DCP"),
     ("measuring", "FSDP2, LoRA"),
 }
 """Tables of figures without a file, by page and first row. When their benchmark runs again, save a file and mark the table."""
