@@ -33,7 +33,6 @@ NO_FILE = {
     ("measuring", "FSDP2, each block compiled"),
     ("measuring", "FSDP2, not compiled"),
     ("measuring", "`fs.hvp`"),
-    ("measuring", "FSDP2, LoRA"),
 }
 """Tables of figures without a file, by page and first row. When their benchmark runs again, save a file and mark the table."""
 NO_FIGURES = {"changes", "ideas", "limits", "optimizers"}
