@@ -30,7 +30,7 @@ import optree
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpt import GPT, Block, batch, ranks, text
+from gpt import GPT, Block, ranks, text
 from progress import Progress
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,17 +77,6 @@ sequences, left = divmod(args.batch, world * args.micro_batches)
 if left:
     parser.error(f"--batch: expected a multiple of {world} ranks x {args.micro_batches} micro-batches, got {args.batch}")
 
-# --- data: every rank draws where all sequences begin and takes its own: the batches are the same on any number of ranks ---
-
-train, validation = text("*.py", args.max_bytes)
-generator = torch.Generator().manual_seed(args.seed + 1)
-
-
-def draw(source: Tensor) -> tuple[Tensor, Tensor]:
-    own = slice(rank * sequences, (rank + 1) * sequences)
-    return batch(source, (world * sequences, args.seq), generator, device, own)
-
-
 # --- model: born alike on every rank from the same seed, then only its structure is kept ---
 
 torch.manual_seed(args.seed)
@@ -108,17 +97,31 @@ model = fs.skeleton(model)  # the full parameters are let go
 if rank == 0:
     print(spec)
 
+# --- data: sequences end to end, [sequences, seq + 1]; each rank takes its part of batches that do not depend on the ranks ---
+
+train, validation = (part.unfold(0, args.seq + 1, args.seq) for part in text("*.py", args.max_bytes))
+batches = fs.data.sampler(train, spec, batch=args.batch, seed=args.seed + 1)
+held_out = fs.data.sampler(validation, spec, batch=args.batch, seed=args.seed + 1)
+
+
+def take(source: Tensor, indices: list[int]) -> tuple[Tensor, Tensor]:
+    """Sequences, and the byte after each of theirs."""
+    chunk = source[indices].long().to(device)
+    return chunk[:, :-1], chunk[:, 1:]
+
 
 def loss(params: fs.Params, x: Tensor, y: Tensor, reduce_axes: list[str] | None = None) -> Tensor:
     logits = fs.functional_call(model, params, (x,), spec=spec, reduce_axes=reduce_axes)
     return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
-def gradients(params: fs.Params) -> tuple[fs.Params, Tensor]:
+def gradients(params: fs.Params, step: int) -> tuple[fs.Params, Tensor]:
     """Of the mean over micro-batches: each reduced over the slices while its backward runs, over replicas all at once."""
     later = [name for name in spec.bound_mesh.names if name not in p.axes and args.micro_batches > 1]
     now = [name for name in spec.bound_mesh.names if name not in later]
-    parts = (fs.grad_and_value(loss)(params, *draw(train), now) for _ in range(args.micro_batches))
+    own = batches[step]
+    micro = [own[i : i + sequences] for i in range(0, len(own), sequences)]
+    parts = (fs.grad_and_value(loss)(params, *take(train, indices), now) for indices in micro)
     total, value = next(parts)
     for grads, loss_value in parts:
         total, value = {key: total[key] + grads[key] for key in total}, value + loss_value
@@ -178,7 +181,7 @@ losses = torch.zeros((), device=device)  # their sum since then
 
 def everything(step: int) -> dict[str, Any]:
     """The state after so many steps, of which the random numbers and losses are each rank's own."""
-    loop = {"step": step, "line": line, "ranks": world, "data": generator.get_state()}
+    loop = {"step": step, "line": line, "ranks": world, "data": batches.state_dict(step)}
     random = torch.cuda.get_rng_state() if device.type == "cuda" else torch.get_rng_state()
     return {"params": params, "state": state, "loop": loop, "own": fs.checkpoint.per_rank({"random": random, "losses": losses})}
 
@@ -194,7 +197,7 @@ def last_checkpoint() -> Path | None:
 if found := last_checkpoint():
     params, state, loop = (fs.checkpoint.load(found, spec, only=part) for part in ("params", "state", "loop"))
     first = line = loop["step"]
-    generator.set_state(loop["data"])
+    batches.load_state_dict(loop["data"])  # the same batches, or an error
     if loop["ranks"] == world:
         own = fs.checkpoint.load(found, spec, only="own")
         line, losses = loop["line"], own["losses"]
@@ -207,7 +210,7 @@ if found := last_checkpoint():
 progress = Progress(args.steps, first, shown=rank == 0)
 start, since, saving = time.perf_counter(), first, None
 for step in range(first, args.steps):
-    grads, value = gradients(params)
+    grads, value = gradients(params, step)
     scheduled = {name: lr * schedule(step) for name, lr in rates.items()}
     params, state = update(grads, state, params, **scheduled)
     losses += value
@@ -237,11 +240,11 @@ if args.plot:
 # --- validation, and a sample: every rank takes part in the gathers ---
 
 with torch.no_grad():
-    mean = over_ranks(torch.stack([loss(params, *draw(validation)) for _ in range(args.eval_batches)]).mean())
+    mean = over_ranks(torch.stack([loss(params, *take(validation, held_out[i])) for i in range(args.eval_batches)]).mean())
     if rank == 0:
         print(f"validation loss {mean:.4f}")
     ids = torch.tensor([list(b"def ")], device=device)
-    generator.manual_seed(args.seed)  # the same text on every rank
+    generator = torch.Generator().manual_seed(args.seed)  # the same text on every rank
     for _ in range(args.sample):
         logits = fs.functional_call(model, params, (ids[:, -args.seq :],), spec=spec)[0, -1]
         chosen = torch.multinomial((logits.float().cpu() / 0.8).softmax(-1), 1, generator=generator)

@@ -129,6 +129,23 @@ def test_peers() -> None:
 
 
 @seldom
+def test_stream() -> None:
+    """What is received, over the parameters: by two ranks the half that is the other's, in bf16 a quarter, or nothing."""
+    table, result = run("stream", "--layers 4 --dim 64 --bucket 20000 --rounds 1 --warmup 0 --no-peaks")
+    figures = result["figures"]
+    assert all_finite(figures)
+    assert all(f"\n{mode} " in table for mode in figures)
+    assert {mode: [one["received"], one["received by the last"]] for mode, one in figures.items()} == {
+        "FSDP2": [0.5, 0.5],
+        "gather_full": [0.5, 0],
+        "stream_full": [0.5, 0],
+        "stream_full, all ranks": [0.5, 0.5],
+        "FSDP2, bf16": [0.5, 0.5],
+        "stream_full, bf16": [0.25, 0],
+    }
+
+
+@seldom
 def test_axes() -> None:
     """Every mode has figures, torch's a ratio of 1; the more ranks experts are split over, the fewer bytes move."""
     _, result = run("axes", "--rounds 1 --warmup 0 --layers 1 --dim 32 --hidden 64 --seq 8 --batch 1")

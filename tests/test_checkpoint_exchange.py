@@ -274,7 +274,7 @@ def test_each_rank_reads_the_ranges_of_its_slices(gloo2: Pool, tmp_path: Path) -
 
 
 def peaks(rank: int, folder: str) -> None:
-    """Of a unit at a time: the first rank alone gathers, and holds no two of them."""
+    """Of a unit at a time: the first rank alone gathers, and holds no two of them; in the files' dtype if it is narrower."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     spec = fs.policies.always(P("shard"))(model)
     params = fs.shard(model, spec)
@@ -290,13 +290,14 @@ def peaks(rank: int, folder: str) -> None:
         assert (buffer is None) == (rank != 0)
         made += 1
         if buffer is not None:
+            assert buffer.dtype == torch.bfloat16
             alive.append(weakref.ref(buffer.untyped_storage()))
             alive.append(weakref.ref(buffer))
         return buffer
 
     _export.gather_to_first = watched
     try:
-        checkpoint.export(folder, params, spec)
+        checkpoint.export(folder, params, spec, dtype=torch.bfloat16)
     finally:
         _export.gather_to_first = gather
     assert made == len(spec)

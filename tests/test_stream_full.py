@@ -299,6 +299,32 @@ def test_ranks_that_stream_different_parameters(gloo2: Pool) -> None:
     gloo2.run(different)
 
 
+DTYPES = (torch.complex64, torch.int16, torch.bool, torch.float8_e4m3fn, torch.float64, torch.float16)
+
+
+def other_dtypes(rank: int) -> None:
+    model = nn.Module()
+    for i, dtype in enumerate(DTYPES):
+        model.register_parameter(f"p{i}", nn.Parameter(torch.arange(7).to(dtype), requires_grad=False))
+    spec = fs.policies.whole()(model).bound
+    with torch.inference_mode(mode=rank == 1):
+        shards = fs.shard(model, spec)
+        for dtype in (None, torch.bfloat16, torch.float8_e5m2, torch.float64):
+            expected = {n: p if dtype is None or not p.is_floating_point() else p.to(dtype) for n, p in values(model).items()}
+            for options in ({}, {"rank0_only": True}, {"bucket": 1}):
+                got = streamed(shards, spec, dtype=dtype, **options)
+                assert {name: x.dtype for name, x in got.items()} == {
+                    name: x.dtype for name, x in expected.items() if rank == 0 or "rank0_only" not in options
+                }
+                assert all(torch.equal(x.cpu(), expected[name]) for name, x in got.items() if x.itemsize > 1)
+                assert all(torch.equal(x.view(torch.uint8), expected[name].view(torch.uint8)) for name, x in got.items())
+
+
+def test_every_dtype(gloo2: Pool) -> None:
+    """Only floating point parameters are cast, from 8 bits to 64; also in inference mode."""
+    gloo2.run(other_dtypes)
+
+
 def special(rank: int) -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))
     model[2].requires_grad_(False)

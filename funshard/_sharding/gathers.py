@@ -25,7 +25,7 @@ from ..collectives._ops import OpContext, start_op
 from ..collectives._sequence import check_sequence
 from .agree import process_group
 
-__all__ = ["as_bytes", "gather_to_first", "gather_units", "gathering_groups", "result_dtype"]
+__all__ = ["as_bytes", "gather_to_first", "gather_units", "gathering_groups", "result_dtype", "sent_dtype"]
 
 PendingBuffer = Callable[[], Tensor | None]
 """A function that waits for a unit's whole buffer; it returns None on a rank that does not receive it."""
@@ -53,12 +53,12 @@ def gather_units(
     if not _torch.is_eager() or mesh.is_simulated or any(map(_torch.is_fake, pieces.values())):
         for unit in units:
             with torch.no_grad():
-                piece = pieces[unit.key].detach().to(_sent_dtype(pieces[unit.key], unit, dtype))
+                piece = pieces[unit.key].detach().to(sent_dtype(pieces[unit.key], unit, dtype))
                 buffer = gather_to_first(piece, unit, mesh) if to_first else _gather(piece, unit, mesh)
             yield unit, buffer
             del buffer
         return
-    names = [f"gather of unit '{unit.key}' in {_sent_dtype(pieces[unit.key], unit, dtype)}" for unit in units]
+    names = [f"gather of unit '{unit.key}' in {sent_dtype(pieces[unit.key], unit, dtype)}" for unit in units]
     for group in gathering_groups(units, mesh):
         check_sequence(names, group, pieces[units[0].key])
     versions = {key: _torch.version(piece) for key, piece in pieces.items()}
@@ -86,7 +86,7 @@ def result_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return own if dtype is None or not own.is_floating_point else dtype
 
 
-def _sent_dtype(piece: Tensor, unit: Unit, dtype: torch.dtype | None) -> torch.dtype:
+def sent_dtype(piece: Tensor, unit: Unit, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which a piece is sent: the narrower one of its own and ``dtype``; bytes at rest as they are."""
     result = piece.dtype if unit.at_rest else result_dtype(piece.dtype, dtype)
     return result if result.itemsize <= piece.itemsize else piece.dtype
@@ -94,7 +94,7 @@ def _sent_dtype(piece: Tensor, unit: Unit, dtype: torch.dtype | None) -> torch.d
 
 def _count_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dtype | None) -> int:
     """Return the most bytes that a unit takes: its buffer, what that is made of, and one parameter that is copied."""
-    own = unit.dtype if unit.at_rest else _sent_dtype(piece, unit, dtype)
+    own = unit.dtype if unit.at_rest else sent_dtype(piece, unit, dtype)
     result = result_dtype(own, dtype)
     pieces = count_ranks(unit.local_axes, mesh)
     total = unit.padded_numel(count_ranks(unit.p.axes, mesh)) * pieces * own.itemsize
@@ -118,7 +118,7 @@ def _start(
     piece = pieces[unit.key]
     _check_unmodified(piece, unit, versions)
     with torch.no_grad(), phase("gather", unit.key):
-        piece, sent = piece.detach(), _sent_dtype(piece, unit, dtype)
+        piece, sent = piece.detach(), sent_dtype(piece, unit, dtype)
         return _start_to_first(piece.to(sent), unit, mesh) if to_first else _start_gather(piece, sent, unit, mesh)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import _torch
 from .._phases import LOGGER, phase
 from .._sharding.agree import check_ranks_agree, has_peers
-from .._sharding.gathers import gather_to_first
+from .._sharding.gathers import gather_to_first, sent_dtype
 from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping, check_params, find_full_params
 from .._spec.local import whole_shape
@@ -119,7 +119,7 @@ def export(
         with torch.no_grad():
             for unit in spec:
                 with phase("gather", unit.key):
-                    full = _gather(params, unit, spec)
+                    full = _gather(params, unit, spec, dtype)
                 ranks.run_on_first(lambda full=full: _write_tensors(staging, files, full), "checkpoint.export")
                 del full  # before the next unit is gathered
             ranks.run_on_first(
@@ -197,12 +197,13 @@ def _unsharded_tensors(params: Mapping[str, Tensor], spec: PartitionSpec, buffer
 # --- Their bytes, on the first rank. ---
 
 
-def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> dict[str, Tensor]:
+def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Return the unit's parameters on the host of the mesh's first rank. Other ranks get none, or those given in full."""
     mesh = spec.bound_mesh
     full = find_full_params(params, unit, dict(mesh.sizes))
     if full is None:
-        buffer = gather_to_first(params[unit.key].detach(), unit, mesh)
+        piece = params[unit.key].detach()
+        buffer = gather_to_first(piece.to(sent_dtype(piece, unit, dtype)), unit, mesh)
         full = [] if buffer is None else unflatten_whole(buffer.cpu(), unit, mesh)
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 
