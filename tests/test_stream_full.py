@@ -164,18 +164,21 @@ def test_the_peak_is_two_buckets(mesh: str, dtype: torch.dtype | None) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "both axes"])
-def test_ranks_that_do_not_receive_hold_slices(mesh: str) -> None:
-    """Their own, cast; on two axes, first ranks of the inner one hold what that gathers."""
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_peak_of_a_stream_to_the_first_rank(mesh: str, dtype: torch.dtype | None) -> None:
+    """There two buckets as well. Other ranks hold no more than slices that are cast, and what an inner axis gathers."""
     size, shape, names, p = MESHES[mesh]
-    part = UNIT // math.prod(n for n, name in zip(shape, names, strict=True) if name in p.axes)
-    for rank in range(1, size):
+    unit = UNIT // (1 if dtype is None else 2)
+    part = unit // math.prod(n for n, name in zip(shape, names, strict=True) if name in p.axes)
+    for rank in range(size):
         with fake(rank, size):
             spec = bound(mesh, chained())
             shards = fs.shard(chained(), spec)
             with Watch(shards.values()) as watch:
-                assert list(fs.stream_full(shards, spec, bucket=UNIT, rank0_only=True)) == []
+                received = [name for name, _ in fs.stream_full(shards, spec, bucket=2 * unit, rank0_only=True, dtype=dtype)]
+        assert len(received) == (8 if rank == 0 else 0)
         gathers_inner = mesh == "both axes" and rank % shape[-1] == 0
-        assert watch.peak <= 3 * part * shape[-1] * gathers_inner
+        assert watch.peak <= (4 * unit if rank == 0 else 3 * part * (gathers_inner * shape[-1] + (dtype is not None)))
 
 
 class Sends(TorchDispatchMode):

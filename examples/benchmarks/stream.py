@@ -9,11 +9,13 @@ memory of its own, as an inference engine loads them; that memory is there befor
 "bf16" casts: FSDP2's are cast as they are written, which is what is left to do.
 
 Every round runs each mode once, in an order drawn anew. "peak" are the megabytes of memory that a rank has at most beyond what
-it had before, by the system's count (VmHWM), each mode in processes of its own. "received" are the bytes that collectives
-bring to a rank, over the bytes of the parameters.
+it had before, by the system's count (VmHWM), each mode in processes of its own. Their allocator gives back what is freed:
+glibc's would otherwise keep a part, by luck up to all of the parameters. "received" are the bytes that collectives bring to a
+rank, over the bytes of the parameters.
 """
 
 import argparse
+import ctypes
 import random
 import re
 import time
@@ -35,6 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funshard as fs
 
 BASE = "FSDP2"
+M_MMAP_THRESHOLD = -3
+"""The option of glibc's mallopt for the size from which an allocation has pages of its own."""
 
 
 class Both:
@@ -128,6 +132,7 @@ def measure(rank: int, args: argparse.Namespace) -> dict[str, Any]:
 def peak(rank: int, args: argparse.Namespace) -> dict[str, list[float]]:
     """Megabytes that one mode takes beyond what was there, on the first and the last rank, in new processes."""
     warnings.simplefilter("ignore")
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     both = Both(args)
     dist.barrier()
     before = memory("VmRSS")

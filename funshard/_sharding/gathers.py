@@ -62,7 +62,7 @@ def gather_units(
     for group in gathering_groups(units, mesh):
         check_sequence(names, group, pieces[units[0].key])
     versions = {key: _torch.version(piece) for key, piece in pieces.items()}
-    sizes = [_count_bytes(pieces[unit.key], unit, mesh, dtype) for unit in units]
+    sizes = [_count_bytes(pieces[unit.key], unit, mesh, dtype, to_first=to_first) for unit in units]
     in_flight: deque[PendingBuffer] = deque()
     started = 0
     for i, unit in enumerate(units):
@@ -92,7 +92,7 @@ def sent_dtype(piece: Tensor, unit: Unit, dtype: torch.dtype | None) -> torch.dt
     return result if result.itemsize <= piece.itemsize else piece.dtype
 
 
-def _count_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dtype | None) -> int:
+def _count_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dtype | None, *, to_first: bool) -> int:
     """Return the most bytes that a unit takes: its buffer, what that is made of, and one parameter that is copied."""
     own = unit.dtype if unit.at_rest else sent_dtype(piece, unit, dtype)
     result = result_dtype(own, dtype)
@@ -103,6 +103,8 @@ def _count_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dtype | Non
         total += gathered // sizes[0] + gathered // math.prod(sizes)  # what the inner axes gather, and a cast of the slice
     if unit.at_rest:
         total += gathered
+    elif to_first and own != piece.dtype:  # other gathers cast as they write the buffer
+        total += piece.numel() * own.itemsize
     if unit.local_axes or result != own:
         total += max(param.numel for param in unit.params) * pieces * result.itemsize
     return total

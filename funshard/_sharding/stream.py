@@ -23,7 +23,13 @@ from ..collectives._mesh import Mesh
 from ..collectives._sequence import SequenceCheck, get_host_group, is_comparable
 from .gathers import gather_units, gathering_groups, result_dtype
 
-__all__ = ["is_receiver", "stream_full"]
+__all__ = ["is_receiver", "own_copy", "stream_full"]
+
+REMEDY = (
+    "Expected all ranks to use parameters up to the same one: leave the loop where numbers say so that all ranks have alike, or "
+    "use rank0_only=True, which the first rank alone may leave"
+)
+"""The advice in an error about ranks of which some left a stream earlier than others."""
 
 
 def stream_full(
@@ -48,7 +54,7 @@ def stream_full(
         dtype: The dtype of floating point parameters, instead of their own. The narrower of the two is sent.
         names: Names or globs of the parameters to give; by default all. Units without any are not gathered. A tied parameter
             comes once, under its first name, if any of its names matches.
-        rank0_only: Only the mesh's first rank gets parameters. The others hold nothing larger than a slice.
+        rank0_only: Only the mesh's first rank gets parameters. The others hold slices at most.
         offload_to_cpu: Give tensors in host memory.
 
     Raises:
@@ -165,4 +171,4 @@ def _compare_ends(used: int, units: Sequence[Unit], mesh: Mesh) -> None:
         return
     where = f"after {used} of {len(units)} units" + (f", the last one '{units[used - 1].key}'" if used else "")
     for group in filter(is_comparable, gathering_groups(units, mesh)):
-        SequenceCheck(get_host_group(group), [f"the end of stream_full {where}"], "ranks have ended a stream early")
+        SequenceCheck(get_host_group(group), [f"the end of stream_full {where}"], "ranks have ended a stream early", REMEDY)

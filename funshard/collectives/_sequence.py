@@ -76,11 +76,12 @@ class SequenceCheck:
         group: The ranks' own group for this.
         names: What this rank has started, in order.
         error: Says what ranks did where they differ.
+        remedy: Says what to do then.
     """
 
-    def __init__(self, group: HostGroup, names: Sequence[str], error: str) -> None:
+    def __init__(self, group: HostGroup, names: Sequence[str], error: str, remedy: str = REMEDY) -> None:
         self._group = weakref.ref(group)  # destroy_process_group is to end it, and its threads
-        self._names, self._error = names, error
+        self._names, self._error, self._remedy = names, error, remedy
         digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
         self._own = digest, -digest
         self._work: dist.Work | None = None
@@ -100,7 +101,7 @@ class SequenceCheck:
         with _explain_timeout():
             work.wait()
         if self._is_different():
-            raise RuntimeError(f"{self._error}: {self._find_difference()}. {REMEDY}")
+            raise RuntimeError(f"{self._error}: {self._find_difference()}. {self._remedy}")
 
     def __del__(self, unfinished: deque[SequenceCheck] = _UNFINISHED) -> None:
         if self._work is not None and (not self._work.is_completed() or self._is_different()):
