@@ -26,8 +26,8 @@ from .gathers import gather_units, gathering_groups, result_dtype
 __all__ = ["is_receiver", "own_copy", "stream_full"]
 
 REMEDY = (
-    "Expected all ranks to use parameters up to the same one: leave the loop where numbers say so that all ranks have alike, or "
-    "use rank0_only=True, which the first rank alone may leave"
+    "Expected all ranks to use parameters up to the same one: leave the loop where all ranks do, or with rank0_only=True, "
+    "where the first rank alone may leave"
 )
 """The advice in an error about ranks of which some left a stream earlier than others."""
 
