@@ -192,6 +192,7 @@ def on_ranks(rank: int, folder: str) -> tuple[list[list[int]], list[list[int]]]:
         fs.data.sampler(24, spec, batch=8, seed=4 + rank)
     with pytest.raises(ValueError, match="multiple of the 2 ranks"):
         fs.data.sampler(24, spec, batch=8 + rank, seed=4)
+    assert fs.data.sampler(24, spec, batch=8, seed=4, axes=iter(["shard"]))[0] == batches[0]
     return [*batches], [*again]
 
 

@@ -61,10 +61,11 @@ def sampler(
     spec = bind_spec(spec)
     together = rank is None and has_peers(spec.bound_mesh)
     with report_to_ranks(spec, together):
-        index, parts = rank_along(_axes_of_samples(spec, axes), spec.bound_mesh, rank_coords(spec.bound_mesh, rank))
+        chosen = _axes_of_samples(spec, axes)
+        index, parts = rank_along(chosen, spec.bound_mesh, rank_coords(spec.bound_mesh, rank))
         made = BatchSampler(_count_samples(data), batch, seed, shuffle, last, epochs, index, parts)
     if together:
-        check_ranks_agree(spec, asked=(f"data.sampler {made.state_dict(0)} epochs={epochs} axes={axes}",))
+        check_ranks_agree(spec, asked=(f"data.sampler {made.state_dict(0)} epochs={epochs} axes={chosen}",))
     return made
 
 
