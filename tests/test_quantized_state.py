@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import P, codecs, optim
+from funshard.optim._elementwise import optimizer as elementwise
+from funshard.optim._elementwise import streaming
 
 batched = pytest.mark.filterwarnings("ignore:There is a performance drop")
 torch.manual_seed(0)
@@ -462,6 +465,19 @@ def test_compositions_and_steps_on_one_rank() -> None:
     assert_close(scanned, by_hand, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_updates_on_a_device(is_on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lives on the host is decoded there, and copied for the update; on the device nothing is copied."""
+    for module in (elementwise, streaming):
+        monkeypatch.setattr(module, "is_on_device", lambda tensor, device: is_on_device)
+    spec = fs.policies.always(sliced(offload="params"))(MODEL).on({"shard": 1})
+    want = run_steps(spec, quantized(spec))
+    given: list[dict[str, Any]] = [{}, {"donate": True}]
+    for options in given:
+        got = run_steps(spec, quantized(spec, inner={"device": "cpu", **options}, **options))
+        assert_close(got, want, rtol=0, atol=0)
+
+
 def test_frozen_and_tied_units() -> None:
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     model[2].weight = model[0].weight
@@ -522,6 +538,12 @@ def test_a_state_is_converted() -> None:
     params, wide = run_steps(spec, inner, 2)
     state = optim.encode_state(wide, CODEC, spec=spec, at_least=1)
     assert pytree.tree_structure(state) == pytree.tree_structure(made.init(params))
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=True)
+    assert pytree.tree_structure(read) == pytree.tree_structure(state)
+    assert_close(read, state, rtol=0, atol=0)
     back = optim.decode_state(state, CODEC, spec=spec)
     assert pytree.tree_structure(back) == pytree.tree_structure(wide)
     for key, values in wide.items():

@@ -74,7 +74,7 @@ def stream_update(
 
     arriving = start_copy(keys[0]) if keys else None
     leaving: _PendingCopies | None = None
-    for key, after in zip(keys, [*keys[1:], None], strict=True):
+    for key, after in zip(keys, [*keys[1:], None][: len(keys)], strict=True):
         assert arriving is not None
         on_device = arriving.wait()
         arriving = None if after is None else start_copy(after)

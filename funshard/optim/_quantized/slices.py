@@ -33,6 +33,10 @@ class QuantizedSlice(NamedTuple):
     """One for each block, in the dtype that the slice has when it is decoded."""
 
 
+QuantizedSlice.__module__ = "funshard.optim"  # pickles name it
+torch.serialization.add_safe_globals([QuantizedSlice])
+
+
 def check_codec(who: str, codec: object) -> Codec:
     """Return the codec; raise TypeError or ValueError unless it encodes each block by itself, as codes and one scale."""
     if not isinstance(codec, Codec):
