@@ -33,7 +33,6 @@ class QuantizedSlice(NamedTuple):
     """One for each block, in the dtype that the slice has when it is decoded."""
 
 
-QuantizedSlice.__module__ = "funshard.optim"  # pickles name it
 torch.serialization.add_safe_globals([QuantizedSlice])
 
 
