@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mirror
@@ -35,6 +34,8 @@ PS = {
     "replicated remat": P(remat=True),
     "codec": P("shard", precision=CODEC),
     "codec remat": P("shard", remat=True, precision=CODEC),
+    "slice": P(("replicate", "shard"), reshard="shard"),
+    "slice remat": P(("replicate", "shard"), reshard="replicate", remat=True),
     "group": P("shard", unit="group"),
     "group remat": P("shard", unit="group remat", remat=True),
 }
@@ -100,12 +101,17 @@ def build(case: Case) -> nn.Module:
 
 
 def policy(case: Case, net: nn.Module) -> fs.PartitionSpec:
-    paths: dict[str, P] = {"": dataclasses.replace(PS[case.root], unit=None)}
+    ps = (
+        PS
+        if len(case.mesh) > 1
+        else {k: p if len(p.axes) < 2 else replace(p, axis="shard", reshard=True) for k, p in PS.items()}
+    )
+    paths: dict[str, P] = {"": replace(ps[case.root], unit=None)}
     for i, name in enumerate(case.ps):
         if name:
-            paths[f"parts.{i}"] = PS[name]
+            paths[f"parts.{i}"] = ps[name]
             inside = net.parts[i].named_modules(prefix=f"parts.{i}") if case.leaves else ()
-            alone = dataclasses.replace(PS[name], unit=None)
+            alone = replace(ps[name], unit=None)
             paths |= {path: alone for path, module in inside if module._parameters and path != f"parts.{i}"}
     return fs.by_path(paths)(net)
 

@@ -78,6 +78,11 @@ CASES: dict[str, tuple[fs.Policy, dict[str, int]]] = {
     "nested remat keep": (nested(P("shard", remat=True), P("shard", reshard=False)), ONE),
     "remat in remat": (nested(P("shard", remat=True), P("shard", remat=True)), ONE),
     "mixed": (nested(P("shard"), P()), TWO),
+    "kept slices": (blocks(P(BOTH, reshard="shard")), TWO),
+    "kept slices in bf16": (blocks(P(BOTH, reshard="replicate", precision=BF16)), TWO),
+    "kept slices of a codec": (blocks(P(BOTH, reshard="shard", precision=fs.Precision(codec=fs.codecs.int8()))), TWO),
+    "kept slices of two dtypes": (blocks(P(BOTH, reshard="shard", precision=MIXED)), TWO),
+    "kept slices, remat": (nested(P(BOTH, reshard="shard", remat=True), P(BOTH, reshard="shard")), TWO),
     "groups": (grouped(P("shard")), ONE),
     "groups remat": (grouped(P("shard", remat=True)), ONE),
     "groups with units inside": (fs.policies.override(grouped(P("shard")), fs.by_type(nn.Linear)), ONE),
@@ -130,7 +135,20 @@ def test_counts_are_those_of_a_step(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["shard", "HSDP", "remat", "nested remat", "both axes in bf16", "P()", "codec", "groups", "groups remat"]
+    "case",
+    [
+        "shard",
+        "HSDP",
+        "remat",
+        "nested remat",
+        "both axes in bf16",
+        "P()",
+        "codec",
+        "groups",
+        "groups remat",
+        "kept slices",
+        "kept slices, remat",
+    ],
 )
 def test_what_is_allocated_is_freed(case: str) -> None:
     """At the end of a step a rank holds what it held before it, and never less than nothing meanwhile."""

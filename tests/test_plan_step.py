@@ -40,6 +40,7 @@ PEAKS: list[tuple[str, str, P, str, dict[str, int]]] = [
     ("llama", "P()", P(), "adamw", ONE),
     ("llama", "remat", P("shard", remat=True), "sgd", ONE),
     ("llama", "both axes", P(("replicate", "shard"), precision=BF16), "adamw", TWO),
+    ("gpt", "kept slices", P(("replicate", "shard"), reshard="shard"), "donate", TWO),
     ("moe", "shard", P("shard"), "adamw", ONE),
     ("moe", "keep", P("shard", reshard=False), "donate", ONE),
     ("moe", "remat", P("shard", remat=True), "sgd", ONE),

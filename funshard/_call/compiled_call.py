@@ -75,7 +75,7 @@ def _gather_full_params(inputs: CallInputs) -> dict[str, Tensor]:
         else:
             # for fs.compile, which gathers again in backward, and has ranks compare the order of its collectives
             with _torch.annotate_graph(
-                funshard_unit=unit.key, funshard_reshard=unit.p.reshard, funshard_check_order=check_order
+                funshard_unit=unit.key, funshard_reshard=bool(unit.p.reshard), funshard_check_order=check_order
             ):
                 if spec._fingerprint:
                     views = _gather_views(params[unit.key], spec._fingerprint, unit.key, by, over)

@@ -24,7 +24,7 @@ from .._spec.unit import Unit
 from .._transforms.saved_tensors import hook_running_node
 from .._units.chain import CollectiveChain
 from .._units.flow import reduce_unit
-from .._units.gather import start_gather
+from .._units.gather import copy_kept_slice, start_gather, start_gather_of_kept
 from .._units.mixed_layout import view_as
 from .._units.reductions import flat_pieces
 from .saved_weights import BufferLease, SavedView, check_unmodified
@@ -60,11 +60,15 @@ class GatheredUnit:
     # --- forward ---
 
     def unshard(self) -> None:
-        """Start to gather the buffer."""
+        """Start to gather the buffer: from the shards, or from the slices of it that forward has kept."""
         if self.route.has_own_buffer:
+            schedule, lease = self.schedule, self._current_lease()
+            start, of = (
+                (start_gather, self.shard) if lease is None or lease.kept is None else (start_gather_of_kept, lease.kept)
+            )
             with phase("gather", self.unit.key), _torch.below_transforms():
-                self.chain = start_gather(self.shard, self.unit.key, self.schedule.routes, self.schedule.buffers)
-                self.schedule.order_check.record_gather(self.unit.key)
+                self.chain = start(of, self.unit.key, schedule.routes, schedule.buffers)
+                schedule.order_check.record_gather(self.unit.key, of_kept=of is not self.shard)
 
     def wait(self) -> None:
         """Wait for forward's buffer."""
@@ -101,11 +105,14 @@ class GatheredUnit:
         return buffer
 
     def reshard(self, *, keep_for_backward: bool) -> None:
-        """End the unit's use in forward: free the buffer, or hand it to backward."""
+        """End the unit's use in forward: free the buffer but for the slice to keep, or hand it to backward."""
         assert self.forward_buffer is not None
-        if keep_for_backward and (lease := self._current_lease()):
+        lease = self._current_lease()
+        if keep_for_backward and lease:
             lease.buffer = self.forward_buffer
         elif self.route.reshard_after_forward:
+            if lease and self.route.kept_axes:
+                lease.kept = copy_kept_slice(self.forward_buffer, self.route, self.schedule.spec.bound_mesh)
             self.schedule.buffers.give(self.forward_buffer)
         self.forward_buffer = None
         self.schedule.add_resharded(self)
@@ -134,7 +141,7 @@ class GatheredUnit:
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> SavedView:
         """Return what autograd keeps instead of this view of the buffer."""
-        return SavedView(self.lease(), tensor, by_backward, tensor.dtype if self.route.layout else None)
+        return SavedView(self.lease(), tensor, self.buffer, by_backward)
 
     # --- backward ---
 
@@ -167,8 +174,8 @@ class GatheredUnit:
             buffer = self.wait_again()
         if torch.is_grad_enabled() and self.route.reshard_after_forward:
             hook_running_node({_torch.storage_id(buffer): self}, 0 if is_over else _torch.current_level())
-        typed = buffer if saved.dtype is None else view_as(buffer, saved.dtype)
-        view = typed.as_strided(saved.shape, saved.stride, saved.offset)
+        typed = buffer if saved.dtype is buffer.dtype else view_as(buffer, saved.dtype)
+        view = typed.as_strided(saved.shape, saved.stride, typed.storage_offset() + saved.offset)
         return _torch.wrap_for_ended_level(view) if is_over else view
 
     def parameters_in_backward(self, shard: Tensor) -> Sequence[Tensor]:

@@ -150,7 +150,7 @@ def units_given_full(params: Mapping[str, Tensor], spec: PartitionSpec, buffers:
             unit,
             cast_params(full, unit),
             WriteWatch(unit, (buffers[unit.key],), full) if unit.key in buffers else WriteWatch(unit, full),
-            reshard=unit.p.reshard,
+            reshard=bool(unit.p.reshard),
             level=0,
         )
         for unit in spec
@@ -187,7 +187,7 @@ class DataFlow:
         """Return the unit in use, with a watch for writes to its buffers, and these: one for each dtype."""
         views, buffers = view_params(buffer, unit, self.params[unit.key].dtype)
         watch = WriteWatch(unit, buffers)
-        return UnitInUse(unit, views, watch, reshard=unit.p.reshard, level=_torch.current_level()), buffers
+        return UnitInUse(unit, views, watch, reshard=bool(unit.p.reshard), level=_torch.current_level()), buffers
 
     def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
         """Forget the buffer; whoever still holds it decides how long it lives."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from .. import _torch
+from .._units.mixed_layout import view_as
 
 __all__ = ["MAX_UNSHARDED_IN_BACKWARD", "BufferLease", "SavedView", "check_unmodified"]
 
@@ -41,25 +41,29 @@ class ViewRestorer(Protocol):
 class BufferLease:
     """A gathered buffer in backward; None while nobody has asked for it."""
 
-    __slots__ = ("__weakref__", "buffer", "unit")
+    __slots__ = ("__weakref__", "buffer", "kept", "unit")
 
     def __init__(self, unit: ViewRestorer) -> None:
         self.unit = unit
         self.buffer: Tensor | None = None
+        self.kept: Tensor | None = None  # the slice of forward's buffer that it is gathered from, if not the shard
 
 
 class SavedView:
-    """The shape, stride and offset of a view of a leased buffer, saved in forward or in a backward that records itself.
+    """The shape, stride and offset in it of a view of a leased buffer, saved in forward or in a backward that records itself.
 
     An object, not a closure: there is one for each weight of each unit, and the garbage collector visits all of them.
     """
 
     __slots__ = ("by_backward", "dtype", "lease", "offset", "shape", "stride")
 
-    def __init__(self, lease: BufferLease, tensor: Tensor, by_backward: bool, dtype: torch.dtype | None) -> None:
+    def __init__(self, lease: BufferLease, tensor: Tensor, buffer: Tensor, by_backward: bool) -> None:
         self.lease, self.by_backward = lease, by_backward
-        self.dtype = dtype  # of the view, where the buffer is bytes
-        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.dtype = tensor.dtype  # not the buffer's, where that is bytes
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        # a buffer of another gather may have margins, and begin elsewhere in its storage
+        typed = buffer if buffer.dtype is tensor.dtype else view_as(buffer, tensor.dtype)
+        self.offset = tensor.storage_offset() - typed.storage_offset()
 
     def __call__(self) -> Tensor:
         return self.lease.unit.restore_view(self)

@@ -12,7 +12,7 @@ from .._spec.unit import Unit
 from .._units.route import Route
 from .events import Collective, EventKind, EventList, MemoryChange
 
-__all__ = ["Chain", "ChainStep", "gather_steps", "reduce_steps"]
+__all__ = ["Chain", "ChainStep", "gather_kept_steps", "gather_steps", "reduce_steps"]
 
 
 class ChainStep(NamedTuple):
@@ -87,6 +87,17 @@ def gather_steps(unit: Unit, route: Route, stored: int, sizes: Mapping[str, int]
         return [*steps, ChainStep("memory", None, {"gathered": buffer}, {"gathered": -sent})]
     if route.codec or (route.layout and route.layout.is_padded):
         steps.append(ChainStep("memory", None, {"gathered": buffer}, {"gathered": -piece}))
+    return steps
+
+
+def gather_kept_steps(route: Route, sizes: Mapping[str, int]) -> list[ChainStep]:
+    """Return the steps that gather a unit's buffer from the slices of it that forward kept."""
+    piece = -(-route.buffer_bytes // route.num_kept)
+    steps: list[ChainStep] = []
+    for i, name in enumerate(reversed(route.kept_axes)):
+        into, piece = piece, piece * sizes[name]
+        collective = Collective("all_gather", name, sizes[name], into, piece)
+        steps.append(ChainStep("gather", collective, {"gathered": piece}, {"gathered": -into if i else 0}))
     return steps
 
 

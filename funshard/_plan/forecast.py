@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.buckets import OpenBuckets
-from .._units.route import Route
-from .chains import Chain, gather_steps, reduce_steps
-from .events import EventKind, EventList
+from .chains import Chain, gather_kept_steps, gather_steps, reduce_steps
+from .events import EventKind
 from .module_runs import ModuleRun
+from .step_facts import StepFacts
 
-__all__ = ["CallForecast", "StepFacts"]
-
-
-class StepFacts:
-    """The facts of a step that all its calls share."""
-
-    def __init__(
-        self, spec: PartitionSpec, routes: Mapping[str, Route], tokens: int, bucket_bytes: int, prefetch: int = 1
-    ) -> None:
-        self.spec, self.routes, self.tokens, self.bucket_bytes = spec, routes, tokens, bucket_bytes
-        self.sizes = dict(spec.bound_mesh.sizes)
-        self.prefetch = prefetch
-        self.events = EventList()
-
-    def flops(self, run: ModuleRun, *, backward: bool = False) -> int:
-        """Return the FLOPs of a module's own matrices: two for each element and token, for each product that runs."""
-        matrices = [(unit, sum(x.numel for x in run.params_of(unit) if len(x.shape) > 1)) for unit in run.units]
-        return sum(2 * numel * self.tokens * ((2 if unit.requires_grad else 1) if backward else 1) for unit, numel in matrices)
-
-    def grad_bytes(self, unit: Unit, run: ModuleRun | None = None) -> int:
-        """Return the bytes of the gradients of a unit's parameters, or of those that a run has, before they are reduced."""
-        params = unit.params if run is None else run.params_of(unit)
-        return self.routes[unit.key].param_bytes(unit, params) if unit.requires_grad else 0
+__all__ = ["CallForecast"]
 
 
 class _Gathered:
@@ -44,6 +20,8 @@ class _Gathered:
     def __init__(self, unit: Unit, chain: Chain, nbytes: int) -> None:
         self.unit, self.chain, self.nbytes = unit, chain, nbytes
         self.is_there = True
+        self.kept = 0
+        """The bytes of the slice that is kept between forward and backward."""
         self.is_ahead = False
         """Whether backward has started to gather it and not come to it."""
 
@@ -141,11 +119,15 @@ class CallForecast:
             self._ahead[other.key] = self._start_gather(other)
         return gathered
 
-    def _start_gather(self, unit: Unit) -> _Gathered:
-        """Add the start of a unit's gather."""
+    def _start_gather(self, unit: Unit, *, of_kept: bool = False) -> _Gathered:
+        """Add the start of a unit's gather, ``of_kept`` slices or of shards."""
         facts, route = self._facts, self._facts.routes[unit.key]
         length, dtype = facts.spec.stored(unit)
-        chain = Chain(self._events, unit.key, gather_steps(unit, route, length * dtype.itemsize, facts.sizes))
+        if of_kept:
+            steps = gather_kept_steps(route, facts.sizes)
+        else:
+            steps = gather_steps(unit, route, length * dtype.itemsize, facts.sizes)
+        chain = Chain(self._events, unit.key, steps)
         nbytes = route.buffer_bytes if route.has_own_buffer else 0
         return _Gathered(unit, chain, nbytes)
 
@@ -169,6 +151,9 @@ class CallForecast:
         self._in_use.pop(gathered.unit.key, None)
         route = self._facts.routes[gathered.unit.key]
         if not keep and (route.reshard_after_forward or self._is_first_inner_run):
+            if route.kept_axes and not self._is_first_inner_run and self._is_reached(gathered.unit):
+                gathered.kept = -(-gathered.nbytes // route.num_kept)
+                self._events.add("memory", gathered.unit.key, {"gathered": gathered.kept})
             self._free(gathered)
         self._resharded.append(gathered)
 
@@ -182,6 +167,12 @@ class CallForecast:
             gathered.is_there = gathered.is_ahead = False
             self._events.add("memory", gathered.unit.key, {"gathered": -gathered.nbytes})
 
+    def _free_kept(self, gathered: _Gathered) -> None:
+        """Add the release of the slice that was kept for backward."""
+        if gathered.kept:
+            self._events.add("memory", gathered.unit.key, {"gathered": -gathered.kept})
+            gathered.kept = 0
+
     # --- backward ---
 
     def backward(self) -> None:
@@ -193,6 +184,7 @@ class CallForecast:
             self._backward(self._root)
         for gathered in self._resharded:
             self._free(gathered)  # what backward did not come to
+            self._free_kept(gathered)
         for kind, bucket in self._buckets.unfilled():
             self._reduce_bucket(kind, bucket.keys)
         for chain in [*self._chains, *self._bucket_chains]:
@@ -253,7 +245,7 @@ class CallForecast:
     def _gather_again(self, gathered: _Gathered) -> None:
         """Start the gather that backward needs, unless the unit is there or backward does not reach it."""
         if not gathered.is_there and self._is_reached(gathered.unit):
-            gathered.chain = self._start_gather(gathered.unit).chain
+            gathered.chain = self._start_gather(gathered.unit, of_kept=gathered.kept > 0).chain
             gathered.is_there = gathered.is_ahead = True
 
     def _is_reached(self, unit: Unit) -> bool:
@@ -268,6 +260,7 @@ class CallForecast:
             for gathered in self._resharded:
                 if gathered.unit is unit:
                     self._free(gathered)
+                    self._free_kept(gathered)
             if unit.requires_grad:
                 self._reduce_unit(unit)
 

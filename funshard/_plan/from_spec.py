@@ -15,8 +15,9 @@ from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA
 from .._units.route import Route
 from .at_rest import UnitBytes, is_on_host
 from .events import Event
-from .forecast import CallForecast, StepFacts
+from .forecast import CallForecast
 from .module_runs import module_runs
+from .step_facts import StepFacts
 
 __all__ = ["count_tokens", "forecast", "unit_routes"]
 
@@ -57,6 +58,6 @@ def unit_routes(spec: PartitionSpec) -> dict[str, Route]:
         route = Route.for_unit(unit, spec.bound_mesh, Reduction(), unit.p.precision, spec.stored(unit)[1])
         if is_on_host(unit, spec):
             at = route.device or torch.device("cuda")
-            route = dataclasses.replace(route, device=at, has_own_buffer=True, reshard_after_forward=unit.p.reshard)
+            route = dataclasses.replace(route, device=at, has_own_buffer=True, reshard_after_forward=bool(unit.p.reshard))
         routes[unit.key] = route
     return routes

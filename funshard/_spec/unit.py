@@ -34,10 +34,13 @@ class P:
     buffer has one dimension, and its ``P`` also says how the unit is gathered, computed with and kept.
 
     ``P("shard")`` is FSDP on a mesh ("shard",) and HSDP on ("replicate", "shard"); ``P()`` is DDP; a tuple of names
-    splits over several axes, the first one outermost. ``reshard`` frees the gathered buffer between forward and
-    backward (ZeRO-3) or keeps it (ZeRO-2). Every parameter, and every rank's slice, starts at a multiple of ``align``
-    elements: by default 16 bytes, for which kernels are made, in its own dtype and, where that is float32, in those of 16
-    bits, whatever ``precision`` is, so that the same shards may be used with another; with 1 parameters lie end to end.
+    splits over several axes, the first one outermost. Every parameter, and every rank's slice, starts at a multiple of
+    ``align`` elements: by default 16 bytes, for which kernels are made, in its own dtype and, where that is float32, in those
+    of 16 bits, whatever ``precision`` is, so that the same shards may be used with another; with 1 parameters lie end to end.
+
+    ``reshard`` frees the gathered buffer between forward and backward (ZeRO-3) or keeps it (ZeRO-2). With the name of an axis,
+    or several, it keeps this rank's slice over those alone, from which backward gathers (ZeRO++'s hpZ):
+    ``P(("replicate", "shard"), reshard="shard")``.
 
     ``precision`` says in which dtypes its values travel. ``remat`` runs its module again for every derivative; a
     `Remat` says what is kept for that. ``offload`` says what rests on the host: ``"activations"``, which is what autograd
@@ -63,7 +66,7 @@ class P:
     """
 
     axis: str | tuple[str, ...] | None = None
-    reshard: bool = field(default=True, kw_only=True)
+    reshard: bool | str | tuple[str, ...] = field(default=True, kw_only=True)
     precision: Precision | None = field(default=None, kw_only=True)
     remat: bool | Remat = field(default=False, kw_only=True)
     offload: str | Collection[str] | None = field(default=None, kw_only=True)
@@ -83,8 +86,7 @@ class P:
             raise TypeError(f"P: precision: expected a Precision or None, got {self.precision!r}")
         if not isinstance(self.at_rest, Codec | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: at_rest: expected a Codec such as codecs.nf4() or None, got {self.at_rest!r}")
-        if not isinstance(self.reshard, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"P: reshard: expected True or False, got {self.reshard!r}")
+        self._check_reshard()
         if not isinstance(self.remat, bool | Remat):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: remat: expected True or False, got {self.remat!r} (or a Remat, which says what is kept)")
         if not isinstance(self.compile, bool | Compile):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -97,6 +99,24 @@ class P:
             raise TypeError(f"P: align: expected a whole number of elements, got {self.align!r}")
         if self.align is not None and self.align < 1:
             raise ValueError(f"P: expected align >= 1, got {self.align}")
+
+    def _check_reshard(self) -> None:
+        """Raise TypeError or ValueError for a ``reshard`` that is no bool and no part of the axes; bring it into one form."""
+        if isinstance(self.reshard, bool):
+            return
+        names = (self.reshard,) if isinstance(self.reshard, str) else self.reshard
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: reshard: expected True, False, or some of the axes {self.axes}, got {self.reshard!r}")
+        if not {*names} < {*self.axes} or not names:
+            hint = "; reshard=True keeps this rank's slice over all of them" if {*names} == {*self.axes} else ""
+            raise ValueError(f"P: reshard: expected some of the axes {self.axes}, and not all, got {self.reshard!r}{hint}")
+        inner = [name for name in self.axes if name in names]
+        object.__setattr__(self, "reshard", tuple(inner) if len(inner) > 1 else inner[0])
+
+    @property
+    def reshard_axes(self) -> tuple[str, ...]:
+        """The axes that the slices between forward and backward are split over, if ``reshard`` names some."""
+        return () if isinstance(self.reshard, bool) else (self.reshard,) if isinstance(self.reshard, str) else self.reshard
 
     def _check_offload(self) -> None:
         """Raise TypeError or ValueError for an unknown ``offload``, and bring it into one form."""

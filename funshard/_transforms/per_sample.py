@@ -194,7 +194,7 @@ def _gather_buffers(
     """Return the buffers of the units; fs.compile frees those with ``P(reshard=True)`` between forward and backward."""
     buffers: Params = {}
     for unit in units:
-        with _torch.annotate_graph(funshard_unit=unit.key, funshard_reshard=unit.p.reshard):
+        with _torch.annotate_graph(funshard_unit=unit.key, funshard_reshard=bool(unit.p.reshard)):
             buffers[unit.key] = gather_unit(params[unit.key], unit, mesh, reduction)
     return buffers
 

@@ -143,6 +143,9 @@ class RouteSteps(NamedTuple):
     gather_groups: tuple[str, ...]
     """The names of the process groups of ``gather``."""
     reduce_groups: tuple[str, ...]
+    gather_kept: tuple[StartStep, ...]
+    """The steps that gather its buffer from the slices that forward has kept of it."""
+    gather_kept_groups: tuple[str, ...]
     has_tags: bool
     """Whether slices in the CPU's memory carry a tag when they are gathered."""
 
@@ -164,6 +167,8 @@ class RouteSteps(NamedTuple):
             (*_add_division([*slices, *sums], route), *out),
             tuple(axis.name for axis in split),
             tuple(axis.reduction_name or axis.name for axis in (*split, *rest)),
+            tuple(step for step, name in reversed([*zip(gathers, route.split_axes, strict=True)]) if name in route.kept_axes),
+            tuple(_group(mesh[name]).name for name in route.kept_axes),
             tag is not None
             and len(split) == 1
             and route.codec is None

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from .. import _torch
 from .._spec.codec import pack_bytes
+from ..collectives._mesh import Mesh, ProcessAxis
 from .chain import BufferPool, CollectiveChain, RouteTable, StartStep
 from .host import start_copy_to_device
 from .route import Route
 
-__all__ = ["start_gather"]
+__all__ = ["copy_kept_slice", "start_gather", "start_gather_of_kept"]
 
 
 def start_gather(shard: Tensor, key: str, routes: RouteTable, buffers: BufferPool) -> CollectiveChain:
@@ -30,6 +31,34 @@ def start_gather(shard: Tensor, key: str, routes: RouteTable, buffers: BufferPoo
     with copy.queue_behind():  # and beside what is computed with the unit before
         chain = _start_collectives(piece, key, routes, buffers)
     chain.copy = copy
+    return chain
+
+
+def copy_kept_slice(buffer: Tensor, route: Route, mesh: Mesh) -> Tensor:
+    """Return a copy of the slice of a gathered buffer that this rank keeps between forward and backward."""
+    index = 0
+    for name in route.kept_axes:
+        axis = mesh[name]
+        assert isinstance(axis, ProcessAxis)
+        index = index * axis.size + (axis.rank or 0)
+    numel = -(-len(buffer) // route.num_kept)
+    with _torch.below_transforms(), _torch.below_autograd():
+        piece = buffer[index * numel : (index + 1) * numel]
+        kept = piece.new_empty(numel)
+        kept[: len(piece)].copy_(piece)  # shorter at the end of bytes, which have no padding for this
+        return kept
+
+
+def start_gather_of_kept(kept: Tensor, key: str, routes: RouteTable, buffers: BufferPool) -> CollectiveChain:
+    """Start to gather the unit of this key from the slices of its buffer that forward kept. As `start_gather`."""
+    route = routes.by_key[key]
+    if not routes.has_groups and _torch.is_fake(kept):
+        return CollectiveChain(route.allocate(kept), ())
+    numel, length = route.num_kept * len(kept), route.buffer_bytes // kept.itemsize
+    own = None if _torch.is_traced() else buffers.take(numel, kept.dtype, kept)
+    chain = CollectiveChain(kept, routes.steps[key].gather_kept, own)
+    if numel > length:
+        chain.decode = lambda buffer: buffer.narrow(0, 0, length)
     return chain
 
 

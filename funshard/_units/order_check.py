@@ -28,13 +28,14 @@ class OrderCheck:
         self._is_forward = True
         self.has_backward = False  # whether a backward will end in the call's shards
 
-    def record_gather(self, key: str) -> None:
-        """Record that the gather of this unit was started."""
+    def record_gather(self, key: str, *, of_kept: bool = False) -> None:
+        """Record that the gather of this unit was started, ``of_kept`` slices or of shards."""
         if self._sequence is None:
             return
         steps = self._routes.steps[key]
         tagged = steps.has_tags and self._shards[key].device.type == "cpu"
-        self._sequence.record(steps.gather_groups, f"the gather of unit '{key}'", tagged=tagged)
+        groups = steps.gather_kept_groups if of_kept else steps.gather_groups
+        self._sequence.record(groups, f"the gather of unit '{key}'", tagged=tagged)
         if not (self._is_forward or self.has_backward):  # no end of backward will be seen
             self._finish(self._start())
 

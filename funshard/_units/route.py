@@ -58,6 +58,10 @@ class Route:
     """Whether its buffer is another tensor than the shard."""
     reshard_after_forward: bool
     """Whether its buffer is freed between forward and backward."""
+    kept_axes: tuple[str, ...]
+    """The axes of the slice of its buffer that is kept meanwhile and gathered again; none to gather again from the shards."""
+    num_kept: int
+    """The number of slices that these axes split its buffer into."""
 
     @classmethod
     def for_unit(cls, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype) -> Route:
@@ -84,6 +88,9 @@ class Route:
                 dtypes = dtypes._replace(param=find_param_dtypes(unit, dtypes.param)[0])
         is_as_stored = dtypes.param == dtype and layout is None and codec is None and device is None
         has_own_buffer = bool(split_axes) or not is_as_stored
+        kept_axes = tuple(name for name in split_axes if name in unit.p.reshard_axes)
+        reshards = bool(kept_axes) if unit.p.reshard_axes and split_axes else bool(unit.p.reshard)
+        kept_axes = () if kept_axes == split_axes else kept_axes
         reduce_op, before, after = ("mean", 1.0, 1.0)
         if unit.numel:
             reduce_op, before, after = choose_division(reduction.by, num_ranks, dtypes.reduce, local_ranks)
@@ -103,7 +110,9 @@ class Route:
             num_slices=num_slices,
             device=device,
             has_own_buffer=has_own_buffer,
-            reshard_after_forward=unit.p.reshard and has_own_buffer,
+            reshard_after_forward=reshards and has_own_buffer,
+            kept_axes=kept_axes,
+            num_kept=count_ranks(kept_axes, mesh),
         )
 
     @property

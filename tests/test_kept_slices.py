@@ -1,0 +1,334 @@
+"""P(reshard=) with the names of axes: between forward and backward a rank keeps its slice over those alone (ZeRO++'s hpZ)."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import mirror
+import pytest
+import torch
+from collective_log import Sent, step, world
+from depth import each, mark_seldom, seldom
+from fuzz_cases import Case, on_real_ranks
+from hosted import elsewhere
+from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
+from peer_models import MLP, Block, Net, Transformer, chain
+from ranks import Pool
+from test_memory import no_collector
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import funshard as fs
+from funshard import P
+from funshard._call import gathered_unit
+from funshard._units.gather import copy_kept_slice
+
+BOTH = ("replicate", "shard")
+BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_the_axes_that_it_names() -> None:
+    """Some of the axes, in their order and one form, and not all."""
+    assert P(("a", "b", "c"), reshard=("c", "b")) == P(("a", "b", "c"), reshard=("b", "c"))
+    assert P(BOTH, reshard=("shard",)) == P(BOTH, reshard="shard")
+    assert str(P(BOTH, reshard="shard")) == "P(('replicate', 'shard'), reshard='shard')"
+    assert P(BOTH, reshard="shard").reshard_axes == ("shard",)
+    assert P(BOTH).reshard_axes == P(BOTH, reshard=False).reshard_axes == ()
+    with pytest.raises(
+        ValueError, match=r"P: reshard: expected some of the axes \('shard',\), and not all, got 'shard'; resha"
+    ):
+        P("shard", reshard="shard")
+    with pytest.raises(ValueError, match=r"expected some of the axes \('replicate', 'shard'\), and not all, got 'inner'$"):
+        P(BOTH, reshard="inner")
+    with pytest.raises(ValueError, match=r"and not all, got \(\)$"):
+        P(BOTH, reshard=())
+    with pytest.raises(TypeError, match="P: reshard: expected True, False, or some of the axes"):
+        P(BOTH, reshard=2)  # pyright: ignore[reportArgumentType]
+
+
+# --- what a step sends and holds ---
+
+
+def gathers(spec: fs.PartitionSpec, key: str, axes: tuple[str, ...], itemsize: int = 8) -> list[Sent]:
+    """The gathers of a unit from slices over these axes, the innermost first."""
+    sizes, sent = dict(spec.bound_mesh.sizes), []
+    numel = spec.padded_numel(spec.by_key[key])
+    for axis in axes:
+        numel //= sizes[axis]
+    for axis in reversed(axes):
+        sent.append(Sent("all_gather", numel, itemsize * numel, sizes[axis]))
+        numel *= sizes[axis]
+    return sent
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "kept"),
+    [
+        ({"replicate": 2, "shard": 4}, ("shard",)),
+        ({"replicate": 2, "shard": 4}, ("replicate",)),
+        ({"pod": 2, "node": 2, "gpu": 2}, ("node", "gpu")),
+        ({"pod": 2, "node": 2, "gpu": 2}, ("gpu",)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_backward_gathers_over_these_axes_alone(sizes: dict[str, int], kept: tuple[str, ...], remat: bool, way: str) -> None:
+    """Forward gathers over all axes; backward each unit that did not end the forward, over those of ``reshard``."""
+    with world(8):
+        axes = tuple(sizes)
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=axes)
+        p = P(axes, reshard=kept, remat=remat)
+        spec = fs.by_type(MLP, p=p)(Net()).on(mesh)
+        sent = step(Net(), spec, way)
+        assert sent.forward == [one for key in ("", *BLOCKS) for one in gathers(spec, key, axes)]
+        again = [one for one in sent.backward if one.op == "all_gather"]
+        assert Counter(again) == Counter(one for key in BLOCKS[:-1] for one in gathers(spec, key, kept))
+
+
+def test_axes_of_one_rank() -> None:
+    """What is kept over all axes that have ranks is the shard; over none of them, the whole buffer."""
+    for shape, keeps in {(1, 8): False, (8, 1): True}.items():
+        with world(8):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=BOTH)
+            sent = [step(Net(), fs.by_type(MLP, p=P(BOTH, reshard=how))(Net()).on(mesh)) for how in ("shard", not keeps)]
+            assert sent[0].all == sent[1].all
+
+
+def test_the_slice_has_the_dtype_of_the_parameters_in_use() -> None:
+    with world(8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=BOTH)
+        model = nn.Sequential(*(MLP(5) for _ in range(3))).float()
+        spec = fs.by_type(MLP, p=P(BOTH, reshard="shard", precision=BF16))(model).on(mesh)
+        sent = step(model, spec)
+        again = [one for one in sent.backward if one.op == "all_gather"]
+        assert again == [one for key in ("1", "0") for one in gathers(spec, key, ("shard",), 2)]
+
+
+def test_what_the_plan_holds() -> None:
+    """Beside the units in use, a slice of each unit that forward is done with."""
+    with torch.device("meta"):
+        model = Net(blocks=6)
+    how: tuple[Any, ...] = (True, "shard")
+    plans = [fs.plan(fs.by_type(MLP, p=P(BOTH, reshard=r))(model).on({"replicate": 2, "shard": 4})) for r in how]
+    freed, kept = (plan.peaks["forward"]["gathered"] for plan in plans)
+    block = plans[0].spec.padded_numel(plans[0].spec.by_key["blocks.0"]) * 8
+    assert kept == freed + 5 * block // 4  # the fifth is cut while the fifth block and the last are there
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_slices_live_from_forward_to_the_backward_of_their_unit(way: str) -> None:
+    """Of all blocks but the last, which stays whole; without a backward there are none."""
+    refs: list[weakref.ref[torch.Tensor]] = []
+    sizes: list[int] = []
+
+    def copied(*args: Any) -> torch.Tensor:
+        kept = copy_kept_slice(*args)
+        refs.append(weakref.ref(kept))
+        return kept
+
+    with world(8), mock.patch.object(gathered_unit, "copy_kept_slice", copied), no_collector():
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=BOTH)
+        model = Net(blocks=6)
+        spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh)
+        params = fs.shard(model, spec)
+
+        def loss(params: fs.Params) -> torch.Tensor:
+            out = fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
+            sizes.extend(kept.numel() for ref in refs if (kept := ref()) is not None)
+            return out.sum()
+
+        with torch.no_grad():
+            loss(params)
+        assert not refs
+        WAYS[way](loss)(params)
+        assert sizes == [spec.padded_numel(spec.by_key["blocks.0"]) // 4] * 5
+        assert not any(ref() is not None for ref in refs)
+
+
+# --- the same results ---
+
+PS: dict[str, dict[str, Any]] = {
+    "inner": {"reshard": "shard"},
+    "outer": {"reshard": "replicate"},
+    "remat": {"reshard": "shard", "remat": True},
+    "activations": {"reshard": "shard", "offload": "activations"},
+}
+
+
+def parity(rank: int, name: str, way: str) -> None:
+    model = Transformer(3, tied=name == "outer")
+    model.layers[1].norm1.requires_grad_(False)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
+    check_parity(rank, model, fs.by_type(Block, p=P(BOTH, **PS[name]))(model).on(mesh), tokens, next_token, way=way)
+
+
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("name", PS)
+def test_train_parity(gloo4: Pool, name: str, way: str) -> None:
+    """Losses, gradients and parameters on four real ranks, with frozen and tied parameters."""
+    gloo4.run(parity, name, way)
+
+
+@each
+@pytest.mark.parametrize("p", ["slice", "slice remat"])
+@pytest.mark.parametrize("transform", ["vjp", "jvp", "hvp", "grad of grad", "double backward", "no_grad"])
+def test_transforms(gloo4: Pool, transform: str, p: str) -> None:
+    """At every order: what is kept is a function of the parameters."""
+    assert (
+        gloo4.run(on_real_ranks, Case(("Linear", "Mlp", "layer_norm"), (p, p, p), transform, (0, 1, 2, 0), mesh=(2, 2)))
+        == [""] * 4
+    )
+
+
+def three_axes(rank: int, kept: tuple[str, ...]) -> None:
+    axes = ("pod", "node", "gpu")
+    model = Net()
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=axes)
+    check_parity(rank, model, fs.by_type(MLP, p=P(axes, reshard=kept))(model).on(mesh))
+
+
+@pytest.mark.parametrize("kept", mark_seldom([("node",), ("gpu",), ("pod", "gpu")], ("pod", "gpu")), ids=str)
+def test_three_axes(gloo4: Pool, kept: tuple[str, ...]) -> None:
+    gloo4.run(three_axes, kept)
+
+
+def test_simulated_ranks() -> None:
+    """Where ranks are simulated backward gathers from all of them: the same numbers."""
+    model, x = Net(), torch.randn(8, 2, 5, generator=torch.Generator().manual_seed(0)).double()
+    for sizes, kept in (({"replicate": 2, "shard": 2}, "shard"), ({"pod": 2, "node": 2, "gpu": 2}, ("node", "gpu"))):
+        spec = fs.by_type(MLP, p=P(tuple(sizes), reshard=kept))(model).on(sizes)
+        ranks = torch.Size(sizes.values()).numel()
+        fs.testing.assert_exact(lambda call, x: call(x).square().sum(), model, spec, x[:ranks], order=2)
+
+
+def same_as_shards(rank: int, what: str) -> None:
+    """A step with kept slices is, bit by bit, that of shards alone."""
+    torch.manual_seed(0)
+    model = chain().float() if what in ("bf16", "codec", "nf4") else chain()
+    if what == "keep":  # bytes whose number is no multiple of the ranks
+        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5)) for _ in range(3)))
+    if what == "nf4":
+        model[:2].requires_grad_(False)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
+    xs = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(rank)).to(next(model.parameters()).dtype).unbind()
+    options = {
+        "bf16": {"precision": fs.Precision(param=torch.bfloat16, reduce=torch.float32, output=torch.float32)},
+        "keep": {
+            "precision": fs.Precision(param=torch.bfloat16, output=torch.float32, keep={"*.0.*": torch.float32}),
+            "align": 1,
+        },
+        "codec": {"precision": fs.Precision(codec=fs.codecs.int8())},
+        "nf4": {"at_rest": fs.codecs.nf4(), "precision": fs.Precision(param=torch.bfloat16, output=torch.float32)},
+    }
+    results = []
+    for reshard in ("shard", True):
+        spec = fs.by_path({"*": P(BOTH, reshard=reshard, **options.get(what, {}))})(model).on(mesh)
+        params, frozen = fs.partition(fs.shard(model, spec), spec)
+
+        def loss(p: fs.Params, x: torch.Tensor, spec: Any = spec, frozen: Any = frozen) -> torch.Tensor:
+            return fs.functional_call(model, fs.combine(p, frozen), (x,), spec=spec).square().mean()
+
+        init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+        if what == "update_in_backward":
+            results.append(fs.update_in_backward(update, loss, params, init(params), xs, spec=spec).params)
+        elif what == "accumulate":
+            results.append(fs.accumulate(loss, params, xs, spec=spec)[0])
+        elif what == "retained":  # backward comes to every unit twice, and finds slices both times
+            leaves = {k: p.requires_grad_() for k, p in params.items()}
+            value = loss(leaves, xs[0])
+            first = torch.autograd.grad(value, list(leaves.values()), retain_graph=True)
+            second = torch.autograd.grad(value, list(leaves.values()))
+            assert all(map(torch.equal, first, second))
+            results.append(dict(zip(leaves, second, strict=True)))
+        else:
+            results.append(fs.grad(lambda p, loss=loss: loss(p, xs[0]))(params))
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(x, results[1][key]) for key, x in results[0].items())
+
+
+@pytest.mark.parametrize(
+    "what",
+    mark_seldom(
+        ["bf16", "keep", "codec", "nf4", "accumulate", "update_in_backward", "retained"], "codec", "keep", "retained", "nf4"
+    ),
+)
+def test_a_step_is_that_of_shards(gloo4: Pool, what: str) -> None:
+    gloo4.run(same_as_shards, what)
+
+
+def offloaded(rank: int) -> None:
+    with elsewhere():
+        model = Net()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
+        spec = fs.by_type(MLP, p=P(BOTH, reshard="shard", offload="params"))(model).on(mesh)
+        check_parity(rank, model, spec, steps=2)
+
+
+def test_shards_in_host_memory(gloo4: Pool) -> None:
+    gloo4.run(offloaded)
+
+
+def changed_between(rank: int) -> None:
+    model = Net()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
+    spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh)
+    params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
+    value = fs.functional_call(model, params, (numbers(rank, 0),), spec=spec).sum()
+    with torch.no_grad():
+        params["blocks.0"].mul_(2)
+    with pytest.raises(RuntimeError, match=r"the shard of unit 'blocks.0' was modified in place between forward and backward"):
+        value.backward()
+
+
+def test_shards_that_are_changed_between_forward_and_backward(gloo4: Pool) -> None:
+    """As with every other reshard: an error."""
+    gloo4.run(changed_between)
+
+
+# --- compiled ---
+
+
+def compiled_step(rank: int, remat: bool, compile: bool | fs.Compile) -> tuple[fs.Params, list[str]]:
+    """The gradients of a step on equal ranks, and what it sends."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(MLP(5) for _ in range(3)))
+    p = P(BOTH, reshard="shard", remat=remat, compile=compile)
+    spec = fs.by_type(MLP, p=p)(model).on(mirror.mesh(dict.fromkeys(BOTH, 2)))
+    params, grads = fs.shard(model, spec, rank=0), {}
+    loss = lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).square().sum()  # noqa: E731
+    sent = mirror.sent(2, lambda: grads.update(fs.grad(loss)(params)))
+    return grads, sent
+
+
+@pytest.mark.parametrize("remat", mark_seldom([False, True], False))
+def test_compiled_units(alone: Pool, remat: bool) -> None:
+    ((grads, sent),) = alone.run(compiled_step, remat, False)
+    ((compiled, sent_compiled),) = alone.run(compiled_step, remat, fs.Compile(backend="aot_eager"))
+    assert sent == sent_compiled
+    assert all(torch.allclose(compiled[key], g, rtol=1e-12, atol=1e-12) for key, g in grads.items())
+
+
+def in_a_graph(rank: int) -> None:
+    model = Net()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
+    spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh)
+    params = fs.shard(model, spec)
+    loss = lambda p: fs.functional_call(model, p, (numbers(rank, 0),), spec=spec).square().sum()  # noqa: E731
+    got, want = fs.compile(fs.grad(loss), backend="aot_eager")(params), fs.grad(loss)(params)
+    for key, g in want.items():
+        torch.testing.assert_close(got[key], g)
+
+
+@seldom
+def test_compiled_steps(gloo4: Pool) -> None:
+    """A graph gathers from all ranks again: the same numbers."""
+    gloo4.run(in_a_graph)
