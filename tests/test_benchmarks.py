@@ -52,7 +52,7 @@ def all_finite(figures: object) -> bool:
 def test_chunked() -> None:
     """Without the logits there is less memory in every step."""
     table, result = run("chunked", "--words 2000 --dim 16 --tokens 128 --chunks 8 --rounds 1")
-    assert list(result["figures"]) == ["loss", "gradient", "hvp"]
+    assert list(result["figures"]) == ["loss", "gradient", "in forward", "hvp"]
     assert all_finite(result["figures"])
     for step, figures in result["figures"].items():
         assert step in table

@@ -439,7 +439,9 @@ def reading(rank: int, how: str) -> None:
         spec = fs.by_path({"0": fs.P("shard"), "1": p})(model).bound
         for way in ("fs.grad", "torch.func.grad", "backward", "hvp"):
             params = fs.shard(model, spec)
-            with pytest.raises(RuntimeError, match=r"unit '0' is read inside of module '1' with P\(remat=True\)"):
+            with pytest.raises(
+                RuntimeError, match=r"unit '0' is read inside of module '1' with P\(remat=True\), .* around both"
+            ):
                 WAYS[way](lambda p, spec=spec: fs.functional_call(model, p, x, spec=spec).sum(), params, params)
 
 
@@ -887,7 +889,7 @@ def test_remat_inside_functional_call_is_refused() -> None:
 
     model = nn.Sequential(Inside(WIDTH, WIDTH)).double()
     spec = fs.by_type(Inside)(model).bound
-    with pytest.raises(RuntimeError, match=r"unit '0' is read inside of remat of Linear.forward, which does not own it"):
+    with pytest.raises(RuntimeError, match=r"unit '0' is read inside of remat of Linear.forward, .* as in f\(self"):
         fs.grad(lambda p: fs.functional_call(model, p, X, spec=spec).sum())(fs.shard(model, spec))
 
 

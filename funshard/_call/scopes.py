@@ -61,9 +61,11 @@ class UnitScopes:
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit; gather it unless it is in use."""
         if recomputing_names() != self._inside:
+            name = recomputing_names()[-1]
+            instead = "or P(remat=True) for a module around both" if name.startswith("module ") else "as in f(self.weight, x)"
             raise RuntimeError(
-                f"unit '{unit.key}' is read inside of {recomputing_names()[-1]}, which does not own it: there it would have no "
-                "gradient; expected the parameter among the arguments, or P(remat=True) for a module around both"
+                f"unit '{unit.key}' is read inside of {name}, which does not own it: there it would have no gradient; expected "
+                f"the parameter among the arguments, {instead}"
             )
         if (hook := _torch.current_pack_hook()) is not self.hook or not torch.is_grad_enabled():
             self._refuse_checkpoints(unit, hook)

@@ -18,6 +18,7 @@ from ._recompute.function import RecomputedFunction
 from ._recompute.global_watch import GlobalWatch
 from ._recompute.regions import mark_region
 from ._recompute.remat import apply_recomputed
+from .slice_gradient import SumOfSlices, is_gradient_known_in_forward
 
 __all__ = ["chunked"]
 
@@ -26,7 +27,12 @@ Rows = TypeVar("Rows")
 
 
 def chunked(
-    f: Callable[[W, Rows], tuple[Tensor, Tensor | float]], chunks: int, *, dim: int = 0, reduce: Literal["sum", "mean"] = "sum"
+    f: Callable[[W, Rows], tuple[Tensor, Tensor | float]],
+    chunks: int,
+    *,
+    dim: int = 0,
+    reduce: Literal["sum", "mean"] = "sum",
+    gradient: Literal["backward", "forward"] = "backward",
 ) -> Callable[[W, Rows], Any]:
     """Return a function that adds up ``f`` over slices of the rows, and runs it again on each slice for its derivatives.
 
@@ -38,14 +44,18 @@ def chunked(
         chunks: The number of slices, all of one length but the last; at most one for each row, and at least one.
         dim: The dimension along which every tensor of ``rows`` is sliced.
         reduce: "sum" for the sums ``(sum, count)``, "mean" for their quotient, which is the sum where the count is 0.
+        gradient: "forward" runs each slice once where plain autograd takes one gradient, as in `grad`: with its gradient, which
+            is kept until backward. All that is differentiated is in ``w`` or ``rows`` then. Elsewhere, and in float16, it is as
+            "backward".
 
     Returns:
         A function of ``w`` and ``rows``, trees of tensors; sums and counts of 16 bits are float32.
 
     Raises:
-        ValueError: ``chunks`` or ``reduce`` is none, or tensors of ``rows`` differ in length.
+        ValueError: ``chunks``, ``reduce`` or ``gradient`` is none, or tensors of ``rows`` differ in length.
         TypeError: ``rows`` has no tensors, or other leaves; or ``f`` returns something else.
-        RuntimeError: ``f`` changes an object or a global variable. `remat` raises others.
+        RuntimeError: ``f`` changes an object or a global variable; or ``create_graph=True`` where forward has taken the
+            gradient. `remat` raises others.
 
     Example:
         >>> import torch, funshard as fs
@@ -58,6 +68,8 @@ def chunked(
         raise ValueError(f"{name}: chunks: expected a number of slices, 1 or more, got {chunks!r}")
     if reduce not in ("sum", "mean"):
         raise ValueError(f'{name}: reduce: expected "sum" or "mean", got {reduce!r}')
+    if gradient not in ("backward", "forward"):
+        raise ValueError(f'{name}: gradient: expected "backward" or "forward", got {gradient!r}')
 
     @functools.wraps(f)
     def run(w: W, rows: Rows) -> Any:
@@ -65,7 +77,11 @@ def chunked(
         length = leaves[0].shape[dims[0]]
         size = max(1, -(-length // chunks))
         sizes = [min(size, length - start) for start in range(0, length, size)] or [0]
-        total, count = _add_slices(f, name, w, rows, _Slices(sizes, leaves, dims))
+        slices = _Slices(sizes, leaves, dims)
+        if gradient == "forward" and is_gradient_known_in_forward([*pytree.tree_leaves(w), *leaves]):
+            total, count = SumOfSlices(functools.partial(_run_slice, f, name), name, w, rows, slices.take, dims).add_up()
+        else:
+            total, count = _add_slices(f, name, w, rows, slices)
         return (total, count) if reduce == "sum" else total / torch.where(count == 0, torch.ones_like(count), count)
 
     return run
@@ -77,11 +93,12 @@ class _Slices:
     def __init__(self, sizes: Sequence[int], leaves: Sequence[Tensor], dims: Sequence[int]) -> None:
         self.sizes, self.leaves, self.dims = sizes, leaves, dims
 
-    def take(self) -> list[list[Tensor]]:
-        """Return the tensors of each slice."""
+    def take(self, leaves: Sequence[Tensor] | None = None) -> list[list[Tensor]]:
+        """Return the tensors of each slice, of these leaves or of its own."""
         starts = itertools.accumulate(self.sizes[:-1], initial=0)
+        leaves = self.leaves if leaves is None else leaves
         return [
-            [leaf.narrow(dim, start, size) for leaf, dim in zip(self.leaves, self.dims, strict=True)]
+            [leaf.narrow(dim, start, size) for leaf, dim in zip(leaves, self.dims, strict=True)]
             for start, size in zip(starts, self.sizes, strict=True)
         ]
 
