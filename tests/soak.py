@@ -1,122 +1,266 @@
-"""A long training run with everything that goes wrong: NaNs on one rank, other numbers of micro-batches, kills.
+"""Steps of random strategies on gloo ranks for so many seconds, each compared with plain autograd, where memory is guarded.
 
-Run by test_soak.py, as by torchrun on two ranks. It writes each step's loss into FOLDER/losses, its memory into FOLDER/memory,
-and its parameters at the end into FOLDER/end.pt. Started again, it goes on from its last checkpoint.
+    python tests/soak.py --ranks 4 --seconds 120 --guard pages --burn 2
+
+Whether a buffer is ever freed or written while gloo has it: ``--guard pages`` puts every tensor before a page that nobody may
+touch and never uses its memory again (guard.c; it needs a C compiler), ``--guard malloc`` has glibc check and overwrite what
+is freed. Some steps end in an error on every rank, or go no further than forward. ``--burn`` are processes that keep the
+cores busy. A rank that dies says where, by faulthandler. One line with the number of steps if nothing was found.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
+import gc
+import multiprocessing as mp
 import os
-import resource
-import signal
+import random
+import shutil
+import socket
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-import funshard as fs
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from gpt import GPT, Block, ranks, text
-
-parser = argparse.ArgumentParser()
-parser.add_argument("folder", type=Path)
-parser.add_argument("--steps", type=int, default=2000)
-parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
-parser.add_argument("--kill", default="", help="steps at which a rank kills itself, once each, such as 700:1,1300:0")
-args = parser.parse_args()
-rank, world, _ = ranks()
-SEQ = 32
+LEAST = 20  # steps
+LIMIT = 300  # seconds after which a rank that stands still says where
 
 
-class DroppedGPT(GPT):
-    """With dropout behind each block: random numbers of each rank's own."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 32, 2, SEQ)
-        for i, block in enumerate(self.blocks):
-            self.blocks[i] = nn.Sequential(block, nn.Dropout(0.1))
-
-
-torch.manual_seed(0)
-model = DroppedGPT()
-precision = fs.Precision(param=torch.bfloat16, reduce=torch.float32, keep={"*norm*": torch.float32})
-p = fs.P("shard", precision=precision, remat=True, align=256)
-spec = fs.policies.by_group([Block], size=2, p=p)(model)
-params = fs.shard(model, spec)
-model = fs.skeleton(model)
-source, _ = text("*.py", 200_000)
+def guards(kind: str, folder: Path) -> dict[str, str]:
+    """The environment that watches over memory: "pages", "malloc" or "none"."""
+    if kind == "none":
+        return {}
+    if kind == "malloc":
+        checked = {"MALLOC_PERTURB_": "165", "MALLOC_CHECK_": "3"}
+        return {**checked, "LD_PRELOAD": "libc_malloc_debug.so.0"}
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise SystemExit("--guard pages: expected a C compiler, got none; use --guard malloc")
+    library = folder / "guard.so"
+    source = Path(__file__).with_name("guard.c")
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library)}
 
 
-batches = fs.data.sampler((len(source) - 1) // SEQ, spec, batch=6 * world, epochs=None)
+def soak(ranks: int, seconds: float, guard: str, burn: int, seed: int, least: int = LEAST) -> int:
+    """The number of steps, at least so many. Raises AssertionError with all that was said if a rank fails."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    burners = [mp.get_context("spawn").Process(target=_burn, daemon=True) for _ in range(burn)]
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        env |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), **guards(guard, Path(folder))}
+        command = [sys.executable, __file__, "--rank", "--seconds", str(seconds), "--seed", str(seed)]
+        command += ["--least", str(least)]
+        processes = []
+        for burner in burners:
+            burner.start()
+        try:
+            for rank in range(ranks):
+                out = (Path(folder) / str(rank)).open("w+")
+                process = subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=out, stderr=subprocess.STDOUT)
+                processes.append((process, out))
+            end = time.monotonic() + seconds + LIMIT
+            while any(p.poll() is None for p, _ in processes) and not any(p.poll() for p, _ in processes):
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.1)
+            time.sleep(1 if any(p.poll() for p, _ in processes) else 0)  # the others may say why as well
+        finally:
+            for process, _ in processes:
+                process.kill()
+            for burner in burners:
+                burner.kill()
+        said = []
+        for process, out in processes:
+            process.wait()
+            out.seek(0)
+            said.append(out.read())
+            out.close()
+        codes = [process.returncode for process, _ in processes]
+    report = "\n".join(
+        f"--- rank {r}: exit code {code} ---\n{text}" for r, (code, text) in enumerate(zip(codes, said, strict=True))
+    )
+    assert codes == [0] * ranks, report
+    return int(said[0].split()[-1])
 
 
-def loss(params: fs.Params, batch: tuple[Tensor, Tensor, bool]) -> Tensor:
-    x, y, spoilt = batch
-    value = F.cross_entropy(fs.functional_call(model, params, (x,), spec=spec).flatten(0, 1).float(), y.flatten())
-    return value * torch.nan if spoilt else value
+def _burn() -> None:
+    os.nice(5)
+    while True:
+        pass
 
 
-def microbatches(step: int) -> list[tuple[Tensor, Tensor, bool]]:
-    """None to three micro-batches, of other sizes on each rank; NaN on rank 1 at every 13th step."""
-    own = batches[step][: (7 * step + 3 * rank) % 6]  # from none of this rank's sequences to all but one
-    chunk = source[SEQ * torch.tensor(own, dtype=torch.long)[:, None] + torch.arange(SEQ + 1)].long()
-    return [(part[:, :-1], part[:, 1:], rank == 1 and step % 13 == 5) for part in chunk.split(2) if len(part)]
+class Stop(Exception):
+    """An error in the middle of a step, on every rank."""
 
 
-adamw = fs.optim.from_torch(torch.optim.AdamW, spec=spec, lr=3e-3, donate=True)
-adamw = fs.optim.quantized_state(adamw, fs.codecs.dynamic8(), spec=spec, donate=True, seed=2)
-rate = fs.optim.schedule(torch.optim.lr_scheduler.CosineAnnealingLR, 3e-3, T_max=args.steps)
-chained = fs.optim.chain(fs.optim.clip_gradients(spec, 1.0), fs.optim.schedule_lr(adamw, rate))
-init, update = fs.optim.apply_if_finite(chained, spec, max_consecutive=3)
-state: Any = init(params)
-torch.manual_seed(1 + rank)
-first, stand_in = 0, (torch.zeros(1, SEQ, dtype=torch.long),) * 2 + (False,)
-args.folder.mkdir(exist_ok=True)
-if found := fs.checkpoint.latest(args.folder / "states", spec):
-    loaded = fs.checkpoint.load(found, spec)
-    params, state, first = loaded["params"], loaded["state"], loaded["step"]
-    torch.set_rng_state(loaded["own"]["random"])
-kills = dict(map(int, kill.split(":")) for kill in args.kill.split(",") if kill)
-saving = None
-for step in range(first, args.steps):
-    mark = args.folder / f"killed-{step}"
-    if kills.get(step) == rank and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    own = microbatches(step)
-    tokens = [float(y.numel()) for _, y, _ in own]
-    padded = fs.pad_microbatches(own, tokens, spec=spec, stand_in=stand_in)
-    if not padded.microbatches:
-        continue
-    grads, value = fs.accumulate(loss, params, padded.microbatches, spec=spec, weights=padded.weights)
-    largest = max(fs.optim.norms(grads, spec).values())
-    params, state = update(grads, state, params)
-    with (args.folder / f"losses-{rank}").open("a") as file:
-        file.write(f"{step} {value.item():.17g} {float(largest):.17g} {int(state.total)}\n")
-    if rank == 0 and step % 50 == 0:
-        now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-        with (args.folder / "memory").open("a") as file:
-            file.write(f"{step} {now}\n")
-    if step % 100 == 0:
-        streamed = {name: full.double().sum() for name, full in fs.stream_full(params, spec, bucket=20_000)}
-        assert streamed == {name: full.double().sum() for name, full in fs.gather_full(params, spec).items()}
-    if (step + 1) % args.every == 0:
-        if saving is not None:
-            saving.wait()
-        if rank == 0:
-            fs.checkpoint.clean(args.folder / "states", keep=2)
-        everything = {"params": params, "state": state, "step": step + 1}
-        everything["own"] = fs.checkpoint.per_rank({"random": torch.get_rng_state()})
-        saving = fs.checkpoint.save(args.folder / "states" / f"step-{step + 1:06d}", everything, spec, asynchronous=True)
-if saving is not None:
-    saving.wait()
-full = fs.gather_full(params, spec, rank0_only=True)
-if rank == 0:
-    torch.save(full, args.folder / "end.pt")
-dist.destroy_process_group()
+def rank_main(seconds: float, seed: int, least: int) -> None:
+    faulthandler.enable()
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _get_work_registry_size
+
+    from funshard._units.chain import wait_unclaimed
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    steps, end = 0, time.monotonic() + seconds
+    for step in _steps(seed, dist.get_rank(), dist.get_world_size()):
+        faulthandler.dump_traceback_later(LIMIT / 2, exit=True)
+        going = torch.tensor(float(steps < least or time.monotonic() < end))
+        dist.broadcast(going, 0)
+        if not going:
+            break
+        step()
+        steps += 1
+    faulthandler.cancel_dump_traceback_later()
+    gc.collect()
+    wait_unclaimed()
+    assert not _get_work_registry_size(), f"{_get_work_registry_size()} collectives that nobody has waited for"
+    dist.barrier()
+    print("steps", steps)
+    dist.destroy_process_group()
+
+
+def _steps(seed: int, rank: int, size: int) -> Iterator[Callable[[], None]]:
+    """Random steps, the same ones on every rank; each of them asserts that its gradients are those of plain autograd."""
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed import init_device_mesh
+
+    import funshard as fs
+    from funshard import P
+
+    codec = fs.Codec(lambda x: (x,), lambda x: x)
+    kinds = [
+        P("shard"),
+        P("shard", reshard=False),
+        P("shard", remat=True),
+        P(),
+        P("shard", precision=fs.Precision(codec=codec)),
+    ]
+    meshes = [init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))]
+    if size % 2 == 0 and size > 2:
+        meshes.append(init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    alike, own = random.Random(seed), random.Random(seed + 1 + rank)
+
+    class Slow(torch.autograd.Function):
+        """The identity, which takes another time on each rank in both directions, and may fail in backward."""
+
+        @staticmethod
+        def forward(x: Tensor, fails: bool) -> Tensor:
+            time.sleep(own.choice([0, 0, 0, 0.001, 0.01]))
+            return x.view_as(x)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
+            ctx.fails = inputs[1]
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+            return tangent.view_as(tangent)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            time.sleep(own.choice([0, 0, 0, 0.001, 0.01]))
+            if ctx.fails:
+                raise Stop
+            return grad, None
+
+    class Layer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+            self.fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + Slow.apply(torch.tanh(self.norm(self.linear(x))), self.fails)
+
+    def make() -> Callable[[], None]:
+        width, depth = alike.choice([1, 2, 3, 5, 8, 16, 33, 70]), alike.randint(1, 5)
+        torch.manual_seed(alike.randrange(10**6))
+        model = nn.Sequential(*(Layer(width) for _ in range(depth))).double()
+        for p in model.parameters():
+            p.requires_grad_(alike.random() < 0.85)
+        model[-1].norm.bias.requires_grad_(True)
+        xs = torch.randn(size, 3, width, dtype=torch.float64)
+        spec = fs.by_type(Layer, p=alike.choice(kinds))(model).on(alike.choice(meshes))
+        options = {"prefetch": alike.randint(0, 2), "in_flight": alike.randint(1, 2)}
+        way = alike.choice(["backward", "func", "func", "double", "hvp", "value", "no backward", "error"])
+        trained, frozen = fs.partition(fs.shard(model, spec), spec)
+
+        def loss(params: fs.Params, x: Tensor = xs[rank]) -> Tensor:
+            y = fs.functional_call(model, fs.combine(params, frozen), x, spec=spec, **options)
+            return (y**2).mean()
+
+        def whole(params: fs.Params) -> Tensor:
+            return torch.stack([(torch.func.functional_call(model, params, x) ** 2).mean() for x in xs]).mean()
+
+        def check(got: fs.Params, want: fs.Params) -> None:
+            full = {name: torch.zeros_like(p) for name, p in model.named_parameters()} | want
+            for key, mine in fs.partition(fs.shard(full, spec), spec)[0].items():
+                ok = torch.allclose(got[key], mine, rtol=1e-9, atol=1e-9)
+                assert ok, f"{way} {spec.by_key[key]} {options}: got {got[key]}, expected {mine}"
+
+        leaves = {k: p.detach().requires_grad_() for k, p in trained.items()}
+        plain = {n: p.detach().requires_grad_() for n, p in model.named_parameters() if p.requires_grad}
+        rest = {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
+        wholly = lambda p: whole({**p, **rest})  # noqa: E731
+
+        def run() -> None:
+            if way == "value":
+                with torch.no_grad():
+                    loss(trained)
+            elif way == "no backward":
+                loss(leaves)
+            elif way == "error":
+                alike.choice(list(model)).fails = True
+                with contextlib.suppress(Stop):  # none where nothing before it is trained
+                    loss(leaves).backward()
+            elif way == "hvp":
+                v = {n: p.detach().cos() for n, p in plain.items()}
+                full = {n: torch.zeros_like(p) for n, p in model.named_parameters()} | v
+                tangent = fs.partition(fs.shard(full, spec), spec)[0]
+                check(fs.hvp(loss, trained, tangent), torch.func.jvp(torch.func.grad(wholly), (plain,), (v,))[1])
+            elif way == "double":
+                first = torch.autograd.grad(loss(leaves), list(leaves.values()), create_graph=True, materialize_grads=True)
+                sum((g**2).sum() for g in first).backward()
+            else:
+                got = fs.grad(loss)(trained) if way == "func" else None
+                if got is None:
+                    loss(leaves).backward()
+                    got = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}
+                grads = torch.autograd.grad(wholly(plain), list(plain.values()), materialize_grads=True)
+                check(got, dict(zip(plain, grads, strict=True)))
+
+        return run
+
+    while True:
+        yield make()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--guard", choices=["pages", "malloc", "none"], default="pages")
+    parser.add_argument("--burn", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--least", type=int, default=LEAST, help="steps, however long they take")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        rank_main(args.seconds, args.seed, args.least)
+    else:
+        print(soak(args.ranks, args.seconds, args.guard, args.burn, args.seed, args.least), "steps, nothing found")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import torch
 from depth import depth, seldom
 from ranks import ended, start
 
-SOAK = Path(__file__).parent / "soak.py"
+SCRIPT = Path(__file__).parent / "long_run.py"
 STEPS = depth(60, 2000)
 KILLS = {STEPS // 3 + 1: 1, 2 * STEPS // 3 + 4: 0}
 """The rank that is killed at each of these steps."""
@@ -21,7 +21,7 @@ def run(folder: Path, kill: str = "") -> int:
     flags = [str(folder), "--steps", str(STEPS), "--every", str(depth(8, 50)), "--kill", kill]
     for starts in range(1, 6):
         with tempfile.NamedTemporaryFile("r") as output:
-            codes = ended(start(2, SOAK, flags, output.name), depth(120, 1500))
+            codes = ended(start(2, SCRIPT, flags, output.name), depth(120, 1500))
             if codes == [0, 0]:
                 return starts
             said = output.read()
