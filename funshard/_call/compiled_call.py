@@ -21,7 +21,7 @@ from .._spec.tree import join_path
 from .._spec.unit import Unit
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
 from .._units.flow import gather_unit
-from .._units.mixed_layout import view_params
+from .._units.mixed_layout import cast_views
 from .buffers import changes_statistics, warn_discarded_in_graph, write_buffer
 from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
 from .entry import CallInputs
@@ -89,7 +89,7 @@ def _gather_full_params(inputs: CallInputs) -> dict[str, Tensor]:
 
 def _gather_unit_views(shard: Tensor, spec: PartitionSpec, unit: Unit, reduction: Reduction) -> Sequence[Tensor]:
     """Gather a unit, and return its parameters."""
-    return view_params(gather_unit(shard, unit, spec.bound_mesh, reduction, unit.p.precision), unit, shard.dtype)[0]
+    return cast_views(gather_unit(shard, unit, spec.bound_mesh, reduction, unit.p.precision), unit, shard.dtype)
 
 
 @_torch.allow_in_graph

@@ -26,7 +26,7 @@ from .._spec.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer
 from .._units.accumulation import GradReceiver
 from .._units.flow import gather_unit
-from .._units.mixed_layout import view_params
+from .._units.mixed_layout import split_by_dtype, view_by_dtype
 from .casting import cast_params
 from .gathered_unit import GatheredUnit
 from .per_level_gathers import PerLevelGathers
@@ -168,26 +168,30 @@ class DataFlow:
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow."""
-        return self._make_unit_in_use(unit, self._gather_buffer(unit, self._gather_function(unit)))[0]
+        return self._make_unit_in_use(unit, self._gather_buffers(unit, self._gather_function(unit)))
 
-    def _gather_function(self, unit: Unit) -> Callable[[Tensor], Tensor]:
-        """Return the differentiable function from the unit's shard to its buffer."""
+    def _gather_function(self, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
+        """Return the differentiable function from the unit's shard to its buffer, or to one for each dtype."""
         # not this mode, which what is in a graph would hold
         mesh, reduction, check_order = self.spec.bound_mesh, self._reduction, self._check_order
-        return lambda shard: gather_unit(shard, unit, mesh, reduction, unit.p.precision, check_order=check_order)
 
-    def _gather_buffer(self, unit: Unit, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """Gather a unit's buffer, a copy where forward-mode AD could write to the caller's tangent."""
-        buffer = gather(self.params[unit.key])
+        def gather(shard: Tensor) -> list[Tensor]:
+            buffer = gather_unit(shard, unit, mesh, reduction, unit.p.precision, check_order=check_order)
+            return split_by_dtype(buffer, unit, shard.dtype)
+
+        return gather
+
+    def _gather_buffers(self, unit: Unit, gather: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        """Gather a unit's buffers, copies where forward-mode AD could write to the caller's tangent."""
+        buffers = gather(self.params[unit.key])
         if _torch.is_in_forward_ad() and self.spec.size(unit) == 1:
-            buffer = buffer.clone()  # forward may write to it, and so to its tangent, which is the caller's
-        return buffer
+            buffers = [x.clone() for x in buffers]  # forward may write to it, and so to its tangent, which is the caller's
+        return buffers
 
-    def _make_unit_in_use(self, unit: Unit, buffer: Tensor) -> tuple[UnitInUse, list[Tensor]]:
-        """Return the unit in use, with a watch for writes to its buffers, and these: one for each dtype."""
-        views, buffers = view_params(buffer, unit, self.params[unit.key].dtype)
-        watch = WriteWatch(unit, buffers)
-        return UnitInUse(unit, views, watch, reshard=bool(unit.p.reshard), level=_torch.current_level()), buffers
+    def _make_unit_in_use(self, unit: Unit, buffers: Sequence[Tensor]) -> UnitInUse:
+        """Return the unit in use, with a watch for writes to its buffers."""
+        watch, views = WriteWatch(unit, buffers), view_by_dtype(buffers, unit, self.params[unit.key].dtype)
+        return UnitInUse(unit, views, watch, reshard=bool(unit.p.reshard), level=_torch.current_level())
 
     def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
         """Forget the buffer; whoever still holds it decides how long it lives."""
@@ -214,10 +218,10 @@ class RegatherPerLevel(DataFlow):
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow and known to the levels' graphs."""
         gather = self._gather_function(unit)
-        buffer = self._gather_buffer(unit, gather)
-        gathered, buffers = self._make_unit_in_use(unit, buffer)
+        buffers = self._gather_buffers(unit, gather)
+        gathered = self._make_unit_in_use(unit, buffers)
         shard = self.params[unit.key]
-        if unit.p.reshard and not _torch.shares_storage(buffer, shard) and _torch.current_level() == self._level:
+        if unit.p.reshard and not _torch.shares_storage(buffers[0], shard) and _torch.current_level() == self._level:
             gathered.storages = self._gathers.add(unit.key, shard, buffers, gather)
         return gathered
 

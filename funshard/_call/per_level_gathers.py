@@ -31,15 +31,17 @@ class PerLevelGathers:
         self.live: dict[int, RestorableBuffer] = {}  # by storage: what pack recognises
         self._count = itertools.count()
         # by number: what is in it must not hold this
-        self._recent = deque[tuple[int, int, dict[torch.dtype, Tensor]]](maxlen=MAX_UNSHARDED_IN_BACKWARD)
+        self._recent = deque[tuple[int, int, list[Tensor]]](maxlen=MAX_UNSHARDED_IN_BACKWARD)
         self.keys = _torch.dispatch_keys()
         with _torch.below_transforms():
             empty = torch.empty(0)
         levels = range(1, _torch.current_level() + 1)
         self._levels = [_torch.wrap_at_level(empty, level) for level in levels]  # to know when each is over
 
-    def add(self, key: str, shard: Tensor, buffers: Sequence[Tensor], gather: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
-        """Add the gathered buffer of the unit of this key, with its casts to other dtypes.
+    def add(
+        self, key: str, shard: Tensor, buffers: Sequence[Tensor], gather: Callable[[Tensor], list[Tensor]]
+    ) -> tuple[int, ...]:
+        """Add the gathered buffers, one for each dtype, of the unit of this key.
 
         Returns:
             Their storages, by which they are removed from ``live``.
@@ -50,17 +52,13 @@ class PerLevelGathers:
         return storages
 
     def recent_buffer(self, gather: _RepeatableGather, level: int, dtype: torch.dtype) -> Tensor:
-        """Return the buffer in a dtype as a level sees it, gathered again unless it is among the last ones."""
+        """Return the buffer of a dtype as a level sees it, gathered again unless it is among the last ones."""
         which = gather.number, level
         buffers = next((buffers for *some, buffers in self._recent if tuple(some) == which), None)
         if buffers is None:
-            buffer = gather.unshard_again(level)
-            buffers = {buffer.dtype: buffer}
+            buffers = gather.unshard_again(level)
             self._recent.append((*which, buffers))
-        if dtype not in buffers:
-            with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
-                buffers[dtype] = next(iter(buffers.values())).to(dtype)
-        return buffers[dtype]
+        return buffers[gather.dtypes.index(dtype)]
 
     def is_over(self, level: int) -> bool:
         """Return whether the transform of this level has ended, as when the pullback of a vjp runs."""
@@ -77,14 +75,14 @@ class _RepeatableGather:
         number: int,
         shard: Tensor,
         dtypes: tuple[torch.dtype, ...],
-        gather: Callable[[Tensor], Tensor],
+        gather: Callable[[Tensor], list[Tensor]],
     ) -> None:
         self._key, self.number, self.dtypes = key, number, dtypes
         self._call, self._shard, self._gather = call, shard, gather
         self._version = _torch.version(shard)
 
-    def unshard_again(self, level: int) -> Tensor:
-        """Gather the buffer as a level sees it. Raise RuntimeError if the shard was modified in place since."""
+    def unshard_again(self, level: int) -> list[Tensor]:
+        """Gather the buffers as a level sees them. Raise RuntimeError if the shard was modified in place since."""
         check_unmodified(self._key, self._shard, self._version)
         with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
             return self._gather(_torch.unwrap_to_level(self._shard, level))

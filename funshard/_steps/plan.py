@@ -21,7 +21,7 @@ from .._transforms.grad import check_differentiable, run_loss
 from .._units.accumulation import Accumulation, GradReceiver
 from .._units.flow import gather_unit, reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit
-from .._units.mixed_layout import view_params
+from .._units.mixed_layout import cast_views
 from .weights import sum_dtype, to_sum_dtype
 
 __all__ = ["AccumulationPlan", "GradSums"]
@@ -81,7 +81,7 @@ class AccumulationPlan:
         mesh, out = self.spec.bound_mesh, {}
         for unit in self._units():
             buffer = gather_unit(shards[unit.key], unit, mesh, self.reduction, unit.p.precision)
-            views, _ = view_params(buffer, unit, shards[unit.key].dtype)
+            views = cast_views(buffer, unit, shards[unit.key].dtype)
             out |= zip((param.name for param in unit.params), views, strict=True)
         return out
 

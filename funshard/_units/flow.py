@@ -71,7 +71,7 @@ def gather_unit(
 
     Gathers over the axes of ``unit.p``; over the other axes of the mesh the buffer is replicated. FSDP, HSDP and DDP are this
     one function. In backward the gradient is reduce-scattered first and all-reduced as a slice. Where the precision keeps some
-    parameters in a dtype of their own, the buffer is in one that has the values of all: see `view_params`.
+    parameters in a dtype of their own, the buffer is in one that has the values of all: see `split_by_dtype`.
 
     Args:
         piece: This rank's slice.

@@ -23,7 +23,16 @@ from .._spec.precision import Precision
 from .._spec.unit import Unit
 from .layout import from_memory_order, unflatten_unit
 
-__all__ = ["MixedLayout", "Run", "find_param_dtypes", "make_mixed_layout", "view_as", "view_params"]
+__all__ = [
+    "MixedLayout",
+    "Run",
+    "cast_views",
+    "find_param_dtypes",
+    "make_mixed_layout",
+    "split_by_dtype",
+    "view_as",
+    "view_by_dtype",
+]
 
 Run = tuple[int, torch.dtype]
 """A number of neighbouring elements, and their dtype."""
@@ -189,17 +198,47 @@ def find_param_dtypes(unit: Unit, rest: torch.dtype) -> tuple[torch.dtype, ...]:
     return tuple(kept or rest for kept in unit.kept_dtypes) or (rest,) * len(unit.params)
 
 
-def view_params(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> tuple[Sequence[Tensor], list[Tensor]]:
-    """Return a unit's parameters from its buffer in data flow, each in its own dtype, and the buffers that they view.
+def cast_views(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> list[Tensor]:
+    """Return a unit's parameters from its buffer in data flow: views of it, or casts of views to their own dtypes."""
+    views = unflatten_unit(buffer, unit)
+    if not unit.kept_dtypes:
+        return views
+    return [view.to(dtype) for view, dtype in zip(views, _dtypes_of(unit, shard_dtype), strict=True)]
 
-    These are the buffer itself or, for other dtypes, casts of it as a whole.
+
+def split_by_dtype(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> list[Tensor]:
+    """Return a buffer in data flow as one for each dtype, with the parameters of that dtype end to end.
+
+    The wide buffer need not live longer. Without parameters in dtypes of their own it is the only one.
     """
     if not unit.kept_dtypes:
-        return unflatten_unit(buffer, unit), [buffer]
-    dtypes = find_param_dtypes(unit, (unit.p.precision or Precision())._resolve(shard_dtype).param)
-    buffers = {dtype: buffer.to(dtype) for dtype in dtypes}
-    views = {dtype: unflatten_unit(own, unit) for dtype, own in buffers.items()}
-    return [views[dtype][i] for i, dtype in enumerate(dtypes)], list(buffers.values())
+        return [buffer]
+    dtypes = _dtypes_of(unit, shard_dtype)
+    pieces = [x for x, (_, param) in zip(buffer.split_with_sizes(_part_sizes(buffer, unit)), unit.parts, strict=False) if param]
+    return [
+        torch.cat([piece.to(own) for piece, own in zip(pieces, dtypes, strict=True) if own == dtype])
+        for dtype in dict.fromkeys(dtypes)
+    ]
+
+
+def view_by_dtype(buffers: Sequence[Tensor], unit: Unit, shard_dtype: torch.dtype) -> list[Tensor]:
+    """Return a unit's parameters as views of its buffers. Inverse of `split_by_dtype`."""
+    if not unit.kept_dtypes:
+        return unflatten_unit(buffers[0], unit)
+    dtypes = _dtypes_of(unit, shard_dtype)
+    sizes = {dtype: [x.numel for x, own in zip(unit.params, dtypes, strict=True) if own == dtype] for dtype in dtypes}
+    pieces = {buffer.dtype: iter(buffer.split_with_sizes(sizes[buffer.dtype])) for buffer in buffers}
+    return [from_memory_order(next(pieces[dtype]), param) for param, dtype in zip(unit.params, dtypes, strict=True)]
+
+
+def _dtypes_of(unit: Unit, shard_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of the parameters of a unit whose shard has this dtype."""
+    return find_param_dtypes(unit, (unit.p.precision or Precision())._resolve(shard_dtype).param)
+
+
+def _part_sizes(buffer: Tensor, unit: Unit) -> list[int]:
+    """Return the elements of each part of a unit's buffer, and of the padding at its end."""
+    return [*(size for size, _ in unit.parts), len(buffer) - unit.span]
 
 
 def view_as(buffer: Tensor, dtype: torch.dtype) -> Tensor:
