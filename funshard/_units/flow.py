@@ -205,10 +205,10 @@ def _gather_encoded(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: t
 
 
 def _gather_mixed(piece: Tensor, split: Sequence[Axis], layout: MixedLayout, label: str) -> Tensor:
-    """Gather a piece of a unit whose parameters have several dtypes: the wide buffer, from bytes where ranks are processes."""
+    """Gather a piece of a unit with parameters of several dtypes as its wide buffer: by bytes where ranks are processes."""
     if split and layout.index is not None:
         return layout.widen(_gather_along(layout.encode(piece), split, label), piece.shape)
-    return layout.round(_gather_along(piece, split, label))
+    return _gather_along(piece, split, label).to(layout.wide)  # what reads it casts
 
 
 @_torch.allow_in_graph

@@ -134,11 +134,6 @@ class MixedLayout:
         values = [run.view(dtype).to(self.wide) for run, (_, dtype) in zip(runs, self.runs, strict=True)]
         return torch.cat(values).view(-1, *shape[1:])
 
-    def round(self, buffer: Tensor) -> Tensor:
-        """Return a buffer with each element rounded to its dtype, in the wide one."""
-        runs = buffer.split([numel for numel, _ in self.runs])
-        return torch.cat([run.to(dtype).to(self.wide) for run, (_, dtype) in zip(runs, self.runs, strict=True)])
-
     def unflatten(self, buffer: Tensor, unit: Unit) -> list[Tensor]:
         """Return the unit's parameters as views of its buffer's bytes, by one split for each dtype."""
         views: dict[int, Tensor] = {}
@@ -182,7 +177,7 @@ def make_mixed_layout(
             if begin % dtype.itemsize and param.numel:
                 raise ValueError(
                     f"unit '{unit.key}': parameter '{param.name}' of {dtype} would begin at byte {begin}, between two of its "
-                    f"elements, because of {unit.p}: expected no align=, or one of {dtype.itemsize} at least"
+                    f"elements, because of {unit.p}: expected P(align={dtype.itemsize}), or a multiple of that"
                 )
             offsets.append((begin, dtype))
         begin += size * dtype.itemsize
