@@ -60,7 +60,9 @@ def reduce_grads(
         buffer = flatten_unit(grads, unit, spec.padded_numel(unit))
         out[unit.key] = reduce_unit(buffer, unit, mesh, reduction, unit.p.precision)
     for unit in slices:
-        whole = dataclasses.replace(unit, p=dataclasses.replace(unit.p, axis=None))  # of what is a buffer for the rest
+        whole = dataclasses.replace(
+            unit, p=dataclasses.replace(unit.p, axis=None, reshard=True)
+        )  # of what is a buffer for the rest
         out[unit.key] = reduce_unit(grads[unit.key], whole, mesh, reduction, unit.p.precision)
     return {unit.key: out[unit.key] for unit in spec if unit.key in out}
 

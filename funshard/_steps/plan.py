@@ -147,7 +147,9 @@ class AccumulationPlan:
             grad = _pop_sum(through, unit.key, shard, shard.shape)
             rest = [name for name, axis in mesh.axes if axis.size > 1 and name not in p.axes and self.reduction.includes(name)]
             reduction = Reduction("mean" if by == "mean" else "sum", frozenset(rest))
-            unit = dataclasses.replace(unit, p=dataclasses.replace(p, axis=None))  # its slice is a buffer for the rest
+            unit = dataclasses.replace(
+                unit, p=dataclasses.replace(p, axis=None, reshard=True)
+            )  # its slice is a buffer for the rest
             if not rest or not self.is_deferred:
                 return grad / count
         dtypes = (p.precision or Precision())._resolve(shard.dtype)

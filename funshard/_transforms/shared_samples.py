@@ -107,4 +107,4 @@ class SharedSamples(NamedTuple):
 
 def _replicate_unit(unit: Unit) -> Unit:
     """Return the unit without a shard axis, so that each rank has its whole buffer."""
-    return dataclasses.replace(unit, p=dataclasses.replace(unit.p, axis=None))
+    return dataclasses.replace(unit, p=dataclasses.replace(unit.p, axis=None, reshard=True))
