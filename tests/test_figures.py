@@ -31,7 +31,6 @@ PAGES = {page.stem: page for page in figures.PAGES}
 FILES = sorted(figures.RESULTS.glob("*.json"))
 NO_FILE = {
     ("measuring", "FSDP2, each block compiled"),
-    ("measuring", "FSDP2, not compiled"),
     ("measuring", "`fs.hvp`"),
 }
 """Tables of figures without a file, by page and first row. When their benchmark runs again, save a file and mark the table."""
