@@ -17,8 +17,9 @@ QUIET = {
     "alias",
     "_unsafe_view",
     "_lazy_clone",
+    "as_strided_",
 }
-"""They allocate, or give the same memory again; `_lazy_clone` copies only once somebody writes."""
+"""They allocate, or give the same memory again, perhaps as another shape; `_lazy_clone` copies only once somebody writes."""
 
 
 class Kernels(TorchDispatchMode):

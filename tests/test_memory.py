@@ -15,10 +15,11 @@ from depth import each, mark_seldom
 from parity import WAYS, numbers
 from peer_models import Net, chain
 from torch import Tensor, nn
+from torch.distributed import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
-from funshard import _torch
+from funshard import P, _torch
 
 
 @contextlib.contextmanager
@@ -297,3 +298,23 @@ def test_dropping_everything_returns_to_the_baseline() -> None:
     """test_fully_shard_del_memory: no cycle keeps a model, its shards or its gathered buffers alive."""
     with world(4), no_collector():
         assert [ref for ref in step_and_forget() if ref() is not None] == []
+
+
+def test_gradients_that_are_reduced_over_one_axis_of_two_do_not_stay() -> None:
+    """Beside one axis of as many ranks, backward holds no more than parts of three units."""
+    blocks, width = 12, 64
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(blocks)))
+
+    def peak_of(mesh: Any, p: P) -> int:
+        spec = fs.by_type(nn.Linear, p=p)(model).on(mesh)
+        params = fs.shard(model, spec, check_values=False)
+        loss = lambda params: fs.functional_call(model, params, torch.ones(1, width), spec=spec).sum()  # noqa: E731
+        with no_collector(), Peak() as peak:
+            fs.grad(loss)(params)
+        return peak.bytes
+
+    with world(4):
+        one = peak_of(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)), P("shard"))
+        two = peak_of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), P(("replicate", "shard")))
+    unit = 4 * (width * width + width)
+    assert two < one + 1.5 * unit

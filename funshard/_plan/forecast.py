@@ -44,7 +44,8 @@ class CallForecast:
         self._to_the_end: list[_Gathered] = []
         self._resharded: list[_Gathered] = []
         self._backward_position = 0  # in that list
-        self._unscattered: list[Chain] = []
+        self._unscattered: list[tuple[Chain, int]] = []
+        self._partly_scattered: list[tuple[Chain, int]] = []  # and the axes that are left
         self._chains: list[Chain] = []
         self._buckets: OpenBuckets[Any] = OpenBuckets()
         self._bucket_chains: list[Chain] = []
@@ -274,13 +275,19 @@ class CallForecast:
             if full := self._buckets.add(kind, unit.key, (), route.padded_numel, most):
                 self._reduce_bucket(kind, full.keys)
             return
+        for chain, _ in self._partly_scattered:
+            chain.advance()
+        self._partly_scattered = [(chain, axes - 1) for chain, axes in self._partly_scattered if axes > 1]
         while self._unscattered:
-            self._unscattered.pop(0).advance()
+            older, axes = self._unscattered.pop(0)
+            older.advance()
+            if axes > 1:
+                self._partly_scattered.append((older, axes - 1))
         self._events.add("memory", unit.key, {"gradients": buffer - grads})
         chain = Chain(self._events, unit.key, reduce_steps(route, route.padded_numel, unit.dtype, facts.sizes))
         self._chains.append(chain)
         if route.split_axes:
-            self._unscattered.append(chain)
+            self._unscattered.append((chain, len(route.split_axes) if route.device is None else 1))
 
     def _reduce_bucket(self, kind: object, keys: list[str]) -> None:
         """Add the reduction of a full bucket of these units."""

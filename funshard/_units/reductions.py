@@ -36,7 +36,8 @@ class ReductionQueue:
 
     def _reset(self) -> None:
         """Forget all that is under way."""
-        self._unscattered: list[tuple[CollectiveChain, Tensor]] = []  # whole gradients that are not reduced to slices yet
+        self._unscattered: list[tuple[CollectiveChain, Tensor, int]] = []  # whole gradients not yet reduced to slices, and axes
+        self._partly_scattered: list[tuple[CollectiveChain, int]] = []  # and those on their way over a second axis, or more
         self._host_copies: list[CollectiveChain] = []  # slices, and buckets, on their way to the host
         self._on_host: dict[str, Route] = {}  # of whose units gradients go there
         self._slices: list[tuple[str, CollectiveChain]] = []
@@ -75,15 +76,18 @@ class ReductionQueue:
     def reduce_split(self, key: str, pieces: Sequence[Tensor], route: Route, steps: RouteSteps) -> None:
         """Start to reduce a unit's gradient, given in pieces, to slices. Older ones move on by a step."""
         self._advance_host_copies(key, route)
+        self._advance_partly_scattered()
         while len(self._unscattered) >= self._in_flight:
-            chain, buffer = self._unscattered.pop(0)
+            chain, buffer, axes = self._unscattered.pop(0)
             chain.advance()
+            if axes > 1:
+                self._partly_scattered.append((chain, axes - 1))
             self._buffers.give(buffer)
             del buffer
         self._report_finished(self._in_flight)
         buffer = self._buffers.take(route.padded_numel, route.dtypes.reduce, pieces[0])
         chain = CollectiveChain(_torch.concat_into(pieces, buffer), steps.reduce)
-        self._unscattered.append((chain, buffer))
+        self._unscattered.append((chain, buffer, len(route.split_axes) if route.device is None else 1))
         self._add_chain(key, chain)
         if route.device is not None:
             self._host_copies.append(chain)
@@ -94,11 +98,17 @@ class ReductionQueue:
             self._on_host[key] = route
         if not self._host_copies:
             return
-        whole = {id(chain) for chain, _ in self._unscattered}
+        whole = {id(chain) for chain, *_ in self._unscattered}
         for chain in self._host_copies:
             if id(chain) not in whole:
                 chain.advance()
         self._host_copies = [chain for chain in self._host_copies if chain.is_pending]
+
+    def _advance_partly_scattered(self) -> None:
+        """Advance the chains that reduce to slices over more axes: each holds what it has reduced over the ones before."""
+        for chain, _ in self._partly_scattered:
+            chain.advance()
+        self._partly_scattered = [(chain, axes - 1) for chain, axes in self._partly_scattered if axes > 1]
 
     def add_unreduced(self, key: str, grad: Tensor) -> None:
         """Add a unit's gradient that no other rank has a part of."""
@@ -125,6 +135,7 @@ class ReductionQueue:
     def _wait_chain(self, chain: CollectiveChain) -> Tensor:
         """Wait for a result, and hold it no longer."""
         self._host_copies = [other for other in self._host_copies if other is not chain]
+        self._partly_scattered = [(other, axes) for other, axes in self._partly_scattered if other is not chain]
         return chain.result()
 
     def _report(self, parts: Iterable[tuple[str, Tensor]], receiver: GradReceiver) -> None:
