@@ -72,6 +72,9 @@ def test_each_iteration_goes_on_with_the_next_epoch() -> None:
     assert len(all_of_them) == 12
     next(iter(one))
     assert [batch for _ in range(3) for batch in one] == list(all_of_them)
+    (counted,) = parts(20, 1, batch=5)  # a loop that counts its steps, and does not ask for one after the last
+    for epoch in range(3):
+        assert [batch for _, batch in zip(range(4), counted, strict=False)] == [one[4 * epoch + i] for i in range(4)]
     (endless,) = parts(20, 1, batch=5, epochs=None)
     assert [batch for batch, _ in zip(endless, range(12), strict=False)] == [one[step] for step in range(12)]
     with pytest.raises(TypeError, match="epochs=None has no length"):
@@ -104,6 +107,10 @@ def test_a_state_of_other_batches_is_refused() -> None:
             one.load_state_dict(other.state_dict(2))
     with pytest.raises(ValueError, match="size: expected 41, as in the state, got 40"):
         one.load_state_dict(parts(41, 1, batch=8)[0].state_dict(2))
+    with pytest.raises(ValueError, match="expected what state_dict returned, got no 'size'"):
+        one.load_state_dict({"step": 2})
+    with pytest.raises(ValueError, match="step: expected at least 0, got -1"):
+        one.load_state_dict(one.state_dict(-1))
     assert one.start == 0
 
 
@@ -131,10 +138,15 @@ def test_what_does_not_fit_is_refused() -> None:
         "2 samples for 4 ranks": {"batch": 8, "last": "short"},
         "last: expected one of": {"batch": 4, "last": "keep"},
         "epochs: expected at least 1": {"batch": 4, "epochs": 0},
+        "data: expected one sample at least, got 0": {"data": 0, "batch": 4, "last": "pad"},
+        "data: expected one sample at least, got -3": {"data": -3, "batch": 4, "last": "short"},
         "does not know its rank": {"batch": 4, "rank": None},
     }.items():
         with pytest.raises(ValueError, match=match):
-            fs.data.sampler(10, on, **{"rank": 0, **options})
+            fs.data.sampler(**{"data": 10, "spec": on, "rank": 0, **options})
+    for name, value in (("batch", 4.0), ("batch", "4"), ("seed", 1.5), ("epochs", "2")):
+        with pytest.raises(TypeError, match=f"{name}: expected a whole number, got {value!r}"):
+            fs.data.sampler(**{"data": 10, "spec": on, "rank": 0, "batch": 4, name: value})
     with pytest.raises(TypeError, match="a data set with a length"):
         fs.data.sampler(iter(range(3)), on, batch=4, rank=0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(IndexError, match="at least 0"):

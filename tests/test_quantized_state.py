@@ -398,7 +398,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert optim.decode_state(state, CODEC, spec=spec)[""]["exp_avg"].dtype == dtype
 
 
-ELEMENTWISE = ["SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
+ELEMENTWISE = ["SGD", "Adam", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 
 
 @each
@@ -591,6 +591,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (TypeError, "gradient transformation", lambda: make(optim.clip_gradients(spec, 1.0))),
         (TypeError, "expected a PartitionSpec", lambda: optim.quantized_state(adamw, CODEC, spec=fs.policies.whole())),  # type: ignore[arg-type]
         (ValueError, "centered", lambda: make(optim.from_torch(torch.optim.RMSprop, centered=True)).init(params)),
+        (ValueError, "Adadelta multiplies by the root", lambda: make(optim.from_torch(torch.optim.Adadelta)).init(params)),
         (TypeError, "expected a state by unit key", lambda: make((lambda p: (), lambda g, s, p: (p, s))).init(params)),
         (ValueError, "'0.weight' is no unit", lambda: make().init(FULL)),
         (ValueError, r"in dynamic8\(block=8\)", lambda: make(codec=codecs.dynamic8(8)).update(grads, state, params)),

@@ -96,6 +96,8 @@ def test_what_is_refused() -> None:
         "names: 'scales' matches no parameter": {"names": ["scale", "scales"]},
         "bucket: expected a positive number": {"bucket": 0},
         "bucket: expected a number of bytes such as": {"bucket": "1 gigabyte"},
+        "bucket: expected a number of bytes .*, got inf": {"bucket": float("inf")},
+        "expected a floating point dtype, got bfloat16": {"dtype": "bfloat16"},
         "expected a floating point dtype, got torch.int32": {"dtype": torch.int32},
     }.items():
         with pytest.raises(ValueError, match=match):

@@ -76,7 +76,7 @@ def stream_full(
     size = parse_bytes(bucket, "bucket")
     if size <= 0:
         raise ValueError(f"bucket: expected a positive number of bytes, got {bucket!r}")
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):  # pyright: ignore
         raise ValueError(f"dtype: expected a floating point dtype, got {dtype}")
     if rank0_only and mesh.is_simulated:
         raise ValueError("stream_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 __all__ = ["parse_bytes"]
@@ -16,8 +17,9 @@ def parse_bytes(size: float | str, what: str = "memory") -> int:
         ValueError: For anything else, naming what has this size.
     """
     if not isinstance(size, str):
-        return int(size)
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?I?)B?\s*", size.upper())
-    if match is None or match[2] not in _UNITS:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # None, NaN, infinity
+            return int(size)
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]?I?)B?\s*", str(size).upper())
+    if not isinstance(size, str) or match is None or match[2] not in _UNITS:
         raise ValueError(f"{what}: expected a number of bytes such as '80GB' or '512MiB', got {size!r}")
     return int(float(match[1]) * _UNITS[match[2]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Literal, get_args
 
@@ -77,6 +78,14 @@ def _count_samples(data: Sized | int) -> int:
     raise TypeError(f"data: expected a data set with a length, or its number of samples, got {type(data).__name__}")
 
 
+def _to_int(name: str, value: int) -> int:
+    """Return a whole number as int; raise TypeError for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
+
+
 def _axes_of_samples(spec: PartitionSpec, axes: Iterable[str] | None) -> tuple[str, ...]:
     """Return the axes along which ranks have different samples; raise ValueError where None does not say which."""
     unit = next((unit for unit in spec for axis in unit.local_axes if spec.bound_mesh[axis].size > 1), None)
@@ -107,13 +116,16 @@ class BatchSampler:
     def __init__(
         self, size: int, batch: int, seed: int, shuffle: bool, last: Last, epochs: int | None, index: int, parts: int
     ) -> None:
-        self.size, self.batch, self.seed, self.shuffle, self.last = size, batch, seed, shuffle, last
-        self.epochs, self.index, self.parts = epochs, index, parts
+        self.size, self.batch, self.seed = _to_int("data", size), _to_int("batch", batch), _to_int("seed", seed)
+        self.epochs = None if epochs is None else _to_int("epochs", epochs)
+        self.shuffle, self.last, self.index, self.parts = shuffle, last, index, parts
         self.start = 0
         """The step with which the next iteration begins."""
         self._order: tuple[int, Tensor] | None = None
         if last not in get_args(Last):
             raise ValueError(f"last: expected one of {get_args(Last)}, got {last!r}")
+        if size < 1:
+            raise ValueError(f"data: expected one sample at least, got {size}")
         if batch < 1 or batch % parts:
             raise ValueError(f"batch: expected a multiple of the {parts} ranks with different samples, got {batch}")
         if not self.steps_per_epoch:
@@ -138,12 +150,18 @@ class BatchSampler:
         return (self.start // self.steps_per_epoch + self.epochs) * self.steps_per_epoch - self.start
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the indices of each step from ``start`` to the end of the last epoch, and then begin there the next time."""
+        """Yield the indices of each step from ``start`` to the end of the last epoch, and begin there the next time.
+
+        An iteration that is left before its last step begins again. A DataLoader's workers may have drawn the last step
+        already: a loop that leaves early sets ``start`` to its next step.
+        """
         if self.epochs is None:
             yield from map(self.__getitem__, itertools.count(self.start))
         end = self.start + len(self)
-        yield from map(self.__getitem__, range(self.start, end))
-        self.start = end
+        for step in range(self.start, end):
+            if step == end - 1:
+                self.start = end  # before it is yielded: zip(range(n), ...) never asks for more
+            yield self[step]
 
     def __getitem__(self, step: int) -> list[int]:
         """Return the indices of this rank's samples in a step.
@@ -191,6 +209,11 @@ class BatchSampler:
         Args:
             state: What `state_dict` returned. ValueError if it is of other data or options, which draw other batches.
         """
+        names = self.state_dict(0)
+        if lacking := [name for name in names if name not in state]:
+            raise ValueError(f"data.sampler: expected what state_dict returned, got no '{lacking[0]}' among {[*state]}")
+        if int(state["step"]) < 0:
+            raise ValueError(f"data.sampler: step: expected at least 0, got {state['step']}")
         for name, own in self.state_dict(int(state["step"])).items():
             if state[name] != own:
                 raise ValueError(

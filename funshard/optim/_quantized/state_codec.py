@@ -73,6 +73,11 @@ class StateCodec:
                         f"{self.who}: unit '{key}': RMSprop(centered=True) takes the root of a difference of averages, which "
                         "rounding can make negative: expected centered=False"
                     )
+                if "acc_delta" in slots:
+                    raise ValueError(
+                        f"{self.who}: unit '{key}': Adadelta multiplies by the root of its average of squared updates, and "
+                        "rounding a small one up makes later updates too large: expected another optimizer"
+                    )
                 for name in slots:
                     self._check_slice(values[name], unit, name)
                 new = self.encode_unit(unit, new, [name for name in slots if values[name].is_floating_point()])
