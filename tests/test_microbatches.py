@@ -154,6 +154,8 @@ def lacks_a_stand_in(rank: int) -> None:
     assert fs.pad_microbatches([], spec=spec) == ([], [])  # all ranks are at the end
     with pytest.raises(ValueError, match="expected a weight for each of 2 micro-batches, got 1"):
         fs.pad_microbatches([1, 2], [1.0], spec=spec)
+    with pytest.raises(ValueError, match="another rank has other numbers" if rank else "for each of 2 micro-batches, got 1"):
+        fs.pad_microbatches([1, 2], [1.0] * (1 + rank), spec=spec)
 
 
 def test_a_rank_without_micro_batches_needs_one_to_repeat(gloo2: Pool) -> None:

@@ -53,8 +53,8 @@ def pad_microbatches(
         ``(microbatches, weights)``, both empty if no rank has a micro-batch.
 
     Raises:
-        ValueError: If there is not a weight for each micro-batch; on every rank, if one of them has neither a micro-batch nor
-            a stand-in and another has micro-batches.
+        ValueError: On every rank, if one of them has not a weight for each micro-batch, or neither a micro-batch nor a
+            stand-in while another has micro-batches.
 
     Example:
         A rank with fewer batches joins the others' last steps:
@@ -78,10 +78,13 @@ def pad_microbatches(
     """
     own = list(microbatches)
     given: list[float | Tensor] = [1.0] * len(own) if weights is None else list(weights)
-    check_weight_count(given, len(own))
     if stand_in is None and own:
         stand_in = own[0]
-    most, lacks = _max_over_ranks([len(own), int(stand_in is None)], bind_spec(spec).bound_mesh)
+    counts = [len(own), int(stand_in is None), int(len(given) != len(own))]
+    most, lacks, is_miscounted = _max_over_ranks(counts, bind_spec(spec).bound_mesh)
+    check_weight_count(given, len(own))  # after what the others wait for
+    if is_miscounted:
+        raise ValueError("pad_microbatches: expected a weight for each micro-batch, and another rank has other numbers of them")
     if most and lacks:
         raise ValueError(
             f"pad_microbatches: this rank has {len(own)} micro-batches and another one {most}: expected, on each rank without "
