@@ -423,6 +423,39 @@ def test_gradient_in_forward_inside_of_remat_and_autocast() -> None:
     assert_close(again, want)
 
 
+class ProductInFloat32(torch.autograd.Function):
+    """Whose backward, which autocast is not for, would be in bfloat16 within it."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, w: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(h, w)
+        with torch.autocast("cpu", enabled=False):
+            return h @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, ctx.saved_tensors[0].T @ grad
+
+
+def test_gradient_in_forward_is_computed_outside_of_autocast() -> None:
+    h, w = rows_of(10)["h"].float(), W.float().requires_grad_()
+    f = fs.chunked(lambda w, h: (ProductInFloat32.apply(h, w).sin().sum(), 1), 3, gradient="forward")  # pyright: ignore
+    with torch.autocast("cpu", torch.bfloat16):
+        total, _ = f(w, h)
+    (got,) = torch.autograd.grad(total, w)
+    assert_close(got, h.T @ (h @ w.detach()).cos(), rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_in_forward_of_a_retained_graph() -> None:
+    """Each backward has a cotangent of its own."""
+    h, w = rows_of(10)["h"], W.clone().requires_grad_()
+    total, _ = fs.chunked(lambda w, h: ((h @ w).sin().sum(), 1), 3, gradient="forward")(w, h)
+    twice, thrice = (torch.autograd.grad(total, w, torch.full_like(total, c), retain_graph=c == 2)[0] for c in (2.0, 3.0))
+    exact = h.T @ (h @ w.detach()).cos()
+    assert_close(twice, 2 * exact)
+    assert_close(thrice, 3 * exact)
+
+
 def steps_on_ranks(rank: int) -> None:
     """Accumulated, and updated in backward."""
     results = []
