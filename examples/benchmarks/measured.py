@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import Step, free_port, quartiles
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 Build = Callable[[nn.Module], Step]
@@ -58,11 +59,11 @@ def peak_bytes_compiled(build: Build, make: Callable[[], nn.Module], batch: Batc
 def live_bytes() -> int:
     """Bytes of the storages of all tensors that Python knows of, after a collection of garbage."""
     gc.collect()
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not isinstance(x, FakeTensor)]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     whole = (getattr(x, "_local_tensor", x) for x in tensors)  # of a DTensor
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in whole if x.device.type == "cpu"}
-    return sum(storages.values())
+    storages = [x.untyped_storage() for x in whole if x.device.type == "cpu" and torch._C._has_storage(x)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def held(record: profile) -> list[tuple[int, int]]:
