@@ -102,6 +102,21 @@ def test_what_cannot_be_a_group(policy: fs.Policy, message: str) -> None:
         policy(Net())
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        override(by_group(["a", "b"]), fs.by_path({"a+b": P("shard")})),  # one key
+        override(by_group(["a", "b+c"]), by_group(["a+b", "c"])),  # one label
+    ],
+)
+def test_names_with_a_plus(policy: fs.Policy) -> None:
+    """No unit is lost or joined with another, because its key is that of the other."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("a", "b", "c", "a+b", "b+c")})
+    assert keys(fs.by_type(nn.Linear)(model)) == ["a", "a+b", "b", "b+c", "c"]
+    with pytest.raises(ValueError, match=r"unit 'a\+.*' of modules \[.*\] may have another unit's key: expected no '\+'"):
+        policy(model)
+
+
 def test_wrong_arguments() -> None:
     for size in (0, True, 1.5):
         with pytest.raises(ValueError, match="by_group: size: expected a whole number of modules, at least 1, got"):

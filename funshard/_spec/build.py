@@ -75,7 +75,8 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
 def _group_by_unit(selected: Mapping[str, P]) -> dict[str, tuple[tuple[str, ...], P]]:
     """Return the paths of the modules of each unit, by the unit's name, and their common `P`, without its ``unit``.
 
-    Raises ValueError, naming both, for modules of one unit that have different `P` or lie inside of each other.
+    Raises ValueError, naming both, for modules of one unit that have different `P` or lie inside of each other, and for
+    names with a ``+``, by which two units would have one key.
     """
     groups: dict[tuple[bool, str], list[str]] = {}
     for path, p in selected.items():
@@ -93,6 +94,8 @@ def _group_by_unit(selected: Mapping[str, P]) -> dict[str, tuple[tuple[str, ...]
                     f"unit '{name}': module '{path}' is inside of '{around}': expected modules beside each other; the outer "
                     "one alone has the parameters of both"
                 )
+        if name in members or (len(paths) > 1 and any("+" in path for path in paths)):
+            raise ValueError(f"unit '{name}' of modules {paths} may have another unit's key: expected no '+' in module names")
         members[name] = tuple(paths), dataclasses.replace(p, unit=None)
     return members
 
