@@ -182,7 +182,8 @@ def differ(rank: int, counts: tuple[int, ...], strategy: str, kind: str, step: s
     batches = own if kind == "list" else read()
     other = next(i for i, n in enumerate(counts) if n != counts[0])
     what = [str(n) if kind == "list" or n == min(counts) else f"more than {min(counts)}" for n in (counts[0], counts[other])]
-    error = rf"got {what[0]} micro-batches on rank 0, and {what[1]} micro-batches on rank {other}; fs.pad_microbatches"
+    counted_as = "micro-batches" if kind == "list" else "micro-batches of a generator"
+    error = rf"got {what[0]} {counted_as} on rank 0, and {what[1]} {counted_as} on rank {other}; fs.pad_microbatches"
     init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
     steps: dict[str, Callable[[], Any]] = {
         "accumulate": lambda: fs.accumulate(counted, params, batches, spec=spec),
@@ -210,6 +211,33 @@ def test_other_numbers_are_an_error_on_every_rank(
 def test_one_rank_of_a_mesh_differs(gloo4: Pool) -> None:
     """Also ranks that share no axis with it get the error."""
     gloo4.run(differ, (2, 2, 2, 1), "shard", "list", "accumulate")
+
+
+def mix_kinds(rank: int) -> None:
+    model, spec, loss = make()
+    params = fs.shard(model, spec)
+    for in_list, generated in ((1, 1), (1, 2), (2, 2), (2, 3)):
+        batches = [batch_of(rank, i) for i in range(generated if rank else in_list)]
+        with pytest.raises(ValueError, match=r"on rank 0, and .* of a generator on rank 1; .* lists on all ranks"):
+            fs.accumulate(loss, params, iter(batches) if rank else batches, spec=spec)
+    fs.accumulate(loss, params, [batch_of(rank, 0)], spec=spec)  # nothing is left under way
+
+
+def test_a_list_on_one_rank_and_a_generator_on_another(gloo2: Pool) -> None:
+    """Of which one is compared once, and the other after each micro-batch."""
+    gloo2.run(mix_kinds)
+
+
+def pad_none(rank: int) -> None:
+    _, spec, _ = make()
+    assert fs.pad_microbatches([None] * (1 + rank), spec=spec).microbatches == [None, None]
+    for one_batch in ({"x": 1}, torch.ones(2, 3)):
+        with pytest.raises(TypeError, match="pad_microbatches: expected a list of micro-batches, or a generator, got"):
+            fs.pad_microbatches(one_batch, spec=spec)
+
+
+def test_batches_that_are_none_or_no_list(gloo2: Pool) -> None:
+    gloo2.run(pad_none)
 
 
 def compared(rank: int) -> None:

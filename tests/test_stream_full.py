@@ -297,6 +297,8 @@ def different(rank: int) -> None:
         for rank0_only in (False, True):
             with pytest.raises(RuntimeError, match="collective 1 is gather of unit"):
                 list(fs.stream_full(shards, spec, rank0_only=rank0_only, **options))
+    with pytest.raises(RuntimeError, match=r"gather of unit '0' in .* rank 0, and gather of unit '0' to the first rank"):
+        fs.gather_full(shards, spec, rank0_only=rank == 1)
 
 
 @pytest.mark.usefixtures("not_on_worst")

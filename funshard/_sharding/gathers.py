@@ -58,7 +58,8 @@ def gather_units(
             yield unit, buffer
             del buffer
         return
-    names = [f"gather of unit '{unit.key}' in {sent_dtype(pieces[unit.key], unit, dtype)}" for unit in units]
+    to = " to the first rank" if to_first else ""
+    names = [f"gather of unit '{unit.key}'{to} in {sent_dtype(pieces[unit.key], unit, dtype)}" for unit in units]
     for group in gathering_groups(units, mesh):
         check_sequence(names, group, pieces[units[0].key])
     versions = {key: _torch.version(piece) for key, piece in pieces.items()}

@@ -76,11 +76,10 @@ def pad_microbatches(
     Source: the ``Join`` context manager of torch.distributed.algorithms, whose ranks without inputs shadow the others'
     collectives.
     """
+    _check_iterable("pad_microbatches", microbatches)
     own = list(microbatches)
     given: list[float | Tensor] = [1.0] * len(own) if weights is None else list(weights)
-    if stand_in is None and own:
-        stand_in = own[0]
-    counts = [len(own), int(stand_in is None), int(len(given) != len(own))]
+    counts = [len(own), int(stand_in is None and not own), int(len(given) != len(own))]
     most, lacks, is_miscounted = _max_over_ranks(counts, bind_spec(spec).bound_mesh)
     check_weight_count(given, len(own))  # after what the others wait for
     if is_miscounted:
@@ -91,16 +90,22 @@ def pad_microbatches(
             "any, a micro-batch to repeat, such as an earlier one: pass it as stand_in= on all ranks"
         )
     missing = most - len(own)
-    return PaddedMicrobatches(own + [stand_in] * missing, given + [0.0] * missing)
+    repeated = own[0] if stand_in is None and own else stand_in
+    return PaddedMicrobatches(own + [repeated] * missing, given + [0.0] * missing)
+
+
+def _check_iterable(who: str, microbatches: object) -> None:
+    """Raise TypeError for one batch instead of micro-batches: a tensor or a mapping would be iterated over."""
+    if isinstance(microbatches, Tensor | Mapping) or not hasattr(microbatches, "__iter__"):
+        raise TypeError(f"{who}: expected a list of micro-batches, or a generator, got {type(microbatches).__name__}")
 
 
 def split_first_batch(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
     """Return the micro-batches, and those known before the first one runs: all of a list, the first of a generator."""
+    _check_iterable("accumulate", microbatches)
     if isinstance(microbatches, list | tuple):
         first: Any = microbatches
         rest: Iterable[Any] = ()
-    elif isinstance(microbatches, Tensor | Mapping) or not hasattr(microbatches, "__iter__"):
-        raise TypeError(f"accumulate: expected a list of micro-batches, or a generator, got {type(microbatches).__name__}")
     else:
         rest = iter(microbatches)
         first = list(itertools.islice(rest, 1))
@@ -118,7 +123,7 @@ def iterate_equally(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
     A list is compared once, behind its first micro-batch. A generator is read one ahead, and compared behind each.
 
     Raises:
-        ValueError: On every rank, if they have different numbers.
+        ValueError: On every rank, if they have different numbers, or some a list and others a generator.
     """
     if isinstance(batches, list | tuple):
         finish = check_count(f"{len(batches)} micro-batches", len(batches), mesh)
@@ -131,8 +136,9 @@ def iterate_equally(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
     batch = next(rest, _NONE)
     while batch is not _NONE:
         i, following = i + 1, next(rest, _NONE)
-        text = f"{i} micro-batches" if following is _NONE else f"more than {i} micro-batches"
-        finish = check_count(text, i - (following is _NONE), mesh)
+        is_last = following is _NONE
+        text = f"{i if is_last else f'more than {i}'} micro-batches of a generator"
+        finish = check_count(text, -2 * i - is_last, mesh)  # negative: never that of a list, which ranks compare once
         yield batch
         finish()
         batch = following
@@ -176,7 +182,7 @@ def _raise_difference(text: str, groups: Sequence[HostGroup]) -> NoReturn:
     other, got = next(one for one in others if one[1] != expected)
     raise ValueError(
         f"accumulate: expected as many micro-batches on every rank, got {expected} on rank {rank}, and {got} on rank {other}; "
-        "fs.pad_microbatches adds some of weight 0"
+        "fs.pad_microbatches adds some of weight 0; and lists on all ranks, or generators on all"
     )
 
 
