@@ -44,8 +44,9 @@ def stream_full(
 ) -> Generator[tuple[str, Tensor]]:
     """Return an iterator over the full parameters, as ``(name, tensor)``, which gathers the next ones meanwhile.
 
-    All ranks iterate to the same end. Units come in the order of their first parameter in the model. A tensor may be a view of
-    its unit's buffer, which lives as long as one of them: clone what you keep. `gather_full` returns clones of all.
+    All ranks iterate to the same end. Units come in the order of their first parameter in the model. The tensors have no
+    derivative, as those of `gather_full`, and may be views of a unit's buffer, which lives as long as one of them: clone what
+    you keep.
 
     Args:
         shards: As for `gather_full`. Do not modify them before the end.
@@ -59,8 +60,8 @@ def stream_full(
 
     Raises:
         ValueError: As `gather_full`, and for a name or glob that matches nothing.
-        RuntimeError: Inside a transform; for a modified shard; where ranks stream different parameters. If they end early at
-            different ones, the next call raises it.
+        RuntimeError: Inside a transform of torch.func; for a modified shard; where ranks stream different parameters. If they
+            end early at different ones, the next call raises it.
 
     Example:
         >>> import torch, funshard as fs
