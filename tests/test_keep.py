@@ -523,10 +523,13 @@ def test_keep_beside_a_codec() -> None:
 def test_wrong_globs() -> None:
     """One that matches nothing, whatever it matches in units of another precision; and two for one parameter."""
     model = make_model(F32)
-    with pytest.raises(ValueError, match=r"keep: '\*router\*' matches no parameter of the units with this precision"):
+    with pytest.raises(ValueError, match=r"keep: '\*router\*' matches no floating point parameter of the units with"):
         fs.by_type(Block, p=P("shard", precision=Precision(keep={"*router*": F32})))(model)
-    with pytest.raises(ValueError, match=r"keep: 'head\.\*' matches no parameter"):
+    with pytest.raises(ValueError, match=r"keep: 'head\.\*' matches no floating point parameter"):
         fs.by_path({"blocks.*": P("shard", precision=LOW)})(model)
+    phases = nn.ParameterDict({"phase": torch.ones(2, dtype=torch.complex64), "scale": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"keep: 'phase' matches no floating point parameter"):
+        fs.policies.whole(P("shard", precision=Precision(param=BF16, keep={"phase": F32})))(phases)
     with pytest.raises(ValueError, match=r"parameter 'blocks\.0\.norm\.weight': Precision\(keep=.*expected one dtype"):
         fs.by_type(Block, p=P("shard", precision=Precision(keep={"*norm*": F32, "blocks.0.*": F64})))(model)
 

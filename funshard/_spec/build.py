@@ -56,9 +56,10 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
     for precision in dict.fromkeys(p.precision for p in every.values() if p.precision):
         among = (x for name, params in owned.items() if every[name].precision == precision for x in params)
         if (glob := precision._find_unmatched(among)) is not None:
+            known = [x.name for params in owned.values() for x in params if x.dtype.is_floating_point][:3]
             raise ValueError(
-                f"{precision}: keep: '{glob}' matches no parameter of the units with this precision: expected a glob of names "
-                f"in the model such as {[x.name for params in owned.values() for x in params][:3]}"
+                f"{precision}: keep: '{glob}' matches no floating point parameter of the units with this precision: expected a "
+                f"glob of names in the model such as {known}"
             )
     encoded = [name for name in owned if every[name].at_rest]
     if encoded and not any(unit.at_rest for unit in units):

@@ -44,7 +44,7 @@ class Precision:
     (FSDP1's ``keep_low_precision_grads``), differentiate with respect to params that are cast to it.
 
     Raises TypeError for what is no floating point dtype, ValueError for ``keep`` beside a codec. A glob that matches no
-    parameter is a ValueError when the spec is made.
+    floating point parameter is a ValueError when the spec is made.
     """
 
     param: torch.dtype | None = None
@@ -98,8 +98,8 @@ class Precision:
         return tuple(found) if any(found) else ()
 
     def _find_unmatched(self, params: Iterable[Param]) -> str | None:
-        """Return a glob of ``keep`` that matches no name of these parameters; None if there is none."""
-        names = [name for param in params for name in param.names]
+        """Return a glob of ``keep`` that matches no name of the floating point ones among these parameters; or None."""
+        names = [name for param in params if param.dtype.is_floating_point for name in param.names]
         globs = dict(self.keep or ())
         return next((glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)), None)
 
