@@ -76,11 +76,12 @@ def pad_microbatches(
     Source: the ``Join`` context manager of torch.distributed.algorithms, whose ranks without inputs shadow the others'
     collectives.
     """
+    mesh = bind_spec(spec).bound_mesh
     _check_iterable("pad_microbatches", microbatches)
     own = list(microbatches)
     given: list[float | Tensor] = [1.0] * len(own) if weights is None else list(weights)
     counts = [len(own), int(stand_in is None and not own), int(len(given) != len(own))]
-    most, lacks, is_miscounted = _max_over_ranks(counts, bind_spec(spec).bound_mesh)
+    most, lacks, is_miscounted = _max_over_ranks(counts, mesh)
     check_weight_count(given, len(own))  # after what the others wait for
     if is_miscounted:
         raise ValueError("pad_microbatches: expected a weight for each micro-batch, and another rank has other numbers of them")

@@ -138,12 +138,14 @@ def policies(model: nn.Module) -> SearchStrategy[Policy]:
     p = st.builds(P, st.sampled_from(["shard", None]), reshard=st.booleans(), align=st.sampled_from([None, 1, 4]))
     paths = st.dictionaries(st.sampled_from(sorted({*module_tree(model).canonical})), p, max_size=4)
     classes = st.sampled_from(sorted({type(m) for m in model.modules()}, key=lambda c: c.__name__))
+    inner = st.sampled_from(sorted({type(m) for name, m in model.named_modules() if name}, key=lambda c: c.__name__))
+    groups = st.builds(lambda c, n, p: by_group([c], size=n, p=p), inner, st.integers(2, 3), p)
     return st.one_of(
         st.builds(whole, p),
         st.builds(always, p),
         st.builds(lambda c, p: by_type(c, p=p), classes, p),
         st.builds(lambda n, p: by_size(n, p=p), st.integers(0, 30), p),
-        st.builds(lambda c, n, p: by_group([c], size=n, p=p), classes, st.integers(2, 3), p),
+        *([groups] if any(True for _ in model.children()) else []),
         st.builds(lambda paths, p: by_path(_unify_aliases(model, paths), p), paths, p),
     )
 

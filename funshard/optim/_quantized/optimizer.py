@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
 from ... import _torch
+from ..._spec.bind import check_spec
 from ..._spec.checks import check_mapping
 from ..._spec.codec import Codec
 from ..._spec.spec import PartitionSpec
@@ -72,6 +73,7 @@ def quantized_state(
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022.
     """
     who = "quantized_state"
+    check_spec(spec)
     check_optimizer(who, optimizer)
     if isinstance(optimizer, MatrixOptimizer):
         raise TypeError(f"{who}: an optimizer of matrices updates all units together: expected one such as optim.from_torch's")

@@ -43,7 +43,7 @@ class StateCodec:
     @classmethod
     def make(cls, who: str, codec: object, spec: object, at_least: int, seed: int | None, rank: int | None) -> StateCodec:
         """Check the arguments of `quantized_state`; raise TypeError or ValueError if they do not fit."""
-        checked, known = check_codec(who, codec), check_spec(spec)
+        known, checked = check_spec(spec), check_codec(who, codec)
         if seed is not None and not checked.takes_noise:
             raise ValueError(f"{who}: {codec} rounds to the nearest only: expected seed=None, or codecs.dynamic8()")
         self = cls(who, checked, known, at_least, seed, rank)
