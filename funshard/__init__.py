@@ -47,7 +47,7 @@ without an underscore is public.
        optim, compress, averaging, loss_scale      around the step
     5  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
-       codecs                           int8, NF4 and dynamic8, for what is sent and what is at rest
+       codecs                           int8, NF4, dynamic8 and cast, for what is sent and what is at rest
     4  _spec                            P, Precision, Remat, Unit, PartitionSpec: frozen data
     3  collectives                      meshes, collectives and their transposes
     2  _phases                          what a step does, in a profiler's trace and in the log

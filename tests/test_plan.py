@@ -36,6 +36,7 @@ def load_common() -> Any:
 common = load_common()
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
 MIXED = dataclasses.replace(BF16, keep={"*norm*": torch.float32})
+ENCODED = fs.Precision(param=torch.bfloat16, reduce_codec=fs.codecs.int8())
 ONE, TWO = {"shard": 8}, {"replicate": 2, "shard": 4}
 BOTH = ("replicate", "shard")
 
@@ -73,6 +74,8 @@ CASES: dict[str, tuple[fs.Policy, dict[str, int]]] = {
     "whole": (fs.policies.whole(P("shard")), ONE),
     "whole remat": (fs.policies.whole(P("shard", remat=True)), ONE),
     "codec": (blocks(P("shard", precision=fs.Precision(codec=fs.codecs.int8()))), ONE),
+    "encoded gradients": (blocks(P("shard", align=64, precision=ENCODED)), ONE),
+    "encoded gradients, HSDP": (blocks(P("shard", remat=True, align=64, precision=ENCODED)), TWO),
     "nested": (nested(P("shard"), P("shard")), ONE),
     "nested remat": (nested(P("shard", remat=True), P("shard")), ONE),
     "nested remat keep": (nested(P("shard", remat=True), P("shard", reshard=False)), ONE),
@@ -103,7 +106,7 @@ def work_of(spec: fs.PartitionSpec, model: nn.Module) -> tuple[Any, dict[str, to
 
 
 def counts_of(work: Any) -> dict[str, tuple[int, int, int]]:
-    ops = ("all_gather", "reduce_scatter", "all_reduce")
+    ops = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     return {op: (work.ops[op], work.bytes[f"into {op}"], work.bytes[f"out of {op}"]) for op in ops if work.ops[op]}
 
 
@@ -144,6 +147,7 @@ def test_counts_are_those_of_a_step(case: str) -> None:
         "both axes in bf16",
         "P()",
         "codec",
+        "encoded gradients, HSDP",
         "groups",
         "groups remat",
         "kept slices",
@@ -159,6 +163,14 @@ def test_what_is_allocated_is_freed(case: str) -> None:
     held = [dict(some) for some in plan.timeline.held()]
     assert all(size >= 0 for some in held for size in some.values())
     assert {name: size for name, size in held[-1].items() if size} == plan.at_rest
+
+
+def test_encoded_gradients_are_decoded_whole() -> None:
+    """For a moment a rank holds the decoded slices of all ranks: as many bytes as the buffer in the dtype of the sum."""
+    policy, mesh = CASES["encoded gradients"]
+    spec = policy(common.GPT(3, 64, 2, 16)).on(mesh)
+    decoded = [event.memory.get("gradients") for event in fs.plan(spec).timeline.events if event.kind == "wait"]
+    assert {4 * spec.padded_numel(unit) for unit in spec} <= {*decoded}
 
 
 def test_gathered_units() -> None:

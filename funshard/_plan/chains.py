@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._spec.unit import Unit
+from .._units.encoded_reduction import ROW_END
 from .._units.route import Route
 from .events import Collective, EventKind, EventList, MemoryChange
 
@@ -23,6 +24,8 @@ class ChainStep(NamedTuple):
     at_start: MemoryChange
     at_end: MemoryChange
     moved_bytes: int = 0
+    decoded_bytes: int = 0
+    """The bytes that are held for a moment when it is waited for, before ``at_end``: what is added up."""
 
 
 class Chain:
@@ -30,21 +33,24 @@ class Chain:
 
     def __init__(self, events: EventList, unit: str, steps: Iterable[ChainStep]) -> None:
         self._events, self._unit, self._steps = events, unit, deque(steps)
-        self._running: tuple[int, MemoryChange] | None = None
+        self._running: tuple[int, ChainStep] | None = None
         self.advance()
 
     def advance(self) -> None:
         """Wait for the step that is under way, and start the next."""
         if self._running is not None:
-            index, at_end = self._running
-            self._events.add("wait", self._unit, at_end, after=(index,))
+            index, step = self._running
+            decoded = step.decoded_bytes
+            self._events.add("wait", self._unit, {"gradients": decoded} if decoded else step.at_end, after=(index,))
+            if decoded:
+                self._events.add("memory", self._unit, {"gradients": step.at_end["gradients"] - decoded})
             self._running = None
         if self._steps:
             step = self._steps.popleft()
             index = self._events.add(
                 step.kind, self._unit, step.at_start, collective=step.collective, moved_bytes=step.moved_bytes
             )
-            self._running = index, step.at_end
+            self._running = index, step
 
     def finish(self) -> None:
         """Wait for all steps."""
@@ -107,6 +113,15 @@ def reduce_steps(
     """Return the steps that reduce a gradient of so many elements in the dtype of the reduction to slices in ``dtype``."""
     size = numel * route.dtypes.reduce.itemsize
     steps: list[ChainStep] = []
+    if route.reduce_codec and scatters:
+        (name,) = route.split_axes
+        into = size // sizes[name]
+        slice_numel = numel // sizes[name]
+        sent = sizes[name] * (route.reduce_codec._describe_encoding(slice_numel, route.dtypes.reduce)[0] + ROW_END)
+        collective = Collective("all_to_all", name, sizes[name], sent, sent)
+        at_start: MemoryChange = {"gradients": 2 * sent - size}  # instead of the buffer that is encoded
+        steps.append(ChainStep("reduce", collective, at_start, {"gradients": into - 2 * sent}, decoded_bytes=size))
+        size, scatters = into, False
     for name in route.split_axes if scatters else ():
         into, size = size, size // sizes[name]
         steps.append(

@@ -61,6 +61,8 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
                 f"{precision}: keep: '{glob}' matches no floating point parameter of the units with this precision: expected a "
                 f"glob of names in the model such as {known}"
             )
+    for unit in units:
+        _check_reduce_codec(unit)
     encoded = [name for name in owned if every[name].at_rest]
     if encoded and not any(unit.at_rest for unit in units):
         raise ValueError(
@@ -141,3 +143,21 @@ def _split_into_units(name: str, paths: tuple[str, ...], p: P, params: list[Para
         parts += ["+".join(local)] if len(locals_) > 1 and local else []
         homes = tuple(path for path in paths if any(is_within(own, path) for param in group for own in param.names))
         yield Unit(":".join([name, *parts]), homes[0], p, tuple(group), homes)
+
+
+def _check_reduce_codec(unit: Unit) -> None:
+    """Raise ValueError, naming the unit, unless the codec of its gradients' reduction has slices of whole blocks to send."""
+    codec = unit.p.precision and unit.p.precision.reduce_codec
+    if not codec or not unit.requires_grad or not unit.dtype.is_floating_point or not unit.numel:
+        return
+    if len(unit.p.axes) != 1:
+        how = f"is split over {len(unit.p.axes)} axes" if unit.p.axes else "is replicated, so that gradients are all-reduced"
+        raise ValueError(
+            f"unit '{unit.key}' {how}: Precision(reduce_codec={codec}) sends gradients to the owners of slices over one axis; "
+            "expected P('axis'), or a Precision without reduce_codec (fs.compress compresses gradients of any unit)"
+        )
+    if unit.align % codec.block:
+        raise ValueError(
+            f"unit '{unit.key}': Precision(reduce_codec={codec}): blocks of {codec.block} elements would straddle parameters "
+            f"and ranks' slices, which start at multiples of {unit.align}: expected P(align={codec.block}), or a multiple of it"
+        )

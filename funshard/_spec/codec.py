@@ -1,4 +1,4 @@
-"""Codec: the encoding of a unit's slices for their gather."""
+"""Codec: the encoding of a unit's slices for their gather, and of their gradients for the reduction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _torch
 
-__all__ = ["Codec", "Form", "pack_bytes", "unpack_bytes"]
+__all__ = ["Codec", "Form", "pack_bytes", "pack_rows", "unpack_bytes"]
 
 
 Form = tuple[tuple[torch.dtype, torch.Size], ...]
@@ -69,6 +69,13 @@ class Codec:
             raise TypeError(f"{self}: expected encode to return a tuple of tensors, got {got}")
         return tensors
 
+    def _encode_rows(self, rows: Tensor) -> list[Tensor]:
+        """Encode slices that are the rows of a matrix; return their tensors stacked in dimension 0."""
+        if not torch.compiler.is_compiling():  # as in _decode_slices
+            with contextlib.suppress(Exception):  # of torch.vmap, or else encode raises it again
+                return [*torch.vmap(self._encode_slice)(rows)]
+        return [torch.stack(parts) for parts in zip(*map(self._encode_slice, rows), strict=True)]
+
     def _describe_encoding(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
         """Return ``(number of bytes, form)`` of an encoded slice of so many elements, from shapes alone."""
         if torch.compiler.is_compiling():  # as PartitionSpec._compute_once
@@ -115,6 +122,18 @@ def pack_bytes(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
         parts += [raw, raw.new_zeros(-len(raw) % _ALIGN)]
         form.append((x.dtype, x.shape))
     return torch.cat(parts), tuple(form)
+
+
+def pack_rows(tensors: Iterable[Tensor], room: int = 0) -> tuple[Tensor, Form]:
+    """Return ``(bytes, form)`` as `pack_bytes` for each row of the tensors, with ``room`` more bytes at the end of a row."""
+    parts: list[Tensor] = []
+    form: list[tuple[torch.dtype, torch.Size]] = []
+    for x in tensors:
+        raw = _torch.view_as_dtype((x.flatten(1) if x.dim() > 1 else x[:, None]).contiguous(), torch.uint8)
+        parts += [raw, raw.new_zeros(len(x), -raw.shape[1] % _ALIGN)]
+        form.append((x.dtype, x.shape[1:]))
+    parts.append(parts[0].new_zeros(len(parts[0]), room))
+    return torch.cat(parts, 1), tuple(form)
 
 
 def unpack_bytes(raw: Tensor, form: Form) -> list[Tensor]:

@@ -36,6 +36,10 @@ class Precision:
     inputs came (of the first floating point one). ``buffer`` is what floating point buffers are cast to for the call.
     ``codec`` is how slices are sent in a gather: see `Codec`. None keeps what is there.
 
+    ``reduce_codec`` is how gradients are sent to the owners of their slices, which decode and add them in ``reduce``: by
+    default float32, and never in 16 bits. The unit has to be split over one axis; over other axes the sums are reduced in
+    ``reduce``. A rank's own slice is rounded like those it sends. A codec of yours must leave nothing finite that was not.
+
     ``keep`` gives single parameters a dtype of their own instead of ``param``, by glob of their names in the model, as in
     ``{"*norm*": torch.float32}``. They are gathered and computed with in that dtype, in the same collective as the rest of
     their unit. Their gradients are reduced in ``reduce``, too; inputs are cast to ``param`` all the same.
@@ -43,8 +47,8 @@ class Precision:
     After ``MixedPrecision`` and ``MixedPrecisionPolicy`` of torch.distributed.fsdp. To keep gradients in low precision
     (FSDP1's ``keep_low_precision_grads``), differentiate with respect to params that are cast to it.
 
-    Raises TypeError for what is no floating point dtype, ValueError for ``keep`` beside a codec. A glob that matches no
-    floating point parameter is a ValueError when the spec is made.
+    Raises TypeError for what is no floating point dtype, ValueError for ``keep`` beside a codec and for ``reduce_codec`` beside
+    a ``reduce`` of 16 bits. A glob that matches no floating point parameter is a ValueError when the spec is made.
     """
 
     param: torch.dtype | None = None
@@ -54,6 +58,7 @@ class Precision:
     buffer: torch.dtype | None = None
     restore_outputs: bool = False
     codec: Codec | None = None
+    reduce_codec: Codec | None = None
     keep: Mapping[str, torch.dtype] | KeptDtypes | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +66,16 @@ class Precision:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"Precision: {name}: expected a floating point dtype or None, got {dtype!r}")
+        if not isinstance(self.reduce_codec, Codec | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                "Precision: reduce_codec: expected a Codec such as codecs.cast(torch.bfloat16) or None, got "
+                f"{self.reduce_codec!r}"
+            )
+        if self.reduce_codec and self.reduce and self.reduce.itemsize < 4:
+            raise ValueError(
+                f"Precision: reduce_codec: decoded gradients are added in reduce: expected float32, float64 or None, got "
+                f"{self.reduce}"
+            )
         if self.output is not None and self.restore_outputs:
             raise ValueError(f"Precision: expected output or restore_outputs, got both: output={self.output}")
         object.__setattr__(self, "keep", _check_keep(self.keep) or None)
@@ -79,7 +94,8 @@ class Precision:
     def _resolve(self, original: torch.dtype) -> Dtypes:
         """Return the dtypes for parameters of dtype ``original``; ``reduce`` defaults to ``param``, and that to ``original``.
 
-        What is not floating point stays as it is. The rule of ``FlatParamHandle._init_param_reduce_dtypes``.
+        With a ``reduce_codec`` it defaults to float32, or to a wider ``original``. What is not floating point stays as it is.
+        The rule of ``FlatParamHandle._init_param_reduce_dtypes``.
 
         >>> import torch, funshard as fs
         >>> fs.Precision(param=torch.bfloat16)._resolve(torch.float32)
@@ -87,7 +103,8 @@ class Precision:
         """
         if not original.is_floating_point:
             return Dtypes(original, original)
-        return Dtypes(self.param or original, self.reduce or self.param or original)
+        wide = torch.promote_types(original, torch.float32) if self.reduce_codec else None
+        return Dtypes(self.param or original, self.reduce or wide or self.param or original)
 
     def _kept_dtypes(self, params: Sequence[Param]) -> tuple[torch.dtype | None, ...]:
         """Return the dtype that ``keep`` gives each parameter, None for the rest; empty if it gives none of them one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import deque
@@ -19,6 +20,7 @@ from ..collectives._mesh import Axis, Mesh, ProcessAxis
 from ..collectives._ops import OpContext, PendingResult, start_op
 from ..collectives._sequence import is_comparable
 from ..collectives._tag import MARGIN, UnitTag
+from .encoded_reduction import start_encoded_reduction
 from .host import make_host_copy_step
 from .route import Route
 
@@ -159,6 +161,8 @@ class RouteSteps(NamedTuple):
         )
         scatter, reduce = f"scatter_{route.reduce_op}", f"unvary_{route.reduce_op}"
         slices = [_reduce_step(scatter, axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
+        if route.reduce_codec:
+            slices = [_exchange_step(route, split[0], split_labels[0], tag)]
         sums = [_reduce_step(reduce, axis, label) for axis, label in zip(rest, rest_labels, strict=True)]
         gathers = [_gather_step(axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
         out = () if route.device is None else (make_host_copy_step(key, route.result_dtype),)
@@ -237,6 +241,15 @@ def _reduce_step(op: str, axis: ProcessAxis, label: str, tag: UnitTag | None = N
     context = OpContext(axis.size, axis.reduction_name or axis.name, tag=tag, label=label)
     in_place = op.startswith("unvary")
     return lambda x, own: start_op(op, x, context, (None if _torch.is_traced() else x) if in_place else own)
+
+
+def _exchange_step(route: Route, axis: ProcessAxis, label: str, tag: UnitTag | None) -> StartStep:
+    """Return a function that starts the reduction of encoded slices to this rank's own."""
+    assert route.reduce_codec is not None
+    context = OpContext(axis.size, axis.reduction_name or axis.name, tag=tag, label=label)
+    start = functools.partial(start_encoded_reduction, codec=route.reduce_codec, context=context)
+    numel, dtype, mean = route.padded_numel // axis.size, route.dtypes.reduce, route.reduce_op == "mean"
+    return lambda x, own: start(x, numel=numel, dtype=dtype, mean=mean)
 
 
 def _add_division(steps: list[StartStep], route: Route) -> tuple[StartStep, ...]:

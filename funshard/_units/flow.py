@@ -22,6 +22,7 @@ from .._spec.unit import Unit
 from ..collectives._functions import gather_slices, reduce_scatter, scatter, unvary, vary
 from ..collectives._mesh import Axis, Mesh, ProcessAxis, Simulated
 from ..collectives._primitive import LinearFunction, linear_map
+from .encoded_reduction import reduce_encoded, refuse_compiled_step
 from .host import move
 from .layout import rank_coords
 from .mixed_layout import MixedLayout, Run
@@ -160,6 +161,8 @@ class _RouteConstants(NamedTuple):
     """The dtypes in which parameters are gathered, gradients reduced, and shards kept."""
     layout: tuple[tuple[Run, ...], int, int | None] | None
     """The layout of a buffer with parameters of several dtypes."""
+    codec: Codec | None
+    """The codec of the reduction, which no graph of Dynamo's has."""
     device: torch.device | None
     """The device to which host-resident shards are copied."""
     label: str
@@ -174,7 +177,11 @@ def _constants_of_route(route: Route, mesh: Mesh, label: str) -> _RouteConstants
     dtypes = route.dtypes.param, route.dtypes.reduce, route.shard_dtype
     layout = (route.layout.runs, route.layout.num_slices, route.layout.index) if route.layout else None
     factors = route.divide_before, route.divide_after
-    return _RouteConstants(ranks, split, rest, route.reduce_op, factors, dtypes, layout, route.device, label)
+    if route.reduce_codec:
+        refuse_compiled_step(route.reduce_codec)
+    return _RouteConstants(
+        ranks, split, rest, route.reduce_op, factors, dtypes, layout, route.reduce_codec, route.device, label
+    )
 
 
 def _axes_from_constants(
@@ -222,6 +229,7 @@ def _apply_route(
     factors: tuple[float, float],
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     layout: tuple[tuple[Run, ...], int, int | None] | None,
+    codec: Codec | None,
     device: torch.device | None,
     label: str,
     gathers: bool,
@@ -239,7 +247,11 @@ def _apply_route(
     def reduce_grad(grad: Tensor, *ranks: Tensor) -> Tensor:
         before, after = factors
         grad = move(grad, device, reduce_dtype)  # which is there, but for a slice that is to be reduced over more axes
-        grad = reduce_along(grad / before if before != 1 else grad, *_axes_from_constants(ranks, split, rest), op, label)
+        sliced, other = _axes_from_constants(ranks, split, rest)
+        grad = grad / before if before != 1 else grad
+        if codec is not None:
+            grad, sliced = reduce_encoded(grad, codec, sliced[0], op, label), []
+        grad = reduce_along(grad, sliced, other, op, label)
         return move(grad / after if after != 1 else grad, device and HOST, shard_dtype)
 
     return LinearFunction.apply(x, value, linear_map(*((gather, reduce_grad) if gathers else (reduce_grad, gather))), *ranks)

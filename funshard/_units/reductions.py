@@ -13,6 +13,7 @@ from .._spec.unit import Unit
 from .accumulation import GradReceiver
 from .buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
 from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable, StartStep
+from .encoded_reduction import encode_slices
 from .layout import insert_padding, to_memory_order
 from .route import Route
 
@@ -86,7 +87,13 @@ class ReductionQueue:
             del buffer
         self._report_finished(self._in_flight)
         buffer = self._buffers.take(route.padded_numel, route.dtypes.reduce, pieces[0])
-        chain = CollectiveChain(_torch.concat_into(pieces, buffer), steps.reduce)
+        sent = _torch.concat_into(pieces, buffer)
+        if route.reduce_codec:
+            sent = encode_slices(sent, route.reduce_codec, route.num_slices)
+            self._buffers.give(buffer)
+            buffer = sent
+        chain = CollectiveChain(sent, steps.reduce)
+        del sent
         self._unscattered.append((chain, buffer, len(route.split_axes) if route.device is None else 1))
         self._add_chain(key, chain)
         if route.device is not None:

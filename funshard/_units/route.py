@@ -46,6 +46,8 @@ class Route:
     """The dtypes in which it is gathered and computed with, and in which its gradients are reduced."""
     codec: Codec | None
     """The codec of the slices that are sent."""
+    reduce_codec: Codec | None
+    """The codec in which its gradients are sent to the owners of its slices, over the one axis that splits it."""
     form: Form | None
     """The form of the encoded slice that the shard's bytes are, if it is at rest in a codec."""
     layout: MixedLayout | None
@@ -79,6 +81,7 @@ class Route:
         local_ranks = count_ranks((name for name in unit.local_axes if name in included), mesh)
         num_ranks = count_ranks((*split_axes, *replica_axes), mesh)
         num_slices = count_ranks(unit.p.axes, mesh)
+        encodes = precision and len(split_axes) == 1 and dtype.is_floating_point
         padded_numel = unit.padded_numel(num_slices)
         device = compute_device(unit, mesh)
         layout = None
@@ -105,6 +108,7 @@ class Route:
             shard_dtype=dtype,
             dtypes=dtypes,
             codec=codec,
+            reduce_codec=precision.reduce_codec if precision and encodes else None,
             form=unit.at_rest._describe_encoding(padded_numel // num_slices, dtype)[1] if unit.at_rest else None,
             layout=layout,
             num_slices=num_slices,
@@ -130,12 +134,13 @@ class Route:
 
     @property
     def has_only_collectives(self) -> bool:
-        """Whether collectives alone make the route: nothing is cast, divided or copied."""
+        """Whether collectives alone make the route: nothing is cast, encoded, divided or copied."""
         return (
             self.dtypes == (self.shard_dtype, self.shard_dtype)
             and self.divide_before == self.divide_after == 1
             and self.device is None
             and self.layout is None
+            and self.reduce_codec is None
         )
 
     @property

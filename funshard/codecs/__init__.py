@@ -1,4 +1,4 @@
-"""int8, nf4, dynamic8: values in blocks, each with the largest absolute value in it as its scale.
+"""int8, nf4, dynamic8: values in blocks, each with the largest absolute value in it as its scale; cast: in another dtype.
 
 For `P(at_rest=...)` and `Precision`; `optim.quantized_state` keeps optimizer states in them.
 
@@ -7,7 +7,8 @@ dtype from 16 bits on. What is zero stays exactly zero. What int8 and nf4 have d
 where scales are quantized, too). A block in which a value is infinite or NaN is NaN as a whole: nothing is hidden.
 """
 
+from ._cast import cast
 from ._dynamic import dynamic8
 from ._levels import NF4, int8, nf4
 
-__all__ = ["NF4", "dynamic8", "int8", "nf4"]
+__all__ = ["NF4", "cast", "dynamic8", "int8", "nf4"]

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["MARGIN", "REMEDY", "UnitTag", "has_margins", "tag_length", "widen"]
+__all__ = ["MARGIN", "REMEDY", "TAG_BYTES", "UnitTag", "has_margins", "tag_length", "widen"]
 
 MARGIN = 64
 """Bytes before and behind a buffer with margins: what lies between stays aligned."""
-_BYTES = 8
+TAG_BYTES = 8
+"""Bytes of a tag."""
 REMEDY = (
     "Expected the same units in the same order on all ranks: run every unit on every rank (its output times 0 where it is not "
     "wanted), or choose units by numbers that all ranks have alike; check_order=False leaves this out"
@@ -44,7 +45,7 @@ class UnitTag:
 
     def write(self, address: int) -> None:
         """Write the tag to this address of the CPU's memory. Tensor operators for 8 bytes would cost a multiple."""
-        ctypes.memmove(address, self._payload, _BYTES)
+        ctypes.memmove(address, self._payload, TAG_BYTES)
 
     def compare(self, address: int, group: dist.ProcessGroup, sender: int) -> None:
         """Compare with the tag at this address, which a rank of the group has sent.
@@ -52,7 +53,7 @@ class UnitTag:
         Raises:
             RuntimeError: If it is of another unit.
         """
-        if (sent := ctypes.string_at(address, _BYTES)) == self._payload:
+        if (sent := ctypes.string_at(address, TAG_BYTES)) == self._payload:
             return
         index = int.from_bytes(sent[4:], "little")
         known = sent[:4] == self._payload[:4] and index < len(self.keys)
@@ -76,7 +77,7 @@ class UnitTag:
         """
         last = len(pieces) - 1
         pieces[0], pieces[last] = widen(pieces[0], before=True), widen(pieces[last], before=False)
-        addresses = {0: own.data_ptr() - _BYTES, last: own.data_ptr() + own.nbytes}
+        addresses = {0: own.data_ptr() - TAG_BYTES, last: own.data_ptr() + own.nbytes}
         if (mine := addresses.pop(group.rank(), None)) is not None:
             self.write(mine)
 
@@ -101,7 +102,7 @@ class UnitTag:
         by_edge = len(pieces) == 1  # of two ranks the first sends (slice, tag), and the second (tag, slice): nothing is copied
         if by_edge:
             sent = widen(pieces[0], before=rank == 1)
-            self.write(pieces[0].data_ptr() + (-_BYTES if rank == 1 else pieces[0].nbytes))
+            self.write(pieces[0].data_ptr() + (-TAG_BYTES if rank == 1 else pieces[0].nbytes))
         else:
             tag = pieces[0].new_empty(k)
             self.write(tag.data_ptr())
@@ -110,7 +111,7 @@ class UnitTag:
         def receive(received: Tensor) -> Tensor:
             rows, tag_first = received.view(len(pieces), -1), by_edge and rank == 0
             row_bytes = received.nbytes // len(pieces)
-            address = received.data_ptr() + (0 if tag_first else row_bytes - _BYTES)
+            address = received.data_ptr() + (0 if tag_first else row_bytes - TAG_BYTES)
             for i, sender in enumerate(i for i in range(group.size()) if i != rank):
                 self.compare(address + i * row_bytes, group, sender)
             return rows[:, k:] if tag_first else rows[:, :-k]
@@ -120,7 +121,7 @@ class UnitTag:
 
 def tag_length(x: Tensor) -> int:
     """Return the number of elements of this tensor's dtype that a tag takes."""
-    return _BYTES // x.itemsize
+    return TAG_BYTES // x.itemsize
 
 
 def has_margins(x: Tensor) -> bool:

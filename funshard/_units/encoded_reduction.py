@@ -1,0 +1,88 @@
+"""Reductions of gradients that are sent encoded: each slice goes to its owner, which decodes and adds those of all ranks.
+
+The sum is in the dtype of the reduction, however narrow what is sent is. A slice is encoded for itself, so that a codec's
+blocks lie in one slice, and every rank's in the same way, its own too: which rank owns a slice does not change the result.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._spec.codec import Codec, Form, pack_rows, unpack_bytes
+from ..collectives._mesh import Axis
+from ..collectives._ops import OpContext, PendingResult, start_op
+from ..collectives._primitive import apply
+from ..collectives._tag import TAG_BYTES
+
+__all__ = ["ROW_END", "encode_slices", "reduce_encoded", "refuse_compiled_step", "start_encoded_reduction"]
+
+ROW_END = 16
+"""Bytes at the end of each row that a rank sends: room for a tag, in which rows stay aligned."""
+
+
+def refuse_compiled_step(codec: Codec) -> None:
+    """Raise RuntimeError where Dynamo traces: a codec is no constant of its graphs."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"Precision(reduce_codec={codec}) in a step that is compiled whole: expected the step without fs.compile and "
+            "torch.compile (P(compile=True) compiles its modules), or reduce= instead of reduce_codec="
+        )
+
+
+def encode_slices(buffer: Tensor, codec: Codec, num_slices: int) -> Tensor:
+    """Return the bytes of each encoded slice of a buffer, a row for each."""
+    rows = buffer.view(num_slices, -1)
+    raw, form = pack_rows(codec._encode_rows(rows), ROW_END)
+    codec._forms.setdefault((rows.shape[1], buffer.dtype), (raw.shape[1] - ROW_END, form))  # not every encode runs on shapes
+    return raw
+
+
+def start_encoded_reduction(
+    sent: Tensor, *, codec: Codec, context: OpContext, numel: int, dtype: torch.dtype, mean: bool
+) -> PendingResult:
+    """Start to reduce encoded slices to this rank's own, of ``numel`` elements; return the sum or the mean in this dtype.
+
+    Args:
+        sent: The rows of `encode_slices`.
+        codec: The codec that has encoded them.
+        context: The process group. With a tag, it is written to the end of each row, and compared.
+        numel: The number of elements of a slice.
+        dtype: The dtype of what was encoded, and of the sum.
+        mean: Whether the result is the mean.
+    """
+    form = codec._describe_encoding(numel, dtype)[1]
+    tag = context.tag if sent.device.type == "cpu" and not _torch.is_traced() and not _torch.is_fake(sent) else None
+    group, ends = _torch.resolve_group(context.name), [(i + 1) * sent.shape[1] - TAG_BYTES for i in range(context.size)]
+    if tag is not None:
+        for end in ends:
+            tag.write(sent.data_ptr() + end)
+
+    def decode(received: Tensor) -> Tensor:
+        if tag is not None:
+            for sender, end in enumerate(ends):
+                tag.compare(received.data_ptr() + end, group, sender)
+        return _sum_rows(received, form, codec, numel, dtype, context.size, mean=mean)
+
+    return start_op("all_to_all", sent, context).then(decode)
+
+
+def reduce_encoded(buffer: Tensor, codec: Codec, axis: Axis, op: Literal["mean", "sum"], label: str) -> Tensor:
+    """Reduce a buffer to a slice along an axis, as `start_encoded_reduction`; dimensions after the first are batches."""
+    batch = buffer.shape[1:]
+    rows = buffer.unflatten(0, (axis.size, -1)).movedim(1, -1)  # by owner, by batch
+    numel = rows.shape[-1]
+    raw, form = pack_rows(codec._encode_rows(rows.reshape(-1, numel)))
+    received = apply("all_to_all", raw.view(axis.size, -1), axis, label=label).view(raw.shape)
+    total = _sum_rows(received, form, codec, numel, buffer.dtype, axis.size, mean=op == "mean")
+    return total.view(*batch, numel).movedim(-1, 0)
+
+
+def _sum_rows(received: Tensor, form: Form, codec: Codec, numel: int, dtype: torch.dtype, size: int, *, mean: bool) -> Tensor:
+    """Decode the slices that this rank has received, by sender, and add them in the order of ranks."""
+    decoded = codec._decode_slices(unpack_bytes(received, form), numel, dtype)
+    total = decoded.view(size, -1).sum(0)
+    return total / size if mean else total

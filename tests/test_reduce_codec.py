@@ -1,0 +1,421 @@
+"""``Precision(reduce_codec=...)``: gradients that are sent encoded during backward, and added up in float32."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_log import Collectives, world
+from depth import mark_seldom, seldom
+from parity import WAYS
+from ranks import Pool
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.testing import assert_close
+
+import funshard as fs
+from funshard import Codec, P, Precision, codecs
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def keep(x: Tensor) -> tuple[Tensor]:
+    return (x,)
+
+
+def give(x: Tensor) -> Tensor:
+    return x
+
+
+def read_on_host(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The encoder of a codec that torch.vmap cannot run."""
+    scale = float(x.abs().max()) / 127 or 1.0
+    return (x / scale).round().to(torch.int8), torch.tensor(scale)
+
+
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    return x.float() * scale
+
+
+IDENTITY = Codec(keep, give, name="identity")
+CODECS = {
+    "bf16": codecs.cast(BF16),
+    "fp16": codecs.cast(torch.float16),
+    "int8": codecs.int8(),
+    "dynamic8": codecs.dynamic8(block=64),
+    "by slice": Codec(read_on_host, scaled, name="by slice"),
+}
+STRATEGIES = {
+    "shard": P("shard"),
+    "reshard=False": P("shard", reshard=False),
+    "remat": P("shard", remat=True),
+    "offload": P("shard", offload={"activations", "params"}),
+    "compile": P("shard", compile=fs.Compile(backend="aot_eager")),
+    "keep": P("shard", precision=Precision(param=BF16, keep={"*down*": F32})),
+    "codec": P("shard", precision=Precision(param=BF16, codec=codecs.int8())),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(9, 12), nn.Linear(12, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)).to(self.down.weight.dtype))  # which may be kept in another
+
+
+def make_model(dtype: torch.dtype = F32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), Block()).to(dtype)
+
+
+def with_codec(p: P, codec: Codec | None, **options: Any) -> P:
+    """A P with this codec and a sum in float32."""
+    precision = dataclasses.replace(p.precision or Precision(), reduce=F32, reduce_codec=codec)
+    return dataclasses.replace(p, align=64, precision=precision, **options)
+
+
+def make_batch(rank: int) -> Tensor:
+    return torch.randn(4, 9, generator=torch.Generator().manual_seed(rank))
+
+
+def sharded_loss(model: nn.Module, spec: fs.PartitionSpec, x: Tensor, **options: Any) -> Callable[[fs.Params], Tensor]:
+    return lambda params: fs.functional_call(model, params, (x,), spec=spec, **options).float().square().mean()
+
+
+def encoded_mean(model: nn.Module, spec: fs.PartitionSpec, codec: Codec, batches: list[Tensor], slices: int) -> fs.Params:
+    """The gradients by unit as whole buffers: each rank's slices encoded and decoded by hand, and added in float32."""
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    total: fs.Params = {}
+    for x in batches:
+        grads = torch.func.grad(lambda p, x=x: torch.func.functional_call(model, p, (x,)).square().mean())(full)
+        for key, buffer in fs.flatten(grads, spec).items():
+            decoded = torch.cat([codec.decode(*codec.encode(piece)) for piece in buffer.chunk(slices)]).float()
+            total[key] = total[key] + decoded if key in total else decoded
+    return {key: x / len(batches) for key, x in total.items()}
+
+
+def make_mesh(*sizes: int) -> dist.DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+
+
+# --- values ---
+
+
+def compare_with_uncoded(rank: int, strategy: str, way: str) -> None:
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # in Dynamo
+    model, mesh = make_model(), make_mesh(2)
+    found = []
+    for codec in (None, IDENTITY):
+        spec = fs.by_type(Block, p=with_codec(STRATEGIES[strategy], codec))(model).on(mesh)
+        found.append(WAYS[way](sharded_loss(model, spec, make_batch(rank)))(fs.shard(model, spec)))
+    (expected, value), (grads, same_value) = found
+    assert torch.equal(value, same_value)
+    for key, grad in grads.items():
+        assert grad.abs().sum() > 0
+        assert torch.equal(grad, expected[key]), key
+
+
+@pytest.mark.parametrize("way", mark_seldom(WAYS, "fs"))
+@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "remat", "offload"))
+def test_identity_changes_no_bit(gloo2: Pool, strategy: str, way: str) -> None:
+    gloo2.run(compare_with_uncoded, strategy, way)
+
+
+def compare_by_hand(rank: int, name: str, way: str, *sizes: int) -> None:
+    model, mesh, codec = make_model(), make_mesh(*sizes), CODECS[name]
+    spec = fs.by_type(Block, p=with_codec(P("shard"), codec))(model).on(mesh)
+    grads = WAYS[way](sharded_loss(model, spec, make_batch(rank)))(fs.shard(model, spec))[0]
+    expected = encoded_mean(model, spec, codec, [make_batch(i) for i in range(math.prod(sizes))], sizes[-1])
+    for key, grad in grads.items():
+        own = expected[key].chunk(sizes[-1])[rank % sizes[-1]]
+        assert_close(grad, own, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", mark_seldom(WAYS, "fs"))
+@pytest.mark.parametrize("codec", CODECS)
+def test_values_by_hand(gloo2: Pool, codec: str, way: str) -> None:
+    gloo2.run(compare_by_hand, codec, way, 2)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=["FSDP", "HSDP"])
+@pytest.mark.parametrize("codec", mark_seldom(CODECS, "int8"))
+def test_values_on_four_ranks(gloo4: Pool, codec: str, sizes: tuple[int, ...]) -> None:
+    gloo4.run(compare_by_hand, codec, "fs", *sizes)
+
+
+@pytest.mark.parametrize("by", [fs.grad, torch.func.grad], ids=["fs", "torch.func"])
+@pytest.mark.parametrize("sizes", [{"shard": 4}, {"replicate": 2, "shard": 2}], ids=["FSDP", "HSDP"])
+def test_values_on_simulated_ranks(sizes: dict[str, int], by: Callable[..., Any]) -> None:
+    model, codec = make_model(), CODECS["int8"]
+    batches = [make_batch(i) for i in range(4)]
+
+    def run(mesh: Any, x: Tensor) -> fs.Params:
+        spec = fs.by_type(Block, p=with_codec(P("shard"), codec))(model).on(mesh)
+        return by(sharded_loss(model, spec, x))(fs.shard(model, spec))
+
+    shape = tuple(sizes.values())
+    got = fs.testing.spmd(run, sizes)(torch.stack(batches))
+    spec = fs.by_type(Block, p=with_codec(P("shard"), codec))(model).on(sizes)
+    for key, whole in encoded_mean(model, spec, codec, batches, shape[-1]).items():
+        assert_close(got[key].view(-1, len(whole))[0], whole, rtol=1e-5, atol=1e-8)
+
+
+def test_the_sum_is_wide() -> None:
+    """256 + 1 + 1 + 1 is 256 in bfloat16."""
+    model = nn.Linear(1, 1, bias=False)
+
+    def run(precision: Precision) -> Tensor:
+        def one(mesh: Any, x: Tensor) -> fs.Params:
+            spec = fs.policies.whole(P("shard", precision=precision))(model).on(mesh)
+            grads = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec, reduce="sum").sum())(fs.shard(model, spec))
+            return fs.unshard(grads, spec)
+
+        return fs.testing.spmd(one, 4)(torch.tensor([256.0, 1.0, 1.0, 1.0]).view(4, 1))["weight"][0]
+
+    assert run(Precision(reduce_codec=codecs.cast(BF16))).item() == 259
+    assert run(Precision(reduce=BF16)).item() != 259
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_not_finite_stays_so(codec: str, bad: float) -> None:
+    """One element of one rank's gradient: it, or its block, is not finite, and other parameters are as they were."""
+    if codec == "by slice":
+        pytest.skip("it divides by infinity: what a codec of your own does with it is yours")
+    model = nn.Linear(64, 4)
+    spec = fs.policies.whole(with_codec(P("shard"), CODECS[codec]))(model).on({"shard": 2})
+
+    def run(mesh: Any, grads: Mapping[str, Tensor]) -> fs.Params:
+        return fs.unshard(fs.reduce_grads(grads, spec.on(mesh)), spec.on(mesh))
+
+    grads = {"weight": torch.linspace(-2, 3, 512).view(2, 4, 64), "bias": torch.ones(2, 4)}
+    grads["weight"][1, 2, 5] = bad
+    got = fs.testing.spmd(run, 2)(grads)
+    assert not got["weight"][0, 2, 5].isfinite()
+    assert got["weight"][0, [0, 1, 3]].isfinite().all()
+    assert_close(got["bias"][0], torch.ones(4))
+
+
+def swap_ranks(rank: int, name: str) -> list[Tensor]:
+    model, mesh = make_model(), make_mesh(2)
+    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[name]))(model).on(mesh)
+    both = [fs.grad(sharded_loss(model, spec, make_batch(i)))(fs.shard(model, spec)) for i in (rank, 1 - rank)]
+    for key, grad in both[0].items():
+        assert torch.equal(grad, both[1][key]), key
+
+
+@pytest.mark.parametrize("codec", mark_seldom(CODECS, "int8"))
+def test_which_rank_has_which_batch_does_not_matter(gloo2: Pool, codec: str) -> None:
+    gloo2.run(swap_ranks, codec)
+
+
+# --- steps and transforms ---
+
+
+def run_steps(rank: int, name: str) -> None:
+    """Accumulation, updates in backward and gradients of full parameters, beside a backward alone."""
+    model, mesh = make_model(), make_mesh(2)
+    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[name]))(model).on(mesh)
+    params, x = fs.shard(model, spec), make_batch(rank)
+    loss = sharded_loss(model, spec, x)
+    expected = fs.grad(loss)(params)
+
+    by_batch = lambda p, x: sharded_loss(model, spec, x)(p)  # noqa: E731
+    accumulated = {keep: fs.accumulate(by_batch, params, [x, x], spec=spec, keep=keep)[0] for keep in ("shards", "full")}
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
+    updated = fs.update_in_backward(update, by_batch, params, init(params), [x], spec=spec)
+    own = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).square().mean())(fs.unshard(params, spec))
+    reduced = fs.reduce_grads(own, spec)
+    for key, grad in expected.items():
+        assert torch.equal(reduced[key], grad)
+        assert_close(accumulated["full"][key], grad)
+        assert_close(accumulated["shards"][key], grad)
+        assert torch.equal(updated.params[key], params[key] - grad)
+
+
+def hvp(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
+    return lambda params: fs.hvp(f, params, {k: p.cos() for k, p in params.items()})
+
+
+def penalty(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
+    grad = torch.func.grad
+    return lambda params: grad(lambda p: sum(g.square().sum() for g in grad(f)(p).values()))(params)
+
+
+def forward_over_reverse(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
+    return lambda params: torch.func.jvp(torch.func.grad(f), (params,), ({k: p.cos() for k, p in params.items()},))[1]
+
+
+TRANSFORMS = {"hvp": hvp, "penalty": penalty, "jvp of grad": forward_over_reverse}
+
+
+def transform_on_ranks(rank: int, name: str, transform: str) -> fs.Params:
+    model = make_model()
+    by = TRANSFORMS[transform]
+    found = []
+    for codec in (None, IDENTITY, CODECS[name]):
+        spec = fs.by_type(Block, p=with_codec(P("shard"), codec))(model).on(make_mesh(2))
+        found.append(by(sharded_loss(model, spec, make_batch(rank)))(fs.shard(model, spec)))
+    exact, same, rounded = found
+    for key, x in exact.items():
+        assert torch.equal(same[key], x)
+        assert (rounded[key] - x).norm() < 0.02 * x.norm()
+        assert not torch.equal(rounded[key], x)
+    return fs.gather_full(rounded, spec)
+
+
+@pytest.mark.parametrize("codec", mark_seldom(CODECS, "int8"))
+@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "hvp"))
+def test_rounding_is_straight_through(gloo2: Pool, transform: str, codec: str) -> None:
+    """On real ranks and on simulated ones, where the codec runs under torch.vmap."""
+    if codec == "by slice":
+        gloo2.run(transform_on_ranks, codec, transform)
+        return
+    model = make_model()
+
+    def run(mesh: Any, x: Tensor) -> fs.Params:
+        spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[codec]))(model).on(mesh)
+        return fs.unshard(TRANSFORMS[transform](sharded_loss(model, spec, x))(fs.shard(model, spec)), spec)
+
+    real = gloo2.run(transform_on_ranks, codec, transform)[0]
+    simulated = fs.testing.spmd(run, 2)(torch.stack([make_batch(0), make_batch(1)]))
+    for name, x in real.items():
+        assert (simulated[name][0] - x).norm() < 0.02 * x.norm()  # a level more or less, where sums differ by a bit
+
+
+def batched_on_ranks(rank: int) -> None:
+    """Jacobians, whose reductions are batched: each row as a gradient of its own."""
+    model = make_model()
+    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS["int8"]))(model).on(make_mesh(2))
+    params, x = fs.shard(model, spec), make_batch(rank)
+    losses = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().mean(0)[:3]  # noqa: E731
+    rows = torch.func.jacrev(losses)(params)
+    for i in range(3):
+        for key, grad in torch.func.grad(lambda p, i=i: losses(p)[i])(params).items():
+            assert_close(rows[key][i], grad, rtol=1e-6, atol=1e-8)
+
+
+def test_batched_reductions(gloo2: Pool) -> None:
+    gloo2.run(batched_on_ranks)
+
+
+@pytest.mark.parametrize("codec", mark_seldom(CODECS, "bf16"))
+def test_steps(gloo2: Pool, codec: str) -> None:
+    gloo2.run(run_steps, codec)
+
+
+# --- what is sent ---
+
+
+def record(p: P, size: int = 8) -> Collectives:
+    with world(size):
+        model = make_model()
+        spec = fs.by_type(Block, p=p)(model).on(make_mesh(size))
+        params = {k: x.requires_grad_() for k, x in fs.shard(model, spec).items()}
+        with Collectives() as log:
+            value = sharded_loss(model, spec, make_batch(0))(params)
+            log.turn()
+            value.backward()
+    return log
+
+
+def test_bytes_and_overlap() -> None:
+    """A unit's reduction is one all-to-all of its codes, scales and a row's end, and starts before the next gather ends."""
+    with world(8):
+        spec = fs.by_type(Block, p=with_codec(P("shard"), None))(make_model()).on(make_mesh(8))
+        numel = spec.shard_numel(spec.by_key["0"])
+    assert numel % 64 == 0
+    up = lambda x: -(-x // 16) * 16  # noqa: E731
+    for name, size in {"int8": numel + up(numel // 64 * 4), "bf16": 2 * numel}.items():
+        sent = record(with_codec(P("shard"), CODECS[name])).backward
+        exchanges = [x for x in sent if x.op != "all_gather"]
+        assert {(x.op, x.bytes, x.ranks) for x in exchanges} == {("all_to_all_single", 8 * (size + 16), 8)}
+        assert len(exchanges) == 3
+        assert [x.op for x in sent].index("all_to_all_single") < len(sent) - 3
+
+
+def test_one_rank_sends_and_rounds_nothing() -> None:
+    model = make_model()
+    found = []
+    for codec in (None, CODECS["int8"]):
+        spec = fs.by_type(Block, p=with_codec(P("shard"), codec))(model).on({"shard": 1})
+        found.append(fs.grad(sharded_loss(model, spec, make_batch(0)))(fs.shard(model, spec)))
+    assert all(torch.equal(x, found[1][key]) for key, x in found[0].items())
+
+
+def reduce_other_units(rank: int, checked: bool) -> str:
+    """One forward on all ranks, and on one of them a loss that does not depend on what came last."""
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
+    p = with_codec(P("shard", reshard=False), CODECS["int8"])
+    spec = fs.by_type(nn.Linear, p=p)(model).on(make_mesh(2))
+    seen: list[Tensor] = []
+    model[1].register_forward_hook(lambda module, args, out: seen.append(out))
+
+    def loss(params: fs.Params) -> Tensor:
+        out = fs.functional_call(model, params, (torch.ones(2, 6),), spec=spec)
+        return (seen[-1] if rank else out).sum()
+
+    try:
+        with fs.check() if checked else contextlib.nullcontext():
+            fs.grad(loss)(fs.shard(model, spec))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_ranks_that_reduce_other_units_get_an_error(gloo2: Pool, checked: bool) -> None:
+    for error in gloo2.run(reduce_other_units, checked):
+        assert ("ranks disagree on collective" if checked else "ranks gather or reduce different units") in error
+        assert "unit '1'" in error
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        (P(align=64), "unit '0' is replicated"),
+        (P(("replicate", "shard"), align=64), "unit '0' is split over 2 axes"),
+        (P("shard", align=32), r"unit '0'.*blocks of 64.*P\(align=64\)"),
+    ],
+    ids=["replicated", "two axes", "align"],
+)
+def test_refused_units(p: P, words: str) -> None:
+    p = dataclasses.replace(p, precision=Precision(reduce_codec=codecs.int8()))
+    with pytest.raises(ValueError, match=words):
+        fs.by_type(Block, p=p)(make_model())
+    frozen = fs.by_type(Block, p=p)(make_model().requires_grad_(False))  # which has no gradients to reduce
+    assert frozen.by_key["0"].p == p
+
+
+def test_refused_precisions() -> None:
+    with pytest.raises(ValueError, match=r"added in reduce: expected float32, float64 or None, got torch.bfloat16"):
+        Precision(reduce=BF16, reduce_codec=codecs.int8())
+    with pytest.raises(TypeError, match="expected a Codec"):
+        Precision(reduce_codec=BF16)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"codecs.cast: expected a floating point dtype of at least 16 bits, got torch.int8"):
+        codecs.cast(torch.int8)
+    assert Precision(param=BF16, reduce_codec=codecs.int8())._resolve(BF16) == (BF16, F32)
+
+
+@seldom
+@pytest.mark.parametrize("compiler", [fs.compile, torch.compile])
+def test_compiled_steps_are_refused(compiler: Callable[..., Any]) -> None:
+    with world(2):
+        model = make_model()
+        spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS["int8"]))(model).on(make_mesh(2))
+        x = make_batch(0)
+        step = compiler(lambda p: fs.grad(sharded_loss(model, spec, x))(p), backend="aot_eager", fullgraph=True)
+        with pytest.raises(Exception, match="in a step that is compiled whole"):
+            step(fs.shard(model, spec))
