@@ -609,3 +609,16 @@ def test_what_does_not_fit_is_refused() -> None:
     matrices = optim.matrices(spec, select=lambda name, param: len(param.shape) > 1)
     with pytest.raises(ValueError, match="is no unit of the spec: expected shards by unit key"):
         optim.muon(matrices, lr=0.1, fallback=made).init(params)
+
+
+def test_a_state_with_units_that_are_not_encoded_is_decoded() -> None:
+    """Only units whose state is in the codec need blocks that straddle nothing."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    policy = fs.policies.override(fs.by_type(nn.Linear, p=fs.P("shard", align=256)), fs.by_type(nn.LayerNorm, p=fs.P("shard")))
+    spec = policy(model)
+    init, _ = optim.quantized_state(optim.from_torch(torch.optim.AdamW, **ADAMW), CODEC, spec=spec)
+    state = init(fs.shard(model, spec))
+    found = optim.decode_state(state, CODEC, spec=spec)
+    assert [key for key, values in state.items() if isinstance(values["exp_avg"], optim.QuantizedSlice)] == ["0"]
+    assert found["0"]["exp_avg"].shape == (spec.shard_numel(spec.by_key["0"]),)
+    assert found["1"]["exp_avg"] is state["1"]["exp_avg"]

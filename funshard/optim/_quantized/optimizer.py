@@ -37,19 +37,19 @@ def quantized_state(
 ) -> ComposedOptimizer:
     """Return an elementwise optimizer whose state is at rest in a codec, such as 8 bits (``codecs.dynamic8()``).
 
-    Its update decodes the state of one unit, updates that unit, and encodes the state again. Numbers such as the step stay.
-    Blocks do not straddle parameters or ranks' slices, for which the units have ``P(align=256)``, so that the values depend
-    neither on the number of ranks nor on the policy; checkpoints keep the bytes. A block in which a value is infinite or NaN,
-    also because a square overflows, becomes NaN as a whole.
+    Its update decodes the state of one unit, updates that unit, and encodes the state again. Numbers such as the step are
+    not encoded. Units need ``P(align=256)``, so that no block straddles parameters or ranks' slices. So the values depend
+    neither on the number of ranks nor on the policy, and checkpoints keep the bytes. A block with an infinite value or NaN,
+    also from a square that overflows, becomes NaN as a whole.
 
     Args:
-        optimizer: ``(init, update)`` that treats each unit by itself, as those of `from_torch` do; what is made of optimizers,
-            such as `chain`, goes around.
+        optimizer: ``(init, update)`` that treats each unit by itself, as those of `from_torch` do. Put `chain` and other
+            compositions around the result.
         codec: A codec of blocks, `codecs.dynamic8` for moments.
         spec: The spec of the shards.
         at_least: The fewest elements of a unit whose state is encoded.
-        seed: Round each element up or down at random, so that the mean is right: the same on any number of ranks. By default
-            to the nearest.
+        seed: Round each element up or down at random, so that the mean is right: the same on any number of ranks. None:
+            round to the nearest.
         donate: Write the new state into the memory of the given one, as `from_torch` does with its own ``donate``.
         rank: The rank of the shards, as in `from_torch`.
 
@@ -59,8 +59,9 @@ def quantized_state(
 
     Raises:
         TypeError: For an optimizer of matrices or one that is made of others, and for a state that is not by unit key.
-        ValueError: Naming the unit, for blocks that would straddle, and in ``update`` for a state that is not in the codec.
-        RuntimeError: ``update`` is differentiated, and rounding has no derivative.
+        ValueError: Naming the unit, for blocks that would straddle; in ``init`` for Adadelta and centered RMSprop; in
+            ``update`` for a state that is not in the codec.
+        RuntimeError: If ``update`` is differentiated: rounding has no derivative.
 
     Example:
         >>> import torch, funshard as fs
@@ -113,11 +114,13 @@ def quantized_state(
         units = state_codec.find_units(state)
         is_donated = donate
         if not torch.compiler.is_compiling():  # in a graph the optimizer's own update refuses derivatives
-            _refuse_derivatives(_named_tensors(grads, units, params, rates))
+            _refuse_derivatives(_iter_argument_tensors(grads, units, params, rates))
             # memory that vmap has not batched cannot take results that are
-            is_donated = donate and not any(_torch.is_batched(x) for _, x in _named_tensors(grads, units, params, rates))
+            is_donated = donate and not any(
+                _torch.is_batched(x) for _, x in _iter_argument_tensors(grads, units, params, rates)
+            )
             if is_donated:
-                refuse_shared_memory(_encoded_tensors(units))
+                refuse_shared_memory(_iter_encoded_tensors(units))
         found_slots = {key: state_codec.encoded_slots(key, values) for key, values in units.items()}
         slots = {key: names for key, names in found_slots.items() if names}
         for what, tree in (("gradient", grads), ("param", params)):
@@ -149,7 +152,7 @@ def _write_state(old: Mapping[str, Any], new: Mapping[str, Any]) -> Any:
     return replace_values(new, out)
 
 
-def _encoded_tensors(state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+def _iter_encoded_tensors(state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(name for an error, tensor)`` for the codes and scales of a state."""
     for key, values in state.items():
         for name, x in values.items():
@@ -157,8 +160,8 @@ def _encoded_tensors(state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[s
                 yield from ((f"{part} of state['{key}']['{name}']", one) for part, one in x._asdict().items())
 
 
-def _named_tensors(*trees: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name for an error, tensor)`` for every tensor of the arguments of an update."""
+def _iter_argument_tensors(*trees: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield ``(name for an error, tensor)`` for every tensor of grads, state, params and rates, in this order."""
     for what, tree in zip(("grads", "state", "params", "rates"), trees, strict=True):
         for path, x in pytree.tree_flatten_with_path(tree)[0]:
             if isinstance(x, Tensor):
@@ -166,7 +169,7 @@ def _named_tensors(*trees: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _refuse_derivatives(tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Raise RuntimeError if a tensor is tracked: the state is rounded."""
+    """Raise RuntimeError if autograd or a transform differentiates a tensor: rounding has no derivative."""
     for what, tensor in tensors:
         if _torch.is_tracked(tensor):
             raise RuntimeError(

@@ -24,7 +24,7 @@ CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 22
 class QuantizedSlice(NamedTuple):
     """A rank's slice of a unit's state, in the codec of `quantized_state`.
 
-    No block straddles two parameters or two ranks, so that a checkpoint has each parameter's bytes, for any mesh and policy.
+    No block straddles two parameters or two ranks, so a checkpoint has each parameter's bytes, for any mesh and policy.
     """
 
     codes: Tensor
@@ -75,15 +75,15 @@ def refuse_encoded(state: Mapping[str, object]) -> None:
 
 
 def encode_slice(x: Tensor, codec: Codec, noise: Tensor | None = None) -> QuantizedSlice:
-    """Return a slice in the codec, rounded by ``noise`` as `Codec` says or, without, to the nearest."""
+    """Encode a slice, rounded by ``noise`` as `Codec` says, or to the nearest without it."""
     length = _chunk_length(len(x), codec, x.device)
     noises = [None] * -(-len(x) // length) if noise is None else noise.split(length)
-    parts = [_encode(part, codec, one) for part, one in zip(x.split(length), noises, strict=True)]
+    parts = [_encode_chunk(part, codec, one) for part, one in zip(x.split(length), noises, strict=True)]
     return parts[0] if len(parts) == 1 else QuantizedSlice(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _encode(x: Tensor, codec: Codec, noise: Tensor | None) -> QuantizedSlice:
-    """Return a part of a slice in the codec."""
+def _encode_chunk(x: Tensor, codec: Codec, noise: Tensor | None) -> QuantizedSlice:
+    """Encode a chunk of a slice."""
     encode = codec if noise is None else dataclasses.replace(codec, encode=functools.partial(codec.encode, noise=noise))
     codes, scales, *_ = encode._encode_slice(x)
     if scales.dtype != x.dtype:
@@ -98,15 +98,15 @@ def decode_slice(x: QuantizedSlice, codec: Codec) -> Tensor:
     ratio = numel // len(x.codes)
     parts = zip(x.codes.split(length // ratio), x.scales.split(length // codec.block), strict=True)
     if length == numel:
-        return _decode(*next(parts), codec)
+        return _decode_chunk(*next(parts), codec)
     out = x.scales.new_empty(numel)
     for into, part in zip(out.split(length), parts, strict=True):
-        into.copy_(_decode(*part, codec))
+        into.copy_(_decode_chunk(*part, codec))
     return out
 
 
-def _decode(codes: Tensor, scales: Tensor, codec: Codec) -> Tensor:
-    """Return the elements of a part of a slice."""
+def _decode_chunk(codes: Tensor, scales: Tensor, codec: Codec) -> Tensor:
+    """Decode a chunk of a slice."""
     numel = len(scales) * codec.block
     _, _, *others = codec._describe_encoding(numel, scales.dtype)[1]
     x = codec.decode(codes, scales, *(codes.new_empty(shape, dtype=dtype) for dtype, shape in others))
@@ -115,7 +115,7 @@ def _decode(codes: Tensor, scales: Tensor, codec: Codec) -> Tensor:
 
 
 def _chunk_length(numel: int, codec: Codec, device: torch.device) -> int:
-    """Return how many elements to take at once: whole blocks, and all where operators are recorded or batched."""
+    """Return how many elements to encode at once: whole blocks, or all elements if operators are recorded or batched."""
     length = max((CHUNK if device.type == "cpu" else DEVICE_CHUNK) // codec.block, 1) * codec.block
     return length if length < numel and _torch.is_eager() else numel
 

@@ -22,16 +22,16 @@ def encode_state(
     seed: int | None = None,
     rank: int | None = None,
 ) -> dict[str, UnitState]:
-    """Return an elementwise state as `quantized_state` of these arguments keeps it, such as one of a checkpoint in float32.
+    """Return an elementwise state, such as one of a float32 checkpoint, encoded as `quantized_state` keeps it.
 
-    Inverse of `decode_state`, to rounding. Values are rounded to the nearest.
+    It rounds to the nearest. Inverse of `decode_state`, up to that rounding.
 
     Args:
         state: A state of `from_torch`, by unit key.
-        codec: As in `quantized_state`, like the other arguments.
+        codec: The codec of `quantized_state`.
         spec: The spec of the state.
         at_least: The fewest elements of a unit whose state is encoded.
-        seed: Any seed adds the count of roundings that stochastic rounding needs.
+        seed: The seed of `quantized_state`. Any seed adds the count of roundings that it needs.
         rank: Whose slices these are, by its number on the mesh; this rank's by default.
 
     Raises:
@@ -50,16 +50,17 @@ def encode_state(
 def decode_state(
     state: Mapping[str, Mapping[str, Any]], codec: Codec, *, spec: PartitionSpec, rank: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return a state of `quantized_state` in its own dtypes, for the optimizer inside and `checkpoint.optimizer_state_dict`.
+    """Return a state of `quantized_state` decoded, for the optimizer inside it and `checkpoint.optimizer_state_dict`.
 
     Args:
         state: The state, by unit key.
-        codec: The codec that it is in.
+        codec: The codec of the state.
         spec: The spec of the state.
         rank: Whose slices these are, by its number on the mesh; this rank's by default.
 
     Raises:
         ValueError: Naming the unit, for a state of another codec or spec.
+        TypeError: For a state that is not by unit key.
 
     Example:
         >>> import torch, funshard as fs
@@ -68,4 +69,4 @@ def decode_state(
         >>> fs.optim.decode_state(state, codec, spec=spec)[""]["exp_avg"].sum()
         tensor(4096.)
     """
-    return StateCodec.make("decode_state", codec, spec, 0, None, rank).decode(state)
+    return StateCodec.make("decode_state", codec, spec, None, None, rank).decode(state)

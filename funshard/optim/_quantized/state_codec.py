@@ -31,17 +31,20 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 
 @dataclass(frozen=True)
 class StateCodec:
-    """The codec of states, and which units' are encoded."""
+    """The checked arguments of `quantized_state`, with which it encodes and decodes the states of units."""
 
     who: str
     codec: Codec
     spec: PartitionSpec
-    at_least: int
+    at_least: int | None
+    """The fewest elements of a unit that is encoded; None to decode only."""
     seed: int | None
     rank: int | None
 
     @classmethod
-    def make(cls, who: str, codec: object, spec: object, at_least: int, seed: int | None, rank: int | None) -> StateCodec:
+    def make(
+        cls, who: str, codec: object, spec: object, at_least: int | None, seed: int | None, rank: int | None
+    ) -> StateCodec:
         """Check the arguments of `quantized_state`; raise TypeError or ValueError if they do not fit."""
         known, checked = check_spec(spec), check_codec(who, codec)
         if seed is not None and not checked.takes_noise:
@@ -54,6 +57,8 @@ class StateCodec:
 
     def encodes(self, unit: Unit) -> bool:
         """Return whether the state of a unit is encoded."""
+        if self.at_least is None:
+            return False
         return unit.numel >= self.at_least and unit.dtype.is_floating_point and unit.at_rest is None
 
     def encode(self, state: object) -> dict[str, UnitState]:
@@ -146,6 +151,7 @@ class StateCodec:
         out: dict[str, Any] = {}
         for name, x in values.items():
             if isinstance(x, QuantizedSlice):
+                check_blocks(self.who, self.codec, unit)
                 check_encoding(x, self.codec, unit, spec, name)
                 out[name] = zero_padding(decode_slice(x, self.codec), unit, spec, self.rank)
             elif name != ROUNDING:
