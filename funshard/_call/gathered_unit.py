@@ -25,7 +25,7 @@ from .._transforms.saved_tensors import hook_running_node
 from .._units.chain import CollectiveChain
 from .._units.flow import reduce_unit
 from .._units.gather import copy_kept_slice, start_gather, start_gather_of_kept
-from .._units.mixed_layout import view_as
+from .._units.mixed_layout import view_whole_elements
 from .._units.reductions import flat_pieces
 from .saved_weights import BufferLease, SavedView, check_unmodified
 
@@ -174,7 +174,7 @@ class GatheredUnit:
             buffer = self.wait_again()
         if torch.is_grad_enabled() and self.route.reshard_after_forward:
             hook_running_node({_torch.storage_id(buffer): self}, 0 if is_over else _torch.current_level())
-        typed = buffer if saved.dtype is buffer.dtype else view_as(buffer, saved.dtype)
+        typed = buffer if saved.dtype is buffer.dtype else view_whole_elements(buffer, saved.dtype)
         view = typed.as_strided(saved.shape, saved.stride, typed.storage_offset() + saved.offset)
         return _torch.wrap_for_ended_level(view) if is_over else view
 

@@ -20,7 +20,7 @@ Grads = Sequence[Tensor | None]
 
 
 class RunGradients:
-    """The gradients, by gathered unit, of the recomputed runs that one backward has come to so far."""
+    """The sums of gradients, by gathered unit, of the recomputed runs whose backward has ended, within one backward pass."""
 
     def __init__(self) -> None:
         self._task = -1

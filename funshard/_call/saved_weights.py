@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .. import _torch
-from .._units.mixed_layout import view_as
+from .._units.mixed_layout import view_whole_elements
 
 __all__ = ["MAX_UNSHARDED_IN_BACKWARD", "BufferLease", "SavedView", "check_unmodified"]
 
@@ -62,7 +62,7 @@ class SavedView:
         self.dtype = tensor.dtype  # not the buffer's, where that is bytes
         self.shape, self.stride = tensor.shape, tensor.stride()
         # a buffer of another gather may have margins, and begin elsewhere in its storage
-        typed = buffer if buffer.dtype is tensor.dtype else view_as(buffer, tensor.dtype)
+        typed = buffer if buffer.dtype is tensor.dtype else view_whole_elements(buffer, tensor.dtype)
         self.offset = tensor.storage_offset() - typed.storage_offset()
 
     def __call__(self) -> Tensor:

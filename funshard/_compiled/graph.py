@@ -166,7 +166,7 @@ def find_gathers(graph: Graph) -> list[GatherNodes]:
 
 
 def _find_views(gathered: Node) -> list[Node]:
-    """Return the views and casts of a gathered value, and what a unit's gather joins of these alone."""
+    """Return the views and casts of a gathered value, and the concatenations of these alone that its unit's gather makes."""
     views: dict[Node, None] = {}
     front = [gathered]
     while front:

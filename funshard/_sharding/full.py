@@ -21,8 +21,8 @@ from .._units.whole import flatten_whole, unflatten_whole
 from ..collectives._announce import announce
 from ..collectives._mesh import Mesh
 from .agree import broadcast_text, process_group
-from .gathers import as_bytes, gather_units
-from .stream import is_receiver, own_copy
+from .gathers import gather_units, view_as_bytes
+from .stream import copy_if_shared, is_receiver
 
 __all__ = ["gather_full", "scatter_full"]
 
@@ -64,7 +64,9 @@ def gather_full(
         full |= waiting()  # the one before, while this one is copied
         waiting = copies
     if is_receiver(mesh, rank0_only=rank0_only):
-        full |= {name: own_copy(shards[name], shards[name], None, offload_to_cpu) for name in spec.ignored if name in shards}
+        full |= {
+            name: copy_if_shared(shards[name], shards[name], None, offload_to_cpu) for name in spec.ignored if name in shards
+        }
     return spec._to_model_order(full | waiting())
 
 
@@ -146,12 +148,12 @@ def _scatter_from(
         out = torch.empty(numel, dtype=unit.dtype, device=device)
         announce("scatter" if split else "broadcast", group.group_name, f"unit '{unit.key}' over '{name}'", out)
         if split:
-            whole = None if buffer is None or here[name] != want[name] else as_bytes(buffer)
+            whole = None if buffer is None or here[name] != want[name] else view_as_bytes(buffer)
             pieces = None if whole is None else list(whole.view(axis.size, len(whole) // axis.size))
-            dist.scatter(as_bytes(out), pieces, group=group, group_src=want[name])
+            dist.scatter(view_as_bytes(out), pieces, group=group, group_src=want[name])
         else:
             out = buffer if buffer is not None else out
-            dist.broadcast(as_bytes(out), group=group, group_src=want[name])
+            dist.broadcast(view_as_bytes(out), group=group, group_src=want[name])
         buffer = out
     assert buffer is not None
     return buffer

@@ -21,9 +21,9 @@ from .._units.layout import rank_coords
 from .._units.whole import join_pieces, split_whole
 from ..collectives._mesh import Mesh
 from ..collectives._sequence import SequenceCheck, get_host_group, is_comparable
-from .gathers import gather_units, gathering_groups, result_dtype
+from .gathers import find_gather_groups, find_result_dtype, gather_units
 
-__all__ = ["is_receiver", "own_copy", "stream_full"]
+__all__ = ["copy_if_shared", "is_receiver", "stream_full"]
 
 REMEDY = (
     "Expected all ranks to use parameters up to the same one: leave the loop where all ranks do, or with rank0_only=True, "
@@ -42,11 +42,11 @@ def stream_full(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
 ) -> Generator[tuple[str, Tensor]]:
-    """Return an iterator over the full parameters, as ``(name, tensor)``, which gathers the next ones meanwhile.
+    """Return an iterator over the full parameters, as ``(name, tensor)``, that gathers ahead.
 
     All ranks iterate to the same end. Units come in the order of their first parameter in the model. The tensors have no
-    derivative, as those of `gather_full`, and may be views of a unit's buffer, which lives as long as one of them: clone what
-    you keep.
+    derivative, like those of `gather_full`. They may be views of a unit's buffer, which lives as long as one of them: clone
+    those that you keep.
 
     Args:
         shards: As for `gather_full`. Do not modify them before the end.
@@ -105,13 +105,13 @@ def stream_full(
                     yield from _iter_params(buffer, shards[unit.key], unit, mesh, wanted[unit.key], dtype, offload_to_cpu)
             if is_receiver(mesh, rank0_only=rank0_only):
                 for name in (name for name in ignored if name in chosen):
-                    yield name, own_copy(shards[name].detach(), shards[name], dtype, offload_to_cpu)
+                    yield name, copy_if_shared(shards[name].detach(), shards[name], dtype, offload_to_cpu)
         finally:
             if rank0_only:  # the other ranks, which get nothing to stop at, send all of it
                 deque(gathers, maxlen=0)
             gathers.close()  # what is in flight ends in the background, and the next gather waits for it
             if not rank0_only:
-                _compare_ends(used, ordered, mesh)
+                _start_end_check(used, ordered, mesh)
 
     return stream()
 
@@ -122,7 +122,7 @@ def is_receiver(mesh: Mesh, *, rank0_only: bool) -> bool:
 
 
 def _match_names(names: str | Iterable[str] | None, units: Sequence[Unit], ignored: Collection[str]) -> set[str]:
-    """Return the first names of the parameters that some name or glob matches. Raise ValueError where one matches none."""
+    """Return the parameters, each by the first of its names, that a name or glob matches; ValueError if one matches none."""
     every = {param.name: param.names for unit in units for param in unit.params} | {name: (name,) for name in ignored}
     if names is None:
         return {*every}
@@ -144,7 +144,7 @@ def _iter_params(
     dtype: torch.dtype | None,
     offload_to_cpu: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield some parameters of a unit, in this order, each made when it is asked for."""
+    """Yield the named parameters of a unit, in this order. Each is computed when the caller asks for it."""
     with torch.no_grad():
         buffer = start_copy_to_host(buffer)() if offload_to_cpu else buffer
         pieces = split_whole(buffer, unit, mesh)
@@ -153,23 +153,23 @@ def _iter_params(
     for name in names:
         param, views = params[name]
         with torch.no_grad():
-            tensor = own_copy(join_pieces(views, param.local, sizes), shard, dtype)
+            tensor = copy_if_shared(join_pieces(views, param.local, sizes), shard, dtype)
         yield name, tensor
 
 
-def own_copy(tensor: Tensor, source: Tensor, dtype: torch.dtype | None, offload_to_cpu: bool = False) -> Tensor:
-    """Return a tensor in ``dtype`` that does not share memory with the one it comes from."""
+def copy_if_shared(tensor: Tensor, source: Tensor, dtype: torch.dtype | None, offload_to_cpu: bool = False) -> Tensor:
+    """Return a tensor in ``dtype``, copied if it shares memory with ``source``."""
     with torch.no_grad():
-        tensor = tensor.to("cpu" if offload_to_cpu else tensor.device, result_dtype(tensor.dtype, dtype))
+        tensor = tensor.to("cpu" if offload_to_cpu else tensor.device, find_result_dtype(tensor.dtype, dtype))
         return tensor.clone() if _torch.shares_storage(tensor, source) else tensor
 
 
-def _compare_ends(used: int, units: Sequence[Unit], mesh: Mesh) -> None:
-    """Start to compare after how many units ranks have ended. The next call waits for it: this rank may be about to raise."""
+def _start_end_check(used: int, units: Sequence[Unit], mesh: Mesh) -> None:
+    """Start to compare how many units each rank has used. The next call waits for it: this rank may be about to raise."""
     try:
         mesh.check_groups()
     except RuntimeError:  # the stream outlived its process groups
         return
     where = f"after {used} of {len(units)} units" + (f", the last one '{units[used - 1].key}'" if used else "")
-    for group in filter(is_comparable, gathering_groups(units, mesh)):
+    for group in filter(is_comparable, find_gather_groups(units, mesh)):
         SequenceCheck(get_host_group(group), [f"the end of stream_full {where}"], "ranks have ended a stream early", REMEDY)

@@ -76,7 +76,7 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
 
 
 def _group_by_unit(selected: Mapping[str, P]) -> dict[str, tuple[tuple[str, ...], P]]:
-    """Return the paths of the modules of each unit, by the unit's name, and their common `P`, without its ``unit``.
+    """Return, by unit name, the paths of the unit's modules and their common `P` without its ``unit`` label.
 
     Raises ValueError, naming both, for modules of one unit that have different `P` or lie inside of each other, and for
     names with a ``+``, by which two units would have one key.
@@ -104,7 +104,7 @@ def _group_by_unit(selected: Mapping[str, P]) -> dict[str, tuple[tuple[str, ...]
 
 
 def _enclosing_units(param: Param, tree: ModuleTree, unit_of: Mapping[str, str]) -> list[str]:
-    """Return the units, outermost first, that have modules around all uses of a parameter."""
+    """Return the units, outermost first, whose modules enclose all uses of a parameter."""
     names = sorted(param.names, key=natural_key)  # whatever the order of registration
     chains = [[unit_of[path] for path in tree._enclosing_paths(name) if path in unit_of] for name in names]
     return [unit for unit in chains[0] if all(unit in chain for chain in chains)]

@@ -18,11 +18,11 @@ from ..collectives._mesh import Mesh, ProcessAxis
 from ..collectives._sequence import get_host_group, is_comparable
 from .weights import check_weight_count
 
-__all__ = ["PaddedMicrobatches", "check_count", "iterate_equally", "pad_microbatches", "split_first_batch"]
+__all__ = ["PaddedMicrobatches", "iterate_equally", "pad_microbatches", "split_first_batch", "start_count_check"]
 
 
 class PaddedMicrobatches(NamedTuple):
-    """As many micro-batches as every other rank has, and their weights."""
+    """Micro-batches, as many as on every other rank, and their weights."""
 
     microbatches: list[Any]
     """This rank's own micro-batches, then repeated ones."""
@@ -39,9 +39,9 @@ def pad_microbatches(
 ) -> PaddedMicrobatches:
     """Add micro-batches of weight 0, until every rank has as many as the one with the most.
 
-    For `accumulate` and `update_in_backward`, whose gathers and reductions all ranks make together. A repeated micro-batch
-    takes the time of one, which this rank would spend waiting. It counts in nothing but what the loss itself exchanges or
-    keeps, such as statistics of `SyncBatchNorm`, and draws random numbers. All ranks call this together.
+    For `accumulate` and `update_in_backward`, in which all ranks gather and reduce together. All ranks call this together.
+    A repeated micro-batch takes the time that this rank would otherwise wait. It does not change the mean. It does count in
+    statistics that the loss keeps or exchanges, such as those of `SyncBatchNorm`, and it draws random numbers.
 
     Args:
         microbatches: A list or generator, of which this rank may have fewer than others, or none.
@@ -53,8 +53,9 @@ def pad_microbatches(
         ``(microbatches, weights)``, both empty if no rank has a micro-batch.
 
     Raises:
-        ValueError: On every rank, if one of them has not a weight for each micro-batch, or neither a micro-batch nor a
-            stand-in while another has micro-batches.
+        ValueError: On every rank, if a rank has other numbers of weights and micro-batches. Also if a rank has neither a
+            micro-batch nor a stand-in, and another one has micro-batches.
+        TypeError: For a tensor or a mapping instead of a list or generator.
 
     Example:
         A rank with fewer batches joins the others' last steps:
@@ -96,7 +97,7 @@ def pad_microbatches(
 
 
 def _check_iterable(who: str, microbatches: object) -> None:
-    """Raise TypeError for one batch instead of micro-batches: a tensor or a mapping would be iterated over."""
+    """Raise TypeError for a tensor or a mapping, which is one batch, and for anything that is not iterable."""
     if isinstance(microbatches, Tensor | Mapping) or not hasattr(microbatches, "__iter__"):
         raise TypeError(f"{who}: expected a list of micro-batches, or a generator, got {type(microbatches).__name__}")
 
@@ -119,15 +120,15 @@ def split_first_batch(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
 
 
 def iterate_equally(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
-    """Yield micro-batches while ranks compare how many they have, so that none waits for another that has fewer.
+    """Yield micro-batches while ranks compare how many they have, so that no rank waits for one that has fewer.
 
-    A list is compared once, behind its first micro-batch. A generator is read one ahead, and compared behind each.
+    Ranks compare lists once, after the first micro-batch. They read generators one ahead, and compare after each one.
 
     Raises:
         ValueError: On every rank, if they have different numbers, or some a list and others a generator.
     """
     if isinstance(batches, list | tuple):
-        finish = check_count(f"{len(batches)} micro-batches", len(batches), mesh)
+        finish = start_count_check(f"{len(batches)} micro-batches", len(batches), mesh)
         for i, batch in enumerate(batches):
             yield batch
             if i == 0:
@@ -139,7 +140,7 @@ def iterate_equally(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
         i, following = i + 1, next(rest, _NONE)
         is_last = following is _NONE
         text = f"{i if is_last else f'more than {i}'} micro-batches of a generator"
-        finish = check_count(text, -2 * i - is_last, mesh)  # negative: never that of a list, which ranks compare once
+        finish = start_count_check(text, -2 * i - is_last, mesh)  # negative: never that of a list, which ranks compare once
         yield batch
         finish()
         batch = following
@@ -148,15 +149,15 @@ def iterate_equally(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
 _NONE = object()
 
 
-def check_count(text: str, count: int, mesh: Mesh) -> Callable[[], None]:
-    """Start to compare a count between the ranks of a mesh; return what waits and raises ValueError where they differ.
+def start_count_check(text: str, count: int, mesh: Mesh) -> Callable[[], None]:
+    """Start to compare a count between ranks; return a function that waits, and raises ValueError if the counts differ.
 
     Args:
         text: Says to the other ranks what this one has.
         count: What is compared.
         mesh: The ranks.
     """
-    groups = _host_groups(mesh)
+    groups = _find_host_groups(mesh)
     if not groups:
         return lambda: None
     with _torch.below_transforms():
@@ -188,21 +189,21 @@ def _raise_difference(text: str, groups: Sequence[HostGroup]) -> NoReturn:
 
 
 def _max_over_ranks(counts: list[int], mesh: Mesh) -> list[int]:
-    """Return the largest of each count over the ranks of a mesh."""
+    """Return each count's maximum over the ranks of a mesh."""
     with _torch.below_transforms():
         maxima = torch.tensor(counts, device="cpu")
-        for group in _host_groups(mesh):
+        for group in _find_host_groups(mesh):
             _start_max(group, maxima).wait()
         return maxima.tolist()
 
 
 def _start_max(group: HostGroup, x: Tensor) -> dist.Work:
-    """Start to replace a tensor by the largest values of the ranks."""
+    """Start an in-place all-reduce of a tensor by maximum."""
     return group.all_reduce_max(x, "to compare numbers of micro-batches")
 
 
-def _host_groups(mesh: Mesh) -> list[HostGroup]:
-    """Return a host group for each axis of several processes; none while operators are recorded or compiled."""
+def _find_host_groups(mesh: Mesh) -> list[HostGroup]:
+    """Return a host group for each mesh axis of several processes: an empty list while operators are recorded or compiled."""
     if torch.compiler.is_compiling() or _torch.is_traced():
         return []
     axes = (axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1)

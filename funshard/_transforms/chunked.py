@@ -18,7 +18,7 @@ from ._recompute.function import RecomputedFunction
 from ._recompute.global_watch import GlobalWatch
 from ._recompute.regions import mark_region
 from ._recompute.remat import apply_recomputed
-from .slice_gradient import SumOfSlices, is_gradient_known_in_forward
+from .slice_gradient import SumOfSlices, is_forward_gradient_allowed
 
 __all__ = ["chunked"]
 
@@ -78,7 +78,7 @@ def chunked(
         size = max(1, -(-length // chunks))
         sizes = [min(size, length - start) for start in range(0, length, size)] or [0]
         slices = _Slices(sizes, leaves, dims)
-        if gradient == "forward" and is_gradient_known_in_forward([*pytree.tree_leaves(w), *leaves]):
+        if gradient == "forward" and is_forward_gradient_allowed([*pytree.tree_leaves(w), *leaves]):
             total, count = SumOfSlices(functools.partial(_run_slice, f, name), name, w, rows, slices.take, dims).add_up()
         else:
             total, count = _add_slices(f, name, w, rows, slices)

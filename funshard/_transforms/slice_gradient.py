@@ -16,13 +16,13 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 from .. import _torch
 from .grad import is_assumed_differentiated
 
-__all__ = ["SumOfSlices", "is_gradient_known_in_forward"]
+__all__ = ["SumOfSlices", "is_forward_gradient_allowed"]
 
 
-def is_gradient_known_in_forward(tensors: Sequence[object]) -> bool:
-    """Return whether plain autograd alone records these tensors, and their gradient's scale may be applied afterwards.
+def is_forward_gradient_allowed(tensors: Sequence[object]) -> bool:
+    """Return whether forward may compute the gradient: plain autograd alone records these tensors, none in float16.
 
-    A transform or a compiler may need another derivative. In float16 the loss is scaled before its gradient, lest it vanish.
+    A transform or a compiler may need another derivative. In float16 a loss is scaled first, so that gradients do not vanish.
     """
     if torch.compiler.is_compiling() or _torch.current_level() or _torch.is_in_forward_ad() or is_assumed_differentiated():
         return False
@@ -33,7 +33,7 @@ def is_gradient_known_in_forward(tensors: Sequence[object]) -> bool:
 
 
 class SumOfSlices:
-    """A function of shared arguments and rows that is added up over slices of the rows.
+    """A sum over slices of rows, which `add_up` computes together with its gradient.
 
     Args:
         call: A function ``(w, rows) -> (sum, count)`` of one slice.
@@ -111,7 +111,9 @@ class SumOfSlices:
         self, w: Any, leaves: Sequence[Tensor], rows: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, Tensor], list[Tensor | None]]:
         """Return the sum and the count of one slice, without a graph, and the sum's gradients by the leaves."""
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keep, _keep):  # not those of a call around this
+        # not the hooks of a call around this
+        hooks = torch.autograd.graph.saved_tensors_hooks(_return_unchanged, _return_unchanged)
+        with torch.enable_grad(), hooks:
             total, count = self._call(w, pytree.tree_unflatten(rows, self._rows_def))
         if count.requires_grad or (total.requires_grad and not _torch.depends_only_on(total, leaves)):
             what = (
@@ -130,7 +132,7 @@ class SumOfSlices:
 
 
 class _SumWithGradient(torch.autograd.Function):
-    """A sum over slices whose backward multiplies the gradients of forward by the cotangent."""
+    """The autograd node of `SumOfSlices`: forward computes the gradients, and backward multiplies them by the cotangent."""
 
     @staticmethod
     def forward(ctx: Any, sums: SumOfSlices, *tensors: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -158,8 +160,8 @@ class _SumWithGradient(torch.autograd.Function):
         return None, *out
 
 
-def _keep(x: Tensor) -> Tensor:
-    """Return the tensor that a node saves."""
+def _return_unchanged(x: Tensor) -> Tensor:
+    """Return a saved tensor as it is: a hook that takes the place of hooks around the call."""
     return x
 
 

@@ -30,8 +30,8 @@ __all__ = [
     "find_param_dtypes",
     "make_mixed_layout",
     "split_by_dtype",
-    "view_as",
     "view_by_dtype",
+    "view_whole_elements",
 ]
 
 Run = tuple[int, torch.dtype]
@@ -39,7 +39,7 @@ Run = tuple[int, torch.dtype]
 
 
 class SliceGroup(NamedTuple):
-    """Neighbouring slices of the same runs: their number, the runs of each, and its bytes."""
+    """Neighbouring slices with equal runs: the number of slices, the runs of each, and the bytes of each."""
 
     number: int
     runs: tuple[Run, ...]
@@ -48,7 +48,7 @@ class SliceGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class MixedLayout:
-    """The runs of one dtype that a buffer consists of, and the slices that it is split into."""
+    """The layout in bytes of a buffer of several dtypes: its runs of one dtype, and its slices."""
 
     runs: tuple[Run, ...]
     num_slices: int
@@ -67,7 +67,7 @@ class MixedLayout:
         slices = tuple(_group_slices(self.runs, sum(numel for numel, _ in self.runs) // self.num_slices))
         object.__setattr__(self, "slices", slices)
         object.__setattr__(self, "sent_bytes", max(group.nbytes for group in slices))
-        object.__setattr__(self, "buffer_bytes", _count_bytes(self.runs))
+        object.__setattr__(self, "buffer_bytes", _count_run_bytes(self.runs))
 
     @property
     def is_padded(self) -> bool:
@@ -98,7 +98,7 @@ class MixedLayout:
         """Return the bytes to send of this rank's slice, which lies in dimension 0 and may be batched along others."""
         own = self._own_slice()
         pieces = piece.split([numel for numel, _ in own.runs])
-        parts = [_to_bytes(part.to(dtype)) for part, (_, dtype) in zip(pieces, own.runs, strict=True)]
+        parts = [_flatten_to_bytes(part.to(dtype)) for part, (_, dtype) in zip(pieces, own.runs, strict=True)]
         return torch.cat([*parts, parts[0].new_zeros((self.sent_bytes - own.nbytes) * piece[0].numel())])
 
     def encode_into(self, piece: Tensor, out: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class MixedLayout:
                     begin = offset // dtype.itemsize if param.numel else end
                     sizes += [begin - end, param.numel]
                     end = begin + param.numel
-            typed = view_as(buffer, own)
+            typed = view_whole_elements(buffer, own)
             pieces = iter(typed.split_with_sizes([*sizes, len(typed) - end])[1::2])
             for i, ((_, dtype), param) in enumerate(zip(self.offsets, unit.params, strict=True)):
                 if dtype == own:
@@ -153,26 +153,26 @@ class MixedLayout:
 
 
 def make_mixed_layout(
-    unit: Unit, padded_numel: int, num_slices: int, rest: torch.dtype, index: int | None
+    unit: Unit, padded_numel: int, num_slices: int, default: torch.dtype, index: int | None
 ) -> MixedLayout | None:
-    """Return the layout of a unit's buffer in bytes, None if its parameters are computed with in one dtype.
+    """Return the layout of a unit's buffer in bytes, or None if all its parameters have one dtype in use.
 
     Args:
         unit: The unit.
         padded_numel: The elements of its whole buffer.
         num_slices: The number of slices.
-        rest: The dtype of the parameters that its `Precision` does not keep in another one.
+        default: The dtype of the parameters that its `Precision` does not keep in another one.
         index: Which slice this rank has, if it is known.
 
     Raises:
         ValueError: Naming the unit, where a parameter would begin between two elements of its dtype.
     """
-    dtypes = iter(find_param_dtypes(unit, rest))
-    if not unit.kept_dtypes or len({*find_param_dtypes(unit, rest)}) == 1:
+    dtypes = iter(find_param_dtypes(unit, default))
+    if not unit.kept_dtypes or len({*find_param_dtypes(unit, default)}) == 1:
         return None
     runs, offsets, begin = list[Run](), list[tuple[int, torch.dtype]](), 0
     for size, param in (*unit.parts, (padded_numel - unit.span, None)):
-        dtype = next(dtypes) if param is not None else runs[-1][1] if runs else rest
+        dtype = next(dtypes) if param is not None else runs[-1][1] if runs else default
         if param is not None:
             if begin % dtype.itemsize and param.numel:
                 raise ValueError(
@@ -188,9 +188,9 @@ def make_mixed_layout(
     return MixedLayout(tuple(runs), num_slices, index, tuple(offsets))
 
 
-def find_param_dtypes(unit: Unit, rest: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return the dtype in which each of the unit's parameters is computed with: ``rest`` unless `Precision` keeps another."""
-    return tuple(kept or rest for kept in unit.kept_dtypes) or (rest,) * len(unit.params)
+def find_param_dtypes(unit: Unit, default: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Return the dtype in use of each of the unit's parameters: ``default`` unless `Precision` keeps another."""
+    return tuple(kept or default for kept in unit.kept_dtypes) or (default,) * len(unit.params)
 
 
 def cast_views(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> list[Tensor]:
@@ -198,18 +198,20 @@ def cast_views(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> list[Ten
     views = unflatten_unit(buffer, unit)
     if not unit.kept_dtypes:
         return views
-    return [view.to(dtype) for view, dtype in zip(views, _dtypes_of(unit, shard_dtype), strict=True)]
+    return [view.to(dtype) for view, dtype in zip(views, _find_computed_dtypes(unit, shard_dtype), strict=True)]
 
 
 def split_by_dtype(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> list[Tensor]:
-    """Return a buffer in data flow as one for each dtype, with the parameters of that dtype end to end.
+    """Split a buffer in data flow into one for each dtype, with the parameters of that dtype end to end.
 
     The wide buffer need not live longer. Without parameters in dtypes of their own it is the only one.
     """
     if not unit.kept_dtypes:
         return [buffer]
-    dtypes = _dtypes_of(unit, shard_dtype)
-    pieces = [x for x, (_, param) in zip(buffer.split_with_sizes(_part_sizes(buffer, unit)), unit.parts, strict=False) if param]
+    dtypes = _find_computed_dtypes(unit, shard_dtype)
+    pieces = [
+        x for x, (_, param) in zip(buffer.split_with_sizes(_list_part_sizes(buffer, unit)), unit.parts, strict=False) if param
+    ]
     return [
         torch.cat([piece.to(own) for piece, own in zip(pieces, dtypes, strict=True) if own == dtype])
         for dtype in dict.fromkeys(dtypes)
@@ -217,33 +219,33 @@ def split_by_dtype(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> list
 
 
 def view_by_dtype(buffers: Sequence[Tensor], unit: Unit, shard_dtype: torch.dtype) -> list[Tensor]:
-    """Return a unit's parameters as views of its buffers. Inverse of `split_by_dtype`."""
+    """Return a unit's parameters as views of its buffers, one for each dtype, which `split_by_dtype` returns."""
     if not unit.kept_dtypes:
         return unflatten_unit(buffers[0], unit)
-    dtypes = _dtypes_of(unit, shard_dtype)
+    dtypes = _find_computed_dtypes(unit, shard_dtype)
     sizes = {dtype: [x.numel for x, own in zip(unit.params, dtypes, strict=True) if own == dtype] for dtype in dtypes}
     pieces = {buffer.dtype: iter(buffer.split_with_sizes(sizes[buffer.dtype])) for buffer in buffers}
     return [from_memory_order(next(pieces[dtype]), param) for param, dtype in zip(unit.params, dtypes, strict=True)]
 
 
-def _dtypes_of(unit: Unit, shard_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the parameters of a unit whose shard has this dtype."""
+def _find_computed_dtypes(unit: Unit, shard_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Return the dtypes in use of the parameters of a unit whose shard has ``shard_dtype``."""
     return find_param_dtypes(unit, (unit.p.precision or Precision())._resolve(shard_dtype).param)
 
 
-def _part_sizes(buffer: Tensor, unit: Unit) -> list[int]:
+def _list_part_sizes(buffer: Tensor, unit: Unit) -> list[int]:
     """Return the elements of each part of a unit's buffer, and of the padding at its end."""
     return [*(size for size, _ in unit.parts), len(buffer) - unit.span]
 
 
-def view_as(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bytes of a buffer as elements of this dtype, without the bytes at the end that are not a whole one."""
+def view_whole_elements(buffer: Tensor, dtype: torch.dtype) -> Tensor:
+    """View the bytes of a buffer in a dtype, without the last bytes if they are no whole element."""
     left = len(buffer) % dtype.itemsize
     return (buffer[: len(buffer) - left] if left else buffer).view(dtype)
 
 
 def _group_slices(runs: Sequence[Run], length: int) -> Iterator[SliceGroup]:
-    """Yield the slices of so many elements that the runs are split into."""
+    """Split runs into slices of ``length`` elements; yield neighbouring slices with equal runs as one group."""
     some, missing = list[Run](), length
     for numel, dtype in runs:
         while numel:
@@ -254,15 +256,15 @@ def _group_slices(runs: Sequence[Run], length: int) -> Iterator[SliceGroup]:
             some.append((min(numel, missing), dtype))
             numel, missing = numel - some[-1][0], missing - some[-1][0]
             if not missing:
-                yield SliceGroup(1, tuple(some), _count_bytes(some))
+                yield SliceGroup(1, tuple(some), _count_run_bytes(some))
                 some, missing = [], length
 
 
-def _count_bytes(runs: Sequence[Run]) -> int:
-    """Return the bytes of some runs."""
+def _count_run_bytes(runs: Sequence[Run]) -> int:
+    """Return the number of bytes of these runs."""
     return sum(numel * dtype.itemsize for numel, dtype in runs)
 
 
-def _to_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor, 1-D."""
+def _flatten_to_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor of any shape, as uint8, 1-D."""
     return x.contiguous().view(-1).view(torch.uint8)

@@ -43,7 +43,7 @@ def map_unpadded(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *sli
 
 
 def zero_padding(piece: Tensor, unit: Unit, spec: PartitionSpec, rank: int | None = None) -> Tensor:
-    """Return this rank's slice, or ``rank``'s, with zeros where there is padding: itself if it has none."""
+    """Return this rank's slice, or ``rank``'s, with its padding set to 0: the same tensor if it has none."""
     if unit.numel == spec.padded_numel(unit):
         return piece
     if rank is None and spec.bound_mesh.is_simulated:

@@ -92,7 +92,7 @@ def _draw_ranges(ranges: Sequence[_Range], seed: int | Tensor, draw: Draw, like:
 
 
 def draw_uniform(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Draw numbers in [0, 1) of 24 bits, which float32 has."""
+    """Return numbers in [0, 1), of the upper 24 bits of random 32-bit words: float32 has no more."""
     return (torch.stack([*words], -1) >> 8).to(torch.float32).mul(2.0**-24).to(dtype)
 
 

@@ -68,7 +68,7 @@ def unflatten_whole(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[Tensor]:
 
 
 def split_whole(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[list[Tensor]]:
-    """Return views of each parameter's pieces in a unit's whole buffer, which `join_pieces` makes the parameter of."""
+    """Return views of each parameter's pieces in a unit's whole buffer. `join_pieces` joins them to the parameter."""
     rows = buffer.view(count_ranks(unit.local_axes, mesh), -1) if unit.local_axes else [buffer]
     return [list(pieces) for pieces in zip(*(unflatten_unit(row, unit) for row in rows), strict=True)]
 
@@ -93,7 +93,7 @@ def gather_whole(piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, *,
 
 
 def decode_whole(raw: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
-    """Return the whole buffer of a unit from what all ranks hold of it, joined: itself, or decoded from bytes at rest."""
+    """Return the whole buffer of a unit from the joined slices of all ranks, decoded if they are bytes at rest."""
     route = Route.for_unit(unit, mesh, Reduction(), None, raw.dtype)
     if not route.form:
         return raw

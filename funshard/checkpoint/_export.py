@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import _torch
 from .._phases import LOGGER, phase
 from .._sharding.agree import check_ranks_agree, has_peers
-from .._sharding.gathers import gather_to_first, sent_dtype
+from .._sharding.gathers import find_sent_dtype, gather_to_first
 from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping, check_params, find_full_params
 from .._spec.local import whole_shape
@@ -203,7 +203,7 @@ def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, dtype
     full = find_full_params(params, unit, dict(mesh.sizes))
     if full is None:
         piece = params[unit.key].detach()
-        buffer = gather_to_first(piece.to(sent_dtype(piece, unit, dtype)), unit, mesh)
+        buffer = gather_to_first(piece.to(find_sent_dtype(piece, unit, dtype)), unit, mesh)
         full = [] if buffer is None else unflatten_whole(buffer.cpu(), unit, mesh)
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 

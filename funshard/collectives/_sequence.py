@@ -64,7 +64,7 @@ _UNFINISHED: deque[SequenceCheck] = deque()
 
 
 def _finish_earlier_checks() -> None:
-    """Wait for comparisons that nobody has waited for."""
+    """Wait for the comparisons of earlier calls that are not finished."""
     while _UNFINISHED:
         _UNFINISHED.popleft().finish()
 

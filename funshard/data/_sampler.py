@@ -34,8 +34,8 @@ def sampler(
 ) -> BatchSampler:
     """Return this rank's part of each global batch, for ``DataLoader(data, batch_sampler=...)``.
 
-    Global batches are the same on any number of ranks: those of one rank are the parts of all ranks, joined in rank order. Each
-    epoch has an order of its own, that of torch's ``DistributedSampler`` on one rank with this seed.
+    Global batches are the same on any number of ranks: the parts of all ranks, joined in rank order, are the batch of one.
+    Each epoch has its own order, that of torch's ``DistributedSampler`` on one rank with this seed.
 
     Args:
         data: The data set, or its number of samples.
@@ -51,7 +51,7 @@ def sampler(
 
     Raises:
         ValueError: For options that do not fit; on all ranks if theirs differ.
-        TypeError: For data without a length.
+        TypeError: For data without a length, or an option that is no whole number where one is expected.
 
     Example:
         >>> import torch, funshard as fs
@@ -62,7 +62,7 @@ def sampler(
     spec = bind_spec(spec)
     together = rank is None and has_peers(spec.bound_mesh)
     with report_to_ranks(spec, together):
-        chosen = _axes_of_samples(spec, axes)
+        chosen = _find_sample_axes(spec, axes)
         index, parts = rank_along(chosen, spec.bound_mesh, rank_coords(spec.bound_mesh, rank))
         made = BatchSampler(_count_samples(data), batch, seed, shuffle, last, epochs, index, parts)
     if together:
@@ -71,6 +71,7 @@ def sampler(
 
 
 def _count_samples(data: Sized | int) -> int:
+    """Return the number of samples of a data set, or the number that is given; raise TypeError for anything else."""
     if isinstance(data, int):
         return data
     if isinstance(data, Sized):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -79,15 +80,15 @@ def _count_samples(data: Sized | int) -> int:
 
 
 def _to_int(name: str, value: int) -> int:
-    """Return a whole number as int; raise TypeError for anything else."""
+    """Return a whole number as int; raise TypeError, with the option's name, for anything else."""
     try:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
 
 
-def _axes_of_samples(spec: PartitionSpec, axes: Iterable[str] | None) -> tuple[str, ...]:
-    """Return the axes along which ranks have different samples; raise ValueError where None does not say which."""
+def _find_sample_axes(spec: PartitionSpec, axes: Iterable[str] | None) -> tuple[str, ...]:
+    """Return the axes along which ranks have different samples; raise ValueError for None with local axes."""
     unit = next((unit for unit in spec for axis in unit.local_axes if spec.bound_mesh[axis].size > 1), None)
     if axes is None and unit is not None:
         raise ValueError(
@@ -100,7 +101,7 @@ def _axes_of_samples(spec: PartitionSpec, axes: Iterable[str] | None) -> tuple[s
 class BatchSampler:
     """The indices of one rank's samples in each step. `sampler` makes it.
 
-    A step is counted from 0 over all epochs: `sampler[step]` are its indices. Nothing else decides them.
+    Steps count from 0 over all epochs. ``sampler[step]`` gives the indices of a step.
 
     Args:
         size: Samples of the data set.
@@ -152,8 +153,8 @@ class BatchSampler:
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of each step from ``start`` to the end of the last epoch, and begin there the next time.
 
-        An iteration that is left before its last step begins again. A DataLoader's workers may have drawn the last step
-        already: a loop that leaves early sets ``start`` to its next step.
+        After an iteration that ends early, the next one begins at the same step. But a DataLoader's workers may have drawn
+        the last step already: a loop that ends early sets ``start`` to its next step.
         """
         if self.epochs is None:
             yield from map(self.__getitem__, itertools.count(self.start))

@@ -20,8 +20,8 @@ __all__ = ["by_group"]
 def by_group(modules: Iterable[str | nn.Module | type[nn.Module]], *, size: int | None = None, p: P = SHARD) -> Policy:
     """Return the policy with units of several modules, which are gathered together (``fully_shard([a, b])``).
 
-    The modules of a unit should run one after another. Where forward gathers another unit between two of them, it frees
-    theirs and gathers it again. The unit's key is the paths with ``+`` between them.
+    The modules of a unit should run one after another. If forward gathers another unit between two of them, it frees their
+    unit and gathers it again. The unit's key is the paths with ``+`` between them.
 
     Args:
         modules: Path patterns (see `by_path`), classes, or the modules themselves.
@@ -30,8 +30,9 @@ def by_group(modules: Iterable[str | nn.Module | type[nn.Module]], *, size: int 
         p: The `P` of the units. Its remat, casts and compilation are those of each module by itself.
 
     Raises:
-        ValueError: From the policy, for an item that matches no module, and for modules of a unit inside of each other.
-        TypeError: For anything else among ``modules``.
+        ValueError: For a ``size`` below 1. From the policy, for an item that matches no module, and for a module of a unit that
+            is inside another one of it.
+        TypeError: For anything else among ``modules``, or a ``p`` that is no `P`.
 
     Example:
         >>> import torch, funshard as fs

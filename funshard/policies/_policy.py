@@ -114,7 +114,7 @@ def check_classes(what: str, classes: Iterable[object]) -> None:
 
 
 def items_to_list(what: str, items: object) -> list[object]:
-    """Return the items as a list; raise TypeError for a string or no iterable."""
+    """Return the items as a list; raise TypeError for a string, or anything that is not iterable."""
     if isinstance(items, str) or not isinstance(items, Iterable):
         raise TypeError(f"{what}: expected an iterable, got {type(items).__name__}; put it in a list")
     return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
@@ -130,7 +130,7 @@ def check_modules(policy: str, modules: object) -> list[object]:
 
 
 def matches_module(item: object, node: ModuleTree) -> bool:
-    """Return whether a pattern matches a path of the module, or the item is its class, a base class, or itself."""
+    """Return whether an item selects a module: a pattern of its path, its class or a base class, or the module itself."""
     if isinstance(item, str):
         return any(matches_path(item.split("."), path.split(".")) for path in node.names)
     return issubclass(node.cls, item) if isinstance(item, type) else node.module is item

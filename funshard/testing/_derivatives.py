@@ -10,7 +10,7 @@ from torch.func import grad
 
 from .._units.layout import Params
 
-__all__ = ["curve", "differentiate", "multiply_ggn", "multiply_hessian"]
+__all__ = ["differentiate", "multiply_ggn", "multiply_hessian", "multiply_loss_hessian"]
 
 
 def differentiate(value: Tensor, trained: Mapping[str, Tensor], *, create_graph: bool = False) -> Params:
@@ -25,24 +25,24 @@ def differentiate(value: Tensor, trained: Mapping[str, Tensor], *, create_graph:
 
 
 def multiply_hessian(grads: Params, vector: Params, trained: Mapping[str, Tensor]) -> Params:
-    """Return the Hessian's product with a vector from a gradient that has a graph."""
+    """Return the Hessian-vector product, from the gradients with their graph."""
     return differentiate(_inner_product(grads, vector), trained)
 
 
 def multiply_ggn(
     outputs: Tensor, curvature: Callable[[Tensor, Tensor], Tensor], vector: Params, trained: Mapping[str, Tensor]
 ) -> Params:
-    """Return J' H J v: J v is the derivative of <J' c, v> by c, H the ``curvature``, a function of outputs and J v."""
+    """Return the GGN-vector product J' H J v, where ``curvature(outputs, J v)`` returns H J v."""
     if not outputs.requires_grad or not trained:
         return {name: torch.zeros_like(p) for name, p in trained.items()}
-    c = torch.zeros_like(outputs, requires_grad=True)
+    c = torch.zeros_like(outputs, requires_grad=True)  # J v is the derivative of <J' c, v> by c
     along = _inner_product(differentiate((outputs * c).sum(), trained, create_graph=True), vector)
     (pushed,) = torch.autograd.grad(along, c, retain_graph=True)
     return differentiate((outputs * curvature(outputs.detach(), pushed)).sum(), trained)
 
 
-def curve(loss: Callable[[Tensor], Tensor], outputs: Tensor, u: Tensor) -> Tensor:
-    """Return the product of a loss's Hessian at the outputs with ``u``, by a gradient of a gradient."""
+def multiply_loss_hessian(loss: Callable[[Tensor], Tensor], outputs: Tensor, u: Tensor) -> Tensor:
+    """Return the product of the loss's Hessian at the outputs with ``u``, as the gradient of a gradient."""
     return grad(lambda z: (grad(loss)(z) * u).sum())(outputs)
 
 

@@ -16,35 +16,35 @@ from .._units.layout import Params
 from ..collectives._mesh import Mesh
 from ._values import clone_tensors, fixed_seed
 
-__all__ = ["current_buffers", "install_buffers", "named_modules", "preserve_model"]
+__all__ = ["find_buffers", "find_modules_by_path", "install_buffers", "preserve_model"]
 
 
-def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the model's modules by each of their paths."""
+def find_modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the model's modules by path, a shared one under each of its paths."""
     return dict(model.named_modules(remove_duplicate=False))
 
 
 def install_buffers(model: nn.Module, buffers: Params, mesh: Mesh) -> None:
     """Give the model these buffers and this mesh, as a call does; use it within `preserve_model`."""
-    for path, module in named_modules(model).items():
+    for path, module in find_modules_by_path(model).items():
         if isinstance(module, SyncBatchNorm):
             vars(module)[MESH] = mesh
         if own := own_tensors(module, "_buffers"):
             set_buffers(module, {attr: buffers.get(join_path(path, attr)) for attr in own})
 
 
-def current_buffers(model: nn.Module, names: Iterable[str]) -> Params:
-    """Return the model's buffers of these names that it has now."""
+def find_buffers(model: nn.Module, names: Iterable[str]) -> Params:
+    """Return the buffers of these names that the model has at present."""
     now = dict(model.named_buffers(remove_duplicate=False))
     return {name: now[name] for name in names if name in now}
 
 
 @contextlib.contextmanager
 def preserve_model(model: nn.Module, seed: int, devices: Iterable[torch.device]) -> Generator[None]:
-    """Let the model change itself, and restore its attributes and parameters afterwards."""
+    """Seed the generators; after the ``with`` block restore them and the model's attributes and parameters."""
     values = clone_tensors({name: p.detach() for name, p in model.named_parameters()})
     try:
-        with restore_modules(named_modules(model), calling_thread()), fixed_seed(seed, devices), torch.enable_grad():
+        with restore_modules(find_modules_by_path(model), calling_thread()), fixed_seed(seed, devices), torch.enable_grad():
             yield
     finally:
         for name, own in model.named_parameters():

@@ -22,9 +22,9 @@ from .._transforms.hvp import hvp
 from .._units.layout import Params, param_views, rank_coords
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh
-from ._derivatives import curve, differentiate, multiply_ggn, multiply_hessian
+from ._derivatives import differentiate, multiply_ggn, multiply_hessian, multiply_loss_hessian
 from ._model_call import Convex, Loss, ModelCall, Order
-from ._model_state import current_buffers, install_buffers, named_modules, preserve_model
+from ._model_state import find_buffers, find_modules_by_path, install_buffers, preserve_model
 from ._refusals import check_same_units, explain_vmap, record_units
 from ._simulated import spmd
 from ._values import clone_tensors, find_tensors, fixed_seed, is_equal, max_magnitude, select_rank
@@ -165,12 +165,12 @@ class Case:
         for rank in self.ranks:
             with preserve_model(self.model, seed + rank, self.devices):
                 install_buffers(self.model, clone_tensors(self.buffers), self.spec.bound_mesh)
-                record_units(self.spec, named_modules(self.model), visited)
+                record_units(self.spec, find_modules_by_path(self.model), visited)
                 batch = clone_tensors(select_rank(self.batch, rank) if self.simulated else self.batch)
                 outputs, value = self._evaluate(self._call, batch)
-                curvature = lambda z, u, batch=batch: curve(self._convex_loss(batch), z, u)  # noqa: E731
+                curvature = lambda z, u, batch=batch: multiply_loss_hessian(self._convex_loss(batch), z, u)  # noqa: E731
                 derivatives = self._derivatives(order, outputs, value, curvature, vector)
-                own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in current_buffers(self.model, self.buffers).items()}
+                own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in find_buffers(self.model, self.buffers).items()}
                 out.append(_PlainRun({key: x.detach() for key, x in own.items()}, derivatives))
         return out
 
@@ -181,11 +181,11 @@ class Case:
             install_buffers(self.model, buffers, mesh)
             outputs, value = self._evaluate(self._call, clone_tensors(batch))
             return outputs, {(LOSS, ""): value} | {
-                (BUFFER, name): b for name, b in current_buffers(self.model, self.buffers).items()
+                (BUFFER, name): b for name, b in find_buffers(self.model, self.buffers).items()
             }
 
         def curvature(z: Tensor, u: Tensor) -> Tensor:
-            on_a_rank = lambda mesh, batch, z, u: curve(self._convex_loss(batch), z, u)  # noqa: E731
+            on_a_rank = lambda mesh, batch, z, u: multiply_loss_hessian(self._convex_loss(batch), z, u)  # noqa: E731
             return spmd(on_a_rank, self._sizes)(self.batch, z, u) / len(self.ranks)
 
         with preserve_model(self.model, seed, self.devices):
