@@ -76,13 +76,13 @@ def reduce_encoded(buffer: Tensor, codec: Codec, axis: Axis, op: Literal["mean",
     rows = buffer.unflatten(0, (axis.size, -1)).movedim(1, -1)  # by owner, by batch
     numel = rows.shape[-1]
     raw, form = pack_rows(codec._encode_rows(rows.reshape(-1, numel)))
-    received = apply("all_to_all", raw.view(axis.size, -1), axis, label=label).view(raw.shape)
+    received = apply("all_to_all", raw.reshape(axis.size, -1), axis, label=label).reshape(raw.shape)
     total = _sum_rows(received, form, codec, numel, buffer.dtype, axis.size, mean=op == "mean")
-    return total.view(*batch, numel).movedim(-1, 0)
+    return total.reshape(*batch, numel).movedim(-1, 0)
 
 
 def _sum_rows(received: Tensor, form: Form, codec: Codec, numel: int, dtype: torch.dtype, size: int, *, mean: bool) -> Tensor:
     """Decode the slices that this rank has received, by sender, and add them in the order of ranks."""
     decoded = codec._decode_slices(unpack_bytes(received, form), numel, dtype)
-    total = decoded.view(size, -1).sum(0)
+    total = decoded.reshape(size, -1).sum(0)
     return total / size if mean else total
