@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import re
 import traceback
 import warnings
@@ -155,19 +156,21 @@ class Strategy:
 
     def position(self, ranks: int, rank: int) -> tuple[int, int]:
         """How many slices a buffer has, and which one is this rank's."""
-        shards = self.sizes(ranks)["shard"] if self.p.axis else 1
+        shards = math.prod(size for axis, size in self.sizes(ranks).items() if axis in self.p.axes)
         return shards, rank % shards
 
 
 HYBRID = {2: (2, 1), 3: (1, 3), 4: (2, 2), 8: (2, 4)}
+IDENTITY = fs.Codec(lambda x: (x,), lambda x: x)
+ON_HYBRID = {n: {"replicate": r, "shard": s} for n, (r, s) in HYBRID.items()}
 MAIN = {
     '`P("shard")`': Strategy(P("shard")),
     "`reshard=False`": Strategy(P("shard", reshard=False)),
     "`remat=True`": Strategy(P("shard", remat=True)),
     "`offload=` activations": Strategy(P("shard", offload="activations")),
     "`P()`": Strategy(P()),
-    "`codec=`": Strategy(P("shard", precision=fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x)))),
-    "HSDP": Strategy(P("shard"), 4, {n: {"replicate": r, "shard": s} for n, (r, s) in HYBRID.items()}),
+    "`codec=`": Strategy(P("shard", precision=fs.Precision(codec=IDENTITY))),
+    "HSDP": Strategy(P("shard"), 4, ON_HYBRID),
     "as written": Strategy(P("shard"), network=WRITTEN),
 }
 OF_MEMORY = {
@@ -177,8 +180,13 @@ OF_MEMORY = {
     "`at_rest=` nf4": Strategy(P("shard", at_rest=NF4), network=Network.of(adapted(), NF4)),
     "`chunked`": Strategy(P("shard"), network=Network.of(network(InChunks), reference=network(Whole))),
 }
+OF_UNITS = {
+    "`by_group`": Strategy(P("shard", unit="blocks")),
+    '`reshard="shard"`': Strategy(P(("replicate", "shard"), reshard="shard"), 4, ON_HYBRID),
+    "`reduce_codec=`": Strategy(P("shard", precision=fs.Precision(reduce_codec=IDENTITY))),
+}
 OF_COMPILED_UNITS = {"`compile=`": Strategy(P("shard", compile=fs.Compile(backend="aot_eager")))}
-STRATEGIES = MAIN | OF_MEMORY | OF_COMPILED_UNITS
+STRATEGIES = MAIN | OF_MEMORY | OF_UNITS | OF_COMPILED_UNITS
 SIMULATED = (2, 3, 8)
 
 
@@ -560,7 +568,8 @@ def table() -> str:
     explained = (
         '*As written* is `P("shard")` of blocks with `detach`, fast weights by `torch.func.functional_call`, another weight, '
         "hooks and in-place operators. *`chunked`* is that of blocks with an `fs.chunked` mean over their rows. With "
-        "`at_rest=` half of each block is frozen, and the unsharded model has the decoded values. With `compile=` double "
+        "`at_rest=` half of each block is frozen, and the unsharded model has the decoded values. *`by_group`* has all blocks "
+        'in one unit; *`reshard="shard"`* splits them over both axes of HSDP\'s mesh. With `compile=` double '
         "backward is a RuntimeError of torch's; torch.func's stacks and vmaps run without compilation."
     )
     return "\n".join([caption, "", *rows, "", explained, *(f"\n{mark} {note}" for note, mark in marks.items())])
@@ -657,6 +666,15 @@ def test_choices_about_memory_on_simulated_ranks(transform: str, strategy: str, 
     on_simulated_ranks(transform, strategy, ranks)
 
 
+@each
+@pytest.mark.parametrize("ranks", SIMULATED)
+@pytest.mark.parametrize("strategy", OF_UNITS, ids=without_ticks)
+@pytest.mark.parametrize("transform", NOT_BY_DYNAMO, ids=without_ticks)
+def test_ways_to_gather_and_reduce_on_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
+    """The same of several modules in one gather, of slices that forward keeps, and of gradients that are sent encoded."""
+    on_simulated_ranks(transform, strategy, ranks)
+
+
 def on_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
     with hosted.elsewhere():  # for what rests on the host
         on, state = simulated(strategy, ranks)
@@ -726,6 +744,14 @@ def test_compiled_on_real_ranks(request: pytest.FixtureRequest, strategy: str) -
 def test_choices_about_memory_on_real_ranks(gloo2: Pool, transform: str, strategy: str) -> None:
     """Over a process group."""
     check_real(strategy, gloo2.run(on_real_ranks, strategy, [transform]), transform)
+
+
+@each
+@pytest.mark.parametrize("strategy", OF_UNITS, ids=without_ticks)
+@pytest.mark.parametrize("transform", AS_IT_RUNS, ids=without_ticks)
+def test_ways_to_gather_and_reduce_on_real_ranks(request: pytest.FixtureRequest, transform: str, strategy: str) -> None:
+    """Over a process group."""
+    check_real(strategy, run_on_real_ranks(request, strategy, [transform]), transform)
 
 
 QUIET = pytest.mark.filterwarnings("ignore::funshard.CompileWarning", "ignore:The .grad attribute of a Tensor that is not")
