@@ -28,6 +28,7 @@ __all__ = [
     "hash_bits",
     "hash_params",
     "hash_spec",
+    "process_axes",
     "process_group",
     "report_to_ranks",
 ]
@@ -177,18 +178,18 @@ def _hash_words(words: Tensor) -> Tensor:
 
 def has_peers(mesh: Mesh) -> bool:
     """Return whether the mesh has other processes and process groups to reach them."""
-    return len(_process_axes(mesh)) > 0  # Dynamo of torch 2.11 traces no bool() of a list
+    return len(process_axes(mesh)) > 0  # Dynamo of torch 2.11 traces no bool() of a list
 
 
-def _process_axes(mesh: Mesh) -> list[ProcessAxis]:
-    """Return the axes of more than one rank that have a process group."""
-    return [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1]
+def process_axes(mesh: Mesh) -> dict[str, ProcessAxis]:
+    """Return the axes of more than one rank that have a process group, by name."""
+    return {name: axis for name, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1}
 
 
 def _gather_rows(row: Tensor, mesh: Mesh) -> Tensor:
     """Return the rows of all ranks, in the mesh's row-major order, over the axes that have process groups."""
     rows = row.unsqueeze(0)
-    for axis in reversed(_process_axes(mesh)):
+    for axis in reversed(process_axes(mesh).values()):
         rows = gather_slices(rows, axis)
     return rows
 

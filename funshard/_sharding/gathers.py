@@ -15,15 +15,14 @@ from .._phases import phase
 from .._spec.division import Reduction, count_ranks
 from .._spec.host import compute_device
 from .._spec.unit import Unit
-from .._units.chain import CollectiveChain, StartStep
+from .._units.chain import CollectiveChain, gather_step
 from .._units.host import move
 from .._units.layout import Params, rank_coords
 from .._units.whole import decode_whole, gather_whole
 from ..collectives._announce import announce
 from ..collectives._mesh import Mesh, ProcessAxis
-from ..collectives._ops import OpContext, start_op
 from ..collectives._sequence import check_sequence
-from .agree import process_group
+from .agree import process_axes, process_group
 
 __all__ = ["find_gather_groups", "find_result_dtype", "find_sent_dtype", "gather_to_first", "gather_units", "view_as_bytes"]
 
@@ -77,9 +76,7 @@ def gather_units(
 def find_gather_groups(units: Sequence[Unit], mesh: Mesh) -> list[str]:
     """Return the names of the process groups over which these units are gathered."""
     used = {name for unit in units if unit.numel for name in unit.distinct_axes}
-    return [
-        axis.name for name, axis in mesh.axes if name in used and isinstance(axis, ProcessAxis) and axis.name and axis.size > 1
-    ]
+    return [axis.name for name, axis in process_axes(mesh).items() if name in used]
 
 
 def find_result_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -155,15 +152,9 @@ def _start_gather_on_all(piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Me
     piece = move(piece, compute_device(unit, mesh), dtype if len(axes) != 1 else piece.dtype)
     ranks = count_ranks((name for name, _ in axes), mesh)
     buffer = piece.new_empty(len(piece) * ranks, dtype=dtype) if axes else None
-    steps = [_gather_step(axis, f"unit '{unit.key}' over '{name}'") for name, axis in reversed(axes)]
+    steps = [gather_step(axis, f"unit '{unit.key}' over '{name}'") for name, axis in reversed(axes)]
     chain = CollectiveChain(piece, steps, buffer)  # a single gather casts as it writes its own slice
     return lambda: decode_whole(chain.result(), unit, mesh)
-
-
-def _gather_step(axis: ProcessAxis, label: str) -> StartStep:
-    """Return the start of a gather along an axis."""
-    context = OpContext(axis.size, axis.name, label=label)
-    return lambda x, own: start_op("gather_mean", x, context, own)
 
 
 # --- To the first rank: data movement, below autograd, over c10d's own collectives. ---

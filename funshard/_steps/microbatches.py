@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
+from .._sharding.agree import process_axes
 from .._spec.bind import bind_spec
 from .._spec.spec import PartitionSpec
 from ..collectives._host_group import HostGroup
-from ..collectives._mesh import Mesh, ProcessAxis
+from ..collectives._mesh import Mesh
 from ..collectives._sequence import get_host_group, is_comparable
 from .weights import check_weight_count
 
@@ -206,5 +207,4 @@ def _find_host_groups(mesh: Mesh) -> list[HostGroup]:
     """Return a host group for each mesh axis of several processes: an empty list while operators are recorded or compiled."""
     if torch.compiler.is_compiling() or _torch.is_traced():
         return []
-    axes = (axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1)
-    return [get_host_group(axis.name) for axis in axes if is_comparable(axis.name)]
+    return [get_host_group(axis.name) for axis in process_axes(mesh).values() if is_comparable(axis.name)]

@@ -24,7 +24,7 @@ from .encoded_reduction import start_encoded_reduction
 from .host import make_host_copy_step
 from .route import Route
 
-__all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "StartStep", "make_route_table"]
+__all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "StartStep", "gather_step", "make_route_table"]
 
 StartStep = Callable[[Tensor, Tensor | None], PendingResult]
 """A function that starts one collective on a tensor, and writes the result into the second one, if there is one."""
@@ -164,7 +164,7 @@ class RouteSteps(NamedTuple):
         if route.reduce_codec:
             slices = [_exchange_step(route, split[0], split_labels[0], tag)]
         sums = [_reduce_step(reduce, axis, label) for axis, label in zip(rest, rest_labels, strict=True)]
-        gathers = [_gather_step(axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
+        gathers = [gather_step(axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
         out = () if route.device is None else (make_host_copy_step(key, route.result_dtype),)
         return cls(
             tuple(reversed(gathers)),
@@ -230,7 +230,7 @@ def _group(axis: Axis) -> ProcessAxis:
     return axis
 
 
-def _gather_step(axis: ProcessAxis, label: str, tag: UnitTag | None) -> StartStep:
+def gather_step(axis: ProcessAxis, label: str, tag: UnitTag | None = None) -> StartStep:
     """Return the start of a gather along an axis."""
     context = OpContext(axis.size, axis.name, tag=tag, label=label)
     return lambda x, own: start_op("gather_mean", x, context, own)
