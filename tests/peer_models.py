@@ -72,6 +72,19 @@ class Transformer(nn.Module):
         return self.output(self.norm(x))
 
 
+class Chunked(Transformer):
+    """One whose loss may be computed in chunks, of what its trunk returns."""
+
+    def trunk(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        return self.output(x)
+
+
 class Outer(MLP):
     """A unit with a unit inside, between its own two layers."""
 

@@ -17,7 +17,7 @@ from depth import each, mark_seldom, seldom
 from fuzz_cases import Case, mirrored, on_real_ranks
 from hosted import elsewhere
 from parity import MAIN_WAYS, check_parity, next_token, numbers, tokens
-from peer_models import MLP, Block, Net, Transformer
+from peer_models import MLP, Block, Chunked, Net, Transformer
 from ranks import Pool
 from test_memory import watched
 from torch import Tensor, nn
@@ -320,17 +320,6 @@ def offloaded(rank: int) -> None:
 
 def test_groups_in_host_memory(gloo2: Pool) -> None:
     gloo2.run(offloaded)
-
-
-class Chunked(Transformer):
-    def trunk(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
-
-    def project(self, x: Tensor) -> Tensor:
-        return self.output(x)
 
 
 def chunked(rank: int, way: str) -> None:

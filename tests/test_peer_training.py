@@ -24,7 +24,7 @@ from parity import (
     squared,
     tokens,
 )
-from peer_models import MLP, Block, Net, Transformer, chain
+from peer_models import MLP, Block, Chunked, Net, Transformer, chain
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -222,17 +222,6 @@ def checkpointed(rank: int, strategy: str, way: str, tied: bool) -> None:
 def test_train_parity_with_activation_checkpointing(gloo2: Pool, strategy: str, way: str, tied: bool) -> None:
     """torch.utils.checkpoint around the call recomputes it, gathers included, to the same gradients."""
     gloo2.run(checkpointed, strategy, way, tied)
-
-
-class Chunked(Transformer):
-    def trunk(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
-
-    def project(self, x: Tensor) -> Tensor:
-        return self.output(x)
 
 
 def chunked(rank: int, strategy: str, way: str) -> None:

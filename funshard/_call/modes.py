@@ -158,6 +158,13 @@ def units_given_full(params: Mapping[str, Tensor], spec: PartitionSpec, buffers:
     }
 
 
+def _forget_buffers(live: dict[int, RestorableBuffer] | None, in_use: UnitInUse) -> None:
+    """Replace saved views of a unit's buffers no more: what is saved from now on is of other tensors."""
+    if live:
+        for storage in in_use.storages:
+            live.pop(storage, None)
+
+
 class DataFlow:
     """Gathers as nodes of the graph, where a unit is used."""
 
@@ -195,9 +202,7 @@ class DataFlow:
 
     def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
         """Forget the buffer; whoever still holds it decides how long it lives."""
-        for storage in in_use.storages:
-            if self.live:
-                self.live.pop(storage, None)
+        _forget_buffers(self.live, in_use)
 
     def end_forward(self) -> None:
         """Do nothing: no gather is under way."""
@@ -264,9 +269,7 @@ class Scheduled:
 
     def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
         """End the use of a unit: free its buffer, or hand it to backward where that may ask for it."""
-        for storage in in_use.storages:
-            if self.live:
-                self.live.pop(storage, None)
+        _forget_buffers(self.live, in_use)
         if in_use.gathered_unit:
             in_use.gathered_unit.reshard(keep_for_backward=keep and bool(in_use.storages))
 

@@ -81,7 +81,7 @@ class Route:
         local_ranks = count_ranks((name for name in unit.local_axes if name in included), mesh)
         num_ranks = count_ranks((*split_axes, *replica_axes), mesh)
         num_slices = count_ranks(unit.p.axes, mesh)
-        encodes = precision and len(split_axes) == 1 and dtype.is_floating_point
+        is_encoded = len(split_axes) == 1 and dtype.is_floating_point
         padded_numel = unit.padded_numel(num_slices)
         device = compute_device(unit, mesh)
         layout = None
@@ -108,7 +108,7 @@ class Route:
             shard_dtype=dtype,
             dtypes=dtypes,
             codec=codec,
-            reduce_codec=precision.reduce_codec if precision and encodes else None,
+            reduce_codec=precision.reduce_codec if precision and is_encoded else None,
             form=unit.at_rest._describe_encoding(padded_numel // num_slices, dtype)[1] if unit.at_rest else None,
             layout=layout,
             num_slices=num_slices,
