@@ -168,6 +168,8 @@ def test_readme_shows_what_its_command_draws(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "models.py").write_text(LLAMA)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "models", sys)  # so that tests/models.py, if others have it, is there again afterwards
+    del sys.modules["models"]
     readme = (GUIDE.parents[1] / "README.md").read_text()
     (command,) = re.findall(r"^python -m funshard (plan .*)$", readme, re.MULTILINE)
     assert "](examples/guide/plan.svg)" in readme.partition(command)[0]
