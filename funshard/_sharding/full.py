@@ -16,12 +16,12 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import encode_at_rest
 from .._units.host import place_slice, start_copy_to_host
-from .._units.layout import Params, rank_coords
+from .._units.layout import Params, rank_coords, view_as_bytes
 from .._units.whole import flatten_whole, unflatten_whole
 from ..collectives._announce import announce
 from ..collectives._mesh import Mesh
 from .agree import broadcast_text, process_group
-from .gathers import gather_units, view_as_bytes
+from .gathers import gather_units
 from .stream import copy_if_shared, is_receiver
 
 __all__ = ["gather_full", "scatter_full"]

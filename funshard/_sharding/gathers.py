@@ -17,14 +17,14 @@ from .._spec.host import compute_device
 from .._spec.unit import Unit
 from .._units.chain import CollectiveChain, gather_step
 from .._units.host import move
-from .._units.layout import Params, rank_coords
+from .._units.layout import Params, rank_coords, view_as_bytes
 from .._units.whole import decode_whole, gather_whole
 from ..collectives._announce import announce
 from ..collectives._mesh import Mesh, ProcessAxis
 from ..collectives._sequence import check_sequence
 from .agree import process_axes, process_group
 
-__all__ = ["find_gather_groups", "find_result_dtype", "find_sent_dtype", "gather_to_first", "gather_units", "view_as_bytes"]
+__all__ = ["find_gather_groups", "find_result_dtype", "find_sent_dtype", "gather_to_first", "gather_units"]
 
 PendingBuffer = Callable[[], Tensor | None]
 """A function that waits for a unit's whole buffer; it returns None on a rank that does not receive it."""
@@ -158,11 +158,6 @@ def _start_gather_on_all(piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Me
 
 
 # --- To the first rank: data movement, below autograd, over c10d's own collectives. ---
-
-
-def view_as_bytes(buffer: Tensor) -> Tensor:
-    """View a 1-D buffer as uint8, because not every backend sends every dtype."""
-    return buffer.contiguous().view(torch.uint8)
 
 
 def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .. import _torch
 from .._spec.codec import pack_bytes
-from ..collectives._mesh import Mesh, ProcessAxis
+from ..collectives._mesh import Mesh
 from .chain import BufferPool, CollectiveChain, RouteTable, StartStep
 from .host import start_copy_to_device
-from .route import Route
+from .route import Route, find_slice
 
 __all__ = ["copy_kept_slice", "start_gather", "start_gather_of_kept"]
 
@@ -36,11 +36,7 @@ def start_gather(shard: Tensor, key: str, routes: RouteTable, buffers: BufferPoo
 
 def copy_kept_slice(buffer: Tensor, route: Route, mesh: Mesh) -> Tensor:
     """Return a copy of the slice of a gathered buffer that this rank keeps between forward and backward."""
-    index = 0
-    for name in route.kept_axes:
-        axis = mesh[name]
-        assert isinstance(axis, ProcessAxis)
-        index = index * axis.size + (axis.rank or 0)
+    index = find_slice(route.kept_axes, mesh) or 0  # sizes without ranks have shapes alone
     numel = -(-len(buffer) // route.num_kept)
     with _torch.below_transforms(), _torch.below_autograd():
         piece = buffer[index * numel : (index + 1) * numel]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._spec.precision import Precision
 from .._spec.unit import Unit
-from .layout import from_memory_order, unflatten_unit
+from .layout import from_memory_order, unflatten_unit, view_as_bytes
 
 __all__ = [
     "MixedLayout",
@@ -98,7 +98,7 @@ class MixedLayout:
         """Return the bytes to send of this rank's slice, which lies in dimension 0 and may be batched along others."""
         own = self._own_slice()
         pieces = piece.split([numel for numel, _ in own.runs])
-        parts = [_flatten_to_bytes(part.to(dtype)) for part, (_, dtype) in zip(pieces, own.runs, strict=True)]
+        parts = [view_as_bytes(part.to(dtype)) for part, (_, dtype) in zip(pieces, own.runs, strict=True)]
         return torch.cat([*parts, parts[0].new_zeros((self.sent_bytes - own.nbytes) * piece[0].numel())])
 
     def encode_into(self, piece: Tensor, out: Tensor) -> Tensor:
@@ -167,9 +167,10 @@ def make_mixed_layout(
     Raises:
         ValueError: Naming the unit, where a parameter would begin between two elements of its dtype.
     """
-    dtypes = iter(find_param_dtypes(unit, default))
-    if not unit.kept_dtypes or len({*find_param_dtypes(unit, default)}) == 1:
+    param_dtypes = find_param_dtypes(unit, default)
+    if not unit.kept_dtypes or len({*param_dtypes}) == 1:
         return None
+    dtypes = iter(param_dtypes)
     runs, offsets, begin = list[Run](), list[tuple[int, torch.dtype]](), 0
     for size, param in (*unit.parts, (padded_numel - unit.span, None)):
         dtype = next(dtypes) if param is not None else runs[-1][1] if runs else default
@@ -263,8 +264,3 @@ def _group_slices(runs: Sequence[Run], length: int) -> Iterator[SliceGroup]:
 def _count_run_bytes(runs: Sequence[Run]) -> int:
     """Return the number of bytes of these runs."""
     return sum(numel * dtype.itemsize for numel, dtype in runs)
-
-
-def _flatten_to_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor of any shape, as uint8, 1-D."""
-    return x.contiguous().view(-1).view(torch.uint8)

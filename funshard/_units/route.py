@@ -19,7 +19,7 @@ from ..collectives._mesh import Mesh, ProcessAxis
 from .layout import longest_padding, unflatten_unit
 from .mixed_layout import MixedLayout, find_param_dtypes, make_mixed_layout
 
-__all__ = ["Route"]
+__all__ = ["Route", "find_slice"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Route:
         device = compute_device(unit, mesh)
         layout = None
         if precision and unit.kept_dtypes and unit.numel:
-            layout = make_mixed_layout(unit, padded_numel, num_slices, dtypes.param, _find_slice(unit, mesh))
+            layout = make_mixed_layout(unit, padded_numel, num_slices, dtypes.param, find_slice(unit.p.axes, mesh))
             if layout is None:
                 dtypes = dtypes._replace(param=find_param_dtypes(unit, dtypes.param)[0])
         is_as_stored = dtypes.param == dtype and layout is None and codec is None and device is None
@@ -169,10 +169,10 @@ class Route:
         return self.layout.unflatten(buffer, unit) if self.layout else unflatten_unit(buffer, unit)
 
 
-def _find_slice(unit: Unit, mesh: Mesh) -> int | None:
-    """Return which slice of a unit this process has, None on simulated ranks and on sizes without ranks."""
+def find_slice(axes: Iterable[str], mesh: Mesh) -> int | None:
+    """Return which slice over these axes this process has, None on simulated ranks and on sizes without ranks."""
     index = 0
-    for axis in (mesh[name] for name in unit.p.axes if mesh[name].size > 1):
+    for axis in (mesh[name] for name in axes if mesh[name].size > 1):
         if not isinstance(axis, ProcessAxis) or axis.rank is None:
             return None
         index = index * axis.size + axis.rank
