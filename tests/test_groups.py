@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import pickle
 import warnings
 from collections import Counter
@@ -12,13 +14,15 @@ from typing import Any
 import mirror
 import pytest
 import torch
-from collective_log import gathers, scatters, step, world
+from collective_log import Collectives, gathers, scatters, step, world
 from depth import each, mark_seldom, seldom
 from fuzz_cases import Case, mirrored, on_real_ranks
 from hosted import elsewhere
-from parity import MAIN_WAYS, check_parity, next_token, numbers, tokens
+from models import EXACT
+from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
 from peer_models import MLP, Block, Chunked, Net, Transformer
 from ranks import Pool
+from test_at_rest import CODECS, XS, Adapted, expected, model_of, quantized
 from test_memory import watched
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -320,6 +324,95 @@ def offloaded(rank: int) -> None:
 
 def test_groups_in_host_memory(gloo2: Pool) -> None:
     gloo2.run(offloaded)
+
+
+def adapted(p: P, name: str) -> tuple[nn.Module, fs.PartitionSpec]:
+    """Two frozen layers with adapters as one group, and a frozen head, at rest in a codec."""
+    p, model = dataclasses.replace(p, at_rest=CODECS[name]), model_of()
+    return model, override(by_group([Adapted], p=p), fs.by_path({"": p}))(model).bound
+
+
+def at_rest(rank: int, p: P, name: str, way: str, checked: bool) -> None:
+    model, spec = adapted(p, name)
+    assert {unit.key: unit.at_rest is not None for unit in spec} == {"": True, "0+1": False, "0+1:frozen": True}
+    grads, losses = expected(model, CODECS[name], XS[:2])
+    trained, frozen = fs.partition(fs.shard(model, spec), spec)
+    loss = lambda p: (fs.functional_call(model, p | frozen, XS[rank], spec=spec) ** 2).mean()  # noqa: E731
+    with fs.check() if checked else contextlib.nullcontext():
+        got, value = WAYS[way](loss)(trained)
+        full = fs.gather_full(trained | frozen, spec)
+    torch.testing.assert_close(value, losses[rank], **EXACT)
+    for key, g in fs.unshard(got, spec).items():
+        torch.testing.assert_close(g, grads[key], **EXACT)
+    for key, tensor in quantized(model, CODECS[name]).named_parameters():
+        assert torch.equal(full[key], tensor)
+
+
+@each
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
+def test_groups_at_rest_in_a_codec(gloo2: Pool, p: P, name: str, way: str, checked: bool) -> None:
+    """Values and gradients are the plain model's with the decoded weights, also inside of fs.check()."""
+    gloo2.run(at_rest, p, name, way, checked)
+
+
+def test_bytes_of_a_group_at_rest_are_gathered_once() -> None:
+    with world(8):
+        model, spec = adapted(P("shard"), "nf4")
+        trained, frozen = fs.partition(fs.shard(model, spec), spec)
+        with Collectives() as sent:
+            fs.functional_call(model, trained | frozen, XS[0], spec=spec)
+        stored = [spec.stored(unit) for unit in spec]
+        assert sorted(x.bytes for x in sent.all) == sorted(length * dtype.itemsize for length, dtype in stored)
+
+
+# --- ranks that compare what they send ---
+
+
+class Choice(nn.Module):
+    """Two groups of two, of which the caller chooses some modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MLP(5) for _ in range(4))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for i in order:
+            x = self.blocks[i](x)
+        return x
+
+
+def check_groups(rank: int, p: P, orders: list[tuple[int, ...]]) -> str:
+    """A step inside of fs.check() beside the same without it; the error, if there is one."""
+    torch.manual_seed(0)
+    model = Choice()
+    spec = by_group(["blocks.*"], size=2, p=p)(model).bound
+    params = fs.shard(model, spec)
+    loss = lambda p: fs.functional_call(model, p, (numbers(rank, 0), orders[rank]), spec=spec).square().sum()  # noqa: E731
+    try:
+        with fs.check():
+            grads = fs.grad(loss)(params)
+    except RuntimeError as error:
+        return str(error)
+    assert all(torch.equal(grads[key], g) for key, g in fs.grad(loss)(params).items())
+    return ""
+
+
+@pytest.mark.parametrize("p", mark_seldom([P("shard"), P("shard", remat=True), P()], P("shard")), ids=str)
+def test_ranks_may_run_a_group_in_another_order(gloo2: Pool, p: P) -> None:
+    """Of its modules, as long as they gather and reduce the same units."""
+    assert gloo2.run(check_groups, p, [(0, 1, 2, 3), (1, 0, 0, 2)]) == ["", ""]
+
+
+@pytest.mark.parametrize("p", mark_seldom([P("shard"), P("shard", remat=True)], P("shard")), ids=str)
+def test_ranks_that_run_other_groups_get_an_error(gloo2: Pool, p: P) -> None:
+    """Both name the groups."""
+    for text in gloo2.run(check_groups, p, [(0, 1, 2, 3), (2, 3, 0, 1)]):
+        assert "ranks disagree on collective" in text
+        assert "unit 'blocks.0+blocks.1'" in text
+        assert "unit 'blocks.2+blocks.3'" in text
 
 
 def chunked(rank: int, way: str) -> None:
