@@ -188,6 +188,39 @@ def test_units_used_otherwise(gloo2: Pool, how: str) -> None:
     gloo2.run(used_otherwise, how)
 
 
+class WithoutGradient(nn.Module):
+    """A module that runs twice, and one that runs once: of each, backward does not come to a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.unused, self.last = (nn.Linear(3, 3, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        out = self.twice(h)
+        out = out + self.twice(h).detach()
+        self.unused(h)
+        return self.last(out)
+
+
+def runs_without_gradient(_: int) -> None:
+    model = WithoutGradient()
+    group = fs.policies.by_group(["twice", "unused"], p=P("shard", remat=True))
+    for units in (fs.by_type(nn.Linear, p=P("shard", remat=True)), fs.policies.override(fs.by_type(nn.Linear), group)):
+        spec = units(model).bound
+        params, (init, update) = fs.shard(model, spec), fs.optim.from_torch(torch.optim.AdamW, **ADAM)
+        loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
+        batches, state = list(torch.randn(2, 4, 3, dtype=torch.float64)), init(params)
+        for clip in ({}, CLIPS["exact"]):
+            got = fs.update_in_backward(update, loss, params, state, batches, spec=spec, **clip)
+            same(got, reference(update, loss, params, state, batches, spec=spec, **clip), clip)
+
+
+def test_recomputed_runs_without_gradient(gloo2: Pool) -> None:
+    """A unit is updated when its gradient is reduced, although the loss does not depend on its last run."""
+    gloo2.run(runs_without_gradient)
+
+
 def test_under_a_transform() -> None:
     """The gradient of what a step gives with respect to what it was given, as learning to learn has it."""
     model = MLP(3)

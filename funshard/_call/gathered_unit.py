@@ -207,8 +207,8 @@ class GatheredUnit:
         """Do as `reduce_grads`, where backward runs several modules again with this buffer: once, after the last of them."""
         if _torch.any_tracked(grads):
             return self.reduce_grads(grads)
-        total = self.schedule.run_gradients.add(self, grads, self.schedule.backward.run_number())
-        return None if total is None else self.reduce_grads(total)
+        self.schedule.run_gradients.add(self, grads, self.schedule.backward.run_number())
+        return None
 
     def _reduce_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Start to reduce the gradients and return None; return the reduced gradient at once where a transform tracks them."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .._units.accumulation import GradReceiver
+
 if TYPE_CHECKING:
     from .gathered_unit import GatheredUnit
 
@@ -20,24 +22,38 @@ Grads = Sequence[Tensor | None]
 
 
 class RunGradients:
-    """The sums of gradients, by gathered unit, of the recomputed runs whose backward has ended, within one backward pass."""
+    """The sums of gradients, by gathered unit, of the recomputed runs whose backward has ended, within one backward pass.
 
-    def __init__(self) -> None:
-        self._task = -1
+    A receiver expects a unit's gradient as long as there is such a sum: backward may not come to the unit's last run, because
+    the loss does not depend on it.
+    """
+
+    def __init__(self, receiver: GradReceiver | None) -> None:
+        self._task, self._receiver = -1, receiver
         self._sums: dict[GatheredUnit, tuple[int, Grads]] = {}
 
-    def add(self, gathered: GatheredUnit, grads: Grads, task: int) -> Grads | None:
-        """Add the gradients of one run in the backward of this number. Return their sum after the last one, else None."""
+    def add(self, gathered: GatheredUnit, grads: Grads, task: int) -> None:
+        """Add the gradients of one run in the backward of this number, and reduce their sum after the last one."""
         if self._task != task:
             self._task, self._sums = task, {}
-        runs, before = self._sums.pop(gathered, (0, [None] * len(grads)))
+        runs, before = self._sums.get(gathered, (0, [None] * len(grads)))
         total = [g if b is None else b if g is None else b + g for b, g in zip(before, grads, strict=True)]
-        if runs + 1 == gathered.recomputed_runs:
-            return total
+        if not runs and self._receiver:
+            self._receiver.expect(gathered.unit.key)
         self._sums[gathered] = runs + 1, total
-        return None
+        if runs + 1 == gathered.recomputed_runs:
+            self._reduce(gathered)
 
-    def take_rest(self, task: int) -> list[tuple[GatheredUnit, Grads]]:
-        """Return the sums of units some of whose runs that backward does not come to, and forget them."""
-        sums, self._sums = self._sums, {}
-        return [(gathered, total) for gathered, (_, total) in sums.items()] if self._task == task else []
+    def reduce_rest(self, task: int) -> None:
+        """Reduce the sums of units some of whose runs that backward does not come to."""
+        if self._task != task:
+            self._sums = {}
+        for gathered in list(self._sums):
+            self._reduce(gathered)
+
+    def _reduce(self, gathered: GatheredUnit) -> None:
+        """Start to reduce a unit's sum: the receiver expects the reduced gradient instead."""
+        _, total = self._sums.pop(gathered)
+        gathered.reduce_grads(total)
+        if self._receiver:
+            self._receiver.cancel(gathered.unit.key)

@@ -66,7 +66,7 @@ class Schedule:
         self.receiver = receiver
         self.reductions = ReductionQueue(options.in_flight, self.buffers, receiver)
         self.backward = BackwardPrefetch(options.prefetch)
-        self.run_gradients = RunGradients()
+        self.run_gradients = RunGradients(receiver)
         self._order, self._position = spec.order, -1  # where forward is in that order
         self._prefetch = options.prefetch
         self._in_use: set[str] = set()
@@ -148,8 +148,7 @@ class Schedule:
         """Return the reduced gradients of this backward, by unit key. ``shard`` is any of those that they belong to."""
         task = self.backward.run_number()
         self.reductions.begin_backward(task)
-        for gathered, grads in self.run_gradients.take_rest(task):
-            gathered.reduce_grads(grads)
+        self.run_gradients.reduce_rest(task)
         self.order_check.check_backward()  # or some reduction might wait for ever
         with _torch.below_transforms():
             reduced = self.reductions.wait_all()

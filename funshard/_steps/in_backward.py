@@ -231,6 +231,10 @@ class _LastBackward:
         """Count a part of a unit's gradient that is being reduced."""
         self._in_flight[key] += 1
 
+    def cancel(self, key: str) -> None:
+        """Count a part as one with another that is being reduced: so the gradient is not complete yet."""
+        self._in_flight[key] -= 1
+
     def receive(self, key: str, grad: Tensor) -> None:
         """Add that part, and hand the gradient on if it is complete."""
         self._runs.check(key)

@@ -105,6 +105,9 @@ class _SumReceiver:
     def expect(self, key: str) -> None:
         """Do nothing: `receive` takes the gradient."""
 
+    def cancel(self, key: str) -> None:
+        """Do nothing, as in `expect`."""
+
     def receive(self, key: str, grad: Tensor) -> None:
         """Add part of a unit's gradient."""
         self.check(key)

@@ -32,6 +32,10 @@ class GradReceiver(Protocol):
         """Note that a gradient of this unit is being reduced."""
         ...
 
+    def cancel(self, key: str) -> None:
+        """Note that one of this unit's expected gradients does not come by itself, after the one that has it was expected."""
+        ...
+
     def receive(self, key: str, grad: Tensor) -> None:
         """Take that gradient."""
         ...
