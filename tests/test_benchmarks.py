@@ -172,10 +172,10 @@ def comm() -> dict[str, dict[str, Any]]:
 
 
 def test_comm_has_every_mode() -> None:
-    """Twelve modes, each with finite figures and a row."""
+    """Eighteen modes, each with finite figures and a row."""
     table, result = run("comm", f"--ranks 8 {GPT}")
     assert result["arguments"]["modes"].split(",") == list(comm())
-    assert len(comm()) == 12
+    assert len(comm()) == 18
     for mode, figures in comm().items():
         assert f"\n{mode} " in table
         assert all_finite(figures)
@@ -192,11 +192,33 @@ def test_comm_of_low_precision() -> None:
 
 def test_comm_of_mixed_dtypes() -> None:
     """The collectives of one dtype; beyond the limit each rank pads its slice to the longest, by the bytes of four norms."""
-    low, mixed, apart = (comm()[mode] for mode in ("fs bf16", "fs bf16 keep", "fs bf16 apart"))
-    assert mixed["of 3U"] == low["of 3U"] < apart["of 3U"] / 2
+    low, mixed, apart, peer = (comm()[mode] for mode in ("fs bf16", "fs bf16 keep", "fs bf16 apart", "FSDP2 bf16 apart"))
+    assert mixed["of 3U"] == low["of 3U"] < apart["of 3U"] / 2 < peer["of 3U"] / 2
+    assert peer["gathered limit"] == apart["gathered limit"]
     assert mixed["gathered limit"] == apart["gathered limit"] > low["gathered limit"]
     assert mixed["gathered limit"] < mixed["gathered"] < low["gathered"] * 1.1
     assert mixed["reduced bytes"] == low["reduced bytes"]
+
+
+def test_comm_of_halves() -> None:
+    """Once from the other half of the ranks, as without reshard, and the rest from one's own; so does FSDP2's integer."""
+    figures = comm()
+    ours, peer = (figures[mode] for mode in ("fs halves", "FSDP2 halves"))
+    assert ours["gathered"] == ours["gathered limit"] == pytest.approx(figures["fs"]["gathered"] + 0.5)  # in two steps
+    assert ours["across"] == peer["across"] == figures["fs keep"]["across"] == 0.5 < figures["fs"]["across"]
+    assert figures["fs HSDP"]["across"] == 0
+
+
+def test_comm_of_encoded_gradients() -> None:
+    """A row for each rank: 2 bytes an element, or 1 and a scale for 64, and 16 bytes for a tag."""
+    figures = comm()
+    size, ends = LAYERS * BLOCK + ROOT, 16 * 8 * UNITS
+    assert figures["fs codec bf16"]["reduced bytes"] == size / 2 + ends
+    assert figures["FSDP2 reduce bf16"]["reduced bytes"] == size / 2
+    assert figures["fs codec int8"]["reduced bytes"] == pytest.approx(size / 4 * (1 + 4 / 64) + ends, rel=1e-2)
+    for mode in ("fs codec bf16", "fs codec int8"):
+        assert figures[mode]["of 3U"] == figures["fs"]["of 3U"]
+        assert figures[mode]["gathered bytes"] == pytest.approx(figures["fs"]["gathered bytes"], rel=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["fs", "fs HSDP", "fs torch.func", "fs keep"])

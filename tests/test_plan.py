@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 import transformers
 from depth import seldom
+from plan_cases import load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
@@ -23,17 +23,7 @@ P = fs.P
 BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
 
 
-def load_common() -> Any:
-    """The module that counts collectives for examples/benchmarks/comm.py."""
-    spec = importlib.util.spec_from_file_location("benchmark_common", BENCHMARKS / "common.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-common = load_common()
+common, counted = (load(BENCHMARKS, name) for name in ("common", "counted"))
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
 MIXED = dataclasses.replace(BF16, keep={"*norm*": torch.float32})
 ENCODED = fs.Precision(param=torch.bfloat16, reduce_codec=fs.codecs.int8())
@@ -100,7 +90,7 @@ def work_of(spec: fs.PartitionSpec, model: nn.Module) -> tuple[Any, dict[str, to
     def loss(trained: fs.Params) -> torch.Tensor:
         return common.loss_of(fs.functional_call(model, {**trained, **frozen}, (x,), spec=spec), x)
 
-    with common.Work() as work:
+    with counted.Work() as work:
         grads = fs.grad(loss)(trained)
     return work, grads
 
@@ -165,12 +155,12 @@ def test_what_is_allocated_is_freed(case: str) -> None:
     assert {name: size for name, size in held[-1].items() if size} == plan.at_rest
 
 
-def test_encoded_gradients_are_decoded_whole() -> None:
-    """For a moment a rank holds the decoded slices of all ranks: as many bytes as the buffer in the dtype of the sum."""
+def test_encoded_gradients_are_decoded() -> None:
+    """For a moment a rank of eight holds the slices of two, their sum, and that of the ones before, in the sum's dtype."""
     policy, mesh = CASES["encoded gradients"]
     spec = policy(common.GPT(3, 64, 2, 16)).on(mesh)
     decoded = [event.memory.get("gradients") for event in fs.plan(spec).timeline.events if event.kind == "wait"]
-    assert {4 * spec.padded_numel(unit) for unit in spec} <= {*decoded}
+    assert {4 * 4 * spec.shard_numel(unit) for unit in spec} <= {*decoded}
 
 
 def test_gathered_units() -> None:

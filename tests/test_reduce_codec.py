@@ -19,9 +19,13 @@ from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import Codec, P, Precision, codecs
+from funshard._units.encoded_reduction import count_decoded_slices, encode_slices, start_encoded_reduction
+from funshard.collectives._ops import OpContext
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -153,10 +157,11 @@ def test_values_on_four_ranks(gloo4: Pool, codec: str, sizes: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("by", [fs.grad, torch.func.grad], ids=["fs", "torch.func"])
-@pytest.mark.parametrize("sizes", [{"shard": 4}, {"replicate": 2, "shard": 2}], ids=["FSDP", "HSDP"])
+@pytest.mark.parametrize("sizes", [{"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 7}], ids=["FSDP", "HSDP", "seven"])
 def test_values_on_simulated_ranks(sizes: dict[str, int], by: Callable[..., Any]) -> None:
+    """Of seven ranks two slices are decoded together, and the last one by itself."""
     model, codec = make_model(), CODECS["int8"]
-    batches = [make_batch(i) for i in range(4)]
+    batches = [make_batch(i) for i in range(math.prod(sizes.values()))]
 
     def run(mesh: Any, x: Tensor) -> fs.Params:
         spec = fs.by_type(Block, p=with_codec(P("shard"), codec))(model).on(mesh)
@@ -359,6 +364,32 @@ def test_bytes_and_overlap() -> None:
         assert {(x.op, x.bytes, x.ranks) for x in exchanges} == {("all_to_all_single", 8 * (size + 16), 8)}
         assert len(exchanges) == 3
         assert [x.op for x in sent].index("all_to_all_single") < len(sent) - 3
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest float32 tensor that an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        wide = (x.numel() for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.dtype == F32)
+        self.numel = max([self.numel, *wide])
+        return out
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_slices_are_decoded_a_few_at_a_time(ranks: int, codec: str) -> None:
+    """Those of eight ranks at once would be a float32 buffer as large as the unit."""
+    with world(ranks):
+        group = fs.collectives.Mesh.of(make_mesh(ranks))["shard"].name
+        rows = encode_slices(torch.ones(640 * ranks), CODECS[codec], ranks)
+        options = {"codec": CODECS[codec], "numel": 640, "dtype": F32, "mean": True}
+        pending = start_encoded_reduction(rows, context=OpContext(ranks, group), **options)
+        with Largest() as largest:
+            assert pending().shape == (640,)
+    assert largest.numel <= 640 * (count_decoded_slices(ranks) - 2)
 
 
 def test_one_rank_sends_and_rounds_nothing() -> None:

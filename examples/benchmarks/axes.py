@@ -24,7 +24,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import REDUCE, Sent, Step, Work
+from common import Step
+from counted import REDUCE, Sent, Work
 from measured import Batch, in_rounds, on_ranks, over, peak_bytes, ratio
 from report import add_output_options, report
 from torch import Tensor, nn

@@ -6,16 +6,20 @@
     python examples/benchmarks/comm.py --ranks 8 --modes plain,fs --json comm.json
 
 Bytes are over the bytes of the parameters. "gathered": what all-gathers put out; the limit is 2 minus the units that
-end the forward (the last block and the root, which backward needs at once), 1 without reshard. "reduced": what goes
-into reduce-scatters; the limit is 1 plus padding. "of 3U" are all collectives over three for each of U units. "ops" are
-dispatched operators over the plain step's, without the profiler's; "copied" are bytes that copies and concatenations
-write, beyond the plain step's.
+end the forward (the last block and the root, which backward needs at once), 1 without reshard. "across": what of this
+comes from the other half of the ranks, as from another machine. "reduced": what goes into reduce-scatters, and into the
+exchanges of encoded gradients; the limit is 1 plus padding. "of 3U" are all collectives over three for each of U units.
+"ops" are dispatched operators over the plain step's, without the profiler's; "copied" are bytes that copies and
+concatenations write, beyond the plain step's.
 
 Two modes differ from "fs" in how the gradient is taken or where: "fs torch.func" is torch.func.grad_and_value, "fs HSDP"
 is on a mesh of 2 replicas. FSDP2 is `fully_shard` on each block and on the root. "bf16" gathers and computes in bf16 and
 reduces in float32; its "copied" is beyond the plain step in float32, so casts of activations are in it. "bf16 keep" has the
 normalisation layers' parameters in float32 in the same gathers (``Precision(keep=)``), "bf16 apart" in units of their own
-(`policies.full_precision`). Slices with other numbers of bytes are padded to the longest, which the limit leaves out.
+(`policies.full_precision`), and of FSDP2 as well. Slices with other numbers of bytes are padded to the longest, which the
+limit leaves out. "halves" are slices over all ranks, which between forward and backward are those over half of them: FSDP2's
+``reshard_after_forward=ranks // 2``, and ``P(("replicate", "shard"), reshard="shard")``. "reduce bf16" adds gradients in bf16;
+"codec" sends them in bf16 and in int8, and adds them in float32.
 
 ``--buckets`` is where BUCKET_BYTES in funshard/_units/buckets.py comes from: from that size on, more bytes in one all-reduce
 make it hardly any faster.
@@ -32,20 +36,18 @@ import torch.distributed as dist
 from common import (
     BF16,
     BF16_KEEP,
-    GATHER,
+    CODEC_BF16,
+    CODEC_INT8,
     GPT,
-    REDUCE,
-    SCATTER,
+    REDUCE_BF16,
     Block,
-    Sent,
     Step,
-    Work,
     fake_world,
     fsdp2,
     funshard,
     plain,
-    work_of,
 )
+from counted import EXCHANGE, GATHER, REDUCE, SCATTER, Sent, Work, work_of
 from measured import on_ranks
 from report import add_output_options, report
 from torch import Tensor, nn
@@ -60,9 +62,12 @@ def sharded(p: fs.P, grad: Callable[..., Any] = fs.grad_and_value) -> Build:
     return lambda model, ranks: funshard(model, fs.by_type(Block, p=p)(model).on(init_device_mesh("cpu", (ranks,))), grad)
 
 
-def hybrid(model: nn.Module, ranks: int) -> Step:
-    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
-    return funshard(model, fs.by_type(Block)(model).on(mesh))
+def in_halves(p: fs.P) -> Build:
+    def build(model: nn.Module, ranks: int) -> Step:
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+        return funshard(model, fs.by_type(Block, p=p)(model).on(mesh))
+
+    return build
 
 
 def norms_apart(model: nn.Module, ranks: int) -> Step:
@@ -70,25 +75,31 @@ def norms_apart(model: nn.Module, ranks: int) -> Step:
     return funshard(model, policy(model).on(init_device_mesh("cpu", (ranks,))))
 
 
-def torch_fsdp2(reshard: bool, precision: fs.Precision | None = None) -> Build:
-    return lambda model, ranks: fsdp2(model, init_device_mesh("cpu", (ranks,)), reshard=reshard, precision=precision)
+def torch_fsdp2(**options: Any) -> Build:
+    return lambda model, ranks: fsdp2(model, init_device_mesh("cpu", (ranks,)), **options)
 
 
 MODES: dict[str, Build] = {
     "plain": lambda model, ranks: plain(model),
-    "FSDP2": torch_fsdp2(reshard=True),
+    "FSDP2": torch_fsdp2(),
     "FSDP2 keep": torch_fsdp2(reshard=False),
     "fs": sharded(fs.P("shard")),
     "fs keep": sharded(fs.P("shard", reshard=False)),
     "fs P()": sharded(fs.P()),
-    "fs HSDP": hybrid,
+    "fs HSDP": in_halves(fs.P("shard")),
     "fs torch.func": sharded(fs.P("shard"), torch.func.grad_and_value),
-    "FSDP2 bf16": torch_fsdp2(reshard=True, precision=BF16),
+    "FSDP2 halves": lambda model, ranks: torch_fsdp2(reshard=ranks // 2)(model, ranks),
+    "fs halves": in_halves(fs.P(("replicate", "shard"), reshard="shard")),
+    "FSDP2 reduce bf16": torch_fsdp2(precision=REDUCE_BF16),
+    "fs codec bf16": sharded(fs.P("shard", precision=CODEC_BF16)),
+    "fs codec int8": sharded(fs.P("shard", align=64, precision=CODEC_INT8)),
+    "FSDP2 bf16": torch_fsdp2(precision=BF16),
+    "FSDP2 bf16 apart": torch_fsdp2(precision=BF16, apart=nn.LayerNorm),
     "fs bf16": sharded(fs.P("shard", precision=BF16)),
     "fs bf16 keep": sharded(fs.P("shard", precision=BF16_KEEP)),
     "fs bf16 apart": norms_apart,
 }
-LOW = {"FSDP2 bf16", "fs bf16", "fs bf16 keep", "fs bf16 apart"}
+LOW = {"FSDP2 bf16", "FSDP2 bf16 apart", "fs bf16", "fs bf16 keep", "fs bf16 apart"}
 KEPT = {"FSDP2 keep", "fs keep"}
 NOT_SPLIT = {"plain", "fs P()"}
 
@@ -111,7 +122,22 @@ def gathered_limit(model: nn.Module, mode: str) -> float:
 
     total = sum(p.numel() for p in model.parameters())
     again = sum(map(gathered, list(model.blocks)[:-1]))
-    return (gathered(model) + (0 if mode in KEPT else again)) / total
+    first_step = gathered(model) / 2 if mode == "fs halves" else 0  # over one axis, of the two that split a unit
+    return (first_step + gathered(model) + (0 if mode in KEPT else again)) / total
+
+
+class Across(Work):
+    """Counts the bytes, too, that gathers bring from ranks that are not among the first ``near`` ones, as this rank is."""
+
+    def __init__(self, near: int) -> None:
+        super().__init__()
+        self.near, self.across = near, 0.0
+
+    def send(self, one: Sent) -> None:
+        super().send(one)
+        if one.op == GATHER:
+            ranks = dist.get_process_group_ranks(one.group)
+            self.across += one.output_bytes * sum(rank >= self.near for rank in ranks) / len(ranks)
 
 
 def counts(args: argparse.Namespace) -> None:
@@ -124,14 +150,19 @@ def counts(args: argparse.Namespace) -> None:
             size, units = sum(p.nbytes for p in model.parameters()), len(fs.by_type(Block)(model))
             limit = gathered_limit(model, mode)
             with fake_world(ranks):
-                work = work_of(MODES[mode](model, ranks), x, y)
+                step = MODES[mode](model, ranks)
+                step(x, y)
+                with Across(ranks // 2) as work:
+                    step(x, y)
+            reduced = work.bytes[f"into {SCATTER}"] + work.bytes[f"into {EXCHANGE}"]
             one = {
                 "all-gathers": work.ops[GATHER],
                 "reduce-scatters": work.ops[SCATTER],
                 "all-reduces": work.ops[REDUCE],
                 "gathered": work.bytes[f"out of {GATHER}"] / size,
                 "gathered limit": limit,
-                "reduced": work.bytes[f"into {SCATTER}"] / size,
+                "across": work.across / size,
+                "reduced": reduced / size,
                 "all-reduced": work.bytes[f"into {REDUCE}"] / size,
                 "ops": work.dispatched / base.dispatched,
                 "copied": (work.copied - base.copied) / size,
@@ -140,7 +171,7 @@ def counts(args: argparse.Namespace) -> None:
                 one["of 3U"] = work.collectives / (3 * units)
             figures.setdefault(str(ranks), {})[mode] = {
                 "gathered bytes": work.bytes[f"out of {GATHER}"],
-                "reduced bytes": work.bytes[f"into {SCATTER}"],
+                "reduced bytes": reduced,
                 "parameter bytes": size,
                 "units": units,
                 **one,
@@ -151,7 +182,7 @@ def counts(args: argparse.Namespace) -> None:
 
 
 COUNTS = ["all-gathers", "reduce-scatters", "all-reduces"]
-FRACTIONS = ["gathered", "gathered limit", "reduced", "all-reduced", "of 3U", "ops", "copied"]
+FRACTIONS = ["gathered", "gathered limit", "across", "reduced", "all-reduced", "of 3U", "ops", "copied"]
 
 
 class Order(Work):

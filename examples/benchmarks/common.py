@@ -1,21 +1,17 @@
-"""What the benchmarks share: models, training steps to compare, a count of what a step does, and a free port."""
+"""What the benchmarks share: models, training steps to compare, fake worlds, and a free port."""
 
 import contextlib
 import dataclasses
 import functools
 import socket
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import funshard as fs
@@ -128,20 +124,23 @@ def plain(model: nn.Module) -> Step:
 
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
 BF16_KEEP = dataclasses.replace(BF16, keep={"*norm*": torch.float32})
+REDUCE_BF16 = fs.Precision(reduce=torch.bfloat16)
+CODEC_BF16, CODEC_INT8 = (fs.Precision(reduce_codec=codec) for codec in (fs.codecs.cast(torch.bfloat16), fs.codecs.int8()))
 
 
 def fsdp2(
     model: nn.Module,
     mesh: dist.DeviceMesh,
     *,
-    reshard: bool = True,
+    reshard: bool | int = True,
     precision: fs.Precision | None = None,
     offload: bool = False,
     group: int = 1,
+    apart: type[nn.Module] | tuple[()] = (),
 ) -> Step:
     """The step of FSDP2 with each ``group`` of ``model.blocks``, and the rest, as a unit.
 
-    Offloaded: on the CPU, so without pinning.
+    Offloaded: on the CPU, so without pinning. Modules of the class ``apart`` are units of their own, without the precision.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -149,8 +148,10 @@ def fsdp2(
     rest = CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy()
     blocks = list(model.blocks)
     groups = blocks if group == 1 else [blocks[i : i + group] for i in range(0, len(blocks), group)]
-    for modules in (*groups, model):
-        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=low, offload_policy=rest)
+    exact = [module for module in model.modules() if isinstance(module, apart)]
+    for modules in (*exact, *groups, model):
+        own = MixedPrecisionPolicy() if modules in exact else low
+        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=own, offload_policy=rest)
     return plain(model)
 
 
@@ -180,10 +181,11 @@ def compared(build: Callable[[nn.Module], Step]) -> Callable[[nn.Module], Step]:
     return wrapped
 
 
-def fully_sharded(reshard: bool, precision: fs.Precision | None = None) -> Callable[[nn.Module], Step]:
+def fully_sharded(reshard: bool | int = True, **options: Any) -> Callable[[nn.Module], Step]:
+    """FSDP2 on all ranks, with the options of `fsdp2`."""
+
     def build(model: nn.Module) -> Step:
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        return fsdp2(model, mesh, reshard=reshard, precision=precision)
+        return fsdp2(model, dist.init_device_mesh("cpu", (dist.get_world_size(),)), reshard=reshard, **options)
 
     return build
 
@@ -213,112 +215,6 @@ def fake_world(size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-class Sent(NamedTuple):
-    """One collective: what, the tensor that goes in and the one that comes out."""
-
-    op: str
-    input: Tensor
-    output: Tensor
-
-    @property
-    def input_bytes(self) -> int:
-        return self.input.nbytes
-
-    @property
-    def output_bytes(self) -> int:
-        return self.output.nbytes
-
-
-GATHER, SCATTER, REDUCE, EXCHANGE = "all_gather", "reduce_scatter", "all_reduce", "all_to_all"
-BROADCAST = "broadcast"  # of which gloo's gathers consist between several ranks
-COPIES = {"aten::cat", "aten::clone", "aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "fsdp::split_with_sizes_copy"}
-
-SENDS_NOTHING = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
-
-
-def sent(name: str, args: Sequence[Any], out: Any) -> Sent | None:
-    """The collective that an operator was, of torch's functional ones and of those that torch.distributed calls."""
-    if name.startswith("_c10d_functional::all_gather_into_tensor"):
-        return Sent(GATHER, args[0], out)
-    if name == "_c10d_functional::reduce_scatter_tensor":
-        return Sent(SCATTER, args[0], out)
-    if name in ("_c10d_functional::all_reduce", "_c10d_functional::all_reduce_"):
-        return Sent(REDUCE, args[0], out)
-    if name == "_c10d_functional::broadcast_":
-        return Sent(BROADCAST, args[0], out)
-    if name == "_c10d_functional::all_to_all_single":
-        return Sent(EXCHANGE, args[0], out)
-    if name == "c10d::_allgather_base_":
-        return Sent(GATHER, args[1], args[0])
-    if name == "c10d::_reduce_scatter_base_":
-        return Sent(SCATTER, args[1], args[0])
-    if name == "c10d::allreduce_":
-        (x,) = args[0]
-        return Sent(REDUCE, x, x)
-    if name.startswith(("c10d::", "_c10d_functional::")) and name not in SENDS_NOTHING:
-        raise NotImplementedError(f"{name} is not counted")
-    return None
-
-
-class Work(TorchDispatchMode):
-    """A count of the operators that are dispatched (not the profiler's), what they send, and the bytes they copy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()  # that go in and come out, by collective
-        self.copied = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # count what it does to its local tensor
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        name = func._schema.name
-        if name.startswith("profiler::"):
-            return out
-        self.ops[name] += 1
-        if (one := sent(name, args, out)) is not None:
-            self.send(one)
-        elif name == "_c10d_functional::wait_tensor":
-            self.wait(args[0])
-        elif name == "fsdp::all_gather_copy_in":
-            self.copied += sum(x.nbytes for x in args[0])
-        elif name in ("aten::_chunk_cat", "fsdp::chunk_cat", "fsdp::chunk_cat_mixed_dtype"):
-            self.copied += kwargs["out"].nbytes
-        elif name in COPIES:
-            written = kwargs.get("out", args[0] if func._schema.is_mutable else out)
-            self.copied += sum(x.nbytes for x in pytree.tree_leaves(written))
-        return out
-
-    def send(self, one: Sent) -> None:
-        """A collective was started."""
-        self.ops[one.op] += 1
-        self.bytes[f"into {one.op}"] += one.input_bytes
-        self.bytes[f"out of {one.op}"] += one.output_bytes
-
-    def wait(self, tensor: Tensor) -> None:
-        """A functional collective's result was waited for."""
-
-    @property
-    def dispatched(self) -> int:
-        """How many operators."""
-        return sum(n for name, n in self.ops.items() if "::" in name)
-
-    @property
-    def collectives(self) -> int:
-        """How many collectives."""
-        return sum(self.ops[op] for op in (GATHER, SCATTER, REDUCE, EXCHANGE))
-
-
-def work_of(step: Step, x: Tensor, y: Tensor) -> Work:
-    """What one step does, after another one."""
-    step(x, y)
-    with Work() as work:
-        step(x, y)
-    return work
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

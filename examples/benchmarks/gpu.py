@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Llama, LlamaBlock, Step, fake_world, fsdp2, funshard, plain, quartiles, work_of
+from common import Llama, LlamaBlock, Step, fake_world, fsdp2, funshard, plain, quartiles
+from counted import work_of
 from report import add_output_options, report
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh

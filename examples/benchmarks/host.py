@@ -49,8 +49,8 @@ from common import (
     loss_of,
     plain,
     quartiles,
-    work_of,
 )
+from counted import work_of
 from report import add_output_options, report
 from torch import Tensor, nn
 

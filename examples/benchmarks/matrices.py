@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import EXCHANGE, GATHER, GPT, REDUCE, SCATTER, Block, Step, fake_world, work_of
+from common import GPT, Block, Step, fake_world
+from counted import EXCHANGE, GATHER, REDUCE, SCATTER, work_of
 from measured import in_rounds, on_ranks, over, peak_bytes, ratio
 from report import add_output_options, report
 from torch import Tensor, nn

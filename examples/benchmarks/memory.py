@@ -37,11 +37,8 @@ from common import (
     ATTENTION,
     GPT,
     PRODUCTS,
-    SCATTER,
     Block,
-    Sent,
     Step,
-    Work,
     checkpointed,
     fake_world,
     fsdp2,
@@ -49,6 +46,7 @@ from common import (
     loss_of,
     sharded,
 )
+from counted import SCATTER, Sent, Work
 from measured import Batch, Build, in_rounds, on_ranks, peak_bytes, peaks_of_steps, ratio
 from report import add_output_options, report
 from torch import Tensor, nn

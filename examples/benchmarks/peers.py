@@ -13,18 +13,22 @@ the profiler's record of every allocation, at rest (parameters, shards, buckets)
 "plain" is autograd on each rank's own batch without any communication: the limit; "plain torch.func" is that of a
 torch.func.grad_and_value.
 
-The compiled modes run if they are asked for (--modes 'plain,plain compiled,fs,fs compiled,FSDP2,FSDP2 compiled'): inductor
-takes a minute or more for each. "plain compiled" is torch.compile of the model, "FSDP2 compiled" of each block before
-`fully_shard`, "fs units compiled" is ``P("shard", compile=True)``, "fs compiled" is the whole step by `fs.compile`, and "fs
-compiled remat" that with ``P(remat=True)``. So do the modes that run each block again in backward (--modes 'FSDP2 remat,fs
-remat,fs torch.func remat'): torch.utils.checkpoint for torch, ``P(remat=True)`` for funshard; those with "save" keep what
-attention made ("save attention"), or that and all products ("save products"), and run the rest again, by torch's selective
-checkpointing and by ``P(remat=Remat(save=...))``; try them on a long batch (--seq 512 --batch 8). And those that gather and
-compute in bf16 and reduce in float32 (--modes 'plain,plain bf16,FSDP2,FSDP2 bf16,fs,fs bf16'). Those "unchecked" leave out
-that ranks compare their collectives (--modes 'fs,fs unchecked,fs keep,fs keep unchecked'): the column "unchecked" is a mode's
-time over that of the same mode without it. Those with "check" run inside of `funshard.check` (--modes 'fs,fs check'). Those
-with "AdamW" also update (--modes 'FSDP2 AdamW,fs AdamW,fs compiled + AdamW,fs compiled AdamW'): by torch's fused kernels, in
-the memory of the old parameters and state, or inside the graph of `fs.compile`.
+The compiled modes run if they are asked for (--modes 'plain,plain compiled,fs,fs compiled,FSDP2,FSDP2 compiled'):
+inductor takes a minute or more for each. "plain compiled" is torch.compile of the model, "FSDP2 compiled" of each block
+before `fully_shard`, "fs units compiled" is ``P("shard", compile=True)``, "fs compiled" is the whole step by
+`fs.compile`, and "fs compiled remat" that with ``P(remat=True)``. So do the modes that run each block again in backward
+(--modes 'FSDP2 remat,fs remat,fs torch.func remat'): torch.utils.checkpoint for torch, ``P(remat=True)`` for funshard;
+those with "save" keep what attention made ("save attention"), or that and all products ("save products"), and run the
+rest again, by torch's selective checkpointing and by ``P(remat=Remat(save=...))``; try them on a long batch (--seq 512
+--batch 8). And those that gather and compute in bf16 and reduce in float32 (--modes 'plain,plain bf16,FSDP2,FSDP2
+bf16,fs,fs bf16'), with the parameters of norms in float32 in the same gathers ("keep") or in units of their own
+("apart"). "reduce bf16" adds gradients in bf16; "codec" sends them in bf16 or int8 and adds them in float32. "by 2" and
+"by 4" are units of so many blocks. "halves" (--ranks 4) are slices over all ranks in forward, and over half of them in
+backward. Those "unchecked" leave out that ranks compare their collectives (--modes 'fs,fs unchecked,fs keep,fs keep
+unchecked'): the column "unchecked" is a mode's time over that of the same mode without it. Those with "check" run
+inside of `funshard.check` (--modes 'fs,fs check'). Those with "AdamW" also update (--modes 'FSDP2 AdamW,fs AdamW,fs
+compiled + AdamW,fs compiled AdamW'): by torch's fused kernels, in the memory of the old parameters and state, or inside
+the graph of `fs.compile`.
 """
 
 import argparse
@@ -32,164 +36,11 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from common import (
-    ATTENTION,
-    BF16,
-    GPT,
-    PRODUCTS,
-    Block,
-    Step,
-    checkpointed,
-    compared,
-    fully_sharded,
-    loss_of,
-    plain,
-    sharded,
-)
+from common import GPT
 from measured import Batch, in_rounds, on_ranks, over, peak_bytes_compiled, peaks_of_steps, ratio
+from peer_modes import ALL, CHECKED, COMPILED, MODES, UNCHECKED
 from report import add_output_options, report
-from torch import Tensor, nn
-
-import funshard as fs
-from funshard._compiled.step import compile
-
-
-def plain_functional(model: nn.Module) -> Step:
-    params = {name: p.detach() for name, p in model.named_parameters()}
-
-    def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return loss_of(torch.func.functional_call(model, params, (x,)), y)
-
-    step = torch.func.grad_and_value(loss)
-    return lambda x, y: step(params, x, y)
-
-
-def ddp(model: nn.Module) -> Step:
-    return plain(nn.parallel.DistributedDataParallel(model))
-
-
-def fsdp1(model: nn.Module) -> Step:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    return plain(FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")))
-
-
-def compiled(p: fs.P) -> Callable[[nn.Module], Step]:
-    def build(model: nn.Module) -> Step:
-        spec = fs.by_type(Block, p=p)(model).bound
-        params = fs.shard(model, spec)
-        model.to("meta")
-
-        def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
-            return loss_of(fs.functional_call(model, params, (x,), spec=spec), y)
-
-        step = compile(fs.grad_and_value(loss))
-        return lambda x, y: step(params, x, y)
-
-    return build
-
-
-def plain_compiled(model: nn.Module) -> Step:
-    return plain(torch.compile(model, fullgraph=True))
-
-
-def fsdp2_compiled(model: nn.Module) -> Step:
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = torch.compile(block, fullgraph=True)
-    return fully_sharded(reshard=True)(model)
-
-
-def fsdp2_adamw(model: nn.Module) -> Step:
-    fully_sharded(reshard=True)(model)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        loss_of(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def adamw(*, compile_grad: bool = False, compile_step: bool = False) -> Callable[[nn.Module], Step]:
-    def build(model: nn.Module) -> Step:
-        spec = fs.by_type(Block)(model).bound
-        init, update = fs.optim.from_torch(torch.optim.AdamW, fused=True, donate=not compile_step)
-        params = fs.shard(model, spec)
-        model.to("meta")
-        grad = fs.grad_and_value(lambda p, x, y: loss_of(fs.functional_call(model, p, (x,), spec=spec), y))
-        grad = compile(grad) if compile_grad else grad
-
-        def train(params: fs.Params, state: object, x: Tensor, y: Tensor) -> tuple:
-            grads, value = grad(params, x, y)
-            return *update(grads, state, params), value
-
-        train = compile(train, donate_argnums=(0, 1)) if compile_step else train
-        known = [params, init(params)]
-
-        def step(x: Tensor, y: Tensor) -> None:
-            known[:] = train(*known, x, y)[:2]
-
-        return step
-
-    return build
-
-
-MODES: dict[str, Callable[[nn.Module], Step]] = {
-    "plain": plain,
-    "plain torch.func": plain_functional,
-    "DDP": ddp,
-    "FSDP1": fsdp1,
-    "FSDP2": fully_sharded(reshard=True),
-    "FSDP2 keep": fully_sharded(reshard=False),
-    "fs": sharded(fs.P("shard")),
-    "fs keep": sharded(fs.P("shard", reshard=False)),
-    "fs P()": sharded(fs.P()),
-    "fs torch.func": sharded(fs.P("shard"), torch.func.grad_and_value),
-}
-COMPILED: dict[str, Callable[[nn.Module], Step]] = {
-    "plain compiled": plain_compiled,
-    "FSDP2 compiled": fsdp2_compiled,
-    "fs compiled": compiled(fs.P("shard")),
-    "fs units compiled": sharded(fs.P("shard", compile=True)),
-    "fs units compiled keep": sharded(fs.P("shard", reshard=False, compile=True)),
-    "fs units compiled remat": sharded(fs.P("shard", remat=True, compile=True)),
-    "fs keep compiled": compiled(fs.P("shard", reshard=False)),
-    "fs compiled remat": compiled(fs.P("shard", remat=True)),
-}
-REMAT: dict[str, Callable[[nn.Module], Step]] = {
-    "plain remat": checkpointed(plain),
-    "FSDP2 remat": checkpointed(fully_sharded(reshard=True)),
-    "fs remat": sharded(fs.P("shard", remat=True)),
-    "fs torch.func remat": sharded(fs.P("shard", remat=True), torch.func.grad_and_value),
-    "FSDP2 save attention": checkpointed(fully_sharded(reshard=True), ATTENTION),
-    "fs save attention": sharded(fs.P("shard", remat=fs.Remat(ATTENTION))),
-    "FSDP2 save products": checkpointed(fully_sharded(reshard=True), PRODUCTS),
-    "fs save products": sharded(fs.P("shard", remat=fs.Remat(PRODUCTS))),
-}
-LOW: dict[str, Callable[[nn.Module], Step]] = {
-    "plain bf16": lambda model: plain(model.bfloat16()),
-    "FSDP2 bf16": fully_sharded(reshard=True, precision=BF16),
-    "fs bf16": sharded(fs.P("shard", precision=BF16)),
-    "fs P() bf16": sharded(fs.P(precision=BF16)),
-}
-UNCHECKED: dict[str, Callable[[nn.Module], Step]] = {
-    "fs unchecked": sharded(fs.P("shard"), check_order=False),
-    "fs keep unchecked": sharded(fs.P("shard", reshard=False), check_order=False),
-    "fs P() unchecked": sharded(fs.P(), check_order=False),
-}
-CHECKED: dict[str, Callable[[nn.Module], Step]] = {
-    "fs check": compared(sharded(fs.P("shard"))),
-    "fs keep check": compared(sharded(fs.P("shard", reshard=False))),
-    "fs P() check": compared(sharded(fs.P())),
-}
-ADAMW: dict[str, Callable[[nn.Module], Step]] = {
-    "FSDP2 AdamW": fsdp2_adamw,
-    "fs AdamW": adamw(),
-}
-COMPILED |= {"fs compiled + AdamW": adamw(compile_grad=True), "fs compiled AdamW": adamw(compile_step=True)}
-ALL = MODES | COMPILED | REMAT | LOW | UNCHECKED | CHECKED | ADAMW
+from torch import nn
 
 
 def peaks_of(mode: str, make: Callable[[], nn.Module], batch: Batch, steps: int) -> list[int]:

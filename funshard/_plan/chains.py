@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .._spec.unit import Unit
-from .._units.encoded_reduction import ROW_END
+from .._units.encoded_reduction import ROW_END, count_decoded_slices
 from .._units.route import Route
 from .events import Collective, EventKind, EventList, MemoryChange
 
@@ -120,7 +120,8 @@ def reduce_steps(
         sent = sizes[name] * (route.reduce_codec._describe_encoding(slice_numel, route.dtypes.reduce)[0] + ROW_END)
         collective = Collective("all_to_all", name, sizes[name], sent, sent)
         at_start: MemoryChange = {"gradients": 2 * sent - size}  # instead of the buffer that is encoded
-        steps.append(ChainStep("reduce", collective, at_start, {"gradients": into - 2 * sent}, decoded_bytes=size))
+        decoded = into * count_decoded_slices(sizes[name])
+        steps.append(ChainStep("reduce", collective, at_start, {"gradients": into - 2 * sent}, decoded_bytes=decoded))
         size, scatters = into, False
     for name in route.split_axes if scatters else ():
         into, size = size, size // sizes[name]

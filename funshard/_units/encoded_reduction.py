@@ -6,6 +6,7 @@ blocks lie in one slice, and every rank's in the same way, its own too: which ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -18,10 +19,19 @@ from ..collectives._ops import OpContext, PendingResult, start_op
 from ..collectives._primitive import apply
 from ..collectives._tag import TAG_BYTES
 
-__all__ = ["ROW_END", "encode_slices", "reduce_encoded", "refuse_compiled_step", "start_encoded_reduction"]
+__all__ = [
+    "ROW_END",
+    "count_decoded_slices",
+    "encode_slices",
+    "reduce_encoded",
+    "refuse_compiled_step",
+    "start_encoded_reduction",
+]
 
 ROW_END = 16
 """Bytes at the end of each row that a rank sends: room for a tag, in which rows stay aligned."""
+MOST_DECODES = 4
+"""The most calls of a decoder for one reduction: each decodes the slices of as many ranks as that takes."""
 
 
 def refuse_compiled_step(codec: Codec) -> None:
@@ -81,8 +91,29 @@ def reduce_encoded(buffer: Tensor, codec: Codec, axis: Axis, op: Literal["mean",
     return total.reshape(*batch, numel).movedim(-1, 0)
 
 
+def count_decoded_slices(size: int) -> int:
+    """Return how many slices in the dtype of the sum a reduction over so many ranks holds at once, when it decodes them."""
+    return _count_senders(size) + 2  # which are added up to one, and the sum of those before
+
+
+def _count_senders(size: int) -> int:
+    """Return of how many ranks slices are decoded together."""
+    return -(-size // MOST_DECODES)
+
+
 def _sum_rows(received: Tensor, form: Form, codec: Codec, numel: int, dtype: torch.dtype, size: int, *, mean: bool) -> Tensor:
-    """Decode the slices that this rank has received, by sender, and add them in the order of ranks."""
-    decoded = codec._decode_slices(unpack_bytes(received, form), numel, dtype)
-    total = decoded.reshape(size, -1).sum(0)
+    """Decode the slices that this rank has received, by sender, and add them in the order of ranks.
+
+    Some senders' at a time: those of all ranks, decoded, are as large as the unit's buffer.
+    """
+    tensors, of_one = unpack_bytes(received, form), len(received) // size  # more rows than one in a batch
+
+    def decode(rows: Sequence[Tensor]) -> Tensor:
+        decoded = codec._decode_slices(rows, numel, dtype)
+        return decoded if len(rows[0]) == of_one else decoded.reshape(-1, of_one * numel).sum(0)
+
+    first, *rest = zip(*(x.split(_count_senders(size) * of_one) for x in tensors), strict=True)
+    total = decode(first)
+    for rows in rest:
+        total = total + decode(rows)
     return total / size if mean else total

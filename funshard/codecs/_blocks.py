@@ -23,12 +23,16 @@ def widen_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def block_ratios(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return ``x / absmax`` in float32 at least, [blocks, block], with zeros at the end; and ``absmax``, [blocks]."""
-    rows = F.pad(x, (0, -len(x) % block)).view(-1, block)
+    """Return ``x / absmax`` in float32 at least, [blocks, block], with zeros at the end; and ``absmax``, [blocks].
+
+    The ratios are a new tensor, to which the caller may write: on the CPU, memory that is new takes longer than arithmetic.
+    """
+    rows = F.pad(x, (0, -len(x) % block)) if len(x) % block else x  # without padding it copies, too
+    rows = rows.reshape(-1, block)
     absmax = rows.abs().amax(1)
     absmax = torch.where(absmax.isfinite(), absmax, torch.nan)
     wide = widen_dtype(x.dtype)
-    return (rows.to(wide) / absmax.to(wide)[:, None]).nan_to_num(0.0), absmax
+    return (rows.to(wide) / absmax.to(wide)[:, None]).nan_to_num_(0.0), absmax
 
 
 def scale_blocks(values: Tensor, absmax: Tensor, block: int) -> Tensor:

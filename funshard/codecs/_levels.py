@@ -95,8 +95,8 @@ class _ToInt8:
 
     def __call__(self, x: Tensor, *, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         ratios, absmax = block_ratios(x, self.block)
-        numbers = (ratios * 127).flatten()[: len(x)]
-        numbers = numbers.round() if noise is None else (numbers + noise).floor()
+        numbers = ratios.mul_(127).flatten()[: len(x)]
+        numbers = numbers.round_() if noise is None else (numbers + noise).floor_()
         return numbers.to(torch.int8), absmax, x.new_empty(len(x), 0)
 
 
@@ -108,7 +108,7 @@ class _FromInt8:
 
     def __call__(self, codes: Tensor, absmax: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         wide = widen_dtype(absmax.dtype)  # rounded once: in 16 bits twice would be a whole step off
-        return scale_blocks(codes.to(wide) / 127, absmax.to(wide), self.block).to(dtype or like.dtype)
+        return scale_blocks(codes.to(wide).div_(127), absmax.to(wide), self.block).to(dtype or like.dtype)
 
 
 @dataclass(frozen=True)
