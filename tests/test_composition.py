@@ -513,6 +513,15 @@ def test_states_that_do_not_fit_are_refused() -> None:
         optim.ema(sgd, decay=2.0)
     with pytest.raises(ValueError, match="max_consecutive: expected a number from 0 on"):
         optim.apply_if_finite(sgd, fs.policies.whole()(MODEL), max_consecutive=-1)
+    finite = optim.apply_if_finite(sgd, fs.policies.whole()(MODEL))
+    made = (optim.accumulate_steps(sgd, 2), optim.ema(sgd, decay=0.5), optim.schedule_lr(sgd, lambda step: 0.1), finite)
+    for who, one in zip(("accumulate_steps", "ema", "schedule_lr", "apply_if_finite"), made, strict=True):
+        with pytest.raises(TypeError, match=rf"{who}: state: expected \w+State, as init\(params\) .* got dict"):
+            one.update(params, sgd.init(params), params)
+    with pytest.raises(TypeError, match=r"state: expected a dict by unit key, .* got FiniteState"):
+        sgd.update(params, finite.init(params), params)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="grads: '': expected a tensor, got NoneType; an unused parameter has gradient zeros"):
+        finite.update({"": None}, finite.init(params), params)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])

@@ -216,6 +216,14 @@ def runs_without_gradient(_: int) -> None:
             same(got, reference(update, loss, params, state, batches, spec=spec, **clip), clip)
 
 
+def test_an_optimizer_instead_of_its_update_is_refused() -> None:
+    model = MLP(3)
+    spec = fs.policies.whole()(model)
+    params, sgd = fs.shard(model, spec), fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match=r"update: expected the second of \(init, update\), got Optimizer"):
+        fs.update_in_backward(sgd, lambda p, x: x.sum(), params, sgd.init(params), [torch.ones(3)], spec=spec)  # type: ignore[arg-type]
+
+
 def test_recomputed_runs_without_gradient(gloo2: Pool) -> None:
     """A unit is updated when its gradient is reduced, although the loss does not depend on its last run."""
     gloo2.run(runs_without_gradient)

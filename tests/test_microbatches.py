@@ -229,11 +229,15 @@ def test_a_list_on_one_rank_and_a_generator_on_another(gloo2: Pool) -> None:
 
 
 def pad_none(rank: int) -> None:
-    _, spec, _ = make()
+    _, spec, loss = make()
     assert fs.pad_microbatches([None] * (1 + rank), spec=spec).microbatches == [None, None]
     for one_batch in ({"x": 1}, torch.ones(2, 3)):
         with pytest.raises(TypeError, match="pad_microbatches: expected a list of micro-batches, or a generator, got"):
             fs.pad_microbatches(one_batch, spec=spec)
+    with pytest.raises(TypeError, match="accumulate: expected microbatches of pad_microbatches' result, and weights="):
+        fs.accumulate(loss, {}, fs.pad_microbatches([None], spec=spec), spec=spec)
+    with pytest.raises(ValueError, match=r"expected one micro-batch at least, got none; .* fs.pad_microbatches gives"):
+        fs.accumulate(loss, {}, [], spec=spec)
 
 
 def test_batches_that_are_none_or_no_list(gloo2: Pool) -> None:

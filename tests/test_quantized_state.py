@@ -206,8 +206,11 @@ def test_blocks_of_another_policy_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"unit '0' of state '0\.exp_avg\.codes': expected a part of this rank's slice"):
         fs.checkpoint.save(tmp_path / "b", state, other)
     wide = optim.from_torch(torch.optim.AdamW).init(params)
-    with pytest.raises(ValueError, match=r"'opt\.0\.bias\.exp_avg' is not in the checkpoint"):
+    with pytest.raises(ValueError, match=r"'opt\.0\.bias\.exp_avg' is in a codec in the checkpoint: .*decode_state converts"):
         fs.checkpoint.load(tmp_path / "a", spec, like={"opt": wide})
+    fs.checkpoint.save(tmp_path / "c", {"opt": wide}, spec).wait()
+    with pytest.raises(ValueError, match=r"'opt\.0\.bias\.exp_avg' is in no codec in the checkpoint: .*encode_state converts"):
+        fs.checkpoint.load(tmp_path / "c", spec, like={"opt": state})
 
 
 # --- Bytes ---
@@ -586,6 +589,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (ValueError, "does not encode each block", lambda: make(codec=fs.Codec(float8, lambda x, scale: x.float() * scale))),
         (TypeError, "codec: expected a Codec", lambda: make(codec="int8")),
         (ValueError, "rounds to the nearest only", lambda: make(codec=codecs.nf4(BLOCK), seed=0)),
+        (TypeError, "seed: expected a whole number, got 1.5", lambda: make(seed=1.5)),
         (TypeError, "an optimizer of matrices", lambda: make(optim.muon(spec, lr=0.1))),
         (TypeError, "put it inside", lambda: make(optim.ema(adamw, decay=0.5))),
         (TypeError, "gradient transformation", lambda: make(optim.clip_gradients(spec, 1.0))),

@@ -18,6 +18,7 @@ __all__ = [
     "check_mapping",
     "check_params",
     "check_shards",
+    "check_tensors",
     "check_trainable",
     "collect_full_params",
     "find_full_params",
@@ -30,6 +31,15 @@ def check_mapping(params: object, what: str = "params") -> None:
     if not isinstance(params, Mapping):
         hint = "; fs.shard(model, spec) gives them" if isinstance(params, nn.Module) else ""
         raise TypeError(f"{what}: expected a dict of tensors by unit key or parameter name, got {type(params).__name__}{hint}")
+
+
+def check_tensors(tree: Mapping[str, Tensor], what: str) -> None:
+    """Raise TypeError, naming the key, unless this is a mapping of tensors."""
+    check_mapping(tree, what)
+    for key, x in tree.items():
+        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            hint = "; an unused parameter has gradient zeros" if x is None else ""
+            raise TypeError(f"{what}: '{key}': expected a tensor, got {type(x).__name__}{hint}")
 
 
 # --- Shards and buffers, by unit key. ---

@@ -98,6 +98,8 @@ def update_in_backward(
     Source: ``_apply_optimizer_in_backward`` (torch.distributed.optim); the updates by unit of GaLore and LOMO (Lv et al., Full
     Parameter Fine-tuning for Large Language Models with Limited Resources, 2023).
     """
+    if not callable(update):
+        raise TypeError(f"update_in_backward: update: expected the second of (init, update), got {type(update).__name__}")
     if clip not in ("exact", "previous"):
         raise ValueError(f"update_in_backward: clip: expected 'exact' or 'previous', got {clip!r}")
     if norm is not None and (max_norm is None or clip == "exact"):

@@ -99,6 +99,8 @@ def pad_microbatches(
 
 def _check_iterable(who: str, microbatches: object) -> None:
     """Raise TypeError for a tensor or a mapping, which is one batch, and for anything that is not iterable."""
+    if isinstance(microbatches, PaddedMicrobatches):
+        raise TypeError(f"{who}: expected microbatches of pad_microbatches' result, and weights= its weights, got both in one")
     if isinstance(microbatches, Tensor | Mapping) or not hasattr(microbatches, "__iter__"):
         raise TypeError(f"{who}: expected a list of micro-batches, or a generator, got {type(microbatches).__name__}")
 
@@ -113,7 +115,10 @@ def split_first_batch(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
         rest = iter(microbatches)
         first = list(itertools.islice(rest, 1))
     if not first:
-        raise ValueError("accumulate: expected one micro-batch at least, got none")
+        raise ValueError(
+            "accumulate: expected one micro-batch at least, got none; if other ranks have some, they wait for this one: "
+            "fs.pad_microbatches gives each rank as many, by stand_in= where there are none"
+        )
     return (first if rest == () else itertools.chain(first, rest)), first
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._spec.bind import bind_spec
+from .._spec.checks import check_tensors
 from .._spec.host import compute_device
 from .._spec.local import distinct_axes
 from .._spec.spec import PartitionSpec
@@ -60,6 +61,7 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
         >>> fs.optim.global_norm({"weight": torch.tensor([[3.0, 4.0]])}, spec)
         tensor(5.)
     """
+    check_tensors(tree, "global_norm")
     if not p > 0:
         raise ValueError(f"global_norm: expected a positive p, or inf, got {p}")
     spec = bind_spec(spec)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._spec.bind import bind_spec
+from .._spec.checks import check_tensors
 from .._spec.host import compute_device
 from .._spec.local import distinct_axes
 from .._spec.spec import PartitionSpec
@@ -41,6 +42,7 @@ def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable
 
     Raises:
         ValueError: As `global_norm`, and for a parameter that the tree has twice.
+        TypeError: For what is no tensor, such as a unit's whole state, and for a ``by`` of another kind.
 
     Example:
         >>> import torch, funshard as fs
@@ -50,6 +52,9 @@ def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable
         >>> fs.optim.norms(tree, spec), fs.optim.norms(tree, spec, by=lambda name: "all")
         ({'weight': tensor(5.), 'bias': tensor(12.)}, {'all': tensor(13.)})
     """
+    check_tensors(tree, "norms")
+    if by is not None and not isinstance(by, int) and not callable(by):
+        raise TypeError(f"norms: by: expected a function of a name, a number of its components or None, got {by!r}")
     spec = bind_spec(spec)
     check_spans_world(spec.bound_mesh, "norms")
     sizes = dict(spec.bound_mesh.sizes)

@@ -52,7 +52,7 @@ def _build_groups(items: list[object], size: int | None, p: P, tree: ModuleTree)
     nodes = [node for node in tree.nodes() if node is not tree]  # which is beside no other module
     for item in items:
         if not any(matches_module(item, node) for node in nodes):
-            raise ValueError(f"by_group: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
+            raise ValueError(f"by_group: {item!r} matches no module: expected some of {[node.path for node in nodes][:8]}")
     matched = [node for node in nodes if any(matches_module(item, node) for item in items)]
     matched.sort(key=lambda node: min(map(natural_key, node.names)))
     siblings: dict[str, list[str]] = {}

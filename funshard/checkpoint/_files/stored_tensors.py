@@ -49,6 +49,7 @@ class StoredTensors:
         tensor = None if key is None else self.metadata.state_dict_metadata[key]
         if key is None or not isinstance(tensor, TensorStorageMetadata):
             others = sorted(self.metadata.state_dict_metadata)[:3]
+            self._check_form(names[0])
             raise ValueError(
                 f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape or ())} {dtype}, got none; the checkpoint "
                 f"has {others} and so on: was another model saved, or has a checkpoint of funshard lost its funshard.json?"
@@ -60,6 +61,20 @@ class StoredTensors:
             )
         self._check_chunks(key, tensor)
         return tuple(tensor.size)
+
+    def _check_form(self, name: str) -> None:
+        """Raise ValueError if the checkpoint has a missing tensor in another form: in a codec, or in its own dtype."""
+        slot, _, part = name.rpartition(".")
+        if self.find_key([f"{name}.codes"]) is not None:
+            raise ValueError(
+                f"tensor '{name}' is in a codec in the checkpoint: expected a like= whose state is encoded for the same "
+                "parameters (at_least= of quantized_state), or no like=; fs.optim.decode_state converts the state"
+            )
+        if part in ("codes", "scales") and self.find_key([slot]) is not None:
+            raise ValueError(
+                f"tensor '{slot}' is in no codec in the checkpoint: expected a like= whose state is not encoded for the same "
+                "parameters (at_least= of quantized_state), or no like=; fs.optim.encode_state converts the state"
+            )
 
     def _check_chunks(self, key: str, tensor: TensorStorageMetadata) -> None:
         """Check, once, that a tensor's chunks tile it and that each is in a file. Raises CheckpointError otherwise."""

@@ -15,7 +15,7 @@ from .._checks import break_message
 from .._elementwise.checks import is_updated
 from .._norms import upcast
 from .host_values import read_count
-from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer
+from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer, check_state
 
 __all__ = ["AccumulationState", "accumulate_steps"]
 
@@ -71,6 +71,7 @@ def accumulate_steps(optimizer: AnyOptimizer, k: int) -> ComposedOptimizer:
         grads: Mapping[str, Tensor], state: AccumulationState, params: Mapping[str, Tensor], /, **rates: Any
     ) -> tuple[Params, AccumulationState]:
         check_mapping(grads, "grads")
+        check_state("accumulate_steps", state, AccumulationState)
         for key in state.sums:
             if key not in grads:
                 raise ValueError(

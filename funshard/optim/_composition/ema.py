@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._units.layout import Params
 from ..._units.moving_average import check_decay, is_averaged, update_average
-from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer
+from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer, check_state
 
 __all__ = ["EmaState", "ema"]
 
@@ -55,6 +55,7 @@ def ema(optimizer: AnyOptimizer, *, decay: float, dtype: torch.dtype | None = No
     def update(
         grads: Mapping[str, Tensor], state: EmaState, params: Mapping[str, Tensor], /, **rates: Any
     ) -> tuple[Params, EmaState]:
+        check_state("ema", state, EmaState)
         new, inner = apply(grads, state.inner, params, **rates)
         return dict(new), EmaState(inner, update_average(state.average, new, decay))
 

@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree  # traced by torch.compile, as optree 
 from ... import _torch
 from ..._phases import LOGGER
 from ..._spec.bind import bind_spec, check_spec
-from ..._spec.checks import check_mapping
+from ..._spec.checks import check_tensors
 from ..._spec.spec import PartitionSpec
 from ..._units.finite import agree_finite, find_nonfinite, select_if_finite
 from ..._units.layout import Params
 from ...collectives._mesh import check_spans_world
 from .host_values import read_count, read_flag
-from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer
+from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer, check_state
 
 __all__ = ["FiniteState", "apply_if_finite"]
 
@@ -78,7 +78,8 @@ def apply_if_finite(optimizer: AnyOptimizer, spec: PartitionSpec, *, max_consecu
     def update(
         grads: Mapping[str, Tensor], state: FiniteState, params: Mapping[str, Tensor], /, **rates: Any
     ) -> tuple[Params, FiniteState]:
-        check_mapping(grads, "grads")
+        check_tensors(grads, "grads")
+        check_state("apply_if_finite", state, FiniteState)
         bound = bind_spec(spec)
         check_spans_world(bound.bound_mesh, "apply_if_finite")
         nonfinite = find_nonfinite({key: g.detach() for key, g in grads.items()}, bound)

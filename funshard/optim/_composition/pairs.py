@@ -17,6 +17,7 @@ __all__ = [
     "TransformFn",
     "UpdateFn",
     "check_optimizer",
+    "check_state",
     "is_pair",
 ]
 
@@ -85,3 +86,10 @@ def check_optimizer(who: str, optimizer: object) -> None:
         )
     if not is_pair(optimizer):
         raise TypeError(f"{who}: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW), got {optimizer!r}")
+
+
+def check_state(who: str, state: object, kind: type[object]) -> None:
+    """Raise TypeError unless this is a state of the optimizer that ``who`` makes: not that of the optimizer inside it."""
+    if not isinstance(state, kind):
+        got = type(state).__name__
+        raise TypeError(f"{who}: state: expected {kind.__name__}, as init(params) or an update returns, got {got}")

@@ -14,7 +14,7 @@ from ... import _torch
 from ..._units.layout import Params
 from .._checks import break_message
 from .host_values import read_count
-from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer
+from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer, check_state
 
 __all__ = ["ScheduleState", "schedule", "schedule_lr"]
 
@@ -155,6 +155,7 @@ def schedule_lr(optimizer: AnyOptimizer, rate: Callable[[Tensor], float | Tensor
     ) -> tuple[Params, ScheduleState]:
         if "lr" in rates:
             raise TypeError("schedule_lr: its schedule gives lr=: expected no other one, or the optimizer without schedule_lr")
+        check_state("schedule_lr", state, ScheduleState)
         new, inner = apply(grads, state.inner, params, lr=rate(state.step), **rates)
         return dict(new), ScheduleState(inner, state.step + 1)
 

@@ -125,6 +125,11 @@ def check_fits(
 ) -> None:
     """Raise ValueError or TypeError, naming the unit, unless each unit of the params has a gradient and a state that fit it."""
     of_group = [*names]
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"state: expected a dict by unit key, as init(params) or an update returns, got {type(state).__name__}; that of an "
+            "optimizer made of others has this one's inside"
+        )
     refuse_encoded(state)
     for what, tree in (("gradient", grads), ("state", state)):
         for key in tree:

@@ -47,6 +47,9 @@ class StateCodec:
     ) -> StateCodec:
         """Check the arguments of `quantized_state`; raise TypeError or ValueError if they do not fit."""
         known, checked = check_spec(spec), check_codec(who, codec)
+        for name, value in (("at_least", at_least), ("seed", seed)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"{who}: {name}: expected a whole number, got {value!r}")
         if seed is not None and not checked.takes_noise:
             raise ValueError(f"{who}: {codec} rounds to the nearest only: expected seed=None, or codecs.dynamic8()")
         self = cls(who, checked, known, at_least, seed, rank)
