@@ -80,6 +80,25 @@ def test_few_functions_are_traced_for_each_unit(inlined: Counter[str]) -> None:
     assert few["_units/layout.py:unflatten_unit"] == 0
 
 
+def test_a_compiled_step_writes_no_dict_of_a_module() -> None:
+    """What Dynamo runs around the graph neither clears nor updates a dict, though the model is a global for it."""
+    model, names = chain(4), set[str]()
+    globals()["_model"] = model
+    spec = fs.by_type(Block)(model).on({"shard": 1})
+
+    def step(params: fs.Params, x: Tensor) -> Any:
+        return fs.grad_and_value(lambda p: fs.functional_call(_model, p, (x,), spec=spec).square().mean())(params)  # noqa: F821
+
+    torch._dynamo.reset()
+    hook = torch._dynamo.convert_frame.register_bytecode_hook(lambda old, new: names.update(new.co_names))
+    with contextlib.ExitStack() as stack:
+        stack.callback(hook.remove)
+        stack.callback(globals().pop, "_model")
+        fs.compile(step, backend="aot_eager")(fs.shard(model, spec), torch.ones(2, 4).double())
+    assert names
+    assert not names & {"clear", "update"}
+
+
 def compiles(rank: int) -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters

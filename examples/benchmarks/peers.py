@@ -83,7 +83,7 @@ def main() -> None:
     result = on_ranks(measure, args)
     times, peaks = result["times"], result["peaks"]
     modes = args.modes.split(",")
-    bases = [base for base in ("FSDP2", "DDP", "plain", "FSDP2 AdamW") if base in modes]
+    bases = [base for base in ("FSDP2", "FSDP2 compiled", "DDP", "plain", "FSDP2 AdamW") if base in modes]
     if any(mode in UNCHECKED for mode in modes):
         bases.append("unchecked")
     bases += [mode.removesuffix(" check") for mode in modes if mode in CHECKED]

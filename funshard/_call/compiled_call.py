@@ -32,43 +32,45 @@ __all__ = ["run"]
 ReplacedBuffer = tuple[bool, dict[str, Any], str, Tensor, Tensor]
 """Whether its module changes it in place, the module's dict and the name in it, and the tensor before the call and in it."""
 
+_Run = tuple[str, tuple[str, ...], int, int]
+"""A module's path, names of its parameters, and the part of its unit's parameters that these are: begin and end."""
+
 
 def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None, method: str | None) -> Any:
     """Run `functional_call` where torch.compile traces it.
 
     Dynamo takes about a millisecond for each call and each comprehension in here: plain loops over the modules, once.
     """
-    spec, params = inputs.spec, inputs.params
+    spec = inputs.spec
     _check_casts_inside(spec)  # not on entering the context: Dynamo of torch 2.11 loses the error
-    full = _gather_full_params(inputs)
-    for name in spec.ignored:
-        if name in params:
-            full[name] = params[name]
+    tensors = _gather_full_params(inputs)
     modules = _modules_by_path(model)
-    swaps: list[tuple[dict[str, Any], str, Tensor]] = []
-    for path, module in modules.items():
-        own_params = module._parameters
-        for attr in own_params:
-            name = f"{path}.{attr}" if path else attr
-            if name in full:
-                swaps.append((own_params, attr, full[name]))
+    swaps: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
+    for path, now in tensors.items():
+        if path in modules:
+            swaps.append((modules[path]._parameters, now))
     replaced = _replace_buffers(modules, spec, buffers)
     for _, own, attr, _, now in replaced.values():
-        swaps.append((own, attr, now))
-    with _swap_tensors(swaps), _override_modules(modules, spec), _drop_new_entries(modules):
+        swaps.append((own, {attr: now}))
+    with (
+        _torch.undo_module_writes(model),
+        _swap_tensors(swaps),
+        _override_modules(modules, spec),
+        _drop_new_entries(modules),
+    ):
         run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""].precision)
-        with _torch.undo_attribute_writes(model):
-            out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
+        out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
         after = {name: own[attr] for name, (_, own, attr, _, _) in replaced.items()}
     _keep_buffers(model, replaced, after, buffers)
     return out
 
 
-def _gather_full_params(inputs: CallInputs) -> dict[str, Tensor]:
-    """Return the full parameters by all their names."""
+def _gather_full_params(inputs: CallInputs) -> dict[str, dict[str, Tensor]]:
+    """Return the full parameters by the path of each module that has them, and their names there."""
     spec, params, check_order, by = inputs.spec, inputs.params, inputs.options.check_order, inputs.reduction.by
     over = inputs.reduction.over if inputs.reduction.over is None else tuple(inputs.reduction.over)
-    full: dict[str, Tensor] = {}
+    runs = spec._compute_once(_find_runs)
+    tensors: dict[str, dict[str, Tensor]] = {}
     for unit in spec:
         if (given := find_full_params(params, unit)) is not None:
             views = cast_params(given, unit)
@@ -81,10 +83,29 @@ def _gather_full_params(inputs: CallInputs) -> dict[str, Tensor]:
                     views = _gather_views(params[unit.key], spec._fingerprint, unit.key, by, over)
                 else:
                     views = _gather_unit_views(params[unit.key], spec, unit, inputs.reduction)
-        for param, view in zip(unit.params, views, strict=True):
+        for path, attrs, begin, end in runs[unit.key]:  # a dict's update costs Dynamo less than a loop over parameters
+            tensors.setdefault(path, {}).update(zip(attrs, views[begin:end], strict=True))
+    for name in spec.ignored:
+        if name in params:
+            path, _, attr = name.rpartition(".")
+            tensors.setdefault(path, {})[attr] = params[name]
+    return tensors
+
+
+def _find_runs(spec: PartitionSpec) -> dict[str, tuple[_Run, ...]]:
+    """Return, for each unit, the runs of its parameters that belong to one module."""
+    runs: dict[str, tuple[_Run, ...]] = {}
+    for unit in spec:
+        found: list[tuple[str, list[str], int]] = []
+        for i, param in enumerate(unit.params):
             for name in param.names:
-                full[name] = view
-    return full
+                path, _, attr = name.rpartition(".")
+                if found and found[-1][0] == path and found[-1][2] + len(found[-1][1]) == i:
+                    found[-1][1].append(attr)
+                else:
+                    found.append((path, [attr], i))
+        runs[unit.key] = tuple((path, tuple(attrs), begin, begin + len(attrs)) for path, attrs, begin in found)
+    return runs
 
 
 def _gather_unit_views(shard: Tensor, spec: PartitionSpec, unit: Unit, reduction: Reduction) -> Sequence[Tensor]:
@@ -103,12 +124,13 @@ def _modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's modules by all their paths: ``named_modules`` without its generators."""
     found, queue = {"": model}, [("", model)]
     while queue:
-        path, module = queue.pop()
+        prefix, module = queue.pop()
         for name, child in module._modules.items():
             if child is not None:
-                at = f"{path}.{name}" if path else name
-                found[at] = child
-                queue.append((at, child))
+                path = prefix + name
+                found[path] = child
+                if child._modules:
+                    queue.append((path + ".", child))
     return found
 
 
@@ -161,33 +183,34 @@ def _keep_buffers(
 
 
 @contextlib.contextmanager
-def _swap_tensors(swaps: Sequence[tuple[dict[str, Any], str, Tensor]]) -> Generator[None]:
+def _swap_tensors(swaps: Sequence[tuple[dict[str, Any], dict[str, Tensor]]]) -> Generator[None]:
     """Set tensors in modules' own dicts, and restore them afterwards: torch's ``_reparametrize_module`` in fewer frames."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    for own, attr, tensor in swaps:
-        before.append((own, attr, own[attr]))
-        own[attr] = tensor
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for own, now in swaps:
+        before.append((own, own.copy()))
+        own.update(now)
     try:
         yield
     finally:
-        for own, attr, tensor in reversed(before):
-            own[attr] = tensor
+        for own, values in reversed(before):
+            own.clear()
+            own.update(values)
 
 
 @contextlib.contextmanager
 def _drop_new_entries(modules: Mapping[str, nn.Module]) -> Generator[None]:
     """Remove the buffers and submodules that forward makes."""
-    entries: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+    dicts: list[dict[str, Any]] = []
     for module in modules.values():
-        own_buffers, own_modules = module._buffers, module._modules
-        entries.append((own_buffers, tuple(own_buffers)))
-        entries.append((own_modules, tuple(own_modules)))
+        dicts.append(module._buffers)
+        dicts.append(module._modules)
+    names = list(map(tuple, dicts))
     try:
         yield
     finally:
-        for own, names in entries:
-            if len(own) != len(names):
-                for name in set(own).difference(names):
+        if list(map(len, dicts)) != list(map(len, names)):
+            for own, before in zip(dicts, names, strict=True):
+                for name in set(own).difference(before):
                     del own[name]
 
 

@@ -5,7 +5,6 @@ and runs, storages, and process groups.
 """
 
 from .attention import *
-from .attribute_writes import *
 from .backward import *
 from .compile_errors import *
 from .compiling import *
@@ -15,6 +14,7 @@ from .files import *
 from .frames import *
 from .groups import *
 from .levels import *
+from .module_writes import *
 from .no_grad import *
 from .reverse_mode import *
 from .shapes import *

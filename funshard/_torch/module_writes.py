@@ -1,4 +1,4 @@
-"""The attributes that traced code sets in modules: Dynamo writes them into the real modules after the graph has run."""
+"""What traced code writes into modules and dicts: Dynamo writes it into the real objects after the graph has run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from .tracing import assume_constant
 
-__all__ = ["undo_attribute_writes"]
+__all__ = ["undo_module_writes"]
 
 _MARK = "_funshard_called"
 """The attribute that finds a model among the objects of Dynamo's tables. No module ever has it."""
@@ -32,11 +32,12 @@ _open_contexts = _OpenContexts()
 
 
 @contextlib.contextmanager
-def undo_attribute_writes(model: nn.Module) -> Generator[None]:
+def undo_module_writes(model: nn.Module) -> Generator[None]:
     """Undo, at the end of this context in traced code, what was set or deleted in the attributes of the model's modules.
 
-    Later code reads the attributes of before, and the modules are not written to after the graph. Dynamo's tables are private;
-    pinned by ``test_attributes_that_forward_sets_are_restored``.
+    Later code reads the attributes of before, and the modules are not written to after the graph; nor are dicts that have
+    again what they had before. Dynamo's tables are private; pinned by ``test_attributes_that_forward_sets_are_restored`` and
+    ``test_a_compiled_step_writes_no_dict_of_a_module``.
     """
     if not torch.compiler.is_dynamo_compiling():  # as in torch.export, which runs the code itself
         yield
@@ -65,13 +66,30 @@ def _note_writes() -> None:
 @assume_constant
 def _restore_writes() -> None:
     """Make the tables what they were for the modules of the innermost context."""
-    _, modules, copies = _open_contexts.stack.pop()
+    graph, modules, copies = _open_contexts.stack.pop()
     _, tables = _writes_of_graph()
     for table, copy in zip(tables, copies, strict=True):
         for variable, attributes in table.items():
             if isinstance(value := getattr(variable, "value", None), nn.Module) and value in modules:
                 attributes.clear()
                 attributes.update(copy.get(variable, {}))
+    for variable in graph.side_effects.id_to_variable.values():
+        if _is_as_before(variable):
+            variable.mutation_type.is_modified = False
+
+
+def _is_as_before(variable: Any) -> bool:
+    """Return whether Dynamo's variable is a dict from outside of the graph that has its first values, in their order."""
+    from torch._dynamo.variables.base import ValueMutationExisting
+    from torch._dynamo.variables.dicts import ConstDictVariable
+
+    if not isinstance(variable, ConstDictVariable) or not isinstance(variable.mutation_type, ValueMutationExisting):
+        return False
+    now, before = variable.items.items(), variable.original_items.items()
+    return len(now) == len(before) and all(
+        key.vt is old_key and not variable.is_new_item(old, value)
+        for (key, value), (old_key, old) in zip(now, before, strict=True)
+    )
 
 
 def _writes_of_graph() -> tuple[Any, list[_Table]]:
