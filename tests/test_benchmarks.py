@@ -76,7 +76,7 @@ def test_higher() -> None:
     assert list(result["figures"]) == ["hvp", "per sample"]
     assert all_finite(result["figures"])
     for mode, figures in result["figures"].items():
-        eager, compiled, without_prefetch = figures["peaks"]
+        eager, compiled, without_prefetch = (figures[name]["peak bytes"] for name in ("eager", "compiled", "no prefetch"))
         assert mode in table
         assert without_prefetch <= compiled
         assert without_prefetch <= eager

@@ -29,10 +29,7 @@ def load() -> Any:
 figures = load()
 PAGES = {page.stem: page for page in figures.PAGES}
 FILES = sorted(figures.RESULTS.glob("*.json"))
-NO_FILE = {
-    ("measuring", "FSDP2, each block compiled"),
-    ("measuring", "`fs.hvp`"),
-}
+NO_FILE = {("measuring", "FSDP2, each block compiled")}
 """Tables of figures without a file, by page and first row. When their benchmark runs again, save a file and mark the table."""
 NO_FIGURES = {"changes", "ideas", "limits", "optimizers"}
 """Pages whose tables have other numbers: versions, formats, and what tests compare."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from common import GPT, Block, Step, fake_world, loss_of
-from measured import Batch, Build, in_rounds, on_ranks, peak_bytes, peak_bytes_compiled, ratio
+from measured import Batch, Build, in_rounds, on_ranks, over, peak_bytes, peak_bytes_compiled, ratio
 from report import add_output_options, report
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -61,6 +61,8 @@ STEPS = {
     "per sample": per_sample,
 }
 
+PREFETCHES = {"compiled": 1, "no prefetch": 0}
+
 
 def built(mode: str, backend: str | None, prefetch: int = 1) -> Build:
     """The step of a mode, eager without a backend."""
@@ -100,7 +102,8 @@ def batch_of(rank: int, args: argparse.Namespace) -> Batch:
 def measure(rank: int, args: argparse.Namespace) -> dict[str, Any]:
     make, batch, times = maker(args), batch_of(rank, args), {}
     for mode in args.modes.split(","):
-        steps = {"eager": built(mode, None)(make()), "compiled": built(mode, args.backend)(make())}
+        steps = {"eager": built(mode, None)(make())}
+        steps |= {name: built(mode, args.backend, prefetch)(make()) for name, prefetch in PREFETCHES.items()}
         times[mode] = in_rounds(steps, batch, args.warmup, args.rounds)
     return times
 
@@ -124,17 +127,21 @@ def main() -> None:
     with fake_world(args.ranks):
         for mode in args.modes.split(","):
             peaks[mode] = [peak_bytes(built(mode, None), maker(args), batch_of(0, args))]
-            for prefetch in (1, 0):
+            for prefetch in PREFETCHES.values():
                 torch._dynamo.reset()
                 build = built(mode, args.backend, prefetch)
                 peaks[mode].append(peak_bytes_compiled(build, maker(args), batch_of(0, args)))
     times = on_ranks(measure, args)
     rows, figures = [], {}
     for mode, (eager, compiled, without) in peaks.items():
-        low, middle, high = ratio(times[mode], "compiled", "eager")
-        rows.append([mode, f"{middle:.2f} ({low:.2f}-{high:.2f})", *(f"{x / 1e6:.1f}" for x in (eager, compiled, without))])
-        figures[mode] = {"step": middle, "low": low, "high": high, "peaks": peaks[mode]}
-    report(["mode", "step / eager", "eager MB", "compiled MB", "no prefetch MB"], rows, figures, args)
+        figures[mode] = {"eager": {"peak bytes": eager}}
+        cells = [f"{eager / 1e6:.1f}"]
+        for name, peak in (("compiled", compiled), ("no prefetch", without)):
+            quarters = ratio(times[mode], name, "eager")
+            figures[mode][name] = {**over("eager", quarters), "peak bytes": peak}
+            cells += ["{1:.2f} ({0:.2f}-{2:.2f})".format(*quarters), f"{peak / 1e6:.1f}"]
+        rows.append([mode, *cells])
+    report(["mode", "eager MB", "compiled / eager", "MB", "no prefetch / eager", "MB"], rows, figures, args)
 
 
 if __name__ == "__main__":
