@@ -129,6 +129,33 @@ def test_peers() -> None:
 
 
 @seldom
+def test_daily() -> None:
+    """Each part's first mode has a ratio of 1; by name all norms are one collective, and eight bits a quarter of the state."""
+    table, result = run("daily", "--rounds 1 --warmup 0 --layers 1 --dim 64 --heads 2 --seq 8")
+    figures = result["figures"]
+    assert all_finite(figures)
+    assert all(f"\n{part}: {mode} " in table for part, modes in figures.items() for mode in modes)
+    assert all(next(iter(modes.values()))["over the first"] == 1 for modes in figures.values())
+    assert figures["norms"]["fs"]["collectives"] == figures["finite"]["fs, apply_if_finite"]["collectives"] == 1
+    assert figures["norms"]["FSDP2, one by one"]["collectives"] == 5 + 12  # parameters: of the root, and of a block
+    wide, small = (figures["state"][mode]["state bytes"] for mode in ("float32", "quantized_state"))
+    assert small < 0.3 * wide
+
+
+@seldom
+def test_encoded() -> None:
+    """A sum in float32 of what is rounded once is nearer than one in bf16; bytes are those of the dtype and the scales."""
+    _, result = run("encoded", "--runs 1 --elements 6400 --layers 1 --dim 64 --heads 2 --seq 8 --batch 1")
+    figures = result["figures"]
+    assert all_finite(figures)
+    errors = {mode: one["error"] for mode, one in figures.items()}
+    assert errors["fs"] < 1e-6 > errors["FSDP2"]
+    assert 0 < errors["fs codec bf16"] < min(errors["fs reduce bf16"], errors["FSDP2 reduce bf16"]) < 0.01
+    assert errors["fs codec int8"] < 0.02
+    assert [one["bytes"] * 4 / 3 for one in figures.values()] == pytest.approx([4, 2, 4, 2, 2, 1.0625])
+
+
+@seldom
 def test_stream() -> None:
     """What is received, over the parameters: by two ranks the half that is the other's, in bf16 a quarter, or nothing."""
     table, result = run("stream", "--layers 4 --dim 64 --bucket 20000 --rounds 1 --warmup 0 --no-peaks")
