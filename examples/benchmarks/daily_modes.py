@@ -173,28 +173,33 @@ def steps(*, padded: bool, uneven: bool = False) -> Build:
 
 
 def samples_of_torch(*, resume: bool) -> Build:
-    def build(model: nn.Module) -> Step:
-        batches = BatchSampler(
-            DistributedSampler(range(SAMPLES), drop_last=True), BATCH // dist.get_world_size(), drop_last=True
-        )
-        first = SAMPLES // BATCH // 2 if resume else 0
-        return lambda x, y: [*itertools.islice(batches, first, first + 1 if resume else None)]
+    def step(x: Tensor, y: Tensor) -> None:
+        own = DistributedSampler(range(SAMPLES), drop_last=True)
+        batches = BatchSampler(own, BATCH // dist.get_world_size(), drop_last=True)
+        draw(itertools.islice(batches, SAMPLES // BATCH // 2 if resume else 0, None), resume)
 
-    return build
+    return lambda model: step
 
 
 def samples(*, resume: bool) -> Build:
     def build(model: nn.Module) -> Step:
-        batches = fs.data.sampler(SAMPLES, fs.policies.whole()(model), batch=BATCH)
+        spec = fs.policies.whole()(model).bound
 
         def step(x: Tensor, y: Tensor) -> None:
-            batches.load_state_dict(batches.state_dict(SAMPLES // BATCH // 2 if resume else 0))
-            for _ in itertools.islice(batches, 1 if resume else None):
-                pass
+            batches = fs.data.sampler(SAMPLES, spec, batch=BATCH)
+            if resume:
+                batches.load_state_dict(batches.state_dict(SAMPLES // BATCH // 2))
+            draw(batches, resume)
 
         return step
 
     return build
+
+
+def draw(batches: Iterable[list[int]], resume: bool) -> None:
+    """Draw the first batch after a restart, or all of an epoch."""
+    for _ in itertools.islice(batches, 1 if resume else None):
+        pass
 
 
 def schedule_of_torch(model: nn.Module) -> Step:
