@@ -453,6 +453,18 @@ def test_compiled_steps_gather_ahead_and_again(monkeypatch: pytest.MonkeyPatch) 
     assert order == compiled_order(Precision(param=BF16, reduce=F32))
 
 
+@seldom
+@pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: casts inside of a compiled call")
+def test_a_compiled_step_of_an_unbound_spec() -> None:
+    """Dynamo then traces how a unit's bytes lie."""
+    torch._dynamo.reset()
+    model = nn.Sequential(Block(), Block())
+    spec = fs.by_type(Block, p=P("shard", precision=Precision(param=BF16, reduce=F32, keep={"*norm.weight": F32})))(model)
+    params, x = fs.shard(model, spec), torch.ones(2, 5)
+    grad = fs.grad(lambda p, x: fs.functional_call(model, p, (x,), spec=spec).float().square().mean())
+    torch.testing.assert_close(fs.compile(grad, backend="aot_eager")(params, x), grad(params, x))
+
+
 class Choice(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -138,7 +138,8 @@ class MixedLayout:
         """Return the unit's parameters as views of its buffer's bytes, by one split for each dtype."""
         views: dict[int, Tensor] = {}
         for own in self.dtypes:
-            sizes, end = list[int](), 0
+            sizes: list[int] = []
+            end = 0
             for (offset, dtype), param in zip(self.offsets, unit.params, strict=True):
                 if dtype == own:
                     begin = offset // dtype.itemsize if param.numel else end
@@ -171,7 +172,9 @@ def make_mixed_layout(
     if not unit.kept_dtypes or len({*param_dtypes}) == 1:
         return None
     dtypes = iter(param_dtypes)
-    runs, offsets, begin = list[Run](), list[tuple[int, torch.dtype]](), 0
+    runs: list[Run] = []  # not list[Run](), which Dynamo does not trace
+    offsets: list[tuple[int, torch.dtype]] = []
+    begin = 0
     for size, param in (*unit.parts, (padded_numel - unit.span, None)):
         dtype = next(dtypes) if param is not None else runs[-1][1] if runs else default
         if param is not None:
@@ -247,7 +250,8 @@ def view_whole_elements(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _group_slices(runs: Sequence[Run], length: int) -> Iterator[SliceGroup]:
     """Split runs into slices of ``length`` elements; yield neighbouring slices with equal runs as one group."""
-    some, missing = list[Run](), length
+    some: list[Run] = []
+    missing = length
     for numel, dtype in runs:
         while numel:
             if missing == length and numel >= length:
