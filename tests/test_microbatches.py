@@ -181,7 +181,8 @@ def differ(rank: int, counts: tuple[int, ...], strategy: str, kind: str, step: s
 
     batches = own if kind == "list" else read()
     other = next(i for i, n in enumerate(counts) if n != counts[0])
-    what = [str(n) if kind == "list" or n == min(counts) else f"more than {min(counts)}" for n in (counts[0], counts[other])]
+    known = max(1, min(counts))  # which a generator has been read to
+    what = [str(n) if kind == "list" or n <= known else f"more than {known}" for n in (counts[0], counts[other])]
     counted_as = "micro-batches" if kind == "list" else "micro-batches of a generator"
     error = rf"got {what[0]} {counted_as} on rank 0, and {what[1]} {counted_as} on rank {other}; fs.pad_microbatches"
     init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
@@ -193,14 +194,14 @@ def differ(rank: int, counts: tuple[int, ...], strategy: str, kind: str, step: s
     with pytest.raises(ValueError, match=error):
         steps[step]()
     assert ran <= min(counts)
-    fs.accumulate(counted, params, own[:1], spec=spec)  # nothing is left under way
+    fs.accumulate(counted, params, [batch_of(rank, 0)], spec=spec)  # nothing is left under way
 
 
 @each
 @pytest.mark.parametrize("step", ["accumulate", "update_in_backward", "torch.func"])
 @pytest.mark.parametrize("kind", ["list", "generator"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("counts", [(2, 3), (3, 1)])
+@pytest.mark.parametrize("counts", [(2, 3), (3, 1), (2, 0), (0, 1)])
 def test_other_numbers_are_an_error_on_every_rank(
     gloo2: Pool, counts: tuple[int, ...], strategy: str, kind: str, step: str
 ) -> None:
@@ -236,8 +237,8 @@ def pad_none(rank: int) -> None:
             fs.pad_microbatches(one_batch, spec=spec)
     with pytest.raises(TypeError, match="accumulate: expected microbatches of pad_microbatches' result, and weights="):
         fs.accumulate(loss, {}, fs.pad_microbatches([None], spec=spec), spec=spec)
-    with pytest.raises(ValueError, match=r"expected one micro-batch at least, got none; .* fs.pad_microbatches gives"):
-        fs.accumulate(loss, {}, [], spec=spec)
+    with pytest.raises(ValueError, match="expected one micro-batch at least, got none"):
+        fs.accumulate(loss, {}, [], spec=spec)  # on all ranks
 
 
 def test_batches_that_are_none_or_no_list(gloo2: Pool) -> None:

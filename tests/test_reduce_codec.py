@@ -428,6 +428,28 @@ def test_ranks_that_reduce_other_units_get_an_error(gloo2: Pool, checked: bool) 
         assert "unit '1'" in error
 
 
+def reduce_by_other_codecs(rank: int, checked: bool) -> str:
+    """Two codecs with as many bytes, in specs with equal shards."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(2)])
+    first, other = (
+        fs.by_type(nn.Linear, p=with_codec(P("shard"), codec))(model).on(make_mesh(2))
+        for codec in (fs.codecs.cast(torch.bfloat16), fs.codecs.cast(torch.float16))
+    )
+    try:
+        with fs.check() if checked else contextlib.nullcontext():
+            fs.grad(sharded_loss(model, other if rank else first, torch.ones(2, 64)))(fs.shard(model, first))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_ranks_with_other_codecs_get_an_error(gloo2: Pool, checked: bool) -> None:
+    for error in gloo2.run(reduce_by_other_codecs, checked):
+        assert ("ranks disagree on collective" if checked else "ranks gather or reduce different units") in error
+        assert "encoded by" in error
+
+
 # --- what is refused ---
 
 

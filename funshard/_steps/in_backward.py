@@ -21,7 +21,7 @@ from .._units.layout import Params
 from ..optim._norms import check_max_norm, global_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
 from .accumulate import accumulate
 from .in_place import MicrobatchRunner, add_grad, replacement_key
-from .microbatches import iterate_equally, split_first_batch
+from .microbatches import check_not_empty, iterate_equally, split_first_batch
 from .plan import AccumulationPlan, GradSums
 from .weights import check_weight_count, make_loss_scales
 
@@ -109,8 +109,6 @@ def update_in_backward(
     plan = AccumulationPlan.make(params, bind_spec(spec), "shards", has_aux, reduce, reduce_axes)
     _check_state_keys(state, plan.params)
     batches, known = split_first_batch(microbatches)
-    if weights is not None and known is microbatches:
-        check_weight_count(weights, len(known))
     if is_differentiated_outside((params, state, weights, known)):
         how: dict[str, Any] = {"weights": weights, "has_aux": has_aux, "reduce": reduce, "reduce_axes": reduce_axes}
         grads, value = accumulate(f, params, batches, spec=plan.spec, **how)
@@ -118,6 +116,10 @@ def update_in_backward(
         grads = _clip(grads, max_norm, now if clip == "exact" else norm, plan.spec)
         new = {key: _update_unit(update, key, g, state, params) for key, g in grads.items()}
         return _make_result(plan, new, value, now)
+    batches = iterate_equally(batches, plan.spec.bound_mesh)
+    check_not_empty(known)
+    if weights is not None and known is microbatches:
+        check_weight_count(weights, len(known))
     scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
     return _step_in_place(update, f, plan, state, batches, scales, max_norm, clip, norm)
 
@@ -127,19 +129,18 @@ def _step_in_place(
     f: Callable[..., Any],
     plan: AccumulationPlan,
     state: Mapping[str, Any],
-    batches: Iterable[Any],
+    batches: Iterator[Any],
     scales: Tensor | None,
     max_norm: float | Tensor | None,
     clip: str,
     norm: Tensor | None,
 ) -> StepResult:
     """Run the step by plain autograd, which nothing differentiates."""
-    rest = iterate_equally(batches, plan.spec.bound_mesh)
-    batch, following = next(rest), next(rest, _NONE)
+    batch, following = next(batches), next(batches, _NONE)
     runs = MicrobatchRunner(f, dataclasses.replace(plan, single=following is _NONE))
     while following is not _NONE:
         runs.backward(runs.forward(batch, len(runs.parts.values), scales))
-        batch, following = following, next(rest, _NONE)
+        batch, following = following, next(batches, _NONE)
     last = _LastBackward(runs, scales)
     is_measured = max_norm is not None and clip == "exact"
     loss = runs.forward(batch, len(runs.parts.values), scales, last, retains_graph=is_measured)

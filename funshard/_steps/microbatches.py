@@ -19,7 +19,14 @@ from ..collectives._mesh import Mesh
 from ..collectives._sequence import get_host_group, is_comparable
 from .weights import check_weight_count
 
-__all__ = ["PaddedMicrobatches", "iterate_equally", "pad_microbatches", "split_first_batch", "start_count_check"]
+__all__ = [
+    "PaddedMicrobatches",
+    "check_not_empty",
+    "iterate_equally",
+    "pad_microbatches",
+    "split_first_batch",
+    "start_count_check",
+]
 
 
 class PaddedMicrobatches(NamedTuple):
@@ -109,50 +116,62 @@ def split_first_batch(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
     """Return the micro-batches, and those known before the first one runs: all of a list, the first of a generator."""
     _check_iterable("accumulate", microbatches)
     if isinstance(microbatches, list | tuple):
-        first: Any = microbatches
-        rest: Iterable[Any] = ()
-    else:
-        rest = iter(microbatches)
-        first = list(itertools.islice(rest, 1))
-    if not first:
-        raise ValueError(
-            "accumulate: expected one micro-batch at least, got none; if other ranks have some, they wait for this one: "
-            "fs.pad_microbatches gives each rank as many, by stand_in= where there are none"
-        )
-    return (first if rest == () else itertools.chain(first, rest)), first
+        return microbatches, microbatches
+    rest = iter(microbatches)
+    first = list(itertools.islice(rest, 1))
+    return itertools.chain(first, rest), first
+
+
+def check_not_empty(known: Sequence[Any]) -> None:
+    """Raise ValueError unless there is a micro-batch, where all ranks have as many."""
+    if not known:
+        raise ValueError("accumulate: expected one micro-batch at least, got none")
 
 
 # --- as many on each rank ---
 
 
 def iterate_equally(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
-    """Yield micro-batches while ranks compare how many they have, so that no rank waits for one that has fewer.
+    """Return micro-batches while ranks compare how many they have, so that no rank waits for one that has fewer.
 
-    Ranks compare lists once, after the first micro-batch. They read generators one ahead, and compare after each one.
+    Ranks compare at once, before the first micro-batch, since one without any would send nothing in it. A list is compared
+    once. A generator is read one ahead, and compared while each later micro-batch runs.
 
     Raises:
-        ValueError: On every rank, if they have different numbers, or some a list and others a generator.
+        ValueError: On every rank, here or from the iterator, if they have different numbers, or some a list and others a
+            generator.
     """
     if isinstance(batches, list | tuple):
-        finish = start_count_check(f"{len(batches)} micro-batches", len(batches), mesh)
-        for i, batch in enumerate(batches):
-            yield batch
-            if i == 0:
-                finish()
-        return
-    rest, i = iter(batches), 0
+        start_count_check(f"{len(batches)} micro-batches", len(batches), mesh)()
+        return iter(batches)
+    rest = iter(batches)
     batch = next(rest, _NONE)
-    while batch is not _NONE:
-        i, following = i + 1, next(rest, _NONE)
-        is_last = following is _NONE
-        text = f"{i if is_last else f'more than {i}'} micro-batches of a generator"
-        finish = start_count_check(text, -2 * i - is_last, mesh)  # negative: never that of a list, which ranks compare once
+    if batch is _NONE:
+        start_count_check("0 micro-batches of a generator", 0, mesh)()
+        return iter(())
+    following = next(rest, _NONE)
+    _start_generator_check(1, mesh, is_last=following is _NONE)()
+    return _iterate_compared(batch, following, rest, mesh)
+
+
+def _iterate_compared(batch: Any, following: Any, rest: Iterator[Any], mesh: Mesh) -> Iterator[Any]:
+    """Yield the micro-batches of a generator: the first one, the second one unless it is `_NONE`, and the rest."""
+    yield batch
+    i = 1
+    while following is not _NONE:
+        i, batch, following = i + 1, following, next(rest, _NONE)
+        finish = _start_generator_check(i, mesh, is_last=following is _NONE)
         yield batch
         finish()
-        batch = following
 
 
 _NONE = object()
+
+
+def _start_generator_check(i: int, mesh: Mesh, *, is_last: bool) -> Callable[[], None]:
+    """Start to compare, before the i-th micro-batch of a generator, whether it is the last one."""
+    text = f"{i if is_last else f'more than {i}'} micro-batches of a generator"
+    return start_count_check(text, -2 * i - is_last, mesh)  # negative: never the length of a list
 
 
 def start_count_check(text: str, count: int, mesh: Mesh) -> Callable[[], None]:

@@ -246,7 +246,9 @@ def _reduce_step(op: str, axis: ProcessAxis, label: str, tag: UnitTag | None = N
 def _exchange_step(route: Route, axis: ProcessAxis, label: str, tag: UnitTag | None) -> StartStep:
     """Return a function that starts the reduction of encoded slices to this rank's own."""
     assert route.reduce_codec is not None
-    context = OpContext(axis.size, axis.reduction_name or axis.name, tag=tag, label=label)
+    how = f" encoded by {route.reduce_codec}"  # ranks compare it: other codecs may send as many bytes
+    tag = tag and UnitTag(tag.keys, tag.index, how)
+    context = OpContext(axis.size, axis.reduction_name or axis.name, tag=tag, label=label + how)
     start = functools.partial(start_encoded_reduction, codec=route.reduce_codec, context=context)
     numel, dtype, mean = route.padded_numel // axis.size, route.dtypes.reduce, route.reduce_op == "mean"
     return lambda x, own: start(x, numel=numel, dtype=dtype, mean=mean)

@@ -86,6 +86,7 @@ def reduce_encoded(buffer: Tensor, codec: Codec, axis: Axis, op: Literal["mean",
     rows = buffer.unflatten(0, (axis.size, -1)).movedim(1, -1)  # by owner, by batch
     numel = rows.shape[-1]
     raw, form = pack_rows(codec._encode_rows(rows.reshape(-1, numel)))
+    label = label and f"{label} encoded by {codec}"  # ranks compare it: other codecs may send as many bytes
     received = apply("all_to_all", raw.reshape(axis.size, -1), axis, label=label).reshape(raw.shape)
     total = _sum_rows(received, form, codec, numel, buffer.dtype, axis.size, mean=op == "mean")
     return total.reshape(*batch, numel).movedim(-1, 0)

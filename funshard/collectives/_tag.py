@@ -33,15 +33,16 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class UnitTag:
-    """The tag of a unit: its index among the keys of its spec's units."""
+    """The tag of a unit: its index among the keys of its spec's units, and in which form it is sent, if not as it is."""
 
     keys: tuple[str, ...]
     index: int
+    form: str = ""
 
     @functools.cached_property
     def _payload(self) -> bytes:
         """The tag's bytes, which differ from those of other specs' units."""
-        return zlib.crc32("\n".join(self.keys).encode()).to_bytes(4, "little") + self.index.to_bytes(4, "little")
+        return zlib.crc32("\n".join((*self.keys, self.form)).encode()).to_bytes(4, "little") + self.index.to_bytes(4, "little")
 
     def write(self, address: int) -> None:
         """Write the tag to this address of the CPU's memory. Tensor operators for 8 bytes would cost a multiple."""
@@ -60,8 +61,8 @@ class UnitTag:
         theirs = f"unit '{self.keys[index]}'" if known else "something that is no unit of this spec"
         ranks = dist.get_process_group_ranks(group)
         raise RuntimeError(
-            f"ranks gather or reduce different units: rank {ranks[group.rank()]} unit '{self.keys[self.index]}', rank "
-            f"{ranks[sender]} {theirs}. {REMEDY}"
+            f"ranks gather or reduce different units: rank {ranks[group.rank()]} unit '{self.keys[self.index]}'{self.form}, "
+            f"rank {ranks[sender]} {theirs}. {REMEDY}"
         )
 
     def attach(self, own: Tensor, pieces: list[Tensor], group: dist.ProcessGroup) -> Callable[[], None]:
