@@ -48,8 +48,8 @@ def quantized_state(
         codec: A codec of blocks, `codecs.dynamic8` for moments.
         spec: The spec of the shards.
         at_least: The fewest elements of a unit whose state is encoded.
-        seed: Round each element up or down at random, so that the mean is right: the same on any number of ranks. None:
-            round to the nearest.
+        seed: Round each element up or down at random, so that the mean is right. With one seed on all ranks the values are
+            the same on any number of them. None: round to the nearest.
         donate: Write the new state into the memory of the given one, as `from_torch` does with its own ``donate``.
         rank: The rank of the shards, as in `from_torch`.
 
