@@ -98,15 +98,16 @@ def update_in_backward(
     Source: ``_apply_optimizer_in_backward`` (torch.distributed.optim); the updates by unit of GaLore and LOMO (Lv et al., Full
     Parameter Fine-tuning for Large Language Models with Limited Resources, 2023).
     """
-    if not callable(update):
-        raise TypeError(f"update_in_backward: update: expected the second of (init, update), got {type(update).__name__}")
     if clip not in ("exact", "previous"):
         raise ValueError(f"update_in_backward: clip: expected 'exact' or 'previous', got {clip!r}")
     if norm is not None and (max_norm is None or clip == "exact"):
         raise ValueError("update_in_backward: norm is that of the step before: expected max_norm= and clip='previous' with it")
     if max_norm is not None:
         check_max_norm("update_in_backward", max_norm)
-    plan = AccumulationPlan.make(params, bind_spec(spec), "shards", has_aux, reduce, reduce_axes)
+    spec = bind_spec(spec)
+    if not callable(update):
+        raise TypeError(f"update_in_backward: update: expected the second of (init, update), got {type(update).__name__}")
+    plan = AccumulationPlan.make(params, spec, "shards", has_aux, reduce, reduce_axes)
     _check_state_keys(state, plan.params)
     batches, known = split_first_batch(microbatches)
     if is_differentiated_outside((params, state, weights, known)):
@@ -235,7 +236,7 @@ class _LastBackward:
         self._in_flight[key] += 1
 
     def cancel(self, key: str) -> None:
-        """Count a part as one with another that is being reduced: so the gradient is not complete yet."""
+        """Take back one `expect`: that part is in another one, which was expected before this call."""
         self._in_flight[key] -= 1
 
     def receive(self, key: str, grad: Tensor) -> None:

@@ -106,7 +106,7 @@ class _SumReceiver:
         """Do nothing: `receive` takes the gradient."""
 
     def cancel(self, key: str) -> None:
-        """Do nothing, as in `expect`."""
+        """Do nothing: `receive` takes the gradient."""
 
     def receive(self, key: str, grad: Tensor) -> None:
         """Add part of a unit's gradient."""

@@ -33,7 +33,7 @@ class GradReceiver(Protocol):
         ...
 
     def cancel(self, key: str) -> None:
-        """Note that one of this unit's expected gradients does not come by itself, after the one that has it was expected."""
+        """Take back one `expect` of this unit: that gradient is part of another one, which is expected as well."""
         ...
 
     def receive(self, key: str, grad: Tensor) -> None:

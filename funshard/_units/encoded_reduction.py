@@ -30,7 +30,7 @@ __all__ = [
 
 ROW_END = 16
 """Bytes at the end of each row that a rank sends: room for a tag, in which rows stay aligned."""
-MOST_DECODES = 4
+_MOST_DECODES = 4
 """The most calls of a decoder for one reduction: each decodes the slices of as many ranks as that takes."""
 
 
@@ -98,8 +98,8 @@ def count_decoded_slices(size: int) -> int:
 
 
 def _count_senders(size: int) -> int:
-    """Return of how many ranks slices are decoded together."""
-    return -(-size // MOST_DECODES)
+    """Return the number of ranks whose slices are decoded together."""
+    return -(-size // _MOST_DECODES)
 
 
 def _sum_rows(received: Tensor, form: Form, codec: Codec, numel: int, dtype: torch.dtype, size: int, *, mean: bool) -> Tensor:
@@ -107,13 +107,13 @@ def _sum_rows(received: Tensor, form: Form, codec: Codec, numel: int, dtype: tor
 
     Some senders' at a time: those of all ranks, decoded, are as large as the unit's buffer.
     """
-    tensors, of_one = unpack_bytes(received, form), len(received) // size  # more rows than one in a batch
+    tensors, rows_each = unpack_bytes(received, form), len(received) // size  # several rows under vmap
 
     def decode(rows: Sequence[Tensor]) -> Tensor:
         decoded = codec._decode_slices(rows, numel, dtype)
-        return decoded if len(rows[0]) == of_one else decoded.reshape(-1, of_one * numel).sum(0)
+        return decoded if len(rows[0]) == rows_each else decoded.reshape(-1, rows_each * numel).sum(0)
 
-    first, *rest = zip(*(x.split(_count_senders(size) * of_one) for x in tensors), strict=True)
+    first, *rest = zip(*(x.split(_count_senders(size) * rows_each) for x in tensors), strict=True)
     total = decode(first)
     for rows in rest:
         total = total + decode(rows)

@@ -61,10 +61,10 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
         >>> fs.optim.global_norm({"weight": torch.tensor([[3.0, 4.0]])}, spec)
         tensor(5.)
     """
+    spec = bind_spec(spec)
     check_tensors(tree, "global_norm")
     if not p > 0:
         raise ValueError(f"global_norm: expected a positive p, or inf, got {p}")
-    spec = bind_spec(spec)
 
     def power(x: Tensor) -> Tensor:
         return upcast(x).abs() if p == math.inf else upcast(x).abs() ** p

@@ -52,10 +52,10 @@ def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable
         >>> fs.optim.norms(tree, spec), fs.optim.norms(tree, spec, by=lambda name: "all")
         ({'weight': tensor(5.), 'bias': tensor(12.)}, {'all': tensor(13.)})
     """
+    spec = bind_spec(spec)
     check_tensors(tree, "norms")
     if by is not None and not isinstance(by, int) and not callable(by):
         raise TypeError(f"norms: by: expected a function of a name, a number of its components or None, got {by!r}")
-    spec = bind_spec(spec)
     check_spans_world(spec.bound_mesh, "norms")
     sizes = dict(spec.bound_mesh.sizes)
     squares: Params = {}
