@@ -60,6 +60,21 @@ def test_derivatives_of_norms(name: str, derivative: Callable[[Norm], Tensor]) -
     assert is_right or (got - expected).norm() > 0.1 * expected.norm()
 
 
+def test_forward_mode_of_norms_in_two_dtypes() -> None:
+    """torch's tangent of a LayerNorm has the weights' dtype; `fs.hvp` by reverse mode needs none."""
+    x, weight = torch.randn(2, 4, dtype=torch.bfloat16), torch.ones(4)
+    out, tangent = torch.func.jvp(lambda x: F.layer_norm(x, (4,), weight, weight), (x,), (x,))
+    assert (out.dtype, tangent.dtype) == (torch.bfloat16, torch.float32)
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    keep = fs.Precision(param=torch.bfloat16, keep={"1.*": torch.float32})
+    spec = fs.policies.whole(fs.P("shard", precision=keep))(model)
+    params = fs.shard(model, spec)
+    loss = lambda p: fs.functional_call(model, p, torch.ones(2, 4), spec=spec).float().square().sum()  # noqa: E731
+    with pytest.raises(RuntimeError, match="dtype"):
+        fs.hvp(loss, params, params)
+    assert fs.hvp(loss, params, params, forward=False)[""].isfinite().all()
+
+
 def test_compressors_reduce_in_the_dtype_of_the_gradients() -> None:
     """A call reduces in the dtype that the unit's Precision names; a compressor does not."""
     model = nn.Linear(4, 3)
