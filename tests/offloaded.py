@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +22,21 @@ class Copies:
     """How many storages, or spans of one, went to the host, how many came back, and how many are alive there."""
 
     def __init__(self) -> None:
-        self.out = self.back = self.alive = 0
+        self.out = self.back = 0
+        self.buffers: weakref.WeakSet[host_buffers.HostBuffer] = weakref.WeakSet()  # a thread of gloo's may drop some of them
+
+    @property
+    def alive(self) -> int:
+        return len(self.buffers)
+
+    def wait_for_none(self) -> bool:
+        """Whether none is alive, now or once gloo's threads have let finished collectives go."""
+        gc.collect()
+        for _ in range(200):
+            if not self.buffers:
+                return True
+            time.sleep(0.01)
+        return False
 
 
 @contextlib.contextmanager
@@ -30,14 +47,12 @@ def counted() -> Iterator[Copies]:
     class Counted(plain):
         def __init__(self, source: Tensor, host: torch.device) -> None:
             super().__init__(source, host)
-            copies.out, copies.alive = copies.out + 1, copies.alive + 1
+            copies.out += 1
+            copies.buffers.add(self)
 
         def prefetch(self) -> Tensor:
             copies.back += self._on_device is None
             return super().prefetch()
-
-        def __del__(self) -> None:
-            copies.alive -= 1
 
     host_buffers.HostBuffer = Counted
     try:

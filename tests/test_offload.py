@@ -116,8 +116,7 @@ def test_values_are_those_of_the_plain_function(steps: list[str], order: str, lo
 
     with counted() as copies:
         equal(run(moved), run(lambda f, **_: f))
-    gc.collect()
-    assert copies.alive == 0
+    assert copies.wait_for_none()
     nothing_left()
 
 
@@ -256,8 +255,7 @@ def test_nothing_is_left_behind() -> None:
         with pytest.raises(KeyError):
             y.sum().backward()
         del y
-        gc.collect()
-        assert copies.alive == 0
+        assert copies.wait_for_none()
     nothing_left()
     equal(WAYS["backward"](lambda p: moved(torch.sin)(p["x"]).sum())({"x": X})[0]["x"], X.cos())
 
@@ -431,8 +429,7 @@ def units(rank: int, name: str, which: str, way: str) -> None:
             equal(STEP[way](loss_of(model, spec, rank), params), expected)
             if way not in ("hvp", "grad of grad"):
                 assert copies.out > 5
-        gc.collect()
-        assert copies.alive == 0
+        assert copies.wait_for_none()
     nothing_left()
 
 
