@@ -401,6 +401,16 @@ def test_one_rank_sends_and_rounds_nothing() -> None:
     assert all(torch.equal(x, found[1][key]) for key, x in found[0].items())
 
 
+def error_of(loss: Callable[[fs.Params], Tensor], params: fs.Params, checked: bool) -> str:
+    """Return the error of a gradient, "" without one, with the check of `funshard.check` or without."""
+    try:
+        with fs.check() if checked else contextlib.nullcontext():
+            fs.grad(loss)(params)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def reduce_other_units(rank: int, checked: bool) -> str:
     """One forward on all ranks, and on one of them a loss that does not depend on what came last."""
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
@@ -413,12 +423,7 @@ def reduce_other_units(rank: int, checked: bool) -> str:
         out = fs.functional_call(model, params, (torch.ones(2, 6),), spec=spec)
         return (seen[-1] if rank else out).sum()
 
-    try:
-        with fs.check() if checked else contextlib.nullcontext():
-            fs.grad(loss)(fs.shard(model, spec))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_of(loss, fs.shard(model, spec), checked)
 
 
 @pytest.mark.parametrize("checked", [False, True])
@@ -435,12 +440,7 @@ def reduce_by_other_codecs(rank: int, checked: bool) -> str:
         fs.by_type(nn.Linear, p=with_codec(P("shard"), codec))(model).on(make_mesh(2))
         for codec in (fs.codecs.cast(torch.bfloat16), fs.codecs.cast(torch.float16))
     )
-    try:
-        with fs.check() if checked else contextlib.nullcontext():
-            fs.grad(sharded_loss(model, other if rank else first, torch.ones(2, 64)))(fs.shard(model, first))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return error_of(sharded_loss(model, other if rank else first, torch.ones(2, 64)), fs.shard(model, first), checked)
 
 
 @pytest.mark.parametrize("checked", [False, True])

@@ -15,7 +15,7 @@ from .._spec.spec import PartitionSpec
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
 from .in_place import MicrobatchRunner
-from .microbatches import check_not_empty, iterate_equally, split_first_batch
+from .microbatches import check_known, iterate_equally, split_first_batch
 from .plan import AccumulationPlan, GradSums
 from .weights import check_weight_count, make_loss_scales, scale_loss, to_sum_dtype
 
@@ -76,9 +76,7 @@ def accumulate(
     batches, known = split_first_batch(microbatches)
     if not plan.full:
         batches = iterate_equally(batches, plan.spec.bound_mesh)
-    check_not_empty(known)
-    if weights is not None and known is microbatches:
-        check_weight_count(weights, len(known))
+    check_known(known, microbatches, weights)
     plan = dataclasses.replace(plan, in_place=not is_differentiated_outside((params, weights, known)))
     scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
     parts = (_accumulate_in_place if plan.in_place else _accumulate_recorded)(f, plan, batches, scales)

@@ -21,7 +21,7 @@ from .._units.layout import Params
 from ..optim._norms import check_max_norm, global_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
 from .accumulate import accumulate
 from .in_place import MicrobatchRunner, add_grad, replacement_key
-from .microbatches import check_not_empty, iterate_equally, split_first_batch
+from .microbatches import check_known, iterate_equally, split_first_batch
 from .plan import AccumulationPlan, GradSums
 from .weights import check_weight_count, make_loss_scales
 
@@ -118,9 +118,7 @@ def update_in_backward(
         new = {key: _update_unit(update, key, g, state, params) for key, g in grads.items()}
         return _make_result(plan, new, value, now)
     batches = iterate_equally(batches, plan.spec.bound_mesh)
-    check_not_empty(known)
-    if weights is not None and known is microbatches:
-        check_weight_count(weights, len(known))
+    check_known(known, microbatches, weights)
     scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
     return _step_in_place(update, f, plan, state, batches, scales, max_norm, clip, norm)
 

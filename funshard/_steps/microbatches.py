@@ -21,7 +21,7 @@ from .weights import check_weight_count
 
 __all__ = [
     "PaddedMicrobatches",
-    "check_not_empty",
+    "check_known",
     "iterate_equally",
     "pad_microbatches",
     "split_first_batch",
@@ -122,10 +122,12 @@ def split_first_batch(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
     return itertools.chain(first, rest), first
 
 
-def check_not_empty(known: Sequence[Any]) -> None:
-    """Raise ValueError unless there is a micro-batch, where all ranks have as many."""
+def check_known(known: Sequence[Any], microbatches: Iterable[Any], weights: Sequence[float | Tensor] | None) -> None:
+    """Raise ValueError unless there is a micro-batch, and a weight for each of a list: where all ranks have as many."""
     if not known:
         raise ValueError("accumulate: expected one micro-batch at least, got none")
+    if weights is not None and known is microbatches:
+        check_weight_count(weights, len(known))
 
 
 # --- as many on each rank ---
