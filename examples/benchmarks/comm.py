@@ -49,7 +49,7 @@ from common import (
 )
 from counted import EXCHANGE, GATHER, REDUCE, SCATTER, Sent, Work, work_of
 from measured import on_ranks
-from report import add_output_options, report
+from report import add_model_options, add_output_options, report
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
@@ -271,11 +271,7 @@ def main() -> None:
     parser.add_argument("--buckets", action="store_true", help="time all-reduces on two gloo ranks")
     parser.add_argument("--ranks", default="8,64", help="worlds, even ones for HSDP; --order takes the first")
     parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(MODES))
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--seq", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=1)
+    add_model_options(parser, seq=16, batch=1)
     parser.add_argument("--sizes", default="64,128,256,512,1024,2048,4096,8192,16384,32768", help="of all-reduces, in KiB")
     parser.add_argument("--rounds", type=int, default=20, help="of all-reduces")
     parser.add_argument("--warmup", type=int, default=3)

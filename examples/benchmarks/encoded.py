@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from common import CODEC_BF16, CODEC_INT8, GPT, REDUCE_BF16, Block, fully_sharded, loss_of
 from measured import on_ranks
-from report import add_output_options, report
+from report import add_model_options, add_output_options, report
 from torch import Tensor, nn
 
 import funshard as fs
@@ -105,11 +105,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--elements", type=int, default=1_000_000, help="of the slice that is encoded for the time")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=4)
+    add_model_options(parser)
     add_output_options(parser)
     args = parser.parse_args()
     figures: dict[str, Any] = on_ranks(measure, args)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from common import GPT, Block, Step, fake_world, loss_of
 from measured import Batch, Build, in_rounds, on_ranks, over, peak_bytes, peak_bytes_compiled, ratio
-from report import add_output_options, report
+from report import add_model_options, add_output_options, report
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -115,11 +115,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--modes", default=",".join(STEPS))
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--seq", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=4)
+    add_model_options(parser, layers=4, dim=128, heads=2, seq=64)
     add_output_options(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -48,7 +48,7 @@ from common import (
 )
 from counted import SCATTER, Sent, Work
 from measured import Batch, Build, in_rounds, on_ranks, peak_bytes, peaks_of_steps, ratio
-from report import add_output_options, report
+from report import add_model_options, add_output_options, report
 from torch import Tensor, nn
 
 import funshard as fs
@@ -312,11 +312,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--peaks", type=int, default=3, help="steps whose peaks are taken on the real ranks")
     parser.add_argument("--modes", default=",".join((*gradients(8), *whole_steps(8))))
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
+    add_model_options(parser, dim=128, heads=2, batch=8)
     parser.add_argument("--micro", type=int, default=8, help="micro-batches of an accumulation")
     add_output_options(parser)
     args = parser.parse_args()

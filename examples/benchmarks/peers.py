@@ -39,7 +39,7 @@ import torch
 from common import GPT
 from measured import Batch, in_rounds, on_ranks, over, peak_bytes_compiled, peaks_of_steps, ratio
 from peer_modes import ALL, CHECKED, COMPILED, MODES, UNCHECKED
-from report import add_output_options, report
+from report import add_model_options, add_output_options, report
 from torch import nn
 
 
@@ -73,11 +73,7 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(ALL))
     parser.add_argument("--peaks", type=int, default=5, help="steps whose peaks are taken")
     parser.add_argument("--no-memory", dest="memory", action="store_false")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=4)
+    add_model_options(parser)
     add_output_options(parser)
     args = parser.parse_args()
     result = on_ranks(measure, args)

@@ -18,6 +18,14 @@ LOCAL = {"json", "save", "folder", "step"}
 """Arguments that say where something goes, which are nobody else's."""
 
 
+def add_model_options(
+    parser: argparse.ArgumentParser, *, layers: int = 8, dim: int = 384, heads: int = 6, seq: int = 128, batch: int = 4
+) -> None:
+    """Add the sizes of the GPT and of a rank's batch, with these defaults: a model of 14 million parameters."""
+    for name, size in {"layers": layers, "dim": dim, "heads": heads, "seq": seq, "batch": batch}.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+
+
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Add the options on where the figures go."""
     parser.add_argument("--json", help="where to write the figures; printed as one line if not given")

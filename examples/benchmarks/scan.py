@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from common import GPT, Block
 from measured import held
-from report import add_output_options, report
+from report import add_model_options, add_output_options, report
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -170,11 +170,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--most", type=float, default=4e9, help="bytes that a mode may hold")
     parser.add_argument("--dtype", default="float64")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--seq", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=8)
+    add_model_options(parser, layers=2, dim=64, heads=2, seq=32, batch=8)
     add_output_options(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
