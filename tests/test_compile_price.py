@@ -20,6 +20,8 @@ from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 import funshard as fs
 from funshard._spec.fingerprint import find_fingerprinted
 
+PACKAGE = Path(fs.__file__).parent
+
 
 class Block(nn.Module):
     def __init__(self, width: int = 4) -> None:
@@ -50,8 +52,8 @@ def inlined(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     original = InliningInstructionTranslator.inline_call_
 
     def inline_call_(self: Any) -> Any:
-        path, name = self.f_code.co_filename, self.f_code.co_name
-        found[f"{path.rpartition('funshard/')[2] if 'funshard/' in path else 'torch'}:{name}"] += 1
+        path, name = Path(self.f_code.co_filename), self.f_code.co_name
+        found[f"{path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else 'torch'}:{name}"] += 1
         return original(self)
 
     monkeypatch.setattr(InliningInstructionTranslator, "inline_call_", inline_call_)

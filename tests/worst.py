@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
+import funshard
 from funshard._units.chain import wait_unclaimed
 
 TIMEOUT = timedelta(seconds=30)
@@ -346,6 +348,7 @@ class Worst(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
+PACKAGE = Path(funshard.__file__).parent
 STARTERS = ("unshard", "reduce_split", "_reduce_bucket", "gather_unit", "reduce_unit")
 """The functions of funshard that start a unit's collectives. No other frame is asked for its locals, which would hold them."""
 
@@ -355,7 +358,7 @@ def _unit() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
-        if code.co_name in STARTERS and "funshard" in code.co_filename:
+        if code.co_name in STARTERS and Path(code.co_filename).is_relative_to(PACKAGE):
             names = frame.f_locals
             unit = names.get("unit") or getattr(names.get("self"), "unit", None)
             if unit is not None:
