@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 import funshard as fs
 from funshard import P
+from funshard._call.write_watch import compare_values
 
 ROWS = 3
 CODEC = fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x))
@@ -399,6 +400,12 @@ class Changed(Exception):
     """Something of the caller's is not what it was."""
 
 
+def watched(case: Case) -> contextlib.AbstractContextManager[None]:
+    """Compare values of parameters where a piece writes to them: versions miss ``.data``, and nothing else restores them."""
+    writes = {"ClampsData", "ClampsWithoutGrad", "MaxNorm", "ScalesAfterUse"}
+    return contextlib.nullcontext() if writes.isdisjoint(case.pieces) else compare_values()
+
+
 def run(case: Case, mesh: Any = None, rank: int = 0, ranks: int = 1, *, equal: bool = False) -> str:
     """What is wrong with the case on these ranks; "" if nothing is, "refused: ..." if an error says what.
 
@@ -416,7 +423,7 @@ def run(case: Case, mesh: Any = None, rank: int = 0, ranks: int = 1, *, equal: b
         spec = plain.spec if mesh is None else plain.spec.on(mesh)
         f, params, v = sharded(plain, net, spec, x, rank)
         try:
-            with untouched(net, [*params.values(), *v.values(), x]):
+            with untouched(net, [*params.values(), *v.values(), x]), watched(case):
                 got, got_values = TRANSFORMS[case.transform][0](f, params, v)
         except Changed as error:
             return f"changed: {error}"
@@ -456,7 +463,7 @@ def per_sample(rank: int, case: Case, clip: float | None) -> str:
             return score(fs.functional_call(net, fs.combine(params, frozen), row[None], spec=spec))
 
         try:
-            with untouched(net, [*trained.values(), x]):
+            with untouched(net, [*trained.values(), x]), watched(case):
                 got = fs.per_sample_grads(f, trained, x, spec=spec, clip=clip)
         except Changed as error:
             return f"changed: {error}"
@@ -512,7 +519,7 @@ def on_simulated(case: Case) -> str:
             return TRANSFORMS[case.transform][0](f, params, v)
 
         try:
-            with untouched(net, [xs]):
+            with untouched(net, [xs]), watched(case):
                 got, values = fs.testing.spmd(on_a_rank, sizes)(xs)
         except Changed as error:
             return f"changed: {error}"

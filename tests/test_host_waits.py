@@ -124,6 +124,24 @@ def test_a_step_does_not_wait(step: Callable[..., None], world: None) -> None:
         step(model, *on_device(model), torch.empty(5, 4, device="meta"))
 
 
+class TakesAddresses(nn.Linear):
+    """Takes the address of its weight, as a Triton kernel does: a lazy copy would become a real one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data_ptr()
+        return super().forward(x)
+
+
+def test_parameters_are_not_compared() -> None:
+    """The watch for writes asks for versions alone."""
+    model = nn.Sequential(TakesAddresses(4, 4), TakesAddresses(4, 4))
+    spec = fs.by_type(TakesAddresses)(model)
+    shards, x = fs.shard(model, spec), torch.ones(2, 4)
+    with Waits("cpu") as waits:
+        fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())(shards)
+    assert not waits.seen
+
+
 def test_full_parameters_leave_the_device_by_one_copy_each_unit(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is waited for when the next one is on its way, and each parameter is a tensor of its own."""
     events: list[str] = []

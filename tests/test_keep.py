@@ -560,7 +560,7 @@ def test_a_write_into_the_bytes_is_seen() -> None:
     model = Writes()
     precision = Precision(param=BF16, keep={"norm.weight": F32})
     spec = fs.policies.whole(P("shard", precision=precision))(model).on({"shard": 1})
-    with pytest.raises(RuntimeError, match=r"parameter 'norm\.weight' of unit '' was changed in place in forward"):
+    with fs.check(), pytest.raises(RuntimeError, match=r"parameter 'norm\.weight' of unit '' was changed in place in forward"):
         fs.grad(lambda p: fs.functional_call(model, p, (torch.ones(1, 3),), spec=spec).sum())(fs.shard(model, spec))
 
 

@@ -92,3 +92,55 @@ def on_ranks(rank: int, at_rest: bool, p: fs.P, way: str) -> None:
 def test_gradients_of_adapters_are_pefts_own(gloo2: Pool, at_rest: bool, p: fs.P, way: str) -> None:
     """Also where the base is bytes: then those of the base that is decoded."""
     gloo2.run(on_ranks, at_rest, p, way)
+
+
+def adapted_experts() -> nn.Module:
+    """A Mixtral whose fused experts have adapters: peft registers parametrizations on them for the length of each forward."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = transformers.MixtralConfig(vocab_size=64, num_hidden_layers=2, num_local_experts=3, **sizes, **special)
+    mixtral = transformers.MixtralForCausalLM(config)
+    mixtral.set_experts_implementation("eager")  # the others have no float64
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.get_peft_model(mixtral, lora).double()
+
+
+def experts_on_ranks(rank: int, p: fs.P, at_rest: bool) -> None:
+    from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+
+    model = adapted_experts()
+    p = fs.P(p.axis, reshard=p.reshard, remat=p.remat, at_rest=CODEC if at_rest else None)
+    layers = fs.by_type(MixtralDecoderLayer, p=p)
+    spec = fs.policies.override(layers, fs.by_path({"": fs.P("shard")}))(model).bound
+    trainable, frozen = fs.partition(fs.shard(model, spec), spec)
+    ids = ids_of(rank)
+
+    def call(params: fs.Params, method: str | None = None, **inputs: Any) -> Any:
+        return fs.functional_call(model, params, (), {"input_ids": ids, **inputs}, spec=spec, method=method)
+
+    with unchanged(model):
+        got = fs.unshard(fs.grad(lambda t: call(t | frozen, labels=ids).loss)(trainable), spec)
+    reference = plain(model, spec)
+    (sum(reference(input_ids=ids_of(r), labels=ids_of(r)).loss for r in range(2)) / 2).backward()
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    assert wanted.keys() == got.keys()
+    for name, grad in wanted.items():
+        assert grad.abs().max() > 0
+        assert_close(got[name], grad, rtol=1e-9, atol=1e-12)
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        assert torch.equal(call(trainable | frozen, "generate", **options), reference.generate(input_ids=ids, **options))
+
+
+@pytest.mark.parametrize(
+    ("p", "at_rest"),
+    [(fs.P("shard"), False), (fs.P("shard"), True), (fs.P(), False), (fs.P("shard", remat=True), False)],
+    ids=str,
+)
+def test_adapters_on_fused_experts_are_pefts_own(gloo2: Pool, p: fs.P, at_rest: bool) -> None:
+    """A parametrization that is registered in forward sets a parameter to itself, which is no write."""
+    gloo2.run(experts_on_ranks, p, at_rest)

@@ -6,6 +6,7 @@ and threads; on real ranks, with every strategy. What each module does is `torch
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import sys
@@ -22,10 +23,11 @@ from models import EXACT, unchanged
 from ranks import Pool
 from torch import Tensor, nn
 from torch.func import grad, jvp
+from torch.nn.utils import parametrize
 
 import funshard as fs
 from funshard import P, _torch
-from funshard._call.write_watch import WriteWatch
+from funshard._call.write_watch import WriteWatch, compare_values
 
 Tree = Mapping[str, Tensor]
 Loss = Callable[[Tree], Tensor]
@@ -104,7 +106,36 @@ class Sparse(nn.Module):
         return torch.tanh(self.l(x * self.e((x[:, 0] * 100).long() % 7)))
 
 
-RIGHT = [Detached, Data, ReadWithoutGrad, PartlyDetached, NestedCall, Scripted, Traced, Sparse]
+class Parametrized(Base):
+    """Registers parametrizations for the length of a call, as peft does for fused experts: each calls ``set_``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, tensor in (("weight", self.w), ("bias", self.w[0])):
+            parametrize.register_parametrization(self.l, name, Plus(tensor))
+        try:
+            return torch.tanh(self.l(x)) @ self.w
+        finally:
+            for name in ("weight", "bias"):
+                parametrize.remove_parametrizations(self.l, name, leave_parametrized=False)
+
+
+class Summed(Base):
+    """Computes the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.l.weight + self.w, self.l.bias + self.w[0])) @ self.w
+
+
+class Plus(nn.Module):
+    def __init__(self, other: Tensor) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return tensor + self.other
+
+
+RIGHT = [Detached, Data, ReadWithoutGrad, PartlyDetached, NestedCall, Scripted, Traced, Sparse, Parametrized]
 
 
 class DataInPlace(Base):
@@ -161,6 +192,8 @@ class InPlaceAround(nn.Module):
 
 
 REFUSED = [DataInPlace, InPlace, InPlaceAfterUse, MaxNorm, SetsData]
+ONLY_BY_VALUE = {DataInPlace, ByNumpy}
+"""No version counts what these write."""
 
 
 def network(kind: type[nn.Module]) -> nn.Module:
@@ -209,7 +242,7 @@ def squared(model: nn.Module, params: Tree, x: Tensor, spec: fs.PartitionSpec) -
 
 def is_right(rank: int, kind: type[nn.Module]) -> None:
     xs = inputs()
-    whole = network(kind)
+    whole = network(Summed if kind is Parametrized else kind)  # torch.func leaves a parametrized weight as a buffer
     full = {name: p.detach() for name, p in whole.named_parameters()}
 
     def plain(p: Tree, x: Tensor) -> Tensor:
@@ -262,24 +295,29 @@ OTHERS = "|".join(
 )
 
 
+NAMED = r"parameter '1\.w(\.weight)?' of unit '1' was changed in place in forward: expected it left alone"
+AMONG = r"one of the parameters .* of unit '1' was changed in place"  # by its version, or torch stopped it before the write
+
+
 def is_refused(rank: int, kind: type[nn.Module]) -> None:
     x = inputs()[rank]
-    ours = r"parameter '1\.w(\.weight)?' of unit '1' was changed in place in forward: expected it left alone"
-    stopped = r"one of the parameters .* of unit '1' was changed in place"  # torch has stopped it before a value was another
     for p, derivative in some(itertools.product((*STRATEGIES.values(), P("shard", remat=True)), WAYS.values()), 1):
         model, spec, params = setting(kind, p)
         before = copy.deepcopy(params)
-        with unchanged(model), pytest.raises(RuntimeError, match=f"{ours}|{stopped}|{OTHERS}"):
-            derivative(lambda q, m=model, s=spec: squared(m, q, x, s), params)
-        assert all(torch.equal(params[key], t) for key, t in before.items())
-        with torch.no_grad(), pytest.raises(RuntimeError, match=ours):
-            squared(model, params, x, spec)
-        assert all(torch.equal(params[key], t) for key, t in before.items())
+        with fs.check() if kind in ONLY_BY_VALUE else contextlib.nullcontext():
+            with unchanged(model), pytest.raises(RuntimeError, match=f"{NAMED}|{AMONG}|{OTHERS}"):
+                derivative(lambda q, m=model, s=spec: squared(m, q, x, s), params)
+            if p.axes:
+                assert all(torch.equal(params[key], t) for key, t in before.items())
+            with torch.no_grad(), pytest.raises(RuntimeError, match=f"{NAMED}|{AMONG}"):
+                squared(model, params, x, spec)
+        with fs.check(), torch.no_grad(), pytest.raises(RuntimeError, match=NAMED):
+            squared(model, before, x, spec)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_parameters_changed_in_place_are_refused(gloo2: Pool, kind: type[nn.Module]) -> None:
-    """Also where no version tells, as with ``.data``; and the caller's shards are what they were."""
+    """In fs.check also where no version tells, as with ``.data``, and by name."""
     gloo2.run(is_refused, kind)
 
 
@@ -291,7 +329,7 @@ def test_writes_from_around_a_unit_are_refused(p: P, way: str) -> None:
     spec = fs.by_path({"1.w": p, "2.w": p})(model)
     params = fs.shard(model, spec)
     before = copy.deepcopy(params)
-    with pytest.raises(RuntimeError, match=r"parameter '1\.w\.weight' of unit '1\.w' was changed in place"):
+    with fs.check(), pytest.raises(RuntimeError, match=r"parameter '1\.w\.weight' of unit '1\.w' was changed in place"):
         WAYS[way](lambda q: squared(model, q, inputs()[0], spec), params)
     assert all(torch.equal(params[key], t) for key, t in before.items())
 
@@ -306,33 +344,44 @@ def test_on_one_rank_what_was_given_is_left_alone(kind: type[nn.Module], given: 
     if given != "shards":
         params = {k: t.clone() if given == "full" else t for k, t in fs.unshard(params, spec).items()}
     before = copy.deepcopy(params)
-    with unchanged(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"parameter '1\.w.* was changed in place"):
+    refused = pytest.raises(RuntimeError, match=r"parameter '1\.w.* was changed in place")
+    with fs.check(), unchanged(model), torch.no_grad(), refused:
         squared(model, params, inputs()[0], spec)
     assert all(torch.equal(params[key], t) for key, t in before.items())
 
 
-def test_kernels_that_might_write_do_not_count() -> None:
+def test_parameters_that_are_only_read_do_not_count() -> None:
     """nn.LSTM asks for memory to write to and only reads it; NaN are equal to themselves."""
     model = nn.Sequential(nn.LSTM(3, 4, batch_first=True)).double()
     with torch.no_grad():
         model[0].bias_hh_l0[0] = torch.nan
     spec = fs.policies.whole()(model)
     params = fs.shard(model, spec)
-    out = fs.functional_call(model, params, (torch.ones(2, 5, 3).double(),), spec=spec)[0]
-    assert out.isnan().any()
-    unit = next(iter(spec))
+    for check in (contextlib.nullcontext(), fs.check()):
+        with check:
+            out = fs.functional_call(model, params, (torch.ones(2, 5, 3).double(),), spec=spec)[0]
+        assert out.isnan().any()
+
+
+def test_what_a_watch_finds() -> None:
+    """A write by its version, one through ``.data`` by its value where copies are compared, and a parameter that is no view."""
+    model = nn.Sequential(nn.Linear(3, 4)).double()
+    unit = next(iter(fs.policies.whole()(model)))
     buffer = torch.zeros(unit.numel).double()
     watch = WriteWatch(unit, (buffer,))
-    before = _torch.lazy_clone(buffer)
-    buffer.data_ptr()
-    assert not _torch.shares_memory(buffer, before)
     assert watch.find_write() is None
     watch.views = [torch.zeros(1).double(), *buffer[1:].split(1)]  # as weight.data = other leaves it
-    assert watch.find_write() == f"parameter '{unit.params[0].name}'", "also where a kernel might have written"
+    assert watch.find_write() == f"parameter '{unit.params[0].name}'"
     watch.views = ()
     buffer.data[-1] = 1
+    assert watch.find_write() is None, "a documented limit"
+    buffer[-1] = 1
+    assert watch.find_write() == "one of the parameters '0.bias', '0.weight'"
+    with compare_values():
+        watch = WriteWatch(unit, (buffer,))
+    buffer.data[-1] = 2
     assert watch.find_write() == f"parameter '{unit.params[-1].name}'"
-    assert buffer[-1] == 0, "it has its values again"
+    assert buffer[-1] == 1, "it has its values again"
 
 
 class Probing(nn.Module):

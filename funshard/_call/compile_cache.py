@@ -17,7 +17,7 @@ from .._spec.remat import Remat
 from .._transforms._recompute.regions import RecomputeRegions, collect_regions, missing_names_message
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
 
-__all__ = ["CompiledRun", "find_compiled_run", "is_first_run"]
+__all__ = ["CompiledRun", "find_compiled_run"]
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """``run(module, args, kwargs)``: the module's forward."""
@@ -139,15 +139,3 @@ def _compile(options: Compile, remat: Remat | None, structure: Hashable, retains
     backend = UnitBackend(options.backend, settings, kwargs, remat, out.make_prehook, retains=retains)
     out.run = torch.compile(run, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph)
     return out
-
-
-_MODES_RUN: WeakKeyDictionary[CompiledRun, set[tuple[bool, bool]]] = WeakKeyDictionary()
-"""The modes in which each compiled function has run: with gradients or without, in training or evaluation."""
-
-
-def is_first_run(run: CompiledRun, module: nn.Module) -> bool:
-    """Return whether a function has not run before with or without gradients, in training or evaluation, as it will now."""
-    mode, known = (torch.is_grad_enabled(), module.training), _MODES_RUN.setdefault(run, set())
-    is_first = mode not in known
-    known.add(mode)
-    return is_first

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,12 +26,11 @@ from .._spec.unit import Unit
 from .._transforms._recompute.reachable import ReachableObjects
 from .._units.accumulation import is_backward_repeated
 from .casting import has_casts
-from .compile_cache import find_compiled_run, is_first_run
+from .compile_cache import find_compiled_run
 from .compiled_node import TRANSPARENT, CompiledNode, GivenParameter
 from .modes import Scheduled, UnitInUse
 from .module_state import GatheringParameters, ModuleAttributes, own_tensors
 from .warn_once import is_first_warning
-from .write_watch import write_error
 
 if TYPE_CHECKING:
     from .running import Call
@@ -99,10 +98,7 @@ def compile_forward(
         level = _torch.current_level()
         retains = level > 0 or is_backward_repeated()
         compiled = find_compiled_run(path, module, inside, options, remat, retains=retains)
-        with (
-            _plain_parameters(call, inside, before, level) as (given, units),
-            _watch_writes(units, is_first=is_first_run(compiled, module)),
-        ):
+        with _plain_parameters(call, inside, before, level) as given:
             if not level:
                 return compiled(path, module, args, kwargs)
             call.scopes.compiled = path
@@ -186,11 +182,11 @@ def _reachable_tensors(call: Call, module: nn.Module) -> Sequence[Tensor]:
 @contextlib.contextmanager
 def _plain_parameters(
     call: Call, inside: Sequence[nn.Module], before: ModuleAttributes, level: int
-) -> Generator[tuple[list[GivenParameter], Collection[UnitInUse]]]:
+) -> Generator[list[GivenParameter]]:
     """Give modules their gathered parameters in plain dicts, and their own forward, for the length of a run.
 
     Yields:
-        The dict, name and tensor of each parameter, and the units that own them.
+        The dict, name and tensor of each parameter.
     """
     units: dict[str, UnitInUse] = {}
 
@@ -216,7 +212,7 @@ def _plain_parameters(
             attributes.pop("forward", None)
             if "forward" in before[module]:
                 attributes["forward"] = before[module]["forward"]
-        yield given, units.values()
+        yield given
     finally:
         for module, gathering, plain, views, forward in restored:
             attributes = vars(module)
@@ -257,19 +253,3 @@ def _plain_buffers(path: str, inside: Sequence[nn.Module], level: int) -> Genera
     finally:
         for module, own, _ in reversed(replaced):
             vars(module)["_buffers"] = own
-
-
-@contextlib.contextmanager
-def _watch_writes(units: Collection[UnitInUse], *, is_first: bool) -> Generator[None]:
-    """Raise RuntimeError for a run that writes to parameters of these units.
-
-    The values of before are restored in the function's first run: it writes to the same parameters in all of them.
-    """
-    for in_use in units:
-        in_use.watch.drop_lazy_copies(copies=is_first)
-    yield
-    for in_use in units:
-        if what := in_use.watch.find_write():
-            raise write_error(in_use.unit, what)
-        if is_first:
-            in_use.watch.drop_lazy_copies(copies=False)

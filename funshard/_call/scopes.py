@@ -24,7 +24,7 @@ from .._transforms._recompute.active_runs import number_views, run_unrecorded
 from .._transforms._recompute.function import recomputing_names
 from .activation_offload import ActivationOffload
 from .modes import Mode, UnitInUse, units_given_full
-from .write_watch import write_error
+from .write_watch import allow_set_to_itself, forbid_set_to_itself, write_error
 
 __all__ = ["UnitScopes"]
 
@@ -54,6 +54,8 @@ class UnitScopes:
         self._inside = recomputing_names()
         self.compiled: str | None = None  # the module that runs compiled, outside of the transform around it
         self.active = units_given_full(params, spec, buffers)
+        for given in self.active.values():
+            allow_set_to_itself(given.unit, given.views)
         self._scopes: list[list[UnitInUse]] = [[]]
         self._pending: list[UnitInUse] = []  # left, but not freed before the next gather, in case the forward ends here
         self._written: tuple[Unit, str] | None = None  # a parameter that forward has written to
@@ -89,6 +91,7 @@ class UnitScopes:
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
             gathered = run_unrecorded(self._mode.gather, unit)
         gathered.watch.views = number_views(gathered.views, unit.key, self._mode.params.get(unit.key))
+        allow_set_to_itself(unit, gathered.views)
         if self._offload and not gathered.reshard:
             self._offload.exclude(gathered.views)
         self.active[unit.key] = gathered
@@ -112,6 +115,7 @@ class UnitScopes:
                 self._written = gathered.unit, what
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]
+            forbid_set_to_itself(gathered.views)
             gathered.views = ()
             self._mode.leave(gathered, keep=keep_for_backward)
         many.clear()

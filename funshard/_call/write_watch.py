@@ -1,27 +1,44 @@
 """Detection of writes by forward into the parameters that it reads: gathered copies, or the caller's own tensors.
 
 A gathered buffer is freed and gathered again, so a write into it would be lost for backward; a buffer that is the caller's
-own shard must not be changed at all. Versions do not tell: ``weight.data.clamp_()`` leaves them as they are. So a lazy copy
-watches what forward reads: it costs nothing until somebody writes.
+own shard must not be changed at all. Versions tell of a write at no cost to a device. They miss one through ``.data``, which
+is found by copies: in `funshard.check` and `funshard.testing.assert_exact`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Generator, Iterable, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _torch
 from .._spec.unit import Unit
 from .._units.layout import unflatten_unit
 from .._units.mixed_layout import MixedLayout
+from ..collectives._announce import is_checked
 
-__all__ = ["WriteWatch", "write_error"]
+__all__ = ["WriteWatch", "allow_set_to_itself", "compare_values", "forbid_set_to_itself", "write_error"]
+
+_comparing = 0
+"""How many `compare_values` are active in this process."""
+
+
+@contextlib.contextmanager
+def compare_values() -> Generator[None]:
+    """Compare the values of parameters with copies after forward, and restore them, within this context."""
+    global _comparing
+    _comparing += 1
+    try:
+        yield
+    finally:
+        _comparing -= 1
 
 
 class WriteWatch:
-    """The values of one unit's parameters when the watch began: in one buffer, or each by itself.
+    """The versions of one unit's parameters when the watch began: in one buffer, or each by itself.
 
     ``views`` are the parameters where they are views of the buffer, which ``weight.data = other`` would take elsewhere.
     ``layout`` is that of a buffer of bytes.
@@ -34,33 +51,22 @@ class WriteWatch:
     ) -> None:
         self._unit, self.views, self._layout = unit, views, layout
         bases = () if _torch.is_traced() else map(_torch.unwrap, tensors)
-        with _torch.below_transforms():
-            copies = ((x, _torch.lazy_clone(x), _torch.version(x)) for x in bases if _can_be_copied(x))
-            self._watched: list[tuple[Tensor, Tensor | None, int]] = [*copies]
-
-    def drop_lazy_copies(self, *, copies: bool) -> None:
-        """Watch versions alone, or real copies: where compiled code takes an address, a lazy copy becomes a real one."""
-        if not copies:
-            self._watched = [(x, None, version) for x, _, version in self._watched]
-            return
-        with _torch.below_transforms():
-            self._watched = [(x, x.clone(), version) for x, _, version in self._watched]
+        self._watched = [(x, _torch.version(x), _copy(x) if _comparing or is_checked() else None) for x in bases]
 
     def find_write(self) -> str | None:
-        """Return what has been written to since, None if nothing has. The values of before are restored from the copies."""
-        moved = any(_torch.version(now) != version for now, _, version in self._watched)
-        if not moved and all(before is None or _torch.shares_memory(now, before) for now, before, _ in self._watched):
+        """Return what has been written to since, None if nothing has. The values of before are restored from copies."""
+        changed = [
+            not _bits_equal(now, copy) if copy is not None else _torch.version(now) != version
+            for now, version, copy in self._watched
+        ]
+        if not any(changed):
             return self._find_replaced()
+        what = self._describe(changed)
         with _torch.below_transforms():
-            changed = [
-                _torch.version(now) != version if before is None else not _bits_equal(now, before)
-                for now, before, version in self._watched
-            ]
-            what = self._describe(changed) if moved or any(changed) else None
-            for (now, before, _), differs in zip(self._watched, changed, strict=True):
-                if differs and before is not None:
-                    now.copy_(before)
-        return what or self._find_replaced()
+            for now, _, copy in self._watched:
+                if copy is not None:
+                    now.copy_(copy)
+        return what
 
     def _find_replaced(self) -> str | None:
         """Return a parameter that is no view of the buffer any more."""
@@ -75,31 +81,56 @@ class WriteWatch:
     def _describe(self, changed: list[bool]) -> str:
         """Name the parameter that was changed, or those among which it is."""
         names = [param.name for param in self._unit.params]
-        buffer, copy, _ = self._watched[0] if len(changed) == 1 else (None, None, 0)
+        buffer, _, copy = self._watched[0]
         is_split = self._layout is not None or not self._unit.kept_dtypes
-        if buffer is not None and copy is not None and buffer.dim() == 1 and is_split:  # and no vmap has batched it
+        if len(changed) == 1 and copy is not None and buffer.dim() == 1 and is_split:  # and no vmap has batched it
             unflatten = self._layout.unflatten if self._layout else unflatten_unit
             pairs = zip(unflatten(buffer, self._unit), unflatten(copy, self._unit), strict=True)
             changed = [not _bits_equal(*pair) for pair in pairs]
-        if len(changed) == len(names) and any(changed):
+        if len(changed) == len(names):
             return f"parameter '{names[changed.index(True)]}'"
         return f"one of the parameters {', '.join(map(repr, names))}"
 
 
-def _can_be_copied(x: Tensor) -> bool:
-    """Return whether a tensor is dense and has values, and is of no subclass but Parameter."""
-    return type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_meta
+def _copy(x: Tensor) -> Tensor | None:
+    """Return a copy of a tensor that has values in memory of its own, None of another."""
+    with _torch.below_transforms():
+        return x.clone() if x.layout is torch.strided and not x.is_meta and not _torch.is_fake(x) else None
 
 
 def _bits_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal bit by bit, NaN included."""
-    return torch.equal(a, b) or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
+    with _torch.below_transforms():
+        return torch.equal(a, b) or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
+
+
+def allow_set_to_itself(unit: Unit, views: Sequence[Tensor]) -> None:
+    """Let ``weight.set_(weight)`` do nothing, by which torch.nn.utils.parametrize registers: it would count as a write.
+
+    That is an attribute of each of these tensors, which `forbid_set_to_itself` removes.
+    """
+    for param, view in zip(unit.params, views, strict=True):
+        view.set_ = partial(_set_to_itself, unit, param.name, id(view))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def forbid_set_to_itself(views: Sequence[Tensor]) -> None:
+    """Undo `allow_set_to_itself`."""
+    for view in views:
+        vars(view).pop("set_", None)
+
+
+def _set_to_itself(unit: Unit, name: str, own: int, source: object = None, *_: object) -> object:
+    """Return the parameter, which ``source`` has to be."""
+    if id(source) != own:
+        raise write_error(unit, f"parameter '{name}'")
+    return source
 
 
 def write_error(unit: Unit, what: str) -> RuntimeError:
     """Return the error for what `WriteWatch.find_write` has found."""
     return RuntimeError(
         f"{what} of unit '{unit.key}' was changed in place in forward: expected it left alone, since what is "
-        "gathered is let go again and what was given is yours; compute with a new tensor (w = self.weight.clamp(-1, 1)), or "
-        "change the shards between steps (weight clipping, and in the place of nn.Embedding's max_norm)"
+        "gathered is let go again and what was given is yours, and has the change; compute with a new tensor "
+        "(w = self.weight.clamp(-1, 1)), or change the shards between steps (weight clipping, and in the place of "
+        "nn.Embedding's max_norm). fs.check() names the parameter"
     )

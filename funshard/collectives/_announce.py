@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["RankError", "announce", "listen"]
+__all__ = ["RankError", "announce", "is_checked", "listen"]
 
 
 class RankError(RuntimeError):
@@ -33,6 +33,11 @@ def listen(listener: Listener | None) -> None:
     """Have this function called before each collective; None for no function."""
     global _listener
     _listener = listener
+
+
+def is_checked() -> bool:
+    """Return whether the check is on in this process."""
+    return _listener is not None
 
 
 def announce(op: str, group: str | Sequence[int], label: str = "", sent: Tensor | None = None) -> None:

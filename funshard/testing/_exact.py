@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _torch
+from .._call.write_watch import compare_values
 from .._sharding.agree import check_ranks_agree, has_peers, hash_params, report_to_ranks
 from .._spec.bind import bind_spec
 from .._spec.checks import collect_full_params
@@ -93,7 +94,8 @@ def assert_exact(
         )
     random = bool(_describe_difference(case, case.run_plain(seed + 1), once, tolerance))
     expected = case.run_plain(seed, order, by_vmap=random) if random or order != 1 else once
-    got = case.run_sharded(seed, order, once)
+    with compare_values():
+        got = case.run_sharded(seed, order, once)
     if difference := _describe_difference(case, got, expected, tolerance):
         with _DtypeRecorder() as computed:
             case.run_plain(seed)
