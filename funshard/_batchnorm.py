@@ -12,10 +12,12 @@ from ._torch.layers import BatchNorm
 from .collectives._gather_values import gather_values
 from .collectives._mesh import Axes, Mesh
 
-__all__ = ["MESH", "SyncBatchNorm", "convert_sync_batchnorm"]
+__all__ = ["MESH", "WEIGHT", "SyncBatchNorm", "convert_sync_batchnorm"]
 
 MESH = "_mesh_of_call"
 """The attribute of a `SyncBatchNorm` in which it finds the mesh of the `functional_call` that runs it."""
+WEIGHT = "_weight_of_call"
+"""The attribute in which it finds the weight of the micro-batch that the call is part of, None if that is not 0."""
 
 
 class SyncBatchNorm(BatchNorm):
@@ -23,9 +25,10 @@ class SyncBatchNorm(BatchNorm):
 
     In training, the mean and variance of each channel are over the batches of all ranks on the mesh of the `functional_call`
     that runs it (of several axes, those in ``axes``), or, outside of one, over all processes. Ranks may have different
-    numbers of samples, or none. Values, running statistics and gradients of every order are those of BatchNorm on the
-    joined batch; as with everything, gradients are of the mean over ranks of their losses. The statistics are gathered by
-    one `gather_values` for each axis; low precisions are summed in float32. In eval mode it is BatchNorm and sends nothing.
+    numbers of samples, or none. In `accumulate` samples of a micro-batch of weight 0 do not count. Values, running statistics
+    and gradients of every order are those of BatchNorm on the joined batch; as with everything, gradients are of the mean over
+    ranks of their losses. The statistics are gathered by one `gather_values` for each axis; low precisions are summed in
+    float32. In eval mode it is BatchNorm and sends nothing.
 
     Input and output are ``[samples, num_features, ...]``. The running statistics are replaced, not written to: those after
     a call are in its ``buffers``.
@@ -88,13 +91,16 @@ class SyncBatchNorm(BatchNorm):
         own = x.sum(dims) / max(count, 1)
         centred = x - own.view(shape)
         rows = torch.cat([own, centred.square().sum(dims), own.new_full((1,), count)]).unsqueeze(0)
+        weight = getattr(self, WEIGHT, None)
+        rows = rows if weight is None else torch.where(weight == 0, 0, rows)
         for name in reversed(names):
             rows = gather_values(rows, mesh[name])
+        rows = rows if weight is None else torch.where(weight == 0, rows.detach(), rows)  # no NaN to the other ranks' samples
         means, squares, counts = rows.split([self.num_features, self.num_features, 1], dim=1)  # of each rank
         total = counts.sum(0).clamp(min=1)
         mean = (means * counts).sum(0) / total
         square = (squares + counts * (means - mean).square()).sum(0)
-        self._track(mean.detach(), (square / (total - 1).clamp(min=1)).detach())
+        self._track(mean.detach(), (square / (total - 1).clamp(min=1)).detach(), counts.sum().detach() > 0)
 
         scale = (square / total + self.eps).rsqrt()
         if self.weight is not None:  # pyright: ignore[reportUnnecessaryComparison]
@@ -104,14 +110,14 @@ class SyncBatchNorm(BatchNorm):
             shift = shift + self.bias
         return (centred * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
-    def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics. Other tensors take their places: under vmap the old ones cannot be written to."""
+    def _track(self, mean: Tensor, variance: Tensor, counted: Tensor) -> None:
+        """Move the running statistics, if any samples counted. Other tensors take their places: vmap lets nobody write."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
-        self.num_batches_tracked = self.num_batches_tracked + 1
-        count = self.num_batches_tracked.to(mean.dtype)
-        share = 1 / count if self.momentum is None else self.momentum
+        self.num_batches_tracked = self.num_batches_tracked + counted
+        count = self.num_batches_tracked.clamp(min=1).to(mean.dtype)
+        share = counted.to(mean.dtype) * (1 / count if self.momentum is None else self.momentum)
         self.running_mean = ((1 - share) * self.running_mean + share * mean).to(self.running_mean.dtype)
         self.running_var = ((1 - share) * self.running_var + share * variance).to(self.running_var.dtype)
 

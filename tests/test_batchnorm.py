@@ -133,6 +133,34 @@ def test_uneven_batches(gloo2: Pool, counts: tuple[int, int]) -> None:
         check(got, expected, spec, rank)
 
 
+def padded(rank: int, layout: str) -> tuple[Tree, Tree]:
+    """Two micro-batches on rank 0, and one with rubbish of weight 0 on rank 1."""
+    xs = batch(4, 4, 4)
+    spec = fs.by_type(Block, p=LAYOUTS[layout])(MODEL).bound
+    buffers = {name: b.clone() for name, b in BUFFERS.items()}
+
+    def loss(params: Tree, x: Tensor) -> Tensor:
+        return (fs.functional_call(MODEL, params, x, spec=spec, buffers=buffers) ** 3).sum(1).mean()
+
+    rubbish = torch.full((3, 3), torch.nan, dtype=torch.float64)
+    step = fs.pad_microbatches([xs[0], xs[1]] if rank == 0 else [xs[2]], spec=spec, stand_in=rubbish)
+    grads, _ = fs.accumulate(loss, fs.shard(FULL, spec), step.microbatches, spec=spec, weights=step.weights)
+    fs.accumulate(loss, fs.shard(FULL, spec), [rubbish], spec=spec, weights=[0])
+    return grads, buffers
+
+
+@pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, "shard", "remat"))
+def test_padded_micro_batches(gloo2: Pool, layout: str) -> None:
+    """Rows of weight 0 enter no statistics, and nothing comes back to the others through them."""
+    xs, model = batch(4, 4, 4), copy.deepcopy(PLAIN)
+    (sum((model(x) ** 3).sum() for x in (torch.cat([xs[0], xs[2]]), xs[1])) / 12).backward()
+    expected, buffers = {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
+    spec = fs.by_type(Block, p=LAYOUTS[layout])(MODEL).on({"shard": 2})
+    for rank, (grads, after) in enumerate(gloo2.run(padded, layout)):
+        assert_close(grads, dict(fs.shard(expected, spec, rank=rank)), rtol=1e-9, atol=1e-9)
+        assert_close(after, buffers, rtol=1e-9, atol=1e-9)
+
+
 def on_grid(rank: int, axes: str | None) -> dict[str, Tree]:
     mesh = Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     global MODEL

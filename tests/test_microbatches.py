@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives
-from depth import each, mark_seldom
+from depth import each, mark_seldom, seldom
 from peer_models import MLP
 from ranks import Pool
 from torch import Tensor, nn
@@ -160,6 +160,105 @@ def lacks_a_stand_in(rank: int) -> None:
 
 def test_a_rank_without_micro_batches_needs_one_to_repeat(gloo2: Pool) -> None:
     gloo2.run(lacks_a_stand_in)
+
+
+# --- weight 0: adds nothing, whatever is computed (law R11) ---
+
+
+def masked_mean(call: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
+    """The mean over labels: 0/0 without any."""
+    rows = nn.functional.cross_entropy(call(batch[0]), batch[1].clamp(min=0), reduction="none")
+    mask = (batch[1] >= 0).double()
+    return (rows * mask).sum() / mask.sum()
+
+
+def left_out(rank: int, strategy: str, way: str) -> None:
+    model, spec, _ = make({**STRATEGIES, "remat": P("shard", remat=True)}[strategy])
+    loss = lambda p, b: masked_mean(lambda x: fs.functional_call(model, p, (x,), spec=spec), b)  # noqa: E731
+    nonsense = (torch.full((4, 5), torch.nan, dtype=torch.float64), torch.full((4,), -100))
+    own, params = batches_of(rank, (3, 3)), fs.shard(model, spec)
+    expected = expected_grads(model, spec, [*batches_of(0, (3, 3)), *batches_of(1, (3, 2))])
+    if rank:
+        own[1], own[2] = nonsense, own[1]
+    counts = [w if i % 2 else int(w) for i, w in enumerate(tokens(own))]
+    run = lambda p: fs.accumulate(loss, p, own, spec=spec, weights=counts, keep="full" if way == "full" else "shards")  # noqa: E731
+    if way == "update_in_backward":
+        init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
+        new = fs.update_in_backward(update, loss, params, init(params), own, spec=spec, weights=counts, max_norm=1e3)
+        grads, value = {key: params[key] - p for key, p in new.params.items()}, new.value
+        torch.testing.assert_close(new.norm, fs.optim.global_norm(expected, spec))
+    elif way == "torch.func":
+        (grads, value), _ = torch.func.jvp(run, (params,), (params,))
+    elif way == "grad of grad":
+        squares = lambda grads: sum((g**2).sum() for g in grads.values()) / 2  # noqa: E731
+        twice = fs.grad(lambda p: squares(run(p)[0]))(params)
+        sane = [batch if batch is not nonsense else (torch.zeros(4, 5).double(), batch[1].clamp(min=0)) for batch in own]
+        again = lambda p: fs.accumulate(loss, p, sane, spec=spec, weights=counts)  # noqa: E731
+        close(twice, fs.grad(lambda p: squares(again(p)[0]))(params))
+        grads, value = run(params)
+    else:
+        grads, value = run(params)
+    close(grads, expected)
+    assert value.isfinite()
+
+
+WAYS = ["accumulate", "full", "update_in_backward", "torch.func", "grad of grad"]
+
+
+@each
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", mark_seldom([*STRATEGIES, "remat"], "shard", "remat"))
+def test_a_micro_batch_of_weight_0_is_left_out(gloo2: Pool, strategy: str, way: str) -> None:
+    """NaN in one rank's micro-batch of weight 0 passes neither into its sums nor through the reduction to others."""
+    gloo2.run(left_out, strategy, way)
+
+
+@seldom
+def test_weight_0_in_a_compiled_step() -> None:
+    model, batches = nn.Linear(2, 1).double(), [torch.ones(1, 2).double(), torch.full((1, 2), torch.nan).double()]
+    spec = fs.policies.whole()(model)
+
+    def step(params: fs.Params, batches: list[Tensor], weights: list[Tensor]) -> Any:
+        loss = lambda p, x: fs.functional_call(model, p, x, spec=spec).sum()  # noqa: E731
+        return fs.accumulate(loss, params, batches, spec=spec, weights=weights)
+
+    grads, value = fs.compile(step, backend="aot_eager")(fs.shard(model, spec), batches, [torch.ones(()), torch.zeros(())])
+    assert fs.unshard(grads, spec)["weight"].tolist() == [[1.0, 1.0]]
+    assert value.isfinite()
+
+
+def test_weight_0_on_simulated_ranks() -> None:
+    """Where no host reads a weight."""
+    model = nn.Linear(2, 1).double()
+
+    def run(mesh: Any, x: Tensor, weight: Tensor) -> fs.Params:
+        spec = fs.policies.whole()(model).on(mesh)
+        loss = lambda p, x: fs.functional_call(model, p, x, spec=spec).sum() * (weight / weight)  # noqa: E731
+        grads, _ = fs.accumulate(loss, fs.shard(model, spec), [x], spec=spec, weights=[weight])
+        return fs.unshard(grads, spec)
+
+    got = fs.testing.spmd(run, 2)(torch.tensor([[[1.0, 2.0]], [[torch.nan] * 2]]).double(), torch.tensor([2.0, 0.0]))
+    assert got["weight"].tolist() == [[[1.0, 2.0]]] * 2
+
+
+def test_a_weight_of_0_has_its_derivative() -> None:
+    """Law R7: how the step would change if the micro-batch counted, as when samples are reweighted from 0 on."""
+    model = nn.Linear(2, 1).double()
+    spec = fs.policies.whole()(model)
+    params, xs = fs.shard(model, spec), list(torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(0)).double())
+    loss = lambda p, x: fs.functional_call(model, p, x, spec=spec).square().mean()  # noqa: E731
+
+    def step(weights: Tensor) -> Tensor:
+        grads, value = fs.accumulate(loss, params, xs, spec=spec, weights=[*weights])
+        return value + grads[""].sum()
+
+    def plain(weights: Tensor) -> Tensor:
+        grads, values = zip(*(fs.grad_and_value(loss)(params, x) for x in xs), strict=True)
+        terms = torch.stack([value + g[""].sum() for g, value in zip(grads, values, strict=True)])
+        return (weights * terms).sum() / weights.sum()
+
+    weights = torch.tensor([5.0, 0.0]).double()
+    torch.testing.assert_close(torch.func.grad(step)(weights), torch.func.grad(plain)(weights))
 
 
 # --- compared ---

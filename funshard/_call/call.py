@@ -79,7 +79,7 @@ def functional_call(
     inputs = check_call(model, params, args, kwargs, spec, reduce, reduce_axes, options, stacklevel=2)
     if inputs.place is None:
         return compiled_call.run(model, inputs, buffers, method)
-    call = Call(inputs.place, inputs.params, inputs.spec, inputs.reduction, options, inputs.receiver)
+    call = Call(inputs.place, inputs.params, inputs.spec, inputs.reduction, inputs.options, inputs.receiver)
     try:
         out = call.run(inputs.args, inputs.kwargs, buffers, method)
     except (TypeError, AttributeError, RuntimeError) as error:

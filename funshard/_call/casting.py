@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
-from .._batchnorm import MESH, SyncBatchNorm
+from .._batchnorm import MESH, WEIGHT, SyncBatchNorm
 from .._spec.local import check_axes_are_given
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
@@ -107,16 +107,20 @@ def cast_back(now: Tensor, before: Tensor, cast: Tensor) -> Tensor:
     return torch.where(now == before.to(now.dtype), before, wide) if now.shape == before.shape else wide
 
 
-def module_overrides(modules: Mapping[str, nn.Module], spec: PartitionSpec, path: str) -> Iterator[tuple[nn.Module, str, Any]]:
+def module_overrides(
+    modules: Mapping[str, nn.Module], spec: PartitionSpec, path: str, weight: Tensor | None
+) -> Iterator[tuple[nn.Module, str, Any]]:
     """Yield what a call sets in modules beside parameters and buffers: the module, an attribute's name, and the value.
 
-    Casts around forward, and the mesh of layers that take statistics over ranks. Each is to be set before the next is asked
-    for. The casts around the module at ``path`` are left to its caller.
+    Casts around forward, and the mesh and weight of layers that take statistics over ranks. Each is to be set before the next
+    is asked for. The casts around the module at ``path`` are left to its caller.
     """
     for at, module in modules.items():
         if isinstance(module, SyncBatchNorm):
             check_axes_are_given(module.axes, spec.units if module.training else (), f"SyncBatchNorm '{at}'")
             yield module, MESH, spec.bound_mesh
+            if weight is not None:
+                yield module, WEIGHT, weight
     for at, p in spec.by_path.items():
         if p.precision and has_casts(p.precision) and at in modules and at != path:
             yield modules[at], "forward", wrap_in_casts(modules[at].forward, p.precision)

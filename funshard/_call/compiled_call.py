@@ -20,7 +20,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
 from .._spec.unit import Unit
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
-from .._units.flow import gather_unit
+from .._units.flow import gather_unit, weigh_grad
 from .._units.mixed_layout import cast_views
 from .buffers import changes_statistics, warn_discarded_in_graph, write_buffer
 from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
@@ -55,7 +55,7 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
     with (
         _torch.undo_module_writes(model),
         _swap_tensors(swaps),
-        _override_modules(modules, spec),
+        _override_modules(modules, spec, inputs.options.weight),
         _drop_new_entries(modules),
     ):
         run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""].precision)
@@ -83,6 +83,8 @@ def _gather_full_params(inputs: CallInputs) -> dict[str, dict[str, Tensor]]:
                     views = _gather_views(params[unit.key], spec._fingerprint, unit.key, by, over)
                 else:
                     views = _gather_unit_views(params[unit.key], spec, unit, inputs.reduction)
+            if inputs.options.weight is not None:
+                views = [weigh_grad(view, inputs.options.weight) for view in views]
         for path, attrs, begin, end in runs[unit.key]:  # a dict's update costs Dynamo less than a loop over parameters
             tensors.setdefault(path, {}).update(zip(attrs, views[begin:end], strict=True))
     for name in spec.ignored:
@@ -254,10 +256,10 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
 
 
 @contextlib.contextmanager
-def _override_modules(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Generator[None]:
+def _override_modules(modules: Mapping[str, nn.Module], spec: PartitionSpec, weight: Tensor | None) -> Generator[None]:
     """Set the modules' `module_overrides`, and make regions of recomputed modules; restore all of them afterwards."""
     before: list[tuple[nn.Module, str, Any]] = []
-    overrides = module_overrides(modules, spec, ""), _shape_overrides(modules), _recompute_overrides(modules, spec)
+    overrides = module_overrides(modules, spec, "", weight), _shape_overrides(modules), _recompute_overrides(modules, spec)
     for module, name, value in itertools.chain(*overrides):
         before.append((module, name, module.__dict__.get(name)))
         setattr(module, name, value)

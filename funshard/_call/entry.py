@@ -61,6 +61,7 @@ def check_call(
     accumulation, receiver = find_accumulation(params, spec, reduce, reduce_axes), None
     if accumulation:
         params, reduction, receiver = accumulation.replace(params)
+        options = CallOptions(options.prefetch, options.in_flight, options.check_order, accumulation.weight)
     else:
         reduction = resolve_reduction(reduce, reduce_axes, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", options.prefetch, 0)

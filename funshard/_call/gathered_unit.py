@@ -22,6 +22,7 @@ from .. import _torch
 from .._phases import phase
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import hook_running_node
+from .._units.accumulation import drop_unweighted
 from .._units.chain import CollectiveChain
 from .._units.flow import reduce_unit
 from .._units.gather import copy_kept_slice, start_gather, start_gather_of_kept
@@ -200,6 +201,8 @@ class GatheredUnit:
 
         """
         self.release()
+        if (weight := self.schedule.weight) is not None:
+            grads = [grad if grad is None else drop_unweighted(grad, weight) for grad in grads]
         with phase("reduce", self.unit.key):
             return self._reduce_grads(grads)
 

@@ -25,7 +25,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer
 from .._units.accumulation import GradReceiver
-from .._units.flow import gather_unit
+from .._units.flow import gather_unit, weigh_grad
 from .._units.mixed_layout import split_by_dtype, view_by_dtype
 from .casting import cast_params
 from .gathered_unit import GatheredUnit
@@ -109,8 +109,8 @@ def choose_mode(
         schedule = Schedule(params, _sharded_part(params, spec), reduction, options, receiver)
         return Scheduled(schedule, params, spec, reduction, replaces)
     if not is_recomputing and replaces and torch.is_grad_enabled() and _can_regather_per_level(spec):
-        return RegatherPerLevel(params, spec, reduction, options.check_order)
-    return DataFlow(params, spec, reduction, options.check_order)
+        return RegatherPerLevel(params, spec, reduction, options)
+    return DataFlow(params, spec, reduction, options)
 
 
 def _is_schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
@@ -170,8 +170,8 @@ class DataFlow:
 
     live: dict[int, RestorableBuffer] | None = None
 
-    def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, check_order: bool) -> None:
-        self.params, self.spec, self._reduction, self._check_order = params, spec, reduction, check_order
+    def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, options: CallOptions) -> None:
+        self.params, self.spec, self._reduction, self._options = params, spec, reduction, options
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow."""
@@ -180,11 +180,11 @@ class DataFlow:
     def _gather_function(self, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
         """Return the differentiable function from the unit's shard to its buffer, or to one for each dtype."""
         # not this mode, which what is in a graph would hold
-        mesh, reduction, check_order = self.spec.bound_mesh, self._reduction, self._check_order
+        mesh, reduction, options = self.spec.bound_mesh, self._reduction, self._options
 
         def gather(shard: Tensor) -> list[Tensor]:
-            buffer = gather_unit(shard, unit, mesh, reduction, unit.p.precision, check_order=check_order)
-            return split_by_dtype(buffer, unit, shard.dtype)
+            buffer = gather_unit(shard, unit, mesh, reduction, unit.p.precision, check_order=options.check_order)
+            return split_by_dtype(weigh_grad(buffer, options.weight), unit, shard.dtype)
 
         return gather
 
@@ -214,8 +214,8 @@ class DataFlow:
 class RegatherPerLevel(DataFlow):
     """Data flow where each level of transforms saves how to gather a weight again, instead of the weight."""
 
-    def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, check_order: bool) -> None:
-        super().__init__(params, spec, reduction, check_order)
+    def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, options: CallOptions) -> None:
+        super().__init__(params, spec, reduction, options)
         self._level = _torch.current_level()
         self._gathers = PerLevelGathers()
         self.live = self._gathers.live
@@ -247,7 +247,9 @@ class Scheduled:
         self.live: dict[int, RestorableBuffer] | None = None
         if torch.is_grad_enabled() and schedule.routes.has_resharded_units and replaces:
             self.live = {}
-        self._flow = DataFlow(self.params, spec, reduction, schedule.check_order)
+        self._flow = DataFlow(
+            self.params, spec, reduction, CallOptions(check_order=schedule.check_order, weight=schedule.weight)
+        )
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, with the next ones under way; inside a transform that began in forward, gather it as data flow."""

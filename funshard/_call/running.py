@@ -146,7 +146,7 @@ class Call:
                 vars(modules[path])["forward"] = self._wrap_recomputed(path, before, modules[path].forward, units)
             elif path in modules and path != self.place.path:
                 vars(modules[path])["forward"] = self._wrap_in_scope(modules[path].forward, units)
-        for module, name, value in module_overrides(modules, self.spec, self.place.path):
+        for module, name, value in module_overrides(modules, self.spec, self.place.path, self.options.weight):
             vars(module)[name] = value
         if self.offload:
             self.offload.install(modules, self.place.path, self.spec.paths, self.mode.live)

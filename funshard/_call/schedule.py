@@ -43,6 +43,8 @@ class CallOptions(NamedTuple):
     """The number of units whose gradients may be under reduction at once."""
     check_order: bool = True
     """Whether ranks compare the order of their collectives."""
+    weight: Tensor | None = None
+    """The weight of the micro-batch that the call is part of, if it may be 0: its gradients are then left out."""
 
 
 class Schedule:
@@ -58,7 +60,7 @@ class Schedule:
     ) -> None:
         self.shards = {key: _torch.unwrap(shards[key]).detach() for key in spec.by_key}
         self._witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
-        self.spec, self.reduction, self.check_order = spec, reduction, options.check_order
+        self.spec, self.reduction, self.check_order, self.weight = spec, reduction, options.check_order, options.weight
         dtypes = tuple(shard.dtype for shard in self.shards.values())
         self.routes = spec._compute_once(make_route_table, dtypes, reduction, options.check_order)
         self.order_check = OrderCheck(self.routes, self.shards)

@@ -13,6 +13,7 @@ from .._spec.checks import check_buffers, check_mapping, check_trainable, find_f
 from .._spec.division import ReduceBy
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
+from .._units.accumulation import drop_unweighted
 from .._units.flow import reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit
 from ..collectives._functions import sum_over
@@ -100,14 +101,16 @@ def reduce_mean(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float 
                 "weight_share(weight, spec), and reduce='sum' in functional_call or reduce_grads"
             )
     share = weight_share(weight, spec)
-    weighted = {name: torch.where(share > 0, g * share.to(g.device, g.dtype), 0).to(g.dtype) for name, g in grads.items()}
+    shares = ((name, g, share.to(g.device)) for name, g in grads.items())
+    weighted = {name: drop_unweighted(g, s) * s.to(g.dtype) for name, g, s in shares}
     return reduce_grads(weighted, spec, reduce="sum")
 
 
 def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
     """Return ``w / sum_r w_r``, this rank's share of the total weight, or 0 if that is 0; a scalar in float32 at least.
 
-    A loss that is the mean over this rank's samples, times this, and ``reduce="sum"``, is the mean over all ranks' samples.
+    A loss that is the mean over this rank's samples, times this, and ``reduce="sum"``, is the mean over all ranks' samples. A
+    mean over none must not be 0/0 here: divide by ``max(n, 1)``, or use ``accumulate(f, params, [batch], weights=[n])``.
 
     Args:
         weight: This rank's number of samples or tokens, a number or a scalar tensor.

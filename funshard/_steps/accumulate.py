@@ -13,11 +13,12 @@ from .._spec.bind import bind_spec
 from .._spec.division import ReduceBy
 from .._spec.spec import PartitionSpec
 from .._transforms.grad import is_differentiated_outside
+from .._units.accumulation import drop_unweighted
 from .._units.layout import Params
 from .in_place import MicrobatchRunner
 from .microbatches import check_known, iterate_equally, split_first_batch
 from .plan import AccumulationPlan, GradSums
-from .weights import check_weight_count, make_loss_scales, scale_loss, to_sum_dtype
+from .weights import are_positive, check_weight_count, make_loss_scales, scale_loss, to_sum_dtype
 
 __all__ = ["accumulate"]
 
@@ -48,8 +49,8 @@ def accumulate(
         keep: "shards" reduces each micro-batch in its backward and adds up slices, in float32 at least. "full" gathers and
             reduces each unit once, with all full parameters and gradients in memory (``no_sync``).
         weights: A number or scalar tensor for each micro-batch, such as its number of tokens, for the mean by weight:
-            ``sum_ri w_ri g_ri / sum_ri w_ri``. A loss of weight 0 does not count, even NaN, but must not divide by 0. An
-            invalid weight that the host cannot read without waiting makes every result NaN.
+            ``sum_ri w_ri g_ri / sum_ri w_ri``. A micro-batch of weight 0 adds neither value nor gradient, even NaN, as of a
+            mean over none. An invalid weight that the host cannot read without waiting makes every result NaN.
         has_aux: Whether ``f`` returns ``(loss, aux)``.
         reduce: "mean" or "sum" over the micro-batches of all ranks, or a divisor of that sum; not in `functional_call`.
         reduce_axes: The mesh axes to reduce over, as in `functional_call`, and not there.
@@ -77,7 +78,8 @@ def accumulate(
     if not plan.full:
         batches = iterate_equally(batches, plan.spec.bound_mesh)
     check_known(known, microbatches, weights)
-    plan = dataclasses.replace(plan, in_place=not is_differentiated_outside((params, weights, known)))
+    in_place = not is_differentiated_outside((params, weights, known))
+    plan = dataclasses.replace(plan, in_place=in_place, positive=are_positive(() if weights is None else weights))
     scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
     parts = (_accumulate_in_place if plan.in_place else _accumulate_recorded)(f, plan, batches, scales)
     if scales is not None:
@@ -102,13 +104,16 @@ def _accumulate_recorded(
     """Run the micro-batches as data flow, which transforms can differentiate, batch or record."""
 
     def one(given: Params, entered: Params, batch: Any, i: int) -> tuple[Tensor, tuple[Any, ...]]:
-        with plan.make_context(given, entered):
+        with plan.make_context(given, entered, weight):
             loss, aux = plan.run_loss(f, given, batch)
         return (loss if scales is None else scale_loss(loss, scales, i)), ((loss, aux) if plan.has_aux else (loss,))
 
     parts, entered = GradSums(), plan.make_replacements(plan.params)
     for i, batch in enumerate(batches):
+        weight = plan.possible_zero(scales, i)
         grads, (_, (value, *aux)) = torch.func.grad_and_value(one, (0, 1), has_aux=True)(plan.params, entered, batch, i)
+        if plan.full:
+            grads = grads[0], {name: drop_unweighted(grad, weight) for name, grad in grads[1].items()}
         for sums, new in zip((parts.own, parts.through), grads, strict=True):
             sums |= {key: sums[key] + to_sum_dtype(grad) if key in sums else to_sum_dtype(grad) for key, grad in new.items()}
         parts.values.append(value)

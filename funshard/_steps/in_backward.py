@@ -23,7 +23,7 @@ from .accumulate import accumulate
 from .in_place import MicrobatchRunner, add_grad, replacement_key
 from .microbatches import check_known, iterate_equally, split_first_batch
 from .plan import AccumulationPlan, GradSums
-from .weights import check_weight_count, make_loss_scales
+from .weights import are_positive, check_weight_count, make_loss_scales
 
 __all__ = ["StepResult", "update_in_backward"]
 
@@ -120,6 +120,7 @@ def update_in_backward(
     batches = iterate_equally(batches, plan.spec.bound_mesh)
     check_known(known, microbatches, weights)
     scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
+    plan = dataclasses.replace(plan, positive=are_positive(() if weights is None else weights))
     return _step_in_place(update, f, plan, state, batches, scales, max_norm, clip, norm)
 
 

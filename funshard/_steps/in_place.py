@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from .. import _torch
 from .._transforms.error_hints import add_hints
 from .._transforms.grad import is_differentiated_outside
-from .._units.accumulation import Accumulation, GradReceiver
+from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
 from .._units.layout import Params
 from .plan import AccumulationPlan, GradSums
 from .weights import scale_loss, sum_dtype
@@ -57,7 +57,9 @@ class MicrobatchRunner:
                 f"accumulate: micro-batch {i} requires grad and the first one does not: expected all of them or none; "
                 "give a list"
             )
-        within = self.plan.make_context(self.given, self.entered, receiver or self._sums, retains_graph=retains_graph)
+        weight = self.plan.possible_zero(scales, i)
+        self._sums.weight = weight if self.plan.full else None  # what is reduced has parts of other ranks
+        within = self.plan.make_context(self.given, self.entered, weight, receiver or self._sums, retains_graph=retains_graph)
         with within, torch.enable_grad():
             self._sums.in_loss = True
             loss, aux = self.plan.run_loss(self._f, self.given, batch)
@@ -93,6 +95,7 @@ class _SumReceiver:
     def __init__(self) -> None:
         self.parts = GradSums()
         self.in_loss = False
+        self.weight: Tensor | None = None  # of full gradients, if it may be 0
 
     def check(self, key: str) -> None:
         """Raise RuntimeError for a gradient that arrives while the loss runs, as `MicrobatchRunner.check` says."""
@@ -145,7 +148,7 @@ class _Replacement(_torch.Function):
         ctx.sums.check(ctx.key)
         if grad is not None:
             with torch.no_grad():
-                add_grad(ctx.sums.parts.through, ctx.key, grad, owned=False)
+                add_grad(ctx.sums.parts.through, ctx.key, drop_unweighted(grad, ctx.sums.weight), owned=False)
         return None, None, None, None
 
 

@@ -48,14 +48,15 @@ def pad_microbatches(
     """Add micro-batches of weight 0, until every rank has as many as the one with the most.
 
     For `accumulate` and `update_in_backward`, in which all ranks gather and reduce together. All ranks call this together.
-    A repeated micro-batch takes the time that this rank would otherwise wait. It does not change the mean. It does count in
-    statistics that the loss keeps or exchanges, such as those of `SyncBatchNorm`, and it draws random numbers.
+    A repeated micro-batch takes the time that this rank would otherwise wait. It changes neither the mean nor the statistics of
+    `SyncBatchNorm`. It does count in buffers of this rank's own and in what the loss itself exchanges, as by `gather_values`,
+    and it draws random numbers.
 
     Args:
         microbatches: A list or generator, of which this rank may have fewer than others, or none.
         weights: The weight of each, such as its number of tokens. None: 1 for each, the mean over all micro-batches.
         spec: The spec of the step. All ranks of its mesh agree on the number.
-        stand_in: The micro-batch to repeat, of any finite values; None: the first one. A rank without micro-batches needs it.
+        stand_in: The micro-batch to repeat, of any values; None: the first one. A rank without micro-batches needs it.
 
     Returns:
         ``(microbatches, weights)``, both empty if no rank has a micro-batch.

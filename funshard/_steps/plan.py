@@ -18,7 +18,7 @@ from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.grad import check_differentiable, run_loss
-from .._units.accumulation import Accumulation, GradReceiver
+from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
 from .._units.flow import gather_unit, reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit
 from .._units.mixed_layout import cast_views
@@ -50,6 +50,8 @@ class AccumulationPlan:
     reduction: Reduction
     in_place: bool = True
     """Whether nothing around the accumulation differentiates it."""
+    positive: tuple[bool, ...] = ()
+    """For each weight, whether it is known not to be 0."""
     single: bool = False
     """Whether there is only one micro-batch, whose reductions may all run behind its backward."""
 
@@ -90,13 +92,23 @@ class AccumulationPlan:
         """Whether reductions over the axes that a unit is not split over wait for the end."""
         return self.in_place and not self.full and not self.single
 
+    def possible_zero(self, scales: Tensor | None, i: int) -> Tensor | None:
+        """Return the scale of micro-batch ``i`` if it may be 0."""
+        return None if scales is None or all(self.positive[i : i + 1]) else scales[i]
+
     def make_context(
-        self, given: Params, entered: Params, receiver: GradReceiver | None = None, *, retains_graph: bool = False
+        self,
+        given: Params,
+        entered: Params,
+        weight: Tensor | None,
+        receiver: GradReceiver | None = None,
+        *,
+        retains_graph: bool = False,
     ) -> Accumulation:
-        """Return the context for a run of the loss."""
+        """Return the context for a run of the loss, whose weight may be 0 unless it is None."""
         partial = Reduction(self.reduction.by, frozenset()) if self.is_deferred else self.reduction
         thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
-        return Accumulation(self.spec, given, entered, partial, self.reduction, thread, receiver, retains_graph)
+        return Accumulation(self.spec, given, entered, partial, self.reduction, thread, receiver, retains_graph, weight)
 
     def run_loss(self, f: Callable[..., Any], given: Params, batch: Any) -> tuple[Tensor, Any]:
         """Return the loss of a micro-batch and its aux. ValueError if ``f`` hooks a shard: calls bypass the hook."""
@@ -112,7 +124,7 @@ class AccumulationPlan:
         """Return this rank's mean or sum of the losses."""
         by, all_ = self.reduction.by, torch.stack([to_sum_dtype(value) for value in values])
         if scales is not None:
-            all_ = torch.where(scales == 0, 0, all_ * scales)
+            all_ = drop_unweighted(all_, scales) * scales
         if by == "mean":
             count = len(values) if scales is None else torch.where((total := scales.sum()) == 0, 1, total)
         else:

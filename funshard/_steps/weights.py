@@ -11,10 +11,11 @@ from torch import Tensor
 
 from .. import _torch
 from .._spec.division import Reduction
+from .._units.accumulation import drop_unweighted
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh
 
-__all__ = ["check_weight_count", "make_loss_scales", "scale_loss", "sum_dtype", "to_sum_dtype"]
+__all__ = ["are_positive", "check_weight_count", "make_loss_scales", "scale_loss", "sum_dtype", "to_sum_dtype"]
 
 
 def make_loss_scales(
@@ -49,11 +50,19 @@ def make_loss_scales(
     return torch.where(total == 0, 0, each * (ranks * len(weights)) / total)
 
 
+def are_positive(weights: Sequence[float | Tensor]) -> tuple[bool, ...]:
+    """Return, for each weight, whether the host knows without waiting that it is not 0."""
+    return tuple(
+        bool(weight > 0) if not isinstance(weight, Tensor) or (_torch.is_eager() and weight.device.type == "cpu") else False
+        for weight in weights
+    )
+
+
 def scale_loss(loss: Tensor, scales: Tensor, i: int) -> Tensor:
     """Return the loss of micro-batch ``i`` times its scale; 0 if that is 0, also for NaN. ValueError if it has none."""
     if i >= len(scales):
         raise ValueError(f"accumulate: expected a weight for each micro-batch, got {len(scales)} and one more micro-batch")
-    return torch.where(scales[i] == 0, 0, loss * scales[i])
+    return drop_unweighted(loss, scales[i]) * scales[i]
 
 
 def check_weight_count(weights: Sequence[Any] | Tensor, count: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 
-__all__ = ["Accumulation", "GradReceiver", "find_accumulation", "is_backward_repeated"]
+__all__ = ["Accumulation", "GradReceiver", "drop_unweighted", "find_accumulation", "is_backward_repeated"]
 
 _ACTIVE_ACCUMULATIONS: list[Accumulation] = []
 """The accumulations whose loss or backward runs, of all threads.
@@ -59,6 +59,8 @@ class Accumulation:
     """The receiver of the replacements' gradients."""
     retains_graph: bool = False
     """Whether backward runs more than once through the graph of the loss."""
+    weight: Tensor | None = None
+    """The weight of the loss if it may be 0, as `drop_unweighted` takes it."""
 
     def __enter__(self) -> None:
         _ACTIVE_ACCUMULATIONS.append(self)
@@ -103,6 +105,14 @@ def find_accumulation(
         if is_same and not says:
             return one
     return None
+
+
+def drop_unweighted(x: Tensor, weight: Tensor | None) -> Tensor:
+    """Return a loss or gradient; with zeros for its values that are not finite where the weight is 0. None: it is not 0.
+
+    A finite value times a weight of 0 is 0 already, and has a derivative with respect to the weight.
+    """
+    return x if weight is None else torch.where((weight == 0) & ~x.isfinite(), 0, x)
 
 
 def is_backward_repeated() -> bool:

@@ -22,6 +22,7 @@ from .._spec.unit import Unit
 from ..collectives._functions import gather_slices, reduce_scatter, scatter, unvary, vary
 from ..collectives._mesh import Axis, Mesh, ProcessAxis, Simulated
 from ..collectives._primitive import LinearFunction, linear_map
+from .accumulation import drop_unweighted
 from .encoded_reduction import reduce_encoded, refuse_compiled_step
 from .host import move
 from .layout import rank_coords
@@ -29,6 +30,7 @@ from .mixed_layout import MixedLayout, Run
 from .route import Route
 
 __all__ = ["REDUCE_MEAN", "encode_at_rest", "gather_unit", "reduce_along", "reduce_unit", "resolve_reduction", "scatter_unit"]
+__all__ += ["weigh_grad"]
 
 REDUCE_MEAN = Reduction()
 
@@ -101,6 +103,16 @@ def gather_unit(
     for axis in reversed(split):
         piece = gather_slices(piece, axis, reduce=route.reduce_op, label=label)
     return piece
+
+
+def weigh_grad(buffer: Tensor, weight: Tensor | None) -> Tensor:
+    """Return a gathered buffer, or a view of it, to whose gradient `drop_unweighted` is applied."""
+    return buffer if weight is None else _weigh_grad(buffer, weight)
+
+
+@_torch.allow_in_graph
+def _weigh_grad(buffer: Tensor, weight: Tensor) -> Tensor:
+    return LinearFunction.apply(buffer, None, linear_map(lambda x, _: x, drop_unweighted), weight)
 
 
 def encode_at_rest(piece: Tensor, unit: Unit) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._batchnorm import MESH
+from ..._batchnorm import MESH, WEIGHT
 from ..._spec.spec import PartitionSpec
 from ...collectives._mesh import Mesh, Simulated
 from .adapters import Contents, ObjectAdapter, OpaqueState, to_part
@@ -21,7 +21,7 @@ from .iterators import read_position
 __all__ = ["CALL_ATTRIBUTES", "STATEFUL_ADAPTERS", "find_generator_adapter", "find_simulated_ranks"]
 __all__ += ["read_module_state", "set_attributes"]
 
-CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH)
+CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH, WEIGHT)
 """The attributes of a module that functional_call replaces."""
 
 _HOOK_AND_SUBMODULE_DICTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)} - {
