@@ -2,8 +2,8 @@
 
 Every step clips each sample's gradient and adds noise to their sum, which is reduced once (Abadi et al. 2016,
 arXiv:1607.00133). The privacy spent, (epsilon, delta), is accounted for by Renyi differential privacy of the subsampled
-Gaussian mechanism at whole orders (Mironov, Talwar and Zhang 2019, arXiv:1908.10530), as usual as if every sample were
-in a batch or not by a coin of its own. Any number of ranks trains the same.
+Gaussian mechanism at whole orders (Mironov, Talwar and Zhang 2019, arXiv:1908.10530): a coin of its own says of every
+sample whether it is in a batch, so that a rank may have none. Any number of ranks trains the same.
 
 python examples/dp_sgd.py
 torchrun --nproc-per-node 2 examples/dp_sgd.py
@@ -21,13 +21,12 @@ from torch import nn
 import funshard as fs
 
 CONTEXT, DIM, HIDDEN = 8, 16, 64
-BATCH, STEPS, EVERY = 256, 60, 15  # samples on all ranks together
+BATCH, STEPS, EVERY = 256, 60, 15  # samples on all ranks together, on average
 LR, CLIP, NOISE, DELTA = 2.0, 1.0, 0.8, 1e-6
 
 if dist.is_torchelastic_launched():
     dist.init_process_group("gloo")
 rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-assert BATCH % world == 0, f"expected a number of ranks that divides {BATCH}, got {world}"
 
 files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
@@ -61,15 +60,15 @@ def epsilon(steps, rate, noise, delta):
 
 
 generator = torch.Generator().manual_seed(1)  # for a secret, seed it from the system: generator.seed()
-losses = []
+losses, rate = [], BATCH / len(samples)
 for step in range(1, STEPS + 1):
-    batch = samples[torch.randint(len(samples), (BATCH,))].long()
+    batch = samples[torch.rand(len(samples)) < rate].long()
     losses.append(torch.vmap(loss, (None, 0))(params, batch).mean().item())  # to look at: not private
-    mine = batch.chunk(world)[rank]
-    grads = fs.per_sample_grads(loss, params, mine, spec=spec, clip=CLIP, noise=NOISE, generator=generator)
+    mine = batch[rank::world]
+    grads = fs.per_sample_grads(loss, params, mine, spec=spec, clip=CLIP, noise=NOISE, generator=generator, reduce=BATCH)
     params = {key: p - LR * grads[key] for key, p in params.items()}
     if rank == 0 and step % EVERY == 0:
-        spent = epsilon(step, BATCH / len(samples), NOISE, DELTA)
+        spent = epsilon(step, rate, NOISE, DELTA)
         print(f"step {step:3d}  loss {sum(losses[-EVERY:]) / EVERY:.10f}  epsilon {spent:.3f} at delta {DELTA:g}", flush=True)
 if rank == 0:
     print(f"{world} ranks")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import owned
-from depth import depth, seldom, some
+from depth import depth, mark_seldom, seldom, some
 from gradient_cases import Case, cases
 from hypothesis import given
 from ranks import Pool
@@ -280,6 +280,34 @@ def test_real_ranks_agree_with_simulated_ones(gloo2: Pool) -> None:
             assert_close(tree, {key: z[rank] for key, z in expected[name].items()}, **CLOSE)
 
 
+def without_samples(rank: int, policy: str, ranks_with: int) -> None:
+    """As Poisson sampling may draw them: this rank's samples are missing, and a loss of zeros would be NaN."""
+    spec = POLICIES[policy](MODEL).bound
+    call = loss_on(spec)
+    loss = lambda p, x, y: call(p, x, y) / x.abs().sum()  # noqa: E731
+    of_rank = (X[rank], Y[rank]) if rank < ranks_with else (X[rank, :0], Y[rank, :0])
+    shards = fs.shard(FULL, spec)
+    each = fs.per_sample_grads(loss, shards, of_rank, spec=spec)
+    plain = lambda p, x, y: reference(p, x, y) / x.abs().sum()  # noqa: E731
+    samples = vmap(grad(plain), (None, 0, 0))(FULL, X[0], Y[0])
+    assert_close(each, samples if rank < ranks_with else {name: g[:0] for name, g in samples.items()}, **CLOSE)
+    total = {name: g if ranks_with else 0 * g for name, g in clipped(samples, CLIP).items()}
+    run = lambda **options: fs.per_sample_grads(loss, shards, of_rank, spec=spec, clip=CLIP, **options)  # noqa: E731
+    assert_close(run(reduce=64.0), dict(fs.shard({name: g / 64 for name, g in total.items()}, spec)), **CLOSE)
+    mean = {name: g / (SAMPLES if ranks_with else 1) for name, g in total.items()}
+    assert_close(run(), dict(fs.shard(mean, spec)), **CLOSE)
+    noisy = run(reduce=64.0, noise=0.5, generator=torch.Generator().manual_seed(5))
+    alone = fs.unshard(noisy, spec)["0.weight"] - total["0.weight"] / 64
+    assert 0.5 < float(alone.std() / (0.5 * CLIP / 64)) < 1.5  # added once
+
+
+@pytest.mark.parametrize("ranks_with", [1, 0])
+@pytest.mark.parametrize("policy", mark_seldom(POLICIES, "blocks", "replicated"))
+def test_a_rank_without_samples(gloo2: Pool, policy: str, ranks_with: int) -> None:
+    """It adds nothing, and the others do not wait for it; without any sample at all there is the noise alone."""
+    gloo2.run(without_samples, policy, ranks_with)
+
+
 SMALL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 HALF = fs.by_path({"0": fs.P("shard"), "2": fs.P()})
 
@@ -333,7 +361,7 @@ def test_compiled_in_several_graphs(options: dict[str, Any]) -> None:
     ("changes", "message"),
     [
         ({"batch": (X[0], Y[0, :2])}, r"batch\[1\]: expected 4 samples as in batch\[0\], got 2"),
-        ({"batch": (X[0, :0], Y[0, :0])}, "expected a batch of at least one sample, got none"),
+        ({"batch": ()}, "expected a batch of at least one tensor, got none"),
         ({"batch": (X[0], 3)}, r"batch\[1\]: expected a tensor with the samples in its first dimension"),
         ({"params": {"nothing": X}}, "unit 'nothing' is not in the spec"),
         ({"clip": 0.0}, "expected a positive clip, got 0.0"),

@@ -20,7 +20,7 @@ from .._spec.division import ReduceBy, Reduction
 from .._spec.local import whole_shape
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._units.flow import REDUCE_MEAN, gather_unit
+from .._units.flow import REDUCE_MEAN, gather_unit, weigh_grad
 from .._units.host import start_copy_to_host
 from .._units.layout import Params, from_memory_order, unflatten_unit
 from .._units.whole import flatten_whole, scatter_whole
@@ -57,12 +57,14 @@ def per_sample_grads(
     Args:
         f: The loss of one sample, ``f(params, *sample)``, with `functional_call` on its first argument.
         params: Shards by unit key, of all units or some (`partition`); ``f`` closes over the others.
-        batch: The other arguments of ``f`` as a tuple, or the only one: tensors with the samples in their first dimension.
+        batch: The other arguments of ``f`` as a tuple, or the only one: tensors with the samples in their first dimension. A
+            rank may have none, as Poisson sampling draws them: it adds nothing, and the noise is there all the same.
         spec: The spec of the shards.
         clip: The largest 2-norm over all of ``params`` of a sample's gradient; larger ones are scaled down.
         noise: The standard deviation, in units of ``clip``, of normal numbers to add, the same ones at any number of ranks.
         generator: Where rank 0 draws the seed of the noise, which it sends; torch's own by default.
-        reduce: "mean" divides the sum, with the noise, by the number of samples on all ranks, "sum" by nothing, or a number.
+        reduce: "mean" divides the sum, with the noise, by the number of samples on all ranks (1 if there are none), "sum" by
+            nothing, or a number, such as the expected number of samples.
         randomness: That of torch.vmap, for dropout in ``f``.
         chunk_size: That of torch.vmap: how many samples at once.
 
@@ -71,7 +73,7 @@ def per_sample_grads(
         parameters this rank's pieces. With ``clip``, shards by unit key, without a graph.
 
     Raises:
-        ValueError: Before any communication, for params that are no shards of the spec's units, an empty batch, tensors that
+        ValueError: Before any communication, for params that are no shards of the spec's units, tensors that
             differ in their first dimension, and options that are out of range or do not fit together. And if ranks along a
             local axis have different samples: they are compared. Inside of `testing.spmd` or a graph results are then NaN.
 
@@ -96,6 +98,8 @@ def per_sample_grads(
 
     shared = SharedSamples.of_spec(spec)
     invalid = shared.check(args)
+    if not samples:  # one of zeros stands in, so that all ranks gather and reduce together; nothing of it is used
+        args = pytree.tree_map(lambda x: x.new_zeros(1, *x.shape[1:]), args)
 
     def vmap_samples(fn: Callable[..., Any], full: Mapping[str, Tensor]) -> Any:
         dims = (None, *(0 for _ in args))
@@ -104,7 +108,8 @@ def per_sample_grads(
     if clip is None:
         buffers = _gather_buffers(params, units, mesh)
         each = vmap_samples(torch.func.grad(f), _unflatten_units(buffers, units))
-        return _add_number(shared.reduce_grads(each, units, spec), invalid)
+        each = _add_number(shared.reduce_grads(each, units, spec), invalid)
+        return each if samples else {name: grads[:0] for name, grads in each.items()}
 
     params = {unit.key: params[unit.key].detach() for unit in units}
     compiled = torch.compiler.is_compiling()  # where both passes are in one graph, and nothing is drawn
@@ -122,12 +127,13 @@ def per_sample_grads(
         squares: Mapping[str, Tensor] = vmap_samples(torch.func.grad(probed_loss), probes)
     buffers.clear()
     norms = shared.sum_squares(squares, units).sqrt()
-    weights = (clip / (norms + 1e-6)).clamp(max=1) / shared.copies
+    weights = (clip / (norms + 1e-6)).clamp(max=1) / shared.copies if samples else torch.zeros_like(norms)
 
     def weighted_loss(params: Mapping[str, Tensor]) -> Tensor:
-        return (
-            vmap_samples(f, _unflatten_units(_gather_buffers(params, units, mesh, Reduction("sum")), units)) * weights
-        ).sum()
+        buffers = _gather_buffers(params, units, mesh, Reduction("sum"))
+        if not samples:
+            buffers = {key: weigh_grad(buffer, weights.new_zeros(())) for key, buffer in buffers.items()}
+        return (vmap_samples(f, _unflatten_units(buffers, units)) * weights).sum()
 
     with same_random:  # dropout as in the first pass
         grads: Params = grad(weighted_loss)(params)
@@ -135,7 +141,8 @@ def per_sample_grads(
         grads = _add_noise(grads, noise * clip, units, spec, generator, seed)
     if reduce == "sum":
         return _add_number(grads, invalid)
-    total = sum_over(torch.full((), samples / shared.copies, device=mesh.device), mesh) if reduce == "mean" else reduce
+    count = sum_over(torch.full((), samples / shared.copies, device=mesh.device), mesh) if reduce == "mean" else None
+    total = reduce if count is None else torch.where(count == 0, 1, count)
     return _add_number({key: (g / total).to(g.dtype) for key, g in grads.items()}, invalid)
 
 
@@ -249,20 +256,20 @@ def _draw_seed(generator: torch.Generator | None, spec: PartitionSpec, device: t
 
 
 def _check_batch(args: tuple[object, ...]) -> int:
-    """Return the number of samples; ValueError if the batch has none, or tensors differ."""
+    """Return the number of samples; ValueError if the batch has no tensor, or tensors differ."""
     sizes = {
         pytree.keystr(path): len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None
         for path, leaf in pytree.tree_flatten_with_path(args)[0]
     }
-    first = next(iter(sizes.items()), ("", None))
+    if not sizes:
+        raise ValueError("per_sample_grads: expected a batch of at least one tensor, got none")
+    first = next(iter(sizes.items()))
     for path, size in sizes.items():
         if size is None:
             raise ValueError(f"per_sample_grads: batch{path}: expected a tensor with the samples in its first dimension")
         if size != first[1]:
             raise ValueError(f"per_sample_grads: batch{path}: expected {first[1]} samples as in batch{first[0]}, got {size}")
-    if not first[1]:
-        raise ValueError("per_sample_grads: expected a batch of at least one sample, got none")
-    return first[1]
+    return first[1] or 0
 
 
 def _check_privacy(clip: float | None, noise: float | None, reduce: ReduceBy, randomness: str) -> None:
