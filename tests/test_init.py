@@ -507,6 +507,44 @@ def test_one_unit_makes_a_reach_right() -> None:
     same(fs.init(model, spec, seed=1), fs.shard(seeded(ResetsAll(*linears()), 1), spec))
 
 
+def unless_meta(weight: Tensor) -> None:
+    if weight.device.type != "meta":
+        weight.fill_(3)
+
+
+class WritesChildren(nn.Sequential):
+    """As torchtitan's blocks: init_weights of a parent writes its children's weights."""
+
+    write: Callable[[Tensor], object]
+
+    def reset_parameters(self) -> None:
+        for layer in self:
+            type(self).write(layer.weight)
+
+
+WRITES: dict[str, tuple[Callable[[Tensor], object], Callable[[], nn.Module]]] = {
+    "trunc_normal_": (lambda w: nn.init.trunc_normal_(w, std=0.02), lambda: nn.Linear(4, 4)),
+    "orthogonal_": (nn.init.orthogonal_, lambda: nn.Linear(4, 4)),
+    "sparse_": (lambda w: nn.init.sparse_(w, 0.5), lambda: nn.Linear(4, 4)),
+    "dirac_": (nn.init.dirac_, lambda: nn.Conv1d(4, 4, 1)),
+    "one that skips the meta device": (unless_meta, lambda: nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_what_skips_the_meta_device(case: str) -> None:
+    """Functions of torch write nothing to a meta tensor: a parent's are still the last word, or refused over units."""
+    write, child = WRITES[case]
+    block = type("Block", (WritesChildren,), {"write": staticmethod(write)})
+    full = nn.Sequential(block(child(), child()), block(child()))
+    model = fs.skeleton(full)
+    spec = fs.by_type(block)(model)
+    same(fs.init(model, spec, seed=1), fs.shard(seeded(full, 1), spec))
+    root = fs.skeleton(block(*(child() for _ in range(3))))
+    with pytest.raises(ValueError, match=r"initialiser of module '' \(Block\) touches '0\.weight', '1\.weight', .*in other"):
+        fs.init(root, fs.policies.always()(root), seed=1)
+
+
 # --- torch's own claims (PEER_TESTS.md, 13). ---
 
 

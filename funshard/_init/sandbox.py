@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # arguments of operators
 
 from .. import _torch
@@ -19,6 +20,7 @@ __all__ = ["InitOutcome", "InitSandbox"]
 
 KINDS = ("_parameters", "_buffers")
 META = torch.device("meta")
+DEVICE_READS = tuple(x.__get__ for x in (Tensor.device, Tensor.is_meta, Tensor.is_cpu, Tensor.is_cuda))
 
 
 class InitOutcome(NamedTuple):
@@ -73,7 +75,7 @@ class InitSandbox:
                             placed.append((mine, attr, mine[attr], slot))
             _seed_generators(self._seed, one.path, self._device)
             try:
-                with watch:
+                with watch, _DeviceWatch(watch):
                     one.run()
             except Exception as failed:
                 error = failed
@@ -117,14 +119,31 @@ class _SlotWatch(_torch.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.touched |= self._slots_of(pytree.tree_leaves((args, kwargs)))
+        self.touch((args, kwargs))
         self.written |= self._slots_of(_torch.mutated_args(func, args, kwargs))
         return func(*args, **kwargs)
+
+    def touch(self, tree: object) -> None:
+        """Record the slots of a tree's tensors as touched."""
+        self.touched |= self._slots_of(pytree.tree_leaves(tree))
 
     def _slots_of(self, values: Iterable[object]) -> set[Slot]:
         """Return the slots whose memory is among the values."""
         ids = (_torch.storage_id(x) for x in values if isinstance(x, Tensor) and _torch.is_plain(x))
         return {slot for key in ids if (slot := self._storages.get(key))}
+
+
+class _DeviceWatch(TorchFunctionMode):
+    """Records slots whose device is asked for: ``trunc_normal_`` and others of torch write nothing to a meta tensor."""
+
+    def __init__(self, watch: _SlotWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in DEVICE_READS:
+            self._watch.touch(args)
+        return func(*args, **(kwargs or {}))
 
 
 def _seed_generators(seed: int, path: str, device: torch.device) -> None:
