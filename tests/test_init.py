@@ -290,6 +290,81 @@ def test_transformers(make: Callable[[], Any]) -> None:
         assert float(projection.std()) == pytest.approx(0.02 / math.sqrt(2 * 2), rel=0.2)
 
 
+def by_owner(model: nn.Module) -> InitFn:
+    """recipes.md, "A model that does not fit": each module by the innermost model around it."""
+    owner = {x: m for m in model.modules() if isinstance(m, transformers.PreTrainedModel) for x in m.modules()}
+    return lambda module: owner[module]._init_weights(module)
+
+
+def blip() -> Any:
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "sep_token_id": 3}
+    text = tower | ids | {"vocab_size": 20, "encoder_hidden_size": 16, "max_position_embeddings": 8}
+    vision = tower | {"image_size": 8, "patch_size": 4, "initializer_range": 1e-10}
+    return transformers.BlipForConditionalGeneration(transformers.BlipConfig(text_config=text, vision_config=vision))
+
+
+def test_a_tower_by_its_own_config() -> None:
+    """BLIP's vision tower starts at 1e-10 by its config, and its text model at 0.02."""
+    with torch.device("meta"):
+        model = blip()
+    spec = fs.policies.whole()(model)
+    values = fs.unshard(fs.init(model, spec, init_fn=by_owner(model), seed=0), spec)
+    full = {name: x.detach() for name, x in blip().named_parameters()}
+    assert values.keys() == full.keys()
+    for name, x in full.items():
+        assert 0.3 < (values[name].std() + 1e-14) / (x.std() + 1e-14) < 3, name
+
+
+def assigned(reset: InitFn) -> InitFn:
+    """recipes.md, "A model that does not fit": a weight that a parametrization computes is assigned."""
+
+    def init_fn(module: Any) -> None:
+        reset(module)
+        for name, steps in getattr(module, "parametrizations", {}).items():
+            weight = nn.init.kaiming_uniform_(torch.empty_like(getattr(module, name)), a=5**0.5)
+            setattr(module, name, weight)
+            for step in (step for step in steps if hasattr(step, "_power_method")):
+                step._u.normal_()
+                step._v.normal_()
+                step._power_method(weight.flatten(1), 15)
+
+    return init_fn
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_parametrized_weight(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """It is refused with the recipe, and right by it: its layer computes what the one in memory does."""
+    with torch.device("meta"):
+        model = nn.Sequential(norm(nn.Linear(6, 4)))
+    spec = fs.policies.whole()(model)
+    with pytest.raises(ValueError, match=r"parameter '0\.parametrizations\.weight\.original.*init_fn can assign the weight"):
+        fs.init(model, spec, seed=0)
+    init_fn = assigned(reset)
+    with torch.no_grad():
+        full = seeded(nn.Sequential(norm(nn.Linear(6, 4))), 0, init_fn).eval()
+    x = torch.randn(3, 6)
+    params, buffers = (make(model, spec, init_fn=init_fn, seed=0) for make in (fs.init, fs.init_buffers))
+    torch.testing.assert_close(fs.functional_call(model.eval(), params, x, spec=spec, buffers=buffers), full(x))
+    assert all(torch.linalg.matrix_norm(full[0].weight, 2) < 1.2 for _ in buffers)  # a spectral norm of about 1
+
+
+def test_wav2vec2() -> None:
+    """Its convolution has a weight_norm, and its _init_weights writes to what that computes, which is lost."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    conv = {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2}
+    config = transformers.Wav2Vec2Config(**sizes, **conv, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
+    full = transformers.Wav2Vec2Model(config)
+    model = fs.skeleton(full)
+    spec = fs.policies.whole()(model)
+    with pytest.raises(ValueError, match="init_fn can assign the weight"):
+        fs.init(model, spec, init_fn=by_owner(model), seed=0)
+    values = fs.unshard(fs.init(model, spec, init_fn=assigned(by_owner(model)), seed=0), spec)
+    for name, x in full.named_parameters():
+        if "parametrizations" in name:
+            assert 0.5 < values[name].norm() / x.detach().norm() < 2, name
+
+
 # --- Buffers. ---
 
 

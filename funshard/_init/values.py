@@ -9,6 +9,7 @@ from collections.abc import Collection, Generator, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from .. import _torch
 from .._call.module_state import calling_thread, restore_modules
@@ -145,10 +146,12 @@ class InitialValues:
             return
         pieces = value.reshape(-1).split(1 << 24) if slot.uses_nan else ()  # a mask of all of it would be memory
         if slot not in written if not slot.uses_nan else torch.stack([piece.isnan().any() for piece in pieces]).any():
+            hint = "an init_fn is all that initialises a module, and may call its reset_parameters"
+            if isinstance(slot.modules[0], ParametrizationList):
+                hint = "an init_fn can assign the weight that is computed from it: recipes.md, 'A model that does not fit'"
             raise ValueError(
                 f"init: {slot.kind} '{slot.name}' of {slot.owner} was left without values, or has some that are NaN: expected "
-                "its initialiser to write all of it; an init_fn is all that initialises a module, and may call its "
-                "reset_parameters"
+                f"its initialiser to write all of it; {hint}"
             )
 
     def _check_held_bytes(self, beside: list[Slot], runs: list[int], most: int) -> None:
