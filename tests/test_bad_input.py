@@ -89,6 +89,62 @@ def test_full_parameters_that_do_not_fit_the_spec(params: Params, message: str) 
         READERS["functional_call"](params)
 
 
+TIED = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+TIED[1].weight = TIED[0].weight
+ON_TIED = fs.policies.whole()(TIED)
+TAKE_FULL: dict[str, Callable[[Params], object]] = {
+    "shard": lambda params: fs.shard(params, ON_TIED),
+    "scatter_full": lambda params: fs.scatter_full(params, ON_TIED),
+    "functional_call": lambda params: fs.functional_call(TIED, params, (X,), spec=ON_TIED),
+    "differentiated": lambda params: torch.func.vjp(lambda p: fs.shard(p, ON_TIED), params),
+}
+
+
+@pytest.mark.parametrize("taker", sorted(TAKE_FULL))
+def test_two_tensors_for_a_tied_parameter(taker: str) -> None:
+    """The second was dropped, torch.func raises; one value under all names, as in a state_dict or a file, is right."""
+    weight = TIED[0].weight.detach()
+    right = TAKE_FULL[taker]({"0.weight": weight})
+    if taker != "differentiated":  # there each has a gradient of its own
+        for second in (weight, weight.detach(), weight.clone()):
+            got = TAKE_FULL[taker]({"0.weight": weight, "1.weight": second})
+            torch.testing.assert_close(got, right, rtol=0, atol=0)
+        torch.testing.assert_close(TAKE_FULL[taker](TIED.state_dict()), right, rtol=0, atol=0)
+    with pytest.raises(
+        ValueError, match=r"parameter '1\.weight' of unit '' is tied, .*'0\.weight', '1\.weight'\]: expected one tensor, got"
+    ):
+        TAKE_FULL[taker]({"0.weight": weight, "1.weight": weight + 1})
+
+
+class Scaled(nn.Parameter):
+    """A parameter that forward multiplies by what its class keeps."""
+
+    scale = 3.0
+
+
+class ReadsClass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Scaled(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * (self.weight.scale if isinstance(self.weight, Scaled) else 1)
+
+
+def test_a_parameter_of_a_class_of_its_own() -> None:
+    """A call gives forward plain tensors, without the class: an error in the policy and in shard, unless it is ignored."""
+    model, words = nn.Sequential(ReadsClass()), r"parameter '0\.weight' is a Scaled: expected an nn\.Parameter"
+    with pytest.raises(TypeError, match=words):
+        fs.policies.whole()(model)
+    x = torch.ones(1, 2)
+    spec = fs.policies.ignoring(fs.policies.whole(), params=["0.weight"])(model)
+    assert torch.equal(fs.functional_call(model, fs.shard(model, spec), (x,), spec=spec), 3 * x)
+    plain = nn.Sequential(ReadsClass())
+    plain[0].weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match=words):
+        fs.shard(model, fs.policies.whole()(plain))
+
+
 def on_one(double: Sequence[str] = ()) -> Params:
     return {key: shard.double() if key in double else shard for key, shard in fs.shard(MODEL, ONE).items()}
 

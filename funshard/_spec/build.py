@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
+from .checks import check_classes
 from .local import find_unmatched, mark_local
 from .spec import PartitionSpec
 from .table import abridge
-from .tree import ModuleTree, Param, is_within, natural_key
+from .tree import ModuleTree, Param, is_within, join_path, natural_key
 from .unit import P, Unit
 
 __all__ = ["build", "build_with_leftovers"]
@@ -19,8 +20,11 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
     """Return the spec in which each parameter belongs to the longest selected path above all its uses.
 
     ``root`` is the `P` of the leftovers; with None nothing may be left. Raises ValueError, naming the path, for a path
-    that matches no module, a module selected under two paths with different `P`, and an uncovered parameter.
+    that matches no module, a module selected under two paths with different `P`, and an uncovered parameter. Raises TypeError
+    for a parameter of a class of its own.
     """
+    named = {join_path(node.path, attr): x for node in tree.nodes() for attr, x in node.module._parameters.items()}
+    check_classes({param.name: x for param in tree.all_params if (x := named.get(param.name)) is not None})
     chosen: dict[str, P] = {}
     for path, p in selected.items():
         if path not in tree.canonical:

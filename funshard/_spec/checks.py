@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
+from .. import _torch
 from .host import check_host_resident
 from .local import whole_shape
 from .spec import PartitionSpec
@@ -14,6 +16,7 @@ from .unit import Unit
 
 __all__ = [
     "check_buffers",
+    "check_classes",
     "check_full",
     "check_mapping",
     "check_params",
@@ -135,6 +138,16 @@ def check_params(params: Mapping[str, Tensor], spec: PartitionSpec, sizes: Mappi
 # --- Full parameters, by name. ---
 
 
+def check_classes(named: Mapping[str, Tensor]) -> None:
+    """Raise TypeError, naming the parameter, for one of a class of its own: a call gives forward plain tensors."""
+    for name, tensor in named.items():
+        if type(tensor) not in (Tensor, nn.Parameter, _torch.FakeTensor):
+            raise TypeError(
+                f"parameter '{name}' is a {type(tensor).__name__}: expected an nn.Parameter, because forward gets plain "
+                "tensors, without what the class adds; keep that in the module, or leave the parameter out by policies.ignoring"
+            )
+
+
 def take_full_params(params: Mapping[str, Tensor], unit: Unit, sizes: Mapping[str, int] | None = None) -> list[Tensor]:
     """Return the parameters of a unit, found under any of their names, after a check of their shapes and dtype.
 
@@ -156,6 +169,13 @@ def _take_full(params: Mapping[str, Tensor], param: Param, unit: Unit, sizes: Ma
     shape = param.shape if sizes is None else whole_shape(param, sizes)
     if tensor is None:
         raise ValueError(f"parameter '{param.name}' of unit '{unit.key}' is missing: expected {list(shape)}, got none")
+    for name in param.aliases:
+        if name in params and params[name] is not tensor and not _is_same_value(params[name], tensor):
+            raise ValueError(
+                f"parameter '{name}' of unit '{unit.key}' is tied, one parameter under the names {list(param.names)}: expected "
+                "one tensor, got two, of different values or with gradients of their own; leave one of the names out, or untie "
+                "them in the model and make a new spec"
+            )
     if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"parameter '{param.name}' of unit '{unit.key}': expected a tensor, got {type(tensor).__name__}")
     if tuple(tensor.shape) != shape:
@@ -167,6 +187,17 @@ def _take_full(params: Mapping[str, Tensor], param: Param, unit: Unit, sizes: Ma
             f"parameter '{param.name}' of unit '{unit.key}': expected shape {list(shape)}, got {list(tensor.shape)}; {hint}"
         )
     return tensor
+
+
+def _is_same_value(a: object, b: object) -> bool:
+    """Return whether one of two full parameters can be dropped: equal values, and no derivative that only one of them gets."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    if torch.compiler.is_compiling() or _torch.any_tracked((a, b)):
+        return False
+    if _torch.shares_storage(a, b) and (a.storage_offset(), a.stride()) == (b.storage_offset(), b.stride()):
+        return True
+    return _torch.is_eager() and (a.is_meta or torch.equal(a, b.to(a.device)))
 
 
 def find_full_params(params: Mapping[str, Tensor], unit: Unit, sizes: Mapping[str, int] | None = None) -> list[Tensor] | None:
@@ -208,6 +239,7 @@ def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tens
     for path, module in model.named_modules():
         check_not_compiled(path, module)
     named = dict(model.named_parameters(remove_duplicate=False))
+    check_classes({name: named[name] for name in spec.by_name if name in named})
     sizes = dict(spec.bound_mesh.sizes)
     for name, tensor in named.items():
         if name not in spec.by_name and name not in spec.ignored and not any(tensor is named.get(i) for i in spec.ignored):
