@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.utils import _apply_to_tensors
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from transformers import BatchEncoding
 
 import funshard as fs
 from funshard import Codec, P, Precision
@@ -124,6 +125,22 @@ def test_cast_floats_of_other_containers() -> None:
     assert cast_floats(Lazy, BF16) is Lazy
 
 
+@pytest.mark.parametrize("make", [UserDict, BatchEncoding, lambda d: SimpleNamespace(**d)])
+def test_boxes_that_no_pytree_opens(make: Any) -> None:
+    """Inputs and outputs in UserDict, as transformers' BatchEncoding is, and SimpleNamespace: cast, in copies."""
+    ids = torch.arange(2)
+    box = make({"x": torch.ones(2), "in": [SimpleNamespace(x=torch.ones(2))], "ids": ids})
+    got = cast_floats(box, BF16)
+    was, now = (vars(b) if isinstance(b, SimpleNamespace) else b.data for b in (box, got))
+    assert (type(got), [*now], now["ids"]) == (type(box), ["x", "in", "ids"], ids)
+    assert (now["x"].dtype, now["in"][0].x.dtype, was["x"].dtype, was["in"][0].x.dtype) == (BF16, BF16, F32, F32)
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.forward = lambda box: make({"x": model[0](box["x"] if hasattr(box, "keys") else box.x)})  # type: ignore[method-assign]
+    spec = fs.policies.whole(P("shard", precision=Precision(param=BF16, output=F32)))(model)
+    out = fs.functional_call(model, fs.shard(model, spec), (box,), spec=spec)
+    assert (type(out), (out.x if isinstance(out, SimpleNamespace) else out["x"]).dtype) == (type(box), F32)
+
+
 @given(FLOATS, FLOATS)
 def test_cast_floats_is_differentiable(original: torch.dtype, dtype: torch.dtype) -> None:
     """Gradients come back in the dtype of what was given."""
@@ -162,7 +179,16 @@ def test_outputs_are_restored(wrap: Any, given: torch.dtype) -> None:
     assert out.dtype == given
 
 
-@pytest.mark.parametrize("wrap", [lambda x: Data(3, x), lambda x: Frozen(x, x), lambda x: pack_sequence([x])])
+BOXES = [
+    lambda x: Data(3, x),
+    lambda x: Frozen(x, x),
+    lambda x: pack_sequence([x]),
+    lambda x: UserDict(i=3, x=x),
+    lambda x: SimpleNamespace(x=x),
+]
+
+
+@pytest.mark.parametrize("wrap", BOXES)
 def test_outputs_are_restored_from_dataclasses(wrap: Any) -> None:
     run = wrap_in_casts(lambda a: torch.ones(2, dtype=BF16), Precision(param=BF16, restore_outputs=True))
     assert run(wrap(torch.ones(2))).dtype == F32

@@ -556,6 +556,32 @@ class Writes(nn.Module):
         return self.norm(self.up(x))
 
 
+class WideNorm(Norm):
+    """As transformers writes RMSNorm: its weight in float32 makes its result float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * F.layer_norm(x, x.shape[-1:])
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_a_missing_cast_is_named(norm: bool) -> None:
+    """Beside torch's bare words about dtypes: the module that failed, the parameter that is kept, and the cast."""
+    model = Model()
+    if norm:
+        model.blocks[1].norm = WideNorm(10)
+    precision = Precision(param=BF16, keep={"*norm.weight" if norm else "*.up.weight": F32})
+    spec = fs.policies.whole(P("shard", precision=precision))(model)
+    words = (
+        r"functional_call: module 'blocks\.1\.down' failed, .*has 'blocks\.1\.norm\.weight' in torch\.float32, so that what is "
+        r"computed with it is, too: expected its module to return \.to\(torch\.bfloat16\), as nn\.RMSNorm does"
+        if norm
+        else r"functional_call: module 'blocks\.0\.up' failed, .* 'blocks\.0\.up\.weight' in torch\.float32, while inputs are "
+        r"cast to torch\.bfloat16: expected its forward to cast its input"
+    )
+    with pytest.raises(RuntimeError, match=words):
+        fs.functional_call(model, fs.shard(model, spec), (torch.ones(2, 5),), spec=spec)
+
+
 def test_a_write_into_the_bytes_is_seen() -> None:
     model = Writes()
     precision = Precision(param=BF16, keep={"norm.weight": F32})

@@ -83,7 +83,7 @@ def functional_call(
     try:
         out = call.run(inputs.args, inputs.kwargs, buffers, method)
     except (TypeError, AttributeError, RuntimeError) as error:
-        add_argument_hints(error, inputs.params, inputs.spec, args, (inputs.args, inputs.kwargs))
+        add_argument_hints(error, model, inputs.params, inputs.spec, args, (inputs.args, inputs.kwargs))
         raise add_hints(error, model)  # noqa: B904 - the same one
     warn_discarded(model, call.discarded_buffers, stacklevel=2)
     if call.normalized:

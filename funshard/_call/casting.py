@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,12 +25,15 @@ __all__ = ["buffer_dtypes", "cast_back", "cast_floats", "cast_params", "has_cast
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Return the pytree with its floating point tensors in this dtype; None for no change. It looks into dataclasses."""
+    """Return the pytree with its floating point tensors in this dtype; None for no change.
+
+    It looks into dataclasses, UserDict and SimpleNamespace. Objects of other classes, such as caches, stay as they are.
+    """
     return tree if dtype is None else _map_floats(lambda x: x.to(dtype), tree)
 
 
 def _map_floats(fn: Callable[[Tensor | PackedSequence], Tensor | PackedSequence], tree: Any) -> Any:
-    """Apply ``fn`` to the floating-point tensors and packed sequences of a tree, also those in dataclasses."""
+    """Apply ``fn`` to the floating-point tensors and packed sequences of a tree, also in dataclasses and UserDict."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -40,6 +45,10 @@ def _map_floats(fn: Callable[[Tensor | PackedSequence], Tensor | PackedSequence]
             for field in dataclasses.fields(leaf):
                 if hasattr(leaf, field.name):
                     object.__setattr__(out, field.name, _map_floats(fn, getattr(leaf, field.name)))  # frozen ones, too
+            return out
+        if isinstance(leaf, UserDict | SimpleNamespace):  # a BatchEncoding, too
+            out = copy.copy(leaf)
+            vars(out).update(_map_floats(fn, vars(leaf)))
             return out
         return leaf
 

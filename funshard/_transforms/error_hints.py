@@ -82,7 +82,7 @@ def add_compile_hint(error: E, compile_error: BaseException) -> E:
 
 
 def add_argument_hints(
-    error: Exception, params: Mapping[str, Tensor], spec: PartitionSpec, args: object, given: object
+    error: Exception, model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, args: object, given: object
 ) -> None:
     """Add to torch's message about an argument, a dtype or a device what may be wrong in the call."""
     hints: list[str] = []
@@ -104,11 +104,31 @@ def add_argument_hints(
             f"arguments are of {shown}, units compute in {', '.join(sorted(map(str, used)))}; cast the arguments, or give the "
             "model the other dtype before the spec is made"
         )
+    elif _ABOUT_DTYPES.search(str(error)) and (hint := _find_kept_hint(error, model, spec)):
+        hints.append(hint)
     for unit in spec:
         if unit.key in params and params[unit.key].dtype not in (unit.dtype, spec.stored(unit)[1]) and not unit.p.precision:
             hints.append(f"unit '{unit.key}' is given in {params[unit.key].dtype}, in the model it is {unit.dtype}")
             break
     _extend_message(error, hints)
+
+
+def _find_kept_hint(error: Exception, model: nn.Module, spec: PartitionSpec) -> str:
+    """Return which cast is missing beside a parameter of ``Precision(keep=)``, next to the module that failed; or nothing."""
+    kept = {x.name: (dtype, unit) for unit in spec for x, dtype in zip(unit.params, unit.kept_dtypes, strict=False) if dtype}
+    if not kept or (path := find_running_module(error.__traceback__, model)) is None:
+        return ""
+    own = next((name for name in kept if name.rpartition(".")[0] == path), None)
+    name = own or max(kept, key=lambda name: [a == b for a, b in zip(name.split("."), path.split("."), strict=False)])
+    dtype, unit = kept[name]
+    low = unit.p.precision._resolve(unit.dtype).param if unit.p.precision else unit.dtype
+    where = f"module '{path}' failed, and Precision(keep=) has '{name}' in {dtype}"
+    if own:
+        return f"{where}, while inputs are cast to {low}: expected its forward to cast its input, as x.to(self.weight.dtype)"
+    return (
+        f"{where}, so that what is computed with it is, too: expected its module to return .to({low}), as nn.RMSNorm does; "
+        "or policies.full_precision(policy, type(norm)) instead of keep"
+    )
 
 
 def check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, given: object) -> None:
