@@ -362,6 +362,35 @@ def test_compiled_models(call: str) -> None:
         CALLS[call](in_place)
 
 
+def square(params: Params, x: torch.Tensor) -> torch.Tensor:
+    return fs.functional_call(MODEL, params, (x,), spec=ONE).square().sum()
+
+
+IDENTITY = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+BY_AUTOGRAD: dict[str, Callable[[Params], object]] = {
+    "grad": lambda params: fs.grad(square)(params, X),
+    "accumulate": lambda params: fs.accumulate(square, params, [X], spec=ONE),
+    "update_in_backward": lambda params: fs.update_in_backward(IDENTITY[1], square, params, IDENTITY[0](params), [X], spec=ONE),
+    "ggnvp": lambda params: fs.ggnvp(
+        lambda p: fs.functional_call(MODEL, p, (X,), spec=ONE), lambda y: y.square().sum(), params, params
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BY_AUTOGRAD))
+def test_inference_mode(name: str) -> None:
+    """Gradients in it were zeros without a word; of shards that were made in it the error was torch's."""
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=rf"{name}.*: called in torch\.inference_mode\(\)"):
+        BY_AUTOGRAD[name](on_one())
+    with torch.inference_mode():
+        params = on_one()
+    words = r"argument\['0'\] was made in torch\.inference_mode\(\), .* the \.clone\(\) of each"
+    with pytest.raises(RuntimeError, match=rf"{name}.*: {words}"):
+        BY_AUTOGRAD[name](params)
+    with torch.no_grad():
+        BY_AUTOGRAD[name]({key: x.clone() for key, x in params.items()})
+
+
 def test_hints_are_for_errors_that_they_explain() -> None:
     """A model that takes a list gets it; an error of its own stays as it is, with what is odd about the call added once."""
 

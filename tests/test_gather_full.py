@@ -301,3 +301,15 @@ def test_the_models_own_order() -> None:
         for full in trees:
             assert [*full] == [*named]
             torch.func.jvp(lambda p: sum(x.sum() for x in p.values()), (named,), (full,))
+
+
+def no_parameters(rank: int) -> dict[str, Tensor]:
+    model = nn.Sequential(nn.ReLU())
+    spec = fs.policies.whole()(model)
+    full = fs.gather_full(fs.shard(model, spec), spec, rank0_only=True)
+    return fs.scatter_full(full or None, spec)
+
+
+def test_a_model_without_parameters(gloo2: Pool) -> None:
+    """``scatter_full(full or None)`` gives rank 0 None there, and was refused: nothing comes back."""
+    assert gloo2.run(no_parameters) == [{}, {}]

@@ -161,6 +161,8 @@ def _scatter_from(
 
 def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str:
     """Return why a source's parameters cannot be sharded; an empty string if they can."""
+    if full is None and not len(spec):
+        return ""  # full or None, of a model without parameters
     if full is None:
         return "expected a dict of full parameters, got None"
     if not isinstance(full, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]

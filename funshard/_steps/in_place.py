@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._transforms.error_hints import add_hints
-from .._transforms.grad import is_differentiated_outside
+from .._transforms.grad import check_recorded, is_differentiated_outside
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
 from .._units.layout import Params
 from .plan import AccumulationPlan, GradSums
@@ -28,6 +28,7 @@ class MicrobatchRunner:
         self._f, self.plan = f, plan
         self._within: Accumulation | None = None
         self._sums = _SumReceiver()
+        check_recorded("accumulate or update_in_backward", plan.params)
         with torch.no_grad():
             shards = {key: p.detach() for key, p in plan.params.items()}
             entered = plan.make_replacements(shards)

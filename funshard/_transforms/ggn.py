@@ -14,7 +14,7 @@ from .. import _torch
 from ._recompute.ambient import AmbientState
 from .convex_loss import ConvexLoss
 from .error_hints import add_hints, find_hint, is_forward_rule_missing
-from .grad import check_differentiable, is_differentiated_outside
+from .grad import check_differentiable, check_recorded, is_differentiated_outside
 from .hvp import hvp, match_vector, push_forward
 
 __all__ = ["fishervp", "ggnvp"]
@@ -109,6 +109,7 @@ def _gauss_newton(name: str, f: Callable[[Any], Any], product: Product, params: 
     vector = match_vector(name, params, v)
     is_plain = not is_differentiated_outside((params, v))
     if is_plain:
+        check_recorded(name, params)
         leaves, vector = [x.detach() for x in leaves], [x.detach() for x in vector]
     params, direction = (pytree.tree_unflatten(x, treedef) for x in (leaves, vector))
     if not leaves:

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 from .. import _torch
 from .error_hints import add_hints
 
-__all__ = ["check_differentiable", "grad", "grad_and_value", "is_assumed_differentiated", "is_differentiated_outside"]
-__all__ += ["assume_differentiated", "is_in_gradient", "run_loss", "split_loss"]
+__all__ = ["check_differentiable", "check_recorded", "grad", "grad_and_value", "is_assumed_differentiated"]
+__all__ += ["assume_differentiated", "is_differentiated_outside", "is_in_gradient", "run_loss", "split_loss"]
 
 
 def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -59,7 +59,8 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
         where an argument does not influence the loss they are zeros, never None.
 
     Raises:
-        TypeError: An argument or the loss is of the wrong type. Raised by the function, as the next one.
+        TypeError: An argument or the loss is of the wrong type. Raised by the function, as the next ones.
+        RuntimeError: In ``torch.inference_mode``, or for an argument made there.
         ValueError: The loss is not a scalar.
 
     Example:
@@ -74,6 +75,7 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
         check_differentiable(chosen)
         if is_differentiated_outside((args, kwargs)):
             return torch.func.grad_and_value(f, argnums, has_aux)(*args, **kwargs)
+        check_recorded("grad", chosen)
         with torch.enable_grad():
             inputs = [leaf.detach().requires_grad_() for leaf in leaves]
             fresh = _replace_arguments(args, argnums, pytree.tree_unflatten(inputs, treedef))
@@ -163,6 +165,21 @@ def check_differentiable(chosen: object) -> None:
                 f"grad: argument{where}: expected a floating point tensor, got {leaf.dtype}; "
                 "set it apart with partition(params, spec, predicate)"
             )
+
+
+def check_recorded(who: str, chosen: object) -> None:
+    """Raise RuntimeError if plain autograd records nothing: in inference mode, or, with the path, for tensors made there."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{who}: called in torch.inference_mode(), where autograd records nothing: expected the call outside of it, or in "
+            "torch.no_grad()"
+        )
+    if any(leaf.is_inference() for leaf in pytree.tree_leaves(chosen)):
+        path = next(path for path, leaf in pytree.tree_flatten_with_path(chosen)[0] if leaf.is_inference())
+        raise RuntimeError(
+            f"{who}: argument{pytree.keystr(path)} was made in torch.inference_mode(), and autograd does not follow it: "
+            "expected shards made outside of it, or the .clone() of each"
+        )
 
 
 def run_loss(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
