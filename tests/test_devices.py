@@ -102,6 +102,43 @@ def test_shards_of_a_cpu_model_are_on_the_device_of_the_group(
     assert {key: (shard.device, shard.numel()) for key, shard in shards.items()} == {"": (torch.device("cuda", 1), 8)}
 
 
+class Shifted(nn.Linear):
+    """A layer with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4, bias=False)
+        self.register_buffer("shift", torch.zeros(4))
+
+
+@needs_driver
+@pytest.mark.parametrize("moved", ["weight", "shift"])
+def test_a_model_on_another_device_than_the_groups(
+    moved: str, world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """set_device was forgotten: shards went to cuda:0, the rest stayed on cuda:3, and torch's words came in forward."""
+    machine(monkeypatch, NCCL, cuda=True)
+    with FakeTensorMode():
+        model = Shifted()
+        spec = fs.policies.whole(fs.P("shard", align=1))(model)
+        own = model._parameters if moved == "weight" else model._buffers
+        own[moved] = nn.Parameter(torch.empty(4, 3, device="cuda:3")) if moved == "weight" else torch.empty(4, device="cuda:3")
+        words = rf"shard: '{moved}' is on cuda:3, and the process group's device is cuda:0, .* torch\.cuda\.set_device\(3\)"
+        with pytest.raises(ValueError, match=words):
+            fs.shard(model, spec, rank=1)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        assert fs.shard(model, spec, rank=1)[""].device == torch.device("cuda", 3)
+
+
+@needs_driver
+def test_scatter_full_without_a_group_leaves_parameters_on_their_device() -> None:
+    """As shard does: they came to the CPU."""
+    with FakeTensorMode():
+        full = {name: torch.empty_like(x, device="cuda:1") for name, x in nn.Linear(3, 4).named_parameters()}
+        spec = fs.policies.whole(fs.P("shard", align=1))(nn.Linear(3, 4))
+        trees = fs.scatter_full(full, spec), fs.shard(full, spec)
+    assert [x[""].device for x in trees] == [torch.device("cuda", 1)] * 2
+
+
 @needs_driver
 def test_ignored_parameters_stay_where_they_are(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """test_move_states_to_device_ignored_param_device: shards go to the device of the group, what is ignored is the model's."""

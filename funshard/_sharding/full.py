@@ -20,7 +20,7 @@ from .._units.layout import Params, rank_coords, view_as_bytes
 from .._units.whole import flatten_whole, unflatten_whole
 from ..collectives._announce import announce
 from ..collectives._mesh import Mesh
-from .agree import broadcast_text, process_group
+from .agree import broadcast_text, has_peers, process_group
 from .gathers import gather_units
 from .stream import copy_if_shared, is_receiver
 
@@ -121,7 +121,8 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
         buffer = None
         if source == here:
             assert full is not None
-            buffer = flatten_whole(full, unit, spec).detach().to(device)
+            buffer = flatten_whole(full, unit, spec).detach()
+            buffer = buffer.to(device) if mesh.device or has_peers(mesh) else buffer
         out[unit.key] = place_slice(encode_at_rest(_scatter_from(buffer, unit, spec, mesh, source, device), unit), unit, mesh)
     return out
 

@@ -73,6 +73,7 @@ def shard(
                     "of, or full parameters by name"
                 )
             full = collect_full_params(model_or_params, spec)
+        _check_device(model_or_params, spec)
         if together and check_values and src is None:
             values = hash_params(full or {}, spec)
     if together:
@@ -86,6 +87,19 @@ def shard(
         piece = scatter_whole(flatten_whole(full, unit, spec), unit, mesh, rank)
         out[unit.key] = place_slice(encode_at_rest(piece, unit), unit, mesh)
     return out
+
+
+def _check_device(model: object, spec: PartitionSpec) -> None:
+    """Raise ValueError, naming both, for a model on another device of the kind that the process group has."""
+    device = spec.bound_mesh.device
+    if not isinstance(model, nn.Module) or device is None:
+        return
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if name not in spec.ignored and x.device.type == device.type and x.device != device and device.index is not None:
+            raise ValueError(
+                f"shard: '{name}' is on {x.device}, and the process group's device is {device}, where shards go: expected one "
+                f"device; call torch.{device.type}.set_device({x.device.index}) before that, or model.to('{device}')"
+            )
 
 
 def _is_source(src: int | None, rank: int | None, spec: PartitionSpec) -> bool:
