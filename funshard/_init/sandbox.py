@@ -20,7 +20,7 @@ __all__ = ["InitOutcome", "InitSandbox"]
 
 KINDS = ("_parameters", "_buffers")
 META = torch.device("meta")
-DEVICE_READS = tuple(x.__get__ for x in (Tensor.device, Tensor.is_meta, Tensor.is_cpu, Tensor.is_cuda))
+DEVICE_READS = tuple(getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cpu", "is_cuda"))
 
 
 class InitOutcome(NamedTuple):

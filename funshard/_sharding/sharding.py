@@ -95,7 +95,7 @@ def _check_device(model: object, spec: PartitionSpec) -> None:
     if not isinstance(model, nn.Module) or device is None:
         return
     for name, x in (*model.named_parameters(), *model.named_buffers()):
-        if name not in spec.ignored and x.device.type == device.type and x.device != device and device.index is not None:
+        if name not in spec.ignored and x.device.type == device.type and x.device != device:
             raise ValueError(
                 f"shard: '{name}' is on {x.device}, and the process group's device is {device}, where shards go: expected one "
                 f"device; call torch.{device.type}.set_device({x.device.index}) before that, or model.to('{device}')"
