@@ -164,6 +164,35 @@ def test_equal_on_real_ranks(gloo4: Pool, mesh: str) -> None:
     gloo4.run(on_ranks, mesh)
 
 
+def beside_split_unit(rank: int, optimizer: str) -> None:
+    """A projection that is split over "tensor" before a layer that is local over it, and another unit that is neither."""
+    local = {"columns": 1, "rows": 0, "turned": 1, "twice": 0}
+    model = nn.ModuleDict({unit: nn.ParameterDict() for unit in ("first", "layer", "other")})
+    units = {"plain": "first", "experts": "other"} | dict.fromkeys(local, "layer")
+    for name, unit in units.items():
+        shape = [n // (2 if i == local.get(name) else 1) for i, n in enumerate(SHAPES[name])]
+        model[unit][name] = nn.Parameter(torch.zeros(shape, dtype=torch.float64))  # pyright: ignore[reportIndexIssue]
+    by_path = {"first": P("tensor", align=1), "layer": P(local={"tensor": {f"*.{n}": dim for n, dim in local.items()}})}
+    spec = fs.by_path(by_path | {"other": P()})(model).on(mesh_of({"tensor": 2}))
+
+    def shard(tree: fs.Params) -> fs.Params:
+        return fs.shard({f"{unit}.{name}": tree[name] for name, unit in units.items()}, spec)
+
+    params = shard(PARAMS)
+    known = matrices_of(spec)
+    init, update = OPTIMIZERS[optimizer][0](known)
+    state = init(params)
+    for grads in GRADS:
+        params, state = update(shard(grads), state, params)
+    check({name.split(".")[1]: x for name, x in fs.unshard(params, spec).items()}, expected(optimizer), optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "shampoo", "soap"])
+def test_units_split_and_local_over_one_axis(gloo2: Pool, optimizer: str) -> None:
+    """They were sent in one batch, with the sizes of its first unit: one rank raised, the other waited."""
+    gloo2.run(beside_split_unit, optimizer)
+
+
 # --- the state ---
 
 
