@@ -176,29 +176,45 @@ def test_neighbours_of_equal_options_are_one_vector() -> None:
     assert stepped == [[[5, 29], [15]]]  # four of 5, with the padding to 8 of the first three between them
 
 
-def test_schedule_of_the_learning_rate() -> None:
-    """``lr`` is what a torch.optim.lr_scheduler would set, also beside an lr of a parameter's own, as a tensor as well."""
+@every_case
+def test_schedule_of_the_learning_rate(cls: Any, options: dict[str, Any]) -> None:
+    """``lr`` is what a torch.optim.lr_scheduler would set, from the first step on, also beside an lr of a parameter's own.
+
+    Rprop and ASGD keep the first rate in their state, which torch creates in the first step.
+    """
     start = numbers(model(), 1)
     spec = fs.policies.whole()(model())
-    own = lambda name: {"lr": 0.5} if name.endswith("bias") else {}  # noqa: E731
+    base: float = cls([torch.empty(0)], **options).defaults["lr"]
+    own = lambda name: {"lr": 5 * base} if name.endswith("bias") else {}  # noqa: E731
     params = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
-    peer = torch.optim.AdamW([{"params": [p], **own(name)} for name, p in params.items()], lr=0.1)
-    factor = lambda step: 1 / (1 + step)  # noqa: E731
-    scheduler = torch.optim.lr_scheduler.LambdaLR(peer, factor)
-    init, update = from_torch(torch.optim.AdamW, lr=0.1, spec=spec, options=lambda name, _: own(name))
-    shards = fs.shard(start, spec)
-    state = init(shards)
-    for step in range(5):
-        grads = gradients(start, step)
-        for name, p in params.items():
-            p.grad = grads[name]
-        peer.step()
-        scheduler.step()
-        lr = 0.1 * factor(step)
-        shards, state = update(
-            fs.shard(grads, spec), state, shards, lr=torch.tensor(lr, dtype=torch.float64) if step % 2 else lr
-        )
-    assert_close(fs.unshard(shards, spec), {name: p.detach() for name, p in params.items()}, rtol=1e-12, atol=0)
+    peer = cls([{"params": [p], **own(name)} for name, p in params.items()], **options)
+    scheduler = torch.optim.lr_scheduler.LinearLR(peer, 0.1, total_iters=4)
+    rate = fs.optim.schedule(torch.optim.lr_scheduler.LinearLR, base, start_factor=0.1, total_iters=4)
+    for donate in (False, True):
+        init, update = from_torch(cls, spec=spec, options=lambda name, _: own(name), donate=donate, **options)
+        shards = fs.shard(start, spec)
+        state = init(shards)
+        for step in range(5):
+            grads = gradients(start, step)
+            if not donate:
+                for name, p in params.items():
+                    p.grad = grads[name].clone()  # some kernels write there
+                peer.step()
+                scheduler.step()
+            is_tensor = step % 2 == 0 and "foreach" not in options
+            lr = torch.tensor(rate(step), dtype=torch.float64) if is_tensor else rate(step)
+            shards, state = update(fs.shard(grads, spec), state, shards, lr=lr)
+        assert_close(fs.unshard(shards, spec), {name: p.detach() for name, p in params.items()}, rtol=1e-12, atol=1e-15)
+
+
+def test_the_first_rate_of_complex_parameters() -> None:
+    """Real and imaginary parts have step sizes of their own."""
+    start = torch.tensor([1 + 2j, 2 - 1j])
+    init, update = from_torch(torch.optim.Rprop, lr=0.1)
+    want = nn.Parameter(start.clone())
+    want.grad = 2 * start
+    torch.optim.Rprop([want], lr=0.03).step()
+    assert_close(update({"w": 2 * start}, init({"w": start}), {"w": start}, lr=0.03)[0]["w"], want.detach())
 
 
 # --- purity, and donation ---

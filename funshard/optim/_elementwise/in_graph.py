@@ -127,9 +127,7 @@ def run_in_graph(
     check_mapping(grads, "grads")
     if lr is None and isinstance(config.lr, Tensor):
         lr = config.lr
-    if isinstance(lr, float | int) and config.cls is torch.optim.Rprop:
-        lr = None  # it matters in the first state only, and a float without use compiles again
-    elif isinstance(lr, float | int):
+    if isinstance(lr, float | int):
         if not lr >= 0.0:
             _refuse_rate(float(lr))
         lr = torch.ones((), dtype=torch.float64) * lr

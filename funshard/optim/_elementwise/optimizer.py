@@ -43,7 +43,15 @@ from .options import (
     state_of_range,
 )
 from .streaming import copy_like, is_on_device, stream_update
-from .torch_optimizer import ElementwiseConfig, build_optimizer, init_vector_state, share_options, tensor_options, write_state
+from .torch_optimizer import (
+    ElementwiseConfig,
+    build_optimizer,
+    init_vector_state,
+    share_options,
+    state_to_step,
+    tensor_options,
+    write_state,
+)
 
 __all__ = ["Optimizer", "State", "elementwise"]
 
@@ -243,8 +251,7 @@ def _update(
             if (group, axes) not in param_groups:
                 param_groups[group, axes] = share_options(optimizer.param_groups[group], shared, axes)
             param_groups[group, axes]["params"].append(piece)
-            first = config.cls is torch.optim.SGD and "step" in given and bool(given["step"] == 0)
-            optimizer.state[piece] = {} if first else dict(given)
+            optimizer.state[piece] = state_to_step(config, given, param_groups[group, axes]["lr"])
             stepped.append((key, at, piece, given))
     optimizer.param_groups = list(param_groups.values())
     if stepped:

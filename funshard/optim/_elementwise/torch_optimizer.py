@@ -15,7 +15,18 @@ from .checks import ELEMENTWISE_CLASSES, InitialState
 from .derivatives import SharedOptions
 from .options import OptionRanges, scale_lr
 
-__all__ = ["ElementwiseConfig", "build_optimizer", "init_vector_state", "share_options", "tensor_options", "write_state"]
+__all__ = [
+    "ElementwiseConfig",
+    "build_optimizer",
+    "init_vector_state",
+    "share_options",
+    "state_to_step",
+    "tensor_options",
+    "write_state",
+]
+
+STATE_FROM_RATE: Mapping[type[torch.optim.Optimizer], str] = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
+"""The state that torch creates in the first step, from the learning rate of that step."""
 
 
 class ElementwiseConfig(NamedTuple):
@@ -63,6 +74,19 @@ def init_vector_state(
     start: Any = optimizer._init_group  # pyright: ignore[reportAttributeAccessIssue]
     start(optimizer.param_groups[0], *([] for _ in list(inspect.signature(start).parameters)[1:]))
     return dict(optimizer.state[piece])
+
+
+def state_to_step(config: ElementwiseConfig, given: Mapping[str, Tensor], lr: Any) -> dict[str, Tensor]:
+    """Return a vector's state for torch's step with ``lr``: {} if torch must create it, as SGD's before a dampened step."""
+    if config.cls is torch.optim.SGD and "step" in given and bool(given["step"] == 0):
+        return {}
+    name = STATE_FROM_RATE.get(config.cls)
+    if name is None or (_torch.is_eager() and bool(given["step"] != 0)):
+        return dict(given)
+    old = given[name]
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32) if name in config.scalars else old.dtype
+    rate = torch.as_tensor(lr * (1 + 1j) if old.is_complex() else lr, dtype=dtype, device=old.device)
+    return {**given, name: torch.where((given["step"] == 0).to(old.device), rate, old)}
 
 
 def tensor_options(config: ElementwiseConfig, lr: float | Tensor | None) -> list[tuple[str, Tensor]]:
