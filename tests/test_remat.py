@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from test_real_ranks import MODEL, Block, data
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
 import funshard as fs
@@ -137,6 +139,74 @@ def test_autocast_is_that_of_the_first_run() -> None:
         out = fs.remat(product)(w, X.float())
     out.float().sum().backward()
     assert Seen.dtypes == (torch.bfloat16, torch.bfloat16)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic_with_warnings() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class ReadsDefaults(nn.Linear):
+    """A layer whose result depends on torch's defaults."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.linspace(0.1, 1.0, 3)
+        scale = 2 if made.device.type == "meta" else made.to(x.dtype)
+        return torch.tanh(super().forward(x) * scale) * (1 + torch.get_deterministic_debug_mode())
+
+
+class Doubles(TorchFunctionMode):
+    """A mode in which tanh gives other values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return 2 * out if func is torch.tanh else out
+
+
+DEFAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "dtype": lambda: default_dtype(torch.bfloat16),
+    "device": lambda: torch.device("meta"),
+    "deterministic": deterministic_with_warnings,
+    "function mode": Doubles,
+}
+
+
+@pytest.mark.parametrize("around", ["forward", "backward", "both"])
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_defaults_are_those_of_the_first_run(name: str, around: str) -> None:
+    """A default dtype, a default device, deterministic mode or a TorchFunctionMode around forward, backward or both."""
+
+    def inside(*places: str) -> contextlib.AbstractContextManager[Any]:
+        return DEFAULTS[name]() if around in places else contextlib.nullcontext()
+
+    model, x = nn.Sequential(ReadsDefaults(3, 3), ReadsDefaults(3, 3)), torch.randn(2, 3)
+    grads: list[Any] = []
+    for remat in (False, True):
+        spec = fs.by_type(ReadsDefaults, p=fs.P(remat=remat))(model)
+        params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
+        with inside("both"):
+            with inside("forward"):
+                loss = fs.functional_call(model, params, (x,), spec=spec).square().sum()
+            with inside("backward"):
+                grads.append(torch.autograd.grad(loss, list(params.values())))
+    assert_close(grads[1], grads[0], rtol=0, atol=0)
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.get_default_device() == torch.device("cpu")
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_any_pytree_goes_in_and_out() -> None:

@@ -824,6 +824,23 @@ def test_functions_lose_subclasses() -> None:
     assert kinds == [True, False, False, False, False]
 
 
+def test_user_function_modes() -> None:
+    """They are the user's, the innermost last, and none while torch calls their handlers; a default device is torch's mode."""
+
+    class Notes(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(_torch.user_function_modes())
+            return func(*args, **(kwargs or {}))
+
+    seen: list[list[TorchFunctionMode]] = []
+    with torch.device("meta"), Notes() as mode, _torch.use_attention(_torch.math_attention):
+        assert _torch.user_function_modes() == [mode]
+        torch.ones(1)
+    assert seen
+    assert not any(seen)
+    assert not _torch.user_function_modes()
+
+
 def test_a_dispatch_mode() -> None:
     """It sees operators below all transforms; what it keeps by `same_memory` has no graph, and counts the same versions."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy  # pyright: ignore[reportPrivateUsage]
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # pyright: ignore[reportPrivateUsage]
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "mutated_args",
     "op_traits",
     "report_resizes",
+    "user_function_modes",
 ]
 
 
@@ -61,6 +63,12 @@ class DispatchMode(TorchDispatchMode):
 def has_dispatch_mode() -> bool:
     """Return whether a TorchDispatchMode is active. Pinned by ``test_a_dispatch_mode``."""
     return _get_current_dispatch_mode() is not None
+
+
+def user_function_modes() -> list[TorchFunctionMode]:
+    """Return the active TorchFunctionModes but for torch's and funshard's own. Pinned by ``test_user_function_modes``."""
+    modes = _get_current_function_mode_stack()
+    return [mode for mode in modes if type(mode).__module__.partition(".")[0] not in ("torch", "funshard")]
 
 
 @contextlib.contextmanager

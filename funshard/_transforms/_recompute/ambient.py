@@ -1,4 +1,4 @@
-"""The ambient state of a run: random number generators, autocast, attention's kernels, context variables."""
+"""The ambient state of a run: random number generators, autocast, defaults, attention's kernels, context variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["AmbientState", "compared_variables", "context_variables", "set_conte
 
 
 class AmbientState:
-    """The state of random number generators, of autocast and of `sdpa_kernel` where it is made.
+    """The state of random number generators, autocast, `sdpa_kernel`, deterministic mode and torch's defaults where it is made.
 
     Args:
         leaves: The arguments; the generators of their devices are among those that count.
@@ -37,7 +37,9 @@ class AmbientState:
         self._generators_start = self._read_generators()
         self._generators_end: list[Any] = []
         self._python_start: tuple[Any, Any] | None = _get_python_states()
-        self._kernels = _allowed_kernels()
+        self._kernels, self._modes = _allowed_kernels(), _torch.user_function_modes()
+        self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
+        self._deterministic = torch.get_deterministic_debug_mode()
         self._casts = [
             torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in sorted({"cpu", *(kind for kind, _ in self._devices)})
@@ -73,8 +75,18 @@ class AmbientState:
             if self._python_start is not None:
                 stack.callback(_set_python_states, _get_python_states())
                 _set_python_states(self._python_start)
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
+            stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+            torch.set_deterministic_debug_mode(self._deterministic)
             for cast in self._casts:
                 stack.enter_context(cast)
+            if self._device != torch.get_default_device():
+                stack.enter_context(self._device)
+            active = _torch.user_function_modes()  # none of them: torch calls their handlers for backward() as well
+            for mode in self._modes:
+                if mode not in active:
+                    stack.enter_context(mode)
             if self._kernels != _allowed_kernels():
                 stack.enter_context(sdpa_kernel(self._kernels))
             yield
