@@ -317,6 +317,46 @@ def test_a_context_variable_of_the_compiler_is_no_state_of_the_function() -> Non
     assert ASKED == [5, 5] or not isinstance(override, contextvars.ContextVar)  # as before torch 2.13
 
 
+class Chooses(nn.Module):
+    """A block that breaks the graph before it unpacks the result of a method, and that has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.full((), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.l(x).softmax(-1)
+        torch._dynamo.graph_break()
+        w, i = p.max(-1)
+        return x * w[..., None] + i[..., None] * self.scale
+
+
+@pytest.mark.filterwarnings("ignore::funshard.CompileWarning")
+@pytest.mark.parametrize("way", ["torch.func.grad", "second order", "fs.grad"])
+@pytest.mark.parametrize("has_buffers", [False, True])
+def test_a_unit_inside_of_remat_in_a_transform(way: str, has_buffers: bool) -> None:
+    """It runs without the modes of remat, in which Dynamo loses results, and remat takes Dynamo's attributes for nobody's."""
+    net, x = nn.Sequential(block := model(1, Chooses)[0], block, nn.Linear(6, 1).double()), batch()
+    spec = fs.by_type(Chooses, p=P("shard", compile=AOT))(net)
+    buffers = {name: b.clone() for name, b in net.named_buffers(remove_duplicate=False)} if has_buffers else None
+
+    def loss(params: fs.Params, buffers: Any) -> Tensor:
+        return fs.functional_call(net, params, (x,), spec=spec, buffers=buffers).square().sum()
+
+    def squares(f: Loss) -> Loss:
+        return lambda p: sum((g**2).sum() for g in torch.func.grad(f)(p).values())  # pyright: ignore[reportReturnType]
+
+    def plain(params: fs.Params) -> Tensor:
+        return torch.func.functional_call(net, params, (x,), tie_weights=False).square().sum()  # torch would leave them
+
+    take = {"torch.func.grad": torch.func.grad, "fs.grad": fs.grad, "second order": lambda f: torch.func.grad(squares(f))}[way]
+    want = take(plain)({name: p.detach() for name, p in net.named_parameters()})
+    for _ in range(2):
+        got = take(lambda p: fs.remat(loss)(p, buffers))(fs.shard(net, spec))
+        torch.testing.assert_close(got, fs.shard(want, spec), **EXACT)
+
+
 def test_the_model_is_left_as_it_was() -> None:
     net = model()
     before = [dict(vars(module)) for module in net.modules()]

@@ -824,21 +824,22 @@ def test_functions_lose_subclasses() -> None:
     assert kinds == [True, False, False, False, False]
 
 
-def test_user_function_modes() -> None:
-    """They are the user's, the innermost last, and none while torch calls their handlers; a default device is torch's mode."""
+def test_function_modes() -> None:
+    """Those of the user and of funshard, the innermost last; while torch calls a handler they are not active."""
 
     class Notes(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(_torch.user_function_modes())
+            seen.append(_torch.function_modes(own=False))
             return func(*args, **(kwargs or {}))
 
     seen: list[list[TorchFunctionMode]] = []
     with torch.device("meta"), Notes() as mode, _torch.use_attention(_torch.math_attention):
-        assert _torch.user_function_modes() == [mode]
+        assert _torch.function_modes(own=False) == [mode]
+        assert [*map(type, _torch.function_modes(own=True))] == [_torch.ReplaceAttention]
         torch.ones(1)
     assert seen
     assert not any(seen)
-    assert not _torch.user_function_modes()
+    assert not _torch.function_modes(own=False)
 
 
 def test_a_dispatch_mode() -> None:
@@ -1354,6 +1355,15 @@ def test_context_variables_that_a_compilation_leaves() -> None:
 
     assert contextvars.Context().run(run) == {"own"}
     assert run() == {"own"}
+
+
+def test_attributes_that_dynamo_sets() -> None:
+    """It marks buffers of the modules that it traces."""
+    module = nn.BatchNorm1d(2).eval()
+    torch.compile(lambda m, x: m(x), backend="aot_eager")(module, torch.ones(1, 2))
+    for x in module.buffers():
+        assert all(map(_torch.is_compiler_attribute, vars(x)))
+    assert vars(module.running_mean)
 
 
 def test_nested_compile_regions_stop_inside_of_torch_func() -> None:

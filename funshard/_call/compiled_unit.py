@@ -139,6 +139,8 @@ def _find_obstacle(call: Call) -> str | None:
         return "a TorchDispatchMode is active, which sees no operators of compiled code"
     if _torch.current_attention() is not None:
         return "attention is that of fs.transforms_attention"
+    if _torch.function_modes(own=True):  # Dynamo would trace its handler for each operator
+        return "fs.remat inside of torch.func's transforms looks at its operators"
     if _torch.is_in_forward_ad():
         return "forward-mode AD does not run through it"
     level = _torch.current_level()

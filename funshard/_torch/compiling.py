@@ -18,6 +18,7 @@ __all__ = [
     "copy_function",
     "guard_hooks",
     "inductor_mode_options",
+    "is_compiler_attribute",
     "is_compiler_variable",
     "is_config_variable",
     "is_in_compiled_function",
@@ -124,6 +125,11 @@ def keep_saved_tensors() -> contextlib.AbstractContextManager[None]:
     """
     config: Any = sys.modules.get("torch._functorch.config")
     return contextlib.nullcontext() if config is None else config.patch(donated_buffer=False)
+
+
+def is_compiler_attribute(name: str) -> bool:
+    """Return whether Dynamo marks tensors by an attribute of this name. Pinned by ``test_attributes_that_dynamo_sets``."""
+    return name.startswith("_dynamo_")
 
 
 def is_compiler_variable(var: contextvars.ContextVar[Any]) -> bool:

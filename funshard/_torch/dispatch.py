@@ -23,6 +23,7 @@ __all__ = [
     "OpTraits",
     "args_under_autograd",
     "detach_in_dispatch",
+    "function_modes",
     "has_dispatch_mode",
     "is_attribute_subclass",
     "is_graph_retained",
@@ -32,7 +33,6 @@ __all__ = [
     "mutated_args",
     "op_traits",
     "report_resizes",
-    "user_function_modes",
 ]
 
 
@@ -65,10 +65,13 @@ def has_dispatch_mode() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
-def user_function_modes() -> list[TorchFunctionMode]:
-    """Return the active TorchFunctionModes but for torch's and funshard's own. Pinned by ``test_user_function_modes``."""
-    modes = _get_current_function_mode_stack()
-    return [mode for mode in modes if type(mode).__module__.partition(".")[0] not in ("torch", "funshard")]
+def function_modes(*, own: bool) -> list[TorchFunctionMode]:
+    """Return the active TorchFunctionModes of funshard, or else those of the user; torch's own, as a default device, never.
+
+    Pinned by ``test_function_modes``.
+    """
+    packages = [(type(mode).__module__.partition(".")[0], mode) for mode in _get_current_function_mode_stack()]
+    return [mode for package, mode in packages if package != "torch" and (package == "funshard") is own]
 
 
 @contextlib.contextmanager

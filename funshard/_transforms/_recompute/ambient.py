@@ -37,7 +37,7 @@ class AmbientState:
         self._generators_start = self._read_generators()
         self._generators_end: list[Any] = []
         self._python_start: tuple[Any, Any] | None = _get_python_states()
-        self._kernels, self._modes = _allowed_kernels(), _torch.user_function_modes()
+        self._kernels, self._modes = _allowed_kernels(), _torch.function_modes(own=False)
         self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
         self._deterministic = torch.get_deterministic_debug_mode()
         self._casts = [
@@ -83,7 +83,7 @@ class AmbientState:
                 stack.enter_context(cast)
             if self._device != torch.get_default_device():
                 stack.enter_context(self._device)
-            active = _torch.user_function_modes()  # none of them: torch calls their handlers for backward() as well
+            active = _torch.function_modes(own=False)  # none of them: torch calls their handlers for backward() as well
             for mode in self._modes:
                 if mode not in active:
                     stack.enter_context(mode)
