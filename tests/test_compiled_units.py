@@ -357,6 +357,35 @@ def test_a_unit_inside_of_remat_in_a_transform(way: str, has_buffers: bool) -> N
         torch.testing.assert_close(got, fs.shard(want, spec), **EXACT)
 
 
+class Stack(nn.Sequential):
+    """Blocks that run again as one."""
+
+
+@pytest.mark.filterwarnings("ignore::funshard.CompileWarning")
+@pytest.mark.parametrize("way", ["grad of grad", "grad of grad of remat", "hvp"])
+def test_a_recomputed_module_around_compiled_units_in_a_stack(way: str) -> None:
+    """A gradient of a gradient in torch.func is exact, as the refusal of ``create_graph=True`` advises."""
+    net, x = nn.Sequential(Stack(*model(2)[:2]), nn.Linear(6, 1).double()).eval(), batch()
+
+    def squares(f: Loss) -> Loss:
+        return lambda p: sum((g**2).sum() for g in torch.func.grad(f)(p).values())  # pyright: ignore[reportReturnType]
+
+    results: list[Any] = []
+    for compile in (False, AOT):
+        inner = fs.by_type(Block, p=P("shard", compile=compile))
+        spec = fs.policies.override(fs.by_type(Stack, p=P("shard", remat=bool(compile))), inner)(net)
+
+        def loss(params: fs.Params, spec: fs.PartitionSpec = spec) -> Tensor:
+            return fs.functional_call(net, params, (x,), spec=spec).square().sum()
+
+        params = fs.shard(net, spec)
+        if way == "hvp":
+            results.append(fs.hvp(loss, params, {key: p.cos() for key, p in params.items()}, forward=False))
+        else:
+            results.append(torch.func.grad(squares(fs.remat(loss) if "remat" in way else loss))(params))
+    torch.testing.assert_close(results[1], results[0], **EXACT)
+
+
 def test_the_model_is_left_as_it_was() -> None:
     net = model()
     before = [dict(vars(module)) for module in net.modules()]
