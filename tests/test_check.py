@@ -235,6 +235,43 @@ def test_a_rank_that_has_not_entered_is_named(tmp_path: Path) -> None:
     assert "for rank 1, which has not entered fs.check()" in launch(2, script)
 
 
+FORKED = """
+import os, sys, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+import funshard as fs
+from diverging import Trainer
+
+dist.init_process_group("gloo")
+trainer = Trainer()
+
+def fork(end):
+    if dist.get_rank() == 1 and (pid := os.fork()):
+        os.waitpid(pid, 0)
+    elif dist.get_rank() == 1:
+        end()
+
+def fail():
+    raise ValueError("in the child alone")
+
+with fs.check(30):
+    trainer.step()
+    for end in (sys.exit, fail):  # a child unwinds the block, and runs what is registered by atexit
+        fork(end)
+        trainer.step()
+print(f"rank {dist.get_rank()} ended")
+"""
+
+
+def test_a_forked_child_is_no_rank_however_it_ends(tmp_path: Path) -> None:
+    """Its `sys.exit` was an error of rank 1 to all ranks, and its end was the rank's."""
+    script = tmp_path / "script.py"
+    script.write_text(FORKED)
+    said = launch(2, script, str(Path(__file__).parent))
+    assert "rank 0 ended" in said
+    assert "rank 1 ended" in said
+    assert "ValueError: in the child alone" in said  # as it is elsewhere
+
+
 # --- What is compared, and what is left alone ---
 
 

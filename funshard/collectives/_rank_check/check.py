@@ -38,6 +38,7 @@ class _Switch:
         self.users = 0
         self.depth = 0  # of `check` blocks
         self.monitor: Monitor | None = None
+        self.of_parent: Monitor | None = None  # in a forked child, which shares its connections
         self._table = dict(OPS)
 
     def turn_on(self) -> None:
@@ -54,6 +55,10 @@ class _Switch:
         if self.users == 0:
             OPS.update(self._table)
             listen(None)
+
+    def leave_to_parent(self) -> None:
+        """Have a forked child say nothing to the other ranks, however it ends: it is no rank."""
+        self.of_parent, self.monitor = self.monitor, None
 
     def find_monitor(self) -> Monitor | None:
         """Return the monitor of the default process group, None without one."""
@@ -79,6 +84,7 @@ class _Switch:
 
 _switch = _Switch()
 _timeouts = [TIMEOUT]
+os.register_at_fork(after_in_child=_switch.leave_to_parent)
 
 
 def _with_announcement(
