@@ -7,7 +7,9 @@ On two real ranks. The choices are of units (``remat``, ``offload``) and of the 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import hosted
@@ -21,6 +23,7 @@ from offloaded import everywhere
 from parity import WAYS, average_gradients, numbers
 from ranks import Pool
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 
 import funshard as fs
@@ -174,3 +177,35 @@ def on_ranks(rank: int, task: str, way: str, choice: str) -> None:
 def test_on_two_ranks(gloo2: Pool, task: str, way: str, choice: str) -> None:
     """Losses and parameters after each step."""
     gloo2.run(on_ranks, task, way, choice)
+
+
+def in_two_threads(rank: int) -> list[str]:
+    """Two models, each in a thread of its own on a process group of its own, over the same ranks."""
+    groups: list[Any] = [dist.new_group(timeout=timedelta(seconds=15)) for _ in range(2)]
+    models = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in groups]
+    meshes = [DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",)) for group in groups]
+    specs = [fs.by_type(nn.Linear)(model).on(mesh) for model, mesh in zip(models, meshes, strict=True)]
+    shards = [fs.shard(model, spec) for model, spec in zip(models, specs, strict=True)]
+    errors: list[str] = []
+
+    def run(i: int) -> None:
+        def loss(params: fs.Params) -> Tensor:
+            return fs.functional_call(models[i], params, (torch.ones(4, 8),), spec=specs[i]).sum()
+
+        try:
+            for _ in range(30):
+                fs.optim.clip_by_global_norm(fs.grad(loss)(shards[i]), specs[i], 1.0)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_threads_with_a_process_group_each_compare_apart(gloo2: Pool) -> None:
+    """Process groups of the same ranks shared one group for comparisons, in which threads came in another order."""
+    assert gloo2.run(in_two_threads) == [[], []]

@@ -144,17 +144,17 @@ def is_comparable(group: str) -> bool:
 
 
 def get_host_group(name: str) -> HostGroup:
-    """Return the host group of a process group's ranks; its hosts connect at the first comparison."""
+    """Return a process group's own host group: threads with a group each compare in any order.
+
+    Its hosts connect at the first comparison.
+    """
     groups = host_groups()
     key = "sequence", name
     if key not in groups:
         group = _torch.resolve_group(name)
-        ranks = dist.get_process_group_ranks(group)
         timeout = _torch.group_timeout(group)
-        of_ranks = "sequence", timeout, *ranks  # groups of the same ranks share one
         with _explain_timeout():
-            groups[key] = groups.get(of_ranks) or HostGroup(ranks, f"sequence within {timeout.total_seconds()} s", timeout)
-        groups[of_ranks] = groups[key]
+            groups[key] = HostGroup(dist.get_process_group_ranks(group), f"sequence of {name}", timeout)
     return groups[key]
 
 
