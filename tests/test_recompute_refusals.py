@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import copy
 import io
 import random
 import weakref
@@ -12,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from models import unchanged
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -88,6 +90,35 @@ def test_a_module_that_is_a_generator() -> None:
     spec = fs.by_type(Yields, p=fs.P("shard", remat=True))(model)
     with pytest.raises(TypeError, match="returns or stores a generator"):
         fs.grad(lambda p: next(fs.functional_call(model, p, X, spec=spec)).sum())(fs.shard(model, spec))
+
+
+class Swaps(nn.Module):
+    """As BigBird on short texts: forward puts another module in the place of one, with its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.block[0] = nn.Sequential(*cast("nn.Sequential", self.block[0]))
+        return self.block(x)
+
+
+def test_a_module_that_forward_puts_into_a_recomputed_one() -> None:
+    """It is refused by name, and right where nothing is recomputed; the model stays as it was."""
+    model = Swaps().double()
+    want = torch.func.grad(lambda p: torch.func.functional_call(copy.deepcopy(model), p, X).sum())(
+        dict(model.named_parameters())
+    )
+
+    def gradient(p: fs.P) -> fs.Params:
+        spec = fs.by_path({"block": p})(model)
+        with unchanged(model):
+            return fs.unshard(fs.grad(lambda q: fs.functional_call(model, q, X, spec=spec).sum())(fs.shard(model, spec)), spec)
+
+    assert_close(gradient(fs.P("shard")), want)
+    with pytest.raises(RuntimeError, match=r"'block.0' \(Sequential\) was put there in forward, and P\(remat=...\) of 'block'"):
+        gradient(fs.P("shard", remat=True))
 
 
 def two(x: Tensor) -> tuple[Tensor, Tensor]:

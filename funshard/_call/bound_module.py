@@ -49,8 +49,14 @@ class BoundModule:
             return cls("", modules, _find_owners(modules, spec))
 
     def submodule(self, path: str) -> BoundModule:
-        """Return one of its modules."""
+        """Return one of its modules. Raise RuntimeError if forward has put other modules into it."""
         modules = _find_modules(self.modules[path], path)
+        if new := [name for name, module in modules.items() if module not in self.owned]:
+            raise RuntimeError(
+                f"module '{new[0]}' ({type(modules[new[0]]).__name__}) was put there in forward, and P(remat=...) of '{path}' "
+                "recomputes the modules of the spec alone: expected the same modules in every call; put it there before the "
+                "spec is made, or leave remat out there"
+            )
         return BoundModule(path, modules, {module: self.owned[module] for module in modules.values()})
 
     def modules_inside(self, path: str) -> list[nn.Module]:
