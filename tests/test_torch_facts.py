@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import gc
@@ -360,6 +361,31 @@ def test_graph_task() -> None:
     y.backward()
     assert _torch.current_graph_task() == -1
     assert len({-1, *seen}) == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_held_until_backward_ends(fails: bool) -> None:
+    """What a node's pre-hook holds is there for the nodes after it, and is freed when backward ends, also by an error."""
+    held: list[weakref.ref[Any]] = []
+    called: list[bool] = []
+
+    def hold(_: object) -> None:
+        one = lambda: called.append(True)  # noqa: E731
+        held.append(weakref.ref(one))
+        _torch.hold_until_backward_ends(one)
+
+    def look(_: Tensor) -> None:
+        assert held[0]() is not None
+        assert not fails
+
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(look)
+    y = (2 * x).sum()
+    y.grad_fn.register_prehook(hold)  # pyright: ignore[reportOptionalMemberAccess]
+    with pytest.raises(AssertionError) if fails else contextlib.nullcontext():
+        y.backward()
+    assert held[0]() is None
+    assert called == ([] if fails else [True])
 
 
 @pytest.mark.parametrize("by", [torch.func.grad, None], ids=["torch.func", "plain"])

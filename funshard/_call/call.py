@@ -12,6 +12,7 @@ from .._spec.division import ReduceBy
 from .._spec.spec import PartitionSpec
 from .._transforms.error_hints import add_argument_hints, add_hints
 from . import compiled_call
+from .backward_guard import guard_backward
 from .buffers import warn_discarded
 from .entry import check_call
 from .running import Call
@@ -85,6 +86,7 @@ def functional_call(
     except (TypeError, AttributeError, RuntimeError) as error:
         add_argument_hints(error, model, inputs.params, inputs.spec, args, (inputs.args, inputs.kwargs))
         raise add_hints(error, model)  # noqa: B904 - the same one
+    guard_backward(out, inputs.place, inputs.params)
     warn_discarded(model, call.discarded_buffers, stacklevel=2)
     if call.normalized:
         check_statistics(model, call.normalized, buffers or (), stacklevel=2)

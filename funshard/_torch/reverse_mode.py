@@ -1,13 +1,16 @@
-"""What reverse mode records."""
+"""What reverse mode records, and when its backward ends."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped
 
 from .levels import is_wrapped
 
-__all__ = ["is_recorded"]
+__all__ = ["hold_until_backward_ends", "is_recorded"]
 
 
 def is_recorded(tensor: Tensor) -> bool:
@@ -20,3 +23,11 @@ def is_recorded(tensor: Tensor) -> bool:
             return True
         tensor = get_unwrapped(tensor)
     return tensor.requires_grad
+
+
+def hold_until_backward_ends(held: Callable[[], None]) -> None:
+    """Hold an object until the running backward ends, also by an error. The end without one calls it.
+
+    Pinned by ``test_held_until_backward_ends``.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(held)  # pyright: ignore

@@ -1,0 +1,221 @@
+"""Modules that a custom autograd.Function runs in its backward, after their call: an error by name, or right as arguments."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from depth import pairs
+from models import EXACT, unchanged
+from ranks import Pool
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+import funshard as fs
+from funshard import P
+
+Tree = Mapping[str, Tensor]
+
+POLICIES = {
+    "layers": fs.by_type(nn.Linear),
+    "remat": fs.by_type(nn.Linear, p=P("shard", remat=True)),
+    "whole": fs.policies.whole(),
+    "remat_whole": fs.policies.whole(P("shard", remat=True)),
+    "kept": fs.by_type(nn.Linear, p=P("shard", reshard=False)),
+    "replicated": fs.by_type(nn.Linear, p=P()),
+}
+
+
+class Reversible(torch.autograd.Function):
+    """As Reformer and RevNet have it: backward fills the ``.grad`` of the modules' own parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: list[nn.Module]) -> Tensor:
+        ctx.blocks, ctx.x = blocks, x
+        with torch.no_grad():
+            return x + blocks[0](x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            (x + ctx.blocks[0](x)).backward(dy)
+        return x.grad, None
+
+
+class Adjoint(torch.autograd.Function):
+    """As adjoint ODEs have it: the parameters are arguments, and backward asks the module for others."""
+
+    @staticmethod
+    def forward(ctx: Any, func: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.func = func
+        with torch.no_grad():
+            out = func(x)
+        ctx.save_for_backward(x, *params)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return (None, *torch.autograd.grad(ctx.func(x), (x, *params), dy, allow_unused=True))
+
+
+class Implicit(torch.autograd.Function):
+    """As implicit layers have it: only backward runs the module. torch.func takes it as well."""
+
+    @staticmethod
+    def forward(x: Tensor, func: nn.Module) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.func = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy * ctx.func(ctx.saved_tensors[0]), None
+
+
+class Arguments(torch.autograd.Function):
+    """What the error tells to write."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, func: nn.Module, names: list[str], *params: Tensor) -> Tensor:
+        ctx.func, ctx.names = func, names
+        ctx.save_for_backward(x, *params)
+        with torch.no_grad():
+            return func(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        with torch.enable_grad():
+            x, *params = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+            out = torch.func.functional_call(ctx.func, dict(zip(ctx.names, params, strict=True)), (x,))
+            dx, *dparams = torch.autograd.grad(out, (x, *params), dy)
+        return dx, None, None, *dparams
+
+
+class Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inp, self.f = kind, nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.inp(x)
+        if self.kind == "reversible":
+            h = Reversible.apply(h, [self.f])
+        elif self.kind == "adjoint":
+            h = Adjoint.apply(self.f, h, *self.f.parameters())
+        elif self.kind == "implicit":
+            h = Implicit.apply(h, self.f)
+        else:
+            params = dict(self.f.named_parameters())
+            h = Arguments.apply(h, self.f, [*params], *params.values())
+        return {"out": h}
+
+
+def build(kind: str) -> tuple[Net, Tensor]:
+    torch.manual_seed(0)
+    return Net(kind).double(), torch.randn(2, 3, dtype=torch.float64)
+
+
+def by_backward(loss: Callable[[Tree], Tensor]) -> Callable[[Tree], fs.Params]:
+    """Return the gradient by plain ``backward``."""
+
+    def run(params: Tree) -> fs.Params:
+        leaves = {key: x.clone().requires_grad_() for key, x in params.items()}
+        loss(leaves).backward()
+        return {key: x.grad for key, x in leaves.items() if x.grad is not None}
+
+    return run
+
+
+WAYS: dict[str, Any] = {"fs.grad": fs.grad, "backward": by_backward, "torch.func": torch.func.grad}
+
+
+def refused(kind: str, policy: str, way: str, *, skeleton: bool = False) -> None:
+    model, x = build(kind)
+    spec = POLICIES[policy](model)
+    params = fs.shard(model, spec)
+    called = fs.skeleton(model) if skeleton else model
+    with (
+        unchanged(model),
+        pytest.raises(RuntimeError, match=r"'f\.0' runs in backward, after its functional_call, and would read"),
+    ):
+        WAYS[way](lambda p: fs.functional_call(called, p, x, spec=spec)["out"].square().mean())(params)
+    assert all(p.grad is None for p in model.parameters())
+    gc.collect()
+    assert not torch_module._global_forward_pre_hooks
+    called.f(x) if not skeleton else None
+
+
+OLD_STYLE = [(kind, way) for kind in ("reversible", "adjoint") for way in ("fs.grad", "backward")]  # not for torch.func
+
+
+@pairs
+@pytest.mark.parametrize("skeleton", [False, True], ids=["model", "skeleton"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("kind", "way"), [*OLD_STYLE, *(("implicit", way) for way in WAYS)])
+def test_modules_that_run_in_backward_are_refused(kind: str, policy: str, way: str, skeleton: bool) -> None:
+    """By name, whoever runs backward; nothing is left in the model, nor in torch's hooks for all modules."""
+    refused(kind, policy, way, skeleton=skeleton)
+
+
+def on_ranks(rank: int) -> None:
+    for kind in ("reversible", "adjoint"):
+        refused(kind, "layers", "fs.grad")
+    parameters_as_arguments("layers")
+
+
+def test_on_two_ranks(gloo2: Pool) -> None:
+    """Refused on every rank, which may go on; as arguments right."""
+    gloo2.run(on_ranks)
+
+
+def parameters_as_arguments(policy: str) -> None:
+    model, x = build("arguments")
+    model(x)["out"].square().mean().backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    spec = POLICIES[policy](model)
+    params = fs.shard(model, spec)
+    for way in ("fs.grad", "backward"):
+        grads = WAYS[way](lambda p: fs.functional_call(model, p, x, spec=spec)["out"].square().mean())(params)
+        torch.testing.assert_close(fs.gather_full(grads, spec), want, **EXACT)
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if "remat" not in name])
+def test_parameters_as_arguments_are_right(policy: str) -> None:
+    """What the error says to write: the Function takes the parameters, and its backward torch.func.functional_call."""
+    parameters_as_arguments(policy)
+
+
+def test_the_models_own_parameters_may_be_given() -> None:
+    """Then a module that runs in backward reads what was given."""
+    model, x = build("reversible")
+    model(x)["out"].square().mean().backward()
+    want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    fs.functional_call(model, dict(model.named_parameters()), x, spec=fs.by_type(nn.Linear)(model))[
+        "out"
+    ].square().mean().backward()
+    torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, want, **EXACT)
+
+
+def test_other_modules_may_run_in_backward() -> None:
+    """Another model, and this one before backward and after it."""
+    model, x = build("arguments")
+    teacher = nn.Linear(3, 3).double()
+    spec = POLICIES["layers"](model)
+    leaves = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
+    out = fs.functional_call(model, leaves, x, spec=spec)["out"]
+    out.register_hook(lambda g: g + teacher(x).detach())
+    model(x)
+    out.sum().backward()
+    model(x)
