@@ -111,8 +111,9 @@ def largest_unit_numel(found: Sequence[Matrix]) -> int:
 
 
 def _batch_key(matrix: Matrix) -> tuple[object, ...]:
-    """Return the key that matrices sent together share: axes, dtype, and whether they come from the host."""
-    return matrix.split_axes, matrix.stack_axes, matrix.unit.dtype, "params" in matrix.unit.p.offloads
+    """Return the key that matrices sent together share: axes of pieces and of slices, dtype, whether they are on the host."""
+    unit = matrix.unit
+    return unit.local_axes, unit.p.axes, matrix.stack_axes, unit.dtype, "params" in unit.p.offloads
 
 
 def format_owners(found: Sequence[Matrix], spec: PartitionSpec) -> str:
