@@ -40,8 +40,8 @@ class GatheredUnit:
     """A unit that one call has gathered once in forward, and gathers again in backward."""
 
     __slots__ = (
-        "__weakref__", "_lease", "_version", "chain", "dtypes", "forward_buffer", "index", "is_trained", "recomputed_runs",
-        "route", "schedule", "shard", "unit",
+        "__weakref__", "_lease", "_restoring", "_version", "chain", "dtypes", "forward_buffer", "index", "is_trained",
+        "recomputed_runs", "route", "schedule", "shard", "unit",
     )  # fmt: skip
 
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
@@ -56,6 +56,7 @@ class GatheredUnit:
         self.is_trained = False
         self.recomputed_runs = 0  # of modules that forward ran with this buffer, and that backward runs again
         self._version = _torch.version(self.shard)
+        self._restoring = -2  # the run of backward that reads its views
         self.unshard()
 
     # --- forward ---
@@ -166,7 +167,9 @@ class GatheredUnit:
     def restore_view(self, saved: SavedView) -> Tensor:
         """Return the view of backward's buffer that stands for a saved one."""
         schedule = self.schedule
-        schedule.prefetch_backward(self)
+        if self._restoring != (run := schedule.backward.run_number()):  # once for its first view
+            self._restoring = run
+            schedule.prefetch_backward(self)
         if saved.by_backward:
             schedule.backward.release_oldest_for(self)
         is_over = schedule.is_over()

@@ -89,7 +89,7 @@ Buffer = TypeVar("Buffer", bound=HasDtypes)
 
 def find_viewed_buffer(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     """Return the entry, by storage, of the buffer that a plain tensor views by shape, strides and offset alone, or None."""
-    note = live.get(storage_id(inner)) if is_plain(inner) else None
+    note = live.get(storage_id(inner)) if live and is_plain(inner) else None
     if note is None or inner.dtype not in note.dtypes or inner.is_conj() or inner.is_neg():
         return None
     return note

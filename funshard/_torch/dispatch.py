@@ -183,7 +183,11 @@ def op_traits(op: OpOverload) -> OpTraits:
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is a strided Tensor, Parameter or FakeTensor. Wrappers of transforms pass: call it below them."""
-    return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and tensor.layout is torch.strided
+    return type(tensor) in _PLAIN_TYPES and tensor.layout is _STRIDED
+
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
+_STRIDED = torch.strided
 
 
 def detach_in_dispatch(tensor: Tensor) -> Tensor:

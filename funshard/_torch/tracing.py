@@ -20,7 +20,6 @@ from torch.torch_version import TorchVersion
 from .levels import current_level
 
 __all__ = [
-    "FakeTensor",
     "FORWARD_CAN_BE_REPLACED",
     "PROFILER_OPS",
     "FakeTensor",
