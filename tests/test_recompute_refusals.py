@@ -599,3 +599,76 @@ def test_a_dropout_whose_generator_is_a_global(way: str) -> None:
         return [WAYS[way](loss)(X) for _ in range(2)]
 
     assert_close(gradients(fs.P("shard", remat=True)), gradients(fs.P("shard")))
+
+
+class Scales(nn.Linear):
+    """A layer that doubles the gradient of its activation by a hook, registered without asking whether there is a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda g: 2 * g)
+        self.weight.register_hook(lambda g: 3 * g)
+        return y.sin()
+
+
+class ScalesArgument(nn.Linear):
+    view = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view_as(x) if self.view else x
+        if x.requires_grad:
+            x.register_hook(lambda g: 2 * g)
+        return super().forward(x).sin()
+
+
+class Residual(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = make(), make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return (x + self.second(x)).square().sum()
+
+
+HOOK_WAYS = {name: WAYS[name] for name in ("fs.grad", "torch.func.grad")}
+
+
+@pytest.mark.parametrize("way", HOOK_WAYS)
+def test_a_hook_in_a_recomputed_module(way: str) -> None:
+    """The first run registers it on a tensor that has a graph, and the last run's gradient passes through it."""
+    torch.manual_seed(0)
+    model, x = Residual(lambda: Scales(3, 3)).double(), torch.randn(2, 3, dtype=torch.float64)
+    grads: list[Any] = []
+    for remat in (False, True):
+        spec = fs.by_type(Scales, p=fs.P(remat=remat))(model)
+        loss = lambda p, spec=spec: fs.functional_call(model, p, (x,), spec=spec)  # noqa: E731
+        grads.append(HOOK_WAYS[way](loss)(fs.shard(model, spec)))
+    assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("way", HOOK_WAYS)
+def test_a_hook_on_an_argument_is_refused(way: str) -> None:
+    """It would miss the gradient that the argument gets outside of the module; on a view it sees that part alone."""
+    torch.manual_seed(0)
+    model, x = Residual(lambda: ScalesArgument(3, 3)).double(), torch.randn(2, 3, dtype=torch.float64)
+    specs = [fs.by_type(ScalesArgument, p=fs.P(remat=remat))(model) for remat in (False, True)]
+    grads = [HOOK_WAYS[way](lambda p, s=s: fs.functional_call(model, p, (x,), spec=s)) for s in specs]
+    with pytest.raises(RuntimeError, match=r"module 'second' .*calls register_hook on .* given, args\[0\], .* x\.view_as\(x\)"):
+        grads[1](fs.shard(model, specs[1]))
+    model.first.view = model.second.view = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    params = fs.shard(model, specs[1])
+    assert_close(grads[1](params), grads[0](params))
+
+
+def test_a_hook_in_a_function_that_a_recomputed_one_calls() -> None:
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return hooks(x @ w).sin()
+
+    def hooks(y: Tensor) -> Tensor:
+        y.register_hook(lambda g: 2 * g)
+        return y
+
+    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+    grads = [torch.autograd.grad(g(x, w).sum(), (x, w)) for g in (f, fs.remat(f))]
+    assert_close(grads[1], grads[0])

@@ -37,9 +37,10 @@ QUERY_GETTERS: Mapping[str, Callable[..., Any]] = {
 GRAD: Callable[..., Any] = getattr(torch.Tensor, "grad").__get__  # noqa: B009
 """The getter of ``tensor.grad`` as a TorchFunctionMode sees it."""
 
-_QUERIES = frozenset({*QUERY_GETTERS, "grad"})
+_QUERIES = frozenset({*QUERY_GETTERS, "grad", "register_hook"})
 FOREIGN_PACKAGES = frozenset({*sys.stdlib_module_names, "torch", "funshard", "numpy"})
 """Packages whose code and objects are not searched."""
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
 _CACHE_SIZE = 4096
 _CACHE: dict[tuple[frozenset[types.CodeType], frozenset[type]], CodeReads] = {}
 
@@ -82,7 +83,7 @@ class CodeReads:
     """The attributes and variables that the code of functions reads, found without running it."""
 
     queries: frozenset[str]
-    """Attributes of `QUERY_GETTERS`, or ``grad``. The code that reads them need not run."""
+    """Attributes of `QUERY_GETTERS`, ``grad`` or ``register_hook``. The code that reads them need not run."""
     variables: Sequence[Callable[[], Any]]
     """Functions that return the values of globals, attributes of classes, and closures of methods."""
 
@@ -156,7 +157,7 @@ def _read_queries(code: types.CodeType) -> set[str]:
     strings = {value for value in code.co_consts if isinstance(value, str) and value in _QUERIES}
     if _QUERIES.isdisjoint(code.co_names):
         return strings
-    return strings | {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_ATTR"} & _QUERIES
+    return strings | {step.argval for step in dis.get_instructions(code) if step.opname in _READS} & _QUERIES
 
 
 def _find_variables(f: types.FunctionType, names: set[str]) -> Iterator[tuple[Callable[[], Any], Any]]:

@@ -75,7 +75,7 @@ class RecomputedFunction:
         reads = find_code_reads(reached.objects)
         self._generators = reads.find_generators({id(obj) for obj in reached.objects})
         queries = reads.queries if records or has_grads else frozenset[str]()
-        self._queries = queries & QUERY_GETTERS.keys() if records else frozenset[str]()
+        self._queries = queries - {"grad"} if records else frozenset[str]()
         self._may_read_grads = has_grads and "grad" in queries
         self._answers = [(x.requires_grad, x.is_leaf) for x in reached.tensors] if self._queries else None
         # most runs in a stack are of transforms, where the results of another run have other values
@@ -130,7 +130,7 @@ class RecomputedFunction:
                 xs = tuple(self._with_answers(x, *answers, path) for x, answers, path in operands)
         if self._attributes:
             xs = tuple(with_attributes(x, self._attributes.get(i)) for i, x in enumerate(xs))
-        versions = [_torch.version(x) for x in xs]
+        versions = [(_torch.version(x), len(x._backward_hooks or ())) for x in xs]
         inputs = RunInputs(self._snapshot, xs, self._changed, self._reached, self.name)
         try:
             outcome, after = self._run(inputs, xs)
@@ -140,11 +140,16 @@ class RecomputedFunction:
             raise
         finally:
             inputs.restore_modules()
-        for x, version, path in zip(xs, versions, self._paths, strict=True):
+        for x, (version, hooks), path in zip(xs, versions, self._paths, strict=True):
             if _torch.version(x) != version:
                 raise RuntimeError(
                     f"{self.name} changed in place a tensor that it was given: {path}; expected it unchanged, because the "
                     "function runs again; change a copy"
+                )
+            if len(x._backward_hooks or ()) != hooks:
+                raise RuntimeError(
+                    f"{self.name} calls register_hook on a tensor that it was given, {path}, where the hook would miss the "
+                    "gradient from outside: expected it on x.view_as(x), or where the tensor comes from"
                 )
         for i, x in enumerate(xs):
             if (now := vars(x)) and not attributes_equal(now, self._attributes.get(i, {})):
@@ -167,7 +172,7 @@ class RecomputedFunction:
         """Return an operand that answers queries as the caller's tensor does: in the first run operands have no graph."""
         if self._first is None and requires_grad:
             x = x.detach().requires_grad_()
-        if is_leaf and not x.is_leaf and self._queries - {"requires_grad"}:
+        if is_leaf and not x.is_leaf and self._queries & {"is_leaf", "grad_fn"}:
             raise RuntimeError(
                 f"{self.name} may read is_leaf or grad_fn of {path}, which is a leaf, and is none where its gradient is "
                 "differentiated again: expected it not to, or a view of the leaf (x.view_as(x))"
