@@ -880,17 +880,44 @@ def test_functional_call_inside_remat() -> None:
         assert_close(way(lambda p: (fs.remat(lambda: call(p))() ** 2).sum(), params, params), want, **EXACT)
 
 
-def test_remat_inside_functional_call_is_refused() -> None:
-    """A gathered parameter that a function reads is none of its arguments."""
+class Inside(nn.Module):
+    """A module that recomputes its layer by itself, in one of several ways."""
 
-    class Inside(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return fs.remat(super().forward)(x)
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
 
-    model = nn.Sequential(Inside(WIDTH, WIDTH)).double()
-    spec = fs.by_type(Inside)(model).bound
-    with pytest.raises(RuntimeError, match=r"unit '0' is read inside of remat of Linear.forward, .* as in f\(self"):
-        fs.grad(lambda p: fs.functional_call(model, p, X, spec=spec).sum())(fs.shard(model, spec))
+    def forward(self, x: Tensor) -> Tensor:
+        params = dict(self.layer.named_parameters()) if "functional_call" in self.how else {}
+        if self.how == "functional_call":
+            return fs.remat(lambda p, x: torch.func.functional_call(self.layer, p, x))(params, x)
+        if self.how == "functional_call, closure":
+            return fs.remat(lambda x: torch.func.functional_call(self.layer, params, x))(x)
+        if self.how == "tensors":
+            return fs.remat(nn.functional.linear)(x, self.layer.weight, self.layer.bias)
+        return fs.remat(self.layer)(x) if self.how == "module" else self.layer(x)
+
+
+@pytest.mark.parametrize("how", ["module", "functional_call", "functional_call, closure"])
+def test_remat_inside_functional_call_is_refused(how: str) -> None:
+    """A gathered parameter that a function reads is none of its arguments; both things that the error advises are exact."""
+
+    def grad(how: str, remat: type[nn.Module] | None = None) -> fs.Params:
+        torch.manual_seed(0)
+        model = nn.Sequential(Inside(how), Inside(how)).double()
+        policy = fs.by_type(Inside) if remat is None else fs.by_type(remat, p=fs.P("shard", remat=True))
+        spec = policy(model).bound
+        loss = lambda p: fs.functional_call(model, p, X, spec=spec).square().sum()  # noqa: E731
+        return fs.unshard(fs.grad(loss)(fs.shard(model, spec)), spec)
+
+    with pytest.raises(
+        RuntimeError,
+        match=r"unit '0' is read inside of remat of .*expected P\(remat=True\) for the module .*fs\.remat\(F\.linear",
+    ):
+        grad(how)
+    want = grad("plain")
+    assert_close(grad("plain", nn.Linear), want, **EXACT)
+    assert_close(grad("tensors"), want, **EXACT)
 
 
 def test_a_module_in_remat_is_refused_or_frozen() -> None:

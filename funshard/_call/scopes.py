@@ -64,10 +64,10 @@ class UnitScopes:
         """Return the unit; gather it unless it is in use."""
         if recomputing_names() != self._inside:
             name = recomputing_names()[-1]
-            instead = "or P(remat=True) for a module around both" if name.startswith("module ") else "as in f(self.weight, x)"
+            instead = next(text for kind, text in _INSTEAD.items() if name.startswith(kind))
             raise RuntimeError(
-                f"unit '{unit.key}' is read inside of {name}, which does not own it: there it would have no gradient; expected "
-                f"the parameter among the arguments, {instead}"
+                f"unit '{unit.key}' is read inside of {name}, which does not own it: there it would have no gradient; "
+                f"expected {instead}"
             )
         if (hook := _torch.current_pack_hook()) is not self.hook or not torch.is_grad_enabled():
             self._refuse_checkpoints(unit, hook)
@@ -159,3 +159,14 @@ class UnitScopes:
             self.free(list(self.active.values()))
             if self._written and not interrupted:
                 raise write_error(*self._written) from cause
+
+
+_INSTEAD = {
+    "module ": "the parameter among the arguments, or P(remat=True) for a module around both",
+    "remat of ": (
+        "P(remat=True) for the module that it runs, by itself or by functional_call; or the tensor alone among the arguments, "
+        "as in fs.remat(F.linear)(x, self.weight)"
+    ),
+    "": "the tensor alone among the arguments, as in F.linear(x, weight)",
+}
+"""What to write instead of a recomputed function that reads a unit's parameter, by the beginning of the function's name."""
