@@ -360,6 +360,41 @@ def full_parameters_in_the_place_of_shards(rank: int) -> None:
                 torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+class MuteError(RuntimeError):
+    """An error without a message, since its class raises."""
+
+    def __str__(self) -> str:
+        raise KeyError("no message")
+
+
+@on_two_ranks
+def an_error_of_forward_whose_message_cannot_be_read(rank: int) -> None:
+    """It comes out as it is: where errors are looked through for torch's words, and told to the other ranks."""
+
+    failing = [0, 1]
+
+    class Model(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if rank in failing:
+                raise MuteError
+            return y
+
+    model, spec, params, x = setting(rank, Model())
+
+    def loss(params: fs.Params) -> Tensor:
+        return squared(fs.functional_call(model, params, x, spec=spec))
+
+    for call in (loss, fs.grad(loss), fs.grad(fs.remat(loss)), lambda params: fs.hvp(loss, params, params)):
+        with pytest.raises(MuteError):
+            call(params)
+    failing.remove(0)
+    with pytest.raises(MuteError if rank else RuntimeError) as raised, fs.check(20):
+        fs.grad(loss)(params)
+    if not rank:
+        assert "rank 1 raised MuteError: no message: __str__ of MuteError raises" in str(raised.value)
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_call(gloo2: Pool, check: Callable[[int], None]) -> None:
     """Each function above with the mark, on two ranks."""

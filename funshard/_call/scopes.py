@@ -149,7 +149,8 @@ class UnitScopes:
             interrupted = False
         except Exception as error:
             cause, interrupted = error, False
-            if self.active and any(words in str(error) for words in _VIEW_ERRORS):  # torch has refused it already
+            text = _torch.error_text(error)
+            if self.active and any(words in text for words in _VIEW_ERRORS):  # torch has refused it already
                 unit = next(reversed(self.active.values())).unit
                 self._written = self._written or (unit, f"a view, as {', '.join(repr(p.name) for p in unit.params)}")
             raise

@@ -116,7 +116,7 @@ def compile(
                     raise errors[-1] from error
                 if (raised := _torch.find_traced_error(error)) is not None:
                     raise add_compile_hint(raised, error) from error
-                if "DynamicLayer.cpp" in str(error):  # torch's own assertion, where it goes on after a break
+                if "DynamicLayer.cpp" in _torch.error_text(error):  # torch's own assertion, where it goes on after a break
                     raise RuntimeError(
                         "compile: the graph breaks inside of a gradient, as by a branch on values in forward, and torch cannot "
                         "go on from there: expected a step that is one graph, or no compile; fullgraph=True names the line"

@@ -93,7 +93,8 @@ def report_to_ranks(spec: PartitionSpec, together: bool) -> Generator[None]:
         yield
     except Exception as error:
         if together:
-            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            text = _torch.error_text(error)
+            text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
             with contextlib.suppress(ValueError):
                 check_ranks_agree(spec, error=text)
         raise

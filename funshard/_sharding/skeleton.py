@@ -83,7 +83,8 @@ def skeleton(model: M) -> M:
     try:
         bare = copy.deepcopy(model, memo)
     except Exception as error:
-        raise TypeError(f"skeleton: {type(model).__name__} cannot be copied: {type(error).__name__}: {error}") from error
+        why = f"{type(error).__name__}: {_torch.error_text(error)}"
+        raise TypeError(f"skeleton: {type(model).__name__} cannot be copied: {why}") from error
     if module_tree(bare) != tree or not all(p.is_meta for p in bare.parameters()) or {*map(id, bare.modules())} & inside:
         raise TypeError(
             f"skeleton: {type(model).__name__} does not copy as it is: expected a plain copy.deepcopy of its modules"

@@ -9,6 +9,7 @@ from .backward import *
 from .compile_errors import *
 from .compiling import *
 from .dispatch import *
+from .error_text import *
 from .fake_ranks import *
 from .files import *
 from .frames import *

@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from .dispatch import is_plain
+from .error_text import error_text
 from .levels import current_level, detach_level, unwrap
 from .storage import storage_id
 
@@ -211,7 +212,7 @@ def saved_tensor_hooks(
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     except RuntimeError as error:
-        if "support saved tensor hooks" not in str(error):
+        if "support saved tensor hooks" not in error_text(error):
             raise
         raise RuntimeError(
             f"{who[0]} uses a torch.func transform, which torch refuses where saved tensors are replaced: expected {who[1]}"

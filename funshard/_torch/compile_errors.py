@@ -7,6 +7,8 @@ import builtins
 import re
 from typing import Any
 
+from .error_text import error_text
+
 __all__ = ["classify_compile_error", "describe_compile_error", "find_compile_hint", "find_traced_error"]
 
 
@@ -89,5 +91,5 @@ _HINTS = [
 
 def find_compile_hint(error: BaseException) -> str:
     """Return what to do about a known error of torch.compile; empty for none."""
-    text = str(error)
+    text = error_text(error)
     return next((hint for words, hint in _HINTS if re.search(words, text)), "")

@@ -37,7 +37,7 @@ _EXPECTS_INTEGERS = re.compile(r"(scalar types?:?|dtype to be) Long")
 
 def is_forward_rule_missing(error: BaseException) -> bool:
     """Return whether torch says that it has no forward-mode rule. Pinned by ``test_what_has_no_forward_mode_rule``."""
-    text = str(error)
+    text = _torch.error_text(error)
     if isinstance(error, NotImplementedError):
         return _NO_FORWARD_RULE.search(text) is not None
     return isinstance(error, RuntimeError) and text.startswith(_WRITES_TANGENT)
@@ -50,13 +50,14 @@ def add_hints(error: E, model: nn.Module | None = None, *, known: str = "") -> E
     """
     if find_hint(error):
         return error
-    if _NO_SECOND_OF_BAG.search(str(error)):
+    text = _torch.error_text(error)
+    if _NO_SECOND_OF_BAG.search(text):
         hint = "expected nn.Embedding and a sum or mean over the bag where a gradient is differentiated again"
         return _add_note(error, f"{_PREFIX}torch's EmbeddingBag has no second derivative: {hint}")
-    if str(error).startswith(_WRITES_TANGENT):
+    if text.startswith(_WRITES_TANGENT):
         hint = "expected a gradient of a gradient, as fs.hvp(..., forward=False)"
         return _add_note(error, f"{_PREFIX}torch's forward-mode rule of an operator, such as F.mse_loss, fails: {hint}")
-    found = _NO_FORWARD_RULE.search(str(error)) or _NO_SECOND_OF_ATTENTION.search(str(error))
+    found = _NO_FORWARD_RULE.search(text) or _NO_SECOND_OF_ATTENTION.search(text)
     if found is None:
         return error
     if "attention" in found.group() and "attention" in known:
@@ -94,11 +95,12 @@ def add_argument_hints(
         hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
     used = {unit.p.precision._resolve(unit.dtype).param if unit.p.precision else unit.dtype for unit in spec}
     used |= {dtype for unit in spec for dtype in unit.kept_dtypes if dtype}
-    floats = {x.dtype for x in tensors if x.is_floating_point() or "Long" in str(error)}  # whole numbers are often right
+    text = _torch.error_text(error)
+    floats = {x.dtype for x in tensors if x.is_floating_point() or "Long" in text}  # whole numbers are often right
     shown = ", ".join(sorted({str(x.dtype) for x in tensors if x.is_floating_point()}))
-    if shown and _EXPECTS_INTEGERS.search(str(error)):
+    if shown and _EXPECTS_INTEGERS.search(text):
         hints.append(f"arguments are of {shown}, and torch expects integers of one of them, such as ids or labels: x.long()")
-    elif _ABOUT_DTYPES.search(str(error)) and (others := floats - used):
+    elif _ABOUT_DTYPES.search(text) and (others := floats - used):
         shown = ", ".join(sorted(map(str, others)))
         hints.append(
             f"arguments are of {shown}, units compute in {', '.join(sorted(map(str, used)))}; cast the arguments, or give the "
@@ -163,7 +165,8 @@ def _extend_message(error: Exception, hints: list[str]) -> None:
 
 def find_hint(error: BaseException) -> str:
     """Return the note that `add_hints` has added to an error; empty for none."""
-    return next((note for note in (*getattr(error, "__notes__", ()), *str(error).split("\n")) if note.startswith(_PREFIX)), "")
+    notes = *getattr(error, "__notes__", ()), *_torch.error_text(error).split("\n")
+    return next((note for note in notes if note.startswith(_PREFIX)), "")
 
 
 def _add_note(error: E, note: str) -> E:

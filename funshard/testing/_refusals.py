@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._transforms.error_hints import find_running_module
 
@@ -66,7 +67,7 @@ def explain_vmap(model: nn.Module) -> Generator[None]:
                 "expected none inside functional_call, where it would recompute with the module's own parameters; give its "
                 "blocks P(remat=True), and switch it off (of transformers: model.gradient_checkpointing_disable())"
             ) from error
-        if _BY_VMAP.search(str(error)):
+        if _BY_VMAP.search(_torch.error_text(error)):
             raise RuntimeError(
                 f"assert_exact: simulated ranks run together under torch.vmap, and {where} does what vmap cannot: "
                 f"{str(error).strip().splitlines()[0]}; expected a forward without branches on values and without writes "

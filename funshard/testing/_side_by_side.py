@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .. import _torch
 from .._batchnorm import SyncBatchNorm
 from .._call.call import functional_call
 from .._sharding.agree import gather_texts
@@ -128,7 +129,7 @@ class Case:
                 runs = self._run_in_turn(seed, order, vector, visited)
         except Exception as raised:  # the other ranks hear of it before they wait for this one's gradients
             error = raised
-        texts = self.gather_text("" if error is None else f"{type(error).__name__}: {error}")
+        texts = self.gather_text("" if error is None else f"{type(error).__name__}: {_torch.error_text(error)}")
         if error is not None:
             raise error
         for rank, text in enumerate(texts):

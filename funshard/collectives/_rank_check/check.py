@@ -196,7 +196,7 @@ def _report(error: BaseException, traceback: TracebackType | None) -> None:
     """Tell the other ranks of an error, and be ready for another check."""
     if (monitor := _switch.monitor) is None:
         return
-    first = (str(error).strip() or "no message").splitlines()[0][:500]
+    first = (_torch.error_text(error).strip() or "no message").splitlines()[0][:500]
     monitor.report(f"fs.check: rank {monitor.rank} raised {type(error).__name__}: {first} ({find_error_line(traceback)})")
     monitor.forget_error()
 
