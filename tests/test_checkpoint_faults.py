@@ -7,9 +7,10 @@ import contextlib
 import json
 import os
 import shutil
+import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,152 @@ def test_every_flipped_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
         else:
             assert all(loaded[key].equal(expected[key]) for key in expected), at
     assert found > 10
+
+
+def contents(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the content of a manifest, under a good checksum."""
+    file = path / "funshard.json"
+    content = json.loads(json.loads(file.read_text())["content"])
+    change(content)
+    text = json.dumps(content)
+    file.write_text(json.dumps({"content": text, "crc32": regular.checksum(text.encode())}))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_file_of_another_save_is_refused(tmp_path: Path, check: bool) -> None:
+    """Of a copy that was interrupted: the file's size, shapes and own checksums are right, the values are another step's."""
+    _, spec = made()
+    for step in (1, 2):
+        params = {unit.key: torch.full((spec.shard_numel(unit),), float(step)) for unit in spec}
+        checkpoint.save(tmp_path / str(step), {"params": params, "step": step}, spec)
+    shutil.copy(tmp_path / "1" / "__0_0.distcp", tmp_path / "2" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"tensor 'params.*' in file '__0_0.distcp' .* is it another's\?"):
+        checkpoint.load(tmp_path / "2", spec, check=check)
+    assert checkpoint.load(tmp_path / "2", spec, only="step") == 2
+    assert checkpoint.load(tmp_path / "1", spec)["step"] == 1
+
+
+def test_a_checkpoint_of_version_0_2_loads(tmp_path: Path) -> None:
+    """Its manifest has no checksums of tensors."""
+    model, spec = made()
+    params = fs.shard(model, spec)
+    checkpoint.save(tmp_path / "1", params, spec)
+    contents(tmp_path / "1", lambda content: content.pop("checksums"))
+    assert all(shard.equal(params[key]) for key, shard in checkpoint.load(tmp_path / "1", spec).items())
+
+
+# --- Ranks whose calls differ. ---
+
+
+def call_otherwise(rank: int, path: str, change: str) -> None:
+    """A call that differs on the second rank."""
+    _, spec = made()
+    params = {unit.key: torch.zeros(spec.shard_numel(unit)) for unit in spec}
+    state = {"params": params, "ema": params, "step": 1}
+    other = f"{path}/{2 if rank else 1}"
+    match change:
+        case "load":
+            checkpoint.load(other, spec)
+        case "load only":
+            checkpoint.load(f"{path}/1", spec, only="ema" if rank else "params")
+        case "load like":
+            checkpoint.load(f"{path}/1", spec, like={"ema" if rank else "params": params})
+        case "save and load":
+            checkpoint.load(f"{path}/1", spec) if rank else checkpoint.save(f"{path}/3", state, spec)
+        case "asynchronous":
+            checkpoint.save(f"{path}/3", state, spec, asynchronous=bool(rank)).wait()
+        case "export":
+            checkpoint.export(f"{path}/3", params, spec, dry_run=bool(rank))
+        case _:
+            checkpoint.read_safetensors(other, spec)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("load", r"expected one checkpoint .*, got on rank 0 '.*/1', on rank 1 '.*/2', with other contents or names; latest"),
+        ("load only", r"checkpoint.load: expected one only on all ranks, got on rank 0 'params', on rank 1 'ema'"),
+        ("load like", r"expected one checkpoint and names of one like= on all ranks, got on rank 0 '.*/1', on rank 1 '.*/1'"),
+        ("save and load", r"expected one function on all ranks, got on rank 0 'checkpoint.save', on rank 1 'checkpoint.load'"),
+        ("asynchronous", "expected one asynchronous on all ranks, got on rank 0 False, on rank 1 True"),
+        ("export", "expected one dry_run on all ranks, got on rank 0 False, on rank 1 True"),
+        ("read_safetensors", r"expected one path on all ranks, got on rank 0 '.*/1', on rank 1 '.*/2'"),
+    ],
+)
+def test_calls_that_differ_between_ranks(gloo2: Pool, tmp_path: Path, change: str, text: str) -> None:
+    """Every rank says what differs: the result would be half of each, or the ranks would wait for each other."""
+    for step in (1, 2):
+        gloo2.run(write_both, str(tmp_path / str(step)), step)
+    gloo2.run(expect, "ValueError", text, call_otherwise, str(tmp_path), change)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+def write_both(rank: int, path: str, step: int) -> None:
+    _, spec = made()
+    params = {unit.key: torch.full((spec.shard_numel(unit),), float(step)) for unit in spec}
+    checkpoint.save(path, {"params": params, "ema": params, "step": step}, spec)
+
+
+def read_copies(rank: int, path: str) -> None:
+    _, spec = made()
+    assert checkpoint.load(f"{path}/{rank}", spec)["step"] == 1
+
+
+def test_each_rank_may_load_a_copy_of_its_own(gloo2: Pool, tmp_path: Path) -> None:
+    """As on the local disks of several machines: what counts is the save, not the path."""
+    gloo2.run(write_both, str(tmp_path / "0"), 1)
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    gloo2.run(read_copies, str(tmp_path))
+
+
+class MuteError(ValueError):
+    """An error without a message, since its class raises."""
+
+    def __str__(self) -> str:
+        raise KeyError("no message")
+
+
+def raises_mute(rank: int, path: str) -> None:
+    _, spec = made()
+
+    def rename(name: str) -> str:
+        if rank:
+            raise MuteError
+        return name
+
+    checkpoint.export(path, {unit.key: torch.zeros(spec.shard_numel(unit)) for unit in spec}, spec, rename=rename)
+
+
+def test_an_error_whose_message_cannot_be_read_is_raised_on_every_rank(gloo2: Pool, tmp_path: Path) -> None:
+    """A rank that fails while it reports an error leaves the others waiting."""
+    gloo2.run(expect, "CheckpointError", "rank 1: no message: __str__ of MuteError raises", raises_mute, str(tmp_path / "1"))
+
+
+# --- Arguments of any function. ---
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_a_timeout_that_is_none(tmp_path: Path, timeout: float) -> None:
+    """Said before anything is written or sent."""
+    model, spec = made()
+    with pytest.raises(ValueError, match=r"checkpoint.save: timeout: expected a positive number of seconds, .* got"):
+        checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec, timeout=timeout)
+    with pytest.raises(ValueError, match=r"checkpoint.load: timeout: expected a positive number of seconds, .* got"):
+        checkpoint.load(tmp_path / "1", spec, timeout=timeout)
+
+
+def test_paths_may_be_bytes(tmp_path: Path) -> None:
+    """As for the functions of os."""
+    model, spec = made()
+    params = fs.shard(model, spec)
+    root: Any = os.fsencode(tmp_path)  # the annotations say str
+    for name in (b"/1", b"/2"):
+        checkpoint.save(root + name, params, spec)
+    assert checkpoint.latest(root) == tmp_path / "2"
+    assert checkpoint.load(root + b"/2", spec)["0"].equal(params["0"])
+    assert checkpoint.clean(root, keep=1) == [tmp_path / "1"]
+    assert checkpoint.export(root + b"/3", params, spec) == tmp_path / "3"
+    assert checkpoint.read_safetensors(root + b"/3", spec)["0"].equal(params["0"])
 
 
 # --- Another model. ---
@@ -612,3 +759,48 @@ def test_a_link_is_not_written_over(tmp_path: Path, to: str) -> None:
     with pytest.raises(FileExistsError, match=r"link: expected a path where nothing is"):
         checkpoint.save(tmp_path / "link", fs.shard(model, spec), spec)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@contextlib.contextmanager
+def as_user(uid: int) -> Generator[None]:
+    """As another user, for root."""
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+def test_clean_leaves_what_belongs_to_others() -> None:
+    """It does not raise after it has removed the first ones, and returns only what is gone."""
+    model, spec = made()
+    params = fs.shard(model, spec)
+    with tempfile.TemporaryDirectory() as name:  # pytest's directories are for their owner alone
+        folder = Path(name)
+        folder.chmod(0o777)
+        theirs = staging.StagingDirectory(folder / "theirs")  # root's, whose lock others cannot open
+        assert theirs._lock is not None
+        os.close(theirs._lock)
+        checkpoint.save(folder / "1", params, spec)  # root's too, which the other user may rename, but not remove
+        with as_user(65534):
+            for step in ("2", "3"):
+                checkpoint.save(folder / step, params, spec)
+            with pytest.warns(UserWarning, match="1 stays, because this user may not remove it"):
+                assert checkpoint.clean(folder, keep=1) == [folder / "2"]
+        assert {path.name for path in folder.iterdir()} == {"1", "3", theirs.directory.name}
+        assert checkpoint.load(folder / "1", spec)["0"].equal(params["0"])
+        assert set(checkpoint.clean(folder, keep=1)) == {folder / "1", theirs.directory}
+
+
+def test_clean_returns_only_what_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory whose removal fails halfway is no checkpoint any more, and is not returned before it is gone."""
+    model, spec = made()
+    for name in ("1", "2"):
+        checkpoint.save(tmp_path / name, fs.shard(model, spec), spec)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+        assert checkpoint.clean(tmp_path, keep=1) == []
+    (left,) = (path for path in tmp_path.iterdir() if path.name != "2")
+    assert checkpoint.clean(tmp_path, keep=1) == [left]
+    assert list(tmp_path.iterdir()) == [tmp_path / "2"]

@@ -33,7 +33,7 @@ TENSORS: dict[str, Tensor] = {
 
 def written(tensor: Tensor) -> bytes:
     file = io.BytesIO()
-    assert write_record(file, tensor, {}) == len(file.getvalue())
+    assert write_record(file, tensor, {})[0] == len(file.getvalue())
     return file.getvalue()
 
 

@@ -82,8 +82,9 @@ def export(
         ['model.safetensors']
     """
     spec = bind_spec(spec)
-    ranks = connect_ranks(spec, "checkpoint.export", timeout)
-    target = Path(directory).absolute()
+    path = os.fsdecode(directory)
+    ranks = connect_ranks(spec, "checkpoint.export", timeout, directory=path, dtype=str(dtype), dry_run=bool(dry_run))
+    target = Path(path).absolute()
 
     def plan() -> list[FileLayout]:
         if ranks.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,13 +16,24 @@ from .._spec.bind import bind_spec
 from .._spec.local import describe_pieces
 from .._spec.spec import PartitionSpec
 from ._errors import CheckpointError
-from ._files.manifest import read_manifest
+from ._files.manifest import METADATA, read_manifest
 from ._files.metadata import read_metadata
+from ._files.regular import checksum, read_regular
 from ._files.stored_tensors import StoredTensors
 from ._ranks.ranks import TIMEOUT, Ranks, connect_ranks
 from ._state.describe import describe
 from ._state.json_tree import check_rank_count, iter_plain_values, select_part, tree_from_json
-from ._state.leaves import OwnedLeaf, ScalarLeaf, SliceLeaf, StoredLeaf, TensorLeaf, TensorRange, ValueLeaf, is_uniform
+from ._state.leaves import (
+    OwnedLeaf,
+    ScalarLeaf,
+    SliceLeaf,
+    StoredLeaf,
+    TensorLeaf,
+    TensorRange,
+    ValueLeaf,
+    is_uniform,
+    leaf_names,
+)
 from ._state.tree import Node, build_state, iter_leaves, make_units_node, parameter_slice
 
 __all__ = ["load"]
@@ -47,7 +59,7 @@ def load(
     ``like={"model": params, "optim": {"state": opt_state}}`` the optimizer's state too.
 
     Args:
-        path: The directory of the checkpoint.
+        path: The directory of the checkpoint, the same one on all ranks: a copy for each machine is, another save is an error.
         spec: A bound spec, all ranks of whose mesh call this.
         only: The path of a part of the state to read, such as ``"params"`` or ``"opt.ema"``.
         like: A state with the structure, shapes and dtypes of the result; tensors may be on the meta device. It is needed for
@@ -76,8 +88,16 @@ def load(
     spec = bind_spec(spec)
     if only is not None and not isinstance(only, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint.load: only: expected the path of a part of the state, as 'params', got {only!r}")
-    ranks = connect_ranks(spec, "checkpoint.load", timeout)
-    loader = ranks.run(lambda: _Loader(Path(path), spec, ranks, only, like), "checkpoint.load")
+    path = os.fsdecode(path)
+    ranks = connect_ranks(spec, "checkpoint.load", timeout, only=only)
+    loader, found = ranks.run_and_exchange(
+        lambda: _Loader(Path(path), spec, ranks, only, like), "checkpoint.load", lambda loader: (loader.identity, path)
+    )
+    if other := next((rank for rank, (identity, _) in enumerate(found) if identity != found[0][0]), 0):
+        raise ValueError(
+            f"checkpoint.load: expected one checkpoint and names of one like= on all ranks, got on rank 0 {found[0][1]!r}, on "
+            f"rank {other} {found[other][1]!r}, with other contents or names; latest(directory, spec) gives all ranks one path"
+        )
     state = ranks.run(lambda: loader.read(check=check), "checkpoint.load")
     LOGGER.info("checkpoint.load: %s is read", path)
     return state
@@ -89,7 +109,7 @@ class _Loader:
     def __init__(self, directory: Path, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any) -> None:
         self._spec, self._ranks = spec, ranks
         manifest = read_manifest(directory)  # also checks the metadata's checksum
-        self._stored = StoredTensors(directory, read_metadata(directory))
+        self._stored = StoredTensors(directory, read_metadata(directory), manifest.checksums if manifest else {})
         path = tuple(only.split(".")) if only else ()
         saved = dict(iter_plain_values(manifest.state, ranks.rank)) if manifest else {}
         if like is not None:
@@ -104,6 +124,10 @@ class _Loader:
         self._values = [_find_value(leaf, saved) if isinstance(leaf, ValueLeaf) else None for leaf in leaves]
         for leaf in self._leaves.values():
             self._check(leaf)
+        names = json.dumps([name for leaf in leaves for name in leaf_names(leaf)])
+        contents = manifest.metadata if manifest else (str(directory), checksum(read_regular(directory / METADATA)))
+        self.identity = contents, checksum(names.encode())
+        """What is equal on all ranks: the checkpoint, by the unique number that is in its metadata, and the leaves to read."""
 
     def _check(self, leaf: StoredLeaf) -> None:
         """Check that the files have the tensors of a leaf."""

@@ -71,7 +71,7 @@ def optimizer_state_dict(
         {'weight': {'momentum_buffer': tensor([[1., 1., 1., 1., 1., 1., 1., 1.]])}}
     """
     spec = bind_spec(spec)
-    ranks = connect_ranks(spec, "checkpoint.optimizer_state_dict", timeout)
+    ranks = connect_ranks(spec, "checkpoint.optimizer_state_dict", timeout, rank0_only=bool(rank0_only))
     groups, group_of_param = group_by_options(spec, options)
 
     def describe() -> tuple[list[StateDict], dict[str, _UnitConverter], str]:

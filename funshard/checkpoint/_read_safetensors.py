@@ -51,8 +51,8 @@ def read_safetensors(
     not read.
 
     Args:
-        path: A file, an index (``.json``), or a directory with ``model.safetensors`` or ``model.safetensors.index.json``. If a
-            directory has both, the first is read, as in transformers.
+        path: A file, an index (``.json``), or a directory with ``model.safetensors`` or ``model.safetensors.index.json``, the
+            same path on all ranks. If a directory has both, the first is read, as in transformers.
         spec: A bound spec, all ranks of whose mesh call this.
         rename: A function from the name in the files to the name in the model, or to None for a tensor to pass over, such as a
             buffer. The default is `clean_name`, which removes the prefixes of wrappers.
@@ -77,7 +77,8 @@ def read_safetensors(
         {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """
     spec = bind_spec(spec)
-    ranks = connect_ranks(spec, "checkpoint.read_safetensors", timeout)
+    path = os.fsdecode(path)
+    ranks = connect_ranks(spec, "checkpoint.read_safetensors", timeout, path=path)
 
     def read() -> Params:
         with ExitStack() as stack, torch.no_grad():

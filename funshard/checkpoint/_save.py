@@ -131,11 +131,12 @@ def save(
         step3 {'params': {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}, 'step': 3}
     """
     spec = bind_spec(spec)
-    if "://" in os.fspath(path):
-        raise ValueError(f"checkpoint.save: expected a path in a file system that all ranks see, got {os.fspath(path)!r}")
+    path = os.fsdecode(path)
+    if "://" in path:
+        raise ValueError(f"checkpoint.save: expected a path in a file system that all ranks see, got {path!r}")
     if when_busy not in ("wait", "raise"):
         raise ValueError(f"checkpoint.save: when_busy: expected 'wait' or 'raise', got {when_busy!r}")
-    ranks = connect_ranks(spec, "checkpoint.save", timeout)
+    ranks = connect_ranks(spec, "checkpoint.save", timeout, path=path, asynchronous=bool(asynchronous))
     writing = ranks.with_background_group() if asynchronous else ranks
     target = Path(path).absolute()
     saving = Saving(target)
@@ -152,8 +153,8 @@ def save(
                 resources.planner.stage()
         return summary
 
-    def message(summary: StateSummary) -> tuple[str, str, Any]:
-        return os.fspath(path), str(resources.staging and resources.staging.directory), summary.message()
+    def message(summary: StateSummary) -> tuple[str, Any]:
+        return str(resources.staging and resources.staging.directory), summary.message()
 
     def write() -> None:
         assert resources.planner is not None
@@ -164,9 +165,8 @@ def save(
 
     with resources.release_on_error():
         summary, messages = ranks.run_and_exchange(begin, "checkpoint.save", message)
-        _check_paths([theirs for theirs, *_ in messages])
-        tree = summary.check_agreement([theirs for *_, theirs in messages], ranks)
-        directory = Path(messages[0][1])
+        tree = summary.check_agreement([theirs for _, theirs in messages], ranks)
+        directory = Path(messages[0][0])
     if asynchronous:
         saving._start(write)
     else:
@@ -202,29 +202,21 @@ def _finish_last(when_busy: str) -> None:
         saving.wait()
 
 
-def _check_paths(paths: list[str]) -> None:
-    """Raise ValueError unless all ranks give one path."""
-    if other := next((rank for rank, path in enumerate(paths) if path != paths[0]), 0):
-        raise ValueError(
-            f"checkpoint.save: expected one path on all ranks, got on rank 0 {paths[0]!r}, on rank {other} {paths[other]!r}"
-        )
-
-
 def _write_checkpoint(
     directory: Path, planner: RangeSavePlanner, tree: Any, staging: StagingDirectory | None, ranks: Ranks
 ) -> None:
     """Write this rank's file. The first rank then writes the metadata of all files, and commits the directory."""
     writer = CheckpointWriter(directory, ranks.rank)
 
-    def write() -> tuple[SavePlan, list[WriteResult]]:
+    def write() -> tuple[SavePlan, list[WriteResult], dict[str, dict[int, int]]]:
         plan = planner.create_local_plan()
-        return plan, writer.write_data(plan, planner).wait()
+        return plan, writer.write_data(plan, planner).wait(), writer.checksums
 
-    def commit(every: list[tuple[SavePlan, list[WriteResult]]]) -> None:
+    def commit(every: list[tuple[SavePlan, list[WriteResult], dict[str, dict[int, int]]]]) -> None:
         assert staging is not None
-        plans, metadata = planner.create_global_plan([plan for plan, _ in every])
+        plans, metadata = planner.create_global_plan([plan for plan, *_ in every])
         writer.prepare_global_plan(plans)
-        writer.finish(metadata, [results for _, results in every])
-        staging.commit(tree, writer.sizes)
+        writer.finish(metadata, [results for _, results, _ in every])
+        staging.commit(tree, writer.sizes, {name: found for *_, own in every for name, found in own.items()})
 
     ranks.run_and_finish(write, commit, "checkpoint.save", unless_saved="nothing was saved")

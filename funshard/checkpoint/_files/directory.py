@@ -114,7 +114,7 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
         return connect_ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT).run_on_first(
             lambda: latest(directory), "checkpoint.latest"
         )
-    for _, path, damage in reversed(list_committed(Path(directory))):
+    for _, path, damage in reversed(list_committed(Path(os.fsdecode(directory)))):
         if not damage:
             return path
         warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {damage}", stacklevel=2)
@@ -124,15 +124,15 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
 def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
     """Remove all but the last ``keep`` complete checkpoints in a directory, and what interrupted saves have left.
 
-    Damaged checkpoints, links, directories that `save` has not written and those that another process is writing stay. Call
-    it on one rank.
+    Damaged checkpoints, links, directories that `save` has not written and those that another process is writing stay,
+    with a warning also what this user may not remove. Call it on one rank.
 
     Args:
         directory: The directory that has the checkpoints' directories.
         keep: The number of checkpoints to keep.
 
     Returns:
-        The paths that were removed.
+        The paths that are gone.
 
     Raises:
         ValueError: For ``keep < 1``.
@@ -149,20 +149,32 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
     """
     if keep < 1:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
-    directory = Path(directory)
+    directory = Path(os.fsdecode(directory))
     complete = [path for _, path, damage in list_committed(directory) if not damage]
     removed: list[Path] = []
     for path in complete[:-keep]:
         moved = make_staging_path(path)
-        with contextlib.suppress(FileNotFoundError):  # another process may clean too
+        try:
+            if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+                raise PermissionError  # it can perhaps be renamed, but its files cannot be removed
             os.rename(path, moved)  # so that no reader takes a half of it for a checkpoint
-            shutil.rmtree(moved, ignore_errors=True)
-            removed.append(path)
+        except FileNotFoundError:  # another process may clean too
+            continue
+        except PermissionError:
+            if path.exists():
+                warnings.warn(f"checkpoint.clean: {path} stays, because this user may not remove it", stacklevel=2)
+            continue
+        removed += [path] if _remove(moved) else []
     for path in directory.iterdir() if directory.is_dir() else ():
-        if is_directory(path) and STAGING_NAME.fullmatch(path.name) and _is_left_over(path):
-            shutil.rmtree(path, ignore_errors=True)
+        if is_directory(path) and STAGING_NAME.fullmatch(path.name) and _is_left_over(path) and _remove(path):
             removed.append(path)
     return removed
+
+
+def _remove(path: Path) -> bool:
+    """Remove a directory, and return whether it is gone."""
+    shutil.rmtree(path, ignore_errors=True)
+    return not os.path.lexists(path)
 
 
 def _is_left_over(path: Path) -> bool:
@@ -174,11 +186,13 @@ def _is_left_over(path: Path) -> bool:
 
 
 def _is_locked(lock: Path) -> bool:
-    """Return whether a process holds the lock; False if the file is gone."""
+    """Return whether a process holds the lock, or may hold it; False if the file is gone."""
     try:
         handle = os.open(lock, os.O_RDWR)
     except FileNotFoundError:
         return False  # a checkpoint that `clean` has begun to remove
+    except PermissionError:
+        return True  # another user's, who may be writing
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

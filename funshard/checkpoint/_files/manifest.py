@@ -36,6 +36,8 @@ class Manifest:
     """The checksum of torch's metadata file."""
     state: Any
     """The JSON tree of the state, as `tree_to_json` returns it."""
+    checksums: Mapping[str, Mapping[Any, int]]
+    """For each file by name, the checksum of each tensor's elements by the tensor's offset; {} in files of version 0.2."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -82,12 +84,17 @@ def _parse(raw: bytes) -> Manifest:
     check_fields(content, {"version": int}, "the content")
     if (version := content["version"]) > VERSION:
         raise NewerError(f"of version {version}, expected at most {VERSION}: use a newer funshard")
-    check_fields(content, {"sequence": int, "files": dict, "metadata": int, "state": dict}, "the content")
+    content.setdefault("checksums", {})
+    fields = {"sequence": int, "files": dict, "metadata": int, "state": dict, "checksums": dict}
+    check_fields(content, fields, "the content")
     if not 0 < content["sequence"] <= MAX_SEQUENCE:
         raise_damaged("field 'sequence'", "a number from 1 on, of at most 63 bits", content["sequence"])
     for name, size in content["files"].items():
         if not is_plain_name(name) or type(size) is not int or not 0 <= size < SIZE_LIMIT:
             raise_damaged("field 'files'", "files of the directory and their sizes", {name: size})
+    for name, checksums in content["checksums"].items():
+        if type(checksums) is not dict:
+            raise_damaged("field 'checksums'", "an object for each file", {name: checksums})
     check_tree(content["state"])
     return Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,11 +25,14 @@ __all__ = ["CheckpointReader"]
 
 
 class CheckpointReader(FileSystemReader):
-    """A reader that checks the items of a plan. It raises CheckpointError, naming tensor and file, for damaged ones."""
+    """A reader that checks the items of a plan. It raises CheckpointError, naming tensor and file, for damaged ones.
 
-    def __init__(self, path: Path, *, check: bool) -> None:
+    ``checksums`` are those of the manifest, as in `Manifest`.
+    """
+
+    def __init__(self, path: Path, *, check: bool, checksums: Mapping[str, Mapping[str, int]] | None = None) -> None:
         super().__init__(path)
-        self._check = check
+        self._check, self._checksums = check, checksums or {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if kwargs.get("rank") is not None:
@@ -53,16 +56,20 @@ class CheckpointReader(FileSystemReader):
                     if file is None or name != opened:  # one open file at a time
                         stack.close()
                         file, opened = stack.enter_context(open_regular(Path(self.path) / name)), name
-                    self._read_chunk(file, offset, length, items, planner)
+                    self._read_chunk(file, offset, length, items, planner, self._checksums.get(name, {}).get(str(offset)))
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_chunk(self, file: BinaryIO, offset: int, length: int, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """Read the parts of one chunk, a tensor in a file, that some items ask for."""
+    def _read_chunk(
+        self, file: BinaryIO, offset: int, length: int, items: list[ReadItem], planner: LoadPlanner, expected: int | None
+    ) -> None:
+        """Read the parts of one chunk, a tensor in a file, that some items ask for; ``expected`` is its checksum, if known."""
         if offset + length > os.fstat(file.fileno()).st_size:
             raise DamagedError("it was cut short")
         found = read_record(lambda at, size: _read_exactly(file, offset + at, size), length, check_other_members=self._check)
+        if expected is not None and found.crc32 != expected:
+            raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
         for item in items:
             self._check_chunk(found, item.storage_index)
         dense = torch.empty_strided(found.shape, found.stride, device="meta").is_contiguous()

@@ -52,12 +52,12 @@ class StagingDirectory:
             self._unlock()
             raise
 
-    def commit(self, tree: Any, sizes: Mapping[str, int]) -> None:
-        """Write the manifest of a checkpoint with this JSON tree and files of these sizes, and `publish` it."""
+    def commit(self, tree: Any, sizes: Mapping[str, int], checksums: Mapping[str, Mapping[int, int]]) -> None:
+        """Write the manifest of a checkpoint with this JSON tree, sizes of files and checksums, and `publish` it."""
         known = (number for (number, _), *_ in list_committed(self.path.parent) if number < math.inf)
         sequence = min(1 + int(max(known, default=0)), MAX_SEQUENCE)  # after all that exist now: writes take long
         metadata = checksum(read_regular(self.directory / METADATA))
-        write_manifest(self.directory, Manifest(sequence, dict(sizes), metadata, tree))
+        write_manifest(self.directory, Manifest(sequence, dict(sizes), metadata, tree, dict(checksums)))
         for name in (METADATA, MANIFEST):  # after both are written: one flush of a journal takes both
             _flush(self.directory / name)
         self.publish(sizes)

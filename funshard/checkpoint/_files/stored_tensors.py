@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,8 @@ class StoredTensors:
 
     directory: Path
     metadata: Metadata
+    checksums: Mapping[str, Mapping[str, int]]
+    """Those of the manifest, as in `Manifest`."""
     _checked: set[str] = field(default_factory=set)
 
     def find_key(self, names: Sequence[str]) -> str | None:
@@ -104,7 +106,7 @@ class StoredTensors:
 
     def read(self, parts: Sequence[TensorRange], *, check: bool) -> None:
         """Read ranges of these tensors into their memory, as torch.distributed.checkpoint.load does."""
-        planner, reader = RangeLoadPlanner(parts), CheckpointReader(self.directory, check=check)
+        planner, reader = RangeLoadPlanner(parts), CheckpointReader(self.directory, check=check, checksums=self.checksums)
         planner.set_up_planner({}, self.metadata)
         reader.set_up_storage_reader(self.metadata, is_coordinator=True)
         reader.read_data(planner.create_local_plan(), planner).wait()

@@ -31,12 +31,17 @@ PIECE_BYTES = 1 << 19
 
 
 class CheckpointWriter(FileSystemWriter):
-    """A writer of one file on each rank. After `finish`, the first rank has the sizes of all files in ``sizes``."""
+    """A writer of one file on each rank.
+
+    After `write_data`, each rank has the checksums of its file's tensors in ``checksums``, by file and offset. After `finish`,
+    the first rank has the sizes of all files in ``sizes``.
+    """
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path, single_file_per_rank=True, sync_files=False, overwrite=False)
         self.set_up_storage_writer(rank == 0, rank=rank)
         self.sizes: dict[str, int] = {}
+        self.checksums: dict[str, dict[int, int]] = {}
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._aliases: dict[str, tuple[str, ...]] = plans[0].planner_data
@@ -48,10 +53,10 @@ class CheckpointWriter(FileSystemWriter):
         layouts: dict[Any, RecordLayout] = {}
         results: list[WriteResult] = []
         tensors: Iterable[Any] = map(planner.resolve_data, plan.items)
-        at = 0
+        at, checksums = 0, self.checksums.setdefault(name, {})
         with (Path(self.path) / name).open("wb", buffering=BUFFER_BYTES) as file:
             for item, tensor in zip(plan.items, _iter_on_host(tensors), strict=True):
-                length = write_record(file, tensor, layouts)
+                length, checksums[at] = write_record(file, tensor, layouts)
                 results.append(WriteResult(item.index, length, _torch.make_storage_info(name, at, length)))
                 at += length
             file.flush()
@@ -98,8 +103,8 @@ def _iter_on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 # --- A record: a ZIP file of about seven members, one of which is the elements as they lie in memory. ---
 
 
-def write_record(file: BinaryIO, tensor: Tensor, layouts: dict[Any, RecordLayout]) -> int:
-    """Write a tensor of the host as torch.save does, with its checksum, and return the number of bytes.
+def write_record(file: BinaryIO, tensor: Tensor, layouts: dict[Any, RecordLayout]) -> tuple[int, int]:
+    """Write a tensor of the host as torch.save does, and return the number of bytes and the checksum of the elements.
 
     The elements are written straight from the tensor's memory. `make_record_layout` makes the bytes around them once for each
     dtype, shape and strides, and ``layouts`` keeps them.
@@ -121,7 +126,7 @@ def write_record(file: BinaryIO, tensor: Tensor, layouts: dict[Any, RecordLayout
     for offset in crc_offsets:
         struct.pack_into("<I", end, offset, crc32)
     file.write(end)
-    return len(before) + len(raw) + len(after)
+    return len(before) + len(raw) + len(after), crc32
 
 
 class RecordLayout(NamedTuple):

@@ -7,7 +7,7 @@ import copy
 import json
 import math
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -25,6 +25,8 @@ __all__ = ["TIMEOUT", "Ranks", "connect_ranks"]
 
 TIMEOUT = 600.0
 """The default number of seconds that ranks wait for a missing rank."""
+MAX_TIMEOUT = 1e9
+"""The longest timeout in seconds, 30 years: threads and gloo wait for no longer one."""
 MAX_SHOWN = 3
 """The most ranks whose errors one error shows."""
 _FILE_ERRORS = (OSError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
@@ -48,7 +50,7 @@ class Ranks:
     _numbers: ClassVar[dict[object, int]] = {}
     """The number of each key's group. A group is named by it: a failed attempt leaves its addresses under its name."""
 
-    def __init__(self, spec: PartitionSpec, timeout: timedelta) -> None:
+    def __init__(self, spec: PartitionSpec, timeout: timedelta, call: Mapping[str, Any]) -> None:
         mesh = spec.bound_mesh
         self.rank, self.size = 0, 1
         self._group_ref: weakref.ref[HostGroup] | None = None
@@ -60,8 +62,9 @@ class Ranks:
         known = [self._numbers[key] if key in host_groups() else -1 for key in keys]
         numbers = hash_spec(spec)
         with self.explain_lost_rank():  # twice the time: a rank may be one timeout late that an earlier failure kept waiting
-            rows = _gather_numbers([dist.get_rank(), self._last, *known, *numbers], mesh, 2 * timeout)
-            if any(row[4:] != numbers for row in rows):
+            rows = _gather_rows([dist.get_rank(), self._last, *known, call, numbers], mesh, 2 * timeout)
+            _check_calls([row[4] for row in rows])
+            if any(row[5] != numbers for row in rows):
                 check_ranks_agree(spec)
         self._members, last, *group_numbers = ([row[i] for row in rows] for i in range(4))
         self._next = 1 + max(last)
@@ -225,21 +228,33 @@ class Ranks:
                 del groups[key]
 
 
-def connect_ranks(spec: PartitionSpec, where: str, timeout: float) -> Ranks:
-    """Return the ranks of a bound spec's mesh, all of which call this.
+def connect_ranks(spec: PartitionSpec, where: str, timeout: float, **options: object) -> Ranks:
+    """Return the ranks of a bound spec's mesh, all of which call this with the same ``where`` and options.
 
-    Raises ValueError on simulated ranks, on sizes without groups, within a transform, if the ranks' specs differ, and for a
-    mesh of only some ranks of the process group that does not say so.
+    Raises ValueError on simulated ranks, on sizes without groups, within a transform, if the ranks' specs, functions or options
+    differ, and for a mesh of only some ranks of the process group that does not say so.
     """
+    if not 0 < timeout <= MAX_TIMEOUT:
+        raise ValueError(f"{where}: timeout: expected a positive number of seconds, at most {MAX_TIMEOUT:g}, got {timeout!r}")
     is_connected = all(isinstance(axis, ProcessAxis) and axis.rank is not None for _, axis in spec.bound_mesh.axes)
     if not is_connected or not _torch.is_eager():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
     check_spans_world(spec.bound_mesh, where)
-    return Ranks(spec, timedelta(seconds=timeout))
+    return Ranks(spec, timedelta(seconds=timeout), {"function": where, **options})
 
 
-def _gather_numbers(own: list[int], mesh: Mesh, timeout: timedelta) -> list[list[int]]:
-    """Return the numbers of all ranks of the mesh in its row-major order, by an exchange along each axis."""
+def _check_calls(calls: list[dict[str, Any]]) -> None:
+    """Raise ValueError unless all ranks call one function with the same options."""
+    for name, first in calls[0].items():
+        if other := next((rank for rank, call in enumerate(calls) if call.get(name) != first), 0):
+            raise ValueError(
+                f"{calls[0]['function']}: expected one {name} on all ranks, got on rank 0 {first!r}, on rank {other} "
+                f"{calls[other].get(name)!r}"
+            )
+
+
+def _gather_rows(own: list[Any], mesh: Mesh, timeout: timedelta) -> list[list[Any]]:
+    """Return the rows of all ranks of the mesh in its row-major order, by an exchange along each axis."""
     rows = [own]
     for axis in (axis for _, axis in reversed(mesh.axes) if isinstance(axis, ProcessAxis) and axis.size > 1):
         texts = exchange_through_store(json.dumps(rows), axis.name, axis.rank or 0, axis.size, timeout)
@@ -249,4 +264,4 @@ def _gather_numbers(own: list[int], mesh: Mesh, timeout: timedelta) -> list[list
 
 def _error_text(error: Exception | None) -> tuple[str, str] | None:
     """Return the class and the message of an error."""
-    return None if error is None else (type(error).__name__, str(error))
+    return None if error is None else (type(error).__name__, _torch.error_text(error))
