@@ -80,6 +80,8 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a name without end": (lambda content: content.update(files={"a\0b": 3}), "field 'files'"),
     "a huge file": (lambda content: content.update(files={"__0_0.distcp": 1 << 60}), "is cut short"),
     "another checksum": (lambda content: content.update(metadata=[1]), "field 'metadata'"),
+    "checksums of another type": (lambda content: content.update(checksums=[1]), "field 'checksums'"),
+    "checksums of no file": (lambda content: content.update(checksums={"__0_0.distcp": 3}), "an object for each file"),
     "no state": (lambda content: content.pop("state"), "a field 'state'"),
     "an empty state": (lambda content: content.update(state={}), "state ''"),
     "a list": (lambda content: [content], "expected an object"),
@@ -200,6 +202,8 @@ def test_a_state_that_could_not_be_read_is_not_written(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "1", spec) == deep(100)
     with pytest.raises(ValueError, match=r"expected at most 100 containers in each other"):
         checkpoint.save(tmp_path / "2", deep(101), spec)
+    with pytest.raises(ValueError, match=r"state 'x': expected at most 64 dimensions, got 65"):
+        checkpoint.save(tmp_path / "2", {"x": torch.zeros([1] * 65)}, spec)
 
 
 # --- No pickle is run. ---
@@ -283,6 +287,22 @@ def test_a_hostile_tensor_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "owned").exists()
 
 
+def test_a_small_file_does_not_fill_memory(tmp_path: Path) -> None:
+    """A tensor of any size fits into a few bytes where its steps are 0."""
+    _, spec = made()
+    theirs(tmp_path / "1")
+    torch.save(torch.ones(1).expand(5, 4), tmp_path / "1" / "small")
+    length = (tmp_path / "1" / "small").stat().st_size
+
+    def change(metadata: Any) -> None:
+        info = metadata.storage_data[dcp.MetadataIndex("model.0.weight", [0, 0])]
+        vars(info).update(relative_path="small", offset=0, length=length)
+
+    metadata_changed(tmp_path / "1", change)
+    with pytest.raises(CheckpointError, match=r"its elements, \[5, 4\] in steps of \[0, 0\], are not all there"):
+        checkpoint.load(tmp_path / "1", spec, only="model")
+
+
 def test_files_elsewhere_are_not_read(tmp_path: Path) -> None:
     model, spec = made()
     checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
@@ -361,6 +381,14 @@ def first_chunk(**fields: Any) -> Callable[[Any], None]:
     return lambda metadata: vars(metadata.state_dict_metadata["model.0.weight"].chunks[0]).update(fields)
 
 
+def share_chunks(metadata: Any) -> None:
+    """All tensors share a list with one chunk a hundred thousand times, at two bytes each."""
+    tensors = metadata.state_dict_metadata
+    chunks = tensors["model.0.weight"].chunks * 100_000
+    for name in [name for name in tensors if name.startswith("model.")]:
+        tensors[name].size, tensors[name].chunks = torch.Size([5, 4]), chunks
+
+
 LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "twice the same rows": (boxes_of(([0, 0], [3, 4]), ([0, 0], [2, 4])), "'model.0.weight' of .* damaged: its pieces overlap"),
     "rows that overlap": (boxes_of(([0, 0], [3, 4]), ([2, 0], [2, 4])), "damaged: its pieces overlap"),
@@ -379,6 +407,8 @@ LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nothing": (every_info(length=0), "is damaged"),
     "bytes that were transformed": (every_info(transform_descriptors=["zstd"]), "got transformed ones"),
     "a chunk of other dimensions": (first_chunk(sizes=torch.Size([20])), r"with 2 dimensions, got one of \[20\] at \[0, 0\]"),
+    "a shape without end": (first_chunk(sizes=torch.Size([1] * 65)), "expected a shape of at most 64 dimensions"),
+    "chunks without end": (share_chunks, "fewer than the file's bytes"),
     "a huge chunk": (first_chunk(sizes=torch.Size([1 << 60, 4])), "is not inside of"),
     "a chunk of another type": (first_chunk(sizes="54"), "expected a shape"),
     "no chunks": (lambda m: vars(m.state_dict_metadata["model.0.weight"]).pop("chunks"), "expected the chunks of"),

@@ -170,3 +170,87 @@ def test_a_dry_run_of_export_says_before_the_training_what_would_fail_after_it(t
         checkpoint.export(tmp_path / "file" / "out", params, spec, dry_run=True)
     with pytest.raises(ValueError, match="would both be 'w' in the files"):
         checkpoint.export(tmp_path / "out", params, spec, rename=lambda _: "w", dry_run=True)
+
+
+# --- The directory that is replaced. ---
+
+
+def access(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_mode & 0o7777, found.st_uid, found.st_gid
+
+
+def test_owner_and_mode_of_what_is_replaced_are_kept(tmp_path: Path) -> None:
+    """Of a directory that only its user reads, also while the new one is written, of its weights and of what stays in it."""
+    params, spec = state_of()
+    (tmp_path / "1").mkdir(mode=0o700)
+    checkpoint.export(tmp_path / "out", params, spec, shard_bytes=1)
+    (tmp_path / "out" / "logs").mkdir(mode=0o750)
+    (tmp_path / "out").chmod(0o2710)
+    for file in (tmp_path / "out").glob("model*"):
+        file.chmod(0o640)
+    if os.geteuid() == 0:
+        for path in (tmp_path / "1", tmp_path / "out", *(tmp_path / "out").iterdir()):
+            os.chown(path, 1234, 2345, follow_symlinks=False)
+            path.chmod(path.stat().st_mode | (0o2000 if path.name == "out" else 0))  # chown clears it
+    before = {name: access(tmp_path / name) for name in ("1", "out", "out/logs", "out/model.safetensors.index.json")}
+    checkpoint.save(tmp_path / "1", params, spec)
+    checkpoint.export(tmp_path / "out", params, spec, shard_bytes=1, overwrite=True)
+    assert {name: access(tmp_path / name) for name in before} == before
+    checkpoint.export(tmp_path / "out", params, spec, overwrite=True)  # one file in the place of several
+    assert access(tmp_path / "out" / "model.safetensors") == before["out/model.safetensors.index.json"]
+
+
+def test_an_owner_that_cannot_be_kept_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is written: what others own stays theirs."""
+    params, spec = state_of()
+    checkpoint.export(tmp_path / "out", {key: shard * 2 for key, shard in params.items()}, spec)
+
+    def chown(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    lstat = Path.lstat
+    monkeypatch.setattr(os, "chown", chown)
+    monkeypatch.setattr(Path, "lstat", lambda path: other_owner(lstat(path), path == tmp_path / "out"))
+    with pytest.raises(PermissionError, match=r"out: expected to keep its owner and group, 1234:.*which this user cannot give"):
+        checkpoint.export(tmp_path / "out", params, spec, overwrite=True)
+    monkeypatch.undo()
+    assert checkpoint.read_safetensors(tmp_path / "out", spec)[""].equal(params[""] * 2)
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def other_owner(found: os.stat_result, other: bool) -> os.stat_result:
+    return os.stat_result([1234 if other and i == 4 else value for i, value in enumerate(found[:10])])
+
+
+@pytest.mark.parametrize("target", ["", ".", "..", "../cwd", "../..", "cwd/.."])
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """Nor one above it: the process, and the shell that started it, would be in a directory that is gone."""
+    params, spec = state_of()
+    (tmp_path / "above" / "cwd" / "cwd").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "above" / "cwd")
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match=r"expected a directory that a rename can replace, got a mount point, '\.\.', the"):
+            checkpoint.export(target, params, spec, overwrite=True, dry_run=dry_run)
+    monkeypatch.chdir(tmp_path / "above" / "cwd" / "cwd")
+    with pytest.raises(ValueError, match="the working directory or one above it: give a path inside of it"):
+        checkpoint.save("", params, spec)
+    assert Path.cwd() == tmp_path / "above" / "cwd" / "cwd"
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / name for name in ("above", "above/cwd", "above/cwd/cwd")]
+
+
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="needs a mount point")
+def test_a_mount_point_is_refused() -> None:
+    """Before the training: a rename to it fails after all is written."""
+    params, spec = state_of()
+    with pytest.raises(ValueError, match="/proc: expected a directory that a rename can replace, got a mount point"):
+        checkpoint.export("/proc", params, spec, overwrite=True, dry_run=True)
+
+
+def test_a_working_directory_that_is_gone_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a path that needs none."""
+    params, spec = state_of()
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    (tmp_path / "cwd").rmdir()
+    assert checkpoint.save(tmp_path / "1", params, spec).wait() == tmp_path / "1"

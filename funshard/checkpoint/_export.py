@@ -22,7 +22,7 @@ from .._spec.unit import Unit
 from .._units.whole import unflatten_whole
 from ._files.directory import LOCK
 from ._files.safetensors_layout import DTYPE_NAMES, INDEX, SINGLE, FileLayout, TensorEntry, lay_out_files, make_index
-from ._files.staging import StagingDirectory, check_replaceable
+from ._files.staging import StagingDirectory, check_replaceable, copy_access
 from ._ranks.ranks import TIMEOUT, connect_ranks
 from ._state.leaves import check_storable
 
@@ -60,7 +60,8 @@ def export(
             ignores.
         rename: A function from the name in the model to the name in the files.
         metadata: Entries for the headers, beside ``{"format": "pt"}``.
-        overwrite: Whether the directory may exist. The weights of an earlier export in it are replaced, other files stay.
+        overwrite: Whether the directory may exist. The weights of an earlier export in it are replaced, other files stay, and
+            owners and modes.
         dry_run: Whether to only raise the errors that can be known before, such as before the training.
         timeout: The seconds that ranks wait for a lost rank.
 
@@ -69,8 +70,9 @@ def export(
 
     Raises:
         FileExistsError: If something is at the path, without ``overwrite``.
-        PermissionError: If the directory cannot be made.
+        PermissionError: If the directory cannot be made, or the owner of a replaced one cannot be kept.
         ValueError: Naming the unit or tensor, for params of another spec, names given twice and dtypes the format has not.
+            For a mount point, and the working directory.
         TypeError: For values that are no dense tensors. Every rank raises the errors of all, and the directory is unchanged.
 
     Example:
@@ -113,7 +115,7 @@ def export(
         nonlocal staging
         staging = StagingDirectory(target, is_carried=_is_foreign if overwrite else None)
         for file in files:
-            (staging.directory / file.name).write_bytes(file.header)
+            _create_file(staging, file.name, file.header)
 
     try:
         ranks.run_on_first(begin, "checkpoint.export")
@@ -209,6 +211,18 @@ def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, dtype
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 
 
+def _create_file(staging: StagingDirectory, name: str, content: bytes) -> None:
+    """Write the begin of a file, which gets the owner and mode of the weights that it replaces, if there are any."""
+    replaced = sorted(path for path in staging.path.glob("model*") if path.is_file() and not _is_foreign(path.name))
+    with (staging.directory / name).open("wb") as file:
+        if replaced:
+            source = next((path for path in replaced if path.name == name), replaced[0]).resolve()
+            if not os.access(source, os.W_OK):
+                raise PermissionError(f"{source}: expected weights that this user may replace, got a file that is read-only")
+            copy_access(source, staging.directory / name)
+        file.write(content)
+
+
 def _write_tensors(staging: StagingDirectory | None, files: list[FileLayout], tensors: Mapping[str, Tensor]) -> None:
     """Write tensors to their places in the files. Only the first rank calls this, which has a staging directory."""
     assert staging is not None
@@ -229,7 +243,7 @@ def _finish(staging: StagingDirectory | None, files: list[FileLayout], extra: Ma
     sizes = {file.name: file.size for file in files}
     if len(files) > 1:
         index = make_index(files)
-        (staging.directory / INDEX).write_bytes(index)
+        _create_file(staging, INDEX, index)
         sizes[INDEX] = len(index)
     for name in sizes:
         with (staging.directory / name).open("r+b") as file:

@@ -99,8 +99,8 @@ def save(
     the plain values. A checkpoint appears at ``path`` by one rename: completely or not at all. See ``checkpoints.md``.
 
     Args:
-        path: A path where nothing is, on a file system that all ranks see. A checkpoint there that `latest` passes over as
-            damaged is replaced, with a warning.
+        path: A path where nothing is, on a file system that all ranks see. An empty directory there is replaced, and with a
+            warning a checkpoint that `latest` passes over as damaged. The new directory has the old one's owner and mode.
         state: A pytree of dicts, lists, tuples, named tuples and optree's registered classes. A mapping by the keys of units
             is sharded: parameters, an optimizer's state, averages. All ranks have equal values in the rest, which is stored
             once: tensors, numbers, strings, bytes, None. `per_rank` marks what is each rank's own. Parameters at rest in a
@@ -116,7 +116,8 @@ def save(
 
     Raises:
         FileExistsError: If anything else is at ``path``.
-        ValueError: Naming unit and leaf, for a slice of another spec or mesh, and for values that differ between ranks.
+        ValueError: Naming unit and leaf, for a slice of another spec or mesh, and for values that differ between ranks. For
+            a mount point, and the working directory.
         TypeError: For a value that cannot be saved.
         CheckpointError: For a failure while the files are written. Every rank raises the errors of all, and nothing new is at
             ``path``, except if only the last flush fails or a rank is lost that waits for the end; the error says so.

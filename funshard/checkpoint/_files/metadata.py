@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .._errors import CheckpointError, DamagedError
+from .._state.leaves import MAX_DIMS
 from .manifest import METADATA, is_plain_name
 from .pickles import PickledName, PickledObject, read_pickle
 from .regular import SIZE_LIMIT, read_regular
@@ -61,7 +62,8 @@ def read_metadata(path: Path) -> Metadata:
     CheckpointError for one that is damaged or names anything but data.
     """
     try:
-        return _parse_metadata(read_pickle(read_regular(path / METADATA), _check_pickled_name))
+        raw = read_regular(path / METADATA)
+        return _parse_metadata(read_pickle(raw, _check_pickled_name), len(raw))
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path}: expected a checkpoint, which has a file '{METADATA}'; is it a directory of several?"
@@ -80,8 +82,8 @@ def _check_pickled_name(name: str) -> None:
 # --- The objects of the file. ---
 
 
-def _parse_metadata(found: Any) -> Metadata:
-    """Return torch's metadata from the objects of its pickle."""
+def _parse_metadata(found: Any, nbytes: int) -> Metadata:
+    """Return torch's metadata from the objects of its pickle of so many bytes."""
     state = _get_fields(found, f"{DCP}Metadata")
     tensors: dict[str, Any] = {}
     known: dict[int, Any] = {}  # tied parameters share one entry
@@ -89,7 +91,8 @@ def _parse_metadata(found: Any) -> Metadata:
         if type(name) is not str:
             _raise_damaged("the name of a tensor", name)
         if id(entry) not in known:
-            known[id(entry)] = _parse_entry(entry, name)
+            known[id(entry)] = _parse_entry(entry, name, nbytes)
+            nbytes -= len(getattr(known[id(entry)], "chunks", ()))
         tensors[name] = known[id(entry)]
     storage: dict[MetadataIndex, StorageInfo] = {}
     for key, info in _get_dict(state, "storage_data").items():
@@ -100,15 +103,15 @@ def _parse_metadata(found: Any) -> Metadata:
     return Metadata(tensors, storage_data=storage)
 
 
-def _parse_entry(found: Any, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-    """Return the entry of a tensor, with its chunks."""
+def _parse_entry(found: Any, name: str, most: int) -> TensorStorageMetadata | BytesStorageMetadata:
+    """Return the entry of a tensor, with its chunks, of which there are at most so many."""
     if type(found) is PickledObject and found.name == f"{DCP}BytesStorageMetadata":
         return BytesStorageMetadata()
     state = _get_fields(found, f"{DCP}TensorStorageMetadata")
     size = _parse_shape(state.get("size"))
     chunks = state.get("chunks")
-    if type(chunks) is not list:
-        _raise_damaged(f"the chunks of '{name}'", chunks)
+    if type(chunks) is not list or len(chunks) > most:  # entries may share a list: a small file could have a million chunks
+        _raise_damaged(f"the chunks of '{name}', fewer than the file's bytes", chunks)
     out: list[ChunkStorageMetadata] = []
     for chunk in chunks:
         box = _get_fields(chunk, f"{DCP}ChunkStorageMetadata")
@@ -179,8 +182,8 @@ def _get_dict(state: dict[Any, Any], name: str) -> dict[Any, Any]:
 def _parse_shape(found: Any) -> torch.Size:
     """Return a shape, of a torch.Size or a sequence."""
     values = found.args[0] if _is_object(found, "torch.Size") and len(found.args) == 1 else found
-    if type(values) not in (tuple, list):
-        _raise_damaged("a shape", values)
+    if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
+        _raise_damaged(f"a shape of at most {MAX_DIMS} dimensions", values)
     return torch.Size([_parse_size(value) for value in values])
 
 

@@ -65,7 +65,8 @@ def read_record(read: Callable[[int, int], bytes], length: int, *, check_other_m
     except Exception as error:  # zipfile raises a dozen classes of errors for bytes that are no ZIP file
         raise DamagedError(f"{type(error).__name__}: {error}") from error
     last = sum((size - 1) * step for size, step in zip(found.shape, found.stride, strict=True)) + found.start
-    if math.prod(found.shape) and (last + 1) * found.dtype.itemsize > found.nbytes:
+    count = math.prod(found.shape)  # more elements than bytes, in steps of 0, would fill memory from a small file
+    if count and max(last + 1, count) * found.dtype.itemsize > found.nbytes:
         raise DamagedError(f"its elements, {[*found.shape]} in steps of {[*found.stride]}, are not all there")
     if found.offset + found.nbytes > length:
         raise DamagedError("it was cut short")

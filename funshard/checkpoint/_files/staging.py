@@ -18,7 +18,7 @@ from .directory import LOCK, NEW_SUFFIX, find_damage, is_directory, list_committ
 from .manifest import MANIFEST, MAX_SEQUENCE, METADATA, Manifest, write_manifest
 from .regular import checksum, read_regular
 
-__all__ = ["StagingDirectory", "check_replaceable"]
+__all__ = ["StagingDirectory", "check_replaceable", "copy_access"]
 
 
 class StagingDirectory:
@@ -47,9 +47,11 @@ class StagingDirectory:
             with contextlib.suppress(OSError):  # a file system without locks: `clean` keeps what it cannot lock
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             os.rename(new, self.directory)  # only now do others see it
+            if is_directory(self.path):
+                copy_access(self.path, self.directory)  # before there is anything to read in it
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
-            self._unlock()
+            self.abandon()
             raise
 
     def commit(self, tree: Any, sizes: Mapping[str, int], checksums: Mapping[str, Mapping[int, int]]) -> None:
@@ -130,8 +132,16 @@ def check_replaceable(path: Path, *, over_damaged: bool = False, any_directory: 
     """Return the damage of the directory at a path that may be replaced, "" if it has none, or None if nothing is there.
 
     With ``over_damaged``, a damaged checkpoint may be replaced, with ``any_directory`` every directory, but never a link.
-    Raises FileExistsError for anything else at the path.
+    Raises FileExistsError for anything else at the path, ValueError for a directory that a rename must not replace, and
+    PermissionError for one that this user may not write to.
     """
+    if path.name in ("", "..") or os.path.ismount(path) or _holds_working_directory(path):
+        raise ValueError(
+            f"{path}: expected a directory that a rename can replace, got a mount point, '..', the working directory or one "
+            "above it: give a path inside of it"
+        )
+    if is_directory(path) and not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(f"{path}: expected a directory that this user may write to")
     if not os.path.lexists(path) or (is_directory(path) and not any(path.iterdir())):
         return None
     if is_directory(path):
@@ -145,23 +155,47 @@ def check_replaceable(path: Path, *, over_damaged: bool = False, any_directory: 
     )
 
 
+def _holds_working_directory(path: Path) -> bool:
+    """Return whether a path is the working directory, or one above it."""
+    try:
+        return Path.cwd().is_relative_to(os.path.realpath(path))
+    except FileNotFoundError:  # it was removed
+        return False
+
+
 def _carry_over(source: Path, target: Path, is_carried: Callable[[str], bool]) -> None:
     """Link entries of a directory, chosen by name, into another one, or copy them if the file system has no hard links."""
-
-    def link(old: str, new: str) -> None:
+    for entry in os.scandir(source):
+        old, new = source / entry.name, target / entry.name
+        if not is_carried(entry.name) or os.path.lexists(new):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            new.mkdir()
+            _carry_over(old, new, lambda name: True)
+            copy_access(old, new)
+            continue
         try:
             os.link(old, new, follow_symlinks=False)
         except OSError:
             shutil.copy2(old, new, follow_symlinks=False)
+            copy_access(old, new)
 
-    for entry in os.scandir(source):
-        new = target / entry.name
-        if not is_carried(entry.name) or os.path.lexists(new):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            shutil.copytree(entry.path, new, symlinks=True, copy_function=link)
-        else:
-            link(entry.path, str(new))
+
+def copy_access(source: Path, target: Path) -> None:
+    """Give a path the owner, group, mode and times of another, which it will replace; neither is followed if it is a link.
+
+    Raises PermissionError for an owner or a group that this user cannot give.
+    """
+    wanted, found = source.lstat(), target.lstat()
+    try:
+        if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
+            os.chown(target, wanted.st_uid, wanted.st_gid, follow_symlinks=False)
+    except PermissionError as error:
+        raise PermissionError(
+            f"{source}: expected to keep its owner and group, {wanted.st_uid}:{wanted.st_gid}, which this user cannot give: "
+            "give another path, or replace it as its owner"
+        ) from error
+    shutil.copystat(source, target, follow_symlinks=False)  # after it: a change of the owner clears bits of the mode
 
 
 def _flush(path: Path) -> None:

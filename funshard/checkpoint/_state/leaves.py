@@ -20,6 +20,7 @@ from ..._units.layout import Piece, rank_along, rank_coords, slice_pieces
 from .boxes import Box
 
 __all__ = [
+    "MAX_DIMS",
     "Leaf",
     "OwnedLeaf",
     "ScalarLeaf",
@@ -32,6 +33,10 @@ __all__ = [
     "is_uniform",
     "leaf_names",
 ]
+
+
+MAX_DIMS = 64
+"""The most dimensions of a tensor in a file: torch's kernels take no more."""
 
 
 class TensorRange(NamedTuple):
@@ -251,6 +256,8 @@ def check_storable(value: object, what: str) -> None:
     ):
         got = f"{type(value).__name__} {value.dtype} {value.layout}" if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{what}: expected a plain, dense tensor, got {got}")
+    if value.dim() > MAX_DIMS:
+        raise ValueError(f"{what}: expected at most {MAX_DIMS} dimensions, got {value.dim()}")
     if value.is_meta:
         raise ValueError(f"{what}: expected a tensor with values, got one on the meta device")
 
