@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._torch.layers import BatchNorm
-from .collectives._gather_values import gather_values
 from .collectives._mesh import Axes, Mesh
+from .collectives._primitive import apply
 
 __all__ = ["MESH", "WEIGHT", "SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -94,7 +94,7 @@ class SyncBatchNorm(BatchNorm):
         weight = getattr(self, WEIGHT, None)
         rows = rows if weight is None else torch.where(weight == 0, 0, rows)
         for name in reversed(names):
-            rows = gather_values(rows, mesh[name])
+            rows = apply("gather_sum", rows, mesh[name])  # `gather_values` of what has one shape on all ranks
         rows = rows if weight is None else torch.where(weight == 0, rows.detach(), rows)  # no NaN to the other ranks' samples
         means, squares, counts = rows.split([self.num_features, self.num_features, 1], dim=1)  # of each rank
         total = counts.sum(0).clamp(min=1)

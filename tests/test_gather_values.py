@@ -16,7 +16,7 @@ from torch.func import grad
 from torch.testing import assert_close
 
 import funshard as fs
-from funshard.collectives import Axis, Mesh, gather_slices, gather_values
+from funshard.collectives import Axis, Mesh, gather_slices, gather_values, scatter
 
 Gather = Callable[[Tensor, Axis], Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -187,3 +187,39 @@ def test_other_conventions(gather: Gather, reduce: str, factor: float) -> None:
     expected = {key: factor * g for key, g in plain(3)["grad"].items()}
     spec = fs.by_type(nn.Linear)(MODEL).on({"shard": 3})
     assert_close(fs.unflatten(got, spec), expected, rtol=1e-9, atol=1e-12)
+
+
+def of_slices(gather: Gather, axis: Axis, x: Tensor) -> Tensor:
+    """The gradient of a loss of scattered rows that are joined again."""
+    return grad(lambda x: (gather(scatter(x, axis).sin(), axis) ** 2).sum())(x)
+
+
+def test_the_partner_of_scatter_is_gather_slices() -> None:
+    """As the docstrings of both say: the other gather gives N times the gradient."""
+    x = torch.arange(6.0).double()
+    expected = grad(lambda x: (x.sin() ** 2).sum())(x)
+    for gather, factor in ((gather_slices, 1), (gather_values, 2)):
+        got = fs.testing.spmd(lambda mesh, x, g=gather: of_slices(g, mesh["shard"], x), 2)(torch.stack([x, x]))
+        assert_close(got, factor * torch.stack([expected, expected]))
+
+
+def uneven(rank: int) -> None:
+    axis = Mesh.world()["shard"]
+    error = (
+        r"do not fit: .* of \[2, 3\] torch.float32 on rank 0, and gather_values of \[1, 3\] .* on rank 1. Expected one shape"
+    )
+    for call in (
+        lambda x: gather_values(x, axis),
+        grad(lambda x: gather_values(x, axis).sum()),
+        torch.vmap(lambda x: gather_values(x, axis), in_dims=1),
+    ):
+        with pytest.raises(RuntimeError, match="ranks are about to join values that do not fit: "):
+            call(torch.ones(2 - rank, 3))
+    with pytest.raises(RuntimeError, match=error):
+        gather_values(torch.ones(2 - rank, 3), axis)
+    assert gather_values(torch.full((1,), float(rank)), axis).tolist() == [0.0, 1.0]  # nothing is left under way
+
+
+def test_uneven_rows_are_an_error_on_every_rank(gloo2: Pool) -> None:
+    """Before anything is sent: gloo would end one rank, and give the other a wrong shape."""
+    gloo2.run(uneven)

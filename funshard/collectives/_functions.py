@@ -238,7 +238,8 @@ def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:
 def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
     """Return this rank's slice of a tensor that is the same on all ranks, copied. Inverse of `gather_slices`.
 
-    No communication. Type: ``one value on all ranks [N*n, ...] -> S[n, ...]``. Transpose: `gather_slices`::
+    No communication. Type: ``one value on all ranks [N*n, ...] -> S[n, ...]``. Transpose: `gather_slices`, which also joins
+    what is computed from the slices, each row by itself: with `gather_values` gradients would be N times too large::
 
         rank 0  abc          a
         rank 1  abc    ->    b

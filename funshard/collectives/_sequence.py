@@ -124,7 +124,13 @@ class SequenceCheck:
         return f"collective {i + 1} is {expected} on rank {group.ranks[0]}, and {got} on rank {group.ranks[other]}"
 
 
-def check_sequence(names: Sequence[str], group: str, sent: Tensor) -> None:
+def check_sequence(
+    names: Sequence[str],
+    group: str,
+    sent: Tensor,
+    error: str = "ranks are about to exchange values of different units",
+    remedy: str = REMEDY,
+) -> None:
     """Compare the names of the collectives that each rank of a process group is about to start, and wait for that.
 
     Does nothing where nothing is sent, as while operators are recorded.
@@ -135,7 +141,7 @@ def check_sequence(names: Sequence[str], group: str, sent: Tensor) -> None:
     if _torch.is_traced() or _torch.is_fake(sent) or not is_comparable(group):
         return
     _finish_earlier_checks()
-    SequenceCheck(get_host_group(group), names, "ranks are about to exchange values of different units").finish()
+    SequenceCheck(get_host_group(group), names, error, remedy).finish()
 
 
 def is_comparable(group: str) -> bool:
