@@ -51,7 +51,7 @@ def accumulate(
         weights: A number or scalar tensor for each micro-batch, such as its number of tokens, for the mean by weight:
             ``sum_ri w_ri g_ri / sum_ri w_ri``. A micro-batch of weight 0 adds neither value nor gradient, even NaN, as of a
             mean over none. An invalid weight that the host cannot read without waiting makes every result NaN.
-        has_aux: Whether ``f`` returns ``(loss, aux)``.
+        has_aux: Whether ``f`` returns ``(loss, aux)``, whose aux is a tree: an object may hold detached tensors alone.
         reduce: "mean" or "sum" over the micro-batches of all ranks, or a divisor of that sum; not in `functional_call`.
         reduce_axes: The mesh axes to reduce over, as in `functional_call`, and not there.
 
@@ -79,8 +79,8 @@ def accumulate(
         batches = iterate_equally(batches, plan.spec.bound_mesh)
     check_known(known, microbatches, weights)
     in_place = not is_differentiated_outside((params, weights, known))
-    plan = dataclasses.replace(plan, in_place=in_place, positive=are_positive(() if weights is None else weights))
     scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
+    plan = dataclasses.replace(plan, in_place=in_place, positive=are_positive(() if weights is None else weights))
     parts = (_accumulate_in_place if plan.in_place else _accumulate_recorded)(f, plan, batches, scales)
     if scales is not None:
         check_weight_count(scales, len(parts.values))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree  # which knows what a tree is, as torch.func does
 
 from .. import _torch
 from .._spec.checks import check_shards
@@ -17,6 +18,7 @@ from .._spec.division import ReduceBy, Reduction
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
+from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms.grad import check_differentiable, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
 from .._units.flow import gather_unit, reduce_unit, resolve_reduction
@@ -113,6 +115,8 @@ class AccumulationPlan:
     def run_loss(self, f: Callable[..., Any], given: Params, batch: Any) -> tuple[Tensor, Any]:
         """Return the loss of a micro-batch and its aux. ValueError if ``f`` hooks a shard: calls bypass the hook."""
         loss = run_loss(f, self.has_aux, dict(given), batch)
+        if not torch.compiler.is_compiling() and self.has_aux:
+            _check_aux(loss[1])
         if not torch.compiler.is_compiling() and (hooked := [key for key, x in given.items() if _torch.has_hooks(x)]):
             raise ValueError(
                 f"unit '{hooked[0]}': the loss has called register_hook on its shard, which does not see the "
@@ -170,6 +174,16 @@ class AccumulationPlan:
     def _units(self) -> Iterator[Unit]:
         """Return the units with parameters in this step."""
         return (unit for unit in self.spec if unit.key in self.params)
+
+
+def _check_aux(aux: Any) -> None:
+    """Raise TypeError for an object in aux, no part of a tree, that holds a tensor with a graph: nothing would detach it."""
+    for path, leaf in pytree.tree_flatten_with_path(aux)[0]:
+        if not isinstance(leaf, Tensor) and not all(map(_torch.is_leaf, ReachableObjects([leaf], ()).tensors)):
+            raise TypeError(
+                f"accumulate: aux{pytree.keystr(path)}: {type(leaf).__name__} holds a tensor that is not detached, and so the "
+                "graph of its micro-batch until all have run: expected a tree of tensors, such as a dict, or tensor.detach()"
+            )
 
 
 def _pop_sum(sums: Params, key: str, like: Tensor, shape: Sequence[int]) -> Tensor:
