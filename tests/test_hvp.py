@@ -409,3 +409,56 @@ def test_a_scripted_module(p: P) -> None:
         return fs.functional_call(model, params, (x,), spec=spec)
 
     torch.testing.assert_close(fs.hvp(loss, params, v), fs.hvp(loss, params, v, forward=False))
+
+
+class Squared(torch.autograd.Function):
+    """In the old form, which torch.func does not take."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+@torch.library.custom_op("funshard_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+doubled.register_autograd(lambda ctx, grad: 2 * grad)
+
+
+@pytest.mark.parametrize(("f", "name"), [(Squared.apply, "Squared"), (doubled, "funshard_tests_doubled")], ids=["old", "op"])
+def test_a_function_that_torch_func_does_not_take_is_named(f: Callable[[Tensor], Tensor], name: str) -> None:
+    """And the way out works: double backward in plain autograd."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return f(self.linear(x)).square().sum()
+
+    model, x = Model().double(), torch.randn(4, 3).double()
+    spec = fs.by_type(nn.Linear)(model)
+    params = fs.shard(model, spec)
+    loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec)  # noqa: E731
+    for call in (
+        lambda: fs.hvp(lambda p: loss(p, x), params, params),
+        lambda: fs.per_sample_grads(loss, params, (x,), spec=spec),
+    ):
+        with pytest.raises(RuntimeError, match="setup_context") as error:
+            call()
+        assert re.search(rf"funshard: '\w*{name}\w*' is an autograd.Function without .*create_graph=True", text(error.value))
+    leaf = {key: p.detach().requires_grad_() for key, p in params.items()}
+    grads = torch.autograd.grad(loss(leaf, x), [*leaf.values()], create_graph=True)
+    got = torch.autograd.grad(grads, [*leaf.values()], [*params.values()])
+    plain = (lambda y: y * y) if f is not doubled else (lambda y: 2 * y)
+    full = {name: t.detach() for name, t in model.named_parameters()}
+    expected = fs.hvp(lambda p: plain(F.linear(x, p["linear.weight"], p["linear.bias"])).square().sum(), full, full)
+    assert_close(dict(zip(leaf, got, strict=True)), dict(fs.shard(expected, spec)))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
@@ -29,6 +30,8 @@ _WRITES_TANGENT = "ZeroTensors are immutable"
 """torch's words where a rule writes into a tangent that is zero, as that of mse_loss's backward does."""
 _NO_SECOND_OF_ATTENTION = re.compile(r"derivative for (\S*attention\S*) is not implemented")
 _NO_SECOND_OF_BAG = re.compile(r"derivative for '_embedding_bag\w*' is not implemented|Autograd not support dtype: Long")
+_NO_SETUP_CONTEXT = "must override the setup_context staticmethod"
+"""torch's words about an autograd.Function, such as that of a custom operator, which it does not name."""
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|datatype|Input type \(|\bbe the same\b")
 """torch's words about tensors of two dtypes. Pinned by ``test_input_of_another_dtype``."""
 _EXPECTS_INTEGERS = re.compile(r"(scalar types?:?|dtype to be) Long")
@@ -54,6 +57,13 @@ def add_hints(error: E, model: nn.Module | None = None, *, known: str = "") -> E
     if _NO_SECOND_OF_BAG.search(text):
         hint = "expected nn.Embedding and a sum or mean over the bag where a gradient is differentiated again"
         return _add_note(error, f"{_PREFIX}torch's EmbeddingBag has no second derivative: {hint}")
+    if _NO_SETUP_CONTEXT in text:
+        hint = (
+            "torch.func does not take it: expected setup_context in it (and a vmap rule for per_sample_grads); or second "
+            "derivatives by plain double backward, torch.autograd.grad(..., create_graph=True), and samples one by one"
+        )
+        name = _find_function(error.__traceback__)
+        return _add_note(error, f"{_PREFIX}{name} is an autograd.Function without setup_context, or a custom operator: {hint}")
     if text.startswith(_WRITES_TANGENT):
         hint = "expected a gradient of a gradient, as fs.hvp(..., forward=False)"
         return _add_note(error, f"{_PREFIX}torch's forward-mode rule of an operator, such as F.mse_loss, fails: {hint}")
@@ -106,7 +116,7 @@ def add_argument_hints(
             f"arguments are of {shown}, units compute in {', '.join(sorted(map(str, used)))}; cast the arguments, or give the "
             "model the other dtype before the spec is made"
         )
-    elif _ABOUT_DTYPES.search(str(error)) and (hint := _find_kept_hint(error, model, spec)):
+    elif _ABOUT_DTYPES.search(text) and (hint := _find_kept_hint(error, model, spec)):
         hints.append(hint)
     for unit in spec:
         if unit.key in params and params[unit.key].dtype not in (unit.dtype, spec.stored(unit)[1]) and not unit.p.precision:
@@ -176,6 +186,17 @@ def _add_note(error: E, note: str) -> E:
     else:
         error.args = f"{error}\n{note}", *error.args[1:]
     return error
+
+
+def _find_function(traceback: TracebackType | None) -> str:
+    """Return the name of the innermost autograd.Function in a traceback: of a custom operator, torch's name with its own."""
+    name = "what forward calls"
+    while traceback is not None:
+        cls = traceback.tb_frame.f_locals.get("cls")
+        if isinstance(cls, type) and issubclass(cls, torch.autograd.Function):
+            name = f"'{cls.__qualname__}'"
+        traceback = traceback.tb_next
+    return name
 
 
 def find_running_module(traceback: TracebackType | None, model: nn.Module | None) -> str | None:
