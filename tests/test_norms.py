@@ -169,3 +169,36 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(TypeError, match="norms: by: expected a function of a name"):
         norms({}, spec, by="layer")  # type: ignore[arg-type]
     assert norms({}, spec) == {}
+
+
+def with_other_units(rank: int, sizes: tuple[int, int], policy: str) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    spec = POLICIES[policy](MODEL).on(mesh)
+    shards = fs.shard(full(), spec)
+    last, size = [*shards][-1], sizes[0] * sizes[1]
+    lacking = {key: x for key, x in shards.items() if rank != size - 1 or key != last}
+    empty = {} if rank == size - 1 else shards
+    error = rf"'{last}' is in the tree of rank 0 and not in that of rank {size - 1}: expected the same keys in the same order"
+    for tree in (lacking, empty):
+        for call in (
+            lambda: global_norm(tree, spec),
+            lambda: fs.optim.clip_by_global_norm(tree, spec, 1.0),
+            lambda: fs.optim.vdot(tree, tree, spec),
+            lambda: norms(tree, spec),
+        ):
+            with pytest.raises(ValueError, match=error if tree is lacking else "in the tree of rank 0 and not in that of rank"):
+                call()
+    assert_close(global_norm(shards, spec), torch.cat([x.flatten() for x in full().values()]).norm())
+    if rank == 0:
+        global_norm(full(), spec)  # which sends nothing
+
+
+@pytest.mark.parametrize("policy", ["sharded", "mixed"])
+def test_a_rank_that_leaves_out_a_unit(gloo2: Pool, policy: str) -> None:
+    """An error on every rank, and neither a norm of fewer units nor a rank that waits."""
+    gloo2.run(with_other_units, (1, 2), policy)
+
+
+def test_one_rank_of_a_mesh_leaves_out_a_unit(gloo4: Pool) -> None:
+    """Also ranks that share no axis with it get the error."""
+    gloo4.run(with_other_units, (2, 2), "sharded")

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from .._sharding.agree import process_axes
 from .._spec.bind import bind_spec
 from .._spec.spec import PartitionSpec
-from ..collectives._host_group import HostGroup
+from ..collectives._compare_hosts import find_host_groups, start_comparison
 from ..collectives._mesh import Mesh
-from ..collectives._sequence import get_host_group, is_comparable
 from .weights import check_weight_count
 
 __all__ = [
@@ -25,7 +22,6 @@ __all__ = [
     "iterate_equally",
     "pad_microbatches",
     "split_first_batch",
-    "start_count_check",
 ]
 
 
@@ -145,12 +141,12 @@ def iterate_equally(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
             generator.
     """
     if isinstance(batches, list | tuple):
-        start_count_check(f"{len(batches)} micro-batches", len(batches), mesh)()
+        start_comparison(f"{len(batches)} micro-batches", _LABEL, mesh, _make_difference_error)()
         return iter(batches)
     rest = iter(batches)
     batch = next(rest, _NONE)
     if batch is _NONE:
-        start_count_check("0 micro-batches of a generator", 0, mesh)()
+        start_comparison("0 micro-batches of a generator", _LABEL, mesh, _make_difference_error)()
         return iter(())
     following = next(rest, _NONE)
     _start_generator_check(1, mesh, is_last=following is _NONE)()
@@ -169,48 +165,20 @@ def _iterate_compared(batch: Any, following: Any, rest: Iterator[Any], mesh: Mes
 
 
 _NONE = object()
+_LABEL = "to compare numbers of micro-batches"
 
 
 def _start_generator_check(i: int, mesh: Mesh, *, is_last: bool) -> Callable[[], None]:
     """Start to compare, before the i-th micro-batch of a generator, whether it is the last one."""
     text = f"{i if is_last else f'more than {i}'} micro-batches of a generator"
-    return start_count_check(text, -2 * i - is_last, mesh)  # negative: never the length of a list
+    return start_comparison(text, _LABEL, mesh, _make_difference_error)
 
 
-def start_count_check(text: str, count: int, mesh: Mesh) -> Callable[[], None]:
-    """Start to compare a count between ranks; return a function that waits, and raises ValueError if the counts differ.
-
-    Args:
-        text: Says to the other ranks what this one has.
-        count: What is compared.
-        mesh: The ranks.
-    """
-    groups = _find_host_groups(mesh)
-    if not groups:
-        return lambda: None
-    with _torch.below_transforms():
-        extremes = torch.tensor([count, -count], device="cpu")  # equal to a rank's own only if all ranks have the same
-        first = _start_max(groups[0], extremes)
-
-    def finish() -> None:
-        with _torch.below_transforms():
-            first.wait()
-            for group in groups[1:]:
-                _start_max(group, extremes).wait()
-            if extremes.tolist() != [count, -count]:
-                _raise_difference(text, groups)
-
-    return finish
-
-
-def _raise_difference(text: str, groups: Sequence[HostGroup]) -> NoReturn:
-    """Raise ValueError: ranks of the mesh have other numbers of micro-batches than its first one."""
-    everyone = [(dist.get_rank(), text)]
-    for group in groups:
-        everyone = [one for some in group.all_gather_object(everyone) for one in some]
-    (rank, expected), *others = sorted(everyone)
+def _make_difference_error(texts: list[tuple[int, str]]) -> ValueError:
+    """Return the error of ranks that have other numbers of micro-batches than the first one."""
+    (rank, expected), *others = texts
     other, got = next(one for one in others if one[1] != expected)
-    raise ValueError(
+    return ValueError(
         f"accumulate: expected as many micro-batches on every rank, got {expected} on rank {rank}, and {got} on rank {other}; "
         "fs.pad_microbatches adds some of weight 0; and lists on all ranks, or generators on all"
     )
@@ -220,18 +188,6 @@ def _max_over_ranks(counts: list[int], mesh: Mesh) -> list[int]:
     """Return each count's maximum over the ranks of a mesh."""
     with _torch.below_transforms():
         maxima = torch.tensor(counts, device="cpu")
-        for group in _find_host_groups(mesh):
-            _start_max(group, maxima).wait()
+        for group in find_host_groups(mesh):
+            group.all_reduce_max(maxima, _LABEL).wait()
         return maxima.tolist()
-
-
-def _start_max(group: HostGroup, x: Tensor) -> dist.Work:
-    """Start an in-place all-reduce of a tensor by maximum."""
-    return group.all_reduce_max(x, "to compare numbers of micro-batches")
-
-
-def _find_host_groups(mesh: Mesh) -> list[HostGroup]:
-    """Return a host group for each mesh axis of several processes: an empty list while operators are recorded or compiled."""
-    if torch.compiler.is_compiling() or _torch.is_traced():
-        return []
-    return [get_host_group(axis.name) for axis in process_axes(mesh).values() if is_comparable(axis.name)]

@@ -17,6 +17,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.layout import Params
 from .._units.padding import check_slice, map_unpadded
+from ..collectives._compare_hosts import start_comparison
 from ..collectives._functions import gather_slices, sum_shards, vary
 from ..collectives._mesh import check_spans_world
 from ._trees import check_same_keys
@@ -24,6 +25,7 @@ from ._trees import check_same_keys
 __all__ = [
     "check_max_norm",
     "clip_by_global_norm",
+    "compare_trees",
     "global_norm",
     "global_norm_from_squares",
     "scale_to_norm",
@@ -53,7 +55,8 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
 
     Raises:
         ValueError: A key is neither a unit nor a parameter, a slice has another length than the unit's, p is not positive, or
-            the mesh has only some of the ranks and `PartitionSpec.on` was not given ``submesh=True``.
+            the mesh has only some of the ranks and `PartitionSpec.on` was not given ``submesh=True``. And, on every rank, if
+            ranks have other keys, which hosts compare.
 
     Example:
         >>> import torch, funshard as fs
@@ -115,7 +118,8 @@ def vdots(pairs: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]], sp
 
     first = pairs[0][0]
     values = {key: torch.stack([multiply(key, a, b) for a, b in pairs]) for key in first}
-    return _combine_over_ranks(values, first, spec) if first else torch.zeros(len(pairs))
+    total = _combine_over_ranks(values, first, spec)
+    return total if first else torch.zeros(len(pairs))
 
 
 def clip_by_global_norm(
@@ -208,6 +212,7 @@ def _combine_over_ranks(
 ) -> Tensor:
     """Sum the tensors' numbers over a tree and over ranks that have other elements; take the maximum for p = inf."""
     check_spans_world(spec.bound_mesh, "a norm or an inner product")
+    compare_trees(tree, spec)
     sizes = dict(spec.bound_mesh.sizes)
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
@@ -222,6 +227,27 @@ def _combine_over_ranks(
             total = gather_slices(total[None], axis).amax(0) if p == math.inf else sum_shards(total, axis)
         totals.append(total)
     return _combine_units(totals, p) if totals else torch.zeros(())
+
+
+def compare_trees(tree: Mapping[str, Tensor], spec: PartitionSpec) -> None:
+    """Raise ValueError on every rank if their trees have other keys; unless nothing of this one is sent to other ranks."""
+    sizes, is_split = dict(spec.bound_mesh.sizes), any(unit.distinct_axes for unit in spec)
+    owners = ((spec.owner(key), x) for key, x in tree.items())
+    if is_split and (not tree or any(isinstance(one, Unit) or distinct_axes(one, x, sizes) for one, x in owners)):
+        start_comparison("\n".join(map(repr, tree)), "to compare trees", spec.bound_mesh, _make_difference_error)()
+
+
+def _make_difference_error(texts: list[tuple[int, str]]) -> ValueError:
+    """Return the error of ranks whose trees have other keys than that of the first one."""
+    (rank, expected), *others = [(rank, text.split("\n")) for rank, text in texts]
+    other, got = next(one for one in others if one[1] != expected)
+    only = next(((key, rank, other) for key in expected if key not in got), None)
+    only = only or next(((key, other, rank) for key in got if key not in expected), None)
+    found = "{} is in the tree of rank {} and not in that of rank {}".format(*only) if only else "trees have other orders"
+    return ValueError(
+        f"a norm or an inner product: {found}: expected the same keys in the same order on all ranks, such as all units of the "
+        "spec; an unused parameter has gradient zeros"
+    )
 
 
 def upcast(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from .._units.layout import Params
 from .._units.padding import check_slice, split_by_param
 from ..collectives._functions import sum_shards
 from ..collectives._mesh import Mesh, check_spans_world
-from ._norms import upcast
+from ._norms import compare_trees, upcast
 
 __all__ = ["norms"]
 
@@ -57,6 +57,7 @@ def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable
     if by is not None and not isinstance(by, int) and not callable(by):
         raise TypeError(f"norms: by: expected a function of a name, a number of its components or None, got {by!r}")
     check_spans_world(spec.bound_mesh, "norms")
+    compare_trees(tree, spec)
     sizes = dict(spec.bound_mesh.sizes)
     squares: Params = {}
     axes: dict[str, tuple[str, ...]] = {}
