@@ -111,6 +111,33 @@ def test_a_rank_that_runs_one_unit_more_is_an_error(gloo2: Pool, strategy: str, 
         assert "unit '" in error
 
 
+def early(rank: int, layers: int, strategy: str, routes: tuple[tuple[int, ...], ...], step: str) -> str:
+    """What a rank says that ends forward with other units than the other one, in a group with a timeout of 20 seconds."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers)).double()
+    model.forward = lambda x: [x := model[i](x).sin() for i in routes[rank]][-1] if routes[rank] else x
+    group: Any = dist.new_group(timeout=timedelta(seconds=20))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
+    spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model).on(mesh)
+    x = numbers(rank, 0, width=6).requires_grad_()
+
+    def loss(params: fs.Params) -> Tensor:
+        return fs.functional_call(model, params, (x,), spec=spec).sum()
+
+    return error_of(STEPS[step], loss, fs.shard(model, spec))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("step", ["fs.grad", "no_grad"])
+def test_a_rank_that_leaves_out_the_last_unit_is_an_error(gloo2: Pool, strategy: str, step: str) -> None:
+    """Its gather was started ahead on both, which compare when forward ends what they have used."""
+    step = "fs.grad" if strategy == "replicated" else step  # of the others nothing is sent
+    for error in gloo2.run(early, 2, strategy, ((0, 1), (0,)), step):
+        assert "ranks ran different units" in error
+        assert "unit '1'" in error
+        assert "check_order=False" in error
+
+
 def with_unequal_losses(rank: int, strategy: str) -> str:
     """The same forward on all ranks, and on one of them a loss that does not depend on what came last."""
     torch.manual_seed(0)

@@ -281,4 +281,4 @@ class Scheduled:
 
     def check_forward(self) -> None:
         """Have ranks compare what forward has gathered."""
-        self.schedule.order_check.check_forward()
+        self.schedule.order_check.check_forward(has_run=bool(self.schedule.gathered_keys))

@@ -120,6 +120,8 @@ class Schedule:
 
     def end_forward(self) -> None:
         """Free what was gathered ahead and not used."""
+        for key in self._ahead:
+            self.order_check.record_unused(key)
         self._ahead.clear()
         self.buffers.clear()
 

@@ -148,8 +148,6 @@ class RouteSteps(NamedTuple):
     gather_kept: tuple[StartStep, ...]
     """The steps that gather its buffer from the slices that forward has kept of it."""
     gather_kept_groups: tuple[str, ...]
-    has_tags: bool
-    """Whether slices in the CPU's memory carry a tag when they are gathered."""
 
     @classmethod
     def for_route(cls, key: str, route: Route, mesh: Mesh, tag: UnitTag | None = None) -> RouteSteps:
@@ -173,10 +171,6 @@ class RouteSteps(NamedTuple):
             tuple(axis.reduction_name or axis.name for axis in (*split, *rest)),
             tuple(step for step, name in reversed([*zip(gathers, route.split_axes, strict=True)]) if name in route.kept_axes),
             tuple(_group(mesh[name]).name for name in route.kept_axes),
-            tag is not None
-            and len(split) == 1
-            and route.codec is None
-            and _torch.backend_name(split[0].name, torch.device("cpu")) == "gloo",
         )
 
 
@@ -192,6 +186,8 @@ class RouteTable:
     """Whether every axis has a process group."""
     needs_order_check: bool
     """Whether ranks compare the order of their collectives: it is asked for, and there are other ranks."""
+    gather_groups: tuple[str, ...]
+    """The names of the process groups of all gathers."""
     has_resharded_units: bool
     """Whether the buffer of any unit is freed between forward and backward."""
 
@@ -214,12 +210,14 @@ def make_route_table(
     connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)
     compares = check_order and connected and all(is_comparable(axis.name) for axis in groups if axis.size > 1)
     keys = tuple(routes)
+    steps = {k: RouteSteps.for_route(k, routes[k], mesh, UnitTag(keys, i) if compares else None) for i, k in enumerate(keys)}
     return RouteTable(
         routes,
-        {k: RouteSteps.for_route(k, routes[k], mesh, UnitTag(keys, i) if compares else None) for i, k in enumerate(keys)},
+        steps,
         tuple(i for i, key in enumerate(spec.order) if (routes[key].split_axes or routes[key].device) and not inside(key)),
         connected,
         compares,
+        tuple(dict.fromkeys(group for unit in steps.values() for group in unit.gather_groups)),
         any(route.reshard_after_forward for route in routes.values()),
     )
 

@@ -31,32 +31,23 @@ class CollectiveSequence:
 
     def __init__(self) -> None:
         self._started: dict[str, list[str]] = {}
-        self._untagged: set[str] = set()
         _finish_earlier_checks()
 
-    def record(self, groups: Iterable[str], name: str, *, tagged: bool) -> None:
-        """Note that a collective of this name is started on these process groups.
-
-        Args:
-            groups: Names of process groups.
-            name: What is started.
-            tagged: Whether its slices carry a `UnitTag`, by which ranks that differ raise at once.
-        """
+    def record(self, groups: Iterable[str], name: str) -> None:
+        """Note that a collective of this name is started on these process groups."""
         for group in groups:
             self._started.setdefault(group, []).append(name)
-        if not tagged:
-            self._untagged.update(groups)
 
-    def start_checks(self, error: str, *, tagged: bool) -> list[SequenceCheck]:
+    def start_checks(self, error: str, groups: Iterable[str] = ()) -> list[SequenceCheck]:
         """Start to compare what was recorded, between the ranks of each process group, and forget it.
 
         Args:
             error: Says what ranks did where they differ.
-            tagged: Whether to compare also on groups where all that was recorded was tagged; else it is kept for the next time.
+            groups: The names of process groups to compare also if nothing was recorded on them.
         """
-        groups = [group for group in self._started if tagged or group in self._untagged]
-        self._untagged.clear()
-        return [SequenceCheck(get_host_group(group), self._started.pop(group), error) for group in groups]
+        started, self._started = self._started, {}
+        started |= {group: [] for group in groups if group not in started}
+        return [SequenceCheck(get_host_group(group), names, error) for group, names in started.items()]
 
 
 _UNFINISHED: deque[SequenceCheck] = deque()
@@ -87,7 +78,7 @@ class SequenceCheck:
         self._work: dist.Work | None = None
         # The maxima over ranks are a rank's own only where all ranks have the same.
         self._maxima = torch.tensor(self._own, device="cpu")
-        self._work = group.all_reduce_max(self._maxima, f"to compare {names[0]}")
+        self._work = group.all_reduce_max(self._maxima, f"to compare {(*names, 'that nothing was started')[0]}")
 
     def finish(self) -> None:
         """Wait for the other ranks' names.
