@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,10 +12,11 @@ from torch import Tensor
 from ._spec.bind import bind_spec
 from ._spec.local import check_axes_are_given, distinct_axes
 from ._spec.spec import PartitionSpec
+from ._units.accumulation import drop_unweighted
 from ._units.buckets import BUCKET_BYTES, Bucket, OpenBuckets
 from ._units.layout import Params
-from ._units.moving_average import check_decay, is_averaged, update_average
-from .collectives._functions import all_reduce
+from ._units.moving_average import is_averaged, update_average
+from .collectives._functions import Reduce, all_reduce
 from .collectives._mesh import Axes, Axis, Mesh
 
 __all__ = ["Averaging", "average", "average_buffers", "choose_reduce_axes", "ema", "hierarchical", "init", "periodic"]
@@ -68,7 +70,9 @@ def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = N
     return _average_buckets(params, _averaging_axes(params, spec, axes), spec.bound_mesh)
 
 
-def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = None) -> Params:
+def average_buffers(
+    buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = None, weight: float | Tensor | None = None
+) -> Params:
     """Return the mean over ranks of every floating point buffer, and the others as they are.
 
     The mean of running variances leaves out the differences between ranks' means; `SyncBatchNorm` includes them.
@@ -77,6 +81,7 @@ def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes:
         buffers: The model's buffers by name, or some of them, the same ones on every rank.
         spec: The model's spec.
         axes: Mesh axes, all by default; in a model with local axes they must be given (otherwise ValueError).
+        weight: This rank's number of samples, on all ranks or none. If it is 0 on all of them, they weigh the same.
 
     Example:
         >>> import torch, funshard as fs
@@ -89,7 +94,16 @@ def average_buffers(buffers: Mapping[str, Tensor], spec: PartitionSpec, *, axes:
     mesh = spec.bound_mesh
     chosen = mesh.select(axes)
     names = tuple(name for name, axis in mesh.axes if name in chosen and axis.size > 1)
-    return _average_buckets(buffers, {name: names for name, buffer in buffers.items() if names and is_averaged(buffer)}, mesh)
+    over = {name: names for name, buffer in buffers.items() if names and is_averaged(buffer)}
+    if weight is None:
+        return _average_buckets(buffers, over, mesh)
+    own = total = torch.as_tensor(weight, dtype=torch.float32, device=mesh.device)
+    for name in names:
+        total = all_reduce(total, mesh[name], reduce="sum")
+    share = torch.where(total > 0, own / total, 1 / math.prod(mesh[name].size for name in names))
+    shares = {name: (buffers[name], share.to(buffers[name].device)) for name in over}
+    parts = {name: (drop_unweighted(x, s) * s).to(x.dtype) for name, (x, s) in shares.items()}
+    return _average_buckets({**buffers, **parts}, over, mesh, reduce="sum")
 
 
 def periodic(
@@ -213,24 +227,24 @@ def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, red
     return spec.bound_mesh.names if step < start else chosen
 
 
-def ema(average: Mapping[str, Tensor], params: Mapping[str, Tensor], *, decay: float) -> Params:
-    """Return ``decay * average + (1 - decay) * params``, in the dtypes and on the devices of ``average``.
+def ema(average: Mapping[str, Tensor], params: Mapping[str, Tensor], *, decay: float | Tensor) -> Params:
+    """Return ``decay * average + (1 - decay) * params``, in float32 or the wider dtypes of ``average``, and on its devices.
 
     Elementwise, without communication, the same bits as ``torch.optim.swa_utils.get_ema_multi_avg_fn``. Tensors that are not
     floating point are those of ``params``. Differentiable: detach parameters that require gradients.
 
     Args:
-        average: Shards by any spec, or full tensors. Start with a copy of the parameters, in float32 for bfloat16 ones.
+        average: Shards by any spec, or full tensors. Start with a copy of the parameters. bfloat16 would round steps away.
         params: The same keys and shapes (otherwise ValueError).
-        decay: In 0..1 (otherwise ValueError).
+        decay: In 0..1 (otherwise ValueError): a number or a scalar tensor, such as a function of your count of steps.
 
     Example:
         >>> import torch, funshard as fs
         >>> fs.averaging.ema({"": torch.tensor([0.0, 8.0])}, {"": torch.tensor([4.0, 4.0])}, decay=0.75)
         {'': tensor([1., 7.])}
     """
-    check_decay(decay)
-    return update_average(average, params, decay)
+    wide = {key: x.to(torch.promote_types(x.dtype, torch.float32)) if is_averaged(x) else x for key, x in average.items()}
+    return update_average(wide, params, decay)
 
 
 def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict[str, tuple[str, ...]]:
@@ -251,14 +265,16 @@ def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axe
     return {key: names for key, names in out.items() if names}
 
 
-def _average_buckets(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mesh: Mesh) -> Params:
+def _average_buckets(
+    params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]], mesh: Mesh, reduce: Reduce = "mean"
+) -> Params:
     out = dict(params)
     for names, bucket in _to_buckets(params, over):
         first = bucket.concat()
         on_host = first.device.type == "cpu" and mesh.device_type not in (None, "cpu")  # as P(offload="params") has shards
         mean = first.to(mesh.device) if on_host else first
         for name in names:
-            mean = _mean_over(mean, mesh[name])
+            mean = _mean_over(mean, mesh[name]) if reduce == "mean" else all_reduce(mean, mesh[name], reduce=reduce)
         mean = mean.to(first.device)
         for key, part in bucket.split(mean):
             out[key] = part.view(params[key].shape) if part is mean else part.view(params[key].shape).clone()

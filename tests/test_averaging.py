@@ -592,6 +592,20 @@ def test_ema_in_float32_of_bfloat16() -> None:
     assert ours["w"][1] > 1.02
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.float64])
+def test_ema_moves_in_any_dtype(dtype: torch.dtype) -> None:
+    """A step of 0.001 is less than bfloat16 can add to 1: such an average never moved. So it is in float32, or what is wider."""
+    slow, new = {"w": torch.ones(2, dtype=dtype)}, {"w": torch.full((2,), 2.0, dtype=dtype)}
+    init, update = fs.optim.ema(fs.optim.from_torch(torch.optim.SGD, lr=0.0), decay=0.999)
+    state = init(slow)
+    for step in range(200):
+        slow = av.ema(slow, new, decay=0.999 if step % 2 else torch.tensor(0.999, dtype=torch.float64))
+        _, state = update({"w": torch.zeros(2, dtype=dtype)}, state, new)
+    for got in (slow["w"], state.average["w"]):
+        assert got.dtype == torch.promote_types(dtype, torch.float32)
+        assert_close(got, torch.full((2,), 2 - 0.999**200, dtype=got.dtype), rtol=1e-5, atol=0)
+
+
 def test_ema_of_what_is_not_floating_point() -> None:
     """The newest, in memory of its own."""
     new = {"n": torch.tensor([3, 4])}
@@ -636,6 +650,8 @@ ONES = {"0": torch.ones(12).double(), "1": torch.ones(25).double()}
         (lambda: av.choose_reduce_axes(av.init(), SPEC, start=1, reduce_axes=()), r"split over 'shard': .* with it, got \(\)"),
         (lambda: av.ema(ONES, ONES, decay=1.1), "expected a decay from 0 to 1, got 1.1"),
         (lambda: av.ema(ONES, ONES, decay=-0.1), "expected a decay from 0 to 1, got -0.1"),
+        (lambda: av.ema(ONES, ONES, decay=torch.tensor(1.5)), "expected a decay from 0 to 1, got 1.5"),
+        (lambda: av.ema(ONES, ONES, decay=torch.tensor([0.5])), r"expected a decay from 0 to 1, got tensor\(\[0.5000\]\)"),
         (lambda: av.ema(ONES, {"0": ONES["0"]}, decay=0.9), "'1' is not in the params: expected the same keys"),
         (lambda: av.ema({"0": ONES["0"]}, ONES, decay=0.9), "'1' is not in the average"),
         (lambda: av.ema(ONES, ONES | {"0": torch.ones(1)}, decay=0.9), r"'0': expected shape \[12\] .* got \[1\]"),

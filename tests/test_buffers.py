@@ -255,6 +255,36 @@ def test_average_buffers(gloo4: Pool, axes: str | None) -> None:
             assert got["count"] == 3
 
 
+def weighted(mesh: Mesh, x: Tensor, weight: Tensor, axes: str | None) -> Tree:
+    return fs.averaging.average_buffers(
+        {"mean": x, "low": x.half(), "n": torch.tensor(3)}, ANY.on(mesh), axes=axes, weight=weight
+    )
+
+
+def weighted_on_grid(rank: int, x: Tensor, weights: Tensor, axes: str | None) -> Tree:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return weighted(Mesh.of(grid), x[rank], weights[rank], axes)
+
+
+@pytest.mark.parametrize("axes", [None, "shard"])
+def test_average_buffers_by_weight(gloo4: Pool, axes: str | None) -> None:
+    """By the numbers of samples: ranks with fewer batches count for less, one without for nothing, and none at all for as much."""
+    x = torch.arange(8.0).view(4, 2)
+    x[2], x[3] = 50_000.0, torch.nan  # float16 has its mean, not its sum
+    weights = torch.tensor([1.0, 3.0, 4.0, 0.0])
+    means = torch.stack([(x[0] + 3 * x[1]) / 4, x[2]]) if axes else ((x[:3] * weights[:3, None]).sum(0) / 8).expand(2, 2)
+    mean = means.repeat_interleave(2, 0)
+    run = fs.testing.spmd(lambda mesh, x, w: weighted(mesh, x, w, axes), {"replicate": 2, "shard": 2})
+    simulated = run(x, weights)
+    for rank, real in enumerate(gloo4.run(weighted_on_grid, x, weights, axes)):
+        for got in (real, {name: b[rank] for name, b in simulated.items()}):
+            assert_close(got["mean"], mean[rank])
+            assert_close(got["low"], mean[rank].half())
+            assert got["n"] == 3
+    equal = torch.arange(8.0).view(4, 2)
+    assert_close(run(equal, torch.zeros(4))["mean"], run(equal, torch.ones(4))["mean"])
+
+
 def test_average_of_an_unknown_axis() -> None:
     with pytest.raises(ValueError, match="unknown mesh axis 'node'"):
         fs.averaging.average_buffers({}, ANY, axes="node")

@@ -524,6 +524,24 @@ def test_states_that_do_not_fit_are_refused() -> None:
         finite.update({"": None}, finite.init(params), params)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_decay_that_is_a_function_of_the_step(compiled: bool) -> None:
+    """As swa_utils.AveragedModel has avg_fn; in a graph without one for each step, and none outside of 0 to 1."""
+    decay = lambda step: ((1 + step) / (10 + step)).clamp(max=0.5)  # noqa: E731
+    sgd = optim.from_torch(torch.optim.SGD, lr=1.0)
+    init, update = optim.ema(sgd, decay=decay)
+    run = fs.compile(update, backend="aot_eager") if compiled else update
+    params = {"": torch.zeros(2)}
+    state, slow = init(params), torch.zeros(2)
+    for step in range(12):
+        params, state = run({"": torch.tensor([1.0, -2.0])}, state, params)
+        slow = slow + (1 - min(0.5, (1 + step) / (10 + step))) * (params[""] - slow)
+        assert_close(state.average[""], slow)
+    assert state.step == 12
+    with pytest.raises(ValueError, match=r"ema: expected a decay from 0 to 1, got 1\.5"):
+        optim.ema(sgd, decay=lambda step: 1.5 + step).update(params, init(params), params)
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_an_average_of_its_own(dtype: torch.dtype | None) -> None:
     """A copy at first, also where the optimizer donates, in any dtype; integers stay."""
