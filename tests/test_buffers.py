@@ -268,7 +268,7 @@ def weighted_on_grid(rank: int, x: Tensor, weights: Tensor, axes: str | None) ->
 
 @pytest.mark.parametrize("axes", [None, "shard"])
 def test_average_buffers_by_weight(gloo4: Pool, axes: str | None) -> None:
-    """By the numbers of samples: ranks with fewer batches count for less, one without for nothing, and none at all for as much."""
+    """By the numbers of samples: a rank with fewer counts for less, one without for nothing, and all alike if none has any."""
     x = torch.arange(8.0).view(4, 2)
     x[2], x[3] = 50_000.0, torch.nan  # float16 has its mean, not its sum
     weights = torch.tensor([1.0, 3.0, 4.0, 0.0])

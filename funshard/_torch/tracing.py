@@ -22,6 +22,7 @@ from .levels import current_level
 __all__ = [
     "FORWARD_CAN_BE_REPLACED",
     "PROFILER_OPS",
+    "FakeTensor",
     "allow_in_graph",
     "annotate_graph",
     "assume_constant",
