@@ -10,6 +10,7 @@ import torch
 from depth import each
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils import _pytree as pytree
 
 import funshard as fs
 
@@ -81,6 +82,29 @@ def test_muon_of_gradients_whose_squares_overflow() -> None:
         want = fs.optim.orthogonal(x.to(dtype))
         assert_close(fs.optim.orthogonal(x.to(dtype) * 2.0**70), want, rtol=0, atol=0)
     assert_close(fs.optim.orthogonal(torch.stack([x, x * 2.0**100])), torch.stack([fs.optim.orthogonal(x)] * 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gradient_whose_square_overflows_leaves_state_finite(name: str, dtype: torch.dtype) -> None:
+    """Of Shampoo and SOAP it was NaN for good, at the first step or later, and `apply_if_finite` saw a finite gradient."""
+    module = nn.Linear(6, 8, bias=False, dtype=dtype)
+    spec = fs.policies.whole()(module).on({"shard": 1})
+    init, update = fs.optim.apply_if_finite(OPTIMIZERS[name](spec, torch.float32), spec)
+    params, huge = fs.shard({"weight": torch.zeros_like(module.weight)}, spec), torch.finfo(dtype).max
+    state = init(params)
+    for t, scale in enumerate((min(huge, 1e19), 1.0, huge, 1.0)):
+        grad = whole((8, 6), t).tanh() * scale
+        params, state = update(fs.shard({"weight": grad.to(dtype)}, spec), state, params)
+        assert all(x.isfinite().all() for x in pytree.tree_leaves((params, state)) if isinstance(x, Tensor)), t
+        assert params[""].abs().max() < 100
+    assert state.total == 0
+    assert (
+        OPTIMIZERS[name](spec, torch.float32)
+        .update({"": torch.full((48,), torch.inf, dtype=dtype)}, state.inner, params)[0][""]
+        .isnan()
+        .any()
+    ), "what is not finite stays visible"
 
 
 def test_relative_eps_is_of_the_largest_eigenvalue() -> None:

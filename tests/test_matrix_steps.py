@@ -92,19 +92,20 @@ def test_torchs_muon(case: str, dtype: torch.dtype) -> None:
         assert_close(got[name], want[name], **close)
 
 
-def test_a_step_of_torchs_muon_is_not_rounded() -> None:
-    """What comes back in bfloat16 is multiplied by the learning rate in float32, as torch does."""
-    spec = spec_of(ALONE, "shard", torch.float32)
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.float64, 1e-15)])
+def test_a_step_of_torchs_muon_is_not_rounded(dtype: torch.dtype, atol: float) -> None:
+    """What comes back in bfloat16 is multiplied by the rate in float32, or in a parameter's wider dtype, as in torch."""
+    spec = spec_of(ALONE, "shard", dtype)
     known = matrices_on(spec, "muon")
     init, update = fs.optim.from_torch(torch.optim.Muon, spec=known, lr=0.02, weight_decay=0.0)
-    params = fs.shard(cast(PARAMS, torch.float32), spec)
-    new, _ = update(fs.shard(cast(GRADS[0], torch.float32), spec), init(params), params)
+    params = fs.shard(cast(PARAMS, dtype), spec)
+    new, _ = update(fs.shard(cast(GRADS[0], dtype), spec), init(params), params)
     got = fs.unshard(new, spec)
     for name in WANTED:
-        weight = PARAMS[name].float()
-        weight.grad = GRADS[0][name].float()
+        weight = PARAMS[name].to(dtype, copy=True)
+        weight.grad = GRADS[0][name].to(dtype)
         torch.optim.Muon([weight], lr=0.02, weight_decay=0.0).step()
-        assert_close(got[name], weight, rtol=0, atol=1e-6)
+        assert_close(got[name], weight, rtol=0, atol=atol)
 
 
 ADAFACTOR: dict[str, dict[str, Any]] = {

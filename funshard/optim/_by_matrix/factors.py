@@ -11,7 +11,15 @@ from ... import _torch
 from ..._spec.spec import PartitionSpec
 from .._matrices.matrices import Matrices, matrices
 
-__all__ = ["compute_if_due", "eigh_or_nan", "factored_sides", "gram", "multiply_side", "resolve_real_matrices"]
+__all__ = [
+    "compute_if_due",
+    "eigh_or_nan",
+    "factored_sides",
+    "gram",
+    "limit_squares",
+    "multiply_side",
+    "resolve_real_matrices",
+]
 
 SIDES = ("left", "right")
 """A matrix's rows and its columns."""
@@ -30,6 +38,13 @@ def resolve_real_matrices(who: str, spec: PartitionSpec | Matrices) -> Matrices:
 def factored_sides(shape: Sequence[int], max_size: int) -> dict[str, int]:
     """Return the sides of a matrix [..., n, m] that have a factor, with their sizes: those of at most ``max_size``."""
     return {side: size for side, size in zip(SIDES, shape[-2:], strict=True) if size <= max_size}
+
+
+def limit_squares(grad: Tensor) -> Tensor:
+    """Return a gradient with finite elements cut to 2^48 in float32, as 2^384 in float64: sums of their squares are finite."""
+    limit = torch.finfo(torch.promote_types(grad.dtype, torch.float32)).max ** 0.375
+    limit = min(limit, torch.finfo(grad.dtype).max)
+    return torch.where(grad.isfinite(), grad.clamp(-limit, limit), grad)
 
 
 def gram(grad: Tensor, side: str) -> Tensor:

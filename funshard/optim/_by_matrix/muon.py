@@ -112,7 +112,8 @@ def muon(
     def after_exchange(results: Payload, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Tensor, Slots]:
         rate, (direction,) = options["lr"], results
         param = param.mul(1 - rate * options["weight_decay"])
-        return param.sub(upcast(direction) * (rate * options["scale"])).to(param.dtype), slots
+        direction = direction.to(torch.promote_types(upcast(direction).dtype, param.dtype))
+        return param.sub(direction * (rate * options["scale"])).to(param.dtype), slots
 
     rule = MatrixRule(("momentum_buffer",), lambda x: {}, before_exchange, on_owner, (0,), after_exchange, mixes_stacks=False)
     defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}

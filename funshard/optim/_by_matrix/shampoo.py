@@ -13,7 +13,7 @@ from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices
 from .._norms import upcast
 from .config import Fallback
-from .factors import compute_if_due, eigh_or_nan, factored_sides, gram, multiply_side, resolve_real_matrices
+from .factors import compute_if_due, eigh_or_nan, factored_sides, gram, limit_squares, multiply_side, resolve_real_matrices
 from .fallback import check_nonnegative, optimizer_with_fallback
 from .optimizer import MatrixOptimizer, break_graphs
 from .rule import MatrixOptions, MatrixRule, OwnedState, Payload, Slots
@@ -39,7 +39,8 @@ def shampoo(
     """Return ``(init, update)`` of Shampoo: ``M = momentum M + L^(-1/4) G R^(-1/4)``, ``W = (1 - lr weight_decay) W - lr M``.
 
     L and R begin as ``eps`` times the identity and accumulate ``G G^T`` and ``G^T G``. Eigenvalues give their roots, in float32
-    at least. The momentum is kept in slices like the parameters; owners keep factors and roots, and compute everything.
+    at least, and elements of G count as at most 2^48 there. The momentum is kept in slices like the parameters; owners keep
+    factors and roots, and compute everything.
 
     Source: Gupta, Koren and Singer, Shampoo: Preconditioned Stochastic Tensor Optimization, 2018. One root for several steps,
     and ``relative_eps``: Anil et al., Scalable Second Order Optimization for Deep Learning, 2020, and its code
@@ -92,7 +93,7 @@ def shampoo(
         return state
 
     def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
-        return (grad,), slots
+        return (limit_squares(grad),), slots
 
     def on_owner(
         sent: Mapping[str, Payload], whole: OwnedState, options: Mapping[str, MatrixOptions]

@@ -13,7 +13,7 @@ from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices
 from .._norms import upcast
 from .config import Fallback
-from .factors import compute_if_due, eigh_or_nan, factored_sides, gram, multiply_side, resolve_real_matrices
+from .factors import compute_if_due, eigh_or_nan, factored_sides, gram, limit_squares, multiply_side, resolve_real_matrices
 from .fallback import check_nonnegative, optimizer_with_fallback
 from .optimizer import MatrixOptimizer, break_graphs
 from .rule import MatrixOptions, MatrixRule, OwnedState, Payload, Slots
@@ -41,7 +41,7 @@ def soap(
     ``G'^2``; the step is ``M' / (sqrt(V) + eps)``, bias-corrected and rotated back; the weight decays as in AdamW. sqrt(V) is
     at least the rounding error of its largest element: directions without gradients, where M' and V are rounding errors, get no
     steps. The first gradient only computes the basis. M is kept in slices like the parameters; owners keep V, the factors and
-    the basis.
+    the basis. Elements of gradients count as at most 2^48 in float32: larger squares would overflow.
 
     Source: Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam, 2024. The steps equal those of the authors' code
     (nikhilvyas/SOAP) with ``merge_dims`` and ``precondition_1d`` off.
@@ -92,6 +92,7 @@ def soap(
 
     def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
         weight = (1 - betas[0]) * _is_past_first(options["step"], param)
+        grad = limit_squares(grad)
         average = slots["exp_avg"] + (grad - slots["exp_avg"]) * weight
         return (grad, average), {"exp_avg": average}
 
