@@ -10,10 +10,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
-from torch._C._functorch import (
-    get_single_level_autograd_function_allowed,
-    set_single_level_autograd_function_allowed,
-)
+from torch._C._functorch import get_single_level_autograd_function_allowed, set_single_level_autograd_function_allowed
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
