@@ -124,3 +124,33 @@ def test_attributes_that_forward_sets_are_restored(alone: Pool, which: str, comp
 def test_on_two_ranks(gloo2: Pool) -> None:
     for which in depth(["Caches"], [*MODULES]):
         gloo2.run(check, which, "fs.compile", "grad", {"remat": True})
+
+
+class Routes(Stateful):
+    """As a mixture of experts has it, beside a cache of constants and a state where None was before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.linear(x).softmax(-1)
+        self.count, self.cache, self.positions = gates.square().sum(), gates[1:], torch.arange(3.0).cos()
+        return x * gates * self.positions
+
+
+def recorded(rank: int, compiler: str) -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.manual_seed(0)
+    normed = nn.utils.weight_norm(nn.Linear(3, 3))  # its hook computes a weight with a graph in each forward
+    model, x = nn.Sequential(Routes(), normed), torch.randn(2, 3)
+    spec = fs.policies.whole()(model)
+    step = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum() + model[0].count)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="leaves a tensor with a graph in attribute 'count' of a Routes, and the call puts"):
+        COMPILERS[compiler](step, backend="aot_eager", fullgraph=True)(fs.shard(model, spec))
+    torch._dynamo.reset()
+    model[0].forward = lambda x: x * 2
+    COMPILERS[compiler](step, backend="aot_eager", fullgraph=True)(fs.shard(model, spec))
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_tensor_with_a_graph_in_an_attribute_is_an_error(alone: Pool, compiler: str) -> None:
+    """It would be read later without its gradient, as in eager calls."""
+    alone.run(recorded, compiler)

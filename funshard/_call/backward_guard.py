@@ -70,4 +70,4 @@ def _tensors(out: Any) -> Iterator[Tensor]:
     """Yield the tensors in a tree of results, and in the attributes of other objects in it."""
     for leaf in pytree.tree_leaves(out):
         inside = [leaf] if isinstance(leaf, Tensor) else pytree.tree_leaves(getattr(leaf, "__dict__", ()))
-        yield from (x for x in inside if isinstance(x, Tensor))
+        yield from (x for x in inside if isinstance(x, Tensor) and not isinstance(x, _torch.StandIn))

@@ -103,7 +103,7 @@ def install_buffers(
     dtypes: Callable[[str], torch.dtype | None] | None = None,
     *,
     valued: bool = True,
-) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], list[str]], dict[str, nn.Module]]:
+) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], list[str]], Callable[[], dict[str, str]], dict[str, nn.Module]]:
     """Give every module its own ``_buffers``: the given ones, lazy copies of the rest.
 
     Args:
@@ -114,7 +114,8 @@ def install_buffers(
 
     Returns:
         A function that reads the given buffers back, in their own dtypes; a function that names the copies that were changed;
-        the normalisation layers that have buffers, by path.
+        a function that names, by path, a given buffer of each module that forward has registered another tensor for; the
+        normalisation layers that have buffers, by path.
 
     Raises:
         ValueError: For a buffer on the meta device among ``valued`` parameters. torch indexes and multiplies matrices by what
@@ -177,4 +178,8 @@ def install_buffers(
             if (module, attr) in moved or (module in counted and attr in ("running_mean", "running_var"))
         ]
 
-    return now, changed, normalized
+    def registered_again() -> dict[str, str]:
+        again = [name for name, module, attr, _, used in placed if own_tensors(module, "_buffers").get(attr) is not used]
+        return {path: attr for path, _, attr in (name.rpartition(".") for name in again)}
+
+    return now, changed, registered_again, normalized

@@ -30,6 +30,7 @@ def functional_call(
     *,
     spec: PartitionSpec,
     buffers: dict[str, Tensor] | None = None,
+    attributes: Iterable[str] | None = None,
     method: str | None = None,
     reduce: ReduceBy = "mean",
     reduce_axes: Iterable[str] | None = None,
@@ -52,6 +53,8 @@ def functional_call(
         kwargs: The keyword arguments.
         spec: The spec of the slices. An unbound one is on all ranks, as one axis "shard".
         buffers: Used instead of the model's, and updated. Without them forward changes copies, with a `BufferWarning`.
+        attributes: Globs of attributes that forward sets, such as ``("*.aux_loss",)``, to return beside the result. The call
+            puts all back as they were before, and refuses to do so with a tensor that has a graph.
         method: The name of a method to call instead of forward.
         reduce: The reduction of gradients over ranks: "mean", "sum", or a number to divide the sum by.
         reduce_axes: The mesh axes to reduce gradients over, or one; all by default.
@@ -60,13 +63,14 @@ def functional_call(
         check_order: Whether ranks compare which units they gather and reduce.
 
     Returns:
-        What the module returns.
+        What the module returns; with ``attributes`` a pair of that and of a dict from "path.attribute" to its value.
 
     Raises:
         ValueError, TypeError: Before any communication, naming the path: for arguments that do not fit the spec, tensors on
             the meta device, and the model's own parameters where they are differentiated on several ranks.
-        RuntimeError: If forward changes or makes a parameter, or computes with one that a list, dict or object holds; if ranks
-            run different units; if another thread has the model in a call.
+        RuntimeError: If forward changes or makes a parameter, or computes with one that a list, dict or object holds; if it
+            leaves a tensor with a graph in an attribute that is not in ``attributes``; if ranks run different units; if another
+            thread has the model in a call.
 
     Example:
         >>> import torch, funshard as fs
@@ -78,18 +82,23 @@ def functional_call(
     """
     options = CallOptions(prefetch, in_flight, check_order)
     inputs = check_call(model, params, args, kwargs, spec, reduce, reduce_axes, options, stacklevel=2)
+    returned = (attributes,) if isinstance(attributes, str) else tuple(attributes or ())
     if inputs.place is None:
+        if returned:
+            raise NotImplementedError(
+                "functional_call: attributes= inside torch.compile: expected them in the result of forward"
+            )
         return compiled_call.run(model, inputs, buffers, method)
     call = Call(inputs.place, inputs.params, inputs.spec, inputs.reduction, inputs.options, inputs.receiver)
     try:
-        out = call.run(inputs.args, inputs.kwargs, buffers, method)
+        out = call.run(inputs.args, inputs.kwargs, buffers, method, returned)
     except (TypeError, AttributeError, RuntimeError) as error:
         add_argument_hints(error, model, inputs.params, inputs.spec, args, (inputs.args, inputs.kwargs))
         raise add_hints(error, model)  # noqa: B904 - the same one
-    guard_backward(out, inputs.place, inputs.params)
+    guard_backward((out, call.attributes), inputs.place, inputs.params)
     warn_discarded(model, call.discarded_buffers, stacklevel=2)
     if call.normalized:
         check_statistics(model, call.normalized, buffers or (), stacklevel=2)
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
-    return out
+    return out if attributes is None else (out, call.attributes)

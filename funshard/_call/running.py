@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ from .._spec.unit import Unit
 from .._transforms._recompute.active_runs import leave_finished_runs
 from .._units.accumulation import GradReceiver
 from .activation_offload import choose_hooks, choose_offload
+from .attribute_writes import AttributeWrites
 from .bound_module import BoundModule
 from .buffers import install_buffers
 from .casting import buffer_dtypes, module_overrides, wrap_in_casts
@@ -68,25 +69,36 @@ class Call:
         self.compiled: Mapping[str, Compile] = {}  # how the modules of these paths are compiled
         self.discarded_buffers: list[str] = []  # the buffers that forward has changed and nobody asked for
         self.normalized: Mapping[str, nn.Module] = {}  # the normalisation layers that have buffers, by path
+        self.attributes: dict[str, Any] = {}  # those that the caller asked for, as forward has left them
 
     @functools.cached_property
     def is_fake(self) -> bool:
         """Whether parameters are fake tensors."""
         return any(map(_torch.is_fake, self.mode.params.values()))
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], buffers: dict[str, Tensor] | None, method: str | None) -> Any:
-        """Call the model, or another of its methods than forward, on the parameters."""
-        with self.install(buffers):
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        buffers: dict[str, Tensor] | None,
+        method: str | None,
+        returned: Collection[str] = (),
+    ) -> Any:
+        """Call the model, or another of its methods than forward. ``returned`` are globs of attributes to find afterwards."""
+        with self.install(buffers, returned=returned):
             run = getattr(self.place.modules[""], method or "__call__")
             return wrap_in_casts(run, self.spec.by_path[""].precision)(*args, **kwargs)
 
     @contextlib.contextmanager
-    def install(self, buffers: dict[str, Tensor] | None, attributes: ModuleAttributes | None = None) -> Generator[None]:
+    def install(
+        self, buffers: dict[str, Tensor] | None, attributes: ModuleAttributes | None = None, returned: Collection[str] = ()
+    ) -> Generator[None]:
         """Give the modules gathered parameters, and these attributes if any; restore the modules afterwards."""
         hooks = contextlib.nullcontext()
         if (around := choose_hooks(self.mode.live, self.offload)) is not None:
             self.scopes.hook = around.pack
             hooks = around.activate(around.pack)
+        writes: AttributeWrites | None = None
         with contextlib.ExitStack() as stack:
             with MODEL_LOCK:
                 before = stack.enter_context(restore_modules(self.place.modules, self.thread))
@@ -96,8 +108,13 @@ class Call:
                 dtypes = None if attributes else buffer_dtypes(self.spec)  # a run inside finds them cast
                 if attributes is None:
                     stack.callback(StandIns(self.place, self.spec, self.mode.params).restore)
-                updated, changed, self.normalized = install_buffers(self.place.modules, buffers, dtypes, valued=self.has_values)
+                updated, changed, registered_again, self.normalized = install_buffers(
+                    self.place.modules, buffers, dtypes, valued=self.has_values
+                )
                 roots = self._install_parameters(attributes or before)
+                if attributes is None:
+                    writes = AttributeWrites(self.place, self.spec)
+                    stack.callback(writes.restore_containers)
             try:
                 with hooks, self.scopes.forward():
                     for unit in roots:
@@ -111,6 +128,9 @@ class Call:
                     buffers.update(updated())
             self.mode.check_forward()
             self.discarded_buffers = changed()
+            if writes:
+                self.attributes = writes.find(returned)
+                writes.check(self.attributes, registered_again())
 
     def _install_parameters(self, before: ModuleAttributes) -> list[Unit]:
         """Put the gathering mappings and the scopes into the modules. Return the place's own units for the caller to gather."""

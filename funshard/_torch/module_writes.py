@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .tracing import assume_constant
 
-__all__ = ["undo_module_writes"]
+__all__ = ["attributes_of_hooks", "undo_module_writes"]
+
+
+def attributes_of_hooks(module: nn.Module) -> set[str]:
+    """Return the attributes that torch's hooks compute anew before each forward: those of weight_norm, pruning and the like."""
+    hooks = vars(module).get("_forward_pre_hooks", {}).values()
+    return {getattr(hook, "name", getattr(hook, "_tensor_name", "")) for hook in hooks}
+
 
 _MARK = "_funshard_called"
 """The attribute that finds a model among the objects of Dynamo's tables. No module ever has it."""
@@ -36,7 +43,8 @@ def undo_module_writes(model: nn.Module) -> Generator[None]:
     """Undo, at the end of this context in traced code, what was set or deleted in the attributes of the model's modules.
 
     Later code reads the attributes of before, and the modules are not written to after the graph; nor are dicts that have
-    again what they had before. Dynamo's tables are private; pinned by ``test_attributes_that_forward_sets_are_restored`` and
+    again what they had before. A tensor with a graph is an error, by the rule of `AttributeWrites.check`. Dynamo's tables are
+    private; pinned by ``test_attributes_that_forward_sets_are_restored`` and
     ``test_a_compiled_step_writes_no_dict_of_a_module``.
     """
     if not torch.compiler.is_dynamo_compiling():  # as in torch.export, which runs the code itself
@@ -68,6 +76,7 @@ def _restore_writes() -> None:
     """Make the tables what they were for the modules of the innermost context."""
     graph, modules, copies = _open_contexts.stack.pop()
     _, tables = _writes_of_graph()
+    left = next(_recorded_writes(tables[0], modules), None)
     for table, copy in zip(tables, copies, strict=True):
         for variable, attributes in table.items():
             if isinstance(value := getattr(variable, "value", None), nn.Module) and value in modules:
@@ -76,6 +85,23 @@ def _restore_writes() -> None:
     for variable in graph.side_effects.id_to_variable.values():
         if _is_as_before(variable):
             variable.mutation_type.is_modified = False
+    if left:
+        raise RuntimeError(left)
+
+
+def _recorded_writes(table: _Table, modules: set[nn.Module]) -> Iterator[str]:
+    """Yield an error for each tensor with a graph that is to be undone."""
+    for variable, attributes in table.items():
+        if isinstance(module := getattr(variable, "value", None), nn.Module) and module in modules:
+            for name in attributes.keys() - attributes_of_hooks(module):
+                proxy = getattr(attributes[name], "proxy", None)
+                tensor = proxy.node.meta.get("example_value") if proxy is not None else None
+                left = isinstance(tensor, Tensor) and tensor.requires_grad
+                if left and (tensor.numel() == 1 or vars(module).get(name) is not None):
+                    yield (
+                        f"forward leaves a tensor with a graph in attribute '{name}' of a {type(module).__name__}, and the "
+                        "call puts that back as it was before: expected it in the result of forward, or detached"
+                    )
 
 
 def _is_as_before(variable: Any) -> bool:
