@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -205,6 +208,28 @@ def attributes_stored_on_self(rank: int) -> None:
             return self.b(self.a.kept) * self.scale_of_call
 
     right(rank, Model())
+
+
+@on_two_ranks
+def copies_of_modules_made_in_forward(rank: int) -> None:
+    """They would hold the call's own parameters and forward: an error; a copy of the values is right."""
+
+    class Model(Pair):
+        def __init__(self, copier: Callable[[object], object]) -> None:
+            super().__init__()
+            self.copier, self.of_values = copier, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.copier(nn.GELU())
+            self.copier({k: v.detach() for k, v in self.a.state_dict().items()} if self.of_values else self.a)
+            return super().forward(x)
+
+    for copier in (copy.deepcopy, pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
+        model, spec, params, x = setting(rank, Model(copier))
+        with unchanged(model), pytest.raises(RuntimeError, match="module 'a' is copied or pickled in forward"):
+            fs.functional_call(model, params, x, spec=spec)
+        model.of_values = True
+        assert torch.equal(fs.functional_call(model, params, x, spec=spec), model(x))
 
 
 @on_two_ranks

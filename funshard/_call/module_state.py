@@ -98,6 +98,14 @@ class GatheringParameters(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        if not self:
+            return dict, ()
+        raise RuntimeError(
+            f"module '{self.path}' is copied or pickled in forward, where a call puts its parameters and forward into it: "
+            "expected copy.deepcopy, pickle or torch.save of the module before the call, or of its state_dict()"
+        )
+
     def read_with(self, read: Callable[[Unit, int], Tensor]) -> dict[str, Any]:
         """Return a plain dict of all parameters, where this function reads those of units."""
         return {name: read(*self._owned[name]) if name in self._owned else value for name, value in super().items()}
