@@ -151,3 +151,29 @@ def test_methods_and_hooks_go_with_the_copy() -> None:
     assert bare.norm.forward.__self__ is bare.norm
     assert bare.head.forward.args[0] is bare.head
     assert len(bare.norm._forward_hooks) == 1
+
+
+def test_a_graph_module() -> None:
+    """torch.fx gives each copy a class of its own, and drops hooks and attributes; on its own and inside of another."""
+
+    class Traced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Parameter(torch.randn(4))
+            self.register_buffer("shift", torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.scale + self.shift
+
+    torch.manual_seed(0)
+    graph, x = torch.fx.symbolic_trace(Traced()), torch.randn(2, 4)
+    graph.note = ["kept"]
+    graph.register_forward_hook(lambda module, args, out: out * 2)
+    for model in (graph, nn.Sequential(graph, nn.Linear(4, 4))):
+        spec = fs.by_type(nn.Linear)(model)
+        params, bare = fs.shard(model, spec), fs.skeleton(model)
+        assert [m.note for m in bare.modules() if isinstance(m, torch.fx.GraphModule)] == [["kept"]]
+        assert all(p.is_meta for p in bare.parameters())
+        assert torch.equal(fs.functional_call(bare, params, x, spec=spec), model(x))
+        with pytest.raises(RuntimeError, match="was called and has no values"):
+            bare(x)
