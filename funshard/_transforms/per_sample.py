@@ -141,8 +141,8 @@ def per_sample_grads(
         grads = _add_noise(grads, noise * clip, units, spec, generator, seed)
     if reduce == "sum":
         return _add_number(grads, invalid)
-    count = sum_over(torch.full((), samples / shared.copies, device=mesh.device), mesh) if reduce == "mean" else None
-    total = reduce if count is None else torch.where(count == 0, 1, count)
+    count = torch.full((), samples / shared.copies, device=mesh.device)
+    total = sum_over(count, mesh).clamp(min=1) if reduce == "mean" else reduce
     return _add_number({key: (g / total).to(g.dtype) for key, g in grads.items()}, invalid)
 
 
