@@ -195,6 +195,86 @@ def test_local_units(gloo2: Pool, tmp_path: Path) -> None:
     gloo2.run(local_ranks, tmp_path / "local")
 
 
+def local_blocks(rank: int, path: Path) -> None:
+    """A parameter in pieces over an axis of 2 or 1, along either dimension, in either memory order, or in no pieces."""
+
+    def spec_of(size: int, local: int | None, order: str = "rows") -> fs.PartitionSpec:
+        shape = [16 // (size if local == dim else 1) for dim in range(2)]
+        weight = torch.zeros(shape) if order == "rows" else torch.zeros(shape[::-1]).T
+        mesh = init_device_mesh("cpu", (2 // size, size), mesh_dim_names=("shard", "expert"))
+        p = sliced("shard", local=None if local is None else {"expert": local})
+        return fs.policies.whole(p)(nn.ParameterDict({"weight": weight})).on(mesh)
+
+    full = {"weight": torch.arange(256.0).view(16, 16).sin() * torch.logspace(0, 3, 16)}
+    specs = [
+        spec_of(2, 0),
+        spec_of(2, 1),
+        spec_of(2, None, "columns"),
+        spec_of(1, None, "columns"),
+        spec_of(1, 0),
+        spec_of(2, None),
+    ]
+    alike = [{0}, {1}, {2, 3}, {2, 3}, {4, 5}, {4, 5}]
+    for i, spec in enumerate(specs):
+        params = fs.shard(full, spec)
+        init, update = quantized(spec)
+        _, state = update(params, init(params), params)
+        wide = optim.decode_state(state, CODEC, spec=spec)
+        want = fs.unshard({"": wide[""]["exp_avg"]}, spec)["weight"]
+        fs.checkpoint.save(path / f"{i}", {"opt": state}, spec).wait()
+        fs.checkpoint.save(path / f"{i} wide", {"opt": wide}, spec).wait()
+        for j, to in enumerate(specs):
+            fresh = init_of(to, full)
+            if j in alike[i]:
+                for like in (None, {"opt": fresh}):
+                    got = decoded(fs.checkpoint.load(path / f"{i}", to, like=like)["opt"], to, "exp_avg")
+                    assert_close(fs.unshard(got, to)["weight"], want, rtol=0, atol=0)
+                continue
+            for like in (None, {"opt": fresh}):
+                with pytest.raises(
+                    ValueError, match=r"'opt\.weight\.exp_avg\.scales.*follow the memory order of each piece .*decode"
+                ):
+                    fs.checkpoint.load(path / f"{i}", to, like=like)
+            loaded = fs.checkpoint.load(path / f"{i} wide", to)["opt"]
+            assert_close(fs.unshard({"": loaded[""]["exp_avg"]}, to)["weight"], want, rtol=0, atol=0)
+            assert optim.encode_state(loaded, CODEC, spec=to, at_least=1)[""].keys() == fresh[""].keys()
+
+
+def init_of(spec: fs.PartitionSpec, full: fs.Params) -> Any:
+    return quantized(spec).init(fs.shard(full, spec))
+
+
+def test_blocks_of_other_pieces_are_refused(gloo2: Pool, tmp_path: Path) -> None:
+    """Another size of a local axis was "another model"; of another dimension or memory order the scales were wrong."""
+    gloo2.run(local_blocks, tmp_path)
+
+
+def test_units_that_join_encoded_and_other_state(tmp_path: Path) -> None:
+    """A unit below at_least= has its state in no codec: the way to other units that the error names leads there."""
+    fine, coarse = one_rank("sharded"), one_rank("whole")
+    most = max(unit.numel for unit in fine)
+    saving, loading = quantized(fine, at_least=most), quantized(coarse, at_least=most)
+    params, state = run_steps(fine, saving)
+    assert {isinstance(x["exp_avg"], optim.QuantizedSlice) for x in state.values()} == {True, False}
+    fs.checkpoint.save(tmp_path / "a", {"opt": state}, fine).wait()
+    with pytest.raises(ValueError, match=r"unit '' of state 'opt': .*do not mix them, as those that were saved.*decode_state"):
+        fs.checkpoint.load(tmp_path / "a", coarse)
+    with pytest.raises(ValueError, match=r"or no like="):
+        fs.checkpoint.load(tmp_path / "a", coarse, like={"opt": loading.init(fs.shard(FULL, coarse))})
+    wide = optim.decode_state(fs.checkpoint.load(tmp_path / "a", fine)["opt"], CODEC, spec=fine)
+    fs.checkpoint.save(tmp_path / "b", {"opt": wide}, fine).wait()
+    loaded = fs.checkpoint.load(tmp_path / "b", coarse)["opt"]
+    got, want = (fs.unshard(decoded(x, spec, "exp_avg"), spec) for x, spec in ((loaded, coarse), (state, fine)))
+    assert_close(got, want, rtol=0, atol=0)
+    given = fs.reshard(params, fine, coarse), optim.encode_state(loaded, CODEC, spec=coarse, at_least=most)
+    assert run_steps(coarse, loading, 4, 3, given)
+    # a state of which one unit only is to be encoded: as from a larger at_least=
+    with pytest.raises(ValueError, match=r"encode_state of what optim\.decode_state returns is one"):
+        quantized(fine).update(params, state, params)
+    every = optim.encode_state(optim.decode_state(state, CODEC, spec=fine), CODEC, spec=fine, at_least=1)
+    assert quantized(fine).update(params, every, params)
+
+
 def test_blocks_of_another_policy_are_refused(tmp_path: Path) -> None:
     spec = one_rank()
     optimizer = quantized(spec)

@@ -38,6 +38,11 @@ from ._state.tree import Node, build_state, iter_leaves, make_units_node, parame
 
 __all__ = ["load"]
 
+OTHER_BLOCKS = (
+    "blocks of a codec follow the memory order of each piece over local axes: was it saved with others? Load it as it was "
+    "saved, and save what fs.optim.decode_state returns, which loads with any"
+)
+
 
 def load(
     path: str | os.PathLike[str],
@@ -140,8 +145,10 @@ class _Loader:
                 self._stored.check_tensor(leaf.names, leaf.whole_shape(self._spec), leaf.dtype)
             case SliceLeaf():
                 sizes = dict(self._spec.bound_mesh.sizes)
+                why = OTHER_BLOCKS if leaf.block > 1 else ""
                 for param, names in zip(leaf.params, leaf.names, strict=True):
-                    self._stored.check_tensor(names, leaf.stored_shape(param, sizes), leaf.dtype, describe_pieces(param, sizes))
+                    shape, hint = leaf.stored_shape(param, sizes), describe_pieces(param, sizes)
+                    self._stored.check_tensor(names, shape, leaf.dtype, hint, why)
             case ScalarLeaf():
                 for names in leaf.names:
                     self._stored.check_tensor(names, (), leaf.dtype)

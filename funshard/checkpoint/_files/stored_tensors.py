@@ -44,9 +44,9 @@ class StoredTensors:
         return {name: key for name, key in out.items() if key}
 
     def check_tensor(
-        self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype, hint: str = ""
+        self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype, hint: str = "", why: str = ""
     ) -> tuple[int, ...]:
-        """Return the shape of a stored tensor. Raises ValueError, with the hint, if it is missing or does not fit."""
+        """Return the shape of a stored tensor. Raises ValueError, with ``why`` and a hint, if it is missing or does not fit."""
         key = self.find_key(names)
         tensor = None if key is None else self.metadata.state_dict_metadata[key]
         if key is None or not isinstance(tensor, TensorStorageMetadata):
@@ -54,12 +54,13 @@ class StoredTensors:
             self._check_form(names[0])
             raise ValueError(
                 f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape or ())} {dtype}, got none; the checkpoint "
-                f"has {others} and so on: was another model saved, or has a checkpoint of funshard lost its funshard.json?"
+                f"has {others} and so on: "
+                + (why or "was another model saved, or has a checkpoint of funshard lost its funshard.json?")
             )
         if (shape is not None and tuple(tensor.size) != tuple(shape)) or tensor.properties.dtype != dtype:
             raise ValueError(
                 f"tensor '{names[0]}': expected {list(shape or ())} {dtype}, got {list(tensor.size)} {tensor.properties.dtype} "
-                f"in the checkpoint: was another model saved?{hint}"
+                f"in the checkpoint: {why or 'was another model saved?'}{hint}"
             )
         self._check_chunks(key, tensor)
         return tuple(tensor.size)

@@ -171,7 +171,7 @@ class _Describer:
                 f"elements and in blocks that start at multiples of {unit.align}, got {list(value.shape)} {value.dtype}; was "
                 "it made with another spec or mesh?"
             )
-        return SliceLeaf(unit, path.names, value.dtype, block=block)
+        return SliceLeaf(unit, path.names if block == 1 else path.block_names, value.dtype, block=block)
 
     def _describe_matrix_state(self, state: MatrixState, path: StatePath) -> ContainerNode:
         """Return the node of an optimizer's state by matrix: slices and owned tensors of matrices, and the fallback's."""

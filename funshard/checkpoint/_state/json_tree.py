@@ -164,7 +164,7 @@ def _slot_from_json(data: Any, path: StatePath) -> Node:
                 f"which start at multiples of that: expected a policy with P(align={block}), or a multiple of it, got "
                 f"{unit.align}"
             )
-        return SliceLeaf(unit, names, plain_from_json(dtype), block=block)
+        return SliceLeaf(unit, path.block_names, plain_from_json(dtype), block=block)
     if kind == "scalar":
         return ScalarLeaf(unit, names, plain_from_json(content[0]), content[1])
     if kind == "value":

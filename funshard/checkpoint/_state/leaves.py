@@ -89,13 +89,14 @@ class SliceLeaf:
         return spec.shard_numel(self.unit) // self.block
 
     def stored_shape(self, param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of a parameter's stored tensor: the whole parameter's or, in blocks, [*local axes, blocks].
+        """Return the shape of a parameter's stored tensor: the whole parameter's or, in blocks, [*pieces, blocks].
 
-        Blocks are those of the elements in memory order, for each rank's piece over local axes.
+        Blocks are those of the elements in memory order, of each piece over local axes: a number of pieces for each dimension,
+        which are left out if there is one piece.
         """
         if self.block == 1:
             return whole_shape(param, sizes)
-        return (*(sizes[axis] for axis, _ in param.local), -(-param.numel // self.block))
+        return (*_count_pieces(param, sizes), -(-param.numel // self.block))
 
     def allocate(self, spec: PartitionSpec) -> Tensor:
         """Return memory to read into, padding zeroed, on the mesh's device or on the host if it goes through the host."""
@@ -138,9 +139,11 @@ class SliceLeaf:
             order = tuple(param.order) if self.block == 1 else tuple(range(len(shape)))
             part = TensorRange(name, tuple(aliases), shape, order, 0, data, rank, ranks)
             if len(data):
-                box = Box(piece_offsets(param.shape, param.local, sizes, at), param.shape)
+                offsets = piece_offsets(param.shape, param.local, sizes, at)
+                box = Box(offsets, param.shape)
                 if self.block > 1:
-                    box = Box((*(at[axis] for axis, _ in param.local), 0), (*(1 for _ in param.local), shape[-1]))
+                    index = [offset // size for offset, size in zip(offsets, param.shape, strict=True)][: len(shape) - 1]
+                    box = Box((*index, 0), (*(1 for _ in index), shape[-1]))
                 yield part._replace(begin=piece.begin, holder=holder, holders=holders, axes=replicated, box=box)
             elif not param.numel:
                 yield part
@@ -244,6 +247,12 @@ def leaf_names(leaf: Leaf) -> list[str]:
     if isinstance(leaf, TensorLeaf | ValueLeaf):
         return [leaf.name]
     return [*leaf.names] if isinstance(leaf, OwnedLeaf) else [name for names in leaf.names for name in names]
+
+
+def _count_pieces(param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the number of a parameter's pieces over local axes along each dimension, () if there is one piece."""
+    whole = whole_shape(param, sizes)
+    return () if whole == param.shape else tuple(n // max(size, 1) for n, size in zip(whole, param.shape, strict=True))
 
 
 def check_storable(value: object, what: str) -> None:

@@ -87,6 +87,12 @@ class StatePath(NamedTuple):
         """For each of the parameters, the names under which the part is stored."""
         return stored_names(self.params, self.path, self.slot)
 
+    @property
+    def block_names(self) -> tuple[tuple[str, ...], ...]:
+        """The names of what has an element for each block of the parameters' elements in memory order, which they tell."""
+        orders = [".order" + "".join(map(str, p.order)) if p.permuted else "" for p in self.params]
+        return tuple(tuple(name + order for name in names) for names, order in zip(self.names, orders, strict=True))
+
     def child(self, *entries: str) -> StatePath:
         """Return the path of an entry in this part."""
         return self._replace(slot=(*self.slot, *entries))
@@ -97,9 +103,11 @@ class StatePath(NamedTuple):
         where = f"state '{'.'.join(self.path)}'" if self.path else "the state"
         for name, other in others:
             if repr(other) != repr(value):  # by repr, NaN equals NaN
+                is_mixed = len({"QuantizedSlice" in repr(x) for x in (other, value)}) == 2
+                hint = ", as those that were saved, and save what fs.optim.decode_state returns: it loads with any units"
                 raise ValueError(
                     f"unit '{self.unit.key}' of {where}: expected one kind of state for all of its parameters, got others for "
-                    f"'{name}' than for '{first}'; choose units that do not mix them"
+                    f"'{name}' than for '{first}'; choose units that do not mix them{hint if is_mixed else ''}"
                 )
         return value
 

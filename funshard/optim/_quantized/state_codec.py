@@ -103,7 +103,7 @@ class StateCodec:
             if given:
                 raise ValueError(
                     f"{self.who}: '{given[0]}' of unit '{key}' is {values[given[0]].dtype} and not in {self.codec}: expected "
-                    "the state of init(params) or of an update; optim.encode_state makes one of the optimizer's own"
+                    "the state of init(params) or of an update; optim.encode_state of what optim.decode_state returns is one"
                 )
         if slots and (ROUNDING in values) != (self.seed is not None):
             got = "one that counts its roundings" if self.seed is None else "one without a count of roundings"
