@@ -126,7 +126,7 @@ def _creation_error(what: str) -> RuntimeError:
 
 @contextlib.contextmanager
 def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[ModuleAttributes]:
-    """Restore every attribute of the modules after they were changed inside. Yield the attributes of before.
+    """Restore the class and every attribute of the modules after they were changed inside. Yield the attributes of before.
 
     Raises:
         RuntimeError: Naming the module, where another thread has one in a call, and where a module with trained parameters of
@@ -141,6 +141,7 @@ def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[
                     "reads is put into it meanwhile; give each thread a model of its own, or hold a lock around the call"
                 )
         before: ModuleAttributes = {}
+        classes = {module: type(module) for module in modules.values()}  # torch.nn.utils.parametrize makes new ones
         contents: dict[int, tuple[Any, Any]] = {}  # of each container that is not empty, by its id: itself, and a copy
         scripted: dict[nn.Module, dict[str, Tensor | None]] = {}
         for module in modules.values():
@@ -159,6 +160,8 @@ def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[
                 for name, tensor in scripted.get(module, {}).items():
                     setattr(module, name, tensor)
                 object.__setattr__(module, "__dict__", attributes)
+                if type(module) is not classes[module]:
+                    module.__class__ = classes[module]
                 for container in _nonempty_containers(attributes):
                     if id(container) not in contents:
                         added += _new_trained_modules(container, ())

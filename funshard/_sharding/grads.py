@@ -109,6 +109,8 @@ def reduce_mean(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float 
 def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
     """Return ``w / sum_r w_r``, this rank's share of the total weight, or 0 if that is 0; a scalar in float32 at least.
 
+    A weight that is negative or not finite makes the shares of all ranks NaN.
+
     A loss that is the mean over this rank's samples, times this, and ``reduce="sum"``, is the mean over all ranks' samples. A
     mean over none must not be 0/0 here: divide by ``max(n, 1)``, or use ``accumulate(f, params, [batch], weights=[n])``.
 
@@ -127,8 +129,9 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
     number = isinstance(weight, int | float)
     own = torch.full((), weight, device=mesh.device) if number else torch.as_tensor(weight, device=mesh.device)
     own = own.to(torch.promote_types(own.dtype, torch.float32))
+    own = torch.where((own >= 0) & own.isfinite(), own, torch.nan)  # of every rank, then: the host does not wait to read it
     total = sum_over(own, mesh)
-    return torch.where(total > 0, own / total, 0)
+    return torch.where(total == 0, 0, own / total)
 
 
 def _split_units(grads: Mapping[str, Tensor], spec: PartitionSpec) -> tuple[list[Unit], list[Unit]]:

@@ -96,8 +96,9 @@ def _recorded_writes(table: _Table, modules: set[nn.Module]) -> Iterator[str]:
             for name in attributes.keys() - attributes_of_hooks(module):
                 proxy = getattr(attributes[name], "proxy", None)
                 tensor = proxy.node.meta.get("example_value") if proxy is not None else None
-                left = isinstance(tensor, Tensor) and tensor.requires_grad
-                if left and (tensor.numel() == 1 or vars(module).get(name) is not None):
+                if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                    continue
+                if tensor.numel() == 1 or vars(module).get(name) is not None:
                     yield (
                         f"forward leaves a tensor with a graph in attribute '{name}' of a {type(module).__name__}, and the "
                         "call puts that back as it was before: expected it in the result of forward, or detached"
