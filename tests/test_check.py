@@ -299,7 +299,7 @@ def test_all_collectives_are_compared(gloo2: Pool) -> None:
             ("broadcast of 2 x float32", third),
             ("of 2 x float64", third),
             ("between hosts", fourth),
-            ("all-gather of 2 x float32", fourth),
+            ("to compare gather_values of [2] torch.float32", fourth),
         ]:
             assert words in error
 
