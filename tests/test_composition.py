@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import pickle
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -210,6 +212,13 @@ def test_functions_of_one_units_state_refuse_a_composed_one() -> None:
         fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.AdamW)
     names = fs.checkpoint.optimizer_state_dict(state[-1], spec, torch.optim.AdamW)["state"]
     assert {*names} == {*FULL}
+    known = optim.matrices(spec)
+    for made in (optim.from_torch(torch.optim.Adafactor, spec=spec), optim.from_torch(torch.optim.Muon, spec=known)):
+        state = made.init(params)
+        with pytest.raises(TypeError, match=r"elementwise state.*got MatrixState; .*checkpoint\.save keeps it"):
+            fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.Adafactor)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"elementwise state.*got MatrixState"):
+            fs.checkpoint.from_optimizer_state_dict({"state": {}}, spec, state)  # type: ignore[arg-type]
 
 
 def test_a_plan_counts_the_states() -> None:
@@ -522,6 +531,20 @@ def test_states_that_do_not_fit_are_refused() -> None:
         sgd.update(params, finite.init(params), params)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="grads: '': expected a tensor, got NoneType; an unused parameter has gradient zeros"):
         finite.update({"": None}, finite.init(params), params)
+
+
+def test_optimizers_do_not_pickle() -> None:
+    """mp.spawn got an AttributeError about a local function. State and spec pickle; a copy of an optimizer is the same one."""
+    spec = fs.policies.whole()(MODEL).on({"shard": 1})
+    sgd, muon = optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), optim.muon(spec)
+    for made in (sgd, muon, optim.ema(sgd, decay=0.5), optim.clip_gradients(spec, 1.0)):
+        with pytest.raises(TypeError, match=rf"^{type(made).__name__}: .*make it in the function that mp\.spawn runs"):
+            pickle.dumps({"optimizer": made})
+        assert copy.deepcopy(made) is made
+        assert copy.copy(made) is made
+    params = fs.shard(MODEL, spec)
+    for init, _ in (sgd, muon):
+        assert_close(pickle.loads(pickle.dumps((init(params), spec)))[0], init(params))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -193,6 +193,26 @@ def test_a_state_dict_of_torch_reads_the_declaration() -> None:
         fs.checkpoint.optimizer_state_dict(wrong, spec, Counting, options=options)
 
 
+def test_a_group_of_torch_without_parameters() -> None:
+    """Ours have some: the way that the guide names puts it in and leaves it out."""
+    model = nn.Linear(4, 3)
+    spec = fs.policies.whole()(model).on({"shard": 1})
+    theirs = torch.optim.SGD([{"params": [], "lr": 0.5}, {"params": model.parameters()}], lr=0.1, momentum=0.9)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    theirs.step()
+    init, _ = fs.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    names, fresh = [name for name, _ in model.named_parameters()], init(fs.shard(model, spec))
+    state = fs.checkpoint.from_optimizer_state_dict(fs.checkpoint.rekey(theirs.state_dict(), names), spec, fresh)
+    found = fs.checkpoint.rekey(fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.SGD, lr=0.1, momentum=0.9), names)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        theirs.load_state_dict(found)
+    found["param_groups"].insert(0, {**theirs.param_groups[0], "params": []})
+    before = theirs.state_dict()
+    theirs.load_state_dict(found)
+    assert_close(theirs.state_dict(), before)
+
+
 @pytest.mark.parametrize("is_differentiated", [False, True])
 def test_numbers_are_no_padding(is_differentiated: bool) -> None:
     """Where an update leaves padding alone, numbers of several options are not taken for elements."""

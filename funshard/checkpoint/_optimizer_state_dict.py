@@ -58,10 +58,11 @@ def optimizer_state_dict(
         defaults: The options of all parameters, as `optim.from_torch` was given them.
 
     Returns:
-        ``{"state": {name: slots}, "param_groups": groups}`` with full tensors.
+        ``{"state": {name: slots}, "param_groups": groups}`` with full tensors. No group is without parameters.
 
     Raises:
         ValueError: On every rank and naming the unit, for a state of another spec or one that differs between ranks.
+        TypeError: For a state that is not elementwise, as those of Adafactor, Muon and `quantized_state`.
 
     Example:
         >>> import torch, funshard as fs
@@ -180,17 +181,17 @@ def _make_converters(
     state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec, group_of_param: Mapping[str, int]
 ) -> dict[str, _UnitConverter]:
     """Return a converter for each unit of a state. Raises ValueError for a key that is no unit of the spec."""
-    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+    tables = (state, *state.values()) if isinstance(state, Mapping) else (state,)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if got := [type(table).__name__ for table in tables if not isinstance(table, Mapping)]:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"expected the state of from_torch by unit key, got {type(state).__name__}; it is the last entry of the state of "
-            "optim.chain, and the inner one of optimizers that are made of others"
+            f"expected the elementwise state of from_torch by unit key, got {got[0]}; it is the last entry of the state of "
+            "optim.chain, and the inner one of optimizers that are made of others. That of matrices, as of Adafactor and Muon, "
+            "has no such form: checkpoint.save keeps it for any units and ranks"
         )
     refuse_encoded(state)
     for key in state:
         if key not in spec.by_key:
-            raise ValueError(
-                f"unit '{key}' is not in the spec: expected some of {list(spec.by_key)[:8]}; is the state another's?"
-            )
+            raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*spec.by_key][:8]}; is the state another's?")
     numbers = find_option_numbers(state, state, spec, (), group_of_param)
     return {key: _UnitConverter(spec.by_key[key], spec, group_of_param, numbers) for key in state}
 
@@ -276,8 +277,7 @@ class _UnitConverter:
                 raise ValueError(f"'{slot}' of parameter '{param.name}': expected {expected}, got {got}{hint}")
             offsets = piece_offsets(param.shape, param.local, sizes, at)
             local = full[tuple(slice(start, start + size) for start, size in zip(offsets, param.shape, strict=True))]
-            flat = to_memory_order(local, param).reshape(-1)
-            out[low:high] = flat[begin : begin + high - low]
+            out[low:high] = to_memory_order(local, param).reshape(-1)[begin : begin + high - low]
         return out
 
     def _read_number(self, slot: str, initial: Tensor, groups: set[int], own: Mapping[str, Any]) -> Tensor:

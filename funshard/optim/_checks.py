@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import numbers
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NoReturn, TypeVar
 
 from torch import Tensor
 
 from .. import _torch
 
-__all__ = ["StateMapping", "break_message", "check_rate", "named_tensors", "refuse_shared_memory"]
+__all__ = ["StateMapping", "break_message", "check_rate", "named_tensors", "refuse_pickle", "refuse_shared_memory", "same_pair"]
 
+Pair = TypeVar("Pair")
 StateMapping = Mapping[str, Mapping[str, Tensor]]
 """An elementwise state that is only read: by unit key and name."""
 
@@ -23,6 +25,19 @@ def check_rate(lr: object, what: str, *, optional: bool = True) -> None:
             f"{what}: expected a number or a tensor of one, got {type(lr).__name__}; a schedule is a function of the step: "
             "give update(..., lr=schedule(step)). torch's schedulers write into a torch optimizer, and here is none"
         )
+
+
+def refuse_pickle(optimizer: object, /) -> NoReturn:
+    """Raise TypeError: the ``__reduce__`` of a pair of functions. A copy of a pair is the pair."""
+    raise TypeError(
+        f"{type(optimizer).__name__}: a pair of functions of this process does not pickle: make it in the function that "
+        "mp.spawn runs; its state, the parameters and the spec do pickle"
+    )
+
+
+def same_pair(optimizer: Pair, memo: object = None, /) -> Pair:
+    """Return the pair: its ``__copy__`` and ``__deepcopy__``."""
+    return optimizer
 
 
 def break_message(name: str, why: str) -> str:

@@ -14,7 +14,7 @@ from ... import _torch
 from ..._phases import phase
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import Params
-from .._checks import break_message, check_rate, named_tensors, refuse_shared_memory
+from .._checks import break_message, check_rate, named_tensors, refuse_pickle, refuse_shared_memory, same_pair
 from .._matrices.matrices import Matrices, matrices
 from .checks import check_stacks, check_step
 from .config import Fallback, MatrixConfig
@@ -32,6 +32,9 @@ class MatrixOptimizer(NamedTuple):
     """Returns the state before the first step, by unit key of ``params``."""
     update: Callable[..., tuple[Params, dict[str, MatrixState]]]
     """``update(grads, state, params, *, lr=None, fallback_lr=None) -> (new params, new state)``, for some or all units."""
+
+    __reduce__ = refuse_pickle
+    __copy__ = __deepcopy__ = same_pair
 
 
 def by_matrix(

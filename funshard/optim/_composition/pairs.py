@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ..._units.layout import Params
+from .._checks import refuse_pickle, same_pair
 
 __all__ = [
     "AnyOptimizer",
@@ -58,6 +59,9 @@ class GradientTransformation(NamedTuple):
     update: TransformFn
     """``update(grads, state, params) -> (new grads, new state)``."""
 
+    __reduce__ = refuse_pickle
+    __copy__ = __deepcopy__ = same_pair
+
 
 class ComposedOptimizer(NamedTuple):
     """An optimizer made of others: a pair of pure functions, as `from_torch` returns, whose state is a tuple."""
@@ -66,6 +70,9 @@ class ComposedOptimizer(NamedTuple):
     """``init(params) -> state``."""
     update: UpdateFn
     """``update(grads, state, params, **rates) -> (new params, new state)``; the innermost optimizer gets ``rates``."""
+
+    __reduce__ = refuse_pickle
+    __copy__ = __deepcopy__ = same_pair
 
 
 AnyOptimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Mapping[str, Tensor], Any]]]

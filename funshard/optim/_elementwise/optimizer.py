@@ -17,7 +17,7 @@ from ..._spec.checks import check_mapping
 from ..._spec.spec import PartitionSpec
 from ..._spec.unit_state import UnitState, replace_values
 from ..._units.layout import Params
-from .._checks import check_rate, named_tensors, refuse_shared_memory
+from .._checks import check_rate, named_tensors, refuse_pickle, refuse_shared_memory, same_pair
 from .checks import (
     InitialState,
     check_arguments,
@@ -82,6 +82,9 @@ class Optimizer(NamedTuple):
     init: Callable[[Mapping[str, Tensor]], State]
     """Returns the state before the first step, sharded like the params."""
     update: Update
+
+    __reduce__ = refuse_pickle
+    __copy__ = __deepcopy__ = same_pair
 
 
 def elementwise(
