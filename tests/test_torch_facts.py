@@ -363,6 +363,22 @@ def test_graph_task() -> None:
     assert len({-1, *seen}) == 3
 
 
+@pytest.mark.parametrize("by", [torch.func.grad, None], ids=["torch.func", "plain"])
+def test_edges_in_a_graph(by: Callable[..., Any] | None) -> None:
+    """A tensor is one result of a node; a graph tells which of its results are used."""
+
+    def look(x: Tensor) -> Tensor:
+        used, left = (2 * x).split(2)
+        out = used.sum()
+        edges = _torch.edges_in_graph([out])
+        assert edges.issuperset(_torch.own_edges(used) + _torch.own_edges(out))
+        assert _torch.own_edges(left)
+        assert edges.isdisjoint(_torch.own_edges(left))
+        return out
+
+    by(look)(torch.ones(4)) if by else look(torch.ones(4, requires_grad=True))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_held_until_backward_ends(fails: bool) -> None:
     """What a node's pre-hook holds is there for the nodes after it, and is freed when backward ends, also by an error."""

@@ -15,14 +15,15 @@ from torch.utils import _pytree as pytree  # the tree of what attributes hold
 from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
+from .backward_guard import find_tensors
 from .bound_module import BoundModule
 
 __all__ = ["AttributeWrites"]
 
 _CONTAINERS = (dict, list, set, deque)
 _SCALARS = (int, float, str)
-_OF_NN_MODULE = {*vars(nn.Module()), "forward"}
-"""The attributes of nn.Module itself, and forward."""
+_OF_NN_MODULE = {*vars(nn.Module()), "forward", "_flat_weights"}
+"""The attributes of nn.Module itself, forward, and the list of weights that nn.LSTM makes anew."""
 
 
 class AttributeWrites:
@@ -52,21 +53,31 @@ class AttributeWrites:
             else:
                 (container.update if isinstance(container, set) else container.extend)(entries)
 
-    def check(self, returned: Collection[str], replaced_buffers: Mapping[str, str]) -> None:
+    def check(self, result: Any, returned: Collection[str], replaced_buffers: Mapping[str, str]) -> None:
         """Raise RuntimeError for what nobody asked for where whoever reads it later would get another value, without a word.
 
-        That is a tensor with a graph, unless it is no scalar and None or nothing was there before: then the reader finds that.
-        Where parameters were, as in the list of weights of nn.LSTM, forward has put the call's. And a number that goes with a
-        buffer which is kept. ``replaced_buffers`` are, by path, the names of the caller's buffers that forward has registered
-        again.
+        That is a tensor with a graph, but for
+
+        - those of attributes that held weights: forward has put the call's there;
+        - tensors where None or nothing was before, unless they are scalars: then the reader finds that;
+        - scalars, and entries of containers, that the ``result`` of forward was computed from.
+
+        And a number that goes with a buffer which is kept. ``replaced_buffers`` are, by path, the names of the caller's buffers
+        that forward has registered again.
         """
+        used: set[tuple[Any, int]] | None = None
         for path, attr, value in self._changed():
             if (name := join_path(path, attr)) in returned:
                 continue
-            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and _has_derivative(x)]
             before = self._before[path].get(attr)
-            held_weights = any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(before))
-            if not held_weights and any(x.numel() == 1 or before is not None for x in tensors):
+            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and _has_derivative(x)]
+            tensors = [x for x in tensors if x.numel() == 1 or before is not None]
+            if any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(before)):
+                tensors = []
+            elif tensors and (isinstance(before, _CONTAINERS) or all(x.numel() == 1 for x in tensors)):
+                used = _torch.edges_in_graph(find_tensors(result)) if used is None else used
+                tensors = [x for x in tensors if used.isdisjoint(_torch.own_edges(x))]
+            if tensors:
                 raise RuntimeError(
                     f"forward leaves a tensor with a graph in attribute '{attr}' of module '{path}', and the call puts that "
                     "back as it was before, so whoever reads it later would get another value and no gradient: expected "

@@ -14,7 +14,7 @@ from .. import _torch
 from .._spec.tree import join_path
 from .bound_module import BoundModule
 
-__all__ = ["guard_backward"]
+__all__ = ["find_tensors", "guard_backward"]
 
 
 def guard_backward(out: Any, place: BoundModule, params: Mapping[str, Tensor]) -> None:
@@ -29,9 +29,8 @@ def guard_backward(out: Any, place: BoundModule, params: Mapping[str, Tensor]) -
             _GUARDS[key] = guard = _Guard(place, params)
             _torch.hold_until_backward_ends(guard)
 
-    for node in {tensor.grad_fn for tensor in _tensors(out)}:
-        if node is not None:
-            node.register_prehook(arm)
+    for node in {node for tensor in find_tensors(out) for node, _ in _torch.own_edges(tensor)}:
+        node.register_prehook(arm)
 
 
 class _Guard:
@@ -66,7 +65,7 @@ _GUARDS: WeakValueDictionary[tuple[int, nn.Module], _Guard] = WeakValueDictionar
 """The guards of backwards that run, by the number of the backward and the model."""
 
 
-def _tensors(out: Any) -> Iterator[Tensor]:
+def find_tensors(out: Any) -> Iterator[Tensor]:
     """Yield the tensors in a tree of results, and in the attributes of other objects in it."""
     for leaf in pytree.tree_leaves(out):
         inside = [leaf] if isinstance(leaf, Tensor) else pytree.tree_leaves(getattr(leaf, "__dict__", ()))

@@ -91,14 +91,14 @@ def functional_call(
         return compiled_call.run(model, inputs, buffers, method)
     call = Call(inputs.place, inputs.params, inputs.spec, inputs.reduction, inputs.options, inputs.receiver)
     try:
-        out = call.run(inputs.args, inputs.kwargs, buffers, method, returned)
+        out, left = call.run(inputs.args, inputs.kwargs, buffers, method, returned)
     except (TypeError, AttributeError, RuntimeError) as error:
         add_argument_hints(error, model, inputs.params, inputs.spec, args, (inputs.args, inputs.kwargs))
         raise add_hints(error, model)  # noqa: B904 - the same one
-    guard_backward((out, call.attributes), inputs.place, inputs.params)
+    guard_backward((out, left), inputs.place, inputs.params)
     warn_discarded(model, call.discarded_buffers, stacklevel=2)
     if call.normalized:
         check_statistics(model, call.normalized, buffers or (), stacklevel=2)
     if inspect.isgenerator(out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
-    return out if attributes is None else (out, call.attributes)
+    return out if attributes is None else (out, left)

@@ -69,7 +69,6 @@ class Call:
         self.compiled: Mapping[str, Compile] = {}  # how the modules of these paths are compiled
         self.discarded_buffers: list[str] = []  # the buffers that forward has changed and nobody asked for
         self.normalized: Mapping[str, nn.Module] = {}  # the normalisation layers that have buffers, by path
-        self.attributes: dict[str, Any] = {}  # those that the caller asked for, as forward has left them
 
     @functools.cached_property
     def is_fake(self) -> bool:
@@ -83,22 +82,27 @@ class Call:
         buffers: dict[str, Tensor] | None,
         method: str | None,
         returned: Collection[str] = (),
-    ) -> Any:
-        """Call the model, or another of its methods than forward. ``returned`` are globs of attributes to find afterwards."""
-        with self.install(buffers, returned=returned):
+    ) -> tuple[Any, dict[str, Any]]:
+        """Call the model, or another of its methods than forward. Return the result, and the attributes of these globs."""
+        with self.install(buffers, returned=returned) as results:
             run = getattr(self.place.modules[""], method or "__call__")
-            return wrap_in_casts(run, self.spec.by_path[""].precision)(*args, **kwargs)
+            results.append(wrap_in_casts(run, self.spec.by_path[""].precision)(*args, **kwargs))
+        return results[0], results[1]
 
     @contextlib.contextmanager
     def install(
         self, buffers: dict[str, Tensor] | None, attributes: ModuleAttributes | None = None, returned: Collection[str] = ()
-    ) -> Generator[None]:
-        """Give the modules gathered parameters, and these attributes if any; restore the modules afterwards."""
+    ) -> Generator[list[Any]]:
+        """Give the modules gathered parameters, and these attributes if any; restore the modules afterwards.
+
+        Yield a list for the result of forward, to which the attributes that ``returned`` names are added.
+        """
         hooks = contextlib.nullcontext()
         if (around := choose_hooks(self.mode.live, self.offload)) is not None:
             self.scopes.hook = around.pack
             hooks = around.activate(around.pack)
         writes: AttributeWrites | None = None
+        results: list[Any] = []  # not of the call, which graphs hold
         with contextlib.ExitStack() as stack:
             with MODEL_LOCK:
                 before = stack.enter_context(restore_modules(self.place.modules, self.thread))
@@ -121,7 +125,7 @@ class Call:
                         self.scopes.gather(unit)
                     for module, attr, unit, i in self.place.scripted_parameters:
                         setattr(module, attr, self.read(unit, i))
-                    yield
+                    yield results
             finally:
                 self.mode.end_forward()
                 if buffers is not None:
@@ -129,8 +133,8 @@ class Call:
             self.mode.check_forward()
             self.discarded_buffers = changed()
             if writes:
-                self.attributes = writes.find(returned)
-                writes.check(self.attributes, registered_again())
+                results.append(writes.find(returned))
+                writes.check(results[0], results[1], registered_again())
 
     def _install_parameters(self, before: ModuleAttributes) -> list[Unit]:
         """Put the gathering mappings and the scopes into the modules. Return the place's own units for the caller to gather."""

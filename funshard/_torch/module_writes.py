@@ -96,9 +96,9 @@ def _recorded_writes(table: _Table, modules: set[nn.Module]) -> Iterator[str]:
             for name in attributes.keys() - attributes_of_hooks(module):
                 proxy = getattr(attributes[name], "proxy", None)
                 tensor = proxy.node.meta.get("example_value") if proxy is not None else None
-                if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                if proxy is None or not isinstance(tensor, Tensor) or not tensor.requires_grad:
                     continue
-                if tensor.numel() == 1 or vars(module).get(name) is not None:
+                if vars(module).get(name) is not None if tensor.numel() > 1 else not proxy.node.users:
                     yield (
                         f"forward leaves a tensor with a graph in attribute '{name}' of a {type(module).__name__}, and the "
                         "call puts that back as it was before: expected it in the result of forward, or detached"
