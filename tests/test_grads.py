@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -161,6 +162,14 @@ def test_reduce_mean_is_the_mean_over_all_samples(counts: list[int]) -> None:
     expected = torch.func.grad(lambda p: mean(p, xs.flatten(0, 1), mask.flatten()))(full)
     for name, g in expected.items():
         torch.testing.assert_close(got[name][0], g, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("wrong", [-2.0, math.nan, math.inf])
+def test_a_weight_that_is_no_number_of_samples(wrong: float) -> None:
+    """All ranks' shares are NaN, and none is 0 without a word."""
+    spec = fs.policies.whole()(nn.Linear(3, 1))
+    shares = spmd(lambda mesh, weight: fs.weight_share(weight, spec.on(mesh)), 2)(torch.tensor([2.0, wrong]))
+    assert shares.isnan().all()
 
 
 def weighted(rank: int) -> None:

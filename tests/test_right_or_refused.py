@@ -334,6 +334,21 @@ def test_writes_from_around_a_unit_are_refused(p: P, way: str) -> None:
     assert all(torch.equal(params[key], t) for key, t in before.items())
 
 
+class StaysParametrized(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.l, "weight", Plus(self.w))
+        raise KeyError("a user's own error")
+
+
+def test_the_class_of_a_module_is_put_back() -> None:
+    """torch.nn.utils.parametrize gives a module a class of its own, and an error keeps forward from taking it off."""
+    model, spec, params = setting(StaysParametrized, P("shard"))
+    for _ in range(2):
+        with unchanged(model), pytest.raises(KeyError, match="a user's own error"):
+            squared(model, params, inputs()[0], spec)
+        assert type(model[1].l) is nn.Linear
+
+
 @pytest.mark.parametrize("kind", [*REFUSED, ByNumpy])
 @pytest.mark.parametrize("given", ["shards", "full", "views"])
 def test_on_one_rank_what_was_given_is_left_alone(kind: type[nn.Module], given: str) -> None:

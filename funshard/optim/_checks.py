@@ -27,10 +27,10 @@ def check_rate(lr: object, what: str, *, optional: bool = True) -> None:
         )
 
 
-def refuse_pickle(optimizer: object, /) -> NoReturn:
+def refuse_pickle(self: object) -> NoReturn:
     """Raise TypeError: the ``__reduce__`` of a pair of functions. A copy of a pair is the pair."""
     raise TypeError(
-        f"{type(optimizer).__name__}: a pair of functions of this process does not pickle: make it in the function that "
+        f"{type(self).__name__}: a pair of functions of this process does not pickle: make it in the function that "
         "mp.spawn runs; its state, the parameters and the spec do pickle"
     )
 
