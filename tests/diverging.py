@@ -91,6 +91,10 @@ def a_skipped_unit(is_other: bool) -> None:
     Trainer().step((0, 2) if is_other else (0, 1, 2))
 
 
+def no_unit(is_other: bool) -> None:
+    Trainer().step(() if is_other else (0, 1, 2))
+
+
 class Experts(nn.Module):
     """Experts that run if a token chooses them."""
 
@@ -189,6 +193,7 @@ CASES: Mapping[str, Callable[[bool], None]] = {
         another_model,
         another_order,
         a_skipped_unit,
+        no_unit,
         an_expert_without_tokens,
         another_dtype,
         another_spec,

@@ -82,8 +82,16 @@ class GatheredUnit:
             return self.shard
         chain, self.chain = self.chain, None
         assert chain is not None
-        with phase("wait for", self.unit.key), _torch.below_transforms():
-            return chain.result()
+        try:
+            with phase("wait for", self.unit.key), _torch.below_transforms():
+                return chain.result()
+        except RuntimeError as error:
+            if "imed out" not in _torch.error_text(error):  # gloo's word
+                raise
+            raise RuntimeError(
+                f"unit '{self.unit.key}' was not gathered within the process group's timeout: another rank has not come to it, "
+                "or has ended: expected all ranks to run the same units; fs.check() says where each rank is"
+            ) from error
 
     def parameters(self, shard: Tensor) -> Sequence[Tensor]:
         """Return the unit's parameters in forward; their gradient goes to this shard."""
