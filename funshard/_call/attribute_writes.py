@@ -117,12 +117,18 @@ class AttributeWrites:
                 if not changed.isdisjoint(inside):
                     yield path, attr, value
 
-    def _changed_containers(self) -> Iterator[tuple[Any, list[Any]]]:
-        """Yield the containers that have other entries than before, with those of before."""
+    def _changed_containers(self) -> list[tuple[Any, list[Any]]]:
+        """Return the containers that have other entries than before, with those of before, if there are tensors among them.
+
+        Without tensors, logs of names or shapes stay, as in a call of the module itself: they hold nothing of the parameters.
+        """
+        changed: list[tuple[Any, list[Any]]] = []
         for container, before in self._entries:
             now = _entries(container)
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
-                yield container, before
+                changed.append((container, before))
+        leaves = pytree.tree_leaves([(_entries(container), before) for container, before in changed])
+        return changed if any(isinstance(x, Tensor) for x in leaves) else []
 
 
 def _known_containers(spec: PartitionSpec) -> WeakKeyDictionary[nn.Module, list[tuple[str, str]]]:
