@@ -139,7 +139,7 @@ class Monitor:
     def stop(self) -> None:
         """End the thread."""
         self._stopped.set()
-        self._thread.join(2 * TICK)
+        self._thread.join(FAREWELL)  # a thread that is left in a call of the store aborts an interpreter that ends
 
     def end_process(self) -> None:
         """Say that this process ends, and end the thread."""
