@@ -189,7 +189,7 @@ def _nonempty_containers(attributes: dict[str, Any]) -> Sequence[Any]:
         containers = _get_containers(attributes)
     except KeyError:
         containers = [attributes.get(name) for name in MODULE_CONTAINERS]
-    return [one for one in containers if isinstance(one, _CONTAINER_TYPES) and one] if any(containers) else ()
+    return [one for one in containers if one and isinstance(one, _CONTAINER_TYPES)] if any(containers) else ()
 
 
 _get_containers: Callable[[dict[str, Any]], Sequence[Any]] = operator.itemgetter(*MODULE_CONTAINERS)

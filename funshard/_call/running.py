@@ -99,8 +99,8 @@ class Call:
         """
         hooks = contextlib.nullcontext()
         if (around := choose_hooks(self.mode.live, self.offload)) is not None:
-            self.scopes.hook = around.pack
-            hooks = around.activate(around.pack)
+            self.scopes.hook = pack = around.pack  # one bound method: it is compared by identity at each read
+            hooks = around.activate(pack)
         writes: AttributeWrites | None = None
         results: list[Any] = []  # not of the call, which graphs hold
         with contextlib.ExitStack() as stack:

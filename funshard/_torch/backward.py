@@ -14,9 +14,9 @@ from torch._C._functorch import get_single_level_autograd_function_allowed, set_
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from .dispatch import is_plain
+from .dispatch import PLAIN_TYPES
 from .error_text import error_text
-from .levels import current_level, detach_level, unwrap
+from .levels import current_level, detach_level, is_wrapped, unwrap
 from .storage import storage_id
 
 __all__ = [
@@ -87,7 +87,7 @@ Buffer = TypeVar("Buffer", bound=HasDtypes)
 
 def find_viewed_buffer(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     """Return the entry, by storage, of the buffer that a plain tensor views by shape, strides and offset alone, or None."""
-    note = live.get(storage_id(inner)) if live and is_plain(inner) else None
+    note = live.get(storage_id(inner)) if live and type(inner) in PLAIN_TYPES and inner.layout is torch.strided else None
     if note is None or inner.dtype not in note.dtypes or inner.is_conj() or inner.is_neg():
         return None
     return note
@@ -124,7 +124,8 @@ Versioned = Tensor | tuple[Tensor, int]
 def unpack_versioned(kept: Versioned, shape_in_error: torch.Size | None = None) -> Tensor:
     """Return the tensor, or probe, that `pack_versioned` kept. Raise RuntimeError if it was modified in place since."""
     tensor, expected = kept if type(kept) is tuple else (cast("Tensor", kept), 0)
-    if (now := unwrap(tensor)._version) != expected:
+    inner = unwrap(tensor) if is_wrapped(tensor) else tensor
+    if (now := inner._version) != expected:
         raise RuntimeError(
             f"a tensor of shape {list(shape_in_error or tensor.shape)} needed for gradient computation was modified in place: "
             f"it is at version {now}, expected version {expected}"
@@ -148,9 +149,8 @@ def prioritize_backward(tensors: Iterable[Tensor]) -> None:
 _EARLY = 2**62
 
 
-def current_graph_task() -> int:
-    """Return the number of the running backward pass, -1 outside of one. Pinned by ``test_graph_task``."""
-    return torch._C._current_graph_task_id()
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the running backward pass, -1 outside of one. Pinned by ``test_graph_task``."""
 
 
 def is_last_backward(level_: int) -> bool:

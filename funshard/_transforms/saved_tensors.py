@@ -44,9 +44,11 @@ class SavedTensorHooks:
 
     def pack(self, tensor: Tensor) -> TensorRestorer | _torch.Versioned:
         """Return what to keep instead of a tensor."""
-        if self.over and _torch.level_of(tensor) == self.over:
-            return _raise_freed
-        inner = _torch.unwrap(tensor)
+        inner = tensor
+        if _torch.is_wrapped(tensor):
+            if self.over and _torch.level_of(tensor) == self.over:
+                return _raise_freed
+            inner = _torch.unwrap(tensor)
         buffer = _torch.find_viewed_buffer(inner, self.live)
         if buffer is not None and (restorer := buffer.make_restorer(tensor, by_backward=self.by_backward)) is not None:
             return restorer
