@@ -143,7 +143,7 @@ def test_pages_are_read_as_they_are_meant() -> None:
 def test_readme_is_a_first_page() -> None:
     """Of at most 220 lines, from which every page of the guide can be reached."""
     assert len(README.read_text().splitlines()) <= 220
-    assert {page.name for page in GUIDE.glob("*.md")} <= set(re.findall(r"\(examples/guide/(\w+\.md)\)", README.read_text()))
+    assert {page.name for page in GUIDE.glob("*.md")} <= set(re.findall(r"\(examples/guide/([\w-]+\.md)\)", README.read_text()))
 
 
 def anchors(page: Path) -> set[str]:
@@ -168,6 +168,16 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
     for path in named:
         assert (ROOT / path).exists(), path
+
+
+def test_the_reading_order_is_that_of_the_code() -> None:
+    """Each row of how-it-works.md names what is defined in its folder."""
+    rows = re.findall(r"^\| \d+ \| `([\w/]+)` \| ([^|]+) \|", PAGES["how-it-works"].read_text(), re.MULTILINE)
+    assert len(rows) == 10
+    for folder, names in rows:
+        code = "\n".join(path.read_text() for path in (ROOT / folder).rglob("*.py"))
+        defined = set(re.findall(r"^(?:class |def )?(\w+)(?:\(|:| =)", code, re.MULTILINE))
+        assert {*re.findall(r"`(\w+)`", names)} <= defined, (folder, names)
 
 
 WORDS = ["seed", "dropout", "frozen", "generate", "no_grad", "lr_scheduler", "save_pretrained", "transformers", "synced_gpus"]
