@@ -110,7 +110,7 @@ ALLOWED = ("torch.ops._c10d_functional", "torch.utils._pytree", "torch.__version
 
 
 def test_files_are_short() -> None:
-    assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 300] == []
+    assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 600] == []
 
 
 def undocumented(path: Path) -> Iterator[str]:
