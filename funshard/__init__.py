@@ -97,8 +97,8 @@ from .policies import Policy, by_path, by_size, by_type
 
 if _typing.TYPE_CHECKING:
     from . import checkpoint
-    from ._plan.hardware import Hardware
     from ._plan.plan import Plan, plan
+    from ._plan.timeline import Hardware
     from ._plan.visualize import visualize
 
 __all__ = [
@@ -178,7 +178,7 @@ __all__ = [
 ]
 
 
-_LAZY = {"Hardware": "_plan.hardware", "Plan": "_plan.plan", "plan": "_plan.plan", "visualize": "_plan.visualize"}
+_LAZY = {"Hardware": "_plan.timeline", "Plan": "_plan.plan", "plan": "_plan.plan", "visualize": "_plan.visualize"}
 """The public names of modules that training does not need, by module."""
 
 

@@ -10,7 +10,7 @@ from depth import depth
 from torch import nn
 
 import funshard as fs
-from funshard._plan import choices
+from funshard._plan import plan as choices
 
 P = fs.P
 

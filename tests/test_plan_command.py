@@ -17,8 +17,8 @@ from depth import seldom
 from torch import nn
 
 import funshard as fs
-from funshard._plan._picture.style import CATEGORY_COLORS, find_prefix, format_short_seconds
 from funshard._plan.command import main
+from funshard._plan.svg import CATEGORY_COLORS, find_prefix, format_short_seconds
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
 

@@ -1,17 +1,139 @@
-"""The events of a step from shapes alone: the schedule of `functional_call` (_call/schedule.py), without the computation."""
+"""The events of a step from the spec alone: the schedule of `functional_call` on shapes, without the computation."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from .._spec.unit import Unit
-from .._units.buckets import OpenBuckets
-from .chains import Chain, gather_kept_steps, gather_steps, reduce_steps
-from .events import EventKind
-from .module_runs import ModuleRun
-from .step_facts import StepFacts
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-__all__ = ["CallForecast"]
+from .._spec.division import Reduction
+from .._spec.spec import PartitionSpec
+from .._spec.tree import Param, is_within
+from .._spec.unit import Unit
+from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, OpenBuckets
+from .._units.route import Route
+from .at_rest import UnitBytes, is_on_host
+from .chains import Chain, gather_kept_steps, gather_steps, reduce_steps
+from .events import Event, EventKind, EventList
+
+__all__ = ["count_tokens", "forecast", "unit_routes"]
+
+
+# --- The modules that a step runs, as a tree: which units each one gathers, and whether backward runs it again ---
+
+
+@dataclass(eq=False)
+class ModuleRun:
+    """One run of a module: its own units, and the runs of modules inside it, in the order of forward."""
+
+    path: str
+    units: list[Unit]
+    inner: list[ModuleRun] = field(default_factory=list["ModuleRun"])
+    is_recomputed: bool = False
+    has_backward: bool = False
+    """Whether backward comes to it: it, or what ran before it, is trained."""
+    shared: tuple[Unit, ...] = ()
+    """Those of its units that another run before it in the order of forward has, too, which ends their backward."""
+
+    def params_of(self, unit: Unit) -> list[Param]:
+        """Return the parameters of one of its units that its module has: all of them, unless the unit has other modules."""
+        return [x for x in unit.params if len(unit.paths) == 1 or any(is_within(name, self.path) for name in x.names)]
+
+    def walk(self) -> Iterator[ModuleRun]:
+        """Yield this run and those inside it, in the order in which they begin."""
+        yield self
+        for run in self.inner:
+            yield from run.walk()
+
+
+def module_runs(spec: PartitionSpec) -> ModuleRun:
+    """Return the run of the model, whose modules run in the order of ``spec.order``."""
+    root = ModuleRun("", [unit for unit in spec if unit.path == ""])
+    recomputed = set(spec.recomputed)
+    root.is_recomputed = "" in recomputed
+    stack = [root]
+    above: dict[str, list[ModuleRun]] = {}  # by the path of a module that shares its units: the runs around it, and its own
+    added: list[Unit] = []  # by the last key
+    order = (*spec.order, *(key for key in spec.by_key if key not in spec.order))
+    seen: Counter[str] = Counter()
+    for key in order:
+        unit = spec.by_key[key]
+        if unit.path == "" or unit in added:
+            continue
+        seen[key] += 1
+        modules = _modules_of_gather(unit, seen[key], order.count(key))
+        added = []
+        if inside := [path for path in above if path not in unit.paths and unit.is_inside(path)]:
+            stack = [*above[max(inside, key=len)]]
+        for module in modules:
+            while not is_within(module, stack[-1].path) or module == stack[-1].path:
+                stack.pop()
+            around = [path for path in spec._chosen if path and is_within(module, path) and path != module]
+            for path in sorted(around, key=len):
+                if is_within(path, stack[-1].path) and path != stack[-1].path:
+                    stack.append(_add_run(stack[-1], path, [], recomputed))
+            units = [u for u in spec if module in u.paths]
+            shared = tuple(u for u in units if u in added)
+            added += units
+            stack.append(_add_run(stack[-1], module, units, recomputed, shared))
+            if len(unit.paths) > 1:
+                above[module] = [*stack]
+    _mark_backward(root, reached=False)
+    return root
+
+
+def _modules_of_gather(unit: Unit, number: int, gathers: int) -> tuple[str, ...]:
+    """Return the modules that run after one of the gathers of a unit: one each, and after the last gather all that are left."""
+    return unit.paths[number - 1 : number if number < gathers else None] or unit.paths
+
+
+def _mark_backward(run: ModuleRun, *, reached: bool) -> bool:
+    """Note of each run whether anything is trained up to its end; return that of this run."""
+    reached = reached or any(unit.requires_grad for unit in run.units)
+    for inner in run.inner:
+        reached = _mark_backward(inner, reached=reached)
+    run.has_backward = reached
+    return reached
+
+
+def _add_run(outer: ModuleRun, path: str, units: list[Unit], recomputed: set[str], shared: tuple[Unit, ...] = ()) -> ModuleRun:
+    run = ModuleRun(path, units, is_recomputed=path in recomputed, shared=shared)
+    outer.inner.append(run)
+    return run
+
+
+# --- The facts of a planned step that all its calls share ---
+
+
+class StepFacts:
+    """The facts of a step that all its calls share."""
+
+    def __init__(
+        self, spec: PartitionSpec, routes: Mapping[str, Route], tokens: int, bucket_bytes: int, prefetch: int = 1
+    ) -> None:
+        self.spec, self.routes, self.tokens, self.bucket_bytes = spec, routes, tokens, bucket_bytes
+        self.sizes = dict(spec.bound_mesh.sizes)
+        self.prefetch = prefetch
+        self.events = EventList()
+
+    def flops(self, run: ModuleRun, *, backward: bool = False) -> int:
+        """Return the FLOPs of a module's own matrices: two for each element and token, for each product that runs."""
+        matrices = [(unit, sum(x.numel for x in run.params_of(unit) if len(x.shape) > 1)) for unit in run.units]
+        return sum(2 * numel * self.tokens * ((2 if unit.requires_grad else 1) if backward else 1) for unit, numel in matrices)
+
+    def grad_bytes(self, unit: Unit, run: ModuleRun | None = None) -> int:
+        """Return the bytes of the gradients of a unit's parameters, or of those that a run has, before they are reduced."""
+        params = unit.params if run is None else run.params_of(unit)
+        return self.routes[unit.key].param_bytes(unit, params) if unit.requires_grad else 0
+
+
+# --- The events of a step from shapes alone: the schedule of `functional_call`, without the computation ---
 
 
 class _Gathered:
@@ -296,3 +418,47 @@ class CallForecast:
         buffer = numel * route.dtypes.reduce.itemsize
         self._events.add("memory", keys[-1], {"gradients": buffer - sum(map(facts.grad_bytes, units))})
         self._bucket_chains.append(Chain(self._events, keys[-1], reduce_steps(route, numel, units[0].dtype, facts.sizes)))
+
+
+# --- The events of a step from the spec alone: its routes, its modules, and the update ---
+
+
+def count_tokens(batch: Any) -> int:
+    """Return the number of tokens of a batch: a number, or tensors; 0 for None."""
+    if batch is None or isinstance(batch, int):
+        return batch or 0
+    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    if not tensors:
+        raise TypeError(f"plan: batch: expected a number of tokens, or tensors, got {batch!r:.80}")
+    integers = [x for x in tensors if not x.is_floating_point() and not x.is_complex()]
+    return integers[0].numel() if integers else tensors[0].numel() // max(tensors[0].shape[-1] if tensors[0].dim() else 1, 1)
+
+
+def forecast(spec: PartitionSpec, units: dict[str, UnitBytes], tokens: int) -> list[Event]:
+    """Return the events of a step from shapes alone."""
+    on_cpu = spec.bound_mesh.device_type == "cpu"
+    facts = StepFacts(spec, unit_routes(spec), tokens, BUCKET_BYTES if on_cpu else BUCKET_BYTES_CUDA)
+    call = CallForecast(facts, module_runs(spec))
+    call.forward()
+    facts.events.phase = "backward"
+    call.backward()
+    facts.events.phase = "update"
+    for unit in spec:
+        if unit.requires_grad and not units[unit.key].on_host:
+            grads = units[unit.key].parameters
+            moved = 3 * units[unit.key].parameters + 2 * units[unit.key].optimizer
+            facts.events.add("update", unit.key, moved_bytes=moved)
+            facts.events.add("memory", unit.key, {"gradients": -grads})
+    return facts.events.events
+
+
+def unit_routes(spec: PartitionSpec) -> dict[str, Route]:
+    """Return each unit's route; that of a unit on the host leads over a device, also where none is known."""
+    routes: dict[str, Route] = {}
+    for unit in spec:
+        route = Route.for_unit(unit, spec.bound_mesh, Reduction(), unit.p.precision, spec.stored(unit)[1])
+        if is_on_host(unit, spec):
+            at = route.device or torch.device("cuda")
+            route = dataclasses.replace(route, device=at, has_own_buffer=True, reshard_after_forward=bool(unit.p.reshard))
+        routes[unit.key] = route
+    return routes

@@ -4,30 +4,183 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._spec.bind import bind_spec
 from .._spec.byte_size import parse_bytes
+from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import P
-from ._picture.picture import draw_plan
 from .at_rest import StateBytes, UnitBytes, balance, optimizer_init, state_bytes, sum_state, unit_bytes
-from .choices import Comparison, candidates, replace_p
-from .events import Category, Event, Phase
-from .from_spec import count_tokens, forecast, unit_routes
-from .hardware import Hardware
-from .run_step import has_parameter, record_step
-from .table import format_plan
-from .timeline import Held, Timeline
-from .traffic import Traffic, sum_traffic
+from .events import CATEGORIES, Category, Event, Phase
+from .forecast import count_tokens, forecast, unit_routes
+from .formats import format_bytes, format_rows, format_seconds
+from .picture import draw_plan
+from .record import has_parameter, record_step
+from .timeline import Hardware, Held, Timeline, Traffic, sum_traffic
 
 __all__ = ["Plan", "plan"]
+
+
+# --- The printed form of a plan ---
+
+
+def format_plan(plan: Plan) -> str:
+    """Format a plan: memory by phase, communication by axis, time, and what is worth knowing of the units."""
+    return "\n".join([*_format_memory(plan), "", *_format_traffic(plan), "", *_format_facts(plan)])
+
+
+def _format_memory(plan: Plan) -> list[str]:
+    """Return the lines on the bytes that one rank holds."""
+    rest = {category: plan.at_rest.get(category, 0) for category in CATEGORIES}
+    shown = CATEGORIES if plan.has_activations else CATEGORIES[:-1]
+    rows = [["bytes per rank", *shown, "total"]]
+    for name, held in (("at rest", rest), *plan.peaks.items()):
+        rows.append([name, *(format_bytes(held[c]) for c in shown), format_bytes(sum(held.values()))])
+    notes = [] if plan.has_activations else ["without activations: those need step="]
+    if plan.host_bytes:
+        notes.append(f"{format_bytes(plan.host_bytes)} in host memory")
+    return [*format_rows(rows), *notes]
+
+
+def _format_traffic(plan: Plan) -> list[str]:
+    """Return the lines on what is sent over each axis."""
+    sizes = dict(plan.spec.bound_mesh.sizes)
+    rows = [["axis", "collective", "count", "in", "out", "sent by a rank", "time"]]
+    for one in plan.traffic:
+        sizes_of = (one.input_bytes, one.output_bytes, one.sent_bytes)
+        axis = f"{one.axis}={sizes[one.axis]}" if one.axis in sizes else one.axis
+        rows.append([axis, one.op, f"{one.count:,}", *map(format_bytes, sizes_of), format_seconds(one.seconds)])
+    return format_rows(rows) if len(rows) > 1 else ["nothing is sent"]
+
+
+def _format_facts(plan: Plan) -> Iterable[str]:
+    """Yield the lines on time and units."""
+    without = "" if plan.tokens else "; without computation: that needs batch="
+    yield f"step: {format_seconds(plan.seconds)}, {format_seconds(plan.exposed_seconds)} of it waiting{without}"
+    low, high = plan.balance
+    yield f"padding: {plan.padding:,} elements; parameters on a rank: {low:,} to {high:,}"
+    if plan.units:
+        yield f"largest unit: '{plan.largest_unit}' of {plan.units[plan.largest_unit].numel:,} elements"
+
+
+# --- Plans of other choices: given ones compared, and those found that fit into the memory ---
+
+MICROBATCHES = (1, 2, 4, 8)
+BF16 = Precision(param=torch.bfloat16, reduce=torch.float32)
+
+
+class Comparison(dict[str, "Plan"]):
+    """Plans by name, fastest first; ``print`` shows their peaks and times."""
+
+    def __str__(self) -> str:
+        rows = [["choice", "peak", "at rest", "step", "waiting"]]
+        for name, plan in self.items():
+            rest, times = sum(plan.at_rest.values()), (plan.seconds, plan.exposed_seconds)
+            rows.append([name, format_bytes(plan.peak), format_bytes(rest), *map(format_seconds, times)])
+        return "\n".join(format_rows(rows)) if len(rows) > 1 else "nothing fits"
+
+    @classmethod
+    def by_time(cls, plans: Mapping[str, Plan]) -> Comparison:
+        """Return the plans in the order of their times, and of their peaks where those are equal."""
+        return cls(sorted(plans.items(), key=lambda item: (item[1].seconds, item[1].peak)))
+
+
+class Choice(NamedTuple):
+    """A spec to plan, and the number of micro-batches of its step."""
+
+    name: str
+    spec: PartitionSpec
+    microbatches: int = 1
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of the step beside the usual ones."""
+        return {"microbatches": self.microbatches} if self.microbatches > 1 else {}
+
+
+def main_p(spec: PartitionSpec) -> P:
+    """Return the `P` of most of a spec's elements."""
+    numel: Counter[P] = Counter()
+    for unit in spec:
+        numel[unit.p] += unit.numel
+    return max(numel, key=numel.__getitem__) if numel else spec.root
+
+
+def replace_p(spec: PartitionSpec, p: P) -> PartitionSpec:
+    """Return the spec with another `P` for its main units; their ``local``, ``at_rest`` and ``align`` stay."""
+    old = main_p(spec)
+    new = dataclasses.replace(p, local=old.local, at_rest=old.at_rest, align=old.align)
+
+    def change(one: P) -> P:
+        return new if one == old else one
+
+    return dataclasses.replace(
+        spec,
+        selected=tuple((path, change(one)) for path, one in spec.selected),
+        root=change(spec.root),
+        units=tuple(dataclasses.replace(unit, p=change(unit.p)) for unit in spec.units),
+    )
+
+
+def candidates(plan: Plan) -> Iterator[Choice]:
+    """Yield the choices that `Plan.fit` tries: axes, reshard, remat, offload, precision and micro-batches."""
+    spec, base = plan.spec, main_p(plan.spec)
+    counts = MICROBATCHES if plan.step is not None and has_parameter(plan.step, "microbatches") else (1,)
+    precisions = (base.precision,) if base.precision or main_dtype(spec) != torch.float32 else (None, BF16)
+    offloads = (base.offload,) if plan.is_on_host_alone else dict.fromkeys((base.offload, "params"))
+    for mesh, axes in _iter_layouts(plan):
+        bound = spec.on(mesh) if mesh else spec
+        for reshard, remat, precision, offload, count in itertools.product(
+            (True, False), dict.fromkeys((base.remat, False, True)), precisions, offloads, counts
+        ):
+            if not axes and not reshard:
+                continue  # nothing is gathered
+            p = dataclasses.replace(
+                base,
+                axis=axes[0] if len(axes) == 1 else axes or None,
+                reshard=reshard,
+                remat=remat,
+                precision=precision,
+                offload=offload,
+            )
+            sizes = " x ".join(f"{name}={size}" for name, size in bound.bound_mesh.sizes)
+            name = f"{p}, {sizes}" + (f", {count} micro-batches" if count > 1 else "")
+            yield Choice(name, replace_p(bound, p), count)
+
+
+def main_dtype(spec: PartitionSpec) -> torch.dtype:
+    """Return the dtype of the largest unit."""
+    return max(spec, key=lambda unit: unit.numel).dtype if len(spec) else torch.float32
+
+
+def _iter_layouts(plan: Plan) -> Iterator[tuple[dict[str, int] | None, tuple[str, ...]]]:
+    """Yield meshes of as many ranks, None for the plan's own, and the axes to split units over."""
+    sizes = dict(plan.spec.bound_mesh.sizes)
+    local = {axis for unit in plan.spec for axis in unit.local_axes}
+    names = [name for name in sizes if name not in local]
+    for i in range(len(names) + 1):
+        yield None, tuple(names[i:])
+    if len(sizes) > 1 or not names:
+        return
+    bandwidth, (name,) = plan.hardware.bandwidth, names
+    if isinstance(bandwidth, Mapping) and "replicate" not in bandwidth:
+        return
+    ranks = sizes[name]
+    for size in (2**i for i in range(1, ranks.bit_length()) if 2**i < ranks and ranks % 2**i == 0):
+        yield {"replicate": ranks // size, name: size}, (name,)
+
+
+# --- The plan ---
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,20 +1,76 @@
-"""The events of a step that runs on fake tensors: every operator that allocates, computes or sends."""
+"""The events of a user's step that runs on fake tensors, on a process group of ranks in name only."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .even_indices import MOST_VALUES, fill_collective, give_even_indices, has_known_integers
-from .events import Category, Collective, EventKind, EventList
+from .._spec.spec import PartitionSpec
+from ..collectives._mesh import Mesh, ProcessAxis
+from .at_rest import Init
+from .events import Category, Collective, Event, EventKind, EventList
 
-__all__ = ["StepRecorder"]
+__all__ = ["StepRecorder", "has_parameter", "record_step"]
+
+
+# --- Values for indices that a model computes from its data, such as each token's experts, where tensors have shapes alone ---
+
+MOST_VALUES = 2**20
+"""The elements of the largest tensor with values that a planned step computes with."""
+
+_RANKING = {"topk", "sort", "argmax", "argmin", "max", "min", "multinomial"}
+
+
+def give_even_indices(name: str, args: Any, out: Any) -> Any:
+    """Return an operator's results, with indices that it chose among spread evenly: a router then loads all experts alike."""
+    if name not in _RANKING:
+        return out
+    many = isinstance(out, tuple | list)
+    results: list[Any] = list(out) if many else [out]
+    for i, x in enumerate(results):
+        is_index = isinstance(x, Tensor) and x.dtype == torch.int64 and _torch.is_fake(x) and args[0].is_floating_point()
+        if is_index or (name == "sort" and i == 1 and _torch.is_fake(x)):
+            if x.numel() > MOST_VALUES:
+                continue
+            choices = max(_count_choices(name, args), 1)
+            with _torch.real_tensors():
+                results[i] = (torch.arange(x.numel(), device=x.device) % choices).view(x.shape)
+    return tuple(results) if many else results[0]
+
+
+def has_known_integers(name: str, out: Any) -> bool:
+    """Return whether an operator without inputs makes a tensor of integers, such as positions: models look at their values."""
+    known = name in ("arange", "full", "ones", "zeros") and isinstance(out, Tensor) and not out.is_floating_point()
+    return known and not out.is_meta and not out.is_complex() and out.numel() <= MOST_VALUES
+
+
+def _count_choices(name: str, args: Any) -> int:
+    """Return how many elements an operator chose among."""
+    dim = args[2] if name == "topk" and len(args) > 2 else args[1] if name != "topk" and len(args) > 1 else -1
+    x = args[0]
+    return x.shape[dim] if x.dim() and isinstance(dim, int) and not isinstance(dim, bool) else x.numel()
+
+
+def fill_collective(op: str, sent: Tensor, out: Tensor, ranks: int) -> None:
+    """Write what a collective gives where every rank has the values of this one."""
+    if op == "all_reduce":
+        out.mul_(ranks)
+    elif op == "all_gather":
+        out.copy_(torch.cat([sent] * ranks).view(out.shape))
+    elif out.shape == sent.shape:
+        out.copy_(sent)
+
+
+# --- The events of a step that runs on fake tensors: every operator that allocates, computes or sends ---
 
 _COLLECTIVES = {
     "all_gather_into_tensor": "all_gather",
@@ -190,3 +246,69 @@ class StepRecorder(_torch.DispatchMode):
             self._storages[at] = category, size
             memory[old] = memory.get(old, 0) - size
             memory[category] = memory.get(category, 0) + size
+
+
+# --- A user's step run on shapes alone: fake tensors, on a process group of ranks in name only ---
+
+
+def has_parameter(step: Callable[..., Any], name: str) -> bool:
+    """Return whether a step has a parameter of this name."""
+    return name in inspect.signature(step).parameters
+
+
+def record_step(
+    step: Callable[..., Any], spec: PartitionSpec, batch: Any, init: Init | None, **options: Any
+) -> tuple[list[Event], int]:
+    """Return the events of ``step(params, state, batch)``, run on fake tensors, and the bytes of its batch.
+
+    Raises:
+        RuntimeError: If this process has a process group, or the step sends nothing although its spec has several ranks.
+        NotImplementedError: Naming the unit, for offloading where the device is the host.
+    """
+    sizes = dict(spec.bound_mesh.sizes)
+    device = next((x.device for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and not x.is_meta), torch.device("cpu"))
+    if device.type == "cpu" and (unit := next((unit for unit in spec if unit.p.offloads), None)):
+        raise NotImplementedError(
+            f"unit '{unit.key}' has {unit.p}, and where the device is the host nothing is copied: expected a batch on an "
+            "accelerator, or a plan without step="
+        )
+    with _torch.fake_world(math.prod(sizes.values())), torch.enable_grad():
+        mesh, groups = _make_mesh(sizes, device.type)
+        bound = spec.on(mesh)
+        if has_parameter(step, "spec"):
+            options["spec"] = bound
+        with _torch.fake_mode():
+            params = {unit.key: _make_shard(bound, unit.key, device) for unit in bound}
+            state: Any = init({key: x for key, x in params.items() if bound.by_key[key].requires_grad}) if init else {}
+            fake_batch = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), batch)
+            recorder = StepRecorder(params, groups)
+            recorder.hold((params, state, fake_batch))
+            with recorder, _torch.report_resizes(recorder.resize):
+                result = step(params, state, fake_batch, **options)
+            size = sum(x.nbytes for x in pytree.tree_leaves(fake_batch) if isinstance(x, Tensor))
+            events = list(recorder.events.events)
+            del result
+    if any(axis > 1 for axis in sizes.values()) and not any(event.collective for event in events):
+        raise RuntimeError(
+            f"plan: the step sends nothing, and its mesh has axes {sizes}: expected a step that takes spec= and gives it to "
+            "functional_call, or one whose spec is bound to no mesh"
+        )
+    return events, size
+
+
+def _make_shard(spec: PartitionSpec, key: str, device: torch.device) -> Tensor:
+    length, dtype = spec.stored(spec.by_key[key])
+    return torch.empty(length, dtype=dtype, device=device)
+
+
+def _make_mesh(sizes: dict[str, int], device_type: str) -> tuple[Mesh, dict[str, tuple[str, int]]]:
+    """Return a mesh over the ranks in name only, on which this process is the first; and each group's axis and size."""
+    axes: list[tuple[str, ProcessAxis]] = []
+    groups: dict[str, tuple[str, int]] = {}
+    stride = math.prod(sizes.values())
+    for name, size in sizes.items():
+        stride //= size
+        group = _torch.axis_group(range(0, size * stride, stride))
+        axes.append((name, ProcessAxis(size, 0, group)))
+        groups[group] = name, size
+    return Mesh(tuple(axes), device_type), groups

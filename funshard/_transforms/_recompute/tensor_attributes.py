@@ -26,7 +26,7 @@ def with_attributes(x: Tensor, attributes: Mapping[str, Any] | None) -> Tensor:
 
 
 def attributes_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether two tensors have the same attributes, by identity, but for Dynamo's own and for a running call's ``set_``."""
+    """Return whether two tensors have the same attributes, by identity, but for Dynamo's own and a running call's ``set_``."""
     names = {name for name in (*a, *b) if name != "set_" and not _torch.is_compiler_attribute(name)}
     return all(name in a and name in b and a[name] is b[name] for name in names)
 
