@@ -449,6 +449,50 @@ def test_weights_are_of_all_ranks(gloo2: Pool, keep: str, way: str, reduce: str)
     gloo2.run(by_tokens, 2, keep, way, reduce)
 
 
+def own_uses(rank: int, use: str) -> None:
+    """Replicas: a loss that uses the shards beside functional_call, where the ranks' weights differ."""
+    model, weights = chain(2), [[1.0, 2.0], [3.0, 4.0]]
+    spec = fs.by_type(MLP, p=P())(model).bound
+    params, xs = fs.shard(model, spec), [[numbers(r, i) for i in range(2)] for r in range(2)]
+
+    def loss(p: Any, x: Tensor, call: Callable[[Any, Tensor], Tensor]) -> Tensor:
+        return (call(p, x) ** 2).mean() + (sum((t**2).sum() for t in p.values()) if use == "penalty" else 0)
+
+    def sharded(p: fs.Params, x: Tensor) -> Tensor:
+        call = lambda p, x: fs.functional_call(model, p, (x,), spec=spec)  # noqa: E731
+        calls = {
+            "derived": lambda p, x: call({key: 2 * t for key, t in p.items()}, x),
+            "remat": fs.remat(call),
+            "unshard": lambda p, x: torch.func.functional_call(model, fs.unshard(p, spec), x),
+        }
+        return loss(p, x, calls.get(use, call))
+
+    def plain(p: fs.Params) -> Tensor:
+        call = lambda p, x: torch.func.functional_call(model, p, x)  # noqa: E731
+        each = [w * loss(p, x, call) for r in range(2) for w, x in zip(weights[r], xs[r], strict=True)]
+        return sum(each) / 10
+
+    def run(reduce: str | float) -> fs.Params:
+        return fs.accumulate(sharded, params, xs[rank], spec=spec, weights=weights[rank], reduce=reduce)[0]
+
+    if use == "penalty":
+        full = {name: t.detach() for name, t in model.named_parameters()}
+        close(run("mean"), fs.shard(fs.grad(plain)(full), spec))
+        for reduce in ("sum", 3.0):
+            with pytest.raises(ValueError, match=r"unit '0': .*reduce=.*uses the shard itself, .* replicas differ"):
+                run(reduce)
+    else:
+        with pytest.raises(ValueError, match=r"unit '0': accumulate.weights=.: .* expected functional_call of the shards"):
+            run("mean")
+
+
+@each
+@pytest.mark.parametrize("use", ["penalty", "derived", "remat", "unshard"])
+def test_weights_and_a_loss_that_uses_its_shards(gloo2: Pool, use: str) -> None:
+    """The mean is right with a penalty; elsewhere replicas would differ without a word."""
+    gloo2.run(own_uses, use)
+
+
 def test_weights_are_of_the_ranks_that_are_reduced_over() -> None:
     """Over some axes alone: of each group the mean by its own weights."""
     model = nn.Linear(1, 1, bias=False).double()

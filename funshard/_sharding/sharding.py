@@ -16,6 +16,7 @@ from .._spec.log import log_spec
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
+from .._units.accumulation import find_accumulation
 from .._units.flow import encode_at_rest, gather_unit
 from .._units.host import place_slice
 from .._units.layout import Params, rank_coords, unflatten_unit
@@ -168,6 +169,8 @@ def unshard(
             raise ValueError(f"unit '{key}' is not in the spec: expected some of {list(spec.by_key)[:8]}")
         if key not in given:
             raise ValueError(f"unit '{key}' is missing: expected its shard among those given, got units {given[:4]}")
+    if accumulation := find_accumulation(shards, spec, "mean", None):
+        accumulation.check_unweighted(shards, "its loss unshards the shards")
     full: Params = {}
     for unit in (spec.by_key[key] for key in chosen):
         gather = gather_whole if whole else gather_unit

@@ -110,7 +110,15 @@ class AccumulationPlan:
         """Return the context for a run of the loss, whose weight may be 0 unless it is None."""
         partial = Reduction(self.reduction.by, frozenset()) if self.is_deferred else self.reduction
         thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
-        return Accumulation(self.spec, given, entered, partial, self.reduction, thread, receiver, retains_graph, weight)
+        is_weighted = bool(self.positive) and self._has_replicas()
+        return Accumulation(
+            self.spec, given, entered, partial, self.reduction, thread, receiver, retains_graph, weight, is_weighted
+        )
+
+    def _has_replicas(self, unit: Unit | None = None) -> bool:
+        """Return whether gradients are reduced over several ranks, of a unit: over several that hold equal slices of it."""
+        split = unit.distinct_axes if unit else ()
+        return any(a.size > 1 and self.reduction.includes(name) and name not in split for name, a in self.spec.bound_mesh.axes)
 
     def run_loss(self, f: Callable[..., Any], given: Params, batch: Any) -> tuple[Tensor, Any]:
         """Return the loss of a micro-batch and its aux. ValueError if ``f`` hooks a shard: calls bypass the hook."""
@@ -148,8 +156,18 @@ class AccumulationPlan:
         grad = self._reduce(unit, parts.through, shard, count)
         if (own := parts.own.pop(unit.key, None)) is not None:
             own = own / count
-            share = scales.mean() if mean and scales is not None else None  # of the weights, beside that of a rank on average
-            grad = grad + (own if share is None else torch.where(share == 0, 0, own / share))
+            if scales is not None and mean:
+                share = scales.mean()  # of the weights, beside that of a rank on average
+                own = torch.where(share == 0, 0, own / share)
+            elif scales is not None and self._has_replicas(unit):
+                if self.in_place:
+                    raise ValueError(
+                        f"unit '{unit.key}': accumulate(weights=, reduce={self.reduction.by!r}): the loss uses the shard "
+                        "itself, as in a penalty, which each rank would scale by its own weights, so that replicas differ: "
+                        "expected reduce='mean', or the penalty's gradient added to the result"
+                    )
+                own = torch.where(own == 0, own, torch.nan)  # transforms make zeros where it is not used
+            grad = grad + own
         return grad.to(shard.dtype)
 
     def _reduce(self, unit: Unit, through: Params, shard: Tensor, count: int) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .. import _torch
 from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 
@@ -61,6 +62,8 @@ class Accumulation:
     """Whether backward runs more than once through the graph of the loss."""
     weight: Tensor | None = None
     """The weight of the loss if it may be 0, as `drop_unweighted` takes it."""
+    is_weighted: bool = False
+    """Whether the losses of several ranks have weights."""
 
     def __enter__(self) -> None:
         _ACTIVE_ACCUMULATIONS.append(self)
@@ -71,9 +74,18 @@ class Accumulation:
     def replace(self, params: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], Reduction, GradReceiver | None]:
         """Return what a functional_call with these parameters uses instead, how it reduces, and where gradients go."""
         if any(params.get(key) is not shard for key, shard in self.shards.items()):
+            self.check_unweighted(params, "functional_call takes tensors computed from its shards, or is in fs.remat")
             return params, self.reduction, None
         others = {key: x for key, x in params.items() if key not in self.shards}
         return {**others, **self.replacements}, self.partial_reduction, self.receiver
+
+    def check_unweighted(self, params: Mapping[str, Tensor], what: str) -> None:
+        """Raise ValueError if weights would reach these tensors' gradients on one rank only: replicas would differ."""
+        if self.is_weighted and (tracked := [key for key, x in params.items() if _torch.is_tracked(x)]):
+            raise ValueError(
+                f"unit '{tracked[0]}': accumulate(weights=): {what}, where each rank would weigh the gradients of all by its "
+                "own weights: expected functional_call of the shards themselves, or the loss times its weight and no weights="
+            )
 
 
 def find_accumulation(
