@@ -357,11 +357,6 @@ def consumed(self: Any, x: Tensor, state: Any) -> Any:
     return self.lin(x) * next(state)
 
 
-def new_parameter(self: Any, x: Tensor, state: Any) -> Any:
-    self.lin.weight = nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=x.dtype))
-    return self.lin(x)
-
-
 def first(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else next(iter(out.values() if isinstance(out, dict) else out))
 
@@ -396,11 +391,6 @@ DIFFERENT = {
     "generator": (consumed, lambda: (i + 1.0 for i in range(9)), "given a generator that it changes"),
     "count": (consumed, lambda: itertools.count(1), "given a count that it changes"),
     "zip": (lambda self, x, state: self.lin(x) * next(state)[0], lambda: zip([2.0], [3.0], strict=True), "given a zip that"),
-    "a new parameter": (
-        new_parameter,
-        None,
-        "reads a tensor of the running computation that is neither an argument",
-    ),
 }
 
 

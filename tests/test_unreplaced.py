@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from operator import setitem
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -234,6 +235,21 @@ def linear() -> nn.Module:
     return nn.Linear(4, 4, dtype=torch.float64)
 
 
+def over(put: Callable[[nn.Module, nn.Parameter], Any]) -> Callable[[Makes], Any]:
+    def replace(model: Makes) -> Tensor:
+        put(model.linear, nn.Parameter(model.linear.bias.detach() * 2))
+        return model.linear.bias
+
+    return replace
+
+
+def again(module: nn.Module, new: nn.Parameter) -> None:
+    del module.bias
+    module.register_parameter("bias", new)
+
+
+REPLACED = "parameter 'linear.bias' is replaced in forward by a new nn.Parameter"
+
 MADE: Mapping[str, tuple[Callable[[Makes], Any], str]] = {
     "parameter": (new("late", parameter), "parameter 'late' is made in forward"),
     "none before": (new("none", parameter), "parameter 'none' is made in forward"),
@@ -241,6 +257,10 @@ MADE: Mapping[str, tuple[Callable[[Makes], Any], str]] = {
     "in a list": (lambda m: m.some.append(parameter())[0], "parameter 'some.0' is made in forward"),
     "module": (new("late", linear), "module Linear, which has parameters to train, is made in forward"),
     "of a leaf": (lambda m: new("late", linear)(m.linear), "module Linear, which has parameters to train, is made in forward"),
+    "over one": (over(lambda m, new: setattr(m, "bias", new)), REPLACED),
+    "registered over one": (over(lambda m, new: m.register_parameter("bias", new)), REPLACED),
+    "after del": (over(again), "parameter 'linear.bias' is made in forward"),
+    "swapped": (over(lambda m, new: torch.utils.swap_tensors(m.bias, new)), "'linear.bias' of unit '.*' was changed in place"),
 }
 
 
@@ -264,8 +284,9 @@ def test_parameters_that_forward_makes(what: str, policy: str) -> None:
         new("late", nn.ReLU),
         lambda model: linear().requires_grad_(False),
         lambda model: setattr(model, "linear", model.linear) or 1.0,
+        lambda model: setitem(model.linear._parameters, "bias", model.linear.bias * 2) or model.linear.bias,
     ],
-    ids=["frozen", "without parameters", "frozen module", "its own"],
+    ids=["frozen", "without parameters", "frozen module", "its own", "computed from its own"],
 )
 def test_what_forward_makes_and_nobody_trains_is_no_error(make: Callable[[Makes], Any], policy: str) -> None:
     model = Makes(make)

@@ -62,7 +62,16 @@ class GatheringParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         owned = self._owned.get(name)
-        return super().__getitem__(name) if owned is None else self._read(*owned)
+        if owned is not None:
+            return self._read(*owned)
+        value = super().__getitem__(name)
+        if name in self._owned_at_first and isinstance(value, nn.Parameter) and value.requires_grad:
+            raise RuntimeError(
+                f"parameter '{join_path(self.path, name)}' is replaced in forward by a new nn.Parameter, which ends its "
+                "gradient, and the call puts the model back as it was: expected a tensor computed from it "
+                "(w = 2 * self.weight), or the shards changed between steps"
+            )
+        return value
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and value.requires_grad and super().get(name) is None:

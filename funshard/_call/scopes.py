@@ -111,11 +111,11 @@ class UnitScopes:
     def free(self, many: list[UnitInUse], *, keep_for_backward: bool = False) -> None:
         """End the use of these units: free their buffers, or leave them to backward."""
         for gathered in many:
-            if (what := gathered.watch.find_write()) and not self._written:
+            swapped = forbid_set_to_itself(gathered.unit, gathered.views)
+            if (what := gathered.watch.find_write() or (gathered.watch.views and swapped)) and not self._written:
                 self._written = gathered.unit, what
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]
-            forbid_set_to_itself(gathered.views)
             gathered.views = ()
             self._mode.leave(gathered, keep=keep_for_backward)
         many.clear()

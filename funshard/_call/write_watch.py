@@ -113,10 +113,10 @@ def allow_set_to_itself(unit: Unit, views: Sequence[Tensor]) -> None:
         view.set_ = partial(_set_to_itself, unit, param.name, id(view))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def forbid_set_to_itself(views: Sequence[Tensor]) -> None:
-    """Undo `allow_set_to_itself`."""
-    for view in views:
-        vars(view).pop("set_", None)
+def forbid_set_to_itself(unit: Unit, views: Sequence[Tensor]) -> str | None:
+    """Undo `allow_set_to_itself`. Return a parameter that has lost it, by torch.utils.swap_tensors."""
+    lost = [i for i, view in enumerate(views) if vars(view).pop("set_", None) is None]
+    return f"parameter '{unit.params[lost[0]].name}'" if lost else None
 
 
 def _set_to_itself(unit: Unit, name: str, own: int, source: object = None, *_: object) -> object:
