@@ -140,6 +140,11 @@ def test_export_replaces_weights_and_keeps_what_is_not_its_own(tmp_path: Path) -
     (tmp_path / "link").symlink_to(target)
     with pytest.raises(FileExistsError, match="a directory, and no link"):
         checkpoint.export(tmp_path / "link", params, spec, overwrite=True)
+    checkpoint.save(tmp_path / "step1", params, spec)
+    for dry_run in (False, True):  # clean would remove the export
+        with pytest.raises(FileExistsError, match="expected one without a checkpoint"):
+            checkpoint.export(tmp_path / "step1", params, spec, overwrite=True, dry_run=dry_run)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step1"
 
 
 def test_export_that_fails_leaves_what_it_would_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

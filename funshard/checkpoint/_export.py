@@ -21,6 +21,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.whole import unflatten_whole
 from ._files.directory import LOCK
+from ._files.manifest import MANIFEST
 from ._files.safetensors_layout import DTYPE_NAMES, INDEX, SINGLE, FileLayout, TensorEntry, lay_out_files, make_index
 from ._files.staging import StagingDirectory, check_replaceable, copy_access
 from ._ranks.ranks import TIMEOUT, connect_ranks
@@ -48,7 +49,8 @@ def export(
     The files are what ``from_pretrained`` of transformers loads once ``model.config.save_pretrained(directory)`` has added the
     rest: ``model.safetensors``, or several files and an index. One rename puts them at ``directory``. The mesh's first rank
     gathers and writes a unit at a time: its peak memory is that unit, twice over gloo, and the other ranks allocate nothing. A
-    tied parameter is written once, under the first of its names, and a unit at rest in a codec decoded.
+    tied parameter is written once, under the first of its names, and a unit at rest in a codec decoded. Replicas have to
+    agree, and nothing compares them: of those that have drifted apart the first rank's values are written.
 
     Args:
         directory: A path where nothing is.
@@ -61,7 +63,7 @@ def export(
         rename: A function from the name in the model to the name in the files.
         metadata: Entries for the headers, beside ``{"format": "pt"}``.
         overwrite: Whether the directory may exist. The weights of an earlier export in it are replaced, other files stay, and
-            owners and modes.
+            owners and modes. A directory with a checkpoint is refused.
         dry_run: Whether to only raise the errors that can be known before, such as before the training.
         timeout: The seconds that ranks wait for a lost rank.
 
@@ -143,6 +145,8 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
     except FileExistsError as error:
         hint = "a directory, and no link" if overwrite else "overwrite=True replaces the weights in a directory"
         raise FileExistsError(f"{error}; {hint}") from None
+    if os.path.lexists(target / MANIFEST):
+        raise FileExistsError(f"{target}: expected one without a checkpoint, which clean removes with all that is in it")
     parent = next(path for path in target.parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"{target}: expected a place to write to, and '{parent}' is none")
