@@ -112,7 +112,7 @@ class UnitScopes:
         """End the use of these units: free their buffers, or leave them to backward."""
         for gathered in many:
             swapped = forbid_set_to_itself(gathered.unit, gathered.views)
-            if (what := gathered.watch.find_write() or (gathered.watch.views and swapped)) and not self._written:
+            if (what := gathered.watch.find_write() or (swapped if gathered.watch.views else None)) and not self._written:
                 self._written = gathered.unit, what
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]
