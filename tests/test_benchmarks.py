@@ -85,6 +85,7 @@ def test_higher() -> None:
 @seldom
 def test_scan() -> None:
     """Every mode gives the same gradient; scan's peaks grow by fewer states than steps, those of loops by more."""
+    pytest.importorskip("torchopt")
     table, result = run("scan", "--steps 4,16 --layers 1 --dim 16 --seq 8 --batch 2")
     figures = result["figures"]
     assert list(figures) == ["loop", "sqrt", "log", "all", "disk", "forward mode", "TorchOpt"]
