@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import mark_seldom, some
+from depth import mark_seldom, seldom, some
 from models import EXACT, unchanged
 from ranks import Pool
 from torch import Tensor, nn
@@ -332,6 +332,45 @@ def test_writes_from_around_a_unit_are_refused(p: P, way: str) -> None:
     with fs.check(), pytest.raises(RuntimeError, match=r"parameter '1\.w\.weight' of unit '1\.w' was changed in place"):
         WAYS[way](lambda q: squared(model, q, inputs()[0], spec), params)
     assert all(torch.equal(params[key], t) for key, t in before.items())
+
+
+class ScalesTheSecond(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(3).double()) for _ in "ab")
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.b.mul_(2)
+        return x * self.a * self.b
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_write_to_a_parameter_given_in_full_names_no_other(copied: bool) -> None:
+    """Views of one buffer have one version: then it is one of them."""
+    model = ScalesTheSecond()
+    spec = fs.policies.whole()(model)
+    full = {k: t.clone() if copied else t for k, t in fs.unshard(fs.shard(model, spec), spec).items()}
+    match = "^parameter 'b' of unit" if copied else "^one of the parameters 'a', 'b' of unit"
+    with pytest.raises(RuntimeError, match=match):
+        fs.functional_call(model, full, torch.ones(3).double(), spec=spec)
+
+
+class Parametrizes(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self[0], "weight", nn.Tanh())
+        y = super().forward(x)
+        parametrize.remove_parametrizations(self[0], "weight", leave_parametrized=False)
+        return y
+
+
+@seldom
+def test_parametrize_in_a_compiled_unit_is_refused_by_its_name() -> None:
+    """Under torch.func it writes to the parameter; the error says what did."""
+    model = Parametrizes(nn.Linear(3, 3))
+    spec = fs.policies.whole(P("shard", compile=True))(model)
+    with pytest.raises(RuntimeError, match=r"torch\.nn\.utils\.parametrize in forward counts as such a change: register it"):
+        torch.func.grad(lambda p: fs.functional_call(model, p, torch.ones(2, 3), spec=spec).sum())(fs.shard(model, spec))
 
 
 class StaysParametrized(Base):

@@ -87,9 +87,9 @@ class WriteWatch:
             unflatten = self._layout.unflatten if self._layout else unflatten_unit
             pairs = zip(unflatten(buffer, self._unit), unflatten(copy, self._unit), strict=True)
             changed = [not _bits_equal(*pair) for pair in pairs]
-        if len(changed) == len(names):
-            return f"parameter '{names[changed.index(True)]}'"
-        return f"one of the parameters {', '.join(map(repr, names))}"
+        if len(changed) == len(names):  # those given in full may be views of one buffer, which have one version
+            names = [name for name, is_changed in zip(names, changed, strict=True) if is_changed]
+        return f"parameter '{names[0]}'" if len(names) == 1 else f"one of the parameters {', '.join(map(repr, names))}"
 
 
 def _copy(x: Tensor) -> Tensor | None:
@@ -128,9 +128,13 @@ def _set_to_itself(unit: Unit, name: str, own: int, source: object = None, *_: o
 
 def write_error(unit: Unit, what: str) -> RuntimeError:
     """Return the error for what `WriteWatch.find_write` has found."""
+    compiled = (
+        ". In a unit with P(compile=True) under torch.func, torch.nn.utils.parametrize in forward counts as such a change"
+    )
     return RuntimeError(
         f"{what} of unit '{unit.key}' was changed in place in forward: expected it left alone, since what is "
         "gathered is let go again and what was given is yours, and has the change; compute with a new tensor "
         "(w = self.weight.clamp(-1, 1)), or change the shards between steps (weight clipping, and in the place of "
         "nn.Embedding's max_norm). fs.check() names the parameter"
+        + (f"{compiled}: register it before, or use fs.grad" if unit.p.compile else "")
     )
