@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import functools
@@ -392,6 +393,27 @@ DIFFERENT = {
     "count": (consumed, lambda: itertools.count(1), "given a count that it changes"),
     "zip": (lambda self, x, state: self.lin(x) * next(state)[0], lambda: zip([2.0], [3.0], strict=True), "given a zip that"),
 }
+
+
+def drawn_elsewhere(self: Any, x: Tensor, has_generator: bool) -> Any:
+    FLAG["calls"] += 1
+    if FLAG["calls"] == 1:
+        own = {"generator": torch.Generator()} if has_generator else {}
+        thread = threading.Thread(target=torch.rand, args=(1,), kwargs=own)
+        thread.start()
+        thread.join()
+    return self.lin(x)
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_random_numbers_of_another_thread(has_generator: bool) -> None:
+    """They look like forward's: the error names them, and a generator of the thread's own is none of forward's."""
+    model = One(drawn_elsewhere, lambda: has_generator).double()
+    spec = fs.by_path({"block": fs.P("shard", remat=True)})(model).bound
+    FLAG["calls"] = 0
+    refused = pytest.raises(RuntimeError, match="no other thread that draws from the same generators meanwhile")
+    with contextlib.nullcontext() if has_generator else refused:
+        fs.grad(lambda p: fs.functional_call(model, p, torch.ones(4, WIDTH).double(), spec=spec).sum())(fs.shard(model, spec))
 
 
 @pytest.mark.parametrize("way", ["fs.grad", "torch.func.grad", "backward", "hvp"])

@@ -103,7 +103,8 @@ class AmbientState:
         if not all(_states_equal(was, now) for was, now in states) or self._generators_end != self._read_generators():
             raise RuntimeError(
                 f"{name} does not draw in every run as many random numbers as in its first one: expected the same "
-                "control flow in each run"
+                "control flow in each run, and no other thread that draws from the same generators meanwhile; give it a "
+                "torch.Generator of its own"
             )
 
 
