@@ -481,6 +481,8 @@ def own_uses(rank: int, use: str) -> None:
         for reduce in ("sum", 3.0):
             with pytest.raises(ValueError, match=r"unit '0': .*reduce=.*uses the shard itself, .* replicas differ"):
                 run(reduce)
+        idle = fs.accumulate(sharded, params, xs[rank], spec=spec, weights=[rank, rank])[0]  # no weight on the first rank
+        assert all(bool(g.isnan().all()) == (rank == 0) for g in idle.values())
     else:
         with pytest.raises(ValueError, match=r"unit '0': accumulate.weights=.: .* expected functional_call of the shards"):
             run("mean")

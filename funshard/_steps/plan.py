@@ -158,7 +158,8 @@ class AccumulationPlan:
             own = own / count
             if scales is not None and mean:
                 share = scales.mean()  # of the weights, beside that of a rank on average
-                own = torch.where(share == 0, 0, own / share)
+                own = own / share  # NaN of a loss that uses the shard on a rank without weight, which would leave that out
+                own = own if self.in_place else torch.where(share == 0, 0, own)  # transforms make zeros where it is not used
             elif scales is not None and self._has_replicas(unit):
                 if self.in_place:
                     raise ValueError(
