@@ -131,10 +131,10 @@ class GatheredUnit:
 
     def lease(self) -> BufferLease:
         """Return what to hold for as long as backward may ask for the buffer."""
-        if self._lease and (lease := self._lease()):
-            return lease
-        lease = BufferLease(self)
-        self._lease = weakref.ref(lease)
+        lease = self._current_lease()
+        if lease is None:
+            lease = BufferLease(self)
+            self._lease = weakref.ref(lease)
         return lease
 
     def lease_for_recompute(self) -> BufferLease:
@@ -180,10 +180,10 @@ class GatheredUnit:
             schedule.prefetch_backward(self)
         if saved.by_backward:
             schedule.backward.release_oldest_for(self)
+        is_over = schedule.is_over()
         buffer = saved.lease.buffer
         if buffer is None:
             buffer = self.wait_again()
-        is_over = schedule.is_over()
         if torch.is_grad_enabled() and self.route.reshard_after_forward:
             hook_running_node({_torch.storage_id(buffer): self}, 0 if is_over else _torch.current_level())
         typed = buffer if saved.dtype is buffer.dtype else view_whole_elements(buffer, saved.dtype)

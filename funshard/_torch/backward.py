@@ -14,9 +14,9 @@ from torch._C._functorch import get_single_level_autograd_function_allowed, set_
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from .dispatch import PLAIN_TYPES
+from .dispatch import is_plain
 from .error_text import error_text
-from .levels import current_level, detach_level, is_wrapped, unwrap
+from .levels import current_level, detach_level, unwrap
 from .storage import storage_id
 
 __all__ = [
@@ -87,7 +87,7 @@ Buffer = TypeVar("Buffer", bound=HasDtypes)
 
 def find_viewed_buffer(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     """Return the entry, by storage, of the buffer that a plain tensor views by shape, strides and offset alone, or None."""
-    note = live.get(storage_id(inner)) if live and type(inner) in PLAIN_TYPES and inner.layout is torch.strided else None
+    note = live.get(storage_id(inner)) if live and is_plain(inner) else None
     if note is None or inner.dtype not in note.dtypes or inner.is_conj() or inner.is_neg():
         return None
     return note
@@ -124,8 +124,7 @@ Versioned = Tensor | tuple[Tensor, int]
 def unpack_versioned(kept: Versioned, shape_in_error: torch.Size | None = None) -> Tensor:
     """Return the tensor, or probe, that `pack_versioned` kept. Raise RuntimeError if it was modified in place since."""
     tensor, expected = kept if type(kept) is tuple else (cast("Tensor", kept), 0)
-    inner = unwrap(tensor) if is_wrapped(tensor) else tensor
-    if (now := inner._version) != expected:
+    if (now := unwrap(tensor)._version) != expected:
         raise RuntimeError(
             f"a tensor of shape {list(shape_in_error or tensor.shape)} needed for gradient computation was modified in place: "
             f"it is at version {now}, expected version {expected}"

@@ -183,11 +183,11 @@ def op_traits(op: OpOverload) -> OpTraits:
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is a strided Tensor, Parameter or FakeTensor. Wrappers of transforms pass: call it below them."""
-    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
+    return type(tensor) in _PLAIN_TYPES and tensor.layout is _STRIDED
 
 
-PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
-"""The classes of tensors whose memory is their storage, if their layout is strided."""
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
+_STRIDED = torch.strided
 
 
 def detach_in_dispatch(tensor: Tensor) -> Tensor:
