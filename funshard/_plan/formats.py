@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["format_bytes", "format_seconds"]
+__all__ = ["format_bytes", "format_rows", "format_seconds"]
 
 
 def format_bytes(size: float) -> str:

@@ -150,26 +150,31 @@ class AccumulationPlan:
 
     def finish_grad(self, unit: Unit, parts: GradSums, count: int, scales: Tensor | None) -> Tensor:
         """Return the gradient of one unit's shard after ``count`` micro-batches."""
-        mean = self.reduction.by == "mean"
-        count = count if mean else 1
+        count = count if self.reduction.by == "mean" else 1
         shard = self.params[unit.key]
         grad = self._reduce(unit, parts.through, shard, count)
         if (own := parts.own.pop(unit.key, None)) is not None:
-            own = own / count
-            if scales is not None and mean:
-                share = scales.mean()  # of the weights, beside that of a rank on average
-                own = own / share  # NaN of a loss that uses the shard on a rank without weight, which would leave that out
-                own = own if self.in_place else torch.where(share == 0, 0, own)  # transforms make zeros where it is not used
-            elif scales is not None and self._has_replicas(unit):
-                if self.in_place:
-                    raise ValueError(
-                        f"unit '{unit.key}': accumulate(weights=, reduce={self.reduction.by!r}): the loss uses the shard "
-                        "itself, as in a penalty, which each rank would scale by its own weights, so that replicas differ: "
-                        "expected reduce='mean', or the penalty's gradient added to the result"
-                    )
-                own = torch.where(own == 0, own, torch.nan)  # transforms make zeros where it is not used
-            grad = grad + own
+            grad = grad + (own / count if scales is None else self._unweigh(unit, own / count, scales))
         return grad.to(shard.dtype)
+
+    def _unweigh(self, unit: Unit, own: Tensor, scales: Tensor) -> Tensor:
+        """Return the gradient of what the loss computes from the shard itself, without this rank's part of the weights.
+
+        A rank without weight has left it out: its gradient is NaN. Of a sum on replicas, which would differ by it, it is a
+        ValueError, or NaN in transforms. These make zeros where the loss does not use the shard, which stay zeros.
+        """
+        if self.reduction.by == "mean":
+            share = scales.mean()  # of the weights, beside that of a rank on average
+            return own / share if self.in_place else torch.where(share == 0, 0, own / share)
+        if not self._has_replicas(unit):
+            return own
+        if self.in_place:
+            raise ValueError(
+                f"unit '{unit.key}': accumulate(weights=, reduce={self.reduction.by!r}): the loss uses the shard itself, as in "
+                "a penalty, which each rank would scale by its own weights, so that replicas differ: expected reduce='mean', "
+                "or the penalty's gradient added to the result"
+            )
+        return torch.where(own == 0, own, torch.nan)
 
     def _reduce(self, unit: Unit, through: Params, shard: Tensor, count: int) -> Tensor:
         """Return a unit's mean gradient over the micro-batches, reduced over the axes that backward did not reduce."""
