@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FunctionType
-from typing import Any
+from types import FunctionType, SimpleNamespace
+from typing import Any, cast
 
 import diverging
 import pytest
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from depth import mark_seldom, seldom
 from diverging import CASES, LIMIT, PLAIN_LIMIT, Trainer, raise_error
 from ranks import Pool, ended, free_port, launch, start
-from torch import nn
+from torch import Tensor, nn
 
 import funshard as fs
+from funshard._call.gathered_unit import GatheredUnit
 from funshard.collectives import _announce
 from funshard.collectives._ops import OPS
 from funshard.collectives._rank_check import check as switch
@@ -166,6 +167,20 @@ def test_without_the_check(case: str, ranks: int) -> None:
     assert any(re.search(PLAIN[case], text) for text in failed), texts
     for text in failed:  # the end of the first is an error to the others
         assert re.search(f"{PLAIN[case]}|Connection closed|Read error|timeout", text), texts
+
+
+@pytest.mark.parametrize("words", ["Timed out waiting 4000ms for recv operation", "Application timeout caused pair closure"])
+def test_a_timeout_of_a_gather_names_the_unit(words: str) -> None:
+    """In both of gloo's words: the second where the connection was closed before this rank noticed."""
+
+    def fail() -> Tensor:
+        raise RuntimeError(words)
+
+    gathered = cast("Any", object.__new__(GatheredUnit))
+    gathered.unit, gathered.route = SimpleNamespace(key="layers.0"), SimpleNamespace(has_own_buffer=True)
+    gathered.chain = SimpleNamespace(result=fail)
+    with pytest.raises(RuntimeError, match=PLAIN["no_unit"]):
+        gathered.wait()
 
 
 def test_the_tables_cases_are_these() -> None:

@@ -86,7 +86,7 @@ class GatheredUnit:
             with phase("wait for", self.unit.key), _torch.below_transforms():
                 return chain.result()
         except RuntimeError as error:
-            if "imed out" not in _torch.error_text(error):  # gloo's word
+            if not any(words in _torch.error_text(error) for words in ("imed out", "timeout")):  # gloo's, by who notices first
                 raise
             raise RuntimeError(
                 f"unit '{self.unit.key}' was not gathered within the process group's timeout: another rank has not come to it, "
