@@ -92,7 +92,7 @@ from ._transforms.hvp import hvp
 from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
 from ._units.layout import Params, flatten, param_views, unflatten
-from .collectives._rank_check.check import check
+from .collectives._rank_check import check
 from .policies import Policy, by_path, by_size, by_type
 
 if _typing.TYPE_CHECKING:

@@ -26,11 +26,9 @@ from torch import Tensor, nn
 import funshard as fs
 from funshard._call.gathered_unit import GatheredUnit
 from funshard.collectives import _announce
+from funshard.collectives import _rank_check as switch
 from funshard.collectives._ops import OPS
-from funshard.collectives._rank_check import check as switch
-from funshard.collectives._rank_check.channel import Channel, name_ranks
-from funshard.collectives._rank_check.monitor import Monitor
-from funshard.collectives._rank_check.user_line import describe_line, find_user_line
+from funshard.collectives._rank_monitor import Channel, Monitor, describe_line, find_user_line, name_ranks
 
 RAISED = {"raise_in_forward": "a bad batch", "raise_in_backward": "a bad gradient", "raise_in_update": "a bad update"}
 DIFFERENT = {

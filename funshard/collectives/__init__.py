@@ -1,11 +1,12 @@
 """Differentiable collectives over a mesh axis, and the axis that is a batch dimension of torch.vmap."""
 
-from ._exchange import all_to_all, permute
+from ._exchange import all_to_all, permute, ragged_all_to_all
 from ._functions import (
     Reduce,
     all_reduce,
     broadcast,
     gather_slices,
+    gather_values,
     reduce_scatter,
     scatter,
     sum_over,
@@ -13,10 +14,7 @@ from ._functions import (
     unvary,
     vary,
 )
-from ._gather_values import gather_values
-from ._members import axis_rank, global_rank, members
-from ._mesh import Axis, Mesh, ProcessAxis, Simulated
-from ._ragged import ragged_all_to_all
+from ._mesh import Axis, Mesh, ProcessAxis, Simulated, axis_rank, global_rank, members
 
 __all__ = [
     "Axis",

@@ -11,19 +11,25 @@ _primitive.py has the autograd Function of all of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from ._dims import apply_along, check_divisible
+from .. import _torch
 from ._mesh import Axis, Mesh, ProcessAxis, Simulated
 from ._primitive import apply
+from ._sequence import check_sequence
 
 __all__ = [
     "Reduce",
     "all_reduce",
     "broadcast",
+    "check_dim",
+    "check_divisible",
     "gather_slices",
+    "gather_values",
     "reduce_scatter",
     "scatter",
     "sum_over",
@@ -31,6 +37,43 @@ __all__ = [
     "unvary",
     "vary",
 ]
+
+
+# --- The dimension of a tensor that a collective joins or slices: its checks, and the way to dimension 0 and back ---
+
+
+def check_dim(what: str, x: Tensor, dim: int) -> int:
+    """Return a dimension of a tensor, counted from 0.
+
+    Raises:
+        ValueError: If the tensor does not have it.
+    """
+    if x.dim() == 0:
+        raise ValueError(f"{what}: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{what}: expected a dimension in {-x.dim()}..{x.dim() - 1} of shape {tuple(x.shape)}, got {dim}")
+    return dim % x.dim()
+
+
+def check_divisible(what: str, x: Tensor, axis: Axis, dim: int = 0) -> int:
+    """Return a dimension that the ranks of an axis divide, counted from 0.
+
+    Raises:
+        ValueError: If they do not, or the tensor does not have it.
+    """
+    at = check_dim(what, x, dim) if x.dim() else 0
+    if x.dim() == 0 or x.shape[at] % axis.size:
+        which = f"dimension {at}" if at else "first dimension"
+        raise ValueError(f"{what}: expected a {which} that {axis.size} ranks divide, got {tuple(x.shape)}; pad it")
+    return at
+
+
+def apply_along(dim: int, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of tensors that acts on dimension 0 along another dimension."""
+    return fn(x) if dim == 0 else fn(x.movedim(dim, 0)).movedim(0, dim)
+
+
+# --- The functions ---
 
 Reduce = Literal["mean", "sum"]
 """The combination of values over ranks: their mean or their sum."""
@@ -266,3 +309,43 @@ def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
         return apply("slice", x, axis, here)
     n = len(x) // axis.size
     return x.narrow(0, here * n, n).clone()
+
+
+# --- Gather values that each rank computes from its own batch: the transpose is a sum, not the mean of slices ---
+
+
+def gather_values(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
+    """Return the ranks' own values joined along a dimension, in rank order: features of each rank's batch, say.
+
+    Type: ``[n, ...] -> [N*n, ...]``. Transpose: the sum over ranks of this rank's rows, because what one rank's value does
+    to every rank's loss adds up: `reduce_scatter` with ``reduce="sum"``. Its transpose is ``gather_values`` again::
+
+        rank 0  a          abc                    backward   abc          a+d+g
+        rank 1  b    ->    abc                               def    ->    b+e+h
+        rank 2  c          abc                               ghi          c+f+i
+
+    The loss that compares rows of all ranks may cover all rows on every rank, or each rank's rows against all: the mean over
+    ranks is the loss of the joined batch either way (see `recipes.md`). With `gather_slices` gradients would be too small; of
+    `scatter`'s slices it is the right one, and here they would be too large, both by the number of ranks. On several mesh
+    axes call it for one after the other, the innermost first. Hosts compare shapes first, except inside of torch.compile.
+
+    Args:
+        x: [n, ...], the same shape on all ranks: pad missing rows, and mask them. ValueError for a 0-dim tensor.
+        axis: The mesh axis.
+        dim: The dimension along which they are joined.
+
+    Raises:
+        RuntimeError: On every rank, if they have different shapes or dtypes.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.gather_values(x, mesh["shard"]), 2)
+        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+        [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
+    """
+    dim = check_dim("gather_values", x, dim)
+    if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1 and not torch.compiler.is_compiling():
+        what, remedy = f"gather_values of {[*x.shape]} {x.dtype}", "Expected one shape on all ranks: pad rows, and mask them"
+        with _torch.below_transforms():
+            check_sequence([what], axis.name, _torch.unwrap(x), "ranks are about to join values that do not fit", remedy)
+    return apply_along(dim, lambda x: apply("gather_sum", x, axis), x)

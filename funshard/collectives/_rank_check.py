@@ -14,13 +14,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ... import _torch
-from .._announce import RankError, listen
-from .._ops import OPS, OpContext, PendingResult
-from .monitor import Monitor
-from .user_line import describe_line, find_error_line, find_user_line
+from .. import _torch
+from ._announce import RankError, listen
+from ._ops import OPS, OpContext, PendingResult
+from ._rank_monitor import Monitor, describe_line, find_error_line, find_user_line
 
 __all__ = ["check"]
+
+
+# --- The check ---
 
 VARIABLE = "FUNSHARD_CHECK"
 TIMEOUT = 300.0
