@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import funshard as fs
 from funshard import P, checkpoint
-from funshard.checkpoint._files.metadata import read_metadata
+from funshard.checkpoint._files.manifest import read_metadata
 
 State = dict[str, Any]
 

@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import funshard as fs
 from funshard.checkpoint._files.planners import RangeLoadPlanner, RangeSavePlanner
-from funshard.checkpoint._state import boxes as box_file
-from funshard.checkpoint._state.boxes import Box, RangeSharer, check_tiles, range_to_boxes, split_range
+from funshard.checkpoint._state import leaves as box_file
 from funshard.checkpoint._state.describe import describe
-from funshard.checkpoint._state.leaves import SliceLeaf, TensorRange
+from funshard.checkpoint._state.leaves import Box, RangeSharer, SliceLeaf, TensorRange, check_tiles, range_to_boxes, split_range
 from funshard.checkpoint._state.tree import iter_leaves
 from funshard.collectives import ProcessAxis
 from funshard.testing import integers_like, meshes, modules, policies

@@ -26,7 +26,7 @@ from torch.distributed import init_device_mesh
 import funshard as fs
 from funshard import P, checkpoint
 from funshard.checkpoint import _export
-from funshard.checkpoint._files.safetensors_layout import DTYPES, SINGLE
+from funshard.checkpoint._export import DTYPES, SINGLE
 
 
 def mixed() -> nn.Module:

@@ -25,8 +25,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import funshard as fs
 from funshard import checkpoint
 from funshard.checkpoint import CheckpointError, _save
-from funshard.checkpoint._files import metadata, regular, staging, writer
-from funshard.checkpoint._files.records import read_record
+from funshard.checkpoint._files import directory as staging
+from funshard.checkpoint._files import manifest as metadata
+from funshard.checkpoint._files import untrusted as regular
+from funshard.checkpoint._files import writer
+from funshard.checkpoint._files.untrusted import read_record
 
 
 def made(width: int = 5) -> tuple[nn.Module, fs.PartitionSpec]:

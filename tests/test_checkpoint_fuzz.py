@@ -31,7 +31,7 @@ from torch import Tensor
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint._files.regular import checksum
+from funshard.checkpoint._files.untrusted import checksum
 
 CASES = depth(60, 1000)
 SECONDS = 20
@@ -332,7 +332,7 @@ def test_headers_of_safetensors(files: Path, tmp_path: Path) -> None:
 
 def test_pickles_are_read_as_pickle_reads_them() -> None:
     """What has no object in it, of every protocol that the reader takes."""
-    from funshard.checkpoint._files.pickles import read_pickle
+    from funshard.checkpoint._files.untrusted import read_pickle
 
     rng = random.Random(0)
 

@@ -23,8 +23,8 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import checkpoint
 from funshard.checkpoint import CheckpointError
-from funshard.checkpoint._files import staging
-from funshard.checkpoint._files.regular import checksum
+from funshard.checkpoint._files import directory as staging
+from funshard.checkpoint._files.untrusted import checksum
 
 # --- A manifest with a good checksum that says what no manifest says. ---
 

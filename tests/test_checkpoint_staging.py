@@ -17,7 +17,7 @@ from torch import nn
 import funshard as fs
 from funshard import checkpoint
 from funshard.checkpoint import CheckpointError
-from funshard.checkpoint._files import staging
+from funshard.checkpoint._files import directory as staging
 
 CALLS = [(os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "open"), (os, "close"), (os, "unlink"), (fcntl, "flock")]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funshard.checkpoint._files.records import read_record
+from funshard.checkpoint._files.untrusted import read_record
 from funshard.checkpoint._files.writer import PIECE_BYTES, make_record_layout, write_record
 
 DTYPES = (

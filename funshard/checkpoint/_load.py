@@ -16,11 +16,10 @@ from .._spec.bind import bind_spec
 from .._spec.local import describe_pieces
 from .._spec.spec import PartitionSpec
 from ._errors import CheckpointError
-from ._files.manifest import METADATA, read_manifest
-from ._files.metadata import read_metadata
-from ._files.regular import checksum, read_regular
-from ._files.stored_tensors import StoredTensors
-from ._ranks.ranks import TIMEOUT, Ranks, connect_ranks
+from ._files.manifest import METADATA, read_manifest, read_metadata
+from ._files.reader import StoredTensors
+from ._files.untrusted import checksum, read_regular
+from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._state.describe import describe
 from ._state.json_tree import check_rank_count, iter_plain_values, select_part, tree_from_json
 from ._state.leaves import (

@@ -23,7 +23,7 @@ from ..optim._elementwise.options import ParamOptions, group_by_options
 from ..optim._elementwise.streaming import copy_like
 from ..optim._option_numbers import find_option_numbers
 from ..optim._quantized.slices import refuse_encoded
-from ._ranks.ranks import TIMEOUT, connect_ranks
+from ._ranks import TIMEOUT, connect_ranks
 from ._rekey import StateDict, clean_name
 
 __all__ = ["from_optimizer_state_dict", "optimizer_state_dict"]

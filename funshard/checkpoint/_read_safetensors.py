@@ -24,11 +24,11 @@ from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.layout import Params
 from ._errors import CheckpointError
+from ._export import DTYPES, INDEX, SINGLE
 from ._files.manifest import is_plain_name
 from ._files.planners import iter_boxes
-from ._files.regular import read_regular
-from ._files.safetensors_layout import DTYPES, INDEX, SINGLE
-from ._ranks.ranks import TIMEOUT, connect_ranks
+from ._files.untrusted import read_regular
+from ._ranks import TIMEOUT, connect_ranks
 from ._rekey import clean_name
 from ._state.leaves import TensorRange
 from ._state.tree import parameter_slice

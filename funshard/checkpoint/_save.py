@@ -19,11 +19,11 @@ from .._phases import LOGGER, phase
 from .._spec.bind import bind_spec
 from .._spec.spec import PartitionSpec
 from ._errors import CheckpointError, SavedError
+from ._files.directory import StagingDirectory
 from ._files.planners import RangeSavePlanner
-from ._files.staging import StagingDirectory
 from ._files.writer import CheckpointWriter
-from ._ranks.ranks import TIMEOUT, Ranks, connect_ranks
-from ._state.summary import StateSummary, summarize_state
+from ._ranks import TIMEOUT, Ranks, connect_ranks
+from ._state.describe import StateSummary, summarize_state
 
 __all__ = ["Saving", "save"]
 

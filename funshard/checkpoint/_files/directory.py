@@ -1,4 +1,4 @@
-"""The checkpoints in a directory: find the latest one, find damaged ones, and remove old ones."""
+"""The checkpoints in a directory: how one is written and committed, and how they are found and removed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..._spec.bind import bind_spec
 from ..._spec.spec import PartitionSpec
-from .._errors import CheckpointError, NewerError
-from .._ranks.ranks import TIMEOUT, connect_ranks
-from .manifest import MANIFEST, read_manifest
+from .._errors import CheckpointError, NewerError, SavedError
+from .._ranks import TIMEOUT, connect_ranks
+from .manifest import MANIFEST, MAX_SEQUENCE, METADATA, Manifest, read_manifest, write_manifest
+from .untrusted import checksum, read_regular
 
-__all__ = ["LOCK", "NEW_SUFFIX", "clean", "find_damage", "is_directory", "latest", "list_committed", "make_staging_path"]
+__all__ = ["LOCK", "StagingDirectory", "check_replaceable", "clean", "copy_access", "latest"]
+
 
 PARTIAL_SUFFIX = ".partial"
 """The suffix of a staging directory."""
@@ -200,3 +203,192 @@ def _is_locked(lock: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+# --- The directory that a checkpoint is written to: locked, checked, flushed, and renamed to its path ---
+
+
+class StagingDirectory:
+    """A directory beside ``path``, locked while its writer lives, that `publish` renames to ``path``.
+
+    `check_replaceable` says what it may replace there.
+
+    Args:
+        path: The final path.
+        over_damaged: Whether it may replace a damaged checkpoint.
+        is_carried: For a directory that may replace any directory, a function that says of a file name whether to take the
+            file over from the one replaced.
+    """
+
+    def __init__(self, path: Path, *, over_damaged: bool = False, is_carried: Callable[[str], bool] | None = None) -> None:
+        self.path, self._over_damaged, self._is_carried = path.absolute(), over_damaged, is_carried
+        if damage := self._check_replaceable():
+            warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {damage}", stacklevel=2)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.directory = make_staging_path(self.path)
+        self._lock: int | None = None
+        new = self.directory.with_suffix(NEW_SUFFIX)
+        try:
+            new.mkdir()
+            self._lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR)
+            with contextlib.suppress(OSError):  # a file system without locks: `clean` keeps what it cannot lock
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            os.rename(new, self.directory)  # only now do others see it
+            if is_directory(self.path):
+                copy_access(self.path, self.directory)  # before there is anything to read in it
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            self.abandon()
+            raise
+
+    def commit(self, tree: Any, sizes: Mapping[str, int], checksums: Mapping[str, Mapping[int, int]]) -> None:
+        """Write the manifest of a checkpoint with this JSON tree, sizes of files and checksums, and `publish` it."""
+        known = (number for (number, _), *_ in list_committed(self.path.parent) if number < math.inf)
+        sequence = min(1 + int(max(known, default=0)), MAX_SEQUENCE)  # after all that exist now: writes take long
+        metadata = checksum(read_regular(self.directory / METADATA))
+        write_manifest(self.directory, Manifest(sequence, dict(sizes), metadata, tree, dict(checksums)))
+        for name in (METADATA, MANIFEST):  # after both are written: one flush of a journal takes both
+            _flush(self.directory / name)
+        self.publish(sizes)
+
+    def publish(self, sizes: Mapping[str, int]) -> None:
+        """Check the sizes of the files, flush the directory and rename it to its path.
+
+        Raises SavedError for a failure after the rename, and other errors before it.
+        """
+        for name, size in sizes.items():
+            if (got := (self.directory / name).stat().st_size) != size:
+                raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
+        if self._is_carried is not None and is_directory(self.path):
+            _carry_over(self.path, self.directory, self._is_carried)
+        _flush(self.directory)
+        replaced = None if self._check_replaceable() is None else self._move_replaced()
+        try:
+            os.rename(self.directory, self.path)
+        except OSError:
+            if replaced is not None:
+                with contextlib.suppress(OSError):
+                    os.rename(replaced, self.path)
+            self._check_replaceable()  # raises for what has come in the meantime
+            raise
+        try:
+            _flush(self.path.parent)
+        except OSError as error:
+            raise SavedError(
+                f"{self.path} is there and whole, but the flush of the directory that it is in failed, so that it may be gone "
+                f"after a power failure: {error}"
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):  # an empty file that has no reader
+                (self.path / LOCK).unlink(missing_ok=True)
+            self._unlock()
+            if replaced is not None:
+                shutil.rmtree(replaced, ignore_errors=True)
+
+    def _check_replaceable(self) -> str | None:
+        """Return the damage of what the checkpoint replaces, as `check_replaceable` does with the options of this save."""
+        return check_replaceable(self.path, over_damaged=self._over_damaged, any_directory=self._is_carried is not None)
+
+    def _move_replaced(self) -> Path:
+        """Move what is at the path to a staging path, for this process or `clean` to remove, and return that path."""
+        moved = make_staging_path(self.path)
+        os.rename(self.path, moved)
+        if self._is_carried is None and not find_damage(moved):  # a complete one has come in the meantime
+            os.rename(moved, self.path)
+            self._check_replaceable()
+        return moved
+
+    def abandon(self) -> None:
+        """Remove the directory, if it has not been published."""
+        for _ in range(10):  # another rank, which does not know of the error yet, may just create its file there
+            shutil.rmtree(self.directory, ignore_errors=True)
+            if not self.directory.exists():
+                break
+            time.sleep(0.01)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Close and unlock the lock file."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with contextlib.suppress(OSError):  # also closes and unlocks it if it raises
+                os.close(lock)
+
+
+def check_replaceable(path: Path, *, over_damaged: bool = False, any_directory: bool = False) -> str | None:
+    """Return the damage of the directory at a path that may be replaced, "" if it has none, or None if nothing is there.
+
+    With ``over_damaged``, a damaged checkpoint may be replaced, with ``any_directory`` every directory, but never a link.
+    Raises FileExistsError for anything else at the path, ValueError for a directory that a rename must not replace, and
+    PermissionError for one that this user may not write to.
+    """
+    if path.name in ("", "..") or os.path.ismount(path) or _holds_working_directory(path):
+        raise ValueError(
+            f"{path}: expected a directory that a rename can replace, got a mount point, '..', the working directory or one "
+            "above it: give a path inside of it"
+        )
+    if is_directory(path) and not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(f"{path}: expected a directory that this user may write to")
+    if not os.path.lexists(path) or (is_directory(path) and not any(path.iterdir())):
+        return None
+    if is_directory(path):
+        if any_directory:
+            return ""
+        if over_damaged and (damage := find_damage(path)):
+            return damage
+    raise FileExistsError(
+        f"{path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint "
+        "that is whole is never written over"
+    )
+
+
+def _holds_working_directory(path: Path) -> bool:
+    """Return whether a path is the working directory, or one above it."""
+    try:
+        return Path.cwd().is_relative_to(os.path.realpath(path))
+    except FileNotFoundError:  # it was removed
+        return False
+
+
+def _carry_over(source: Path, target: Path, is_carried: Callable[[str], bool]) -> None:
+    """Link entries of a directory, chosen by name, into another one, or copy them if the file system has no hard links."""
+    for entry in os.scandir(source):
+        old, new = source / entry.name, target / entry.name
+        if not is_carried(entry.name) or os.path.lexists(new):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            new.mkdir()
+            _carry_over(old, new, lambda name: True)
+            copy_access(old, new)
+            continue
+        try:
+            os.link(old, new, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(old, new, follow_symlinks=False)
+            copy_access(old, new)
+
+
+def copy_access(source: Path, target: Path) -> None:
+    """Give a path the owner, group, mode and times of another, which it will replace; neither is followed if it is a link.
+
+    Raises PermissionError for an owner or a group that this user cannot give.
+    """
+    wanted, found = source.lstat(), target.lstat()
+    try:
+        if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
+            os.chown(target, wanted.st_uid, wanted.st_gid, follow_symlinks=False)
+    except PermissionError as error:
+        raise PermissionError(
+            f"{source}: expected to keep its owner and group, {wanted.st_uid}:{wanted.st_gid}, which this user cannot give: "
+            "give another path, or replace it as its owner"
+        ) from error
+    shutil.copystat(source, target, follow_symlinks=False)  # after it: a change of the owner clears bits of the mode
+
+
+def _flush(path: Path) -> None:
+    """Flush a file, or the entries of a directory, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from .._state.boxes import Box, RangeSharer, check_tiles, range_to_boxes, split_range
-from .._state.leaves import TensorRange
+from .._state.leaves import Box, RangeSharer, TensorRange, check_tiles, range_to_boxes, split_range
 
 __all__ = ["RangeLoadPlanner", "RangeSavePlanner", "check_chunks", "iter_boxes"]
 

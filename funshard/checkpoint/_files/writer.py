@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch.serialization import skip_data
 
 from ... import _torch
-from .regular import checksum
+from .untrusted import checksum
 
 __all__ = ["CheckpointWriter", "RecordLayout", "make_record_layout", "write_record"]
 
