@@ -27,8 +27,7 @@ from funshard import P
 from funshard._units.layout import rank_along, to_memory_order
 from funshard._units.whole import split_pieces
 from funshard.collectives import ProcessAxis
-from funshard.optim._matrices.batch import MatrixBatch
-from funshard.optim._matrices.exchange import plan_from_owners, plan_to_owners
+from funshard.optim._matrices.exchange import MatrixBatch, plan_from_owners, plan_to_owners
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "both": (4, 4, 6),

@@ -24,8 +24,7 @@ from funshard._spec.tree import Param
 from funshard._units.layout import Piece, slice_pieces
 from funshard.collectives import ProcessAxis
 from funshard.optim._matrices.exchange import ExchangePlan, plan_from_owners, plan_to_owners
-from funshard.optim._matrices.owners import assign_owners
-from funshard.optim._matrices.selection import Matrix
+from funshard.optim._matrices.owners import Matrix, assign_owners
 from funshard.testing import spmd
 
 At = tuple[int, ...]

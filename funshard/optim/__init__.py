@@ -4,24 +4,27 @@ from .._spec.unit_state import UnitState
 from ._by_matrix.muon import muon, orthogonal
 from ._by_matrix.optimizer import MatrixOptimizer, by_matrix
 from ._by_matrix.reshard import reshard
-from ._by_matrix.shampoo import shampoo
-from ._by_matrix.soap import soap
-from ._by_matrix.state import MatrixState
-from ._composition.accumulation import AccumulationState, accumulate_steps
-from ._composition.chain import chain, clip_gradients
-from ._composition.ema import EmaState, ema
-from ._composition.finite import FiniteState, apply_if_finite
+from ._by_matrix.shampoo import shampoo, soap
+from ._by_matrix.step import MatrixState
 from ._composition.pairs import ComposedOptimizer, GradientTransformation
 from ._composition.schedule import ScheduleState, schedule, schedule_lr
+from ._composition.wrappers import (
+    AccumulationState,
+    EmaState,
+    FiniteState,
+    accumulate_steps,
+    apply_if_finite,
+    chain,
+    clip_gradients,
+    ema,
+)
 from ._elementwise.optimizer import Optimizer, State
 from ._from_torch import from_torch
 from ._matrices.matrices import Matrices, matrices
-from ._matrices.selection import hidden
-from ._norms import clip_by_global_norm, global_norm, vdot
-from ._norms_by_name import norms
-from ._quantized.optimizer import quantized_state
+from ._matrices.owners import hidden
+from ._norms import clip_by_global_norm, global_norm, norms, vdot
+from ._quantized.optimizer import decode_state, encode_state, quantized_state
 from ._quantized.slices import QuantizedSlice
-from ._quantized.state import decode_state, encode_state
 from ._trees import axpy, scale
 
 __all__ = [

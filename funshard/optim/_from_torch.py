@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from .._spec.spec import PartitionSpec
-from ._by_matrix.fallback import resolve_options
 from ._by_matrix.muon import muon
-from ._by_matrix.optimizer import MatrixOptimizer, break_graphs, optimizer_from_rule
+from ._by_matrix.optimizer import MatrixOptimizer, break_graphs, optimizer_from_rule, resolve_options
 from ._by_matrix.rule import rule_from_update
 from ._checks import check_rate
 from ._elementwise.checks import InitialState, is_updated, refuse_derivatives

@@ -10,7 +10,7 @@ from ..._spec.local import whole_shape
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
 from ...optim import Matrices, matrices
-from ...optim._matrices.selection import Matrix
+from ...optim._matrices.owners import Matrix
 from .._errors import DamagedError
 from .leaves import OwnedLeaf, ScalarLeaf, SliceLeaf, StoredLeaf, TensorLeaf, ValueLeaf
 from .tree import (

@@ -13,11 +13,8 @@ from ..._spec.spec import PartitionSpec
 from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices
 from .._norms import upcast
-from .config import Fallback
-from .factors import resolve_real_matrices
-from .fallback import check_nonnegative, optimizer_with_fallback
-from .optimizer import MatrixOptimizer
-from .rule import MatrixOptions, MatrixRule, OwnedState, Payload, Slots
+from .optimizer import MatrixOptimizer, check_nonnegative, optimizer_with_fallback, resolve_real_matrices
+from .rule import Fallback, MatrixOptions, MatrixRule, OwnedState, Payload, Slots
 
 __all__ = ["muon", "orthogonal"]
 

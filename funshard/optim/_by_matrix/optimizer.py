@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,17 +12,118 @@ from torch.utils import _pytree as pytree  # traced by torch.compile, as optree 
 
 from ... import _torch
 from ..._phases import phase
+from ..._spec.checks import check_mapping, check_trainable
+from ..._spec.local import stack_dims
 from ..._spec.spec import PartitionSpec
+from ..._spec.tree import Param
 from ..._units.layout import Params
 from .._checks import break_message, check_rate, named_tensors, refuse_pickle, refuse_shared_memory, same_pair
+from .._elementwise.optimizer import elementwise
+from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices, matrices
-from .checks import check_stacks, check_step
-from .config import Fallback, MatrixConfig
-from .rule import MatrixInit, MatrixOptions, MatrixRule, MatrixUpdate, rule_from_update
-from .state import MatrixState, init_state, place_like
-from .step import MatrixStep
+from .rule import Fallback, MatrixConfig, MatrixInit, MatrixOptions, MatrixRule, MatrixUpdate, OwnedShapes, rule_from_update
+from .step import MatrixState, MatrixStep, init_state, place_like
 
-__all__ = ["Fallback", "MatrixOptimizer", "break_graphs", "by_matrix", "optimizer_from_rule"]
+__all__ = [
+    "Fallback",
+    "MatrixOptimizer",
+    "break_graphs",
+    "by_matrix",
+    "check_nonnegative",
+    "optimizer_from_rule",
+    "optimizer_with_fallback",
+    "resolve_options",
+    "resolve_real_matrices",
+]
+
+
+# --- Checks of a step of an optimizer of matrices: they name the unit, and run before anything is sent ---
+
+
+def check_stacks(rule: MatrixRule, known: Matrices, owned: OwnedShapes) -> None:
+    """Raise ValueError, with the name, if an update would mix a split stack, or a state's shape hides whether it is split.
+
+    Checkpoints tell a part of a stack from a whole one by the shape of its state.
+    """
+    sizes = dict(known.spec.bound_mesh.sizes)
+    for matrix in known.chosen:
+        if matrix.stack and rule.mixes_stacks:
+            raise ValueError(
+                f"matrix '{matrix.name}': its stack is local over axis '{matrix.stack_axes[0]}', of which a rank has a part, "
+                f"{list(matrix.shape)}, and the update may mix its matrices: expected matrices(spec, gather_stacks=True), "
+                "which sends the stack whole to one owner, or select= without it"
+            )
+        for slot, shape in owned[matrix.name].items():
+            if stack_dims(matrix.param, shape, sizes) != matrix.stack:
+                raise ValueError(
+                    f"matrix '{matrix.name}': state '{slot}' {list(shape)} of the matrix {list(matrix.shape)}: expected the "
+                    "dimensions of its batch first, or another size in their place"
+                )
+
+
+def check_step(
+    known: Matrices, slots: Sequence[str], owned: OwnedShapes, params: Mapping[str, Any], **trees: Mapping[str, Any]
+) -> None:
+    """Raise ValueError or TypeError, naming the unit, unless these are slices of the spec and the other trees fit them.
+
+    The other trees are gradients, which are like the params, or are named ``state``.
+    """
+    spec = known.spec
+    for what, tree in {"params": params, **trees}.items():
+        check_mapping(tree, what)
+        for key in tree:
+            if key not in spec.by_key:
+                raise ValueError(f"{what}: unit '{key}' is not in the spec: expected some of {[*spec.by_key][:8]}")
+            if key not in params:
+                raise ValueError(f"unit '{key}' has {what} and is not in params: expected some of {[*params][:8]}")
+        check_trainable((spec.by_key[key] for key in tree), "update")
+        for key in params:
+            if key not in tree:
+                raise ValueError(f"unit '{key}' has no {what}: expected those of each of the params, got {[*tree][:8]}")
+            if what == "state":
+                _check_unit_state(known, slots, owned, key, tree[key])
+            else:
+                _check_slice(f"{what} of unit '{key}'", tree[key], params[key], spec.shard_numel(spec.by_key[key]))
+    known._check_sent_together({name: params[key] for key in params for name in known._names_in(key)})
+
+
+def _check_slice(what: str, tensor: object, like: Tensor, numel: int) -> None:
+    """Raise TypeError or ValueError unless this is a slice of ``numel`` elements with the dtype and device of ``like``."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what}: expected a tensor, got {type(tensor).__name__}; what is not used has gradient zeros")
+    if tuple(tensor.shape) != (numel,) or tensor.dtype != like.dtype or tensor.device != like.device:
+        got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        raise ValueError(f"{what}: expected [{numel}] {like.dtype} on {like.device}, got {got}; is it of another spec or mesh?")
+
+
+def _check_unit_state(known: Matrices, slots: Sequence[str], owned: OwnedShapes, key: str, state: object) -> None:
+    """Raise TypeError or ValueError unless the state of a unit is that of its matrices."""
+    if not isinstance(state, MatrixState):
+        raise TypeError(f"state of unit '{key}': expected a MatrixState, got {type(state).__name__}; make it by init(params)")
+    names = known._names_in(key)
+    slots = slots if names else ()
+    if set(state.slices) != set(slots) or set(state.owned) != set(names):
+        raise ValueError(
+            f"state of unit '{key}': expected {sorted(slots)} of {sorted(names)}, got {sorted(state.slices)} of "
+            f"{sorted(state.owned)}; was it made for other matrices?"
+        )
+    numel = known.spec.shard_numel(known.spec.by_key[key])
+    for slot, x in state.slices.items():
+        if tuple(x.shape) != (numel,):
+            got = f"expected [{numel}], got {list(x.shape)}"
+            raise ValueError(f"state of unit '{key}': '{slot}': {got}; is it of another spec or mesh?")
+    for name in names:
+        here = known._is_owner(name)
+        expected = {slot: list(shape) if here else [0, *shape] for slot, shape in owned[name].items()}
+        if (got := {slot: list(x.shape) for slot, x in state.owned[name].items()}) != expected:
+            raise ValueError(
+                f"state of unit '{key}': that of '{name}', whose owner is {'this rank' if here else known.owner(name)}: "
+                f"expected the shapes {expected}, got {got}; was it made by another optimizer, on another mesh, or with "
+                "another cost of matrices? checkpoint.load(..., like=init(params)) gives it to the owners that there are now"
+            )
+
+
+# --- The optimizer ---
 
 
 class MatrixOptimizer(NamedTuple):
@@ -219,3 +320,79 @@ def _assemble_unit(
         return param, MatrixState(step.steps[key], state.slices, owned, fallback)
     slices = {slot: place_like(old, layout.join(slots[slot], old)) for slot, old in state.slices.items()}
     return place_like(param, layout.join({**parts, **more}, param)), MatrixState(step.steps[key], slices, owned, fallback)
+
+
+# --- Options of single parameters for optimizers of matrices, and AdamW as the default fallback ---
+
+ADAMW_OPTIONS = ("lr", "weight_decay")
+"""Options of matrices that AdamW also has."""
+
+
+def check_nonnegative(who: str, **values: float) -> None:
+    """Raise ValueError, naming it, for an option below 0, and TypeError for a learning rate that is not a number."""
+    for name, value in values.items():
+        if name == "lr":
+            check_rate(value, f"{who}: lr", optional=False)
+        if not value >= 0:
+            raise ValueError(f"{who}: {name}: expected at least 0, got {value}")
+
+
+def resolve_options(
+    who: str, known: Matrices, defaults: Mapping[str, Any], options: ParamOptions | None
+) -> dict[str, Mapping[str, Any]]:
+    """Return each matrix's options. Raise ValueError, naming the matrix, for an unknown option or one below 0."""
+    out: dict[str, Mapping[str, Any]] = {}
+    for matrix in known.chosen:
+        overrides = {} if options is None else dict(options(matrix.name, matrix.param))
+        if unknown := sorted({*overrides} - {*defaults}):
+            raise ValueError(f"{who}: options of matrix '{matrix.name}': expected some of {[*defaults]}, got '{unknown[0]}'")
+        check_nonnegative(f"{who}: options of matrix '{matrix.name}'", **overrides)
+        out[matrix.name] = {**defaults, **overrides}
+    return out
+
+
+def optimizer_with_fallback(
+    who: str,
+    rule: MatrixRule,
+    known: Matrices,
+    defaults: Mapping[str, Any],
+    options: ParamOptions | None,
+    fallback: Fallback | None,
+    *,
+    donate: bool,
+    constants: Mapping[str, Mapping[str, Any]] | None = None,
+) -> MatrixOptimizer:
+    """Return the optimizer of a rule, with AdamW as the default ``fallback``; ``constants`` are options that nobody sets."""
+    resolved = resolve_options(who, known, defaults, options)
+    if constants is not None:
+        resolved = {name: {**values, **constants[name]} for name, values in resolved.items()}
+    lr = defaults["lr"]
+    others = fallback or _fallback_adamw(known, lr, defaults["weight_decay"], options, donate=donate)
+    return optimizer_from_rule(
+        rule, known, resolved, fallback=others, is_default_fallback=fallback is None, donate=donate, lr=lr
+    )
+
+
+def _fallback_adamw(known: Matrices, lr: float, weight_decay: float, options: ParamOptions | None, *, donate: bool) -> Fallback:
+    """Return AdamW for what is not a matrix, with the parameters' own options that it has."""
+    if options is None:
+        return elementwise(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, donate=donate, derived_by=known.spec)
+
+    def adamw_options(name: str, param: Param) -> Mapping[str, Any]:
+        if name in known.by_name:
+            return {}
+        return {key: value for key, value in options(name, param).items() if key in ADAMW_OPTIONS}
+
+    return elementwise(
+        torch.optim.AdamW, lr=lr, weight_decay=weight_decay, spec=known.spec, options=adamw_options, donate=donate
+    )
+
+
+def resolve_real_matrices(who: str, spec: PartitionSpec | Matrices) -> Matrices:
+    """Return the matrices of a spec, or those given. TypeError for a complex one, or one of 1 or 4 dimensions."""
+    known = spec if isinstance(spec, Matrices) else matrices(spec)
+    for matrix in known.chosen:
+        if matrix.param.dtype.is_complex or len(matrix.shape) not in (2, 3):
+            got = f"{list(matrix.shape)} {matrix.param.dtype}"
+            raise TypeError(f"{who}: '{matrix.name}': expected a real matrix, [n, m] or [batch, n, m], got {got}")
+    return known

@@ -18,7 +18,7 @@ from ..._units.whole import flatten_whole, gather_whole, scatter_whole, unflatte
 from ...collectives._functions import broadcast, gather_slices, scatter
 from .._matrices.matrices import Matrices
 from .._option_numbers import find_option_numbers
-from .state import MatrixState
+from .step import MatrixState
 
 __all__ = ["reshard"]
 

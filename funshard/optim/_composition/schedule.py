@@ -13,8 +13,7 @@ from torch import Tensor
 from ... import _torch
 from ..._units.layout import Params
 from .._checks import break_message
-from .host_values import read_count
-from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer, check_state
+from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer, check_state, read_count
 
 __all__ = ["ScheduleState", "schedule", "schedule_lr"]
 

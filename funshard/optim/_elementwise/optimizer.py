@@ -29,27 +29,31 @@ from .checks import (
     refuse_derivatives,
     refuse_lost_rates,
 )
-from .derivatives import SharedOptions, fill_padding, padding_masks, refuse_without_spec, split_axes
-from .eps_root import add_eps_root, warn_zero_gradients
-from .in_graph import flatten_update, reason_for_break, run_in_graph
-from .numbers_as_tensors import NumbersAsTensors
+from .in_graph import NumbersAsTensors, flatten_update, reason_for_break, run_in_graph
 from .options import (
     ParamOptions,
+    SharedOptions,
     expand_numbers,
+    fill_padding,
     join_ranges,
     option_ranges,
+    padding_masks,
+    refuse_without_spec,
     scatter_range,
+    split_axes,
     split_by_options,
     state_of_range,
 )
 from .streaming import copy_like, is_on_device, stream_update
 from .torch_optimizer import (
     ElementwiseConfig,
+    add_eps_root,
     build_optimizer,
     init_vector_state,
     share_options,
     state_to_step,
     tensor_options,
+    warn_zero_gradients,
     write_state,
 )
 

@@ -1,25 +1,207 @@
-"""Which rank owns each matrix, and which matrices are sent together: arithmetic with the same result on every rank."""
+"""Which parameters are matrices, which rank owns each, and which are sent together."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from ..._spec.division import count_ranks
+from ..._spec.local import LocalDims, whole_shape
 from ..._spec.spec import PartitionSpec
-from .selection import Matrix, Owner
+from ..._spec.tree import Param
+from ..._spec.unit import Unit
 
 __all__ = [
+    "Cost",
+    "Matrix",
+    "Owner",
+    "Select",
     "all_coords",
     "assign_owners",
     "batch_matrices",
     "count_chunks",
     "format_owners",
+    "hidden",
     "largest_unit_numel",
+    "select_matrices",
 ]
+
+
+# --- Which parameters are matrices: their shapes, and what an owner has of each ---
+
+Select = Callable[[str, Param], bool | Sequence[int]]
+"""``select(name, param)``: whether it is a matrix, or its shape as one: [n, m] or [batch, n, m], at most one size -1.
+
+It is asked about the whole parameter, of which ranks may hold pieces over local axes.
+"""
+Cost = Callable[[tuple[int, ...]], float]
+"""``cost(shape)``: the owner's work for a matrix [n, m] or [batch, n, m], in any unit."""
+
+MULTIPLICATIONS_PER_ELEMENT_SENT = 512
+"""Multiplications that take as long as sending an element to its owner and back, at 10^14 multiplications and 10^11 bytes a
+second, 2 bytes an element, for a Newton-Schulz iteration of 5 steps. Only its order of magnitude matters.
+"""
+
+Owner = tuple[int | None, ...]
+"""The owner's coordinates on the mesh; None on an axis over which each rank owns its part of a stack of matrices."""
+
+
+class Matrix(NamedTuple):
+    """A parameter that one owner updates as a whole, or a stack of matrices of which each owner updates a part."""
+
+    unit: Unit
+    param: Param
+    shape: tuple[int, ...]
+    """As an owner has it: [n, m] or [batch, n, m]. A selection of everything has vectors as well."""
+    begin: int
+    """Offset in the unit's buffer, in elements."""
+    cost: float
+    """Of an owner's work."""
+    stack: LocalDims = ()
+    """The local axes over which each rank owns its part of a stack, and the dimension that each splits."""
+    owner: Owner = ()
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self.param.name
+
+    @property
+    def numel(self) -> int:
+        """The number of elements that an owner has."""
+        return math.prod(self.shape)
+
+    @property
+    def gathered(self) -> LocalDims:
+        """The local axes over which an owner gathers pieces of the parameter, and the dimension that each splits."""
+        return tuple(item for item in self.param.local if item not in self.stack)
+
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks send an owner different elements, outermost first: pieces, and their slices."""
+        return (*(axis for axis, _ in self.gathered), *self.unit.p.axes)
+
+    @property
+    def stack_axes(self) -> tuple[str, ...]:
+        """The axes of ``stack``, which nothing crosses."""
+        return tuple(axis for axis, _ in self.stack)
+
+    def is_owned_by(self, coords: Sequence[int]) -> bool:
+        """Return whether the rank at these coordinates is the owner, or one of the owners."""
+        return all(at is None or at == coord for at, coord in zip(self.owner, coords, strict=True))
+
+
+def hidden(model: nn.Module, *heads: str) -> Select:
+    """Return a ``select`` for the hidden matrices of a model: neither embeddings nor heads.
+
+    It selects parameters with two dimensions. It leaves out parameters of ``nn.Embedding`` and ``nn.EmbeddingBag`` under any of
+    their names (a tied head), of ``model.get_output_embeddings()`` (transformers), and of the modules in ``heads``. Add stacked
+    experts or convolutions yourself::
+
+        is_hidden = hidden(model, "score")
+        matrices(spec, select=lambda name, param: len(param.shape) == 3 or is_hidden(name, param))
+
+    Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
+
+    Args:
+        model: The model, of which only names and module types are read.
+        *heads: Paths of modules to leave out.
+
+    Returns:
+        A function for ``matrices(spec, select=...)``.
+
+    Raises:
+        ValueError: A head is not a module of the model.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
+        >>> chosen = fs.optim.matrices(fs.policies.whole()(model), select=fs.optim.hidden(model, "2"))
+        >>> [matrix.name for matrix in chosen.chosen]
+        ['1.weight']
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    left_out = {path for path, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    for head in heads:
+        if head not in paths.values():
+            raise ValueError(f"hidden: '{head}' is no module of the model: expected paths such as {[*paths.values()][1:5]}")
+        left_out.add(head)
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if id(output) in paths:
+        left_out.add(paths[id(output)])
+
+    def select(name: str, param: Param) -> bool:
+        inside = {path.rpartition(".")[0] for path in param.names}
+        within = any(path == out or path.startswith(f"{out}.") for path in inside for out in left_out)
+        return len(param.shape) == 2 and not within
+
+    return select
+
+
+def select_matrices(spec: PartitionSpec, select: Select | None, cost: Cost | None, *, gather_stacks: bool) -> list[Matrix]:
+    """Return the matrices in buffer order, without owners. ValueError or TypeError names a parameter that cannot be one."""
+    found: list[Matrix] = []
+    sizes = dict(spec.bound_mesh.sizes)
+    for unit in spec:
+        begin = 0
+        for size, param in unit.parts:
+            if param is not None and (matrix := _make_matrix(unit, param, begin, select, sizes, gather_stacks)) is not None:
+                found.append(matrix._replace(cost=float((cost or _default_cost)(matrix.shape))))
+            begin += size
+    return found
+
+
+def _make_matrix(
+    unit: Unit, param: Param, begin: int, select: Select | None, sizes: Mapping[str, int], gather_stacks: bool
+) -> Matrix | None:
+    """Return a parameter as a matrix without cost and owner, None if it is not one; raise ValueError for a bad ``select``."""
+    whole = dataclasses.replace(param, shape=whole_shape(param, sizes), local=()) if param.local else param
+    if (shape := _matrix_shape(unit, whole, select)) is None:
+        return None
+    leading = shape[:-2] if shape[:-2] == whole.shape[: len(shape) - 2] else ()
+    stack = tuple((axis, dim) for axis, dim in param.local if dim < len(leading) and sizes[axis] > 1 and not gather_stacks)
+    own = [*shape]
+    for axis, dim in stack:
+        own[dim] //= sizes[axis]
+    return Matrix(unit, param, tuple(own), begin, 0.0, stack)
+
+
+def _default_cost(shape: tuple[int, ...]) -> float:
+    """Return n^2 m multiplications, plus the time to send the elements."""
+    return math.prod(shape) * ((min(shape[-2:]) if len(shape) > 1 else 1) + MULTIPLICATIONS_PER_ELEMENT_SENT)
+
+
+def _matrix_shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] | None:
+    """Return a parameter's shape as a matrix, or None if it is not one."""
+    wanted = len(param.shape) == 2 if select is None else select(param.name, param)
+    if wanted is False or not unit.requires_grad or not param.numel:
+        return None
+    if not (param.dtype.is_floating_point or param.dtype.is_complex):
+        return None
+    if wanted is True:
+        return param.shape
+    try:
+        shape = tuple(torch.empty(param.numel, device="meta").view(*wanted).shape)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"parameter '{param.name}' {list(param.shape)}: expected True, False or a shape of as many elements, got {wanted!r}"
+        ) from None
+    if param.permuted:
+        raise ValueError(
+            f"parameter '{param.name}' has the memory order {param.order}: expected True for it, got the shape {list(shape)}, "
+            "in which its elements would be others"
+        )
+    return shape
+
+
+# --- Which rank owns each matrix, and which matrices are sent together: arithmetic with the same result on every rank ---
 
 WORKSPACE_FACTOR = 3
 """A batch needs up to this many times its size while its owners compute, because of the iteration's products.
