@@ -28,7 +28,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import _torch
-from funshard._transforms._recompute.adapter_lookup import find_adapter
+from funshard._transforms._recompute.reachable import find_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::funshard.BufferWarning")  # what is thrown away is not the matter here
 

@@ -19,9 +19,9 @@ from .._phases import phase
 from .._spec.remat import Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
-from .._transforms._recompute.active_runs import number_views, run_unrecorded
+from .._transforms._recompute.adapters import CALL_ATTRIBUTES, set_attributes
 from .._transforms._recompute.remat import call_recomputed
-from .._transforms._recompute.stateful_adapters import CALL_ATTRIBUTES, set_attributes
+from .._transforms._recompute.saved_results import number_views, run_unrecorded
 from .._units.layout import Params
 from .bound_module import BoundModule, Replaced
 from .buffers import copy_buffer

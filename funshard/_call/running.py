@@ -20,7 +20,7 @@ from .._spec.compiled import Compile
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms._recompute.active_runs import leave_finished_runs
+from .._transforms._recompute.saved_results import leave_finished_runs
 from .._units.accumulation import GradReceiver
 from .activation_offload import choose_hooks, choose_offload
 from .attribute_writes import AttributeWrites

@@ -20,8 +20,8 @@ from torch import Tensor
 from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms._recompute.active_runs import number_views, run_unrecorded
 from .._transforms._recompute.function import recomputing_names
+from .._transforms._recompute.saved_results import number_views, run_unrecorded
 from .activation_offload import ActivationOffload
 from .modes import Mode, UnitInUse, units_given_full
 from .write_watch import allow_set_to_itself, forbid_set_to_itself, write_error

@@ -27,7 +27,7 @@ from .._sharding.agree import gather_texts, has_peers
 from .._spec.bind import bind_spec
 from .._spec.remat import Remat
 from .._spec.spec import PartitionSpec
-from .._transforms._recompute.global_watch import GlobalWatch
+from .._transforms._recompute.code_reads import GlobalWatch
 from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms._recompute.regions import mark_region
 from .._transforms._recompute.remat import call_recomputed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._transforms._recompute.global_watch import version_of
+from .._transforms._recompute.code_reads import version_of
 
 __all__ = ["StateLayout", "check_unchanged", "concat_results", "count_steps", "expand_result", "record_versions"]
 

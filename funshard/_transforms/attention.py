@@ -16,8 +16,7 @@ from torch import Tensor
 
 from .. import _torch
 from ._recompute.ambient import AmbientState
-from ._recompute.derived import SlicedFunction, TensorFunction
-from ._recompute.remat import apply_recomputed
+from ._recompute.remat import SlicedFunction, TensorFunction, apply_recomputed
 
 __all__ = ["transforms_attention"]
 

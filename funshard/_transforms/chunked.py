@@ -13,11 +13,10 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from .. import _torch
 from .._spec.remat import Remat
-from ._recompute.derived import SlicedFunction
+from ._recompute.code_reads import GlobalWatch
 from ._recompute.function import RecomputedFunction
-from ._recompute.global_watch import GlobalWatch
 from ._recompute.regions import mark_region
-from ._recompute.remat import apply_recomputed
+from ._recompute.remat import SlicedFunction, apply_recomputed
 from .slice_gradient import SumOfSlices, is_forward_gradient_allowed
 
 __all__ = ["chunked"]

@@ -27,7 +27,7 @@ from .._units.whole import flatten_whole, scatter_whole
 from ..collectives._functions import broadcast, sum_over
 from ..collectives._mesh import Mesh, Simulated
 from ._recompute.ambient import AmbientState
-from ._recompute.autograd_queries import REGISTER_HOOK, ForbiddenFunctions
+from ._recompute.code_reads import REGISTER_HOOK, ForbiddenFunctions
 from .error_hints import as_call_arguments
 from .grad import grad
 from .shared_samples import SharedSamples

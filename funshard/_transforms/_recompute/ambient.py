@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import _torch
-from .stateful_adapters import find_generator_adapter
+from .adapters import find_generator_adapter
 
 __all__ = ["AmbientState", "compared_variables", "context_variables", "set_context_variables"]
 

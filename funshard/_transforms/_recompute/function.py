@@ -2,7 +2,7 @@
 
 What the function reaches is found before the first run (reachable.py). Each run gets copies of the objects that contain
 tensors, with its own tensors in them, and of those that have changed since (snapshot.py). What the first run has changed is
-then written into the caller's objects; tensors that it has left in them are results (outcome.py).
+then written into the caller's objects; tensors that it has left in them are results (snapshot.py).
 """
 
 from __future__ import annotations
@@ -11,27 +11,148 @@ import contextlib
 import contextvars
 import inspect
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ... import _torch
 from ..._spec.remat import Remat
 from ..._torch import DATA
 from ..grad import assume_differentiated, is_assumed_differentiated
 from .ambient import AmbientState, compared_variables, context_variables, set_context_variables
-from .autograd_queries import GRAD, QUERY_GETTERS, REGISTER_HOOK, ForbiddenFunctions, find_code_reads
-from .graph_checks import check_backward_hooks, check_not_read, differentiates_operand, find_parameter, has_grad
-from .outcome import RunOutcome
-from .outer_tensors import OuterTensors
-from .reachable import TENSOR, ReachableObjects
+from .code_reads import GRAD, QUERY_GETTERS, REGISTER_HOOK, ForbiddenFunctions, find_code_reads
+from .reachable import TENSOR, ReachableObjects, attributes_equal, check_result_attributes, copy_attributes, with_attributes
 from .saved_results import SavedResults
-from .snapshot import RunInputs, Snapshot
-from .tensor_attributes import attributes_equal, check_result_attributes, copy_attributes, with_attributes
+from .snapshot import RunInputs, RunOutcome, Snapshot
 
 __all__ = ["RecomputedFunction", "recomputing_names"]
+
+
+# --- Checks of what a recomputed function reaches, and of the graph of its operands and results ---
+
+
+def check_backward_hooks(objects: Iterable[object], name: str) -> None:
+    """Raise RuntimeError for a module's backward hook: torch drops it inside forward mode, and another run would not."""
+    for module in objects:
+        hooks = (module._backward_pre_hooks, module._backward_hooks) if isinstance(module, nn.Module) else ()
+        for hook in (hook for some in hooks for hook in some.values()):
+            hook_name = getattr(hook, "__qualname__", type(hook).__name__)
+            raise RuntimeError(
+                f"{name} reaches a {type(module).__name__} with the backward hook {hook_name}, which in a stack of transforms "
+                "torch calls for one of them or for none: expected an autograd.Function that changes the gradient, or the hook "
+                "removed"
+            )
+
+
+def find_parameter(result: Tensor, objects: Iterable[object]) -> str:
+    """Return a description of a module's parameter in the graph of a result; empty if none of these modules has one there."""
+    nodes = [node for node, _ in _torch.iter_nodes(result)]
+    return describe_parameter(
+        {id(x) for node in nodes for x in (node, getattr(node, "variable", None)) if x is not None}, objects
+    )
+
+
+def describe_parameter(ids: set[int], objects: Iterable[object]) -> str:
+    """Return a description of the first parameter of these modules that has, or whose node has, one of these ids."""
+    for module in objects:
+        for name, parameter in module._parameters.items() if isinstance(module, nn.Module) else ():
+            if parameter is not None and (id(parameter) in ids or id(parameter.grad_fn) in ids):
+                return f"parameter '{name}' of a {type(module).__name__}"
+    return ""
+
+
+def check_not_read(name: str, parameter: str) -> None:
+    """Raise RuntimeError if the function of this name reads a parameter, of which this is a description."""
+    if parameter:
+        raise RuntimeError(
+            f"{name} reads {parameter}, which is not one of its arguments and would have no gradient: expected "
+            "fs.remat(lambda p, x: torch.func.functional_call(module, p, x)), or P(remat=True) of a unit"
+        )
+
+
+def has_grad(x: Tensor) -> bool:
+    """Return whether an operand has a ``grad``."""
+    x = _torch.unwrap(x)
+    return (x.is_leaf or x.retains_grad) and x.grad is not None
+
+
+def differentiates_operand(result: Tensor, xs: Sequence[Tensor]) -> bool:
+    """Return whether the graph of a result ends in a tensor that shares memory with an operand, none of which has a graph."""
+    memory = {_torch.storage_id(_torch.unwrap(x)) for x in xs if _torch.is_strided(_torch.unwrap(x))}
+    leaves = (getattr(node, "variable", None) for node, _ in _torch.iter_nodes(result))
+    return any(leaf is not None and _torch.is_strided(leaf) and _torch.storage_id(leaf) in memory for leaf in leaves)
+
+
+# --- Tensors of the transforms around a run that the run reads without having been given them ---
+#
+# torch takes such a tensor for a constant: the run is below those transforms. So its derivative would be missing.
+
+_DETACH = frozenset({torch.detach, torch.Tensor.detach})
+
+
+class OuterTensors(TorchFunctionMode):
+    """A mode that records the tensors of outer transforms that functions with tensors as results are given.
+
+    Args:
+        name: The function that runs, for errors.
+        objects: What it reaches. Errors name parameters of modules among these.
+    """
+
+    def __init__(self, name: str, objects: Iterable[object]) -> None:
+        super().__init__()
+        self._name, self._objects, self._keys = name, objects, _torch.dispatch_keys()
+        self._tensors: dict[int, Tensor] = {}  # by id
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if kwargs is None:
+            kwargs = {}
+        if not any(map(_may_be_outer, (*args, *kwargs.values()))):  # nearly always
+            return func(*args, **kwargs)
+        level = _torch.current_level()
+        outer = [x for x in _iter_tensors((*args, *kwargs.values())) if _torch.level_of(x) > level]
+        for x in filter(_torch.is_batched, outer):
+            self._refuse(x)
+        out = func(*args, **kwargs)
+        if outer and func not in _DETACH and next(_iter_tensors((out,)), None) is not None:
+            self._tensors.update((id(x), x) for x in outer)
+        return out
+
+    def check(self) -> None:
+        """Raise RuntimeError if a running transform differentiates one of the recorded tensors."""
+        for x in self._tensors.values():
+            # the levels of a tensor are those inside of another wrapper around it
+            if _torch.tracking_levels(_torch.wrap_for_ended_level(x), self._keys):
+                self._refuse(x)
+
+    def _refuse(self, x: Tensor) -> NoReturn:
+        """Raise RuntimeError for a tensor that is neither an argument nor reached from one."""
+        check_not_read(self._name, describe_parameter({id(x)}, self._objects))
+        raise RuntimeError(
+            f"{self._name} reads a tensor of shape {list(x.shape)} that is neither an argument nor reached from one, as in a "
+            "global or an attribute of a class, and that a transform around it has computed: there it would have no gradient; "
+            "expected it among the arguments"
+        )
+
+
+def _may_be_outer(value: Any) -> bool:
+    """Return whether a value is a tensor of a transform, or may contain one."""
+    return _torch.is_wrapped(value) if isinstance(value, Tensor) else type(value) in (tuple, list)
+
+
+def _iter_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _iter_tensors(value)
+
+
+# --- The runs of a function ---
 
 
 class _Running(threading.local):
