@@ -86,11 +86,10 @@ from ._transforms._recompute.remat import remat
 from ._transforms._recompute.saved_results import checkpoint_name
 from ._transforms.attention import transforms_attention
 from ._transforms.chunked import chunked
-from ._transforms.ggn import fishervp, ggnvp
 from ._transforms.grad import grad, grad_and_value
-from ._transforms.hvp import hvp
 from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
+from ._transforms.products import fishervp, ggnvp, hvp
 from ._units.layout import Params, flatten, param_views, unflatten
 from .collectives._rank_check import check
 from .policies import Policy, by_path, by_size, by_type

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import funshard as fs
 from funshard._call import activation_offload
-from funshard._transforms import host_buffers
+from funshard._transforms import offload as host_buffers
 from funshard._transforms.offload import OffloadTarget
 
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funshard as fs
 from funshard import P, _torch
 from funshard._torch import streams
-from funshard._transforms import host_buffers
+from funshard._transforms import offload as host_buffers
 
 under_a_mode = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="torch 2.11 fails an assertion of its own: its dispatch modes, within saved-tensor hooks"

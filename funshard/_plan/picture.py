@@ -281,7 +281,7 @@ def draw_seconds(panel: Panel) -> Iterable[str]:
         yield draw_text(x, panel.bottom + 17, format_short_seconds(i * tick), ink="muted", size=11, anchor="middle")
 
 
-# --- The picture ---
+# --- The whole picture ---
 
 
 def draw_plan(plan: Plan) -> str:

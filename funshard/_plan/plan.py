@@ -180,7 +180,7 @@ def _iter_layouts(plan: Plan) -> Iterator[tuple[dict[str, int] | None, tuple[str
         yield {"replicate": ranks // size, name: size}, (name,)
 
 
-# --- The plan ---
+# --- `Plan` and plan ---
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,7 +126,7 @@ def make_index(files: list[FileLayout]) -> bytes:
     return json.dumps(content, indent=2).encode()
 
 
-# --- The export ---
+# --- export ---
 
 
 def export(

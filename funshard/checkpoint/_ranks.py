@@ -109,7 +109,7 @@ def _collect(store: Any, keys: list[str], timeout: timedelta) -> list[bytes]:
     return found
 
 
-# --- The ranks ---
+# --- The ranks of a mesh ---
 
 TIMEOUT = 600.0
 """The default number of seconds that ranks wait for a missing rank."""

@@ -73,7 +73,7 @@ def apply_along(dim: int, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return fn(x) if dim == 0 else fn(x.movedim(dim, 0)).movedim(0, dim)
 
 
-# --- The functions ---
+# --- The collectives ---
 
 Reduce = Literal["mean", "sum"]
 """The combination of values over ranks: their mean or their sum."""

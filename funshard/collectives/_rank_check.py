@@ -22,7 +22,7 @@ from ._rank_monitor import Monitor, describe_line, find_error_line, find_user_li
 __all__ = ["check"]
 
 
-# --- The check ---
+# --- `check` ---
 
 VARIABLE = "FUNSHARD_CHECK"
 TIMEOUT = 300.0

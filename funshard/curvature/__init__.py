@@ -1,6 +1,6 @@
 """Curvature of losses of sharded parameters: Hessian, Gauss-Newton and Fisher matrices as operators, and what acts on them."""
 
-from .._transforms.convex_loss import ConvexLoss, cross_entropy, squared_error
+from .._transforms.products import ConvexLoss, cross_entropy, squared_error
 from ._cg import Solution, cg
 from ._estimates import Eigenpair, TraceEstimate, hutchinson, power_iteration
 from ._lanczos import Spectrum, Tridiagonal, lanczos, slq

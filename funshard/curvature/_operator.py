@@ -18,8 +18,7 @@ from .._spec.bind import bind_spec
 from .._spec.checks import check_mapping
 from .._spec.local import whole_shape
 from .._spec.spec import PartitionSpec
-from .._transforms.ggn import fishervp, ggnvp
-from .._transforms.hvp import hvp
+from .._transforms.products import fishervp, ggnvp, hvp
 from .._units.layout import Params
 from ..optim._norms import global_norm, vdots
 from ..optim._trees import axpy

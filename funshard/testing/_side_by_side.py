@@ -17,9 +17,8 @@ from .._call.call import functional_call
 from .._sharding.agree import gather_texts
 from .._sharding.sharding import combine, partition, shard
 from .._spec.spec import PartitionSpec
-from .._transforms.ggn import ggnvp
 from .._transforms.grad import grad_and_value
-from .._transforms.hvp import hvp
+from .._transforms.products import ggnvp, hvp
 from .._units.layout import Params, param_views, rank_coords
 from ..collectives._functions import all_reduce
 from ..collectives._mesh import Mesh

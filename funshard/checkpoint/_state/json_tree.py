@@ -322,7 +322,7 @@ def _check_plain(value: Any, path: KeyPath) -> Any:
         raise DamagedError(f"{_format_path(path)}: {error}") from error
 
 
-# --- The json tree ---
+# --- The tree of a state as JSON, and back ---
 
 
 def tree_to_json(node: Node, spec: PartitionSpec, per_rank: Mapping[str, list[Any]]) -> Any:

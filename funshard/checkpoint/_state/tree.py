@@ -210,7 +210,7 @@ def file_entries(data: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-# --- The tree ---
+# --- Nodes and paths ---
 
 MAX_DEPTH = 100
 """The most containers inside each other that a state may have, since `load` builds them by recursion."""

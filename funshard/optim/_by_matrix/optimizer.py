@@ -123,7 +123,7 @@ def _check_unit_state(known: Matrices, slots: Sequence[str], owned: OwnedShapes,
             )
 
 
-# --- The optimizer ---
+# --- `MatrixOptimizer` and by_matrix ---
 
 
 class MatrixOptimizer(NamedTuple):

@@ -61,7 +61,7 @@ def read_count(count: Tensor, who: str, *, planned: int = 0) -> int:
     return numbers.pop()
 
 
-# --- The pairs ---
+# --- Gradient transformations, optimizers, and what is checked of both ---
 
 
 class InitFn(Protocol):

@@ -70,7 +70,7 @@ _SCALED: dict[Any, tuple[Callable[..., Tensor], str]] = {
 """The operators by which torch's optimizers apply a factor, the functions without a factor, and its name."""
 
 
-# --- The in graph ---
+# --- The update in a graph ---
 
 UpdateFn = Callable[..., tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]]
 FlatUpdate = Callable[..., tuple[Tensor, ...]]

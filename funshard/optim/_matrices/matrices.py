@@ -83,7 +83,7 @@ class SliceLayout(NamedTuple):
         return torch.cat([*own, torch.zeros(padding, dtype=torch.bool, device=device)])
 
 
-# --- The matrices ---
+# --- `Matrices` and matrices ---
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,7 @@ def decode_state(
     return StateCodec.make("decode_state", codec, spec, None, None, rank).decode(state)
 
 
-# --- The optimizer ---
+# --- quantized_state ---
 
 
 def quantized_state(

@@ -1,0 +1,420 @@
+"""Products of curvature matrices with vectors: hvp, ggnvp and fishervp, and losses whose Hessian is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
+
+from .. import _torch
+from .._spec.division import ReduceBy, Reduction
+from ._recompute.ambient import AmbientState
+from .error_hints import add_hints, find_hint, is_forward_rule_missing
+from .grad import check_differentiable, check_recorded, is_differentiated_outside, split_loss
+
+__all__ = ["ConvexLoss", "cross_entropy", "fishervp", "ggnvp", "hvp", "squared_error"]
+
+
+# --- Convex losses whose Hessian is known in closed form: its product with a vector needs no second derivative ---
+
+
+@dataclass(frozen=True)
+class ConvexLoss:
+    """A convex function of a model's outputs, called as a loss, with its Hessian's product in closed form.
+
+    Attributes:
+        value: A function of outputs that returns the loss, a scalar.
+        hessian_product: A function of outputs and of a tensor of their shape, that returns the product, of that shape.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> loss = fs.curvature.ConvexLoss(lambda z: z.exp().sum(), lambda z, u: z.exp() * u)
+        >>> fs.ggnvp(lambda p: 2 * p["w"], loss, {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])})
+        {'w': tensor([ 4., 12.])}
+    """
+
+    value: Callable[[Tensor], Tensor]
+    hessian_product: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, outputs: Tensor) -> Tensor:
+        """Return the loss of these outputs."""
+        return self.value(outputs)
+
+
+def cross_entropy(
+    labels: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, reduce: ReduceBy = "mean"
+) -> ConvexLoss:
+    """Return the cross-entropy of logits with these labels as a `ConvexLoss`.
+
+    The value is that of ``torch.nn.functional.cross_entropy``. The classes are the last dimension of the logits.
+
+    Args:
+        labels: Whole numbers, in the logits' shape without its last dimension.
+        ignore_index: The label of positions that do not count.
+        label_smoothing: From 0 to 1: how much of the target is uniform. The Hessian does not depend on it.
+        reduce: "mean" divides the sum by the number of positions that count, "sum" by nothing, or a number.
+
+    Raises:
+        ValueError: For another ``reduce``; and where it is used, for logits of another shape.
+        TypeError: For labels that are no whole numbers.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> loss = fs.curvature.cross_entropy(torch.tensor([0]))
+        >>> loss.hessian_product(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+        tensor([[ 0.2500, -0.2500]])
+    """
+    Reduction.make(reduce)
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"cross_entropy: labels: expected whole numbers, got {labels.dtype}")
+
+    def divide(total: Tensor) -> Tensor:
+        if isinstance(reduce, str):
+            return total / (labels != ignore_index).sum() if reduce == "mean" else total
+        return total / reduce
+
+    def check(logits: Tensor) -> None:
+        if logits.shape[:-1] != labels.shape or not logits.dim():
+            raise ValueError(
+                f"cross_entropy: expected logits of shape {[*labels.shape, 'classes']} for these labels, got "
+                f"{list(logits.shape)}"
+            )
+
+    def value(logits: Tensor) -> Tensor:
+        check(logits)
+        rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
+        total = F.cross_entropy(rows, flat, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
+        return divide(total)
+
+    def hessian_product(logits: Tensor, u: Tensor) -> Tensor:
+        check(logits)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        p, u = logits.softmax(-1, dtype=wide), u.to(wide)
+        centred = u - torch.linalg.vecdot(p, u)[..., None]  # which keeps more digits than p * u - p * <p, u>
+        weights = divide((labels != ignore_index).to(wide))
+        return centred.mul_(p).mul_(weights[..., None]).to(logits.dtype)
+
+    return ConvexLoss(value, hessian_product)
+
+
+def squared_error(targets: Tensor, *, reduce: ReduceBy = "mean") -> ConvexLoss:
+    """Return the squared error between outputs and these targets as a `ConvexLoss`.
+
+    Args:
+        targets: In the outputs' shape.
+        reduce: "mean" divides the sum by the number of elements, as ``torch.nn.functional.mse_loss``; "sum" by nothing, or a
+            number.
+
+    Raises:
+        ValueError: For another ``reduce``; and where it is used, for outputs of another shape.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> loss = fs.curvature.squared_error(torch.zeros(2))
+        >>> loss(torch.tensor([1.0, 3.0])), loss.hessian_product(torch.zeros(2), torch.ones(2))
+        (tensor(5.), tensor([1., 1.]))
+    """
+    Reduction.make(reduce)
+    divisor = (targets.numel() if reduce == "mean" else 1.0) if isinstance(reduce, str) else reduce
+
+    def check(outputs: Tensor) -> None:
+        if outputs.shape != targets.shape:
+            raise ValueError(
+                f"squared_error: expected outputs in the targets' shape, {list(targets.shape)}, got {list(outputs.shape)}"
+            )
+
+    def value(outputs: Tensor) -> Tensor:
+        check(outputs)
+        return (outputs - targets).square().sum() / divisor
+
+    def hessian_product(outputs: Tensor, u: Tensor) -> Tensor:
+        check(outputs)
+        return u * (2 / divisor)
+
+    return ConvexLoss(value, hessian_product)
+
+
+# --- hvp: the product of a Hessian with a vector, forward over reverse or reverse over reverse ---
+
+
+def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | None = None, has_aux: bool = False) -> Any:
+    """Return the product of the Hessian of ``f`` at ``params`` with ``v``: shards from shards.
+
+    Each rank passes the loss of its own batch. The result is its slice of the product with the Hessian of the mean loss over
+    ranks, exact in both forms. What ``f`` computes under ``torch.no_grad`` is a constant.
+
+    Args:
+        f: The loss, ``f(params, *args)``.
+        params: A tree of floating point tensors.
+        v: A tree with the paths, shapes and dtypes of ``params``.
+        args: The other arguments of ``f``, such as a batch: constants.
+        forward: True for ``jvp`` of ``grad``, False for ``grad`` of ``lambda p: <grad(f)(p), v>``. None tries the first, and
+            runs ``f`` again for the second if torch has no forward-mode rule for an operator (``_grouped_mm`` in mixtures of
+            experts, ``F.mse_loss``). Inside torch.compile None is True.
+        has_aux: Whether ``f`` returns ``(loss, aux)``, where aux is a tree of tensors.
+
+    Returns:
+        A tree like ``params``, or ``(that tree, aux)``.
+
+    Raises:
+        ValueError: ``v`` differs from ``params``; the message names the path. `grad` raises others.
+        RuntimeError: torch has no second derivative, as for fused attention outside of `transforms_attention`; a note names
+            the module.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.hvp(lambda p: (p["w"] ** 3).sum(), {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 1.0])})
+        {'w': tensor([ 6., 12.])}
+    """
+    check_differentiable(params)
+    leaves, treedef = pytree.tree_flatten(params)
+    direction = pytree.tree_unflatten(match_vector("hvp", params, v), treedef)
+
+    def loss(p: Any) -> Any:
+        value, aux = split_loss(f(p, *args), has_aux)
+        return (value, aux) if has_aux else value
+
+    if not leaves:
+        return (direction, loss(params)[1]) if has_aux else direction
+    first = torch.func.grad(loss, has_aux=has_aux)
+    missing = ""
+    if forward is not False:
+        try:
+            results = push_forward(first, params, direction, has_aux=has_aux)
+            return results[1:] if has_aux else results[1]
+        except RuntimeError as error:  # NotImplementedError is one
+            if forward or torch.compiler.is_compiling() or not is_forward_rule_missing(error):
+                raise add_hints(error)  # noqa: B904 - the same one
+            missing = find_hint(error)
+
+    def along(p: Any) -> Any:
+        grads, aux = first(p) if has_aux else (first(p), None)
+        return (_inner_product(grads, direction), aux) if has_aux else _inner_product(grads, direction)
+
+    try:
+        return torch.func.grad(along, has_aux=has_aux)(params)
+    except RuntimeError as error:
+        raise add_hints(error, known=missing)  # noqa: B904 - the same one
+
+
+def push_forward(f: Callable[[Any], Any], params: Any, direction: Any, *, has_aux: bool = False) -> tuple[Any, ...]:
+    """Return the results of ``torch.func.jvp``; what ``f`` computes under ``torch.no_grad`` is a constant."""
+    has_graph, is_traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
+
+    def run(p: Any) -> Any:
+        mode = _torch.NoGradInTracedForwardMode() if is_traced else _torch.NoGradInForwardMode()
+        with torch.enable_grad(), mode:  # gradients that are off in here, f has switched off
+            return f(p)
+
+    results: tuple[Any, ...] = torch.func.jvp(run, (params,), (direction,), has_aux=has_aux)
+    return results if has_graph else pytree.tree_map_only(Tensor, Tensor.detach, results)
+
+
+def match_vector(name: str, params: object, v: object) -> list[Tensor]:
+    """Return the tensors of ``v`` in the order of those of ``params``; ValueError if they differ in shape or dtype."""
+    expected = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(params)[0]}
+    got = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(v)[0]}
+    for path in (*expected, *got):
+        if path not in expected or path not in got or not _is_like(got[path], expected[path]):
+            texts = [_describe_leaf(tree[path]) if path in tree else "none" for tree in (expected, got)]
+            raise ValueError(f"{name}: v{path}: expected {texts[0]} as in params, got {texts[1]}")
+    return [got[path] for path in expected]
+
+
+def _inner_product(a: Any, b: Any) -> Tensor:
+    """Return the inner product of two trees, over the real numbers."""
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return torch.stack([(x.conj() * y).real.sum() if x.is_complex() else (x * y).sum() for x, y in pairs]).sum()
+
+
+def _is_like(leaf: object, other: Tensor) -> bool:
+    return isinstance(leaf, Tensor) and leaf.shape == other.shape and leaf.dtype == other.dtype
+
+
+def _describe_leaf(leaf: object) -> str:
+    return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+# --- ggnvp and fishervp: J' H J v, J by forward-mode AD, H of a loss of few numbers, J' by a gradient ---
+
+Product = Callable[[Any, Any], Any]
+"""A function of outputs and of their tangents that returns the Hessian's product with the tangents."""
+
+TOLERANCE = 1e-2
+"""By how much of their largest element outputs may differ between two runs: rounding is far below, another function above."""
+
+
+def ggnvp(outputs: Callable[[Any], Any], loss: Callable[[Any], Tensor], params: Any, v: Any) -> Any:
+    """Return the product of the generalised Gauss-Newton matrix with ``v``: shards from shards.
+
+    The matrix is the mean over ranks of J' H J: J is the Jacobian of a rank's outputs, H the Hessian of its loss at them. It is
+    positive semi-definite for a convex loss (Schraudolph, Fast Curvature Matrix-Vector Products for Second-Order Gradient
+    Descent, 2002). ``outputs`` runs twice, with the same random numbers: once forward, once for a gradient.
+
+    Args:
+        outputs: A function of params that returns this rank's outputs, such as logits: a tensor or a tree of tensors.
+        loss: A convex function of the outputs alone, without reductions over ranks. With `curvature.cross_entropy` or
+            `curvature.squared_error` its Hessian is in closed form; another function is differentiated by `hvp`.
+        params: A tree of floating point tensors.
+        v: A tree with the paths, shapes and dtypes of ``params``.
+
+    Returns:
+        A tree like ``params``.
+
+    Raises:
+        ValueError: ``v`` differs from ``params``; the message names the path.
+        RuntimeError: The second run gives other outputs, as with a cache that the first one fills.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> params, v = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 1.0])}
+        >>> fs.ggnvp(lambda p: p["w"] ** 2, fs.curvature.squared_error(torch.zeros(2), reduce="sum"), params, v)
+        {'w': tensor([ 8., 32.])}
+    """
+
+    def product(z: Any, u: Any) -> Any:
+        if not isinstance(loss, ConvexLoss):
+            return hvp(loss, z, u)
+        if not isinstance(z, Tensor):
+            raise TypeError(f"ggnvp: outputs: expected a tensor, as the loss takes, got {type(z).__name__}")
+        return loss.hessian_product(z, u)
+
+    return _gauss_newton("ggnvp", outputs, product, params, v)
+
+
+def fishervp(losses: Callable[[Any], Tensor], params: Any, v: Any) -> Any:
+    """Return the product of the Fisher matrix with ``v``: shards from shards.
+
+    The matrix is the mean, over ranks and their samples, of g g', where g is the gradient of one sample's loss: the empirical
+    Fisher matrix. With labels that the model itself draws (`curvature.sample_labels`) it estimates the true one.
+
+    Args:
+        losses: A function of params that returns the losses of this rank's samples: [samples]. It runs twice, as in `ggnvp`.
+        params: A tree of floating point tensors.
+        v: A tree with the paths, shapes and dtypes of ``params``.
+
+    Returns:
+        A tree like ``params``.
+
+    Raises:
+        ValueError: ``v`` differs from ``params``, or the losses are no vector.
+        RuntimeError: As in `ggnvp`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> samples = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+        >>> fs.fishervp(lambda p: samples @ p["w"], {"w": torch.zeros(2)}, {"w": torch.ones(2)})
+        {'w': tensor([0.5000, 2.0000])}
+    """
+
+    def product(z: Any, u: Any) -> Any:
+        if not isinstance(z, Tensor) or z.dim() != 1 or not len(z):
+            got = list(z.shape) if isinstance(z, Tensor) else type(z).__name__
+            raise ValueError(f"fishervp: losses: expected a loss for each sample, [samples], got {got}")
+        return u / len(z)
+
+    return _gauss_newton("fishervp", losses, product, params, v)
+
+
+@_torch.disable_in_graph(
+    "ggnvp and fishervp run their function twice with the same random numbers, which no graph can set back: expected no "
+    "compilation of the product itself; compile the model, or its units by P(compile=True)"
+)
+def _gauss_newton(name: str, f: Callable[[Any], Any], product: Product, params: Any, v: Any) -> Any:
+    """Return J' H J v by one forward-mode run of ``f``, the ``product`` H u, and one gradient, which runs ``f`` again."""
+    check_differentiable(params)
+    leaves, treedef = pytree.tree_flatten(params)
+    vector = match_vector(name, params, v)
+    is_plain = not is_differentiated_outside((params, v))
+    if is_plain:
+        check_recorded(name, params)
+        leaves, vector = [x.detach() for x in leaves], [x.detach() for x in vector]
+    params, direction = (pytree.tree_unflatten(x, treedef) for x in (leaves, vector))
+    if not leaves:
+        return params
+    ambient, missing = AmbientState(leaves), ""
+
+    def run(p: Any) -> Any:
+        z = f(p)
+        for path, leaf in pytree.tree_flatten_with_path(z)[0]:
+            if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+                got = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise TypeError(f"{name}: outputs{pytree.keystr(path)}: expected a floating point tensor, got {got}")
+        return z
+
+    try:
+        try:
+            z, u = push_forward(run, params, direction)
+        except RuntimeError as error:
+            if not is_forward_rule_missing(error):
+                raise
+            missing = find_hint(error)
+            with ambient.restored():
+                z, u = _push_by_transposes(run, params, direction)
+        if is_plain:
+            z, u = pytree.tree_map(Tensor.detach, (z, u))
+        u = _check_product(name, product(z, u), z)
+        with ambient.restored():
+            return pytree.tree_unflatten(_pull_back(name, run, params, z, u, is_plain=is_plain), treedef)
+    except RuntimeError as error:
+        raise add_hints(error, known=missing)  # noqa: B904 - the same one
+
+
+def _push_by_transposes(f: Callable[[Any], Any], params: Any, direction: Any) -> tuple[Any, Any]:
+    """Return outputs and tangents without forward mode: J is the transpose of the linear function c -> J' c."""
+    results: tuple[Any, ...] = torch.func.vjp(f, params)
+    z, pull = results
+    zeros = pytree.tree_map(torch.zeros_like, z)
+    return z, torch.func.vjp(lambda c: pull(c)[0], zeros)[1](direction)[0]
+
+
+def _pull_back(name: str, f: Callable[[Any], Any], params: Any, z: Any, u: Any, *, is_plain: bool) -> list[Tensor]:
+    """Return J' u by torch.func.vjp, or by plain autograd, which raises RuntimeError if ``f`` does not repeat its outputs."""
+    if not is_plain:
+        return pytree.tree_leaves(torch.func.vjp(f, params)[1](u)[0])
+    leaves, treedef = pytree.tree_flatten(params)
+    with torch.enable_grad():
+        inputs = [leaf.detach().requires_grad_() for leaf in leaves]
+        again = pytree.tree_leaves(f(pytree.tree_unflatten(inputs, treedef)))
+        _check_repeated(name, pytree.tree_leaves(z), again)
+        del z
+        roots = [(y, c) for y, c in zip(again, pytree.tree_leaves(u), strict=True) if y.requires_grad]
+        if not roots:
+            return [torch.zeros_like(x) for x in leaves]
+        outputs, cotangents = zip(*roots, strict=True)
+        grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, materialize_grads=True)
+    return [g.detach() for g in grads]
+
+
+def _check_product(name: str, u: Any, z: Any) -> Any:
+    """Return the Hessian's product; raise ValueError if a shape or dtype differs from the outputs'."""
+    leaves, others = pytree.tree_leaves(u), pytree.tree_leaves(z)
+    for got, expected in zip(leaves, others, strict=True):
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            raise ValueError(
+                f"{name}: expected the Hessian's product to be like the outputs, {list(expected.shape)} {expected.dtype}, got "
+                f"{list(got.shape)} {got.dtype}"
+            )
+    return u
+
+
+def _check_repeated(name: str, first: list[Tensor], second: list[Tensor]) -> None:
+    """Raise RuntimeError if the outputs of two runs differ in shape or, where the host reads values, by more than rounding."""
+    same = [x.shape for x in first] == [x.shape for x in second]
+    if same and not _torch.is_eager():
+        return
+    with torch.no_grad():
+        for x, y in zip(first, second, strict=True) if same else ():
+            if x.numel() and float(torch.dist(x, y, math.inf)) > TOLERANCE * float(torch.linalg.vector_norm(x, math.inf)):
+                same = False
+    if not same:
+        raise RuntimeError(
+            f"{name}: the function of params gives other outputs when it runs again with the same random numbers: expected one "
+            "that changes nothing; give each run a cache of its own"
+        )
