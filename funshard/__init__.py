@@ -71,10 +71,8 @@ from ._sharding.random_like import random_like
 from ._sharding.sharding import combine, partition, reshard, shard, unshard
 from ._sharding.skeleton import skeleton
 from ._sharding.stream import stream_full
-from ._spec.codec import Codec
-from ._spec.compiled import Compile
-from ._spec.precision import Precision
-from ._spec.remat import Remat
+from ._spec.options import Compile, Remat
+from ._spec.precision import Codec, Precision
 from ._spec.spec import PartitionSpec
 from ._spec.tree import ModuleTree, Param, module_tree
 from ._spec.unit import P, Unit

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._spec.bind import bind_spec
-from ._spec.local import check_axes_are_given, distinct_axes
+from ._spec.checks import bind_spec
 from ._spec.spec import PartitionSpec
+from ._spec.unit import check_axes_are_given, distinct_axes
 from ._units.accumulation import drop_unweighted
 from ._units.buckets import BUCKET_BYTES, Bucket, OpenBuckets
 from ._units.layout import Params

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree  # the tree of what models return
 
 from . import _torch
 from ._phases import LOGGER
-from ._spec.bind import bind_spec
+from ._spec.checks import bind_spec
 from ._spec.spec import PartitionSpec
 from ._units.finite import agree_finite, find_nonfinite, select_if_finite
 from ._units.layout import Params

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import funshard as fs
 from funshard import _torch
-from funshard._spec import host
+from funshard._spec import checks as host
 from funshard._units import flow
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.node import has_side_effect
 
 from .. import _torch
-from .._spec.table import abridge
+from .._spec.spec import abridge
 from .._spec.tree import join_path
 from .._torch.layers import NormWithStatistics
 from .casting import cast_back, cast_floats

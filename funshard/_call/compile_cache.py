@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from .._spec.compiled import Compile, check_names
-from .._spec.remat import Remat
+from .._spec.options import Compile, Remat, check_names
 from .._transforms._recompute.regions import RecomputeRegions, collect_regions, missing_names_message
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
 

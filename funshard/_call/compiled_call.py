@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from .. import _torch
 from .._spec.checks import find_full_params
 from .._spec.division import ReduceBy, Reduction
-from .._spec.fingerprint import find_fingerprinted
-from .._spec.remat import RECOMPUTE_ALL, Remat
-from .._spec.spec import PartitionSpec
+from .._spec.options import RECOMPUTE_ALL, Remat
+from .._spec.spec import PartitionSpec, find_fingerprinted
 from .._spec.tree import join_path
 from .._spec.unit import Unit
 from .._transforms._recompute.regions import is_collecting_regions, mark_region

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
-from .._spec.compiled import Compile
-from .._spec.remat import RECOMPUTE_ALL
+from .._spec.options import RECOMPUTE_ALL, Compile
 from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
 from .._spec.unit import Unit

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.bind import bind_spec
-from .._spec.checks import check_params, find_full_params
+from .._spec.checks import bind_spec, check_params, find_full_params
 from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 from .._transforms.error_hints import as_call_arguments, check_materialized

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._phases import phase
-from .._spec.remat import Remat
+from .._spec.options import Remat
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
 from .._transforms._recompute.adapters import CALL_ATTRIBUTES, set_attributes

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.compiled import Compile
 from .._spec.division import Reduction
+from .._spec.options import Compile
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms._recompute.saved_results import leave_finished_runs

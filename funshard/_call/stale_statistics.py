@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from .._spec.table import abridge
+from .._spec.spec import abridge
 from .._spec.tree import join_path
 from .buffers import BufferWarning
 from .warn_once import is_first_warning, was_warned

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
-from .._spec.bind import check_spec
+from .._spec.checks import check_spec
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._transforms.error_hints import as_call_arguments

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
-from .._spec.remat import Remat
+from .._spec.options import Remat
 from .._torch.compiler import CustomGraphPass, get_hash_for_files
 from . import graph as graph_file
 from . import operators

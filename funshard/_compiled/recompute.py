@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from .._spec.remat import Remat
+from .._spec.options import Remat
 from .._torch.compiler import OpOverload, view_base
 from .._transforms._recompute.regions import NAME_KEY
 from .._transforms._recompute.saved_nodes import is_chosen

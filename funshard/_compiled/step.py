@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._spec.compiled import check_names
+from .._spec.options import check_names
 from .._transforms._recompute.function import recomputing_names
 from .._transforms._recompute.regions import collect_regions, current_regions
 from .._transforms.error_hints import add_compile_hint

@@ -10,13 +10,10 @@ from torch import Tensor, nn
 from .. import _torch
 from .._sharding.agree import check_ranks_agree, has_peers, hash_bits, report_to_ranks
 from .._sharding.sharding import check_rank
-from .._spec.bind import bind_spec
-from .._spec.checks import collect_full_params
-from .._spec.local import whole_shape
-from .._spec.log import log_spec
-from .._spec.spec import PartitionSpec
+from .._spec.checks import bind_spec, collect_full_params
+from .._spec.spec import PartitionSpec, log_spec
 from .._spec.tree import join_path
-from .._spec.unit import Unit
+from .._spec.unit import Unit, whole_shape
 from .._units.flow import encode_at_rest
 from .._units.host import place_slice
 from .._units.layout import Params, to_memory_order, unflatten_unit

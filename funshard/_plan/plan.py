@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._spec.bind import bind_spec
 from .._spec.byte_size import parse_bytes
+from .._spec.checks import bind_spec
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import P

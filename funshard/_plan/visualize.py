@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from .._spec.bind import bind_spec
-from .._spec.checks import check_buffers
+from .._spec.checks import bind_spec, check_buffers
 from .._spec.spec import PartitionSpec
 from .at_rest import count_per_slice
 

@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._spec.bind import bind_spec
-from .._spec.checks import check_full, check_shards
+from .._spec.checks import bind_spec, check_full, check_shards
 from .._spec.division import count_ranks
-from .._spec.log import log_spec
-from .._spec.spec import PartitionSpec
+from .._spec.spec import PartitionSpec, log_spec
 from .._spec.unit import Unit
 from .._units.flow import encode_at_rest
 from .._units.host import place_slice, start_copy_to_host

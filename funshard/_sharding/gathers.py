@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .. import _torch
 from .._phases import phase
+from .._spec.checks import compute_device
 from .._spec.division import Reduction, count_ranks
-from .._spec.host import compute_device
 from .._spec.unit import Unit
 from .._units.chain import CollectiveChain, gather_step
 from .._units.host import move

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .._spec.bind import bind_spec
-from .._spec.checks import check_buffers, check_mapping, check_trainable, find_full_params
+from .._spec.checks import bind_spec, check_buffers, check_mapping, check_trainable, find_full_params
 from .._spec.division import ReduceBy
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit

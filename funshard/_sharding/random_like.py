@@ -9,11 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._spec.bind import bind_spec
-from .._spec.checks import check_mapping
-from .._spec.local import whole_shape
+from .._spec.checks import bind_spec, check_mapping
 from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
+from .._spec.unit import Unit, whole_shape
 from .._units.layout import Params
 from .._units.padding import check_slice
 from .._units.random_slices import draw_like

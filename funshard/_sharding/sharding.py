@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.bind import bind_spec, check_spec
-from .._spec.checks import check_mapping, check_shards, check_trainable, collect_full_params
+from .._spec.checks import bind_spec, check_mapping, check_shards, check_spec, check_trainable, collect_full_params
 from .._spec.division import ReduceBy, Reduction
-from .._spec.log import log_spec
-from .._spec.spec import PartitionSpec
+from .._spec.spec import PartitionSpec, log_spec
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.accumulation import find_accumulation

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.bind import bind_spec
 from .._spec.byte_size import parse_bytes
-from .._spec.checks import check_shards
-from .._spec.spec import PartitionSpec
-from .._spec.table import abridge
+from .._spec.checks import bind_spec, check_shards
+from .._spec.spec import PartitionSpec, abridge
 from .._spec.unit import Unit
 from .._units.host import start_copy_to_host
 from .._units.layout import rank_coords

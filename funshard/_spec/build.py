@@ -7,11 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from .checks import check_classes
-from .local import find_unmatched, mark_local
-from .spec import PartitionSpec
-from .table import abridge
+from .spec import PartitionSpec, abridge
 from .tree import ModuleTree, Param, is_within, join_path, natural_key
-from .unit import P, Unit
+from .unit import P, Unit, find_unmatched, mark_local
 
 __all__ = ["build", "build_with_leftovers"]
 

@@ -1,4 +1,4 @@
-"""Checks that parameters fit a spec, whose errors name the path."""
+"""Checks that parameters fit a spec, whose errors name the path; and where host-resident units are used."""
 
 from __future__ import annotations
 
@@ -8,25 +8,100 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .host import check_host_resident
-from .local import whole_shape
+from ..collectives._mesh import Mesh
 from .spec import PartitionSpec
 from .tree import Param, check_not_compiled
-from .unit import Unit
+from .unit import Unit, whole_shape
 
 __all__ = [
+    "HOST",
+    "bind_spec",
     "check_buffers",
     "check_classes",
     "check_full",
+    "check_host_resident",
     "check_mapping",
     "check_params",
     "check_shards",
+    "check_spec",
     "check_tensors",
     "check_trainable",
     "collect_full_params",
+    "compute_device",
     "find_full_params",
     "take_full_params",
 ]
+
+
+# --- The first check of every function that takes a spec, which binds an unbound one ---
+
+
+def bind_spec(spec: object) -> PartitionSpec:
+    """Return ``spec.bound``, as every function that takes a spec does first.
+
+    Raises:
+        TypeError: For anything else than a spec.
+        RuntimeError: If a process group that it was bound to is gone, or this process has another rank in it now.
+    """
+    found = check_spec(spec).bound
+    if found.mesh is not None:
+        found.mesh.check_groups()
+    return found
+
+
+def check_spec(spec: object) -> PartitionSpec:
+    """Return the spec unchanged; raise TypeError for a policy or any other type."""
+    if isinstance(spec, PartitionSpec):
+        return spec
+    if callable(spec) and not isinstance(spec, torch.nn.Module | type):
+        raise TypeError(f"spec: expected a PartitionSpec, got the policy {spec!r}; call it on the model: policy(model)")
+    raise TypeError(f"spec: expected a PartitionSpec such as fs.policies.whole()(model), got {type(spec).__name__}")
+
+
+# --- Units that live in host memory, ``P(offload="params")``, and the device on which they are used ---
+
+HOST = torch.device("cpu")
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether the device is the host itself: then nothing is copied. Tests of offloading replace this."""
+    return device.type == HOST.type
+
+
+def compute_device(unit: Unit, mesh: Mesh) -> torch.device | None:
+    """Return the device to which a host-resident unit is copied for use, None for a unit that is used where it is stored.
+
+    It is the mesh's own. A mesh that does not say on which device it computes leaves units where they are.
+    """
+    if "params" not in unit.p.offloads:
+        return None
+    device = _mesh_compute_device(mesh)
+    return None if device is None or is_host(device) else device
+
+
+@_torch.assume_constant
+def _mesh_compute_device(mesh: Mesh) -> torch.device | None:
+    """Return the mesh's device, a constant to torch.compile."""
+    return mesh.device
+
+
+def check_host_resident(shards: Mapping[str, Tensor], spec: PartitionSpec) -> None:
+    """Raise ValueError, naming the unit, where the shard of a host-resident unit is on another device."""
+    for key, device in spec._compute_once(_host_resident_units):
+        if key in shards and (at := shards[key].device).type not in (HOST.type, "meta"):
+            raise ValueError(
+                f"unit '{key}' has P(offload=\"params\"): expected its shard on the host, from where it is copied to {device}, "
+                f"got it on {at}; fs.shard puts it there, and so does .cpu() what was loaded"
+            )
+
+
+def _host_resident_units(spec: PartitionSpec) -> tuple[tuple[str, torch.device], ...]:
+    """Return the keys of the units that live in host memory, and the device on which each is used."""
+    devices = ((unit.key, compute_device(unit, spec.bound_mesh)) for unit in spec)
+    return tuple((key, device) for key, device in devices if device is not None)
+
+
+# --- Checks that parameters fit a spec, whose errors name the path ---
 
 
 def check_mapping(params: object, what: str = "params") -> None:

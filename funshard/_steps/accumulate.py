@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._spec.bind import bind_spec
+from .._spec.checks import bind_spec
 from .._spec.division import ReduceBy
 from .._spec.spec import PartitionSpec
 from .._transforms.grad import is_differentiated_outside

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._call.schedule import find_entered_unit
-from .._spec.bind import bind_spec
+from .._spec.checks import bind_spec
 from .._spec.division import ReduceBy
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.bind import bind_spec
+from .._spec.checks import bind_spec
 from .._spec.spec import PartitionSpec
 from ..collectives._compare_hosts import find_host_groups, start_comparison
 from ..collectives._mesh import Mesh

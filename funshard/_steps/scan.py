@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from .. import _torch
 from .._sharding.agree import gather_texts, has_peers
-from .._spec.bind import bind_spec
-from .._spec.remat import Remat
+from .._spec.checks import bind_spec
+from .._spec.options import Remat
 from .._spec.spec import PartitionSpec
 from .._transforms._recompute.code_reads import GlobalWatch
 from .._transforms._recompute.reachable import ReachableObjects

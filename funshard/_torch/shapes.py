@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.nn import functional as F
 
 from .tracing import assume_constant
 
@@ -33,7 +32,7 @@ def flat_linear(module: nn.Linear) -> Callable[[Tensor], Tensor]:
 
     def forward(x: Tensor) -> Tensor:
         if x.dim() < 3 or module.bias is None:  # pyright: ignore[reportUnnecessaryComparison]
-            return F.linear(x, module.weight, module.bias)
-        return F.linear(x.flatten(0, -2), module.weight, module.bias).unflatten(0, x.shape[:-1])
+            return nn.functional.linear(x, module.weight, module.bias)
+        return nn.functional.linear(x.flatten(0, -2), module.weight, module.bias).unflatten(0, x.shape[:-1])
 
     return forward

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
-from .._spec.remat import Remat
+from .._spec.options import Remat
 from ._recompute.code_reads import GlobalWatch
 from ._recompute.function import RecomputedFunction
 from ._recompute.regions import mark_region

@@ -14,12 +14,10 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # as torch.func  # the tree that torch.func itself uses for as_call_arguments
 
 from .. import _torch
-from .._spec.bind import bind_spec
-from .._spec.checks import check_buffers, check_trainable
+from .._spec.checks import bind_spec, check_buffers, check_trainable
 from .._spec.division import ReduceBy, Reduction, count_ranks
-from .._spec.local import whole_shape
 from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
+from .._spec.unit import Unit, whole_shape
 from .._units.flow import REDUCE_MEAN, gather_unit, reduce_unit, weigh_grad
 from .._units.host import start_copy_to_host
 from .._units.layout import Params, flatten_unit, from_memory_order, unflatten_unit

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.codec import Codec, Form, pack_rows, unpack_bytes
+from .._spec.precision import Codec, Form, pack_rows, unpack_bytes
 from ..collectives._mesh import Axis
 from ..collectives._ops import OpContext, PendingResult, start_op
 from ..collectives._primitive import apply

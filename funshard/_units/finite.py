@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
-from .._spec.host import compute_device
+from .._spec.checks import compute_device
 from .._spec.spec import PartitionSpec
 from ..collectives._functions import sum_over
 from .padding import map_unpadded

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.codec import Codec, pack_bytes
+from .._spec.checks import HOST
 from .._spec.division import ReduceBy, Reduction
-from .._spec.host import HOST
-from .._spec.precision import Precision
+from .._spec.precision import Codec, Precision, pack_bytes
 from .._spec.unit import Unit
 from ..collectives._functions import gather_slices, reduce_scatter, scatter, unvary, vary
 from ..collectives._mesh import Axis, Mesh, ProcessAxis, Simulated

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.codec import pack_bytes
+from .._spec.precision import pack_bytes
 from ..collectives._mesh import Mesh
 from .chain import BufferPool, CollectiveChain, RouteTable, StartStep
 from .host import start_copy_to_device

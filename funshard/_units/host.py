@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._phases import phase
-from .._spec.host import HOST, compute_device
+from .._spec.checks import HOST, compute_device
 from .._spec.unit import Unit
 from ..collectives._mesh import Mesh
 from ..collectives._ops import PendingResult

@@ -8,9 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec.bind import bind_spec
-from .._spec.checks import check_buffers, check_full, check_trainable, take_full_params
-from .._spec.host import check_host_resident
+from .._spec.checks import bind_spec, check_buffers, check_full, check_host_resident, check_trainable, take_full_params
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec.local import whole_shape
 from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
+from .._spec.unit import Unit, whole_shape
 from .flow import scatter_unit
 from .layout import concat_padded, from_memory_order, rank_coords, slice_pieces
 from .philox import MASK, philox

@@ -9,10 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._spec.codec import Codec, Form, unpack_bytes
+from .._spec.checks import compute_device
 from .._spec.division import Reduction, choose_division, count_ranks
-from .._spec.host import compute_device
-from .._spec.precision import Dtypes, Precision
+from .._spec.precision import Codec, Dtypes, Form, Precision, unpack_bytes
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from ..collectives._mesh import Mesh, ProcessAxis

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from .._spec.checks import take_full_params
 from .._spec.division import Reduction, count_ranks
-from .._spec.local import LocalDims
 from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
+from .._spec.unit import LocalDims, Unit
 from ..collectives._functions import gather_slices, scatter
 from ..collectives._mesh import Mesh
 from .flow import gather_unit, scatter_unit

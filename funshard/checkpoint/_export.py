@@ -17,11 +17,9 @@ from .. import _torch
 from .._phases import LOGGER, phase
 from .._sharding.agree import check_ranks_agree, has_peers
 from .._sharding.gathers import find_sent_dtype, gather_to_first
-from .._spec.bind import bind_spec
-from .._spec.checks import check_mapping, check_params, find_full_params
-from .._spec.local import whole_shape
+from .._spec.checks import bind_spec, check_mapping, check_params, find_full_params
 from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
+from .._spec.unit import Unit, whole_shape
 from .._units.whole import unflatten_whole
 from ._files.directory import LOCK, StagingDirectory, check_replaceable, copy_access
 from ._files.manifest import MANIFEST

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from .._phases import LOGGER
-from .._spec.bind import bind_spec
-from .._spec.local import describe_pieces, whole_shape
+from .._spec.checks import bind_spec
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
-from .._spec.unit import Unit
+from .._spec.unit import Unit, describe_pieces, whole_shape
 from .._units.layout import Params
 from ._errors import CheckpointError
 from ._export import DTYPES, INDEX, SINGLE

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._phases import LOGGER, phase
-from .._spec.bind import bind_spec
+from .._spec.checks import bind_spec
 from .._spec.spec import PartitionSpec
 from ._errors import CheckpointError, SavedError
 from ._files.directory import StagingDirectory

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._spec.codec import Codec
+from .._spec.precision import Codec
 
 __all__ = ["cast"]
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _torch
-from .._spec.codec import Codec
+from .._spec.precision import Codec
 from ._blocks import block_ratios, check_block, scale_blocks, widen_dtype
 
 __all__ = ["dynamic8"]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._spec.codec import Codec
+from .._spec.precision import Codec
 from ._blocks import block_ratios, check_block, scale_blocks, widen_dtype
 
 __all__ = ["NF4", "int8", "nf4"]

@@ -8,10 +8,8 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from .._spec.bind import bind_spec
-from .._spec.checks import check_mapping, check_trainable, find_full_params
+from .._spec.checks import HOST, bind_spec, check_mapping, check_trainable, compute_device, find_full_params
 from .._spec.division import count_ranks
-from .._spec.host import HOST, compute_device
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.flow import reduce_along

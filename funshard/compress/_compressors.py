@@ -22,7 +22,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from .._spec.bind import bind_spec
+from .._spec.checks import bind_spec
 from .._spec.division import count_ranks
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit

@@ -14,10 +14,9 @@ from .. import _torch
 from .._sharding.full import gather_full
 from .._sharding.random_like import random_like
 from .._sharding.sharding import shard
-from .._spec.bind import bind_spec
-from .._spec.checks import check_mapping
-from .._spec.local import whole_shape
+from .._spec.checks import bind_spec, check_mapping
 from .._spec.spec import PartitionSpec
+from .._spec.unit import whole_shape
 from .._transforms.products import fishervp, ggnvp, hvp
 from .._units.layout import Params
 from ..optim._norms import global_norm, vdots

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._sharding.agree import check_ranks_agree, has_peers, report_to_ranks
-from .._spec.bind import bind_spec
+from .._spec.checks import bind_spec
 from .._spec.spec import PartitionSpec
 from .._units.layout import rank_along, rank_coords
 

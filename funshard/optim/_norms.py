@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.bind import bind_spec
-from .._spec.checks import check_tensors
-from .._spec.host import compute_device
-from .._spec.local import distinct_axes
+from .._spec.checks import bind_spec, check_tensors, compute_device
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
-from .._spec.unit import Unit
+from .._spec.unit import Unit, distinct_axes
 from .._units.layout import Params
 from .._units.padding import check_slice, map_unpadded, split_by_param
 from ..collectives._compare_hosts import start_comparison

@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 from .. import _torch
 from .._call.write_watch import compare_values
 from .._sharding.agree import check_ranks_agree, has_peers, hash_params, report_to_ranks
-from .._spec.bind import bind_spec
-from .._spec.checks import collect_full_params
+from .._spec.checks import bind_spec, collect_full_params
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import ProcessAxis
 from ._model_call import Convex, Loss, Order

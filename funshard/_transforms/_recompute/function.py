@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ... import _torch
-from ..._spec.remat import Remat
+from ..._spec.options import Remat
 from ..._torch import DATA
 from ..grad import assume_differentiated, is_assumed_differentiated
 from .ambient import AmbientState, compared_variables, context_variables, set_context_variables

@@ -13,7 +13,7 @@ from collections.abc import Collection, Generator
 from torch import Tensor
 
 from ... import _torch
-from ..._spec.remat import Remat, Save
+from ..._spec.options import Remat, Save
 
 __all__ = ["NAME_KEY", "REGION_PREFIX", "RecomputeRegions", "collect_regions", "current_regions", "is_collecting_regions"]
 __all__ += ["mark_name", "mark_region", "missing_names_message"]

@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
 from ... import _torch
-from ..._spec.remat import Remat, Save
+from ..._spec.options import Remat, Save
 from ..saved_tensors import mark_graph_freed
 from .function import RecomputedFunction
 from .regions import mark_region

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ... import _torch
-from ..._spec.remat import Chosen, Remat
+from ..._spec.options import Chosen, Remat
 from ..._torch.compiler import (
     CustomGraphPass,
     OpOverload,

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import _torch
-from ..._spec.remat import Remat, Save
+from ..._spec.options import Remat, Save
 from .ambient import AmbientState
 from .regions import mark_name, missing_names_message
 

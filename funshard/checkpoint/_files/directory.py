@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._spec.bind import bind_spec
+from ..._spec.checks import bind_spec
 from ..._spec.spec import PartitionSpec
 from .._errors import CheckpointError, NewerError, SavedError
 from .._ranks import TIMEOUT, connect_ranks

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._spec.division import Reduction
-from ..._spec.local import whole_shape
-from ..._spec.unit import Unit
+from ..._spec.unit import Unit, whole_shape
 from ..._spec.unit_state import UnitState
 from ..._units.host import place_slice
 from ..._units.layout import Params

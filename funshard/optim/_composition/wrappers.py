@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree  # traced by torch.compile, as optree 
 
 from ... import _torch
 from ..._phases import LOGGER
-from ..._spec.bind import bind_spec, check_spec
-from ..._spec.checks import check_mapping, check_tensors
+from ..._spec.checks import bind_spec, check_mapping, check_spec, check_tensors
 from ..._spec.spec import PartitionSpec
 from ..._units.finite import agree_finite, find_nonfinite, select_if_finite
 from ..._units.layout import Params

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import _torch
-from ..._spec.bind import bind_spec
+from ..._spec.checks import bind_spec
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
 from ..._spec.unit import Unit

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from ..._spec.checks import compute_device
 from ..._spec.division import count_ranks
-from ..._spec.host import compute_device
-from ..._spec.local import join_shape
 from ..._spec.spec import PartitionSpec
+from ..._spec.unit import join_shape
 from ..._units.flow import reduce_along
 from ..._units.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
 from ..._units.whole import join_pieces, split_pieces
@@ -70,7 +70,7 @@ def split_flat(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [x[:, 0] for x in flat[:, None].split_with_sizes(list(sizes))]
 
 
-# --- The exchange ---
+# --- The pieces that cross each axis ---
 
 SliceIndex = tuple[int, int]
 """``(number of the matrix, number of the slice)``."""

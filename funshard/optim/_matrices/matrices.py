@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._spec.bind import bind_spec
+from ..._spec.checks import bind_spec
 from ..._spec.spec import PartitionSpec
 from ..._spec.unit import Unit
 from ..._units.flow import scatter_unit

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from ..._spec.division import count_ranks
-from ..._spec.local import LocalDims, whole_shape
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
-from ..._spec.unit import Unit
+from ..._spec.unit import LocalDims, Unit, whole_shape
 
 __all__ = [
     "Cost",

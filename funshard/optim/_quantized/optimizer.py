@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
 from ... import _torch
-from ..._spec.bind import bind_spec, check_spec
-from ..._spec.checks import check_mapping
-from ..._spec.codec import Codec
+from ..._spec.checks import bind_spec, check_mapping, check_spec
+from ..._spec.precision import Codec
 from ..._spec.spec import PartitionSpec
 from ..._spec.unit import Unit
 from ..._spec.unit_state import UnitState, replace_values

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._spec.codec import Codec
+from ..._spec.precision import Codec
 from ..._spec.spec import PartitionSpec
 from ..._spec.unit import Unit
 
