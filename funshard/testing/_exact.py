@@ -15,8 +15,7 @@ from .._sharding.agree import check_ranks_agree, has_peers, hash_params, report_
 from .._spec.checks import bind_spec, collect_full_params
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import ProcessAxis
-from ._model_call import Convex, Loss, Order
-from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCTS, Case, Outcome
+from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCTS, Case, Convex, Loss, Order, Outcome
 
 __all__ = ["assert_exact"]
 

@@ -2,34 +2,277 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import grad
+from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._batchnorm import SyncBatchNorm
+from .._batchnorm import MESH, SyncBatchNorm
+from .._call.buffers import set_buffers
 from .._call.call import functional_call
+from .._call.module_state import calling_thread, own_tensors, restore_modules
 from .._sharding.agree import gather_texts
 from .._sharding.sharding import combine, partition, shard
 from .._spec.spec import PartitionSpec
+from .._spec.tree import join_path
+from .._transforms.error_hints import find_running_module
 from .._transforms.grad import grad_and_value
 from .._transforms.products import ggnvp, hvp
 from .._units.layout import Params, param_views, rank_coords
 from ..collectives._functions import all_reduce
-from ..collectives._mesh import Mesh
-from ._derivatives import differentiate, multiply_ggn, multiply_hessian, multiply_loss_hessian
-from ._model_call import Convex, Loss, ModelCall, Order
-from ._model_state import find_buffers, find_modules_by_path, install_buffers, preserve_model
-from ._refusals import check_same_units, explain_vmap, record_units
+from ..collectives._mesh import Axis, Mesh
 from ._simulated import spmd
-from ._values import clone_tensors, find_tensors, fixed_seed, is_equal, max_magnitude, select_rank
 
-__all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCTS", "Case", "Key", "Outcome"]
+__all__ = [
+    "BUFFER",
+    "GRADIENT",
+    "LOSS",
+    "PRODUCTS",
+    "Case",
+    "Convex",
+    "Loss",
+    "ModelCall",
+    "Order",
+    "Outcome",
+    "find_tensors",
+    "install_buffers",
+]
+
+
+# --- Helpers for trees of tensors: find, clone, select and compare, and fix the seed ---
+
+
+@contextlib.contextmanager
+def fixed_seed(seed: int, devices: Iterable[torch.device]) -> Generator[None]:
+    """Seed the generators of the CPU and the devices, and restore them afterwards."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device's
+        for device in devices:
+            stack.enter_context(torch.random.fork_rng(devices=[device.index], device_type=device.type))
+            module = torch.get_device_module(device.type)
+            with module.device(device):
+                module.manual_seed(seed)
+        yield
+
+
+def find_tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors in a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def clone_tensors(tree: Any) -> Any:
+    """Return the tree with copies of its tensors, one of each: forward may write to them."""
+    copies: dict[int, Tensor] = {}
+    return pytree.tree_map_only(Tensor, lambda x: copies.setdefault(id(x), x.clone()), tree)
+
+
+def select_rank(tree: Any, rank: int) -> Any:
+    """Return the tree of one of the ranks that are stacked in dimension 0."""
+    return pytree.tree_map_only(Tensor, lambda x: x[rank], tree)
+
+
+def is_equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal in every element, whatever their devices are."""
+    return a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu()))
+
+
+def max_magnitude(x: Tensor) -> float:
+    """Return the largest magnitude of finite elements, 0 if there is none."""
+    return float(x.detach().abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0
+
+
+# --- What assert_exact gives the whole model for a plain run, and restores after it: buffers, attributes and parameters ---
+
+
+def find_modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the model's modules by path, a shared one under each of its paths."""
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+def install_buffers(model: nn.Module, buffers: Params, mesh: Mesh) -> None:
+    """Give the model these buffers and this mesh, as a call does; use it within `preserve_model`."""
+    for path, module in find_modules_by_path(model).items():
+        if isinstance(module, SyncBatchNorm):
+            vars(module)[MESH] = mesh
+        if own := own_tensors(module, "_buffers"):
+            set_buffers(module, {attr: buffers.get(join_path(path, attr)) for attr in own})
+
+
+def find_buffers(model: nn.Module, names: Iterable[str]) -> Params:
+    """Return the buffers of these names that the model has at present."""
+    now = dict(model.named_buffers(remove_duplicate=False))
+    return {name: now[name] for name in names if name in now}
+
+
+@contextlib.contextmanager
+def preserve_model(model: nn.Module, seed: int, devices: Iterable[torch.device]) -> Generator[None]:
+    """Seed the generators; after the ``with`` block restore them and the model's attributes and parameters."""
+    values = clone_tensors({name: p.detach() for name, p in model.named_parameters()})
+    try:
+        with restore_modules(find_modules_by_path(model), calling_thread()), fixed_seed(seed, devices), torch.enable_grad():
+            yield
+    finally:
+        for name, own in model.named_parameters():
+            if not torch.equal(own, values[name]):  # forward wrote to it
+                own.data.copy_(values[name])
+
+
+# --- The model as a function, as assert_exact hands it to a loss ---
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """A model that is called, whole or on shards."""
+
+    run: Callable[..., Any]
+    spec: PartitionSpec | None = None
+    """The spec of the shards, bound to the rank's mesh; None for the whole model."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns."""
+        return self.run(*args, **kwargs)
+
+    def axis(self, name: str) -> Axis | None:
+        """Return an axis of the mesh for the collectives of a local module; None for the whole model.
+
+        Args:
+            name: The axis's name.
+        """
+        return None if self.spec is None else self.spec.axis(name)
+
+
+Loss = Callable[[ModelCall, Any], Tensor]
+"""A function from the model as a function, and a rank's batch, to the rank's loss."""
+Convex = Callable[[Any], Callable[[Tensor], Tensor]]
+"""A function from a rank's batch to the convex loss of the rank's outputs."""
+Order = Literal[1, 2, "ggn"]
+"""Which derivatives are compared."""
+
+
+# --- Cases that assert_exact refuses: ranks that run different units, and forwards that simulated ranks cannot run ---
+
+_BY_VMAP = re.compile(r"vmap|[Bb]atching (?:rule|operators)|functorch|torch\.func\b")
+"""torch's words where a function cannot run under its transforms. Pinned by ``test_simulated_ranks_refuse_in_our_words``."""
+
+
+def record_units(spec: PartitionSpec, modules: Mapping[str, nn.Module], visited: list[str]) -> None:
+    """Register hooks that append the keys of a unit to ``visited`` whenever its module runs."""
+    for unit in spec:
+        for path in unit.paths:
+            if not isinstance(modules[path], torch.jit.ScriptModule):
+                modules[path].register_forward_pre_hook(functools.partial(_append_key, visited, unit.key))
+
+
+def _append_key(visited: list[str], key: str, _module: nn.Module, _args: object) -> None:
+    """Append a unit's key: a hook of its module."""
+    visited.append(key)
+
+
+def check_same_units(visited: Sequence[list[str]]) -> None:
+    """Raise AssertionError unless all ranks ran the modules of the same units in the same order.
+
+    ``visited`` has the units' keys for each rank. On shards such ranks would wait for each other, or mix their units.
+    """
+    for rank, keys in enumerate(visited):
+        if keys != visited[0]:
+            turn = next((i for i, pair in enumerate(zip(keys, visited[0], strict=False)) if pair[0] != pair[1]), None)
+            turn = min(len(keys), len(visited[0])) if turn is None else turn
+            ours, theirs = (repr(run[turn]) if turn < len(run) else "none" for run in (keys, visited[0]))
+            raise AssertionError(
+                f"assert_exact: rank {rank} runs other units than rank 0: as number {turn} unit {ours}, where rank 0 runs "
+                f"{theirs}; expected the same units in the same order on all ranks, which gather them together; route "
+                "inside of a unit, or run every unit on every rank"
+            )
+
+
+@contextlib.contextmanager
+def explain_vmap(model: nn.Module) -> Generator[None]:
+    """Add the module and a remedy to errors of torch.vmap and torch.func raised inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        path = find_running_module(error.__traceback__, model)
+        where = f"module '{path}'" if path is not None else "the loss"
+        # transformers' checkpointing also makes the embedding's output a leaf, which fails before any block runs
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+        if checkpoints or _runs_checkpoint(error.__traceback__):
+            raise RuntimeError(
+                f"assert_exact: {where} uses torch.utils.checkpoint, as the gradient checkpointing of transformers does: "
+                "expected none inside functional_call, where it would recompute with the module's own parameters; give its "
+                "blocks P(remat=True), and switch it off (of transformers: model.gradient_checkpointing_disable())"
+            ) from error
+        if _BY_VMAP.search(_torch.error_text(error)):
+            raise RuntimeError(
+                f"assert_exact: simulated ranks run together under torch.vmap, and {where} does what vmap cannot: "
+                f"{str(error).strip().splitlines()[0]}; expected a forward without branches on values and without writes "
+                "into tensors that the ranks share; compare on real ranks, with an unbound spec (under torchrun, or in one "
+                "process), or by model.eval() if only training does it"
+            ) from error
+        raise
+
+
+def _runs_checkpoint(traceback: TracebackType | None) -> bool:
+    """Return whether a traceback has a frame of torch.utils.checkpoint."""
+    while traceback is not None:
+        if traceback.tb_frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+# --- The derivatives of the plain model that assert_exact compares with: by plain autograd, which records what it records ---
+
+
+def differentiate(value: Tensor, trained: Mapping[str, Tensor], *, create_graph: bool = False) -> Params:
+    """Return the gradient of a scalar by name: zeros without a derivative, dense where torch's is sparse."""
+    if value.dim():
+        raise ValueError(f"assert_exact: expected the loss to be a scalar, got shape {list(value.shape)}; reduce it")
+    if not value.requires_grad or not trained:
+        return {name: torch.zeros_like(p) for name, p in trained.items()}
+    leaves = list(trained.values())
+    grads = torch.autograd.grad(value, leaves, create_graph=create_graph, allow_unused=True, materialize_grads=True)
+    return {name: g.to_dense() if g.is_sparse else g for name, g in zip(trained, grads, strict=True)}
+
+
+def multiply_hessian(grads: Params, vector: Params, trained: Mapping[str, Tensor]) -> Params:
+    """Return the Hessian-vector product, from the gradients with their graph."""
+    return differentiate(_inner_product(grads, vector), trained)
+
+
+def multiply_ggn(
+    outputs: Tensor, curvature: Callable[[Tensor, Tensor], Tensor], vector: Params, trained: Mapping[str, Tensor]
+) -> Params:
+    """Return the GGN-vector product J' H J v, where ``curvature(outputs, J v)`` returns H J v."""
+    if not outputs.requires_grad or not trained:
+        return {name: torch.zeros_like(p) for name, p in trained.items()}
+    c = torch.zeros_like(outputs, requires_grad=True)  # J v is the derivative of <J' c, v> by c
+    along = _inner_product(differentiate((outputs * c).sum(), trained, create_graph=True), vector)
+    (pushed,) = torch.autograd.grad(along, c, retain_graph=True)
+    return differentiate((outputs * curvature(outputs.detach(), pushed)).sum(), trained)
+
+
+def multiply_loss_hessian(loss: Callable[[Tensor], Tensor], outputs: Tensor, u: Tensor) -> Tensor:
+    """Return the product of the loss's Hessian at the outputs with ``u``, as the gradient of a gradient."""
+    return grad(lambda z: (grad(loss)(z) * u).sum())(outputs)
+
+
+def _inner_product(grads: Params, vector: Params) -> Tensor:
+    """Return the inner product over the real numbers."""
+    return torch.stack([(g * vector[name].conj()).real.sum() for name, g in grads.items()] or [torch.zeros(())]).sum()
+
+
+# --- Both sides of a comparison ---
 
 Key = tuple[str, str]
 """The kind of a tensor, and the name of its parameter or buffer."""

@@ -13,7 +13,7 @@ from .._spec.unit import P
 from .._units.layout import Params
 from ..policies import Policy, always, by_group, by_path, by_size, by_type, whole
 from ._exact import assert_exact
-from ._model_call import ModelCall
+from ._side_by_side import ModelCall
 from ._simulated import spmd
 
 if TYPE_CHECKING:
