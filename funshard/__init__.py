@@ -65,12 +65,11 @@ from ._call.compiled_unit import CompileWarning
 from ._call.trace_order import trace_order
 from ._compiled.step import compile
 from ._init.init import init, init_buffers
-from ._sharding.full import gather_full, scatter_full
+from ._sharding.full import gather_full, scatter_full, stream_full
 from ._sharding.grads import reduce_grads, reduce_mean, weight_share
 from ._sharding.random_like import random_like
 from ._sharding.sharding import combine, partition, reshard, shard, unshard
 from ._sharding.skeleton import skeleton
-from ._sharding.stream import stream_full
 from ._spec.options import Compile, Remat
 from ._spec.precision import Codec, Precision
 from ._spec.spec import PartitionSpec

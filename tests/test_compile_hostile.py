@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funshard as fs
 from funshard import P
-from funshard._compiled.floats import TracedFloats
+from funshard._compiled.step import TracedFloats
 from funshard._transforms.error_hints import find_hint
 
 pytestmark = [

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import P
-from funshard._steps import state_store
+from funshard._steps import scan as state_store
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of in-place kernels under vmap
 

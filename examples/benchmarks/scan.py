@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import funshard as fs
-from funshard._steps import state_store
+from funshard._steps import scan as state_store
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-8}
 ROOT = 1e-12

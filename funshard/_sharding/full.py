@@ -2,27 +2,360 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._spec.checks import bind_spec, check_full, check_shards
-from .._spec.division import count_ranks
-from .._spec.spec import PartitionSpec, log_spec
+from .. import _torch
+from .._phases import phase
+from .._spec.byte_size import parse_bytes
+from .._spec.checks import bind_spec, check_full, check_shards, compute_device
+from .._spec.division import Reduction, count_ranks
+from .._spec.spec import PartitionSpec, abridge, log_spec
 from .._spec.unit import Unit
+from .._units.chain import CollectiveChain, gather_step
 from .._units.flow import encode_at_rest
-from .._units.host import place_slice, start_copy_to_host
+from .._units.host import move, place_slice, start_copy_to_host
 from .._units.layout import Params, rank_coords, view_as_bytes
-from .._units.whole import flatten_whole, unflatten_whole
+from .._units.whole import decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
 from ..collectives._announce import announce
-from ..collectives._mesh import Mesh
-from .agree import broadcast_text, has_peers, process_group
-from .gathers import gather_units
-from .stream import copy_if_shared, is_receiver
+from ..collectives._mesh import Mesh, ProcessAxis
+from ..collectives._sequence import SequenceCheck, check_sequence, get_host_group, is_comparable
+from .agree import broadcast_text, has_peers, process_axes, process_group
 
-__all__ = ["gather_full", "scatter_full"]
+__all__ = ["find_sent_dtype", "gather_full", "gather_to_first", "scatter_full", "stream_full"]
+
+
+# --- Gathers of whole units, on all ranks or to the mesh's first, that overlap with the use of the units before ---
+
+PendingBuffer = Callable[[], Tensor | None]
+"""A function that waits for a unit's whole buffer; it returns None on a rank that does not receive it."""
+
+
+def gather_units(
+    shards: Mapping[str, Tensor],
+    units: Sequence[Unit],
+    mesh: Mesh,
+    *,
+    to_first: bool,
+    dtype: torch.dtype | None = None,
+    limit: int = 0,
+) -> Generator[tuple[Unit, Tensor | None]]:
+    """Yield each unit and its whole buffer, and gather the next units meanwhile. A rank that does not receive gets None.
+
+    A buffer may be the shard itself where nothing is gathered. Its dtype is ``dtype``, or the unit's own if that is narrower or
+    not floating point. The unit in use, the one before, which the caller may still hold, and those in flight have at most
+    ``limit`` bytes together, or are two units. In a transform or a compiler, each unit is gathered when it is asked for.
+
+    Raises:
+        RuntimeError: If ranks gather other units, or a shard was modified in place since the first one was asked for.
+    """
+    pieces = {unit.key: shards[unit.key] for unit in units}
+    if not _torch.is_eager() or mesh.is_simulated or any(map(_torch.is_fake, pieces.values())):
+        for unit in units:
+            with torch.no_grad():
+                piece = pieces[unit.key].detach().to(find_sent_dtype(pieces[unit.key], unit, dtype))
+                buffer = gather_to_first(piece, unit, mesh) if to_first else _gather(piece, unit, mesh)
+            yield unit, buffer
+            del buffer
+        return
+    to = " to the first rank" if to_first else ""
+    names = [f"gather of unit '{unit.key}'{to} in {find_sent_dtype(pieces[unit.key], unit, dtype)}" for unit in units]
+    for group in find_gather_groups(units, mesh):
+        check_sequence(names, group, pieces[units[0].key])
+    versions = {key: _torch.version(piece) for key, piece in pieces.items()}
+    sizes = [_estimate_peak_bytes(pieces[unit.key], unit, mesh, dtype, to_first=to_first) for unit in units]
+    in_flight: deque[PendingBuffer] = deque()
+    started = 0
+    for i, unit in enumerate(units):
+        while started <= i or (started < len(units) and sum(sizes[max(i - 1, 0) : started + 1]) <= limit):
+            in_flight.append(_start_gather(pieces, versions, units[started], mesh, to_first=to_first, dtype=dtype))
+            started += 1
+        # without a name for the buffer: this frame must not hold what the caller lets go
+        yield unit, _finish_gather(in_flight.popleft(), pieces, versions, unit)
+
+
+def find_gather_groups(units: Sequence[Unit], mesh: Mesh) -> list[str]:
+    """Return the names of the process groups over which these units are gathered."""
+    used = {name for unit in units if unit.numel for name in unit.distinct_axes}
+    return [axis.name for name, axis in process_axes(mesh).items() if name in used]
+
+
+def find_result_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a parameter is returned: ``dtype`` if its own is a floating point one, else its own."""
+    return own if dtype is None or not own.is_floating_point else dtype
+
+
+def find_sent_dtype(piece: Tensor, unit: Unit, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a piece is sent: the narrower one of its own and ``dtype``; bytes at rest as they are."""
+    result = piece.dtype if unit.at_rest else find_result_dtype(piece.dtype, dtype)
+    return result if result.itemsize <= piece.itemsize else piece.dtype
+
+
+def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dtype | None, *, to_first: bool) -> int:
+    """Return the peak bytes of a unit: its buffer, the buffers that a gather makes on the way, and a copy of one parameter."""
+    own = unit.dtype if unit.at_rest else find_sent_dtype(piece, unit, dtype)
+    result = find_result_dtype(own, dtype)
+    pieces = count_ranks(unit.local_axes, mesh)
+    total = unit.padded_numel(count_ranks(unit.p.axes, mesh)) * pieces * own.itemsize
+    gathered = piece.nbytes * count_ranks(unit.distinct_axes, mesh) if unit.at_rest else total
+    if sizes := [size for name in unit.distinct_axes if (size := mesh[name].size) > 1][:-1]:
+        total += gathered // sizes[0] + gathered // math.prod(sizes)  # what the inner axes gather, and a cast of the slice
+    if unit.at_rest:
+        total += gathered
+    elif to_first and own != piece.dtype:  # other gathers cast as they write the buffer
+        total += piece.numel() * own.itemsize
+    if unit.local_axes or result != own:
+        total += max(param.numel for param in unit.params) * pieces * result.itemsize
+    return total
+
+
+# --- One unit. ---
+
+
+def _start_gather(
+    pieces: Params, versions: Mapping[str, int], unit: Unit, mesh: Mesh, *, to_first: bool, dtype: torch.dtype | None
+) -> PendingBuffer:
+    """Start to gather a unit, on all ranks or to the first; raise RuntimeError if its shard was modified."""
+    piece = pieces[unit.key]
+    _check_unmodified(piece, unit, versions)
+    with torch.no_grad(), phase("gather", unit.key):
+        piece, sent = piece.detach(), find_sent_dtype(piece, unit, dtype)
+        return _start_gather_to_first(piece.to(sent), unit, mesh) if to_first else _start_gather_on_all(piece, sent, unit, mesh)
+
+
+def _finish_gather(pending: PendingBuffer, pieces: Params, versions: Mapping[str, int], unit: Unit) -> Tensor | None:
+    """Wait for a unit's whole buffer; raise RuntimeError if its shard was modified meanwhile."""
+    with torch.no_grad():
+        buffer = pending()
+    _check_unmodified(pieces[unit.key], unit, versions)
+    return buffer
+
+
+def _check_unmodified(piece: Tensor, unit: Unit, versions: Mapping[str, int]) -> None:
+    """Raise RuntimeError if the shard was modified in place since its version was noted."""
+    if _torch.version(piece) != versions[unit.key]:
+        raise RuntimeError(
+            f"the shard of unit '{unit.key}' was modified in place before its parameters were used, and those of other units "
+            "are older: expected the same values until the last unit is gathered; let an update with donate=True wait for "
+            "that, or give copies of the shards"
+        )
+
+
+def _gather(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
+    """Gather a unit as data flow, for transforms and simulated ranks."""
+    return gather_whole(piece, unit, mesh, Reduction(), check_order=True)
+
+
+def _start_gather_on_all(piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Mesh) -> PendingBuffer:
+    """Start to gather a unit on all ranks, in this dtype, into one buffer. Without it gloo allocates another of its size."""
+    axes = [(name, axis) for name in unit.distinct_axes if isinstance(axis := mesh[name], ProcessAxis) and axis.size > 1]
+    axes = axes if unit.numel else []
+    piece = move(piece, compute_device(unit, mesh), dtype if len(axes) != 1 else piece.dtype)
+    ranks = count_ranks((name for name, _ in axes), mesh)
+    buffer = piece.new_empty(len(piece) * ranks, dtype=dtype) if axes else None
+    steps = [gather_step(axis, f"unit '{unit.key}' over '{name}'") for name, axis in reversed(axes)]
+    chain = CollectiveChain(piece, steps, buffer)  # a single gather casts as it writes its own slice
+    return lambda: decode_whole(chain.result(), unit, mesh)
+
+
+# --- To the first rank: data movement, below autograd, over c10d's own collectives. ---
+
+
+def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
+    """Return the unit's whole buffer on the mesh's first rank; None on the others, which allocate nothing."""
+    return _start_gather_to_first(piece, unit, mesh)()
+
+
+def _start_gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> PendingBuffer:
+    """Start to gather a unit on the mesh's first rank."""
+    at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
+    piece = piece.to(compute_device(unit, mesh) or piece.device)
+    if any(at[name] for name in mesh.names if name not in unit.distinct_axes):
+        return lambda: None  # another replica
+    return _start_gather_along([*reversed(unit.distinct_axes)], piece, unit, mesh)
+
+
+def _start_gather_along(names: Sequence[str], piece: Tensor, unit: Unit, mesh: Mesh) -> PendingBuffer:
+    """Start to gather to the first rank along the first of these axes. Waiting for it gathers along the others."""
+    if not names:
+        return lambda: decode_whole(piece, unit, mesh)
+    axis, group = process_group(mesh, names[0])
+    if group is None:
+        return _start_gather_along(names[1:], piece, unit, mesh)
+    raw = view_as_bytes(piece)
+    rows = raw.new_empty(axis.size, len(raw)) if axis.rank == 0 else None
+    announce("gather to the first rank", group.group_name, f"unit '{unit.key}' over '{names[0]}'", raw)
+    work = dist.gather(raw, None if rows is None else list(rows), group=group, group_dst=0, async_op=True)
+
+    def finish() -> Tensor | None:
+        if work is not None:
+            work.wait()
+        if rows is None:
+            return None
+        return _start_gather_along(names[1:], rows.flatten().view(piece.dtype), unit, mesh)()
+
+    return finish
+
+
+# --- stream_full: full parameters one after the other, in the memory of two buckets ---
+
+REMEDY = (
+    "Expected all ranks to use parameters up to the same one: leave the loop where all ranks do, or with rank0_only=True, "
+    "where the first rank alone may leave"
+)
+"""The advice in an error about ranks of which some left a stream earlier than others."""
+
+
+def stream_full(
+    shards: Mapping[str, Tensor],
+    spec: PartitionSpec,
+    *,
+    bucket: float | str = "1GB",
+    dtype: torch.dtype | None = None,
+    names: str | Iterable[str] | None = None,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+) -> Generator[tuple[str, Tensor]]:
+    """Return an iterator over the full parameters, as ``(name, tensor)``, that gathers ahead.
+
+    All ranks iterate to the same end. Units come in the order of their first parameter in the model. The tensors have no
+    derivative, like those of `gather_full`. They may be views of a unit's buffer, which lives as long as one of them: clone
+    those that you keep.
+
+    Args:
+        shards: As for `gather_full`. Do not modify them before the end.
+        spec: The spec of the shards.
+        bucket: Bytes, as a number or such as "512MiB". The peak is two buckets of full parameters, or two units if larger.
+        dtype: The dtype of floating point parameters, instead of their own. The narrower of the two is sent.
+        names: Names or globs of the parameters to give; by default all. Units without any are not gathered. A tied parameter
+            comes once, under its first name, if any of its names matches.
+        rank0_only: Only the mesh's first rank gets parameters. The others hold slices at most.
+        offload_to_cpu: Give tensors in host memory.
+
+    Raises:
+        ValueError: As `gather_full`, and for a name or glob that matches nothing.
+        RuntimeError: Inside a transform of torch.func; for a modified shard; where ranks stream different parameters. If they
+            end early at different ones, the next call raises it.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2))
+        >>> for name, tensor in fs.stream_full({"": torch.zeros(16)}, spec, names="*weight", dtype=torch.bfloat16):
+        ...     print(name, list(tensor.shape), tensor.dtype)
+        weight [2, 4] torch.bfloat16
+    """
+    spec = bind_spec(spec)
+    mesh = spec.bound_mesh
+    units = check_shards(shards, spec, part=True)
+    shards = dict(shards)
+    size = parse_bytes(bucket, "bucket")
+    if size <= 0:
+        raise ValueError(f"bucket: expected a positive number of bytes, got {bucket!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):  # pyright: ignore
+        raise ValueError(f"dtype: expected a floating point dtype, got {dtype}")
+    if rank0_only and mesh.is_simulated:
+        raise ValueError("stream_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
+    if not mesh.is_simulated and not _torch.is_eager():
+        raise RuntimeError(
+            "stream_full inside a transform or a compiled function, which the stream could outlive: expected a call outside; "
+            "unshard(params, spec) is differentiable, and gather_full returns values"
+        )
+    if (meta := next((unit for unit in units if shards[unit.key].is_meta), None)) is not None:
+        raise ValueError(f"stream_full: the shard of unit '{meta.key}' is on the meta device: expected values")
+    ignored = [name for name in spec.ignored if name in shards]
+    chosen = _match_names(names, units, ignored)
+    place = {name: i for i, name in enumerate(dict.fromkeys((*spec.names, *spec.by_name, *ignored)))}
+    wanted = {unit.key: sorted(chosen & {param.name for param in unit.params}, key=place.__getitem__) for unit in units}
+    first = {unit.key: min(place[param.name] for param in unit.params) for unit in units}
+    ordered = sorted((unit for unit in units if wanted[unit.key]), key=lambda unit: first[unit.key])
+
+    def stream() -> Generator[tuple[str, Tensor]]:
+        gathers = gather_units(shards, ordered, mesh, to_first=rank0_only, dtype=dtype, limit=2 * size)
+        used = 0
+        try:
+            for unit, buffer in gathers:
+                used += 1
+                if buffer is not None:
+                    yield from _iter_params(buffer, shards[unit.key], unit, mesh, wanted[unit.key], dtype, offload_to_cpu)
+            if is_receiver(mesh, rank0_only=rank0_only):
+                for name in (name for name in ignored if name in chosen):
+                    yield name, copy_if_shared(shards[name].detach(), shards[name], dtype, offload_to_cpu)
+        finally:
+            if rank0_only:  # the other ranks, which get nothing to stop at, send all of it
+                deque(gathers, maxlen=0)
+            gathers.close()  # what is in flight ends in the background, and the next gather waits for it
+            if not rank0_only:
+                _start_end_check(used, ordered, mesh)
+
+    return stream()
+
+
+def is_receiver(mesh: Mesh, *, rank0_only: bool) -> bool:
+    """Return whether this rank gets parameters."""
+    return not (rank0_only and any(rank_coords(mesh, None)))
+
+
+def _match_names(names: str | Iterable[str] | None, units: Sequence[Unit], ignored: Collection[str]) -> set[str]:
+    """Return the parameters, each by the first of its names, that a name or glob matches; ValueError if one matches none."""
+    every = {param.name: param.names for unit in units for param in unit.params} | {name: (name,) for name in ignored}
+    if names is None:
+        return {*every}
+    chosen: set[str] = set()
+    for glob in [names] if isinstance(names, str) else names:
+        found = {name for name, aliases in every.items() if any(alias == glob or fnmatchcase(alias, glob) for alias in aliases)}
+        if not found:
+            raise ValueError(f"names: '{glob}' matches no parameter of these shards: expected some of {abridge(every)}")
+        chosen |= found
+    return chosen
+
+
+def _iter_params(
+    buffer: Tensor,
+    shard: Tensor,
+    unit: Unit,
+    mesh: Mesh,
+    names: Sequence[str],
+    dtype: torch.dtype | None,
+    offload_to_cpu: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the named parameters of a unit, in this order. Each is computed when the caller asks for it."""
+    with torch.no_grad():
+        buffer = start_copy_to_host(buffer)() if offload_to_cpu else buffer
+        pieces = split_whole(buffer, unit, mesh)
+    sizes = dict(mesh.sizes)
+    params = {param.name: (param, views) for param, views in zip(unit.params, pieces, strict=True)}
+    for name in names:
+        param, views = params[name]
+        with torch.no_grad():
+            tensor = copy_if_shared(join_pieces(views, param.local, sizes), shard, dtype)
+        yield name, tensor
+
+
+def copy_if_shared(tensor: Tensor, source: Tensor, dtype: torch.dtype | None, offload_to_cpu: bool = False) -> Tensor:
+    """Return a tensor in ``dtype``, copied if it shares memory with ``source``."""
+    with torch.no_grad():
+        tensor = tensor.to("cpu" if offload_to_cpu else tensor.device, find_result_dtype(tensor.dtype, dtype))
+        return tensor.clone() if _torch.shares_storage(tensor, source) else tensor
+
+
+def _start_end_check(used: int, units: Sequence[Unit], mesh: Mesh) -> None:
+    """Start to compare how many units each rank has used. The next call waits for it: this rank may be about to raise."""
+    try:
+        mesh.check_groups()
+    except RuntimeError:  # the stream outlived its process groups
+        return
+    where = f"after {used} of {len(units)} units" + (f", the last one '{units[used - 1].key}'" if used else "")
+    for group in filter(is_comparable, find_gather_groups(units, mesh)):
+        SequenceCheck(get_host_group(group), [f"the end of stream_full {where}"], "ranks have ended a stream early", REMEDY)
+
+
+# --- gather_full and scatter_full ---
 
 
 def gather_full(

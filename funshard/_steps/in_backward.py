@@ -19,11 +19,9 @@ from .._spec.unit import Unit
 from .._transforms.grad import is_differentiated_outside
 from .._units.layout import Params
 from ..optim._norms import check_max_norm, global_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
-from .accumulate import accumulate
-from .in_place import MicrobatchRunner, add_grad, replacement_key
-from .microbatches import check_known, iterate_equally, split_first_batch
+from .accumulate import MicrobatchRunner, accumulate, add_grad, replacement_key
+from .microbatches import are_positive, check_known, check_weight_count, iterate_equally, make_loss_scales, split_first_batch
 from .plan import AccumulationPlan, GradSums
-from .weights import are_positive, check_weight_count, make_loss_scales
 
 __all__ = ["StepResult", "update_in_backward"]
 

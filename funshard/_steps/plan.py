@@ -24,7 +24,7 @@ from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
 from .._units.flow import gather_unit, reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit
 from .._units.mixed_layout import cast_views
-from .weights import sum_dtype, to_sum_dtype
+from .microbatches import sum_dtype, to_sum_dtype
 
 __all__ = ["AccumulationPlan", "GradSums"]
 

@@ -14,12 +14,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
@@ -27,15 +31,227 @@ from .._sharding.agree import gather_texts, has_peers
 from .._spec.checks import bind_spec
 from .._spec.options import Remat
 from .._spec.spec import PartitionSpec
-from .._transforms._recompute.code_reads import GlobalWatch
+from .._transforms._recompute.code_reads import GlobalWatch, version_of
 from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms._recompute.regions import mark_region
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms.grad import assume_differentiated
-from .scan_layout import StateLayout, check_unchanged, concat_results, count_steps, expand_result, record_versions
-from .state_store import StateStore
 
 __all__ = ["scan"]
+
+
+# --- What the arguments and results of a scan are like: slices of one length, and a state that keeps its tree and shapes ---
+
+
+def count_steps(xs: object) -> int:
+    """Return the tensors' common length along dimension 0; raise TypeError or ValueError, with the path, if there is none."""
+    first = ""
+    steps = 0
+    for path, leaf in pytree.tree_flatten_with_path(xs)[0]:
+        name = f"xs{pytree.keystr(path)}"
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"scan: {name}: expected a tensor, got {type(leaf).__name__}")
+        if not leaf.dim():
+            raise ValueError(f"scan: {name}: expected one slice for each step along dimension 0, got a tensor of shape []")
+        if not first:
+            first, steps = name, leaf.shape[0]
+        if leaf.shape[0] != steps:
+            raise ValueError(f"scan: {name}: expected length {steps} along dimension 0, as {first} has, got {leaf.shape[0]}")
+    if not first:
+        raise ValueError("scan: xs has no tensors: expected one at least, such as torch.arange(T) for T steps")
+    if not steps:
+        raise ValueError(f"scan: {first}: expected one step at least, got length 0")
+    return steps
+
+
+_Kind = tuple[torch.Size, torch.dtype, torch.device] | type
+"""What a leaf is like: shape, dtype and device of a tensor, or a class."""
+
+
+def _kind_of(leaf: object) -> _Kind:
+    """Return a tensor's shape, dtype and device, or the class of any other leaf."""
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf)
+
+
+def _describe(kind: _Kind) -> str:
+    """Return the text for a leaf's kind in an error."""
+    return kind.__name__ if isinstance(kind, type) else f"{list(kind[0])} {kind[1]} on {kind[2]}"
+
+
+def _kinds_by_path(tree: object) -> dict[str, _Kind]:
+    """Return the kind of every leaf of a tree by path."""
+    return {pytree.keystr(path): _kind_of(leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
+
+
+def _check_equal(expected: dict[str, _Kind], got: dict[str, _Kind], name: str, hint: str) -> None:
+    """Raise ValueError for the first path that only one tree has, or whose leaves are of different kinds."""
+    for path in (*expected, *got):
+        if expected.get(path) != got.get(path):
+            texts = [_describe(kinds[path]) if path in kinds else "nothing" for kinds in (expected, got)]
+            raise ValueError(f"scan: {name}{path}: expected {texts[0]}, {hint}, got {texts[1]}")
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The tree of a state, and the kind of each of its leaves."""
+
+    tree: pytree.TreeSpec
+    leaves: list[_Kind]
+    paths: dict[str, _Kind]
+
+    @classmethod
+    def from_state(cls, state: object) -> StateLayout:
+        """Return the layout of a state."""
+        leaves, tree = pytree.tree_flatten(state)
+        return cls(tree, [_kind_of(leaf) for leaf in leaves], _kinds_by_path(state))
+
+    def check(self, state: object) -> None:
+        """Raise ValueError, with the path, for the state after a step that is not like the one before."""
+        leaves, tree = pytree.tree_flatten(state)
+        if tree != self.tree or [_kind_of(leaf) for leaf in leaves] != self.leaves:
+            _check_equal(self.paths, _kinds_by_path(state), "state", "as before the step")
+
+
+def record_versions(*trees: object) -> list[int]:
+    """Return each leaf's count of in-place changes, 0 for other objects than tensors; an empty list while torch compiles."""
+    if torch.compiler.is_compiling():
+        return []
+    return [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in pytree.tree_leaves(trees)]
+
+
+def check_unchanged(state: object, x: object, versions: list[int]) -> None:
+    """Raise RuntimeError, with the path, for a tensor that a step has changed in place since `record_versions`."""
+    if record_versions(state, x) == versions:
+        return
+    for (path, leaf), version in zip(pytree.tree_flatten_with_path({"state": state, "x": x})[0], versions, strict=True):
+        if isinstance(leaf, Tensor) and version_of(leaf) != version:
+            name = path[0].key + pytree.keystr(path[1:])  # pyright: ignore
+            raise RuntimeError(
+                f"scan: step changes {name} in place, as an update with donate=True does: expected it unchanged, because steps "
+                "run again for derivatives; give donate=False, or change a copy"
+            )
+
+
+def expand_result(y: Any) -> Any:
+    """Return a step's y with a first dimension of 1 on its tensors; raise TypeError for a leaf that is no tensor or None."""
+
+    def expand(path: Any, leaf: object) -> object:
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise TypeError(f"scan: y{pytree.keystr(path)}: expected a tensor or None, got {type(leaf).__name__}")
+        return leaf if leaf is None else leaf.unsqueeze(0)
+
+    return pytree.tree_map_with_path(expand, y)
+
+
+def concat_results(ys: Sequence[Any]) -> Any:
+    """Concatenate the results of all pieces along dimension 0; raise ValueError, with the path, if two steps' differ."""
+    leaves, tree = pytree.tree_flatten(ys[0])
+    expected = _kinds_by_path(pytree.tree_map(_take_first, ys[0]))
+    columns: list[list[Any]] = [leaves]
+    for y in ys[1:]:
+        _check_equal(expected, _kinds_by_path(pytree.tree_map(_take_first, y)), "y", "as in the steps before")
+        columns.append(pytree.tree_leaves(y))
+    whole = [None if column[0] is None else torch.cat(column) for column in zip(*columns, strict=True)]
+    return pytree.tree_unflatten(whole, tree)
+
+
+def _take_first(leaf: Any) -> Any:
+    """Return the first step's result from a leaf of stacked results; None stays None."""
+    return leaf if leaf is None else leaf[0]
+
+
+# --- Where a scan keeps states: on their device, in host memory, or in files without a name ---
+
+
+@dataclass(frozen=True)
+class StateStore:
+    """A place to keep states: their device (None), host memory (``"host"``) or files in a directory."""
+
+    place: str | None
+
+    @classmethod
+    def make(cls, offload: str | os.PathLike[str] | None) -> StateStore:
+        """Return the store for an argument of `scan`; raise ValueError for a directory that is not there."""
+        if offload is None or offload == "host":
+            return cls(offload)  # pyright: ignore[reportArgumentType]
+        if not isinstance(offload, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"scan: offload: expected 'host', a directory or None, got {offload!r}")
+        if not Path(offload).is_dir():
+            raise ValueError(f"scan: offload: expected 'host' or a directory, got '{offload}', which is none")
+        return cls(str(offload))
+
+    def put(self, state: Any) -> Any:
+        """Return the state with its tensors in this place. In host memory are already those of the CPU."""
+        if self.place is None:
+            return state
+        directory = None if self.place == "host" else self.place
+
+        def move(x: Tensor) -> Tensor:
+            if not x.numel() or x.layout is not torch.strided or (directory is None and not needs_host_copy(x.device)):
+                return x
+            return _StoredTensor.apply(x, directory)
+
+        return pytree.tree_map_only(Tensor, move, state)
+
+    def fetch(self, state: Any, layout: StateLayout) -> Any:
+        """Return the state with its tensors on the devices of the layout."""
+        leaves, tree = pytree.tree_flatten(state)
+        moved = [
+            leaf.to(kind[2], non_blocking=True) if isinstance(kind, tuple) else leaf
+            for leaf, kind in zip(leaves, layout.leaves, strict=True)
+        ]
+        return pytree.tree_unflatten(moved, tree)
+
+
+def needs_host_copy(device: torch.device) -> bool:
+    """Return whether a tensor on this device needs a copy to be in host memory."""
+    return _torch.is_accelerator(device)
+
+
+class _StoredTensor(_torch.Function):
+    """The identity, with its result in host memory or, given a directory, in a file; gradients return to the device."""
+
+    @staticmethod
+    def forward(x: Tensor, directory: str | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if directory is not None:
+            return _allocate_in_file(x, directory).copy_(x)
+        out = _torch.allocate_like(x, torch.device("cpu"))
+        _torch.AsyncCopy(x, out).wait()
+        return out
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.device = inputs[0].device  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.host = output.device  # pyright: ignore[reportAttributeAccessIssue]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.to(ctx.device), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tangent.to(ctx.host, copy=True)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, directory: str | None) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _StoredTensor.apply(x, directory), in_dims[0]
+
+
+def _allocate_in_file(like: Tensor, directory: str) -> Tensor:
+    """Return an uninitialized tensor, of another's shape and dtype, in a file without a name that is freed with the tensor."""
+    nbytes = like.numel() * like.itemsize
+    descriptor, name = tempfile.mkstemp(prefix="funshard-scan-", dir=directory)
+    try:
+        if hasattr(os, "posix_fallocate"):  # an error now; a write to a full disk would end the process
+            os.posix_fallocate(descriptor, 0, nbytes)
+        storage = torch.UntypedStorage.from_file(name, True, nbytes)
+    finally:
+        os.close(descriptor)
+        os.unlink(name)
+    return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape)  # pyright: ignore[reportCallIssue]
+
+
+# --- scan ---
 
 State = TypeVar("State")
 

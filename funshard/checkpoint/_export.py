@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import _torch
 from .._phases import LOGGER, phase
 from .._sharding.agree import check_ranks_agree, has_peers
-from .._sharding.gathers import find_sent_dtype, gather_to_first
+from .._sharding.full import find_sent_dtype, gather_to_first
 from .._spec.checks import bind_spec, check_mapping, check_params, find_full_params
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit, whole_shape

@@ -7,8 +7,6 @@ dtype from 16 bits on. What is zero stays exactly zero. What int8 and nf4 have d
 where scales are quantized, too). A block in which a value is infinite or NaN is NaN as a whole: nothing is hidden.
 """
 
-from ._cast import cast
-from ._dynamic import dynamic8
-from ._levels import NF4, int8, nf4
+from ._codecs import NF4, cast, dynamic8, int8, nf4
 
 __all__ = ["NF4", "cast", "dynamic8", "int8", "nf4"]

@@ -1,11 +1,9 @@
 """Curvature of losses of sharded parameters: Hessian, Gauss-Newton and Fisher matrices as operators, and what acts on them."""
 
 from .._transforms.products import ConvexLoss, cross_entropy, squared_error
-from ._cg import Solution, cg
 from ._estimates import Eigenpair, TraceEstimate, hutchinson, power_iteration
-from ._lanczos import Spectrum, Tridiagonal, lanczos, slq
-from ._operator import Operator, fisher, ggn, hessian
-from ._sample_labels import sample_labels
+from ._krylov import Solution, Spectrum, Tridiagonal, cg, lanczos, slq
+from ._operator import Operator, fisher, ggn, hessian, sample_labels
 
 __all__ = [
     "ConvexLoss",

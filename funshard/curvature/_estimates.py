@@ -13,7 +13,7 @@ from .._sharding.random_like import random_like
 from .._units.layout import Params
 from ..optim._norms import vdot
 from ..optim._trees import axpy, scale
-from ._lanczos import normalize
+from ._krylov import normalize
 from ._operator import Operator, find_largest, probe_seed, read_numbers
 
 __all__ = ["Eigenpair", "TraceEstimate", "hutchinson", "power_iteration"]

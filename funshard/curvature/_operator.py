@@ -19,13 +19,14 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import whole_shape
 from .._transforms.products import fishervp, ggnvp, hvp
 from .._units.layout import Params
+from .._units.philox import MASK, philox
 from ..optim._norms import global_norm, vdots
 from ..optim._trees import axpy
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
 
-__all__ = ["Operator", "find_largest", "fisher", "ggn", "hessian", "probe_seed", "read_numbers"]
+__all__ = ["Operator", "find_largest", "fisher", "ggn", "hessian", "probe_seed", "read_numbers", "sample_labels"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,3 +273,35 @@ def _check_host(function: str, spec: PartitionSpec) -> None:
             f"{function}: the host reads values, which it cannot on simulated ranks, in transforms or in compilation: expected "
             "real ranks, outside of them; products (operator @ v) and hutchinson run everywhere"
         )
+
+
+# --- sample_labels: labels drawn from a model's own distribution, for the true Fisher matrix ---
+
+
+def sample_labels(logits: Tensor, seed: int, *, first: int = 0) -> Tensor:
+    """Draw a label for each row of logits from their softmax: with them `fisher` estimates the true Fisher matrix.
+
+    A label follows from the seed, the number of the row and its logits: with ``first``, the same at any number of ranks.
+
+    Args:
+        logits: The model's outputs, the classes in the last dimension; without a graph.
+        seed: A whole number.
+        first: The number of this rank's first row among those of all ranks, such as ``rank * rows``.
+
+    Returns:
+        Whole numbers, in the shape of the logits without the last dimension.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.curvature.sample_labels(torch.tensor([[0.0, -1e9], [-1e9, 0.0]]), seed=0)
+        tensor([0, 1])
+    """
+    rows = logits.detach().reshape(-1, logits.shape[-1])
+    numbers = torch.arange(first, first + len(rows), device=logits.device)
+    zeros = torch.zeros_like(numbers)
+    words = philox((numbers & MASK, numbers >> 32, zeros, zeros), (seed & MASK, (seed >> 32) & MASK))
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64
+    uniform = (words[0].to(wide) + 0.5) / 2**32
+    below = rows.softmax(-1, dtype=wide).cumsum(-1)
+    drawn = torch.searchsorted(below, uniform[:, None] * below[:, -1:], right=True)
+    return drawn.clamp(max=logits.shape[-1] - 1).reshape(logits.shape[:-1])

@@ -1,8 +1,6 @@
 """Policies: pure functions from a module pytree to a partition spec."""
 
-from ._combined import any_of, override
-from ._exceptions import full_precision, ignoring
-from ._groups import by_group
+from ._combined import any_of, by_group, full_precision, ignoring, override
 from ._policies import always, by_path, by_size, by_type, custom, mark, marked, whole
 from ._policy import Policy
 
