@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._torch.layers import BatchNorm
+from ._torch.modules import BatchNorm
 from .collectives._mesh import Axes, Mesh
 from .collectives._primitive import apply
 

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from funshard import _torch
-from funshard._torch.layers import BatchNorm, NormWithStatistics, find_reset
+from funshard._torch.modules import BatchNorm, NormWithStatistics, find_reset
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch.fx.node import has_side_effect
 from .. import _torch
 from .._spec.spec import abridge
 from .._spec.tree import join_path
-from .._torch.layers import NormWithStatistics
+from .._torch.modules import NormWithStatistics
 from .casting import cast_back, cast_floats
 from .module_state import own_tensors
 from .warn_once import is_first_warning

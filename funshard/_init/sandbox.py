@@ -17,7 +17,7 @@ from .. import _torch
 from .._call.buffers import copy_buffer
 from .._call.module_state import calling_thread, restore_modules
 from .._spec.tree import check_not_compiled, join_path
-from .._torch.layers import find_reset
+from .._torch.modules import find_reset
 
 __all__ = ["InitFn", "InitSandbox", "Initialiser", "Slot", "find_initialisers", "find_slots", "format_slots"]
 

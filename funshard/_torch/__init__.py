@@ -6,19 +6,12 @@ and runs, storages, and process groups.
 
 from .attention import *
 from .backward import *
-from .compile_errors import *
 from .compiling import *
 from .dispatch import *
-from .error_text import *
-from .fake_ranks import *
-from .files import *
-from .frames import *
+from .errors import *
 from .groups import *
 from .levels import *
-from .module_writes import *
-from .no_grad import *
-from .reverse_mode import *
-from .shapes import *
+from .modules import *
 from .stand_in import *
 from .storage import *
 from .streams import *

@@ -15,7 +15,7 @@ from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from .dispatch import is_plain
-from .error_text import error_text
+from .errors import error_text
 from .levels import current_level, detach_level, unwrap
 from .storage import storage_id
 

@@ -10,13 +10,19 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils._config_module import ConfigModule
+
+from .tracing import assume_constant
 
 __all__ = [
     "CompileOptions",
     "compile_options",
     "copy_function",
+    "flat_linear",
     "guard_hooks",
+    "has_symbolic_shapes",
     "inductor_mode_options",
     "is_compiler_attribute",
     "is_compiler_variable",
@@ -29,6 +35,7 @@ __all__ = [
     "restore_autograd_state",
     "run_uncompiled",
 ]
+
 
 CompileOptions = dict[str, Any]
 """Keyword arguments of torch.compile: backend, options, dynamic and fullgraph."""
@@ -177,3 +184,32 @@ def inductor_mode_options(mode: str) -> dict[str, Any]:
     from torch._inductor import list_mode_options  # takes a second to import
 
     return list_mode_options(mode)
+
+
+# --- Symbolic shapes in a graph of torch.compile ---
+
+
+@assume_constant
+def has_symbolic_shapes() -> bool:
+    """Return whether an input of the graph that Dynamo traces has a symbolic size. Pinned by ``test_one_graph``."""
+    context = TracingContext.try_get()
+    env = context.fake_mode.shape_env if context and context.fake_mode else None
+    if env is None:
+        return False
+    symbols = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # pyright: ignore[reportDeprecated]
+    return any(symbol.is_integer and symbol not in env.replacements for symbol in symbols)
+
+
+def flat_linear(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a linear layer that flattens its input by itself, as its kernel does, with the same numbers.
+
+    Inside torch.func transforms torch's ``linear`` with a bias makes constants of the sizes that it flattens, and a graph of
+    each shape (torch 2.11 to 2.13). Pinned by ``test_linear_with_a_bias_makes_constants_of_sizes``.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        if x.dim() < 3 or module.bias is None:  # pyright: ignore[reportUnnecessaryComparison]
+            return nn.functional.linear(x, module.weight, module.bias)
+        return nn.functional.linear(x.flatten(0, -2), module.weight, module.bias).unflatten(0, x.shape[:-1])
+
+    return forward

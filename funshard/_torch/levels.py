@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._functorch import get_unwrapped
 from torch._functorch.eager_transforms import grad_increment_nesting
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
     temporarily_clear_interpreter_stack,
     temporarily_pop_interpreter_stack,
 )
+from torch.autograd.forward_ad import _set_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+from torch.overrides import TorchFunctionMode
 
 __all__ = [
+    "NoGradInForwardMode",
+    "NoGradInTracedForwardMode",
     "any_tracked",
     "at_level",
     "below_autograd",
@@ -25,17 +31,21 @@ __all__ = [
     "current_level",
     "detach_level",
     "dispatch_keys",
+    "edges_in_graph",
     "has_only_derivatives",
     "has_tangent",
+    "hold_until_backward_ends",
     "is_batched",
     "is_dead",
     "is_in_forward_ad",
     "is_leaf",
+    "is_recorded",
     "is_tracked",
     "is_wrapped",
     "level_of",
     "materialize_zeros",
     "needs_graph",
+    "own_edges",
     "tracking_levels",
     "unwrap",
     "unwrap_dead",
@@ -298,3 +308,121 @@ def materialize_zeros(tangent: Tensor) -> Tensor:
 def is_in_forward_ad() -> bool:
     """Return whether a torch.autograd.forward_ad level is open. Pinned by ``test_forward_ad_level``."""
     return torch.autograd.forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+# --- What reverse mode records, and when its backward ends ---
+
+Edge = tuple[Any, int]
+"""A node of a graph, and the index of one of its results."""
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Return whether torch.func.grad or vjp, or plain autograd, records operations on the tensor now.
+
+    Forward mode does not. Pinned by ``test_what_reverse_mode_records``.
+    """
+    while is_wrapped(tensor):
+        if tensor.requires_grad:
+            return True
+        tensor = get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
+def hold_until_backward_ends(held: Callable[[], None]) -> None:
+    """Hold an object until the running backward ends, also by an error. The end without one calls it.
+
+    Pinned by ``test_held_until_backward_ends``.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(held)  # pyright: ignore
+
+
+def own_edges(tensor: Tensor) -> list[Edge]:
+    """Return the results of nodes that a tensor is, at each level of transforms. Pinned by ``test_edges_in_a_graph``."""
+    edges: list[Edge] = []
+    while True:
+        if tensor.grad_fn is not None:
+            edges.append((tensor.grad_fn, tensor.output_nr))
+        if not is_wrapped(tensor):
+            return edges
+        tensor = get_unwrapped(tensor)
+
+
+def edges_in_graph(tensors: Iterable[Tensor]) -> set[Edge]:
+    """Return the results of nodes that tensors are, or are computed from. Pinned by ``test_edges_in_a_graph``."""
+    waiting = [edge for tensor in tensors for edge in own_edges(tensor)]
+    seen = set(waiting)
+    while waiting:
+        new = [edge for edge in waiting.pop()[0].next_functions if edge[0] is not None and edge not in seen]
+        seen.update(new)
+        waiting += new
+    return seen
+
+
+# --- torch.no_grad in forward-mode AD, where torch itself ignores it ---
+
+
+class _ModeCount(threading.local):
+    """The number of the modes that this thread is within."""
+
+    count = 0
+
+
+_MODE_COUNT = _ModeCount()
+
+
+class NoGradInTracedForwardMode(TorchFunctionMode):
+    """A mode in which results under ``torch.no_grad`` in a torch.func transform are constants for jvp, too.
+
+    It asks for the mode of gradients at each function of torch and keeps no state: C++ changes that mode, too. A view would
+    ask its base for a tangent later, so results are detached. This one is for torch.compile, as Dynamo cannot trace what the
+    other one asks and counts. Pinned by ``test_no_grad_in_a_compiled_hvp``.
+    """
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # whose super() Dynamo traces in a call of the method alone
+            func = _unflatten
+        if torch.is_grad_enabled() or func is torch._VF._unpack_dual:  # which reads a tangent
+            return func(*args, **kwargs)
+        with _set_fwd_grad_enabled(False):
+            out = func(*args, **kwargs)
+            given = [*args, *kwargs.values()]
+            if isinstance(out, Tensor):
+                return _detach_result(out, given)
+            return type(out)(_detach_result(x, given) for x in out) if type(out) in (list, tuple) else out
+
+
+class NoGradInForwardMode(NoGradInTracedForwardMode):
+    """The same mode outside of torch.compile.
+
+    Custom Functions run without it: what runs others' code in one enters another where `is_active` was true. Pinned by
+    ``test_no_grad_in_forward_mode``.
+    """
+
+    @staticmethod
+    def is_active() -> bool:
+        """Return whether this thread is within one, even if that is disabled for the moment."""
+        return _MODE_COUNT.count > 0
+
+    def __enter__(self) -> NoGradInForwardMode:
+        _MODE_COUNT.count += 1
+        return super().__enter__()  # pyright: ignore[reportReturnType]
+
+    def __exit__(self, *error: Any) -> None:
+        _MODE_COUNT.count -= 1
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_grad_enabled() or not current_level():
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _unflatten(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Call the method of a tensor."""
+    return x.unflatten(*args, **kwargs)
+
+
+def _detach_result(x: Any, given: list[Any]) -> Any:
+    """Detach a result, unless the result is itself one of the arguments, as with operators that write in place."""
+    return x.detach() if isinstance(x, Tensor) and not any(x is other for other in given) else x

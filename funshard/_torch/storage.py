@@ -24,6 +24,7 @@ __all__ = [
     "is_sole_holder",
     "is_strided",
     "lazy_clone",
+    "make_storage_info",
     "make_version_probe",
     "memory_range",
     "overwrite",
@@ -262,3 +263,16 @@ def shares_counter(a: Tensor, b: Tensor) -> bool:
 
 
 _set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore
+
+
+# --- Private parts of torch.distributed.checkpoint: the location of an item in its files ---
+
+
+def make_storage_info(file: str, offset: int, length: int) -> Any:
+    """Return the location of an item in a checkpoint, in the class that torch's FileSystemReader expects.
+
+    The class is a part of the format, pickled by its name. Pinned by ``test_stored_at``.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # half a second, which only checkpoints need
+
+    return _StorageInfo(file, offset, length)

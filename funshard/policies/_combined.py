@@ -14,7 +14,7 @@ from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.tree import ModuleTree, Param, natural_key
 from .._spec.unit import P
-from .._torch.layers import BatchNorm
+from .._torch.modules import BatchNorm
 from ._policy import (
     SHARD,
     NamedPolicy,

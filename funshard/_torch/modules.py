@@ -1,18 +1,39 @@
-"""What traced code writes into modules and dicts: Dynamo writes it into the real objects after the graph has run."""
+"""Layers for which torch.nn has no public name, and what traced code writes into modules and dicts."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from .tracing import assume_constant
 
-__all__ = ["attributes_of_hooks", "undo_module_writes"]
+__all__ = ["BatchNorm", "NormWithStatistics", "attributes_of_hooks", "find_reset", "undo_module_writes"]
+
+
+# --- Layers for which torch.nn has no public name: base classes of normalisation, and methods of initialisation ---
+
+BatchNorm = _BatchNorm
+"""The base class of every BatchNorm of torch. Pinned, as `NormWithStatistics`, by ``test_layers_with_statistics``."""
+
+NormWithStatistics = _NormBase
+"""The base class of every layer of torch that keeps running statistics."""
+
+
+def find_reset(module: nn.Module) -> Callable[[], object] | None:
+    """Return the module's own initialisation method, or None. Pinned by ``test_layers_that_reset_themselves``."""
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset) and isinstance(module, nn.MultiheadAttention | nn.Transformer):
+        reset = module._reset_parameters
+    return reset if callable(reset) else None
+
+
+# --- What traced code writes into modules and dicts: Dynamo writes it into the real objects after the graph has run ---
 
 
 def attributes_of_hooks(module: nn.Module) -> set[str]:

@@ -1,15 +1,53 @@
-"""Errors of torch.compile: the program's own error inside of one, and what to do about the known ones."""
+"""Errors: their messages, torch's own files on the stack, and the known ones of torch.compile."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import re
+from pathlib import Path
 from typing import Any
 
-from .error_text import error_text
+import torch
 
-__all__ = ["classify_compile_error", "describe_compile_error", "find_compile_hint", "find_traced_error"]
+__all__ = [
+    "TORCH_FOLDER",
+    "classify_compile_error",
+    "describe_compile_error",
+    "error_text",
+    "find_compile_hint",
+    "find_traced_error",
+    "is_compiler_file",
+]
+
+
+# --- The message of any error ---
+
+
+def error_text(error: BaseException) -> str:
+    """Return the message of an error, or that it has none if the ``__str__`` of a user's class raises."""
+    try:
+        return str(error)
+    except Exception:
+        return f"no message: __str__ of {type(error).__name__} raises"
+
+
+# --- Torch's own files on the stack of a thread ---
+
+TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
+"""The folder of torch's Python files, with a slash at the end."""
+_COMPILER_FILES = (f"{TORCH_FOLDER}_dynamo/convert_frame.py", f"{TORCH_FOLDER}_inductor/compile_fx.py")
+
+
+def is_compiler_file(name: str) -> bool:
+    """Return whether a file is on the stack while torch compiles, and not while compiled code runs.
+
+    Pinned by ``test_compiler_files_are_on_the_stack``.
+    """
+    return name.startswith(_COMPILER_FILES)
+
+
+# --- Errors of torch.compile: the program's own error inside of one, and what to do about the known ones ---
 
 
 def classify_compile_error(error: Exception) -> tuple[bool, bool]:
