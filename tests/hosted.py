@@ -12,7 +12,7 @@ from torch import Tensor
 import funshard as fs
 from funshard import _torch
 from funshard._spec import checks as host
-from funshard._units import flow
+from funshard._units import stages
 
 
 class Copies:
@@ -41,9 +41,9 @@ def elsewhere() -> Iterator[Copies]:
         copies.nodes += device is not None
         return moved(x, device, dtype)
 
-    moved = flow.move
+    moved = stages.move
     with (
-        mock.patch.object(flow, "move", counted),
+        mock.patch.object(stages, "move", counted),
         mock.patch.object(host, "is_host", no_host),
         mock.patch.object(fs.collectives.Mesh, "device", torch.device("cpu")),
         mock.patch.object(_torch, "AsyncCopy", Counted),

@@ -23,9 +23,8 @@ from .._phases import phase
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import hook_running_node
 from .._units.accumulation import drop_unweighted
-from .._units.chain import CollectiveChain
+from .._units.chain import CollectiveChain, copy_kept_slice
 from .._units.flow import reduce_unit
-from .._units.gather import copy_kept_slice, start_gather, start_gather_of_kept
 from .._units.mixed_layout import view_whole_elements
 from .._units.reductions import flat_pieces
 from .saved_weights import BufferLease, SavedView, check_unmodified
@@ -65,12 +64,13 @@ class GatheredUnit:
         """Start to gather the buffer: from the shards, or from the slices of it that forward has kept."""
         if self.route.has_own_buffer:
             schedule, lease = self.schedule, self._current_lease()
-            start, of = (
-                (start_gather, self.shard) if lease is None or lease.kept is None else (start_gather_of_kept, lease.kept)
-            )
+            kept, gather = lease and lease.kept, schedule.routes.steps[self.unit.key].gather
             with phase("gather", self.unit.key), _torch.below_transforms():
-                self.chain = start(of, self.unit.key, schedule.routes, schedule.buffers)
-                schedule.order_check.record_gather(self.unit.key, of_kept=of is not self.shard)
+                if kept is None:
+                    self.chain = gather.start(self.shard, schedule.buffers)
+                else:
+                    self.chain = gather.start_from_kept(kept, schedule.buffers)
+                schedule.order_check.record_gather(self.unit.key, of_kept=kept is not None)
 
     def wait(self) -> None:
         """Wait for forward's buffer."""

@@ -392,7 +392,7 @@ class CallForecast:
         facts, route = self._facts, self._facts.routes[unit.key]
         grads, buffer = facts.grad_bytes(unit), route.padded_numel * route.dtypes.reduce.itemsize
         if not route.split_axes and route.replica_axes:
-            kind = (route.dtypes.reduce, unit.dtype, route.device, route.replica_axes, route.divide_after)
+            kind = route.bucket_kind
             most = facts.bucket_bytes / route.dtypes.reduce.itemsize
             if full := self._buckets.add(kind, unit.key, (), route.padded_numel, most):
                 self._reduce_bucket(kind, full.keys)

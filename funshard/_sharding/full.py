@@ -18,10 +18,11 @@ from .._spec.checks import bind_spec, check_full, check_shards, compute_device
 from .._spec.division import Reduction, count_ranks
 from .._spec.spec import PartitionSpec, abridge, log_spec
 from .._spec.unit import Unit
-from .._units.chain import CollectiveChain, gather_step
+from .._units.chain import CollectiveChain
 from .._units.flow import encode_at_rest
 from .._units.host import move, place_slice, start_copy_to_host
 from .._units.layout import Params, rank_coords, view_as_bytes
+from .._units.stages import AllGather, Names
 from .._units.whole import decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
 from ..collectives._announce import announce
 from ..collectives._mesh import Mesh, ProcessAxis
@@ -159,7 +160,8 @@ def _start_gather_on_all(piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Me
     piece = move(piece, compute_device(unit, mesh), dtype if len(axes) != 1 else piece.dtype)
     ranks = count_ranks((name for name, _ in axes), mesh)
     buffer = piece.new_empty(len(piece) * ranks, dtype=dtype) if axes else None
-    steps = [gather_step(axis, f"unit '{unit.key}' over '{name}'") for name, axis in reversed(axes)]
+    names = Names(unit.key, f"unit '{unit.key}'")
+    steps = [AllGather.of(name, mesh, "mean").start(names) for name, _ in reversed(axes)]
     chain = CollectiveChain(piece, steps, buffer)  # a single gather casts as it writes its own slice
     return lambda: decode_whole(chain.result(), unit, mesh)
 

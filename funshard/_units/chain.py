@@ -16,18 +16,15 @@ from torch import Tensor
 from .. import _torch
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
-from ..collectives._mesh import Axis, Mesh, ProcessAxis
-from ..collectives._ops import OpContext, PendingResult, start_op
+from ..collectives._mesh import Mesh, ProcessAxis
+from ..collectives._ops import PendingResult
 from ..collectives._sequence import is_comparable
 from ..collectives._tag import MARGIN, UnitTag
-from .encoded_reduction import start_encoded_reduction
-from .host import make_host_copy_step
-from .route import Route
+from .host import start_copy_to_device
+from .route import Route, find_slice
+from .stages import AllGather, BackStep, Decode, Join, Move, Names, Replicas, Stage, StartStep, Transit, Wire
 
-__all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "StartStep", "gather_step", "make_route_table"]
-
-StartStep = Callable[[Tensor, Tensor | None], PendingResult]
-"""A function that starts one collective on a tensor, and writes the result into the second one, if there is one."""
+__all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "copy_kept_slice", "make_route_table"]
 
 
 class BufferPool:
@@ -137,41 +134,129 @@ class CollectiveChain:
             unwanted.extend(self._finish.outs)
 
 
+class GatherChain:
+    """The stages of a unit's gather, folded to the steps of a chain.
+
+    Stages that send nothing run before the first collective or after the last one.
+    """
+
+    def __init__(self, route: Route, names: Names, *, has_groups: bool) -> None:
+        self._route, self._key, self._has_groups = route, names.key, has_groups
+        self._before: list[Stage] = []
+        self._after: list[Stage] = []
+        self._gathered: Wire | None = None  # what leaves the last gather, if that goes to a buffer of the pool
+        gathers: list[StartStep] = []
+        kept: list[StartStep] = []
+        wire = Wire(route.padded_numel // route.num_slices, route.shard_dtype)
+        for stage in route.stages:
+            wire = wire if route.codec else stage.out(wire)
+            if isinstance(stage, AllGather):
+                assert not self._after
+                gathers.append(step := stage.start(names))
+                kept += [step] if stage.axis in route.kept_axes else []
+                self._gathered = None if route.codec else wire  # a chain decodes what it has gathered, and drops it
+            elif gathers or self._after or isinstance(stage, Decode | Join):
+                self._after += [stage] if stage.is_sent else []
+            elif stage.is_sent:
+                self._before.append(stage)
+        self._gathers, self._gathers_of_kept = tuple(gathers), tuple(kept)
+
+    def start(self, shard: Tensor, buffers: BufferPool) -> CollectiveChain:
+        """Start to gather the unit from this rank's slice. To be called below all transforms."""
+        device = self._route.device
+        if not self._has_groups and _torch.is_fake(shard):  # shapes can be computed
+            return CollectiveChain(self._route.allocate(shard), ())
+        if device is None:
+            return self._start_gathers(shard, buffers)
+        (move,) = (stage for stage in self._before if isinstance(stage, Move))
+        piece, copy = start_copy_to_device(shard, self._key, device, move.dtype)
+        with copy.queue_behind():  # and beside what is computed with the unit before
+            chain = self._start_gathers(piece, buffers)
+        chain.copy = copy
+        return chain
+
+    def start_from_kept(self, kept: Tensor, buffers: BufferPool) -> CollectiveChain:
+        """Start to gather the unit from the slices of its buffer that forward kept. As `start`."""
+        route = self._route
+        if not self._has_groups and _torch.is_fake(kept):
+            return CollectiveChain(route.allocate(kept), ())
+        numel, length = route.num_kept * len(kept), route.buffer_bytes // kept.itemsize
+        own = None if _torch.is_traced() else buffers.take(numel, kept.dtype, kept)
+        chain = CollectiveChain(kept, self._gathers_of_kept, own)
+        if numel > length:
+            chain.decode = lambda buffer: buffer.narrow(0, 0, length)
+        return chain
+
+    def _start_gathers(self, x: Tensor, buffers: BufferPool) -> CollectiveChain:
+        """Return the chain of the gather of a slice on the device, or of what stands for it on the wire."""
+        out = None
+        if self._gathered is not None and not _torch.is_traced():
+            out = buffers.take(*self._gathered, x)
+        if not self._before and not self._after:
+            return CollectiveChain(x, self._gathers, out)
+        transit = Transit(buffers=buffers)
+        for i, stage in enumerate(self._before, 1):
+            x = stage.send(x, transit, out if i == len(self._before) and len(self._gathers) == 1 else None)
+        chain = CollectiveChain(x, self._gathers, out)
+        if self._after:
+            chain.decode = lambda x: functools.reduce(lambda x, stage: stage.send(x, transit, None), self._after, x)
+        return chain
+
+
 class RouteSteps(NamedTuple):
     """A unit's route as the steps of its chains."""
 
-    gather: tuple[StartStep, ...]
+    gather: GatherChain
+    prepare: tuple[BackStep, ...]
+    """What is done with the joined gradient before it is reduced. The gradient may be written to."""
     reduce: tuple[StartStep, ...]
     gather_groups: tuple[str, ...]
     """The names of the process groups of ``gather``."""
     reduce_groups: tuple[str, ...]
-    gather_kept: tuple[StartStep, ...]
-    """The steps that gather its buffer from the slices that forward has kept of it."""
     gather_kept_groups: tuple[str, ...]
+    """The names of the process groups that gather its buffer from the slices that forward has kept of it."""
 
     @classmethod
-    def for_route(cls, key: str, route: Route, mesh: Mesh, tag: UnitTag | None = None) -> RouteSteps:
+    def for_route(cls, key: str, route: Route, tag: UnitTag | None, *, has_groups: bool) -> RouteSteps:
         """Return the steps of a unit over the mesh's process groups. With a ``tag`` ranks compare what they send."""
-        split, rest = ([_group(mesh[name]) for name in names] for names in (route.split_axes, route.replica_axes))
-        unit = f"unit '{key}'" if split else f"the bucket that ends with unit '{key}'"
-        split_labels, rest_labels = (
-            [f"{unit} over '{name}'" for name in names] for names in (route.split_axes, route.replica_axes)
-        )
-        scatter, reduce = f"scatter_{route.reduce_op}", f"unvary_{route.reduce_op}"
-        slices = [_reduce_step(scatter, axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
-        if route.reduce_codec:
-            slices = [_exchange_step(route, split[0], split_labels[0], tag)]
-        sums = [_reduce_step(reduce, axis, label) for axis, label in zip(rest, rest_labels, strict=True)]
-        gathers = [gather_step(axis, label, tag) for axis, label in zip(split, split_labels, strict=True)]
-        out = () if route.device is None else (make_host_copy_step(key, route.result_dtype),)
+        label = f"unit '{key}'" if route.split_axes else f"the bucket that ends with unit '{key}'"
+        names = Names(key, label, tag)
+        prepare: list[BackStep] = []
+        steps: list[StartStep] = []
+        for stage in reversed(route.stages):
+            if (change := stage.send_back()) is not None:
+                if steps:
+                    steps[-1] = _append(steps[-1], change)
+                else:
+                    prepare.append(change)
+            if (step := stage.start_back(names)) is not None:
+                steps.append(step)
+        over = [stage for stage in reversed(route.stages) if isinstance(stage, AllGather | Replicas)]
+        gathers = [stage for stage in over if isinstance(stage, AllGather)]
         return cls(
-            tuple(reversed(gathers)),
-            (*_add_division([*slices, *sums], route), *out),
-            tuple(axis.name for axis in split),
-            tuple(axis.reduction_name or axis.name for axis in (*split, *rest)),
-            tuple(step for step, name in reversed([*zip(gathers, route.split_axes, strict=True)]) if name in route.kept_axes),
-            tuple(_group(mesh[name]).name for name in route.kept_axes),
+            GatherChain(route, names, has_groups=has_groups),
+            tuple(prepare),
+            tuple(steps),
+            tuple(stage.group or "" for stage in gathers),
+            tuple(stage.reduction_group for stage in over),
+            tuple(stage.group or "" for stage in gathers if stage.axis in route.kept_axes),
         )
+
+
+def _append(step: StartStep, change: BackStep) -> StartStep:
+    """Return a step that ends with a change of its result."""
+    return lambda x, own: step(x, own).then(change)
+
+
+def copy_kept_slice(buffer: Tensor, route: Route, mesh: Mesh) -> Tensor:
+    """Return a copy of the slice of a gathered buffer that this rank keeps between forward and backward."""
+    index = find_slice(route.kept_axes, mesh) or 0  # sizes without ranks have shapes alone
+    numel = -(-len(buffer) // route.num_kept)
+    with _torch.below_transforms(), _torch.below_autograd():
+        piece = buffer[index * numel : (index + 1) * numel]
+        kept = piece.new_empty(numel)
+        kept[: len(piece)].copy_(piece)  # shorter at the end of bytes, which have no padding for this
+        return kept
 
 
 @dataclass(frozen=True)
@@ -210,7 +295,10 @@ def make_route_table(
     connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)
     compares = check_order and connected and all(is_comparable(axis.name) for axis in groups if axis.size > 1)
     keys = tuple(routes)
-    steps = {k: RouteSteps.for_route(k, routes[k], mesh, UnitTag(keys, i) if compares else None) for i, k in enumerate(keys)}
+    steps = {
+        k: RouteSteps.for_route(k, routes[k], UnitTag(keys, i) if compares else None, has_groups=connected)
+        for i, k in enumerate(keys)
+    }
     return RouteTable(
         routes,
         steps,
@@ -220,55 +308,3 @@ def make_route_table(
         tuple(dict.fromkeys(group for unit in steps.values() for group in unit.gather_groups)),
         any(route.reshard_after_forward for route in routes.values()),
     )
-
-
-def _group(axis: Axis) -> ProcessAxis:
-    """Return the axis, which must not be simulated."""
-    assert isinstance(axis, ProcessAxis)
-    return axis
-
-
-def gather_step(axis: ProcessAxis, label: str, tag: UnitTag | None = None) -> StartStep:
-    """Return the start of a gather along an axis."""
-    context = OpContext(axis.size, axis.name, tag=tag, label=label)
-    return lambda x, own: start_op("gather_mean", x, context, own)
-
-
-def _reduce_step(op: str, axis: ProcessAxis, label: str, tag: UnitTag | None = None) -> StartStep:
-    """Return a function that starts a reduction; ``unvary...`` operations write into their input, unless traced."""
-    context = OpContext(axis.size, axis.reduction_name or axis.name, tag=tag, label=label)
-    in_place = op.startswith("unvary")
-    return lambda x, own: start_op(op, x, context, (None if _torch.is_traced() else x) if in_place else own)
-
-
-def _exchange_step(route: Route, axis: ProcessAxis, label: str, tag: UnitTag | None) -> StartStep:
-    """Return a function that starts the reduction of encoded slices to this rank's own."""
-    assert route.reduce_codec is not None
-    how = f" encoded by {route.reduce_codec}"  # ranks compare it: other codecs may send as many bytes
-    tag = tag and UnitTag(tag.keys, tag.index, how)
-    context = OpContext(axis.size, axis.reduction_name or axis.name, tag=tag, label=label + how)
-    start = functools.partial(start_encoded_reduction, codec=route.reduce_codec, context=context)
-    numel, dtype, mean = route.padded_numel // axis.size, route.dtypes.reduce, route.reduce_op == "mean"
-    return lambda x, own: start(x, numel=numel, dtype=dtype, mean=mean)
-
-
-def _add_division(steps: list[StartStep], route: Route) -> tuple[StartStep, ...]:
-    """Return the steps with divisions before the first and after the last, in place, and a cast at the end.
-
-    NCCL's PREMUL_SUM would divide as it sends, but functional collectives name an op by a string, which has no place for its
-    factor: "Unrecognized reduce_op: premul_sum" in torch 2.11 to 2.13.
-    """
-    before, after, dtype = route.divide_before, route.divide_after, route.result_dtype
-    if steps and before == after == 1 and route.dtypes.reduce == dtype:
-        return tuple(steps)
-    if not steps:
-        return () if before == after == 1 else (lambda x, own: PendingResult((), lambda: x.div_(before * after).to(dtype)),)
-    first, last = steps[0], steps[-1]
-    if before != 1:
-        steps = [lambda x, own: first(x.div_(before), own), *steps[1:]]
-        last = steps[-1]
-
-    def end(x: Tensor, own: Tensor | None) -> PendingResult:
-        return last(x, own).then(lambda out: (out.div_(after) if after != 1 else out).to(dtype))
-
-    return (*steps[:-1], end)

@@ -8,7 +8,7 @@ transpose leads from shards to the buffer, and from the buffer's gradient to tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,17 +16,15 @@ from torch import Tensor
 from .. import _torch
 from .._spec.checks import HOST
 from .._spec.division import ReduceBy, Reduction
-from .._spec.precision import Codec, Precision, pack_bytes
+from .._spec.precision import Precision, pack_bytes
 from .._spec.unit import Unit
-from ..collectives._functions import gather_slices, reduce_scatter, scatter, unvary, vary
-from ..collectives._mesh import Axis, Mesh, ProcessAxis, Simulated
+from ..collectives._functions import reduce_scatter, scatter, unvary
+from ..collectives._mesh import Axis, Mesh, Simulated
 from ..collectives._primitive import LinearFunction, linear_map
 from .accumulation import drop_unweighted
-from .encoded_reduction import reduce_encoded, refuse_compiled_step
-from .host import move
 from .layout import rank_coords
-from .mixed_layout import MixedLayout, Run
 from .route import Route
+from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 
 __all__ = ["REDUCE_MEAN", "encode_at_rest", "gather_unit", "reduce_along", "reduce_unit", "resolve_reduction", "scatter_unit"]
 __all__ += ["weigh_grad"]
@@ -85,23 +83,9 @@ def gather_unit(
             they differ.
     """
     route = Route.for_unit(unit, mesh, reduction, precision, piece.dtype)
-    label = f"unit '{unit.key}'" if check_order and not torch.compiler.is_compiling() else ""  # nothing is sent there yet
     if not unit.numel:  # nothing to send
         return piece.new_empty(0, dtype=route.dtypes.param, device=route.device)
-    split, rest = ([mesh[name] for name in names] for names in (route.split_axes, route.replica_axes))
-    if route.form:
-        piece = move(piece, route.device, piece.dtype)
-        return route.decode(_gather_along(piece, split, label) if split else piece.clone(), route.form)
-    if route.codec:
-        value = _gather_encoded(route.codec, move(piece.detach(), route.device, piece.dtype), split, route.dtypes.param, label)
-        return _apply_route(piece, value, *_constants_of_route(route, mesh, label), True)
-    if not route.has_only_collectives:
-        return _apply_route(piece, None, *_constants_of_route(route, mesh, label), True)
-    for axis in reversed(rest):
-        piece = vary(piece, axis, reduce=route.reduce_op, label=label)
-    for axis in reversed(split):
-        piece = gather_slices(piece, axis, reduce=route.reduce_op, label=label)
-    return piece
+    return _flow(piece, route.stages, mesh, unit.key if check_order else None, gathers=True)
 
 
 def weigh_grad(buffer: Tensor, weight: Tensor | None) -> Tensor:
@@ -138,14 +122,10 @@ def reduce_unit(
 ) -> Tensor:
     """Return this rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `gather_unit`."""
     dtype = dtype or buffer.dtype
-    label = f"unit '{unit.key}'" if check_order and not torch.compiler.is_compiling() else ""  # nothing is sent there yet
     route = Route.for_unit(unit, mesh, reduction, precision, dtype)
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
-    if not route.has_only_collectives:
-        return _apply_route(buffer, None, *_constants_of_route(route, mesh, label), False)
-    split, rest = ([mesh[name] for name in names] for names in (route.split_axes, route.replica_axes))
-    return reduce_along(buffer, split, rest, route.reduce_op, label)
+    return _flow(buffer, route.stages, mesh, unit.key if check_order else None, gathers=False)
 
 
 def reduce_along(
@@ -159,110 +139,64 @@ def reduce_along(
     return buffer
 
 
-class _RouteConstants(NamedTuple):
-    """A route on a mesh as constants, and the ranks that vmap simulates, in a form that Dynamo can record."""
+def _flow(x: Tensor, stages: tuple[Stage, ...], mesh: Mesh, compared: str | None, *, gathers: bool) -> Tensor:
+    """Return what leaves the stages, of a slice or, back through them, of a buffer's gradient; differentiable.
 
-    ranks: tuple[Tensor, ...]
-    split: tuple[tuple[int, str | None], ...]
-    """The sizes of the split axes and the names of their groups, None for simulated ones."""
-    replicas: tuple[tuple[int, str | None], ...]
-    op: Literal["mean", "sum"]
-    factors: tuple[float, float]
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    """The dtypes in which parameters are gathered, gradients reduced, and shards kept."""
-    layout: tuple[tuple[Run, ...], int, int | None] | None
-    """The layout of a buffer with parameters of several dtypes."""
-    codec: Codec | None
-    """The codec of the reduction, which no graph of Dynamo's has."""
-    device: torch.device | None
-    """The device to which host-resident shards are copied."""
-    label: str
-    """The label of its collectives."""
-
-
-def _constants_of_route(route: Route, mesh: Mesh, label: str) -> _RouteConstants:
-    """Return a route as constants for Dynamo, and the ranks of simulated axes, which are tensors."""
-    axes = [[mesh[name] for name in names] for names in (route.split_axes, route.replica_axes)]
-    ranks = tuple(axis.rank for some in axes for axis in some if isinstance(axis, Simulated))
-    split, rest = (tuple((a.size, a.name if isinstance(a, ProcessAxis) else None) for a in some) for some in axes)
-    dtypes = route.dtypes.param, route.dtypes.reduce, route.shard_dtype
-    layout = (route.layout.runs, route.layout.num_slices, route.layout.index) if route.layout else None
-    factors = route.divide_before, route.divide_after
-    if route.reduce_codec:
-        refuse_compiled_step(route.reduce_codec)
-    return _RouteConstants(
-        ranks, split, rest, route.reduce_op, factors, dtypes, layout, route.reduce_codec, route.device, label
-    )
+    With the key of the unit that is ``compared``, ranks compare their collectives.
+    """
+    is_compared = compared is not None and not torch.compiler.is_compiling()  # there, nothing is sent yet
+    label = f"unit '{compared}'" if is_compared else ""
+    over = [(stage.axis, mesh[stage.axis]) for stage in stages if isinstance(stage, AllGather | Replicas)]
+    simulated = {name: axis.rank for name, axis in over if isinstance(axis, Simulated)}
+    transit, value = Transit(label, simulated), None
+    if all(type(stage) in (AllGather, Replicas) for stage in stages) or stages[-1].is_constant:
+        return _run_there(stages, x, transit) if gathers else _run_back(stages, x, transit)
+    if any(stage.linear() is not stage for stage in stages):
+        value = _run_there(stages, x.detach(), transit) if gathers else None
+        stages = tuple(linear for stage in stages if (linear := stage.linear()) is not None)
+    ranks = tuple(simulated.values())
+    if torch.compiler.is_compiling():
+        return _flow_in_graph(x, value, to_constants(stages), tuple(simulated), ranks, gathers)
+    return _flow_as_node(x, value, stages, tuple(simulated), ranks, label, gathers)
 
 
-def _axes_from_constants(
-    ranks: Sequence[Tensor], split: Sequence[tuple[int, str | None]], rest: Sequence[tuple[int, str | None]]
-) -> tuple[list[Axis], list[Axis]]:
-    """Return the axes that split a unit, and the others, from the constants of a route."""
-    values = iter(ranks)
-
-    def axis(size: int, name: str | None) -> Axis:
-        return Simulated(size, next(values)) if name is None else ProcessAxis(size, None, name)
-
-    return [axis(*some) for some in split], [axis(*some) for some in rest]
+def _run_there(stages: Iterable[Stage], x: Tensor, transit: Transit) -> Tensor:
+    """Return what leaves the stages."""
+    for stage in stages:
+        x = stage.there(x, transit)
+    return x
 
 
-def _gather_along(piece: Tensor, split: Sequence[Axis], label: str) -> Tensor:
-    """Gather a piece along the axes that split it, the innermost first."""
-    for axis in reversed(split):
-        piece = gather_slices(piece, axis, label=label)
-    return piece
+def _run_back(stages: Sequence[Stage], grad: Tensor, transit: Transit) -> Tensor:
+    """Return the gradient of what enters the stages."""
+    for stage in reversed(stages):
+        grad = stage.back(grad, transit)
+    return grad
 
 
-def _gather_encoded(codec: Codec, piece: Tensor, split: Sequence[Axis], dtype: torch.dtype, label: str) -> Tensor:
-    """Gather the slices of all ranks, each encoded where it is and decoded everywhere."""
-    rows = [_gather_along(x[None], split, label) for x in codec._encode_slice(piece)]
-    if all(axis.size == 1 for axis in split):  # nothing was gathered, and decode may give what it is given
-        rows = [x.clone() for x in rows]
-    return codec._decode_slices(rows, len(piece), dtype)
-
-
-def _gather_mixed(piece: Tensor, split: Sequence[Axis], layout: MixedLayout, label: str) -> Tensor:
-    """Gather a piece of a unit with parameters of several dtypes as its wide buffer: by bytes where ranks are processes."""
-    if split and layout.index is not None:
-        return layout.widen(_gather_along(layout.encode(piece), split, label), piece.shape)
-    return _gather_along(piece, split, label).to(layout.wide)  # what reads it casts
-
-
-@_torch.allow_in_graph
-def _apply_route(
+def _flow_as_node(
     x: Tensor,
     value: Tensor | None,
-    ranks: tuple[Tensor, ...],
-    split: tuple[tuple[int, str | None], ...],
-    rest: tuple[tuple[int, str | None], ...],
-    op: Literal["mean", "sum"],
-    factors: tuple[float, float],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    layout: tuple[tuple[Run, ...], int, int | None] | None,
-    codec: Codec | None,
-    device: torch.device | None,
+    stages: Sequence[Stage],
+    axes: Sequence[str],
+    ranks: Sequence[Tensor],
     label: str,
     gathers: bool,
 ) -> Tensor:
-    """Gather a slice along a route, or reduce a buffer: one node for Dynamo, as in collectives._primitive."""
-    param_dtype, reduce_dtype, shard_dtype = dtypes
-    mixed = None if layout is None else MixedLayout(*layout)
+    """Run linear stages as one node of autograd: between two, a gradient would be cast to the dtype of the value."""
 
-    def gather(piece: Tensor, *ranks: Tensor) -> Tensor:
-        axes = _axes_from_constants(ranks, split, rest)[0]
-        if mixed is not None:
-            return _gather_mixed(move(piece, device, piece.dtype), axes, mixed, label)
-        return _gather_along(move(piece, device, param_dtype), axes, label)
+    def there(x: Tensor, *ranks: Tensor) -> Tensor:
+        return _run_there(stages, x, Transit(label, dict(zip(axes, ranks, strict=True))))
 
-    def reduce_grad(grad: Tensor, *ranks: Tensor) -> Tensor:
-        before, after = factors
-        grad = move(grad, device, reduce_dtype)  # which is there, but for a slice that is to be reduced over more axes
-        sliced, other = _axes_from_constants(ranks, split, rest)
-        grad = grad / before if before != 1 else grad
-        if codec is not None:
-            grad, sliced = reduce_encoded(grad, codec, sliced[0], op, label), []
-        grad = reduce_along(grad, sliced, other, op, label)
-        return move(grad / after if after != 1 else grad, device and HOST, shard_dtype)
+    def back(grad: Tensor, *ranks: Tensor) -> Tensor:
+        return _run_back(stages, grad, Transit(label, dict(zip(axes, ranks, strict=True))))
 
-    return LinearFunction.apply(x, value, linear_map(*((gather, reduce_grad) if gathers else (reduce_grad, gather))), *ranks)
+    return LinearFunction.apply(x, value, linear_map(*((there, back) if gathers else (back, there))), *ranks)
+
+
+@_torch.allow_in_graph
+def _flow_in_graph(
+    x: Tensor, value: Tensor | None, stages: Constants, axes: tuple[str, ...], ranks: tuple[Tensor, ...], gathers: bool
+) -> Tensor:
+    """Do as `_flow_as_node`, as one node for Dynamo, as in collectives._primitive."""
+    return _flow_as_node(x, value, from_constants(stages), axes, ranks, "", gathers)

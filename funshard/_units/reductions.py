@@ -12,15 +12,11 @@ from .._phases import phase
 from .._spec.unit import Unit
 from .accumulation import GradReceiver
 from .buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
-from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable, StartStep
-from .encoded_reduction import encode_slices
+from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable
 from .layout import insert_padding, to_memory_order
-from .route import Route
+from .route import BucketKind, Route
 
 __all__ = ["ReductionQueue", "flat_pieces"]
-
-_ReductionKind = tuple[torch.dtype, torch.dtype, torch.device | None, tuple[str, ...], float]
-"""The common properties of replicated units in a bucket: dtypes of reduction and shards, device of use, axes and divisor."""
 
 
 class ReductionQueue:
@@ -43,8 +39,8 @@ class ReductionQueue:
         self._on_host: dict[str, Route] = {}  # of whose units gradients go there
         self._slices: list[tuple[str, CollectiveChain]] = []
         self._full_buckets: list[tuple[Bucket, CollectiveChain]] = []
-        self._open_buckets: OpenBuckets[_ReductionKind] = OpenBuckets()
-        self._steps: dict[_ReductionKind, Sequence[StartStep]] = {}  # which replicated units of a kind share
+        self._open_buckets: OpenBuckets[BucketKind] = OpenBuckets()
+        self._steps: dict[BucketKind, RouteSteps] = {}  # which replicated units of a kind share
         self._zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # padding for all units, as nobody writes to it
 
     def begin_backward(self, task: int) -> None:
@@ -64,7 +60,7 @@ class ReductionQueue:
             self.reduce_replicated(unit.key, pieces, route, steps)
         else:
             buffer = _torch.concat_into(pieces, pieces[0].new_empty(route.padded_numel, dtype=route.dtypes.reduce))
-            self.add_unreduced(unit.key, buffer.to(route.shard_dtype))
+            self.add_unreduced(unit.key, _prepare(buffer, steps))
 
     def _padding_zeros(self, route: Route, like: Tensor, routes: RouteTable) -> Tensor:
         """Return zeros as long as the longest padding of any unit."""
@@ -87,9 +83,8 @@ class ReductionQueue:
             del buffer
         self._report_finished(self._in_flight)
         buffer = self._buffers.take(route.padded_numel, route.dtypes.reduce, pieces[0])
-        sent = _torch.concat_into(pieces, buffer)
-        if route.reduce_codec:
-            sent = encode_slices(sent, route.reduce_codec, route.num_slices)
+        sent = _prepare(_torch.concat_into(pieces, buffer), steps)
+        if sent is not buffer:  # but what stands for it
             self._buffers.give(buffer)
             buffer = sent
         chain = CollectiveChain(sent, steps.reduce)
@@ -160,8 +155,8 @@ class ReductionQueue:
     def reduce_replicated(self, key: str, pieces: Sequence[Tensor], route: Route, steps: RouteSteps) -> None:
         """Put the gradient of a unit that every rank keeps whole into the bucket of its kind; reduce a full bucket."""
         self._advance_host_copies(key, route)
-        kind = route.dtypes.reduce, route.shard_dtype, route.device, route.replica_axes, route.divide_after
-        self._steps[kind] = steps.reduce
+        kind = route.bucket_kind
+        self._steps[kind] = steps
         if self._receiver:
             self._receiver.expect(key)
         most = (BUCKET_BYTES_CUDA if pieces[0].is_cuda else BUCKET_BYTES) / route.dtypes.reduce.itemsize
@@ -169,14 +164,14 @@ class ReductionQueue:
             self._report_finished(self._in_flight)
             self._reduce_bucket(full, kind)
 
-    def _reduce_bucket(self, bucket: Bucket, kind: _ReductionKind) -> None:
+    def _reduce_bucket(self, bucket: Bucket, kind: BucketKind) -> None:
         """Start to reduce a bucket."""
         with phase("reduce bucket", " ".join(key or "''" for key in bucket.keys)):
-            buffer = _torch.concat_into(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind[0]))
+            buffer = _torch.concat_into(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind.reduce))
             bucket.pieces.clear()
-            chain = CollectiveChain(buffer, self._steps[kind])
+            chain = CollectiveChain(_prepare(buffer, self._steps[kind]), self._steps[kind].reduce)
         self._full_buckets.append((bucket, chain))
-        if kind[2] is not None:
+        if kind.device is not None:
             self._host_copies.append(chain)
 
     def wait_all(self) -> dict[str, Tensor]:
@@ -205,3 +200,10 @@ def flat_pieces(unit: Unit, grads: Sequence[Tensor | None], route: Route, like: 
         for grad, param in zip(grads, unit.params, strict=True)
     ]
     return insert_padding(pieces, unit, route.padded_numel, zeros)
+
+
+def _prepare(buffer: Tensor, steps: RouteSteps) -> Tensor:
+    """Return what is reduced of a unit's joined gradient."""
+    for change in steps.prepare:
+        buffer = change(buffer)
+    return buffer

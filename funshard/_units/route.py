@@ -1,29 +1,43 @@
-"""The route of a unit between ranks, as plain data that data flow (flow.py) and chains (chain.py) interpret."""
+"""The route of a unit between ranks: its stages, which data flow (flow.py) and chains (chain.py) fold, and facts about it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._spec.checks import compute_device
 from .._spec.division import Reduction, choose_division, count_ranks
-from .._spec.precision import Codec, Dtypes, Form, Precision, unpack_bytes
+from .._spec.precision import Codec, Dtypes, Form, Precision
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from ..collectives._mesh import Mesh, ProcessAxis
 from .layout import longest_padding, unflatten_unit
 from .mixed_layout import MixedLayout, find_param_dtypes, make_mixed_layout
+from .stages import AllGather, Bytes, Copy, Decode, Divide, Encode, GatherEncodedBack, GradDtype, Join, Move, Replicas, Stage
 
-__all__ = ["Route", "find_slice"]
+__all__ = ["BucketKind", "Route", "find_slice"]
+
+
+class BucketKind(NamedTuple):
+    """The common properties of replicated units whose gradients are reduced as one."""
+
+    reduce: torch.dtype
+    """The dtype of the reduction."""
+    shard: torch.dtype
+    device: torch.device | None
+    """The device of use, of host-resident units."""
+    axes: tuple[str, ...]
+    divisors: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Route:
-    """The mesh axes over which a unit is gathered and reduced, the dtypes, and the divisors of its gradients."""
+    """The mesh axes over which a unit is gathered and reduced, the dtypes, and the stages that they make."""
 
     padded_numel: int
     """Elements of its whole buffer."""
@@ -33,12 +47,6 @@ class Route:
     """The axes of its slices, outermost first: gathered over from the last one on, reduced over from the first one on."""
     replica_axes: tuple[str, ...]
     """The other axes that its gradients are reduced over, in that order, as slices."""
-    reduce_op: Literal["mean", "sum"]
-    """The result of the collectives that reduce gradients."""
-    divide_before: float
-    """The divisor of gradients before the first collective."""
-    divide_after: float
-    """The divisor of gradients after the last collective."""
     shard_dtype: torch.dtype
     """The dtype of the shard."""
     dtypes: Dtypes
@@ -63,6 +71,8 @@ class Route:
     """The axes of the slice of its buffer that is kept meanwhile and gathered again; none to gather again from the shards."""
     num_kept: int
     """The number of slices that these axes split its buffer into."""
+    stages: tuple[Stage, ...] = ()
+    """The way from the slice to the buffer."""
 
     @classmethod
     def for_unit(cls, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype) -> Route:
@@ -77,10 +87,7 @@ class Route:
         split_axes = tuple(name for name in unit.p.axes if name in sizes)
         included = tuple(name for name in reversed(sizes) if reduction.includes(name))
         replica_axes = tuple(name for name in included if name not in unit.distinct_axes)
-        local_ranks = count_ranks((name for name in unit.local_axes if name in included), mesh)
-        num_ranks = count_ranks((*split_axes, *replica_axes), mesh)
         num_slices = count_ranks(unit.p.axes, mesh)
-        is_encoded = len(split_axes) == 1 and dtype.is_floating_point
         padded_numel = unit.padded_numel(num_slices)
         device = compute_device(unit, mesh)
         layout = None
@@ -93,17 +100,12 @@ class Route:
         kept_axes = tuple(name for name in split_axes if name in unit.p.reshard_axes)
         reshards = bool(kept_axes) if unit.p.reshard_axes and split_axes else bool(unit.p.reshard)
         kept_axes = () if kept_axes == split_axes else kept_axes
-        reduce_op, before, after = ("mean", 1.0, 1.0)
-        if unit.numel:
-            reduce_op, before, after = choose_division(reduction.by, num_ranks, dtypes.reduce, local_ranks)
-        return cls(
+        is_encoded = len(split_axes) == 1 and dtype.is_floating_point
+        route = cls(
             padded_numel=padded_numel,
             longest_padding=longest_padding(unit, padded_numel),
             split_axes=split_axes,
             replica_axes=replica_axes,
-            reduce_op=reduce_op,
-            divide_before=before,
-            divide_after=after,
             shard_dtype=dtype,
             dtypes=dtypes,
             codec=codec,
@@ -117,6 +119,50 @@ class Route:
             kept_axes=kept_axes,
             num_kept=count_ranks(kept_axes, mesh),
         )
+        local_ranks = count_ranks((name for name in unit.local_axes if name in included), mesh)
+        num_ranks = count_ranks((*split_axes, *replica_axes), mesh)
+        by = reduction.by if unit.numel else "sum"
+        division = choose_division(by, num_ranks, dtypes.reduce, local_ranks)
+        return dataclasses.replace(route, stages=route._make_stages(mesh, *division))
+
+    def _make_stages(self, mesh: Mesh, op: Literal["mean", "sum"], before: float, after: float) -> tuple[Stage, ...]:
+        """Return the stages, with this result of the reductions and these divisors before the first and after the last one."""
+        param, reduce = self.dtypes
+        numel = self.padded_numel // self.num_slices
+        stages: list[Stage] = []
+        if self.form:  # bytes, which have no gradient
+            if self.device is not None:
+                stages.append(Move(self.device, torch.uint8, torch.uint8, torch.uint8))
+            elif not self.split_axes:
+                stages.append(Copy())
+            stages += [AllGather.of(name, mesh, op) for name in reversed(self.split_axes)]
+            assert self.codec is not None
+            return *stages, Decode(self.codec, self.num_slices, numel, param, self.form)
+        sent = self.shard_dtype if self.codec or self.layout else param
+        is_cast = self.dtypes != (self.shard_dtype, self.shard_dtype) or self.device is not None or self.layout is not None
+        if is_cast:
+            stages.append(Move(self.device, sent, self.shard_dtype, self.result_dtype))
+        if after != 1:
+            stages.append(Divide(after))
+        stages += [Replicas.of(name, mesh, op) for name in reversed(self.replica_axes)]
+        if self.layout:
+            stages.append(Bytes(self.layout))
+        elif self.codec:
+            stages.append(Encode(self.codec, param))
+        for name in reversed(self.split_axes):
+            if self.reduce_codec:
+                stages.append(GatherEncodedBack.of(name, mesh, op, codec=self.reduce_codec, numel=numel, dtype=reduce))
+            else:
+                stages.append(AllGather.of(name, mesh, op))
+        if self.layout:
+            stages.append(Join(self.layout))
+        elif self.codec:
+            stages.append(Decode(self.codec, self.num_slices, numel, param))
+        if before != 1:
+            stages.append(Divide(before))
+        if is_cast:
+            stages.append(GradDtype(self.device, reduce))
+        return tuple(stages)
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -125,22 +171,11 @@ class Route:
             return self.shard_dtype
         return min(self.shard_dtype, self.dtypes.reduce, key=lambda dtype: dtype.itemsize)
 
-    def decode(self, raw: Tensor, form: Form) -> Tensor:
-        """Return the unit's buffer from the bytes of all slices, end to end."""
-        assert self.codec is not None
-        tensors = unpack_bytes(raw.view(self.num_slices, -1), form)
-        return self.codec._decode_slices(tensors, self.padded_numel // self.num_slices, self.dtypes.param)
-
     @property
-    def has_only_collectives(self) -> bool:
-        """Whether collectives alone make the route: nothing is cast, encoded, divided or copied."""
-        return (
-            self.dtypes == (self.shard_dtype, self.shard_dtype)
-            and self.divide_before == self.divide_after == 1
-            and self.device is None
-            and self.layout is None
-            and self.reduce_codec is None
-        )
+    def bucket_kind(self) -> BucketKind:
+        """The kind of the bucket in which its gradient is reduced, if every rank keeps it whole."""
+        divisors = tuple(stage.divisor for stage in self.stages if isinstance(stage, Divide))
+        return BucketKind(self.dtypes.reduce, self.shard_dtype, self.device, self.replica_axes, divisors)
 
     @property
     def view_dtypes(self) -> tuple[torch.dtype, ...]:

@@ -20,6 +20,7 @@ from ..collectives._mesh import Mesh
 from .flow import gather_unit, scatter_unit
 from .layout import concat_padded, flatten_unit, rank_coords, to_memory_order, unflatten_unit
 from .route import Route
+from .stages import Transit
 
 __all__ = [
     "decode_whole",
@@ -93,10 +94,10 @@ def gather_whole(piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, *,
 
 def decode_whole(raw: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     """Return the whole buffer of a unit from the joined slices of all ranks, decoded if they are bytes at rest."""
-    route = Route.for_unit(unit, mesh, Reduction(), None, raw.dtype)
-    if not route.form:
+    if not unit.at_rest:
         return raw
-    rows = [route.decode(row, route.form) for row in raw.view(count_ranks(unit.local_axes, mesh), -1)]
+    decode = Route.for_unit(unit, mesh, Reduction(), None, raw.dtype).stages[-1]
+    rows = [decode.there(row, Transit()) for row in raw.view(count_ranks(unit.local_axes, mesh), -1)]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 

@@ -1,0 +1,446 @@
+"""The stages of a unit's way from a rank's slice to its buffer. Each one says both directions: values there, gradients back.
+
+            Move         Divide     Replicas("replicate")   AllGather("shard")   Divide    GradDtype
+    slice   copy, cast ->   -    ->          -           ->     all-gather     ->   -    ->    -    -> buffer
+    grad    cast, copy <- divide <-     all-reduce       <-   reduce-scatter   <- divide <-  cast   <- grad of buffer
+
+A `Route` is a tuple of them. FSDP is `AllGather` alone, DDP is `Replicas` alone; a codec puts `Encode` and `Decode` around the
+gathers, parameters of several dtypes `Bytes` and `Join`, and a slice at rest in a codec has a `Decode` alone. An option of the
+wire is one stage, and nothing outside of it knows what it does. Folds over the tuple run it: flow.py as differentiable data
+flow, chain.py asynchronously on buffers of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._spec.checks import HOST
+from .._spec.precision import Codec, Form, pack_bytes, unpack_bytes
+from ..collectives._functions import gather_slices, reduce_scatter, unvary, vary
+from ..collectives._mesh import Axis, Mesh, ProcessAxis, Simulated
+from ..collectives._ops import OpContext, PendingResult, start_op
+from ..collectives._tag import UnitTag
+from .encoded_reduction import encode_slices, reduce_encoded, refuse_compiled_step, start_encoded_reduction
+from .host import make_host_copy_step, move
+from .mixed_layout import MixedLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "AllGather",
+    "Buffers",
+    "Bytes",
+    "Cast",
+    "Constants",
+    "Copy",
+    "Decode",
+    "Divide",
+    "Encode",
+    "GatherEncodedBack",
+    "GradDtype",
+    "Join",
+    "Move",
+    "Names",
+    "Replicas",
+    "Stage",
+    "StartStep",
+    "Transit",
+    "Wire",
+    "from_constants",
+    "to_constants",
+]
+
+StartStep = Callable[[Tensor, Tensor | None], PendingResult]
+"""A function that starts one collective or copy on a tensor, and writes the result into the second one, if there is one."""
+BackStep = Callable[[Tensor], Tensor]
+"""A function of a gradient that a chain owns, which it may write to."""
+
+
+class Wire(NamedTuple):
+    """What passes between two stages, of one rank: its elements and their dtype."""
+
+    numel: int
+    dtype: torch.dtype
+
+
+class Names(NamedTuple):
+    """What a chain calls a unit: its key, the label of its collectives, and the tag that ranks compare."""
+
+    key: str
+    label: str
+    tag: UnitTag | None = None
+
+
+class Buffers(Protocol):
+    """The memory of chains."""
+
+    def take(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """Return a buffer of so many elements, with anything in it."""
+        ...
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back."""
+        ...
+
+
+class Transit:
+    """What the stages of one run share."""
+
+    __slots__ = ("buffers", "form", "label", "ranks", "shape")
+
+    def __init__(self, label: str = "", ranks: Mapping[str, Tensor] | None = None, buffers: Buffers | None = None) -> None:
+        self.label = label  # of collectives in data flow, if ranks compare them
+        self.ranks = ranks or {}  # of the simulated axes, by name
+        self.buffers = buffers  # of a chain
+        self.form: Form | None = None  # of the slice that `Encode` has encoded
+        self.shape: Sequence[int] | None = None  # of the slice that `Bytes` has encoded
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage. By itself it is the identity in both directions, and sends nothing."""
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether its result has no derivative."""
+        return False
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether it changes values, and not gradients alone."""
+        return type(self).there is not Stage.there
+
+    def out(self, wire: Wire) -> Wire:
+        """Return what leaves the stage where this enters it."""
+        return wire
+
+    def there(self, x: Tensor, transit: Transit) -> Tensor:
+        """Return the value after the stage, in data flow below autograd. Dimensions after the first may be batches."""
+        return x
+
+    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+        """Return the gradient before the stage from that after it, in data flow: the transpose of `linear`."""
+        return grad
+
+    def linear(self) -> Stage | None:
+        """Return the stage that tangents go through: itself, unless it is not linear; None for the identity."""
+        return self
+
+    def send(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
+        """Return the value after the stage, in a chain.
+
+        If the one gather follows, ``out`` is its result, and the value may be written where that has it.
+        """
+        return self.there(x, transit)
+
+    def send_back(self) -> BackStep | None:
+        """Return the function for gradients in a chain, if the stage is not the identity for them and sends nothing."""
+        return None
+
+    def start_back(self, names: Names) -> StartStep | None:
+        """Return the function that starts the stage for gradients in a chain, if it sends something."""
+        return None
+
+
+# --- Between two collectives: copies, casts, divisions ---
+
+
+@dataclass(frozen=True)
+class Move(Stage):
+    """A copy to the device where the slice is used, if it is host-resident, and a cast; gradients go the way back."""
+
+    device: torch.device | None
+    dtype: torch.dtype
+    home: torch.dtype
+    """The dtype of the slice, and so of its gradient."""
+    leaves_in: torch.dtype
+    """The dtype in which a gradient leaves the device: the slice's, or the smaller one of the reduction."""
+
+    def out(self, wire: Wire) -> Wire:
+        return wire._replace(dtype=self.dtype)
+
+    def there(self, x: Tensor, transit: Transit) -> Tensor:
+        return move(x, self.device, self.dtype)
+
+    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+        return move(grad, self.device and HOST, self.home)
+
+    def send(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
+        return x if out is not None else x.to(self.dtype)  # a gather casts as it writes its own slice
+
+    def send_back(self) -> BackStep | None:
+        return lambda grad: grad.to(self.leaves_in)
+
+    def start_back(self, names: Names) -> StartStep | None:
+        return None if self.device is None else make_host_copy_step(names.key, self.leaves_in)
+
+
+@dataclass(frozen=True)
+class Cast(Stage):
+    """A cast of values. Gradients have that dtype already."""
+
+    dtype: torch.dtype
+
+    def there(self, x: Tensor, transit: Transit) -> Tensor:
+        return x.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Divide(Stage):
+    """A division of gradients.
+
+    NCCL's PREMUL_SUM would divide as it sends, but functional collectives name an op by a string, which has no place for its
+    factor: "Unrecognized reduce_op: premul_sum" in torch 2.11 to 2.13.
+    """
+
+    divisor: float
+
+    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+        return grad / self.divisor
+
+    def send_back(self) -> BackStep | None:
+        return lambda grad: grad.div_(self.divisor)
+
+
+@dataclass(frozen=True)
+class GradDtype(Stage):
+    """The cast of the buffer's gradient to the dtype of the reduction, where the buffer is. A chain joins it in that dtype."""
+
+    device: torch.device | None
+    dtype: torch.dtype
+
+    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+        return move(grad, self.device, self.dtype)  # which is there, but for a slice that is to be reduced over more axes
+
+
+@dataclass(frozen=True)
+class Copy(Stage):
+    """A copy of the slice, for a stage that may return what it is given."""
+
+    def there(self, x: Tensor, transit: Transit) -> Tensor:
+        return x.clone()
+
+
+# --- Collectives over one axis of the mesh ---
+
+
+@dataclass(frozen=True)
+class _Over(Stage):
+    """A collective over an axis of the mesh."""
+
+    axis: str
+    size: int
+    group: str | None
+    """The name of its process group; None for a simulated axis."""
+    reduction_group: str
+    """The name of the process group of its reductions in a chain."""
+    op: Literal["mean", "sum"]
+    """The result of the reduction of gradients."""
+
+    @classmethod
+    def of(cls, name: str, mesh: Mesh, op: Literal["mean", "sum"], **others: Any) -> Self:
+        """Return the stage over an axis of a mesh."""
+        axis = mesh[name]
+        if isinstance(axis, ProcessAxis):
+            return cls(name, axis.size, axis.name, axis.reduction_name or axis.name, op, **others)
+        return cls(name, axis.size, None, "", op, **others)
+
+    def axis_in(self, transit: Transit) -> Axis:
+        """Return the axis in data flow."""
+        return (
+            ProcessAxis(self.size, None, self.group)
+            if self.group is not None
+            else Simulated(self.size, transit.ranks[self.axis])
+        )
+
+    def context(self, names: Names, *, reduces: bool = False) -> OpContext:
+        """Return the process group of a chain's collectives, and what they are called."""
+        group = self.reduction_group if reduces else self.group
+        return OpContext(self.size, group or "", tag=names.tag, label=f"{names.label} over '{self.axis}'")
+
+
+@dataclass(frozen=True)
+class AllGather(_Over):
+    """The gather of the slices of an axis; gradients are reduce-scattered."""
+
+    def out(self, wire: Wire) -> Wire:
+        return wire._replace(numel=wire.numel * self.size)
+
+    def there(self, x: Tensor, transit: Transit) -> Tensor:
+        return gather_slices(x, self.axis_in(transit), reduce=self.op, label=transit.label)
+
+    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+        return reduce_scatter(grad, self.axis_in(transit), reduce=self.op, label=transit.label)
+
+    def start(self, names: Names) -> StartStep:
+        """Return the function that starts the gather in a chain."""
+        context = self.context(names)
+        return lambda x, own: start_op("gather_mean", x, context, own)
+
+    def start_back(self, names: Names) -> StartStep | None:
+        context, op = self.context(names, reduces=True), f"scatter_{self.op}"
+        return lambda x, own: start_op(op, x, context, own)
+
+
+@dataclass(frozen=True)
+class GatherEncodedBack(AllGather):
+    """A gather whose gradients are sent encoded to the owners of slices, which decode and add them."""
+
+    codec: Codec
+    numel: int
+    """The elements of a slice."""
+    dtype: torch.dtype
+    """The dtype of the sum."""
+
+    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+        return reduce_encoded(grad, self.codec, self.axis_in(transit), self.op, transit.label)
+
+    def send_back(self) -> BackStep | None:
+        return lambda grad: encode_slices(grad, self.codec, self.size)
+
+    def start_back(self, names: Names) -> StartStep | None:
+        how = f" encoded by {self.codec}"  # ranks compare it: other codecs may send as many bytes
+        tag = names.tag and UnitTag(names.tag.keys, names.tag.index, how)
+        context = self.context(names, reduces=True)._replace(tag=tag)
+        context = context._replace(label=context.label + how)
+        start = functools.partial(start_encoded_reduction, codec=self.codec, context=context)
+        return lambda x, own: start(x, numel=self.numel, dtype=self.dtype, mean=self.op == "mean")
+
+
+@dataclass(frozen=True)
+class Replicas(_Over):
+    """The ranks of an axis that hold equal slices; gradients are all-reduced."""
+
+    def there(self, x: Tensor, transit: Transit) -> Tensor:
+        return vary(x, self.axis_in(transit), reduce=self.op, label=transit.label)
+
+    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+        return unvary(grad, self.axis_in(transit), reduce=self.op, label=transit.label)
+
+    def start_back(self, names: Names) -> StartStep | None:
+        context, op = self.context(names._replace(tag=None), reduces=True), f"unvary_{self.op}"
+        return lambda x, own: start_op(op, x, context, None if _torch.is_traced() else x)  # in place
+
+
+# --- Around the gathers: what is sent of a slice ---
+
+
+@dataclass(frozen=True)
+class Encode(Stage):
+    """The encoding of a slice by a codec, as bytes. Its derivative is that of a cast."""
+
+    codec: Codec
+    dtype: torch.dtype
+    """The dtype in which the unit is computed with."""
+
+    def there(self, x: Tensor, transit: Transit) -> Tensor:
+        raw, transit.form = pack_bytes(self.codec._encode_slice(x))
+        return raw
+
+    def linear(self) -> Stage | None:
+        return Cast(self.dtype)
+
+
+@dataclass(frozen=True)
+class Decode(Stage):
+    """The decoding of all slices, end to end, to the buffer."""
+
+    codec: Codec
+    num_slices: int
+    numel: int
+    """The elements of a slice."""
+    dtype: torch.dtype
+    form: Form | None = None
+    """The form of a slice that is at rest in the codec."""
+
+    @property
+    def is_constant(self) -> bool:
+        return self.form is not None
+
+    def there(self, x: Tensor, transit: Transit) -> Tensor:
+        form = self.form or transit.form
+        assert form is not None
+        return self.codec._decode_slices(unpack_bytes(x.view(self.num_slices, -1), form), self.numel, self.dtype)
+
+    def linear(self) -> Stage | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Bytes(Stage):
+    """The bytes of a slice whose parameters have several dtypes."""
+
+    layout: MixedLayout
+
+    def out(self, wire: Wire) -> Wire:
+        return Wire(self.layout.sent_bytes, torch.uint8)
+
+    def there(self, x: Tensor, transit: Transit) -> Tensor:
+        if self.layout.num_slices == 1 or self.layout.index is None:  # nobody's slice, on simulated ranks
+            return x
+        transit.shape = x.shape
+        return self.layout.encode(x)
+
+    def send(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
+        if _torch.is_traced():
+            return self.layout.encode(x)
+        if out is None:
+            return self.layout.encode_into(x, x.new_empty(self.layout.sent_bytes, dtype=torch.uint8))
+        return self.layout.encode_into(x, out.chunk(self.layout.num_slices)[self.layout.index or 0])
+
+
+@dataclass(frozen=True)
+class Join(Stage):
+    """The buffer of several dtypes from the bytes of all slices; in data flow it has a dtype with the values of all of them."""
+
+    layout: MixedLayout
+
+    def out(self, wire: Wire) -> Wire:
+        return Wire(self.layout.buffer_bytes, torch.uint8)
+
+    def there(self, x: Tensor, transit: Transit) -> Tensor:
+        return x.to(self.layout.wide) if transit.shape is None else self.layout.widen(x, transit.shape)
+
+    def send(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
+        if _torch.is_traced():
+            return self.layout.join(x)
+        if not self.layout.is_padded:
+            return x
+        assert transit.buffers is not None
+        joined = self.layout.join_into(x, transit.buffers.take(self.layout.buffer_bytes, torch.uint8, x))
+        transit.buffers.give(x)
+        return joined
+
+
+# --- Stages as constants: what a graph of Dynamo's holds of them ---
+
+Constants = tuple[tuple[Any, ...], ...]
+_KINDS = (Move, Cast, Divide, GradDtype, Copy, AllGather, Replicas, Bytes, Join)
+
+
+def to_constants(stages: Sequence[Stage]) -> Constants:
+    """Return linear stages as tuples of constants, for Dynamo. Inverse of `from_constants`."""
+    out: list[tuple[Any, ...]] = []
+    for stage in stages:
+        if isinstance(stage, GatherEncodedBack):
+            refuse_compiled_step(stage.codec)
+        if isinstance(stage, Bytes | Join):
+            out.append((type(stage).__name__, stage.layout.runs, stage.layout.num_slices, stage.layout.index))
+        else:
+            out.append((type(stage).__name__, *(getattr(stage, name) for name in type(stage).__match_args__)))
+    return tuple(out)
+
+
+def from_constants(constants: Constants) -> tuple[Stage, ...]:
+    """Return the stages of `to_constants`."""
+    kinds = {kind.__name__: kind for kind in _KINDS}
+    made = ((kinds[name], values) for name, *values in constants)
+    return tuple(kind(MixedLayout(*values)) if kind in (Bytes, Join) else kind(*values) for kind, values in made)
