@@ -60,9 +60,8 @@ from importlib import import_module as _import_module
 from . import averaging, codecs, collectives, compress, curvature, data, loss_scale, optim, policies, testing
 from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from ._call.buffers import BufferWarning
-from ._call.call import functional_call
+from ._call.call import functional_call, trace_order
 from ._call.compiled_unit import CompileWarning
-from ._call.trace_order import trace_order
 from ._compiled.step import compile
 from ._init.init import init, init_buffers
 from ._sharding.full import gather_full, scatter_full, stream_full

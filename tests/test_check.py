@@ -24,7 +24,7 @@ from ranks import Pool, ended, free_port, launch, start
 from torch import Tensor, nn
 
 import funshard as fs
-from funshard._call.gathered_unit import GatheredUnit
+from funshard._call.schedule import GatheredUnit
 from funshard.collectives import _announce
 from funshard.collectives import _rank_check as switch
 from funshard.collectives._ops import OPS

@@ -69,7 +69,6 @@ def test_imports_run_downwards() -> None:
 
 
 KNOWN_CIRCLES = [
-    {"_call.backward_prefetch", "_call.gathered_unit", "_call.run_gradients", "_call.schedule"},
     {"_call.compiled_unit", "_call.recompute", "_call.running"},
     {"_plan.picture", "_plan.plan"},
 ]

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard import P
-from funshard._call import gathered_unit
+from funshard._call import schedule
 from funshard._units.chain import copy_kept_slice
 
 BOTH = ("replicate", "shard")
@@ -131,7 +131,7 @@ def test_slices_live_from_forward_to_the_backward_of_their_unit(way: str) -> Non
         refs.append(weakref.ref(kept))
         return kept
 
-    with world(8), mock.patch.object(gathered_unit, "copy_kept_slice", copied), no_collector():
+    with world(8), mock.patch.object(schedule, "copy_kept_slice", copied), no_collector():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=BOTH)
         model = Net(blocks=6)
         spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh)

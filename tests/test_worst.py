@@ -35,7 +35,7 @@ from worst import Misuse, watched
 
 import funshard as fs
 from funshard import P, _torch
-from funshard._call.gathered_unit import GatheredUnit
+from funshard._call.schedule import GatheredUnit
 from funshard._units.chain import BufferPool, CollectiveChain
 from funshard._units.reductions import ReductionQueue
 from funshard.collectives import _ops as ops

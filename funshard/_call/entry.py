@@ -17,9 +17,9 @@ from .._transforms.error_hints import as_call_arguments, check_materialized
 from .._units.accumulation import GradReceiver, find_accumulation
 from .._units.flow import resolve_reduction
 from ..collectives._mesh import ProcessAxis
-from .bound_module import BoundModule
+from .buffers import is_first_warning
+from .module_state import BoundModule
 from .schedule import CallOptions
-from .warn_once import is_first_warning
 
 __all__ = ["CallInputs", "check_call"]
 

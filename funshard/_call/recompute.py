@@ -23,10 +23,9 @@ from .._transforms._recompute.adapters import CALL_ATTRIBUTES, set_attributes
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import number_views, run_unrecorded
 from .._units.layout import Params
-from .bound_module import BoundModule, Replaced
 from .buffers import copy_buffer
-from .gathered_unit import GatheredUnit
-from .module_state import ModuleAttributes
+from .module_state import BoundModule, ModuleAttributes, Replaced
+from .schedule import GatheredUnit
 
 if TYPE_CHECKING:
     from .running import Call

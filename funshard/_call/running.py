@@ -23,17 +23,15 @@ from .._spec.unit import Unit
 from .._transforms._recompute.saved_results import leave_finished_runs
 from .._units.accumulation import GradReceiver
 from .activation_offload import choose_hooks, choose_offload
-from .attribute_writes import AttributeWrites
-from .bound_module import BoundModule
 from .buffers import install_buffers
 from .casting import buffer_dtypes, module_overrides, wrap_in_casts
 from .compiled_unit import can_run_compiled, compile_forward, find_compiled
+from .guards import AttributeWrites, StandIns
 from .modes import Scheduled, choose_mode
-from .module_state import MODEL_LOCK, GatheringParameters, ModuleAttributes, calling_thread, restore_modules
+from .module_state import MODEL_LOCK, BoundModule, GatheringParameters, ModuleAttributes, calling_thread, restore_modules
 from .recompute import recompute_module
 from .schedule import CallOptions
 from .scopes import UnitScopes
-from .stand_ins import StandIns
 
 __all__ = ["Call"]
 

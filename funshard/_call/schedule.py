@@ -1,9 +1,18 @@
 """The schedule of one call: units are gathered before they are needed, and reduced behind backward.
 
-`GatheredUnit` is the life of one unit; the schedule says when a unit starts it. While one unit computes in forward, those that
-come next in ``spec.order`` are gathered, and in backward those that forward resharded before it. This is for real process
-groups, outside of torch.func or under one torch.func.grad. Elsewhere gathers are data flow (`flow.gather_unit`), as are
-reductions that may be differentiated again.
+The life of a `GatheredUnit`, from the start of its all-gather until the gradient of its buffer is reduced:
+
+    unshard  ->  wait  ->  parameters  ->  reshard  |  prefetch_again  ->  restore_view  ->  reduce_grads
+    (start)    (forward)                   (free)   |    (start)           (backward)        (free, reduce)
+
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py tells the same of FSDP2. Between forward and backward nothing holds the
+buffer: autograd holds `SavedView`s, which name a `BufferLease` that is empty. To free a buffer is to drop the reference to it.
+
+    SavedView  --holds-->  BufferLease  --holds-->  GatheredUnit  --knows-->  BufferLease
+
+The `Schedule` says when a unit starts. While one unit computes in forward, those that come next in ``spec.order`` are gathered,
+and in backward those that forward resharded before it. This is for real process groups, outside of torch.func or under one
+torch.func.grad. Elsewhere gathers are data flow (`flow.gather_unit`), as are reductions that may be differentiated again.
 
 Every rank starts and waits in the same order, as long as it runs the same program; `OrderCheck` compares that.
 """
@@ -11,27 +20,176 @@ Every rank starts and waits in the same order, as long as it runs the same progr
 from __future__ import annotations
 
 import contextlib
+import weakref
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from .. import _torch
+from .._phases import phase
 from .._spec.division import Reduction
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms.saved_tensors import mark_graph_freed
-from .._units.accumulation import GradReceiver
-from .._units.chain import BufferPool, make_route_table
+from .._transforms.saved_tensors import hook_running_node, mark_graph_freed
+from .._units.accumulation import GradReceiver, drop_unweighted
+from .._units.chain import BufferPool, CollectiveChain, copy_kept_slice, make_route_table
+from .._units.flow import reduce_unit
+from .._units.mixed_layout import view_whole_elements
 from .._units.order_check import OrderCheck
-from .._units.reductions import ReductionQueue
-from .backward_prefetch import BackwardPrefetch
-from .gathered_unit import GatheredUnit
-from .run_gradients import RunGradients
+from .._units.reductions import ReductionQueue, flat_pieces
 
-__all__ = ["CallOptions", "Schedule", "find_entered_unit"]
+__all__ = ["MAX_UNSHARDED_IN_BACKWARD", "CallOptions", "GatheredUnit", "Schedule", "check_unmodified", "find_entered_unit"]
+
+
+MAX_UNSHARDED_IN_BACKWARD = 2
+"""The number of units that stay gathered in backward where no gradient tells their last use: frozen units, units that the
+backward of a backward reads before it comes back to them, and all units that stacks of transforms read."""
+
+
+def check_unmodified(key: str, shard: Tensor, version: int) -> None:
+    """Raise RuntimeError, naming the unit, unless its shard has the version at which it was gathered."""
+    if (now := _torch.version(shard)) != version:
+        raise RuntimeError(
+            f"the shard of unit '{key}' was modified in place between forward and backward: "
+            f"expected version {version}, got {now}; update after backward"
+        )
+
+
+class BufferLease:
+    """A gathered buffer in backward; None while nobody has asked for it."""
+
+    __slots__ = ("__weakref__", "buffer", "kept", "unit")
+
+    def __init__(self, unit: GatheredUnit) -> None:
+        self.unit = unit
+        self.buffer: Tensor | None = None
+        self.kept: Tensor | None = None  # the slice of forward's buffer that it is gathered from, if not the shard
+
+
+class SavedView:
+    """The shape, stride and offset in it of a view of a leased buffer, saved in forward or in a backward that records itself.
+
+    An object, not a closure: there is one for each weight of each unit, and the garbage collector visits all of them.
+    """
+
+    __slots__ = ("by_backward", "dtype", "lease", "offset", "shape", "stride")
+
+    def __init__(self, lease: BufferLease, tensor: Tensor, buffer: Tensor, by_backward: bool) -> None:
+        self.lease, self.by_backward = lease, by_backward
+        self.dtype = tensor.dtype  # not the buffer's, where that is bytes
+        self.shape, self.stride = tensor.shape, tensor.stride()
+        # a buffer of another gather may have margins, and begin elsewhere in its storage
+        typed = buffer if buffer.dtype is tensor.dtype else view_whole_elements(buffer, tensor.dtype)
+        self.offset = tensor.storage_offset() - typed.storage_offset()
+
+    def __call__(self) -> Tensor:
+        return self.lease.unit.restore_view(self)
+
+
+Grads = Sequence[Tensor | None]
+
+
+class RunGradients:
+    """The sums of gradients, by gathered unit, of the recomputed runs whose backward has ended, within one backward pass.
+
+    A receiver expects a unit's gradient as long as there is such a sum: backward may not come to the unit's last run, because
+    the loss does not depend on it.
+    """
+
+    def __init__(self, receiver: GradReceiver | None) -> None:
+        self._task, self._receiver = -1, receiver
+        self._sums: dict[GatheredUnit, tuple[int, Grads]] = {}
+
+    def add(self, gathered: GatheredUnit, grads: Grads, task: int) -> None:
+        """Add the gradients of one run in the backward of this number, and reduce their sum after the last one."""
+        if self._task != task:
+            self._task, self._sums = task, {}
+        runs, before = self._sums.get(gathered, (0, [None] * len(grads)))
+        total = [g if b is None else b if g is None else b + g for b, g in zip(before, grads, strict=True)]
+        if not runs and self._receiver:
+            self._receiver.expect(gathered.unit.key)
+        self._sums[gathered] = runs + 1, total
+        if runs + 1 == gathered.recomputed_runs:
+            self._reduce(gathered)
+
+    def reduce_rest(self, task: int) -> None:
+        """Reduce the sums of units some of whose runs that backward does not come to."""
+        if self._task != task:
+            self._sums = {}
+        for gathered in list(self._sums):
+            self._reduce(gathered)
+
+    def _reduce(self, gathered: GatheredUnit) -> None:
+        """Start to reduce a unit's sum: the receiver expects the reduced gradient instead."""
+        _, total = self._sums.pop(gathered)
+        gathered.reduce_grads(total)
+        if self._receiver:
+            self._receiver.cancel(gathered.unit.key)
+
+
+class BackwardPrefetch:
+    """The units of a call in the order in which forward resharded them. Backward comes to the last one first."""
+
+    def __init__(self, prefetch: int) -> None:
+        self._prefetch = prefetch
+        self._resharded: list[weakref.ref[GatheredUnit]] = []
+        self._position, self._task = 0, -1  # in that list, of the run of backward with this number
+        self._outer_task: int | None = None  # the run around the one that runs
+        self._awaiting_release: deque[weakref.ref[GatheredUnit]] = deque()
+
+    def append(self, gathered: GatheredUnit) -> None:
+        """Add a unit that forward has resharded."""
+        gathered.index = len(self._resharded)
+        self._resharded.append(weakref.ref(gathered))
+
+    def run_number(self) -> int:
+        """Return the number of this run of backward. A run inside it counts as a part of it."""
+        return _torch.current_graph_task() if self._outer_task is None else self._outer_task
+
+    @contextlib.contextmanager
+    def inner_run(self) -> Generator[None]:
+        """Count the runs of backward inside as parts of the running one."""
+        outer, self._outer_task = self._outer_task, self.run_number()
+        try:
+            yield
+        finally:
+            self._outer_task = outer
+
+    def advance_to(self, gathered: GatheredUnit) -> bool:
+        """Gather this unit, and start to gather the next ones of backward. Return False if backward has been here before."""
+        task = self.run_number()
+        if self._task != task:
+            self._task, self._position = task, len(self._resharded)
+        if gathered.index >= self._position:  # the same unit, or one around it
+            return False
+        for passed in self._resharded[gathered.index + 1 : self._position]:
+            other = passed()
+            if other is not None and not any(map(gathered.unit.is_inside, other.unit.paths)):  # one around it may come after it
+                other.chain = None
+        self._position = gathered.index
+        if not gathered.is_trained:
+            self.release_oldest_for(gathered)
+        gathered.wait_again()
+        ahead = 0
+        for i in range(gathered.index - 1, -1, -1):
+            if ahead >= self._prefetch:
+                break
+            if (other := self._resharded[i]()) is not None and other.prefetch_again():
+                ahead += 1
+        return True
+
+    def release_oldest_for(self, gathered: GatheredUnit) -> None:
+        """Free the oldest unit of those that no gradient tells the last use of, to make room for this one."""
+        if any(ref() is gathered for ref in self._awaiting_release):
+            return
+        if len(self._awaiting_release) == MAX_UNSHARDED_IN_BACKWARD and (oldest := self._awaiting_release.popleft()()):
+            oldest.release()
+        self._awaiting_release.append(weakref.ref(gathered))
 
 
 class CallOptions(NamedTuple):
@@ -190,3 +348,236 @@ def find_entered_unit(node: object, i: int, receiver: GradReceiver) -> str | Non
     if isinstance(node, BackwardCFunction) and isinstance(schedule, Schedule) and schedule.receiver is receiver:
         return cast("Any", node).keys[i]
     return None
+
+
+class GatheredUnit:
+    """A unit that one call has gathered once in forward, and gathers again in backward."""
+
+    __slots__ = (
+        "__weakref__", "_lease", "_restoring", "_version", "chain", "dtypes", "forward_buffer", "index", "is_trained",
+        "recomputed_runs", "route", "schedule", "shard", "unit",
+    )  # fmt: skip
+
+    def __init__(self, schedule: Schedule, unit: Unit) -> None:
+        self.schedule, self.unit = schedule, unit
+        self.shard = schedule.shards[unit.key]
+        self.route = schedule.routes.by_key[unit.key]
+        self.dtypes = self.route.view_dtypes
+        self.index = -1  # its place among the units that forward has resharded
+        self.forward_buffer: Tensor | None = None
+        self._lease: weakref.ref[BufferLease] | None = None  # backward's buffer
+        self.chain: CollectiveChain | None = None  # the gather, while it is under way
+        self.is_trained = False
+        self.recomputed_runs = 0  # of modules that forward ran with this buffer, and that backward runs again
+        self._version = _torch.version(self.shard)
+        self._restoring = -2  # the run of backward that reads its views
+        self.unshard()
+
+    # --- forward ---
+
+    def unshard(self) -> None:
+        """Start to gather the buffer: from the shards, or from the slices of it that forward has kept."""
+        if self.route.has_own_buffer:
+            schedule, lease = self.schedule, self._current_lease()
+            kept, gather = lease and lease.kept, schedule.routes.steps[self.unit.key].gather
+            with phase("gather", self.unit.key), _torch.below_transforms():
+                if kept is None:
+                    self.chain = gather.start(self.shard, schedule.buffers)
+                else:
+                    self.chain = gather.start_from_kept(kept, schedule.buffers)
+                schedule.order_check.record_gather(self.unit.key, of_kept=kept is not None)
+
+    def wait(self) -> None:
+        """Wait for forward's buffer."""
+        self.forward_buffer = self._wait_chain()
+
+    def _wait_chain(self) -> Tensor:
+        """Wait for the gather, and return the buffer; the shard itself if it needs none."""
+        if not self.route.has_own_buffer:
+            return self.shard
+        chain, self.chain = self.chain, None
+        assert chain is not None
+        try:
+            with phase("wait for", self.unit.key), _torch.below_transforms():
+                return chain.result()
+        except RuntimeError as error:
+            if not any(words in _torch.error_text(error) for words in ("imed out", "timeout")):  # gloo's, by who notices first
+                raise
+            raise RuntimeError(
+                f"unit '{self.unit.key}' was not gathered within the process group's timeout: another rank has not come to it, "
+                "or has ended: expected all ranks to run the same units; fs.check() says where each rank is"
+            ) from error
+
+    def parameters(self, shard: Tensor) -> Sequence[Tensor]:
+        """Return the unit's parameters in forward; their gradient goes to this shard."""
+        self.is_trained = torch.is_grad_enabled() and shard.requires_grad
+        return self._view_parameters(shard)
+
+    def _view_parameters(self, shard: Tensor, *, recomputing: bool = False) -> Sequence[Tensor]:
+        """Return the parameters as views of the buffer, with the shard's graph if gradients are wanted."""
+        if torch.is_grad_enabled() and shard.requires_grad:
+            return _Unflatten.apply(shard, self, recomputing and self.recomputed_runs > 1)
+        return self.route.unflatten(self.buffer, self.unit)
+
+    @property
+    def buffer(self) -> Tensor:
+        """The gathered buffer, of forward or of backward; it must not have been freed."""
+        if self.forward_buffer is not None:
+            return self.forward_buffer
+        lease = self._current_lease()
+        buffer = lease.buffer if lease else None
+        assert buffer is not None
+        return buffer
+
+    def reshard(self, *, keep_for_backward: bool) -> None:
+        """End the unit's use in forward: free the buffer but for the slice to keep, or hand it to backward."""
+        assert self.forward_buffer is not None
+        lease = self._current_lease()
+        if keep_for_backward and lease:
+            lease.buffer = self.forward_buffer
+        elif self.route.reshard_after_forward:
+            if lease and self.route.kept_axes:
+                lease.kept = copy_kept_slice(self.forward_buffer, self.route, self.schedule.spec.bound_mesh)
+            self.schedule.buffers.give(self.forward_buffer)
+        self.forward_buffer = None
+        self.schedule.add_resharded(self)
+
+    # --- between forward and backward ---
+
+    def lease(self) -> BufferLease:
+        """Return what to hold for as long as backward may ask for the buffer."""
+        lease = self._current_lease()
+        if lease is None:
+            lease = BufferLease(self)
+            self._lease = weakref.ref(lease)
+        return lease
+
+    def lease_for_recompute(self) -> BufferLease:
+        """Return what a module holds that backward recomputes with this buffer."""
+        lease = self.lease()
+        self.recomputed_runs += 1
+        if not self.route.reshard_after_forward:
+            lease.buffer = self.forward_buffer
+        return lease
+
+    def _current_lease(self) -> BufferLease | None:
+        """Return the lease of the buffer while something holds it, else None."""
+        return self._lease() if self._lease else None
+
+    def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> SavedView:
+        """Return what autograd keeps instead of this view of the buffer."""
+        return SavedView(self.lease(), tensor, self.buffer, by_backward)
+
+    # --- backward ---
+
+    def prefetch_again(self) -> bool:
+        """Start to gather the buffer for backward unless it is there or under way. Return False if nobody will ask for it."""
+        lease = self._current_lease()
+        if lease is None or lease.buffer is not None or self.chain is not None:
+            return lease is not None
+        check_unmodified(self.unit.key, self.shard, self._version)
+        self.unshard()
+        return True
+
+    def wait_again(self) -> Tensor:
+        """Return the buffer in backward; gather it if it was freed."""
+        lease = self.lease()
+        if lease.buffer is None:
+            self.prefetch_again()
+            lease.buffer = self._wait_chain()
+        return lease.buffer
+
+    def restore_view(self, saved: SavedView) -> Tensor:
+        """Return the view of backward's buffer that stands for a saved one."""
+        schedule = self.schedule
+        if self._restoring != (run := schedule.backward.run_number()):  # once for its first view
+            self._restoring = run
+            schedule.prefetch_backward(self)
+        if saved.by_backward:
+            schedule.backward.release_oldest_for(self)
+        is_over = schedule.is_over()
+        buffer = saved.lease.buffer
+        if buffer is None:
+            buffer = self.wait_again()
+        if torch.is_grad_enabled() and self.route.reshard_after_forward:
+            hook_running_node({_torch.storage_id(buffer): self}, 0 if is_over else _torch.current_level())
+        typed = buffer if saved.dtype is buffer.dtype else view_whole_elements(buffer, saved.dtype)
+        view = typed.as_strided(saved.shape, saved.stride, typed.storage_offset() + saved.offset)
+        return _torch.wrap_for_ended_level(view) if is_over else view
+
+    def parameters_in_backward(self, shard: Tensor) -> Sequence[Tensor]:
+        """Return the unit's parameters for backward to recompute its module with."""
+        self.schedule.prefetch_backward(self)
+        self.wait_again()
+        return self._view_parameters(shard, recomputing=True)
+
+    def release(self) -> None:
+        """Free backward's buffer; another use gathers it again."""
+        lease = self._current_lease()
+        if lease and lease.buffer is not None:
+            if self.route.has_own_buffer:
+                self.schedule.buffers.give(lease.buffer)
+            lease.buffer = None
+
+    def reduce_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Free the buffer and reduce the gradients of the parameters.
+
+        Returns:
+            The shard's gradient where it may be differentiated again; None where the schedule reduces it behind backward.
+
+        """
+        self.release()
+        if (weight := self.schedule.weight) is not None:
+            grads = [grad if grad is None else drop_unweighted(grad, weight) for grad in grads]
+        with phase("reduce", self.unit.key):
+            return self._reduce_grads(grads)
+
+    def add_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Do as `reduce_grads`, where backward runs several modules again with this buffer: once, after the last of them."""
+        if _torch.any_tracked(grads):
+            return self.reduce_grads(grads)
+        self.schedule.run_gradients.add(self, grads, self.schedule.backward.run_number())
+        return None
+
+    def _reduce_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
+        """Start to reduce the gradients and return None; return the reduced gradient at once where a transform tracks them."""
+        schedule = self.schedule
+        own = [_torch.unwrap_level(g) if g is not None else None for g in grads] if schedule.is_last_backward() else grads
+        if not _torch.any_tracked(own):
+            schedule.reduce(self.unit, own)
+            return None
+        route = self.route
+        zeros = self.shard.new_zeros(route.longest_padding, dtype=route.dtypes.param, device=route.device)
+        pieces = flat_pieces(self.unit, grads, route, self.shard, zeros)
+        return reduce_unit(
+            torch.cat([piece.reshape(-1) for piece in pieces]),
+            self.unit,
+            schedule.spec.bound_mesh,
+            schedule.reduction,
+            self.unit.p.precision,
+            self.shard.dtype,
+            check_order=schedule.check_order,
+        )
+
+
+class _Unflatten(_torch.LevelFunction):
+    """A unit's parameters as views of its buffer, by one node of autograd for all of them."""
+
+    @staticmethod
+    def forward(shard: Tensor, gathered: GatheredUnit, adds: bool) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        buffer, level = gathered.buffer, _torch.current_level()
+        if not level:
+            return tuple(gathered.route.unflatten(shard if buffer is gathered.shard else buffer, gathered.unit))
+        with _torch.below_transforms():
+            views = gathered.route.unflatten(buffer, gathered.unit)
+        return tuple(_torch.wrap_at_level(view, level) for view in views)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.gathered, ctx.adds = inputs  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        reduce = ctx.gathered.add_grads if ctx.adds else ctx.gathered.reduce_grads
+        return reduce(grads), None, None

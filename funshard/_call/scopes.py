@@ -5,7 +5,7 @@ was running then is left. To free is to drop the reference: nothing is ever resi
 readable.
 
 Autograd, which saves weights, would hold the buffer until backward. Saved-tensor hooks keep instead which view of which unit
-was saved (saved_weights.py). When backward asks for it, the unit is gathered again, once, and freed when the gradient of its
+was saved (schedule.py). When backward asks for it, the unit is gathered again, once, and freed when the gradient of its
 buffer is complete, which is also when that gradient is reduce-scattered.
 """
 

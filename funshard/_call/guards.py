@@ -1,0 +1,360 @@
+"""What watches a call for what it would get wrong without a word: each is an error, which names the path.
+
+- Parameters that a module reaches past its own attributes, such as ``self.weights = [self.linear.weight]`` (`StandIns`). A call
+  replaces what is in ``_parameters``. A list or another object of the module still holds the model's own tensor, whose values
+  are those from before training, or none. For the length of the call stand-ins replace such tensors and raise an error where
+  forward computes with them. What forward does not read, or makes itself as nn.LSTM does, is no error.
+- What forward writes to attributes of its modules, and into their dicts, lists and sets (`AttributeWrites`): it is put back,
+  returned, or refused.
+- Modules that a custom backward runs after their call (`guard_backward`): they have the model's own parameters again.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import _pytree as pytree  # the tree of what models take and return
+
+from .. import _torch
+from .._spec.spec import PartitionSpec
+from .._spec.tree import join_path
+from .module_state import BoundModule, own_tensors
+
+__all__ = ["AttributeWrites", "StandIns", "find_tensors", "guard_backward"]
+
+
+def guard_backward(out: Any, place: BoundModule, params: Mapping[str, Tensor]) -> None:
+    """Let a backward from the results of a call raise RuntimeError if it runs a module with the model's own parameters.
+
+    From the first node of backward to its end, also by an error, a hook of torch for all modules looks at each that is called.
+    """
+
+    def arm(_: object) -> None:
+        key = _torch.current_graph_task(), place.modules[""]
+        if key not in _GUARDS:
+            _GUARDS[key] = guard = _Guard(place, params)
+            _torch.hold_until_backward_ends(guard)
+
+    for node in {node for tensor in find_tensors(out) for node, _ in _torch.own_edges(tensor)}:
+        node.register_prehook(arm)
+
+
+class _Guard:
+    """The hook, until this object is freed."""
+
+    def __init__(self, place: BoundModule, params: Mapping[str, Tensor]) -> None:
+        def check(module: nn.Module, _: object) -> None:
+            own = vars(module).get("_parameters") if module in place.owned else None
+            if type(own) is not dict or _torch.current_graph_task() < 0:  # in a call, or in a thread without a backward
+                return
+            path = next(path for path, one in place.modules.items() if one is module)
+            for attr in place.owned[module]:
+                name = join_path(path, attr)
+                if isinstance(own.get(attr), nn.Parameter) and own[attr] is not params.get(name):
+                    raise RuntimeError(
+                        f"module '{path}' runs in backward, after its functional_call, and would read the model's own "
+                        f"parameter '{name}', with the values from before training and no gradient: expected a custom "
+                        "autograd.Function to take the parameters as arguments, and to run torch.func.functional_call(module, "
+                        "params, x) in its backward; or P(remat=True) instead of it"
+                    )
+
+        self._handle = register_module_forward_pre_hook(check)
+
+    def __call__(self) -> None:
+        """Do nothing at the end of backward, which then frees this object."""
+
+    def __del__(self) -> None:
+        self._handle.remove()
+
+
+_GUARDS: WeakValueDictionary[tuple[int, nn.Module], _Guard] = WeakValueDictionary()
+"""The guards of backwards that run, by the number of the backward and the model."""
+
+
+def find_tensors(out: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a tree of results, and in the attributes of other objects in it."""
+    for leaf in pytree.tree_leaves(out):
+        inside = [leaf] if isinstance(leaf, Tensor) else pytree.tree_leaves(getattr(leaf, "__dict__", ()))
+        yield from (x for x in inside if isinstance(x, Tensor) and not isinstance(x, _torch.StandIn))
+
+
+_CONTAINERS = (dict, list, set, deque)
+_SCALARS = (int, float, str)
+_OF_NN_MODULE = frozenset({*vars(nn.Module()), "forward"})
+"""The attributes of nn.Module itself, and forward."""
+_MADE_ANEW = _OF_NN_MODULE | {"_flat_weights"}
+"""And the list of weights that nn.LSTM makes anew."""
+
+
+class AttributeWrites:
+    """The attributes of the modules of a call, and the contents of containers in them, before forward.
+
+    Which attributes hold containers is found in the first call of a model with a spec.
+    """
+
+    def __init__(self, place: BoundModule, spec: PartitionSpec) -> None:
+        known, model = spec._compute_once(_known_containers), place.modules[place.path]
+        if model not in known:
+            known[model] = [(path, attr) for path, attr, value in _attributes(place.modules) if _may_change(value)]
+        found: dict[int, Any] = {}
+        for path, attr in known[model]:
+            _collect_containers(vars(place.modules[path]).get(attr), found)
+        self._entries = [(container, _entries(container)) for container in found.values()]
+        self._modules = place.modules
+        self._before = {path: vars(module).copy() for path, module in place.modules.items()}
+
+    def restore_containers(self) -> None:
+        """Give the containers what was in them before forward."""
+        for container, entries in self._changed_containers():
+            container.clear()
+            if isinstance(container, dict):
+                half = len(entries) // 2
+                container.update(zip(entries[:half], entries[half:], strict=True))
+            else:
+                (container.update if isinstance(container, set) else container.extend)(entries)
+
+    def check(self, result: Any, returned: Collection[str], replaced_buffers: Mapping[str, str]) -> None:
+        """Raise RuntimeError for what nobody asked for where whoever reads it later would get another value, without a word.
+
+        That is a tensor with a graph, but for
+
+        - those of attributes that held weights: forward has put the call's there;
+        - tensors where None or nothing was before, unless they are scalars: then the reader finds that;
+        - scalars, and entries of containers, that the ``result`` of forward was computed from.
+
+        And a number that goes with a buffer which is kept. ``replaced_buffers`` are, by path, the names of the caller's buffers
+        that forward has registered again.
+        """
+        used: set[tuple[Any, int]] | None = None
+        for path, attr, value in self._changed():
+            if (name := join_path(path, attr)) in returned:
+                continue
+            before = self._before[path].get(attr)
+            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and _has_derivative(x)]
+            tensors = [x for x in tensors if x.numel() == 1 or before is not None]
+            if any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(before)):
+                tensors = []
+            elif tensors and (isinstance(before, _CONTAINERS) or all(x.numel() == 1 for x in tensors)):
+                used = _torch.edges_in_graph(find_tensors(result)) if used is None else used
+                tensors = [x for x in tensors if used.isdisjoint(_torch.own_edges(x))]
+            if tensors:
+                raise RuntimeError(
+                    f"forward leaves a tensor with a graph in attribute '{attr}' of module '{path}', and the call puts that "
+                    "back as it was before, so whoever reads it later would get another value and no gradient: expected "
+                    f"attributes=('{name}',), which returns it, or the tensor detached, or in the result of forward"
+                )
+            if path in replaced_buffers and attr in self._before[path] and _is_scalar(value):
+                raise RuntimeError(
+                    f"forward sets attribute '{attr}' of module '{path}' and registers its buffer '{replaced_buffers[path]}' "
+                    "again: the call keeps the buffer, which is in buffers=, and puts the attribute back as it was before; "
+                    f"expected attributes=('{name}',), and the value set on the module before the next call, or no such buffer "
+                    "in buffers="
+                )
+
+    def find(self, globs: Collection[str]) -> dict[str, Any]:
+        """Return the attributes that these globs match, by dotted name; raise ValueError for a glob that matches none."""
+        found = {join_path(path, attr): value for path, attr, value in _attributes(self._modules)} if globs else {}
+        for glob in globs:
+            if not any(fnmatchcase(name, glob) for name in found):
+                raise ValueError(f"attributes: {glob!r} matches no attribute of a module after forward; expected '*.aux_loss'")
+        matching = {name: value for name, value in found.items() if any(fnmatchcase(name, glob) for glob in globs)}
+        return pytree.tree_map(lambda leaf: leaf, matching)  # other containers than those that are put back
+
+    def _changed(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield the attributes that forward has set, or whose containers it has changed: path, name, value."""
+        for path, before in self._before.items():
+            now = vars(self._modules[path])
+            if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
+                continue
+            by_hooks = _torch.attributes_of_hooks(self._modules[path])
+            for attr, value in now.items():
+                if value is not before.get(attr, before) and attr not in _MADE_ANEW and attr not in by_hooks:
+                    yield path, attr, value
+        if changed := {id(container) for container, _ in self._changed_containers()}:
+            for path, attr, value in _attributes(self._modules):
+                inside: dict[int, Any] = {}
+                _collect_containers(value, inside)
+                if not changed.isdisjoint(inside):
+                    yield path, attr, value
+
+    def _changed_containers(self) -> list[tuple[Any, list[Any]]]:
+        """Return the containers that have other entries than before, with those of before, if there are tensors among them.
+
+        Without tensors, logs of names or shapes stay, as in a call of the module itself: they hold nothing of the parameters.
+        """
+        changed: list[tuple[Any, list[Any]]] = []
+        for container, before in self._entries:
+            now = _entries(container)
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                changed.append((container, before))
+        leaves = pytree.tree_leaves([(_entries(container), before) for container, before in changed])
+        return changed if any(isinstance(x, Tensor) for x in leaves) else []
+
+
+def _known_containers(spec: PartitionSpec) -> WeakKeyDictionary[nn.Module, list[tuple[str, str]]]:
+    """Return a place to record, by model, which attributes hold containers."""
+    return WeakKeyDictionary()
+
+
+def _attributes(modules: Mapping[str, nn.Module], but: Collection[str] = _MADE_ANEW) -> Iterator[tuple[str, str, Any]]:
+    """Yield the attributes of modules, but for these names: path, name, value."""
+    for path, module in modules.items():
+        yield from ((path, attr, value) for attr, value in vars(module).items() if attr not in but)
+
+
+def _may_change(value: object) -> bool:
+    """Return whether a value is a container, but for long tables of numbers and words, such as a vocabulary."""
+    return isinstance(value, _CONTAINERS) and (len(value) < 100 or not all(isinstance(x, _SCALARS) for x in _entries(value)))
+
+
+def _collect_containers(value: Any, found: dict[int, Any]) -> None:
+    """Add a container, and those in it, by their ids."""
+    if isinstance(value, _CONTAINERS) and id(value) not in found:
+        found[id(value)] = value
+        for entry in _entries(value):
+            _collect_containers(entry, found)
+
+
+def _entries(container: Any) -> list[Any]:
+    """Return the entries of a container; of a dict its keys, then its values."""
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+
+
+def _has_derivative(tensor: Tensor) -> bool:
+    """Return whether reverse mode records the tensor, or forward mode has a tangent of it."""
+    return not isinstance(tensor, _torch.StandIn) and (_torch.is_recorded(tensor) or _torch.has_tangent(tensor))
+
+
+def _is_scalar(value: object) -> bool:
+    """Return whether a value is a number or a word, which may say what a buffer holds."""
+    return isinstance(value, _SCALARS) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+class StandIns:
+    """Stand-ins for the model's own parameters in other attributes of its modules.
+
+    The caller restores the attributes of the modules; `restore` restores other objects.
+    """
+
+    def __init__(self, place: BoundModule, spec: PartitionSpec, given: Mapping[str, Tensor]) -> None:
+        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._names: Mapping[int, str] | None = None  # of the parameters that the call replaces, by storage
+        known, model = spec._compute_once(_known_holders), place.modules[place.path]
+        if (held := known.get(model)) == []:
+            return
+        self._names = _names_by_storage(place, spec, given)
+        self._seen: dict[int, Any] = {}  # by the id of an object, what stands in its place
+        found: list[tuple[str, str]] = []
+        for path, attr in [at[:2] for at in _attributes(place.modules, _OF_NN_MODULE)] if held is None else held:
+            attributes, before = vars(place.modules[path]), len(self._undo)
+            value = attributes.get(attr)
+            attributes[attr] = self._replace(value, join_path(path, attr))
+            if attributes[attr] is not value or len(self._undo) > before:
+                found.append((path, attr))
+        if held is None:
+            known[model] = found
+
+    def restore(self) -> None:
+        """Restore what was replaced in objects, but for what forward has written since."""
+        for attributes, attr, before, now in self._undo:
+            if attributes.get(attr) is now:
+                attributes[attr] = before
+
+    def _replace(self, value: Any, where: str, *, inside: bool = False) -> Any:
+        """Return the value, or a copy of the container, with stand-ins; ``inside`` an object, look into no other object."""
+        if type(value) in _ATOMIC_TYPES or isinstance(value, nn.Module | type):
+            return value
+        if isinstance(value, Tensor):
+            return self._make_stand_in(value, where)
+        if id(value) not in self._seen:
+            self._seen[id(value)] = value  # a container may hold itself
+            if isinstance(value, _REPLACED_INSIDE):
+                self._seen[id(value)] = self._copy_container(value, where, inside=inside)
+            elif not inside and (attributes := _user_attributes(value)):
+                for attr, before in list(attributes.items()):
+                    now = self._replace(before, f"{where}.{attr}", inside=True)
+                    if now is not before:
+                        attributes[attr] = now
+                        self._undo.append((attributes, attr, before, now))
+        return self._seen[id(value)]
+
+    def _copy_container(self, value: Any, where: str, *, inside: bool) -> Any:
+        """Return a copy of a container with stand-ins in it, or itself where there is none."""
+        items = list(dict.items(value)) if isinstance(value, dict) else list(enumerate(value))
+        new = {k: self._replace(x, f"{where}[{k!r}]", inside=inside) for k, x in items}
+        changed = {k: new[k] for k, x in items if new[k] is not x}
+        if not changed:
+            return value
+        if isinstance(value, tuple | set | frozenset):
+            make: Any = getattr(value, "_make", type(value))  # of a named tuple
+            return make(new.values())
+        out = copy.copy(value)
+        for k, x in changed.items():
+            out[k] = x
+        return out
+
+    def _make_stand_in(self, tensor: Tensor, where: str) -> Tensor:
+        """Return a tensor that raises when it is used if this one is, or was computed from, a parameter of the model."""
+        inner = _torch.unwrap(tensor)
+        if not self._names or inner.layout is not torch.strided or isinstance(tensor, _torch.StandIn):
+            return tensor
+        relation, name = "is", self._names.get(_torch.storage_id(inner))
+        if name is None and inner.requires_grad and not inner.is_leaf:
+            relation, name = "was computed from", self._find_source(inner)
+        if name is None:
+            return tensor
+        return _torch.StandIn.replace(
+            tensor,
+            f"'{where}' {relation} the model's own parameter '{name}', with the values from before training and no gradient: "
+            "functional_call replaces a parameter in the module that registers it, and nowhere else; expected forward to read "
+            "it there, or to make the list, dict or object itself",
+        )
+
+    def _find_source(self, tensor: Tensor) -> str | None:
+        """Return the name of a parameter from which a module's tensor was computed, as a view in the memory before a cast."""
+        assert self._names is not None
+        nodes = (node for node, _ in islice(_torch.iter_nodes(tensor), _MAX_NODES))  # a state may have a graph of many calls
+        leaves = (leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), Tensor))
+        return next((name for leaf in leaves if (name := self._names.get(_torch.storage_id(leaf)))), None)
+
+
+def _known_holders(spec: PartitionSpec) -> WeakKeyDictionary[nn.Module, list[tuple[str, str]]]:
+    """Return a place to record, by model, which attributes hold parameters: found in the first call with a spec."""
+    return WeakKeyDictionary()
+
+
+def _names_by_storage(place: BoundModule, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[int, str]:
+    """Return the names of the model's parameters that the call replaces, by storage."""
+    ignored = {name for name in spec.ignored if name in given}
+    return {
+        _torch.storage_id(tensor): name
+        for path, module in place.modules.items()
+        for attr, tensor in own_tensors(module, "_parameters").items()
+        if tensor is not None and ((name := join_path(path, attr)) in ignored or attr in place.owned[module])
+    }
+
+
+def _user_attributes(value: object) -> dict[str, Any] | None:
+    """Return the attributes of an object, None unless its class is a user's own."""
+    cls = type(value)
+    if not cls.__dictoffset__ or cls.__module__.partition(".")[0] in ("builtins", "torch", "funshard"):
+        return None
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+_MAX_NODES = 1000
+_REPLACED_INSIDE = (list, tuple, dict, deque, set, frozenset)
+_ATOMIC_TYPES = frozenset({int, float, bool, str, bytes, complex, type(None)})
