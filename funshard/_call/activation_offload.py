@@ -7,7 +7,7 @@ that does not say so keeps what it saves on the device. An `offload` around the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,11 +48,13 @@ class ActivationOffload:
         held = self._held, storage_ids(module.buffers() if module else ()), constant_storages(args, kwargs)
         return OffloadHooks({} if live is None else live, to, (*(self._around.held if self._around else ()), *held))
 
-    def install(self, modules: Mapping[str, nn.Module], root: str, paths: Iterable[str], live: Live) -> None:
-        """Put the hooks around the forward of each of these modules but the root."""
+    def forwards(
+        self, modules: Mapping[str, nn.Module], root: str, paths: Iterable[str], live: Live
+    ) -> Iterator[tuple[nn.Module, str, Any]]:
+        """Yield the forward of each of these modules but the root, with the hooks around it."""
         for path in paths:
             if path in modules and path != root and any(is_within(path, own) for own in self._own):
-                vars(modules[path])["forward"] = self._wrap_forward(path, modules[path], live)
+                yield modules[path], "forward", self._wrap_forward(path, modules[path], live)
 
     def _wrap_forward(self, path: str, module: nn.Module, live: Live) -> Callable[..., Any]:
         """Return the module's forward, which offloads the tensors that it saves where that is possible."""

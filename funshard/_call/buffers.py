@@ -8,7 +8,7 @@ a warning as well, once for a model. torch.compile traces the values away, so a 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from torch.fx.node import has_side_effect
 
 from .. import _torch
-from .._spec.spec import abridge
+from .._spec.spec import PartitionSpec, abridge
 from .._spec.tree import join_path
 from .._torch.modules import NormWithStatistics
-from .casting import cast_back, cast_floats
+from .casting import buffer_dtypes, cast_back, cast_floats
 from .module_state import own_tensors
 
 __all__ = [
     "BufferWarning",
+    "CallBuffers",
     "changes_statistics",
     "check_statistics",
     "copy_buffer",
-    "install_buffers",
     "is_first_warning",
     "set_buffers",
     "warn_discarded",
@@ -122,92 +122,98 @@ def set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
         vars(module)["_buffers"] = buffers
 
 
-def install_buffers(
-    modules: Mapping[str, nn.Module],
-    buffers: Mapping[str, Tensor] | None,
-    dtypes: Callable[[str], torch.dtype | None] | None = None,
-    *,
-    valued: bool = True,
-) -> tuple[Callable[[], dict[str, Tensor]], Callable[[], list[str]], Callable[[], dict[str, str]], dict[str, nn.Module]]:
-    """Give every module its own ``_buffers``: the given ones, lazy copies of the rest.
+class CallBuffers:
+    """The buffers of a call's modules: every module gets its own ``_buffers`` of the given ones, and lazy copies of the rest.
 
     Args:
         modules: The modules by all their paths.
         buffers: The given ones, by name.
-        dtypes: Maps a module's path to the dtype that its floating point buffers are cast to.
+        spec: Its precisions cast floating point buffers, each as the nearest unit says; None for no casts.
         valued: Whether the parameters have values.
-
-    Returns:
-        A function that reads the given buffers back, in their own dtypes; a function that names the copies that were changed;
-        a function that names, by path, a given buffer of each module that forward has registered another tensor for; the
-        normalisation layers that have buffers, by path.
 
     Raises:
         ValueError: For a buffer on the meta device among ``valued`` parameters. torch indexes and multiplies matrices by what
             has no values without a word, and the result is memory that nobody wrote to.
     """
-    given = dict(buffers or {})
-    copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
-    placed: list[tuple[str, nn.Module, str, Tensor, Tensor]] = []
-    copied: list[tuple[str, nn.Module, str, Tensor]] = []
-    fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
-    empty: dict[str, Tensor] = {}
-    normalized: dict[str, nn.Module] = {}
-    for path, module in modules.items():
-        own = own_tensors(module, "_buffers")
-        if not own:  # as most
-            continue
-        if isinstance(module, NormWithStatistics):
-            normalized[path] = module
-        mine = fresh.setdefault(module, dict(own))
-        cast = dtypes(path) if dtypes else None
-        for attr, original in own.items():
-            name = join_path(path, attr)
-            if name in given:
-                before = given.pop(name)
-                mine[attr] = used = cast_floats(before, cast)
-                placed.append((name, module, attr, before, used))
-            elif original is not None and mine[attr] is original and not original.is_meta:
-                dtype = cast if cast and original.is_floating_point() else original.dtype
-                if (original, dtype) not in copies:
-                    copies[original, dtype] = copy_buffer(original, dtype)
-                mine[attr] = copies[original, dtype]
-                copied.append((name, module, attr, copies[original, dtype]))
-            elif original is not None and original.is_meta and valued:
-                empty[name] = original
-    if empty:
-        raise ValueError(
-            f"functional_call: buffers are on the meta device, without values: {abridge(empty)}; expected all in buffers=, as "
-            "fs.init_buffers(model, spec) makes them; those that no initialiser makes have to be made by hand"
-        )
-    if given:
-        raise ValueError(f"buffer '{next(iter(given))}' is not in the model: expected its buffers' names")
-    for module, mine in fresh.items():
-        set_buffers(module, mine)
 
-    def now() -> dict[str, Tensor]:
-        found = [(name, own_tensors(module, "_buffers").get(attr), before, used) for name, module, attr, before, used in placed]
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        buffers: Mapping[str, Tensor] | None,
+        spec: PartitionSpec | None = None,
+        *,
+        valued: bool = True,
+    ) -> None:
+        self.given = dict(buffers or {})
+        self._placed: list[tuple[str, nn.Module, str, Tensor, Tensor]] = []
+        self._copied: list[tuple[str, nn.Module, str, Tensor]] = []
+        self.normalized: dict[str, nn.Module] = {}  # the normalisation layers that have buffers, by path
+        dtypes = buffer_dtypes(spec) if spec else None
+        copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
+        fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
+        empty: dict[str, Tensor] = {}
+        left = dict(self.given)
+        for path, module in modules.items():
+            own = own_tensors(module, "_buffers")
+            if not own:  # as most
+                continue
+            if isinstance(module, NormWithStatistics):
+                self.normalized[path] = module
+            mine = fresh.setdefault(module, dict(own))
+            cast = dtypes(path) if dtypes else None
+            for attr, original in own.items():
+                name = join_path(path, attr)
+                if name in left:
+                    before = left.pop(name)
+                    mine[attr] = used = cast_floats(before, cast)
+                    self._placed.append((name, module, attr, before, used))
+                elif original is not None and mine[attr] is original and not original.is_meta:
+                    dtype = cast if cast and original.is_floating_point() else original.dtype
+                    if (original, dtype) not in copies:
+                        copies[original, dtype] = copy_buffer(original, dtype)
+                    mine[attr] = copies[original, dtype]
+                    self._copied.append((name, module, attr, copies[original, dtype]))
+                elif original is not None and original.is_meta and valued:
+                    empty[name] = original
+        if empty:
+            raise ValueError(
+                f"functional_call: buffers are on the meta device, without values: {abridge(empty)}; expected all in buffers=, "
+                "as fs.init_buffers(model, spec) makes them; those that no initialiser makes have to be made by hand"
+            )
+        if left:
+            raise ValueError(f"buffer '{next(iter(left))}' is not in the model: expected its buffers' names")
+        for module, mine in fresh.items():
+            set_buffers(module, mine)
+
+    def updated(self) -> dict[str, Tensor]:
+        """Return the given buffers as they are now, in their own dtypes."""
+        found = [(name, _own_buffer(module, attr), before, used) for name, module, attr, before, used in self._placed]
         return {name: cast_back(buffer, before, used) for name, buffer, before, used in found if buffer is not None}
 
-    def changed() -> list[str]:
+    def changed(self) -> list[str]:
+        """Return the names of the copies that forward has changed."""
         moved = {
-            (module, attr): name
-            for name, module, attr, copy in copied
-            if own_tensors(module, "_buffers").get(attr) is not copy or _torch.version(copy)
+            (module, attr)
+            for _, module, attr, copy in self._copied
+            if _own_buffer(module, attr) is not copy or _torch.version(copy)
         }
         # The kernels of BatchNorm do not tell the version of its statistics, but its module counts.
         counted = {module for module, attr in moved if attr == "num_batches_tracked"}
         return [
             name
-            for name, module, attr, _ in copied
+            for name, module, attr, _ in self._copied
             if (module, attr) in moved or (module in counted and attr in ("running_mean", "running_var"))
         ]
 
-    def registered_again() -> dict[str, str]:
-        again = [name for name, module, attr, _, used in placed if own_tensors(module, "_buffers").get(attr) is not used]
+    def registered_again(self) -> dict[str, str]:
+        """Return by path a given buffer of each module that forward has registered another tensor for."""
+        again = [name for name, module, attr, _, used in self._placed if _own_buffer(module, attr) is not used]
         return {path: attr for path, _, attr in (name.rpartition(".") for name in again)}
 
-    return now, changed, registered_again, normalized
+
+def _own_buffer(module: nn.Module, attr: str) -> Tensor | None:
+    """Return a module's buffer of this name, None if it has none now."""
+    return own_tensors(module, "_buffers").get(attr)
 
 
 # --- running statistics that training has not updated ---

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 from .._transforms.error_hints import add_argument_hints, add_hints, as_call_arguments
 from . import compiled_call
-from .buffers import check_statistics, warn_discarded
+from .casting import module_overrides, wrap_in_casts
+from .compiled_unit import compiled_forwards
 from .entry import check_call
-from .guards import guard_backward
+from .guards import AttributeWrites, BackwardGuard, BufferChanges, StandIns
 from .modes import Scheduled
-from .module_state import BoundModule
-from .running import Call
+from .module_state import BoundModule, ModuleAttributes
+from .recompute import recomputed_forwards
+from .running import Call, ForwardRun, Guard, Override, Wrapper, scoped_forwards
 from .schedule import CallOptions
 
 __all__ = ["functional_call", "trace_order"]
@@ -94,19 +96,48 @@ def functional_call(
                 "functional_call: attributes= inside torch.compile: expected them in the result of forward"
             )
         return compiled_call.run(model, inputs, buffers, method)
-    call = Call(inputs.place, inputs.params, inputs.spec, inputs.reduction, inputs.options, inputs.receiver)
+    given = inputs.place, inputs.params, inputs.spec, inputs.reduction, inputs.options, inputs.receiver
     try:
-        out, left = call.run(inputs.args, inputs.kwargs, buffers, method, returned)
+        run = _run_call(Call(*given, wrappers=_WRAPPERS), inputs.args, inputs.kwargs, buffers, method, returned)
     except (TypeError, AttributeError, RuntimeError) as error:
         add_argument_hints(error, model, inputs.params, inputs.spec, args, (inputs.args, inputs.kwargs))
         raise add_hints(error, model)  # noqa: B904 - the same one
-    guard_backward((out, left), inputs.place, inputs.params)
-    warn_discarded(model, call.discarded_buffers, stacklevel=2)
-    if call.normalized:
-        check_statistics(model, call.normalized, buffers or (), stacklevel=2)
-    if inspect.isgenerator(out):
+    for guard in run.guards:
+        guard.report(run, stacklevel=2)
+    if inspect.isgenerator(run.out):
         raise TypeError("functional_call: expected results, got a generator, which would run after the call; consume it inside")
-    return out if attributes is None else (out, left)
+    return run.out if attributes is None else (run.out, run.attributes)
+
+
+def _run_call(
+    call: Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    buffers: dict[str, Tensor] | None,
+    method: str | None,
+    returned: Collection[str] = (),
+) -> ForwardRun:
+    """Call the model, or another of its methods than forward. ``returned`` are globs of attributes to return."""
+    with call.install(buffers, returned=returned, guards=_GUARDS) as run:
+        forward = getattr(call.place.modules[""], method or "__call__")
+        run.out = wrap_in_casts(forward, call.spec.by_path[""].precision)(*args, **kwargs)
+    return run
+
+
+def _cast_forwards(call: Call, _: ModuleAttributes) -> Iterator[Override]:
+    return module_overrides(call.place.modules, call.spec, call.place.path, call.options.weight)
+
+
+def _offloaded_forwards(call: Call, _: ModuleAttributes) -> Iterable[Override]:
+    place = call.place
+    return call.offload.forwards(place.modules, place.path, call.spec.paths, call.mode.live) if call.offload else ()
+
+
+_WRAPPERS: tuple[Wrapper, ...] = (compiled_forwards, scoped_forwards, recomputed_forwards, _cast_forwards, _offloaded_forwards)
+"""What surrounds the forwards of modules: each wrapper is around those before it."""
+
+_GUARDS: tuple[type[Guard], ...] = (StandIns, AttributeWrites, BackwardGuard, BufferChanges)
+"""What watches a call, in the order in which it is made and asked."""
 
 
 def trace_order(
@@ -157,11 +188,12 @@ def trace_order(
         named = dict(model.named_parameters(remove_duplicate=False))
         params |= {name: fake(named[name]) for name in spec.ignored if name in named}
         positional, keywords = pytree.tree_map_only(Tensor, fake, given)
-        call = Call(BoundModule.bind(model, spec), params, spec, Reduction(), CallOptions(prefetch=0, check_order=False))
+        options = CallOptions(prefetch=0, check_order=False)
+        call = Call(BoundModule.bind(model, spec), params, spec, Reduction(), options, wrappers=_WRAPPERS)
         assert isinstance(call.mode, Scheduled)
         schedule = call.mode.schedule
         try:
-            call.run(positional, keywords, {name: fake(b) for name, b in model.named_buffers()}, method)
+            _run_call(call, positional, keywords, {name: fake(b) for name, b in model.named_buffers()}, method)
         except RuntimeError as error:
             raise RuntimeError(
                 f"trace_order: expected a forward that runs on shapes alone, got {type(error).__name__}: {error}; "

@@ -16,8 +16,8 @@ import enum
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,11 +38,9 @@ from .buffers import is_first_warning
 from .casting import has_casts
 from .modes import Scheduled, UnitInUse
 from .module_state import GatheringParameters, ModuleAttributes, own_tensors
+from .running import Call, Override
 
-if TYPE_CHECKING:
-    from .running import Call
-
-__all__ = ["CompileWarning", "can_run_compiled", "compile_forward", "find_compiled"]
+__all__ = ["CompileWarning", "can_run_compiled", "compiled_forwards", "is_compiled"]
 
 
 # --- one compiled function for all modules of a structure ---
@@ -313,7 +311,21 @@ class CompileWarning(UserWarning):
     """A unit with ``P(compile=True)`` runs without compilation, where torch cannot run compiled code."""
 
 
-def find_compiled(spec: PartitionSpec, modules: Mapping[str, nn.Module]) -> dict[str, Compile]:
+def compiled_forwards(call: Call, before: ModuleAttributes) -> Iterator[Override]:
+    """Yield the forwards of the modules that are compiled, the innermost ones."""
+    modules = call.place.modules
+    for path, options in _find_compiled(call.spec, modules).items():
+        if vars(modules[path]).get("_compiled_call_impl") is not None:
+            yield modules[path], "_compiled_call_impl", None
+        yield modules[path], "forward", _compile_forward(call, path, options, before, modules[path].forward)
+
+
+def is_compiled(spec: PartitionSpec, path: str, attributes: Mapping[str, Any]) -> bool:
+    """Return whether the module at this path is compiled, by its ``P`` or, as its attributes of before the call say, itself."""
+    return path in spec._compute_once(_compiled_by_spec) or attributes.get("_compiled_call_impl") is not None
+
+
+def _find_compiled(spec: PartitionSpec, modules: Mapping[str, nn.Module]) -> dict[str, Compile]:
     """Return how each compiled module is compiled, by path: by ``P(compile=...)`` or, among ``modules``, by its ``.compile()``.
 
     Raises:
@@ -346,7 +358,7 @@ def _check_units_inside(spec: PartitionSpec, *paths: str) -> bool:
     return True
 
 
-def compile_forward(
+def _compile_forward(
     call: Call, path: str, options: Compile, before: ModuleAttributes, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return the forward of the module at ``path``: compiled where torch can run compiled code, else ``forward`` itself.

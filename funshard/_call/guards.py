@@ -28,28 +28,46 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
+from .._transforms._recompute.adapters import CALL_ATTRIBUTES
+from .buffers import check_statistics, warn_discarded
 from .module_state import BoundModule, own_tensors
+from .running import ForwardRun, Guard
 
-__all__ = ["AttributeWrites", "StandIns", "find_tensors", "guard_backward"]
-
-
-def guard_backward(out: Any, place: BoundModule, params: Mapping[str, Tensor]) -> None:
-    """Let a backward from the results of a call raise RuntimeError if it runs a module with the model's own parameters.
-
-    From the first node of backward to its end, also by an error, a hook of torch for all modules looks at each that is called.
-    """
-
-    def arm(_: object) -> None:
-        key = _torch.current_graph_task(), place.modules[""]
-        if key not in _GUARDS:
-            _GUARDS[key] = guard = _Guard(place, params)
-            _torch.hold_until_backward_ends(guard)
-
-    for node in {node for tensor in find_tensors(out) for node, _ in _torch.own_edges(tensor)}:
-        node.register_prehook(arm)
+__all__ = ["AttributeWrites", "BackwardGuard", "BufferChanges", "StandIns"]
 
 
-class _Guard:
+class BufferChanges(Guard):
+    """A warning of changes of buffers that are thrown away, and of running statistics that are out of date."""
+
+    def check(self, run: ForwardRun) -> None:
+        self._discarded = run.buffers.changed()
+
+    def report(self, run: ForwardRun, stacklevel: int) -> None:
+        model = run.call.place.modules[""]
+        warn_discarded(model, self._discarded, stacklevel + 1)
+        if run.buffers.normalized:
+            check_statistics(model, run.buffers.normalized, run.buffers.given, stacklevel + 1)
+
+
+class BackwardGuard(Guard):
+    """A RuntimeError in a backward from the results of a call that runs a module with the model's own parameters."""
+
+    def report(self, run: ForwardRun, stacklevel: int) -> None:
+        """Watch from the first node of backward to its end: a hook of torch for all modules looks at each that is called."""
+        place, params = run.call.place, run.call.params
+
+        def arm(_: object) -> None:
+            key = _torch.current_graph_task(), place.modules[""]
+            if key not in _HOOKS:
+                _HOOKS[key] = hook = _BackwardHook(place, params)
+                _torch.hold_until_backward_ends(hook)
+
+        tensors = _find_tensors((run.out, run.attributes))
+        for node in {node for tensor in tensors for node, _ in _torch.own_edges(tensor)}:
+            node.register_prehook(arm)
+
+
+class _BackwardHook:
     """The hook, until this object is freed."""
 
     def __init__(self, place: BoundModule, params: Mapping[str, Tensor]) -> None:
@@ -77,11 +95,11 @@ class _Guard:
         self._handle.remove()
 
 
-_GUARDS: WeakValueDictionary[tuple[int, nn.Module], _Guard] = WeakValueDictionary()
-"""The guards of backwards that run, by the number of the backward and the model."""
+_HOOKS: WeakValueDictionary[tuple[int, nn.Module], _BackwardHook] = WeakValueDictionary()
+"""The hooks of backwards that run, by the number of the backward and the model."""
 
 
-def find_tensors(out: Any) -> Iterator[Tensor]:
+def _find_tensors(out: Any) -> Iterator[Tensor]:
     """Yield the tensors in a tree of results, and in the attributes of other objects in it."""
     for leaf in pytree.tree_leaves(out):
         inside = [leaf] if isinstance(leaf, Tensor) else pytree.tree_leaves(getattr(leaf, "__dict__", ()))
@@ -90,19 +108,20 @@ def find_tensors(out: Any) -> Iterator[Tensor]:
 
 _CONTAINERS = (dict, list, set, deque)
 _SCALARS = (int, float, str)
-_OF_NN_MODULE = frozenset({*vars(nn.Module()), "forward"})
-"""The attributes of nn.Module itself, and forward."""
+_OF_NN_MODULE = frozenset({*vars(nn.Module()), *CALL_ATTRIBUTES})
+"""The attributes of nn.Module itself, and those that a call sets."""
 _MADE_ANEW = _OF_NN_MODULE | {"_flat_weights"}
 """And the list of weights that nn.LSTM makes anew."""
 
 
-class AttributeWrites:
+class AttributeWrites(Guard):
     """The attributes of the modules of a call, and the contents of containers in them, before forward.
 
     Which attributes hold containers is found in the first call of a model with a spec.
     """
 
-    def __init__(self, place: BoundModule, spec: PartitionSpec) -> None:
+    def __init__(self, run: ForwardRun) -> None:
+        place, spec = run.call.place, run.call.spec
         known, model = spec._compute_once(_known_containers), place.modules[place.path]
         if model not in known:
             known[model] = [(path, attr) for path, attr, value in _attributes(place.modules) if _may_change(value)]
@@ -113,7 +132,7 @@ class AttributeWrites:
         self._modules = place.modules
         self._before = {path: vars(module).copy() for path, module in place.modules.items()}
 
-    def restore_containers(self) -> None:
+    def restore(self) -> None:
         """Give the containers what was in them before forward."""
         for container, entries in self._changed_containers():
             container.clear()
@@ -123,21 +142,22 @@ class AttributeWrites:
             else:
                 (container.update if isinstance(container, set) else container.extend)(entries)
 
-    def check(self, result: Any, returned: Collection[str], replaced_buffers: Mapping[str, str]) -> None:
-        """Raise RuntimeError for what nobody asked for where whoever reads it later would get another value, without a word.
+    def check(self, run: ForwardRun) -> None:
+        """Find the attributes to return. Raise RuntimeError for others whose later reader would get another value, unwarned.
 
         That is a tensor with a graph, but for
 
         - those of attributes that held weights: forward has put the call's there;
         - tensors where None or nothing was before, unless they are scalars: then the reader finds that;
-        - scalars, and entries of containers, that the ``result`` of forward was computed from.
+        - scalars, and entries of containers, that the result of forward was computed from.
 
-        And a number that goes with a buffer which is kept. ``replaced_buffers`` are, by path, the names of the caller's buffers
-        that forward has registered again.
+        And a number that goes with a buffer of the caller's which is kept, since forward has registered it again.
         """
+        run.attributes = self._find(run.returned)
+        replaced_buffers = run.buffers.registered_again()
         used: set[tuple[Any, int]] | None = None
         for path, attr, value in self._changed():
-            if (name := join_path(path, attr)) in returned:
+            if (name := join_path(path, attr)) in run.attributes:
                 continue
             before = self._before[path].get(attr)
             tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and _has_derivative(x)]
@@ -145,7 +165,7 @@ class AttributeWrites:
             if any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(before)):
                 tensors = []
             elif tensors and (isinstance(before, _CONTAINERS) or all(x.numel() == 1 for x in tensors)):
-                used = _torch.edges_in_graph(find_tensors(result)) if used is None else used
+                used = _torch.edges_in_graph(_find_tensors(run.out)) if used is None else used
                 tensors = [x for x in tensors if used.isdisjoint(_torch.own_edges(x))]
             if tensors:
                 raise RuntimeError(
@@ -161,7 +181,7 @@ class AttributeWrites:
                     "in buffers="
                 )
 
-    def find(self, globs: Collection[str]) -> dict[str, Any]:
+    def _find(self, globs: Collection[str]) -> dict[str, Any]:
         """Return the attributes that these globs match, by dotted name; raise ValueError for a glob that matches none."""
         found = {join_path(path, attr): value for path, attr, value in _attributes(self._modules)} if globs else {}
         for glob in globs:
@@ -240,19 +260,20 @@ def _is_scalar(value: object) -> bool:
     return isinstance(value, _SCALARS) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
-class StandIns:
+class StandIns(Guard):
     """Stand-ins for the model's own parameters in other attributes of its modules.
 
     The caller restores the attributes of the modules; `restore` restores other objects.
     """
 
-    def __init__(self, place: BoundModule, spec: PartitionSpec, given: Mapping[str, Tensor]) -> None:
+    def __init__(self, run: ForwardRun) -> None:
+        place, spec = run.call.place, run.call.spec
         self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._names: Mapping[int, str] | None = None  # of the parameters that the call replaces, by storage
         known, model = spec._compute_once(_known_holders), place.modules[place.path]
         if (held := known.get(model)) == []:
             return
-        self._names = _names_by_storage(place, spec, given)
+        self._names = _names_by_storage(place, spec, run.call.params)
         self._seen: dict[int, Any] = {}  # by the id of an object, what stands in its place
         found: list[tuple[str, str]] = []
         for path, attr in [at[:2] for at in _attributes(place.modules, _OF_NN_MODULE)] if held is None else held:

@@ -1,6 +1,6 @@
 """A module with P(remat=...): backward runs it again, with everything that it is made of as arguments.
 
-    Call -> recompute_module -> call_recomputed (_transforms/_recompute) -> ModuleRun -> Call.make_inner -> forward
+    Call -> recomputed_forwards -> call_recomputed (_transforms/_recompute) -> ModuleRun -> Call.make_inner -> forward
 
 The first run and the ones of backward are calls of their own, on the module's part of the model.
 """
@@ -8,8 +8,9 @@ The first run and the ones of backward are calls of their own, on the module's p
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +25,58 @@ from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import number_views, run_unrecorded
 from .._units.layout import Params
 from .buffers import copy_buffer
+from .compiled_unit import can_run_compiled, is_compiled
+from .modes import Scheduled
 from .module_state import BoundModule, ModuleAttributes, Replaced
+from .running import Call, Override
 from .schedule import GatheredUnit
 
-if TYPE_CHECKING:
-    from .running import Call
-
-__all__ = ["recompute_module"]
+__all__ = ["recomputed_forwards"]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-def recompute_module(
+def recomputed_forwards(call: Call, before: ModuleAttributes) -> Iterator[Override]:
+    """Yield the forwards of the modules with ``P(remat=...)``, which run again in backward, around their scopes."""
+    for path in call.spec.recomputed:
+        module = call.place.modules[path]
+        yield module, "forward", _wrap_recomputed(call, path, before, module.forward)
+
+
+def _wrap_recomputed(call: Call, path: str, before: ModuleAttributes, scoped: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the forward of a module with ``P(remat=...)``, which runs again in backward."""
+    compiled = is_compiled(call.spec, path, before[call.place.modules[path]])
+
+    @functools.cache  # it may run often in one call
+    def insides() -> tuple[BoundModule, PartitionSpec]:
+        place = call.place.submodule(path)
+        keys = {unit.key for owned in place.owned.values() for unit, _ in owned.values()}
+        return place, call.spec._restrict_to_units(path, keys)
+
+    @functools.wraps(scoped)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # in one run of a module around it this one may run again, in another not: what it reads counts alike
+        if call.used_parameters is not None:
+            call.used_parameters |= {unit.params[i].name for owned in insides()[0].owned.values() for unit, i in owned.values()}
+        if call.is_inference or not _torch.needs_graph():
+            return scoped(*args, **kwargs)
+        if compiled and can_run_compiled(call, path, args, kwargs):
+            return scoped(*args, **kwargs)
+        place, spec = insides()
+        if not isinstance(call.mode, Scheduled) or not call.mode.is_at_call_level():
+            return _recompute_module(call, place, spec, before, (), args, kwargs)
+        call.scopes.enter(call.units_at(path))
+        try:
+            gathered = [in_use.gathered_unit for in_use in call.scopes.innermost() if in_use.gathered_unit]
+            return _recompute_module(call, place, spec, before, gathered, args, kwargs)
+        finally:
+            call.scopes.leave()
+
+    return run
+
+
+def _recompute_module(
     outer: Call,
     place: BoundModule,
     spec: PartitionSpec,

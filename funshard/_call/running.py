@@ -2,14 +2,15 @@
 
 For the length of the call every module's ``_parameters`` is a mapping that hands out views of the gathered buffer of the
 owning unit, and gathers the unit if it is not (scopes.py). The ``forward`` of a unit's module gathers the unit before and
-frees it after, or runs as one that backward recomputes (recompute.py).
+frees it after. That is one of the `Wrapper`s of forwards, the others are options; what watches a call are its `Guard`s. Both
+are listed in call.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,23 +18,54 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._spec.division import Reduction
-from .._spec.options import Compile
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms._recompute.saved_results import leave_finished_runs
 from .._units.accumulation import GradReceiver
 from .activation_offload import choose_hooks, choose_offload
-from .buffers import install_buffers
-from .casting import buffer_dtypes, module_overrides, wrap_in_casts
-from .compiled_unit import can_run_compiled, compile_forward, find_compiled
-from .guards import AttributeWrites, StandIns
-from .modes import Scheduled, choose_mode
+from .buffers import CallBuffers
+from .modes import choose_mode
 from .module_state import MODEL_LOCK, BoundModule, GatheringParameters, ModuleAttributes, calling_thread, restore_modules
-from .recompute import recompute_module
 from .schedule import CallOptions
 from .scopes import UnitScopes
 
-__all__ = ["Call"]
+__all__ = ["Call", "ForwardRun", "Guard", "Override", "Wrapper", "scoped_forwards"]
+
+Override = tuple[nn.Module, str, Any]
+"""A module, the name of an attribute, and its value for the length of a call."""
+
+Wrapper = Callable[["Call", ModuleAttributes], Iterable[Override]]
+"""What surrounds the forwards of a call's modules, where it is given the attributes of before the call.
+
+Each of its forwards is set before it is asked for the next, and all of them before those of the next wrapper, which are
+around them.
+"""
+
+
+class ForwardRun:
+    """A run of forward in a call: its result, and what watches it. No call holds it, since graphs hold calls."""
+
+    def __init__(self, call: Call, buffers: CallBuffers, returned: Collection[str]) -> None:
+        self.call, self.buffers, self.returned = call, buffers, returned
+        self.guards: list[Guard] = []
+        self.out: Any = None
+        self.attributes: dict[str, Any] = {}  # those of the globs in ``returned``
+
+
+class Guard:
+    """What watches a run of forward, made when the modules have all that the call gives them."""
+
+    def __init__(self, run: ForwardRun) -> None:
+        """Note what is to be compared or restored."""
+
+    def check(self, run: ForwardRun) -> None:
+        """Raise an error for what forward has done; the modules are as it has left them."""
+
+    def restore(self) -> None:
+        """Restore what forward has changed beside the modules' attributes, also after an error."""
+
+    def report(self, run: ForwardRun, stacklevel: int) -> None:
+        """Warn of what forward has done, and watch backward; the modules are as before the call."""
 
 
 class Call:
@@ -51,8 +83,9 @@ class Call:
         buffers: Mapping[str, Tensor] | None = None,
         is_recomputing: bool = False,
         thread: int | None = None,
+        wrappers: Sequence[Wrapper] = (),
     ) -> None:
-        self.place, self.spec = place, spec
+        self.place, self.params, self.spec, self.wrappers = place, params, spec, wrappers
         self.has_values = not any(tensor.is_meta for tensor in params.values())
         self.reduction = reduction
         self.thread = calling_thread(thread)
@@ -64,78 +97,60 @@ class Call:
         self.scopes = UnitScopes(self.mode, params, spec, self.offload, buffers or {})
         self.is_inference = torch.is_inference_mode_enabled()
         self.used_parameters: set[str] | None = set() if is_recomputing else None  # what the recomputed module has read
-        self.compiled: Mapping[str, Compile] = {}  # how the modules of these paths are compiled
-        self.discarded_buffers: list[str] = []  # the buffers that forward has changed and nobody asked for
-        self.normalized: Mapping[str, nn.Module] = {}  # the normalisation layers that have buffers, by path
 
     @functools.cached_property
     def is_fake(self) -> bool:
         """Whether parameters are fake tensors."""
         return any(map(_torch.is_fake, self.mode.params.values()))
 
-    def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        buffers: dict[str, Tensor] | None,
-        method: str | None,
-        returned: Collection[str] = (),
-    ) -> tuple[Any, dict[str, Any]]:
-        """Call the model, or another of its methods than forward. Return the result, and the attributes of these globs."""
-        with self.install(buffers, returned=returned) as results:
-            run = getattr(self.place.modules[""], method or "__call__")
-            results.append(wrap_in_casts(run, self.spec.by_path[""].precision)(*args, **kwargs))
-        return results[0], results[1]
-
     @contextlib.contextmanager
     def install(
-        self, buffers: dict[str, Tensor] | None, attributes: ModuleAttributes | None = None, returned: Collection[str] = ()
-    ) -> Generator[list[Any]]:
+        self,
+        buffers: dict[str, Tensor] | None,
+        attributes: ModuleAttributes | None = None,
+        returned: Collection[str] = (),
+        guards: Iterable[type[Guard]] = (),
+    ) -> Generator[ForwardRun]:
         """Give the modules gathered parameters, and these attributes if any; restore the modules afterwards.
 
-        Yield a list for the result of forward, to which the attributes that ``returned`` names are added.
+        Yield the run, which is to be told the result of forward.
         """
         hooks = contextlib.nullcontext()
         if (around := choose_hooks(self.mode.live, self.offload)) is not None:
             self.scopes.hook = pack = around.pack  # one bound method: it is compared by identity at each read
             hooks = around.activate(pack)
-        writes: AttributeWrites | None = None
-        results: list[Any] = []  # not of the call, which graphs hold
         with contextlib.ExitStack() as stack:
             with MODEL_LOCK:
                 before = stack.enter_context(restore_modules(self.place.modules, self.thread))
                 for module, others in (attributes or {}).items():
                     vars(module).clear()
                     vars(module).update(others)
-                dtypes = None if attributes else buffer_dtypes(self.spec)  # a run inside finds them cast
-                if attributes is None:
-                    stack.callback(StandIns(self.place, self.spec, self.mode.params).restore)
-                updated, changed, registered_again, self.normalized = install_buffers(
-                    self.place.modules, buffers, dtypes, valued=self.has_values
-                )
-                roots = self._install_parameters(attributes or before)
-                if attributes is None:
-                    writes = AttributeWrites(self.place, self.spec)
-                    stack.callback(writes.restore_containers)
+                cast_by = None if attributes else self.spec  # a run inside finds them cast
+                run = ForwardRun(self, CallBuffers(self.place.modules, buffers, cast_by, valued=self.has_values), returned)
+                self._install_parameters()
+                for wrapper in self.wrappers:
+                    for module, name, value in wrapper(self, attributes or before):
+                        vars(module)[name] = value
+                for guard in guards:
+                    run.guards.append(guard(run))
+                    stack.callback(run.guards[-1].restore)
             try:
                 with hooks, self.scopes.forward():
-                    for unit in roots:
+                    for unit in () if self.place.path in self.spec.recomputed else self.units_at(self.place.path):
                         self.scopes.gather(unit)
                     for module, attr, unit, i in self.place.scripted_parameters:
                         setattr(module, attr, self.read(unit, i))
-                    yield results
+                    yield run
             finally:
                 self.mode.end_forward()
                 if buffers is not None:
-                    buffers.update(updated())
+                    buffers.update(run.buffers.updated())
             self.mode.check_forward()
-            self.discarded_buffers = changed()
-            if writes:
-                results.append(writes.find(returned))
-                writes.check(results[0], results[1], registered_again())
+            for guard in run.guards:
+                guard.check(run)
 
-    def _install_parameters(self, before: ModuleAttributes) -> list[Unit]:
-        """Put the gathering mappings and the scopes into the modules. Return the place's own units for the caller to gather."""
+    def _install_parameters(self) -> None:
+        """Put the gathering mappings into the modules."""
         modules = self.place.modules
         read = self.read
         left = dict(self.place.owned)
@@ -153,26 +168,10 @@ class Call:
             if name in self.mode.params:
                 path, _, attr = name.rpartition(".")
                 modules[path]._parameters[attr] = cast("nn.Parameter", self.mode.params[name])
-        recomputed = self.spec.recomputed
-        self.compiled = find_compiled(self.spec, modules)
-        for path, options in self.compiled.items():
-            if vars(modules[path]).get("_compiled_call_impl") is not None:
-                vars(modules[path])["_compiled_call_impl"] = None
-            vars(modules[path])["forward"] = compile_forward(self, path, options, before, modules[path].forward)
-        by_path: dict[str, list[Unit]] = {path: [] for path in recomputed}
-        for unit in self.spec:
-            for path in unit.paths:
-                by_path.setdefault(path, []).append(unit)
-        for path, units in by_path.items():
-            if path in recomputed:
-                vars(modules[path])["forward"] = self._wrap_recomputed(path, before, modules[path].forward, units)
-            elif path in modules and path != self.place.path:
-                vars(modules[path])["forward"] = self._wrap_in_scope(modules[path].forward, units)
-        for module, name, value in module_overrides(modules, self.spec, self.place.path, self.options.weight):
-            vars(module)[name] = value
-        if self.offload:
-            self.offload.install(modules, self.place.path, self.spec.paths, self.mode.live)
-        return [] if self.place.path in recomputed else by_path.get(self.place.path, [])
+
+    def units_at(self, path: str) -> Sequence[Unit]:
+        """Return the units that are gathered where the module at this path begins."""
+        return self.spec._compute_once(_units_by_path).get(path, ())
 
     def read(self, unit: Unit, i: int) -> Tensor:
         """Return the unit's i-th parameter."""
@@ -185,59 +184,41 @@ class Call:
         self, place: BoundModule, params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]
     ) -> Call:
         """Return the call in which a module of this one is recomputed; ``buffers`` are those of units given in full."""
-        reduction, options, thread = self.reduction, self.options, self.thread
-        return Call(place, params, spec, reduction, options, buffers=buffers, is_recomputing=True, thread=thread)
+        given = place, params, spec, self.reduction, self.options
+        return Call(*given, buffers=buffers, is_recomputing=True, thread=self.thread, wrappers=self.wrappers)
 
     def is_view(self, unit: Unit, i: int, tensor: object) -> bool:
         """Return whether a tensor is the unit's i-th parameter as it is gathered now."""
         gathered = self.scopes.active.get(unit.key)
         return gathered is not None and gathered.views[i] is tensor
 
-    def _wrap_in_scope(self, forward: Callable[..., Any], units: list[Unit]) -> Callable[..., Any]:
-        """Return the forward of the module at which these units are gathered and released."""
 
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.scopes.enter(units)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self.scopes.leave()
+def _units_by_path(spec: PartitionSpec) -> dict[str, list[Unit]]:
+    """Return the units by the paths of the modules at which they are gathered."""
+    by_path: dict[str, list[Unit]] = {path: [] for path in spec.recomputed}
+    for unit in spec:
+        for path in unit.paths:
+            by_path.setdefault(path, []).append(unit)
+    return by_path
 
-        return run
 
-    def _wrap_recomputed(
-        self, path: str, before: ModuleAttributes, forward: Callable[..., Any], units: list[Unit]
-    ) -> Callable[..., Any]:
-        """Return the forward of a module with ``P(remat=...)``, which runs again in backward."""
-        scoped = self._wrap_in_scope(forward, units)
+def scoped_forwards(call: Call, _: ModuleAttributes) -> Iterator[Override]:
+    """Yield the forwards of the modules at which units are gathered and released; the caller gathers those of the place."""
+    modules, recomputed = call.place.modules, call.spec.recomputed
+    for path, units in call.spec._compute_once(_units_by_path).items():
+        if path in recomputed or (path in modules and path != call.place.path):
+            yield modules[path], "forward", _wrap_in_scope(call.scopes, modules[path].forward, units)
 
-        @functools.cache  # it may run often in one call
-        def insides() -> tuple[BoundModule, PartitionSpec]:
-            place = self.place.submodule(path)
-            return place, self.spec._restrict_to_units(
-                path, {unit.key for owned in place.owned.values() for unit, _ in owned.values()}
-            )
 
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            # in one run of a module around it this one may run again, in another not: what it reads counts alike
-            if self.used_parameters is not None:
-                self.used_parameters |= {
-                    unit.params[i].name for owned in insides()[0].owned.values() for unit, i in owned.values()
-                }
-            if self.is_inference or not _torch.needs_graph():
-                return scoped(*args, **kwargs)
-            if path in self.compiled and can_run_compiled(self, path, args, kwargs):
-                return scoped(*args, **kwargs)
-            place, spec = insides()
-            if not isinstance(self.mode, Scheduled) or not self.mode.is_at_call_level():
-                return recompute_module(self, place, spec, before, (), args, kwargs)
-            self.scopes.enter(units)
-            try:
-                gathered = [in_use.gathered_unit for in_use in self.scopes.innermost() if in_use.gathered_unit]
-                return recompute_module(self, place, spec, before, gathered, args, kwargs)
-            finally:
-                self.scopes.leave()
+def _wrap_in_scope(scopes: UnitScopes, forward: Callable[..., Any], units: Sequence[Unit]) -> Callable[..., Any]:
+    """Return the forward of the module at which these units are gathered and released."""
 
-        return run
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        scopes.enter(units)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            scopes.leave()
+
+    return run

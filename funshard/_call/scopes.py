@@ -12,7 +12,7 @@ buffer is complete, which is also when that gradient is reduce-scattered.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -120,7 +120,7 @@ class UnitScopes:
             self._mode.leave(gathered, keep=keep_for_backward)
         many.clear()
 
-    def enter(self, units: list[Unit]) -> None:
+    def enter(self, units: Sequence[Unit]) -> None:
         """Begin a module's run: gather its units. Those gathered from here on belong to this run, until `leave`."""
         self._scopes.append([])
         try:
