@@ -154,9 +154,9 @@ class CallBuffers:
         empty: dict[str, Tensor] = {}
         left = dict(self.given)
         for path, module in modules.items():
-            own = own_tensors(module, "_buffers")
-            if not own:  # as most
+            if not module._buffers:  # as most
                 continue
+            own = own_tensors(module, "_buffers")
             if isinstance(module, NormWithStatistics):
                 self.normalized[path] = module
             mine = fresh.setdefault(module, dict(own))

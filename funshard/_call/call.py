@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
+from .._batchnorm import SyncBatchNorm
 from .._spec.checks import check_spec
 from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
@@ -21,7 +22,7 @@ from .compiled_unit import compiled_forwards
 from .entry import check_call
 from .guards import AttributeWrites, BackwardGuard, BufferChanges, StandIns
 from .modes import Scheduled
-from .module_state import BoundModule, ModuleAttributes
+from .module_state import BoundModule, ModuleAttributes, find_instances
 from .recompute import recomputed_forwards
 from .running import Call, ForwardRun, Guard, Override, Wrapper, scoped_forwards
 from .schedule import CallOptions
@@ -125,7 +126,8 @@ def _run_call(
 
 
 def _cast_forwards(call: Call, _: ModuleAttributes) -> Iterator[Override]:
-    return module_overrides(call.place.modules, call.spec, call.place.path, call.options.weight)
+    place, norms = call.place, find_instances(call.place.modules, SyncBatchNorm)
+    return module_overrides(place.modules, call.spec, place.path, call.options.weight, norms)
 
 
 def _offloaded_forwards(call: Call, _: ModuleAttributes) -> Iterable[Override]:

@@ -116,14 +116,18 @@ def cast_back(now: Tensor, before: Tensor, cast: Tensor) -> Tensor:
 
 
 def module_overrides(
-    modules: Mapping[str, nn.Module], spec: PartitionSpec, path: str, weight: Tensor | None
+    modules: Mapping[str, nn.Module],
+    spec: PartitionSpec,
+    path: str,
+    weight: Tensor | None,
+    norms: Mapping[str, nn.Module] | None = None,
 ) -> Iterator[tuple[nn.Module, str, Any]]:
     """Yield what a call sets in modules beside parameters and buffers: the module, an attribute's name, and the value.
 
     Casts around forward, and the mesh and weight of layers that take statistics over ranks. Each is to be set before the next
-    is asked for. The casts around the module at ``path`` are left to its caller.
+    is asked for. The casts around the module at ``path`` are left to its caller. ``norms`` are such layers, if they are known.
     """
-    for at, module in modules.items():
+    for at, module in (modules if norms is None else norms).items():
         if isinstance(module, SyncBatchNorm):
             check_axes_are_given(module.axes, spec.units if module.training else (), f"SyncBatchNorm '{at}'")
             yield module, MESH, spec.bound_mesh

@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -122,7 +123,7 @@ class AttributeWrites(Guard):
 
     def __init__(self, run: ForwardRun) -> None:
         place, spec = run.call.place, run.call.spec
-        known, model = spec._compute_once(_known_containers), place.modules[place.path]
+        known, model = spec._compute_once(_known_attributes, "containers"), place.modules[place.path]
         if model not in known:
             known[model] = [(path, attr) for path, attr, value in _attributes(place.modules) if _may_change(value)]
         found: dict[int, Any] = {}
@@ -130,11 +131,11 @@ class AttributeWrites(Guard):
             _collect_containers(vars(place.modules[path]).get(attr), found)
         self._entries = [(container, _entries(container)) for container in found.values()]
         self._modules = place.modules
-        self._before = {path: vars(module).copy() for path, module in place.modules.items()}
+        self._lengths, self._names, self._values = self._now()
 
     def restore(self) -> None:
         """Give the containers what was in them before forward."""
-        for container, entries in self._changed_containers():
+        for container, entries in self._changed_containers:
             container.clear()
             if isinstance(container, dict):
                 half = len(entries) // 2
@@ -190,9 +191,22 @@ class AttributeWrites(Guard):
         matching = {name: value for name, value in found.items() if any(fnmatchcase(name, glob) for glob in globs)}
         return pytree.tree_map(lambda leaf: leaf, matching)  # other containers than those that are put back
 
+    def _now(self) -> tuple[list[int], list[str], list[Any]]:
+        """Return the numbers of attributes, their names and values, each for all modules in one list to be compared at once."""
+        attributes = [module.__dict__ for module in self._modules.values()]
+        return [*map(len, attributes)], [*chain.from_iterable(attributes)], [*chain.from_iterable(map(dict.values, attributes))]
+
+    @functools.cached_property
+    def _before(self) -> dict[str, dict[str, Any]]:
+        """The attributes before forward, by path."""
+        pairs = zip(self._names, self._values, strict=True)
+        return {path: dict(islice(pairs, n)) for path, n in zip(self._modules, self._lengths, strict=True)}
+
     def _changed(self) -> Iterator[tuple[str, str, Any]]:
         """Yield the attributes that forward has set, or whose containers it has changed: path, name, value."""
-        for path, before in self._before.items():
+        lengths, names, values = self._now()
+        is_same = (lengths, names) == (self._lengths, self._names) and all(map(operator.is_, values, self._values))
+        for path, before in () if is_same else self._before.items():
             now = vars(self._modules[path])
             if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
                 continue
@@ -200,15 +214,16 @@ class AttributeWrites(Guard):
             for attr, value in now.items():
                 if value is not before.get(attr, before) and attr not in _MADE_ANEW and attr not in by_hooks:
                     yield path, attr, value
-        if changed := {id(container) for container, _ in self._changed_containers()}:
+        if changed := {id(container) for container, _ in self._changed_containers}:
             for path, attr, value in _attributes(self._modules):
                 inside: dict[int, Any] = {}
                 _collect_containers(value, inside)
                 if not changed.isdisjoint(inside):
                     yield path, attr, value
 
+    @functools.cached_property
     def _changed_containers(self) -> list[tuple[Any, list[Any]]]:
-        """Return the containers that have other entries than before, with those of before, if there are tensors among them.
+        """The containers that have other entries than before, with those of before, if there are tensors among them.
 
         Without tensors, logs of names or shapes stay, as in a call of the module itself: they hold nothing of the parameters.
         """
@@ -221,8 +236,8 @@ class AttributeWrites(Guard):
         return changed if any(isinstance(x, Tensor) for x in leaves) else []
 
 
-def _known_containers(spec: PartitionSpec) -> WeakKeyDictionary[nn.Module, list[tuple[str, str]]]:
-    """Return a place to record, by model, which attributes hold containers."""
+def _known_attributes(spec: PartitionSpec, kind: str) -> WeakKeyDictionary[nn.Module, list[tuple[str, str]]]:
+    """Return a place to record, by model, which attributes hold containers or parameters: found in the first call."""
     return WeakKeyDictionary()
 
 
@@ -270,7 +285,7 @@ class StandIns(Guard):
         place, spec = run.call.place, run.call.spec
         self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._names: Mapping[int, str] | None = None  # of the parameters that the call replaces, by storage
-        known, model = spec._compute_once(_known_holders), place.modules[place.path]
+        known, model = spec._compute_once(_known_attributes, "parameters"), place.modules[place.path]
         if (held := known.get(model)) == []:
             return
         self._names = _names_by_storage(place, spec, run.call.params)
@@ -347,11 +362,6 @@ class StandIns(Guard):
         nodes = (node for node, _ in islice(_torch.iter_nodes(tensor), _MAX_NODES))  # a state may have a graph of many calls
         leaves = (leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), Tensor))
         return next((name for leaf in leaves if (name := self._names.get(_torch.storage_id(leaf)))), None)
-
-
-def _known_holders(spec: PartitionSpec) -> WeakKeyDictionary[nn.Module, list[tuple[str, str]]]:
-    """Return a place to record, by model, which attributes hold parameters: found in the first call with a spec."""
-    return WeakKeyDictionary()
 
 
 def _names_by_storage(place: BoundModule, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[int, str]:

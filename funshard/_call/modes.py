@@ -16,7 +16,6 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -158,31 +157,6 @@ class UnitInUse:
         self.storages: tuple[int, ...] = ()  # of the buffers, where saved tensors in them are to be replaced
 
 
-class Mode(Protocol):
-    """The way in which a call gathers and frees its units."""
-
-    params: Mapping[str, Tensor]
-    """The shards as the call is to use them."""
-    live: dict[int, RestorableBuffer] | None
-    """The buffers whose saved views are replaced, by storage; None where autograd keeps what it saves."""
-
-    def gather(self, unit: Unit) -> UnitInUse:
-        """Return the gathered unit."""
-        ...
-
-    def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
-        """End the use of a unit: free its buffer, or leave that to backward."""
-        ...
-
-    def end_forward(self) -> None:
-        """Free what was gathered and not used."""
-        ...
-
-    def check_forward(self) -> None:
-        """Have ranks compare what forward has gathered, unless that was compared before each gather."""
-        ...
-
-
 def choose_mode(
     params: Mapping[str, Tensor],
     spec: PartitionSpec,
@@ -192,7 +166,7 @@ def choose_mode(
     *,
     is_recomputing: bool,
     replaces: bool,
-) -> Scheduled | RegatherPerLevel | DataFlow:
+) -> Mode:
     """Return the mode of an uncompiled call: scheduled, gathered again by each level of transforms, or plain data flow.
 
     Args:
@@ -268,6 +242,7 @@ class DataFlow:
     """Gathers as nodes of the graph, where a unit is used."""
 
     live: dict[int, RestorableBuffer] | None = None
+    """The buffers whose saved views are replaced, by storage; None where autograd keeps what it saves."""
 
     def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, options: CallOptions) -> None:
         self.params, self.spec, self._reduction, self._options = params, spec, reduction, options
@@ -381,3 +356,7 @@ class Scheduled:
     def check_forward(self) -> None:
         """Have ranks compare what forward has gathered."""
         self.schedule.order_check.check_forward(has_run=bool(self.schedule.gathered_keys))
+
+
+Mode = DataFlow | Scheduled
+"""The way in which a call gathers and frees its units."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +20,12 @@ from .._spec.unit import Unit
 
 __all__ = [
     "MODEL_LOCK",
-    "MODULE_CONTAINERS",
     "BoundModule",
     "GatheringParameters",
     "ModuleAttributes",
     "Replaced",
     "calling_thread",
+    "find_instances",
     "own_tensors",
     "restore_modules",
 ]
@@ -33,7 +35,7 @@ ModuleAttributes = dict[nn.Module, dict[str, Any]]
 """The attributes (``vars``) of each module."""
 
 _CONTAINER_TYPES = (dict, set)
-MODULE_CONTAINERS = tuple(
+_MODULE_CONTAINERS = tuple(
     name for name, value in vars(nn.Module()).items() if isinstance(value, _CONTAINER_TYPES) and name != "_parameters"
 )
 """The attributes for hooks, submodules and buffers, which forward may change in place (transformers 5 adds hooks)."""
@@ -47,28 +49,32 @@ def calling_thread(caller: int | None = None) -> int:
     return caller if caller and isinstance(threading.current_thread(), threading._DummyThread) else threading.get_ident()
 
 
+class _ParameterReader(Protocol):
+    """The call that modules read their parameters from, in the thread of this number."""
+
+    thread: int
+
+    def read(self, unit: Unit, i: int, /) -> Tensor: ...
+    def is_view(self, unit: Unit, i: int, tensor: object, /) -> bool: ...
+
+
 class GatheringParameters(dict[str, Any]):
     """A module's ``_parameters`` for the length of a call in a thread: reading one gathers its unit."""
 
-    __slots__ = ("_is_view", "_owned", "_owned_at_first", "_read", "path", "thread")
+    __slots__ = ("_owned", "_owned_at_first", "call", "path")
 
     def __init__(
-        self,
-        original: Mapping[str, Tensor | None],
-        owned: Mapping[str, tuple[Unit, int]],
-        read: Callable[[Unit, int], Tensor],
-        is_view: Callable[[Unit, int, object], bool],
-        thread: int,
-        path: str,
+        self, original: Mapping[str, Tensor | None], owned: Mapping[str, tuple[Unit, int]], call: _ParameterReader, path: str
     ) -> None:
-        super().__init__(original)
+        if original:
+            super().__init__(original)
         self._owned = self._owned_at_first = owned
-        self._read, self._is_view, self.thread, self.path = read, is_view, thread, path
+        self.call, self.path = call, path
 
     def __getitem__(self, name: str) -> Any:
         owned = self._owned.get(name)
         if owned is not None:
-            return self._read(*owned)
+            return self.call.read(*owned)
         value = super().__getitem__(name)
         if name in self._owned_at_first and isinstance(value, nn.Parameter) and value.requires_grad:
             raise RuntimeError(
@@ -82,7 +88,7 @@ class GatheringParameters(dict[str, Any]):
         if isinstance(value, nn.Parameter) and value.requires_grad and super().get(name) is None:
             raise _creation_error(f"parameter '{join_path(self.path, name)}'")
         owned = self._owned_at_first.get(name)
-        if owned is not None and self._is_view(*owned, value):  # put back, as by an inner functional_call at its end
+        if owned is not None and self.call.is_view(*owned, value):  # put back, as by an inner functional_call at its end
             self._owned = {**self._owned, name: owned}
             return
         self._disown(name)
@@ -149,37 +155,32 @@ def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[
     added: list[nn.Module] = []
     with MODEL_LOCK:
         for path, module in modules.items():
-            if isinstance(now := vars(module).get("_parameters"), GatheringParameters) and now.thread != thread:
+            if type(now := module._parameters) is GatheringParameters and now.call.thread != thread:
                 raise RuntimeError(
                     f"module '{path}' is in a functional_call of another thread: expected one at a time, since what a module "
                     "reads is put into it meanwhile; give each thread a model of its own, or hold a lock around the call"
                 )
-        before: ModuleAttributes = {}
-        classes = {module: type(module) for module in modules.values()}  # torch.nn.utils.parametrize makes new ones
-        contents: dict[int, tuple[Any, Any]] = {}  # of each container that is not empty, by its id: itself, and a copy
-        scripted: dict[nn.Module, dict[str, Tensor | None]] = {}
-        for module in modules.values():
-            if module in before:
-                continue
-            before[module] = attributes = vars(module)
-            object.__setattr__(module, "__dict__", attributes.copy())
-            contents |= {id(one): (one, one.copy()) for one in _nonempty_containers(attributes)}
-            if isinstance(module, torch.jit.ScriptModule):  # whose own code asks no mapping of Python's
-                scripted[module] = own_tensors(module, "_parameters") | own_tensors(module, "_buffers")
+        before: ModuleAttributes = {module: module.__dict__ for module in modules.values()}
+        classes = [*map(type, before)]  # torch.nn.utils.parametrize makes new ones
+        contents = {id(one): (one, one.copy()) for one in _nonempty_containers(before.values())}
+        scripts = find_instances(modules, torch.jit.ScriptModule).values()  # whose own code asks no mapping of Python's
+        scripted = {module: own_tensors(module, "_parameters") | own_tensors(module, "_buffers") for module in scripts}
+        _set_attributes(before, map(dict.copy, before.values()))
     try:
         yield before
     finally:
         with MODEL_LOCK:
-            for module, attributes in before.items():
-                for name, tensor in scripted.get(module, {}).items():
+            for module, tensors in scripted.items():
+                for name, tensor in tensors.items():
                     setattr(module, name, tensor)
-                object.__setattr__(module, "__dict__", attributes)
-                if type(module) is not classes[module]:
-                    module.__class__ = classes[module]
-                for container in _nonempty_containers(attributes):
-                    if id(container) not in contents:
-                        added += _new_trained_modules(container, ())
-                        container.clear()
+            _set_attributes(before, before.values())
+            for module, cls in zip(before, classes, strict=True):
+                if type(module) is not cls:
+                    module.__class__ = cls
+            for container in _nonempty_containers(before.values()):
+                if id(container) not in contents:
+                    added += _new_trained_modules(container, ())
+                    container.clear()
             for container, content in contents.values():
                 if container != content:
                     added += _new_trained_modules(container, content)
@@ -190,6 +191,11 @@ def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[
             raise _creation_error(f"module {type(module).__name__}, which has parameters to train,")
 
 
+def _set_attributes(modules: Iterable[nn.Module], attributes: Iterable[dict[str, Any]]) -> None:
+    """Give modules these attributes."""
+    deque(map(object.__setattr__, modules, itertools.repeat("__dict__"), attributes), maxlen=0)
+
+
 def _new_trained_modules(container: Any, before: Iterable[Any]) -> Iterator[nn.Module]:
     """Yield the modules that were added to a module's dict of submodules and that have trained parameters."""
     if isinstance(container, dict):
@@ -197,16 +203,16 @@ def _new_trained_modules(container: Any, before: Iterable[Any]) -> Iterator[nn.M
         yield from (x for x in new if any(p.requires_grad for p in x.parameters()))
 
 
-def _nonempty_containers(attributes: dict[str, Any]) -> Sequence[Any]:
-    """Return the containers among a module's attributes that are not empty."""
+def _nonempty_containers(attributes: Collection[dict[str, Any]]) -> list[Any]:
+    """Return the containers among modules' attributes that are not empty."""
     try:
-        containers = _get_containers(attributes)
+        found = [*filter(None, itertools.chain.from_iterable(map(_get_containers, attributes)))]
     except KeyError:
-        containers = [attributes.get(name) for name in MODULE_CONTAINERS]
-    return [one for one in containers if one and isinstance(one, _CONTAINER_TYPES)] if any(containers) else ()
+        found = [one for own in attributes for name in _MODULE_CONTAINERS if (one := own.get(name))]
+    return [one for one in found if isinstance(one, _CONTAINER_TYPES)]
 
 
-_get_containers: Callable[[dict[str, Any]], Sequence[Any]] = operator.itemgetter(*MODULE_CONTAINERS)
+_get_containers: Callable[[dict[str, Any]], Sequence[Any]] = operator.itemgetter(*_MODULE_CONTAINERS)
 
 
 def own_tensors(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
@@ -237,23 +243,23 @@ class BoundModule:
     @property
     def scripted_parameters(self) -> Iterator[tuple[nn.Module, str, Unit, int]]:
         """The parameters of each ScriptModule, which reads no Python mapping: module, attribute, unit, position in it."""
-        for module, owned in self.owned.items():
-            if isinstance(module, torch.jit.ScriptModule):
-                yield from ((module, attr, unit, i) for attr, (unit, i) in owned.items())
+        for module in dict.fromkeys(find_instances(self.modules, torch.jit.ScriptModule).values()):  # in one order on all ranks
+            yield from ((module, attr, unit, i) for attr, (unit, i) in self.owned[module].items())
 
     @classmethod
     def bind(cls, model: nn.Module, spec: PartitionSpec) -> BoundModule:
         """Return a whole model. Raise ValueError unless the spec was made for it."""
         with MODEL_LOCK:
-            modules = _find_modules(model, "")
+            modules = _find_modules(model, "", {})
             paths = spec._chosen
             for path, module in modules.items():
-                check_not_compiled(path, module, in_place=path not in paths)
+                if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+                    check_not_compiled(path, module, in_place=path not in paths)
             return cls("", modules, _find_owners(modules, spec))
 
     def submodule(self, path: str) -> BoundModule:
         """Return one of its modules. Raise RuntimeError if forward has put other modules into it."""
-        modules = _find_modules(self.modules[path], path)
+        modules = _find_modules(self.modules[path], path, {})
         if new := [name for name, module in modules.items() if module not in self.owned]:
             raise RuntimeError(
                 f"module '{new[0]}' ({type(modules[new[0]]).__name__}) was put there in forward, and P(remat=...) of '{path}' "
@@ -264,7 +270,7 @@ class BoundModule:
 
     def modules_inside(self, path: str) -> list[nn.Module]:
         """Return the modules in one of its modules, that one first."""
-        return [*_find_modules(self.modules[path], path).values()]
+        return [*_find_modules(self.modules[path], path, {}).values()]
 
     def params_of(self, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the shards, or full parameters, of these units, and the ignored parameters of the module."""
@@ -286,19 +292,32 @@ class BoundModule:
         return out
 
 
-def _find_modules(module: nn.Module, path: str) -> dict[str, nn.Module]:
+def _find_modules(module: nn.Module, path: str, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return ``dict(module.named_modules(prefix=path, remove_duplicate=False))``, without a chain of generators for each."""
-    found = {path: module}
+    found[path] = module
+    prefix = f"{path}." if path else ""
     for name, child in module._modules.items():
-        if child is not None:
-            found |= _find_modules(child, join_path(path, name)) if child._modules else {join_path(path, name): child}
+        if child is not None and child._modules:
+            _find_modules(child, prefix + name, found)
+        elif child is not None:
+            found[prefix + name] = child
     return found
+
+
+def find_instances(modules: Mapping[str, nn.Module], kind: type[nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules of a class by path; it is not asked of each module but of each class, of which there are few."""
+    classes = {cls for cls in {*map(type, modules.values())} if issubclass(cls, kind)}
+    return {path: module for path, module in modules.items() if type(module) in classes} if classes else {}
 
 
 def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned:
     """Return the owners of these modules' parameters; raise ValueError unless they are those of the spec."""
     owners = spec._compute_once(_owners_by_path)
-    parameters = {path: own_tensors(module, "_parameters") for path, module in modules.items()}
+    parameters = {
+        path: own if type(own := module._parameters) is dict else own_tensors(module, "_parameters")
+        for path, module in modules.items()
+    }
+    owned: Owned = dict.fromkeys(modules.values(), _NOTHING_OWNED)
     for path, mine in owners.items():
         own = parameters.get(path, {})
         for attr, (unit, i) in mine.items():
@@ -309,15 +328,12 @@ def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned
                     f"parameter '{join_path(path, attr)}' of unit '{unit.key}': expected shape {list(shape)} in the "
                     f"model, got {got}; was the model changed after the spec was made?"
                 )
-    owned: Owned = {}
-    for path, module in modules.items():
-        mine = owners.get(path, _NOTHING_OWNED)
-        owned[module] = {**owned[module], **mine} if module in owned else mine
+        owned[module] = {**before, **mine} if (before := owned[module := modules[path]]) else mine
     ignored = (name.rpartition(".") for name in spec.ignored)
     left = {id(parameters[path].get(attr)) for path, _, attr in ignored if path in modules}
     for path, own in parameters.items():
         mine = owned[modules[path]]
-        for attr, tensor in own.items():
+        for attr, tensor in own.items() if len(own) > len(mine) else ():
             if attr not in mine and tensor is not None and id(tensor) not in left:
                 raise ValueError(
                     f"parameter '{join_path(path, attr)}' is not in the spec: expected the model that it was made for; "

@@ -25,7 +25,15 @@ from .._units.accumulation import GradReceiver
 from .activation_offload import choose_hooks, choose_offload
 from .buffers import CallBuffers
 from .modes import choose_mode
-from .module_state import MODEL_LOCK, BoundModule, GatheringParameters, ModuleAttributes, calling_thread, restore_modules
+from .module_state import (
+    MODEL_LOCK,
+    BoundModule,
+    GatheringParameters,
+    ModuleAttributes,
+    calling_thread,
+    find_instances,
+    restore_modules,
+)
 from .schedule import CallOptions
 from .scopes import UnitScopes
 
@@ -151,19 +159,16 @@ class Call:
 
     def _install_parameters(self) -> None:
         """Put the gathering mappings into the modules."""
-        modules = self.place.modules
-        read = self.read
-        left = dict(self.place.owned)
+        modules, owned = self.place.modules, self.place.owned
+        scripts = find_instances(modules, torch.jit.ScriptModule)
         for path, module in modules.items():
-            owned = left.pop(module, None)  # None at the second path of a module
-            if owned is None or isinstance(module, torch.jit.ScriptModule):
+            own = module._parameters
+            if path in scripts or (type(own) is GatheringParameters and own.call is self):  # at its second path
                 continue
-            attributes = vars(module)
-            attributes["_parameters"] = GatheringParameters(
-                attributes["_parameters"], owned, read, self.is_view, self.thread, path
-            )
-            if attributes.get("sparse") is True:  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
-                attributes["sparse"] = False
+            attributes = module.__dict__
+            attributes["_parameters"] = GatheringParameters(own, owned[module], self, path)
+            if own and "sparse" in attributes and attributes["sparse"] is True:
+                attributes["sparse"] = False  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
         for name in self.spec.ignored:
             if name in self.mode.params:
                 path, _, attr = name.rpartition(".")
@@ -213,7 +218,6 @@ def scoped_forwards(call: Call, _: ModuleAttributes) -> Iterator[Override]:
 def _wrap_in_scope(scopes: UnitScopes, forward: Callable[..., Any], units: Sequence[Unit]) -> Callable[..., Any]:
     """Return the forward of the module at which these units are gathered and released."""
 
-    @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         scopes.enter(units)
         try:
@@ -221,4 +225,5 @@ def _wrap_in_scope(scopes: UnitScopes, forward: Callable[..., Any], units: Seque
         finally:
             scopes.leave()
 
+    vars(run).update(getattr(forward, "__dict__", ()), __wrapped__=forward)  # as functools.wraps, which takes longer
     return run
