@@ -2,8 +2,8 @@
 
 The life of a `GatheredUnit`, from the start of its all-gather until the gradient of its buffer is reduced:
 
-    unshard  ->  wait  ->  parameters  ->  reshard  |  prefetch_again  ->  restore_view  ->  reduce_grads
-    (start)    (forward)                   (free)   |    (start)           (backward)        (free, reduce)
+    unshard  ->  wait  ->  parameters  ->  reshard  |  prefetch_again  ->  SavedView()  ->  reduce_grads
+    (start)    (forward)                   (free)   |    (start)           (backward)       (free, reduce)
 
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py tells the same of FSDP2. Between forward and backward nothing holds the
 buffer: autograd holds `SavedView`s, which name a `BufferLease` that is empty. To free a buffer is to drop the reference to it.
@@ -23,7 +23,7 @@ import contextlib
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -71,6 +71,10 @@ class BufferLease:
         self.kept: Tensor | None = None  # the slice of forward's buffer that it is gathered from, if not the shard
 
 
+def _no_lease() -> None:
+    """Return None, as a weak reference to a lease that is gone."""
+
+
 class SavedView:
     """The shape, stride and offset in it of a view of a leased buffer, saved in forward or in a backward that records itself.
 
@@ -88,7 +92,23 @@ class SavedView:
         self.offset = tensor.storage_offset() - typed.storage_offset()
 
     def __call__(self) -> Tensor:
-        return self.lease.unit.restore_view(self)
+        """Return the view of backward's buffer that stands for the saved one; gather it again if it was freed."""
+        lease, gathered = self.lease, self.lease.unit
+        schedule, route = gathered.schedule, gathered.route
+        if gathered.restoring != (run := schedule.backward.run_number()):  # once for its first view
+            gathered.restoring = run
+            schedule.prefetch_backward(gathered)
+        if self.by_backward:
+            schedule.backward.release_oldest_for(gathered)
+        is_over = schedule.witness is not None and schedule.is_over()
+        buffer = lease.buffer
+        if buffer is None:
+            buffer = gathered.wait_again()
+        if torch.is_grad_enabled() and route.reshard_after_forward:
+            hook_running_node({_torch.storage_id(buffer): gathered}, 0 if is_over else _torch.current_level())
+        typed = buffer if self.dtype is buffer.dtype else view_whole_elements(buffer, self.dtype)
+        view = typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset)
+        return _torch.wrap_for_ended_level(view) if is_over else view
 
 
 Grads = Sequence[Tensor | None]
@@ -217,7 +237,7 @@ class Schedule:
         receiver: GradReceiver | None,
     ) -> None:
         self.shards = {key: _torch.unwrap(shards[key]).detach() for key in spec.by_key}
-        self._witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
+        self.witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
         self.spec, self.reduction, self.check_order, self.weight = spec, reduction, options.check_order, options.weight
         dtypes = tuple(shard.dtype for shard in self.shards.values())
         self.routes = spec._compute_once(make_route_table, dtypes, reduction, options.check_order)
@@ -293,7 +313,7 @@ class Schedule:
 
     def is_over(self) -> bool:
         """Return whether the transform in which the call was made has ended, as when the pullback of a vjp runs."""
-        return self._witness is not None and _torch.is_dead(self._witness)
+        return self.witness is not None and _torch.is_dead(self.witness)
 
     def is_last_backward(self) -> bool:
         """Return whether this backward is the one that a torch.func.grad around the call ends with."""
@@ -354,8 +374,8 @@ class GatheredUnit:
     """A unit that one call has gathered once in forward, and gathers again in backward."""
 
     __slots__ = (
-        "__weakref__", "_lease", "_restoring", "_version", "chain", "dtypes", "forward_buffer", "index", "is_trained",
-        "recomputed_runs", "route", "schedule", "shard", "unit",
+        "__weakref__", "_lease", "_version", "chain", "dtypes", "forward_buffer", "index", "is_trained",
+        "recomputed_runs", "restoring", "route", "schedule", "shard", "unit",
     )  # fmt: skip
 
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
@@ -365,12 +385,12 @@ class GatheredUnit:
         self.dtypes = self.route.view_dtypes
         self.index = -1  # its place among the units that forward has resharded
         self.forward_buffer: Tensor | None = None
-        self._lease: weakref.ref[BufferLease] | None = None  # backward's buffer
+        self._lease: Callable[[], BufferLease | None] = _no_lease  # a weak reference, if anything holds backward's buffer
         self.chain: CollectiveChain | None = None  # the gather, while it is under way
         self.is_trained = False
         self.recomputed_runs = 0  # of modules that forward ran with this buffer, and that backward runs again
         self._version = _torch.version(self.shard)
-        self._restoring = -2  # the run of backward that reads its views
+        self.restoring = -2  # the run of backward that reads its views
         self.unshard()
 
     # --- forward ---
@@ -378,7 +398,7 @@ class GatheredUnit:
     def unshard(self) -> None:
         """Start to gather the buffer: from the shards, or from the slices of it that forward has kept."""
         if self.route.has_own_buffer:
-            schedule, lease = self.schedule, self._current_lease()
+            schedule, lease = self.schedule, self._lease()
             kept, gather = lease and lease.kept, schedule.routes.steps[self.unit.key].gather
             with phase("gather", self.unit.key), _torch.below_transforms():
                 if kept is None:
@@ -424,7 +444,7 @@ class GatheredUnit:
         """The gathered buffer, of forward or of backward; it must not have been freed."""
         if self.forward_buffer is not None:
             return self.forward_buffer
-        lease = self._current_lease()
+        lease = self._lease()
         buffer = lease.buffer if lease else None
         assert buffer is not None
         return buffer
@@ -432,7 +452,7 @@ class GatheredUnit:
     def reshard(self, *, keep_for_backward: bool) -> None:
         """End the unit's use in forward: free the buffer but for the slice to keep, or hand it to backward."""
         assert self.forward_buffer is not None
-        lease = self._current_lease()
+        lease = self._lease()
         if keep_for_backward and lease:
             lease.buffer = self.forward_buffer
         elif self.route.reshard_after_forward:
@@ -446,7 +466,7 @@ class GatheredUnit:
 
     def lease(self) -> BufferLease:
         """Return what to hold for as long as backward may ask for the buffer."""
-        lease = self._current_lease()
+        lease = self._lease()
         if lease is None:
             lease = BufferLease(self)
             self._lease = weakref.ref(lease)
@@ -460,19 +480,16 @@ class GatheredUnit:
             lease.buffer = self.forward_buffer
         return lease
 
-    def _current_lease(self) -> BufferLease | None:
-        """Return the lease of the buffer while something holds it, else None."""
-        return self._lease() if self._lease else None
-
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> SavedView:
         """Return what autograd keeps instead of this view of the buffer."""
-        return SavedView(self.lease(), tensor, self.buffer, by_backward)
+        buffer = self.forward_buffer
+        return SavedView(self._lease() or self.lease(), tensor, self.buffer if buffer is None else buffer, by_backward)
 
     # --- backward ---
 
     def prefetch_again(self) -> bool:
         """Start to gather the buffer for backward unless it is there or under way. Return False if nobody will ask for it."""
-        lease = self._current_lease()
+        lease = self._lease()
         if lease is None or lease.buffer is not None or self.chain is not None:
             return lease is not None
         check_unmodified(self.unit.key, self.shard, self._version)
@@ -487,24 +504,6 @@ class GatheredUnit:
             lease.buffer = self._wait_chain()
         return lease.buffer
 
-    def restore_view(self, saved: SavedView) -> Tensor:
-        """Return the view of backward's buffer that stands for a saved one."""
-        schedule = self.schedule
-        if self._restoring != (run := schedule.backward.run_number()):  # once for its first view
-            self._restoring = run
-            schedule.prefetch_backward(self)
-        if saved.by_backward:
-            schedule.backward.release_oldest_for(self)
-        is_over = schedule.is_over()
-        buffer = saved.lease.buffer
-        if buffer is None:
-            buffer = self.wait_again()
-        if torch.is_grad_enabled() and self.route.reshard_after_forward:
-            hook_running_node({_torch.storage_id(buffer): self}, 0 if is_over else _torch.current_level())
-        typed = buffer if saved.dtype is buffer.dtype else view_whole_elements(buffer, saved.dtype)
-        view = typed.as_strided(saved.shape, saved.stride, typed.storage_offset() + saved.offset)
-        return _torch.wrap_for_ended_level(view) if is_over else view
-
     def parameters_in_backward(self, shard: Tensor) -> Sequence[Tensor]:
         """Return the unit's parameters for backward to recompute its module with."""
         self.schedule.prefetch_backward(self)
@@ -513,7 +512,7 @@ class GatheredUnit:
 
     def release(self) -> None:
         """Free backward's buffer; another use gathers it again."""
-        lease = self._current_lease()
+        lease = self._lease()
         if lease and lease.buffer is not None:
             if self.route.has_own_buffer:
                 self.schedule.buffers.give(lease.buffer)

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import _torch
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._transforms._recompute.function import recomputing_names
+from .._transforms._recompute.function import RUNNING
 from .._transforms._recompute.saved_results import number_views, run_unrecorded
 from .activation_offload import ActivationOffload
 from .modes import Mode, UnitInUse, units_given_full
@@ -51,7 +51,7 @@ class UnitScopes:
         self._differentiable, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.hook = self._outer = _torch.current_pack_hook()  # the first is what replaces saved tensors while forward runs
         self._outer_reentrant = _torch.count_reentrant_checkpoints()
-        self._inside = recomputing_names()
+        self._inside = RUNNING.names
         self.compiled: str | None = None  # the module that runs compiled, outside of the transform around it
         self.active = units_given_full(params, spec, buffers)
         for given in self.active.values():
@@ -62,14 +62,15 @@ class UnitScopes:
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit; gather it unless it is in use."""
-        if recomputing_names() != self._inside:
-            name = recomputing_names()[-1]
+        if RUNNING.names != self._inside:
+            name = RUNNING.names[-1]
             instead = next(text for kind, text in _INSTEAD.items() if name.startswith(kind))
             raise RuntimeError(
                 f"unit '{unit.key}' is read inside of {name}, which does not own it: there it would have no gradient; "
                 f"expected {instead}"
             )
-        if (hook := _torch.current_pack_hook()) is not self.hook or not torch.is_grad_enabled():
+        hooks = _torch.current_saved_tensor_hooks(False)
+        if (hook := hooks[0] if hooks else None) is not self.hook or not torch.is_grad_enabled():
             self._refuse_checkpoints(unit, hook)
         if self.compiled is not None:
             raise RuntimeError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +116,8 @@ def allow_set_to_itself(unit: Unit, views: Sequence[Tensor]) -> None:
 
 def forbid_set_to_itself(unit: Unit, views: Sequence[Tensor]) -> str | None:
     """Undo `allow_set_to_itself`. Return a parameter that has lost it, by torch.utils.swap_tensors."""
-    lost = [i for i, view in enumerate(views) if vars(view).pop("set_", None) is None]
+    attributes: Any = [view.__dict__ for view in views]
+    lost = [i for i, own in enumerate(attributes) if own.pop("set_", None) is None]
     return f"parameter '{unit.params[lost[0]].name}'" if lost else None
 
 

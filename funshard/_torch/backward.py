@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from torch._C._functorch import get_single_level_autograd_function_allowed, set_
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from .dispatch import is_plain
+from .dispatch import PLAIN_TYPES
 from .errors import error_text
-from .levels import current_level, detach_level, unwrap
+from .levels import current_level, detach_level, is_wrapped, unwrap
 from .storage import storage_id
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "count_reentrant_checkpoints",
     "current_graph_task",
     "current_pack_hook",
+    "current_saved_tensor_hooks",
     "depends_only_on",
     "find_viewed_buffer",
     "has_hooks",
@@ -87,7 +88,7 @@ Buffer = TypeVar("Buffer", bound=HasDtypes)
 
 def find_viewed_buffer(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
     """Return the entry, by storage, of the buffer that a plain tensor views by shape, strides and offset alone, or None."""
-    note = live.get(storage_id(inner)) if live and is_plain(inner) else None
+    note = live.get(storage_id(inner)) if live and type(inner) in PLAIN_TYPES and inner.layout is torch.strided else None
     if note is None or inner.dtype not in note.dtypes or inner.is_conj() or inner.is_neg():
         return None
     return note
@@ -123,8 +124,9 @@ Versioned = Tensor | tuple[Tensor, int]
 
 def unpack_versioned(kept: Versioned, shape_in_error: torch.Size | None = None) -> Tensor:
     """Return the tensor, or probe, that `pack_versioned` kept. Raise RuntimeError if it was modified in place since."""
-    tensor, expected = kept if type(kept) is tuple else (cast("Tensor", kept), 0)
-    if (now := unwrap(tensor)._version) != expected:
+    given: Any = kept  # type() is quicker than isinstance, and tells less
+    tensor, expected = given if type(given) is tuple else (given, 0)
+    if (now := (unwrap(tensor) if is_wrapped(tensor) else tensor)._version) != expected:
         raise RuntimeError(
             f"a tensor of shape {list(shape_in_error or tensor.shape)} needed for gradient computation was modified in place: "
             f"it is at version {now}, expected version {expected}"
@@ -243,8 +245,14 @@ def current_pack_hook() -> Callable[[Tensor], object] | None:
     functional_call must not come between torch.utils.checkpoint and its tensors, and must see one that begins inside
     it. Pinned by ``test_checkpoint_is_seen_by_its_hooks``.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    hooks = current_saved_tensor_hooks(False)
     return None if hooks is None else hooks[0]
+
+
+current_saved_tensor_hooks: Callable[[bool], tuple[Callable[[Tensor], object], object] | None] = (
+    torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
+)
+"""The innermost saved-tensor hooks, None without such; ``False`` asks for them also where they are disabled."""
 
 
 def count_reentrant_checkpoints() -> int:

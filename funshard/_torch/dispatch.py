@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack 
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # pyright: ignore[reportPrivateUsage]
 
 __all__ = [
+    "PLAIN_TYPES",
     "DispatchMode",
     "OpOverload",
     "OpTraits",
@@ -183,10 +184,10 @@ def op_traits(op: OpOverload) -> OpTraits:
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is a strided Tensor, Parameter or FakeTensor. Wrappers of transforms pass: call it below them."""
-    return type(tensor) in _PLAIN_TYPES and tensor.layout is _STRIDED
+    return type(tensor) in PLAIN_TYPES and tensor.layout is _STRIDED
 
 
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 _STRIDED = torch.strided
 
 

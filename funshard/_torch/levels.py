@@ -213,8 +213,9 @@ def is_leaf(tensor: Tensor) -> bool:
 
 def any_tracked(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether one of these is in a transform's wrapper, or `is_tracked` in the current grad mode; None is not."""
+    given = [x for x in tensors if x is not None]
     follows = torch.is_grad_enabled() or is_in_forward_ad()  # or else nobody follows but transforms
-    return any(x is not None and (is_wrapped(x) or (follows and is_tracked(x))) for x in tensors)
+    return any(map(is_wrapped, given)) or (follows and any(map(is_tracked, given)))
 
 
 def is_dead(tensor: Tensor) -> bool:

@@ -60,12 +60,8 @@ def is_traced() -> bool:
     return get_proxy_mode() is not None
 
 
-def is_profiling() -> bool:
-    """Return whether a profiler records ranges: torch.profiler, emit_nvtx or emit_itt.
-
-    Pinned by ``test_a_profiler_is_seen``.
-    """
-    return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+"""Whether a profiler records ranges: torch.profiler, emit_nvtx or emit_itt. Pinned by ``test_a_profiler_is_seen``."""
 
 
 def is_eager() -> bool:

@@ -61,7 +61,7 @@ class SavedTensorHooks:
 
 def unpack(packed: Any) -> Tensor:
     """Return the tensor that was saved."""
-    if not (type(packed) is tuple or isinstance(packed, Tensor)):
+    if (kind := type(packed)) is not Tensor and kind is not tuple and not isinstance(packed, Tensor):
         return packed()
     tensor = _torch.unpack_versioned(packed)
     if _torch.is_wrapped(tensor) and _is_last_reader(level := _torch.level_of(tensor)):

@@ -28,7 +28,7 @@ from .reachable import TENSOR, ReachableObjects, attributes_equal, check_result_
 from .saved_results import SavedResults
 from .snapshot import RunInputs, RunOutcome, Snapshot
 
-__all__ = ["RecomputedFunction", "recomputing_names"]
+__all__ = ["RUNNING", "RecomputedFunction", "recomputing_names"]
 
 
 # --- Checks of what a recomputed function reaches, and of the graph of its operands and results ---
@@ -162,12 +162,13 @@ class _Running(threading.local):
     in_stack = False
 
 
-_RUNNING = _Running()
+RUNNING = _Running()
+"""The names are what `recomputing_names` returns, to be read for each parameter that forward reads."""
 
 
 def recomputing_names() -> tuple[str, ...]:
     """Return the names of the recomputed functions that run now, the innermost last."""
-    return _RUNNING.names
+    return RUNNING.names
 
 
 class RecomputedFunction:
@@ -187,7 +188,7 @@ class RecomputedFunction:
         self._snapshot, self._constants = Snapshot(reached, self._owned), reached.constants
         levels = _torch.current_level() + _torch.is_in_forward_ad()  # plain autograd is another one, where it records
         levels += self._grad and any(_torch.unwrap(x).requires_grad for x in reached.tensors)
-        self._in_stack = (_torch.current_level() > 0 and levels > 1) or _RUNNING.in_stack
+        self._in_stack = (_torch.current_level() > 0 and levels > 1) or RUNNING.in_stack
         if self._in_stack:
             check_backward_hooks(reached.objects, name)
         # (requires_grad, is_leaf) of each operand, if the function may ask; a stack of transforms refuses the question
@@ -302,8 +303,8 @@ class RecomputedFunction:
 
     def _run(self, inputs: RunInputs, xs: Sequence[Tensor]) -> tuple[RunOutcome, ReachableObjects]:
         """Run the function in the surroundings of its first run. Return its outcome and the objects that it has reached."""
-        before = _RUNNING.names, _RUNNING.in_stack
-        _RUNNING.names, _RUNNING.in_stack = (*before[0], self.name), self._in_stack
+        before = RUNNING.names, RUNNING.in_stack
+        RUNNING.names, RUNNING.in_stack = (*before[0], self.name), self._in_stack
         try:
             if self._ambient is None:
                 self._ambient = AmbientState(xs, self._generators)
@@ -324,7 +325,7 @@ class RecomputedFunction:
                         out, variables = contextvars.Context().run(self._run_in_context, inputs.roots)
                     self._ambient.check_end(self.name)
         finally:
-            _RUNNING.names, _RUNNING.in_stack = before
+            RUNNING.names, RUNNING.in_stack = before
         after = ReachableObjects([out, variables, *inputs.roots], self._owned, self._constants, inputs.objects)
         outcome = RunOutcome(after, inputs, xs)
         if self._first is None:
