@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -159,8 +160,22 @@ def test_encoded_gradients_are_decoded() -> None:
     """For a moment a rank of eight holds the slices of two, their sum, and that of the ones before, in the sum's dtype."""
     policy, mesh = CASES["encoded gradients"]
     spec = policy(common.GPT(3, 64, 2, 16)).on(mesh)
-    decoded = [event.memory.get("gradients") for event in fs.plan(spec).timeline.events if event.kind == "wait"]
-    assert {4 * 4 * spec.shard_numel(unit) for unit in spec} <= {*decoded}
+    events, decoded = fs.plan(spec).events, set[int]()
+    for i, event in enumerate(events):
+        received = events[event.after[0]].collective if event.kind == "wait" else None
+        if received is not None and received.op == "all_to_all":
+            changes = (after.memory.get("gradients", 0) for after in events[i + 1 :])
+            until_freed = itertools.takewhile(lambda change, nbytes=received.output_bytes: change != -nbytes, changes)
+            decoded.add(max(itertools.accumulate(until_freed)))
+    assert {4 * 4 * spec.shard_numel(unit) for unit in spec} == decoded
+
+
+def test_buckets_are_those_of_the_device() -> None:
+    """16 units of 1 MiB are reduced by 4 MiB on a mesh of the CPU, and together where the mesh is sizes alone."""
+    spec = fs.by_type(nn.Linear, p=P())(nn.Sequential(*(nn.Linear(512, 512) for _ in range(16))))
+    with common.fake_world(8):
+        on_cpu = fs.plan(spec.on(init_device_mesh("cpu", (8,))), optimizer=None)
+    assert [[one.count for one in plan.traffic] for plan in (on_cpu, fs.plan(spec.on(ONE)))] == [[4], [1]]
 
 
 def test_gathered_units() -> None:

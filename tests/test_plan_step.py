@@ -97,11 +97,19 @@ def test_what_fits_does_not_run_out_of_memory(name: str) -> None:
     assert all(peaks[choice] > limit for choice in {*every} - {*fitting})
 
 
+def most_gathered(plan: fs.Plan) -> dict[str, int]:
+    """The most bytes that gathered buffers take in each phase."""
+    found: dict[str, int] = {}
+    for event, held in zip(plan.events, plan.timeline.held(), strict=True):
+        found[event.phase] = max(found.get(event.phase, 0), held["gathered"])
+    return found
+
+
 @pytest.mark.parametrize(
     "p", mark_seldom([P("shard"), P("shard", remat=True), P(), P("shard", reshard=False)], P("shard"), P()), ids=str
 )
 def test_what_is_sent_is_what_shapes_say(p: P) -> None:
-    """The step's collectives are those of the plan without it, on another way."""
+    """The step's collectives and gathered buffers are those of the plan without it, which has another model."""
     case, optimizer = CASES["gpt"], optimizer_of("donate")
     batch = (torch.zeros(BATCH, dtype=torch.long),) * 2
     with_step = planned(case, p, optimizer, ONE, batch)
@@ -109,6 +117,7 @@ def test_what_is_sent_is_what_shapes_say(p: P) -> None:
     without = fs.plan(case.policy(p)(model).on(ONE), optimizer=optimizer)
     counts = [{(t.axis, t.op): (t.input_bytes, t.output_bytes) for t in plan.traffic} for plan in (with_step, without)]
     assert counts[0] == counts[1]
+    assert most_gathered(with_step) == most_gathered(without)
     assert with_step.at_rest["parameters"] == without.at_rest["parameters"]
     assert with_step.at_rest["optimizer"] == without.at_rest["optimizer"]
 

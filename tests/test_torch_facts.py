@@ -61,6 +61,22 @@ def test_a_world_in_name() -> None:
     assert not dist.is_initialized()
 
 
+def test_groups_in_name() -> None:
+    """`_torch.named_groups` are found by name, of any device and beside a process group, and are gone afterwards."""
+    meta = torch.device("meta")
+    with _torch.fake_world(2):
+        with _torch.named_groups({"replicate": 4, "shard": 512}, meta) as names:
+            found = [_torch.resolve_group(names[axis]) for axis in ("replicate", "shard")]
+            assert [(group.size(), group.rank()) for group in found] == [(4, 0), (512, 0)]
+            assert [_torch.backend_name(name, meta) for name in names.values()] == ["fake"] * 2
+            assert [_torch.bound_device(group) for group in found] == [torch.device("meta", 0)] * 2
+            gathered = torch.ops._c10d_functional.all_gather_into_tensor(torch.ones(3, device=meta), 512, names["shard"])
+            assert gathered.shape == (1536,)
+        assert dist.get_world_size() == 2
+    with pytest.raises(RuntimeError):
+        _torch.resolve_group(names["shard"])
+
+
 def test_flops() -> None:
     """`_torch.counted_flops` knows products, and 0 for others."""
     x = torch.ones(2, 3)

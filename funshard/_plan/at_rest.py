@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
+from .._spec.unit import P, Unit
 from ..optim import from_torch
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "balance",
     "count_per_slice",
     "is_on_host",
+    "map_p",
     "optimizer_init",
     "state_bytes",
     "sum_state",
@@ -46,6 +48,8 @@ class UnitBytes(NamedTuple):
     """Bytes of its optimizer state."""
     on_host: bool
     """Whether it lives in host memory."""
+    gathered: int
+    """Bytes of its parameters where they are gathered, in the dtypes that they are used in."""
 
 
 StateBytes = dict[str, dict[str, int]]
@@ -79,6 +83,16 @@ def optimizer_init(optimizer: object) -> Init | None:
     raise TypeError(
         f"optimizer: expected a name such as 'adamw', a class of torch.optim, (init, update) as fs.optim makes them, or None, "
         f"got {optimizer!r}"
+    )
+
+
+def map_p(spec: PartitionSpec, change: Callable[[P], P]) -> PartitionSpec:
+    """Return a spec with another `P` for each of its units."""
+    return dataclasses.replace(
+        spec,
+        selected=tuple((path, change(p)) for path, p in spec.selected),
+        root=change(spec.root),
+        units=tuple(dataclasses.replace(unit, p=change(unit.p)) for unit in spec.units),
     )
 
 
@@ -131,8 +145,16 @@ def unit_bytes(spec: PartitionSpec, state: StateBytes) -> dict[str, UnitBytes]:
             length * dtype.itemsize,
             sum(state.get(unit.key, {}).values()) if unit.requires_grad else 0,
             is_on_host(unit, spec),
+            _gathered_bytes(unit),
         )
     return found
+
+
+def _gathered_bytes(unit: Unit) -> int:
+    """Return the bytes of a unit's parameters in the dtypes that they are used in."""
+    dtype = unit.p.precision._resolve(unit.dtype).param if unit.p.precision else unit.dtype
+    kept = unit.kept_dtypes or [None] * len(unit.params)
+    return sum(param.numel * (one or dtype).itemsize for param, one in zip(unit.params, kept, strict=True))
 
 
 def balance(spec: PartitionSpec) -> tuple[int, int]:

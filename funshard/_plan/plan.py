@@ -20,9 +20,9 @@ from .._spec.checks import bind_spec
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import P
-from .at_rest import StateBytes, UnitBytes, balance, optimizer_init, state_bytes, sum_state, unit_bytes
+from .at_rest import StateBytes, UnitBytes, balance, map_p, optimizer_init, state_bytes, sum_state, unit_bytes
 from .events import CATEGORIES, Category, Event, Phase
-from .forecast import count_tokens, forecast, unit_routes
+from .forecast import count_tokens, forecast
 from .formats import format_bytes, format_rows, format_seconds
 from .picture import draw_plan
 from .record import has_parameter, record_step
@@ -120,16 +120,7 @@ def replace_p(spec: PartitionSpec, p: P) -> PartitionSpec:
     """Return the spec with another `P` for its main units; their ``local``, ``at_rest`` and ``align`` stay."""
     old = main_p(spec)
     new = dataclasses.replace(p, local=old.local, at_rest=old.at_rest, align=old.align)
-
-    def change(one: P) -> P:
-        return new if one == old else one
-
-    return dataclasses.replace(
-        spec,
-        selected=tuple((path, change(one)) for path, one in spec.selected),
-        root=change(spec.root),
-        units=tuple(dataclasses.replace(unit, p=change(unit.p)) for unit in spec.units),
-    )
+    return map_p(spec, lambda one: new if one == old else one)
 
 
 def candidates(plan: Plan) -> Iterator[Choice]:
@@ -264,8 +255,7 @@ class Plan:
     @property
     def largest_unit(self) -> str:
         """The key of the unit whose gathered buffer is the largest."""
-        routes = unit_routes(self.spec)
-        return max(routes, key=lambda key: routes[key].buffer_bytes, default="")
+        return max(self.units, key=lambda key: self.units[key].gathered, default="")
 
     @property
     def seconds(self) -> float:

@@ -6,20 +6,21 @@ import contextlib
 import inspect
 import math
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils import _pytree as pytree
 
 from .. import _torch
+from .._spec.checks import HOST
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Mesh, ProcessAxis
 from .at_rest import Init
 from .events import Category, Collective, Event, EventKind, EventList
 
-__all__ = ["StepRecorder", "has_parameter", "record_step"]
+__all__ = ["StepRecorder", "has_parameter", "make_shard", "record_step"]
 
 
 # --- Values for indices that a model computes from its data, such as each token's experts, where tensors have shapes alone ---
@@ -82,11 +83,6 @@ _COLLECTIVES = {
     "broadcast": "broadcast",
     "broadcast_": "broadcast",
 }
-_OUTPUT_CATEGORY: Mapping[str, Category] = {
-    "all_gather": "gathered",
-    "reduce_scatter": "gradients",
-    "all_reduce": "gradients",
-}
 
 
 class StepRecorder(_torch.DispatchMode):
@@ -95,10 +91,20 @@ class StepRecorder(_torch.DispatchMode):
     A unit's name is that of the last weights or gathered buffer that was read.
     """
 
-    def __init__(self, shards: Mapping[str, Tensor], axes: Mapping[str, tuple[str, int]]) -> None:
+    _counts_moves = True
+    _output_category: ClassVar[Mapping[str, Category]] = {
+        "all_gather": "gathered",
+        "reduce_scatter": "gradients",
+        "all_reduce": "gradients",
+    }
+
+    def __init__(self, shards: Mapping[str, Tensor], axes: Mapping[str, tuple[str, int]], device: torch.device = HOST) -> None:
         super().__init__()
         self.events = EventList()
         self._axes = axes  # by name of process group, the mesh axis and its size
+        self._device = device
+        self._on_host = set[int]()  # the storages in host memory, where the device has its own
+        self._copying: dict[int, int] = {}  # the event of the copy between host and device that fills a storage
         self._storages: dict[int, tuple[Category, int]] = {}
         self._units = {_torch.storage_id(shard): key for key, shard in shards.items()}
         self._shards = {_torch.storage_id(shard): shard.numel() for shard in shards.values()}
@@ -107,11 +113,19 @@ class StepRecorder(_torch.DispatchMode):
         self._unit = ""
         self._was_backward = False
 
-    def hold(self, tree: Any) -> None:
+    def hold(self, tree: Any, on_host: Iterable[Tensor] = ()) -> None:
         """Leave out the tensors in a tree: they are held between steps."""
+        self._on_host.update(map(_torch.storage_id, on_host))
         for x in pytree.tree_leaves(tree):
             if isinstance(x, Tensor):
-                self._storages[_torch.storage_id(x)] = "parameters", 0
+                at = _torch.storage_id(x)
+                self._storages[at] = "parameters", 0
+                if self._is_on_host(x):
+                    self._on_host.add(at)
+
+    def _is_on_host(self, x: Tensor) -> bool:
+        """Return whether a tensor is in host memory, and the step computes elsewhere."""
+        return x.device.type == HOST.type != self._device.type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,6 +134,8 @@ class StepRecorder(_torch.DispatchMode):
         name = func._schema.name.partition("::")[2]
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self._place(name, inputs)
+        if self._copying and func.namespace != "_c10d_functional":
+            self.wait_copies(inputs)
         if name == "wait_tensor":
             self._wait(args[0])
             if not _torch.is_fake(args[0]):
@@ -142,12 +158,16 @@ class StepRecorder(_torch.DispatchMode):
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         memory: dict[Category, int] = {}
         for x in outputs:
-            self._allocate(x, memory, is_lazy=name == "_lazy_clone")
+            self._allocate(x, memory, self._category_of(inputs), is_lazy=name == "_lazy_clone")
         for x in _torch.mutated_args(func, args, kwargs):
             self._write(x, memory)
+        if name in ("copy_", "_to_copy") and self._is_on_host(source := inputs[-1]) != self._is_on_host(outputs[0]):
+            at = _torch.storage_id(outputs[0])
+            self._copying[at] = self.events.add("copy", self._unit, memory, moved_bytes=source.nbytes)
+            return out
         traits = _torch.op_traits(func)
         flops = _torch.counted_flops(func, args, kwargs, out)
-        moved = 0 if flops or traits.is_view else sum(x.nbytes for x in (*inputs, *outputs))
+        moved = 0 if flops or traits.is_view or not self._counts_moves else sum(x.nbytes for x in (*inputs, *outputs))
         if memory or flops or moved:
             self.events.add("compute", self._unit, memory, flops=flops, moved_bytes=moved)
         return out
@@ -172,16 +192,19 @@ class StepRecorder(_torch.DispatchMode):
                 if is_read and self.events.phase == "update":
                     self.events.phase = "forward"  # of another micro-batch
 
-    def _allocate(
-        self, x: Tensor, memory: dict[Category, int], category: Category | None = None, *, is_lazy: bool = False
-    ) -> None:
+    def _category_of(self, inputs: list[Tensor]) -> Category:
+        """Return the category of what an operator on these allocates; a collective that takes it may know better."""
+        return "optimizer" if self.events.phase == "update" else "activations"
+
+    def _allocate(self, x: Tensor, memory: dict[Category, int], category: Category, *, is_lazy: bool = False) -> None:
         """Follow the storage of a result, if it is new. A lazy copy has no memory of its own before something writes to it."""
         storage = x.untyped_storage()
         at = _torch.storage_id_of(storage)
         if at in self._storages:
             return
-        category = category or ("optimizer" if self.events.phase == "update" else "activations")
-        size = 0 if is_lazy else storage.nbytes()
+        if self._is_on_host(x):
+            self._on_host.add(at)
+        size = 0 if is_lazy or at in self._on_host else storage.nbytes()
         if is_lazy:
             self._lazy[at] = storage.nbytes()
         self._storages[at] = category, size
@@ -213,6 +236,8 @@ class StepRecorder(_torch.DispatchMode):
         self._units.pop(at, None)
         self._lazy.pop(at, None)
         self._sending.pop(at, None)
+        self._copying.pop(at, None)
+        self._on_host.discard(at)
         if size:
             self.events.add("memory", self._unit, {category: -size})
 
@@ -222,22 +247,27 @@ class StepRecorder(_torch.DispatchMode):
         if index is not None:
             self.events.add("wait", self._unit, after=(index,))
 
+    def wait_copies(self, inputs: Iterable[Tensor]) -> None:
+        """Add the wait for the copies that fill these tensors. A collective waits for itself, and the device goes on."""
+        for at in map(_torch.storage_id, inputs):
+            if (index := self._copying.pop(at, None)) is not None:
+                self.events.add("wait", self._unit, after=(index,))
+
     def _send(self, name: str, args: Any, sent: Tensor, out: Tensor) -> None:
         """Add the start of a collective, with the memory of its output."""
         op = _COLLECTIVES[name]
         axis, ranks = self._axes.get(args[-1], (str(args[-1]), 1))
         memory: dict[Category, int] = {}
-        category = _OUTPUT_CATEGORY.get(op)
-        self._allocate(out, memory, category)
+        category = self._output_category.get(op)
+        self._allocate(out, memory, category or self._category_of([sent]))
         for x in (out, sent) if category == "gradients" else (out,) if category else ():
             self._move(_torch.storage_id(x), category, memory)
         kind: EventKind = "gather" if op == "all_gather" else "reduce" if category else "exchange"
-        at = _torch.storage_id(out)
+        at, copy = _torch.storage_id(out), self._copying.pop(_torch.storage_id(sent), None)
         if op == "all_gather" and _torch.storage_id(sent) in self._units:
             self._units[at] = self._units[_torch.storage_id(sent)]
-        self._sending[at] = self.events.add(
-            kind, self._unit, memory, collective=Collective(op, axis, ranks, sent.nbytes, out.nbytes)
-        )
+        one, after = Collective(op, axis, ranks, sent.nbytes, out.nbytes), () if copy is None else (copy,)
+        self._sending[at] = self.events.add(kind, self._unit, memory, collective=one, after=after)
 
     def _move(self, at: int, category: Category | None, memory: dict[Category, int]) -> None:
         """Count a storage as another category, now that its use is known."""
@@ -278,10 +308,10 @@ def record_step(
         if has_parameter(step, "spec"):
             options["spec"] = bound
         with _torch.fake_mode():
-            params = {unit.key: _make_shard(bound, unit.key, device) for unit in bound}
+            params = {unit.key: make_shard(bound, unit.key, device) for unit in bound}
             state: Any = init({key: x for key, x in params.items() if bound.by_key[key].requires_grad}) if init else {}
             fake_batch = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), batch)
-            recorder = StepRecorder(params, groups)
+            recorder = StepRecorder(params, groups, device)
             recorder.hold((params, state, fake_batch))
             with recorder, _torch.report_resizes(recorder.resize):
                 result = step(params, state, fake_batch, **options)
@@ -296,7 +326,8 @@ def record_step(
     return events, size
 
 
-def _make_shard(spec: PartitionSpec, key: str, device: torch.device) -> Tensor:
+def make_shard(spec: PartitionSpec, key: str, device: torch.device) -> Tensor:
+    """Return an empty shard of a unit."""
     length, dtype = spec.stored(spec.by_key[key])
     return torch.empty(length, dtype=dtype, device=device)
 

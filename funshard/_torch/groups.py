@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.constants import default_pg_timeout
@@ -29,6 +30,7 @@ __all__ = [
     "is_in_backward",
     "is_no_operator",
     "make_unregistered_gloo",
+    "named_groups",
     "real_tensors",
 ]
 
@@ -115,6 +117,29 @@ def axis_group(ranks: Sequence[int]) -> str:
     group = dist.new_group([*ranks], backend="fake")
     assert isinstance(group, dist.ProcessGroup)
     return group.group_name
+
+
+@contextlib.contextmanager
+def named_groups(sizes: Mapping[str, int], device: torch.device) -> Generator[dict[str, str]]:
+    """Run with process groups of these sizes, for tensors on this device, of ranks in name only; yield their names.
+
+    They need no process group of this process, and leave one alone. Pinned by ``test_groups_in_name``.
+    """
+    c10d: Any = torch._C._distributed_c10d  # pyright: ignore
+    groups: dict[str, Any] = {}  # the registry does not hold them
+    for axis, size in sizes.items():
+        groups[axis] = group = c10d.ProcessGroup(dist.HashStore(), 0, size)
+        backend = c10d.FakeProcessGroup._create_internal(0, size, c10d.FakeProcessGroup.Options())
+        group._register_backend(device, c10d.ProcessGroup.BackendType.CUSTOM, backend)
+        group.bound_device_id = torch.device(device.type, 0)
+    names = {axis: f"planned {axis} {id(group)}" for axis, group in groups.items()}
+    for axis, name in names.items():
+        c10d._register_process_group(name, groups[axis])
+    try:
+        yield names
+    finally:
+        for name in names.values():
+            c10d._unregister_process_group(name)
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:

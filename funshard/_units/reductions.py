@@ -159,7 +159,7 @@ class ReductionQueue:
         self._steps[kind] = steps
         if self._receiver:
             self._receiver.expect(key)
-        most = (BUCKET_BYTES_CUDA if pieces[0].is_cuda else BUCKET_BYTES) / route.dtypes.reduce.itemsize
+        most = (BUCKET_BYTES if pieces[0].device.type == "cpu" else BUCKET_BYTES_CUDA) / route.dtypes.reduce.itemsize
         if full := self._open_buckets.add(kind, key, pieces, route.padded_numel, most):
             self._report_finished(self._in_flight)
             self._reduce_bucket(full, kind)
