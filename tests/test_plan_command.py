@@ -18,7 +18,8 @@ from torch import nn
 
 import funshard as fs
 from funshard._plan.command import main
-from funshard._plan.svg import CATEGORY_COLORS, find_prefix, format_short_seconds
+from funshard._plan.formats import format_seconds
+from funshard._plan.picture import CATEGORY_COLORS, find_prefix
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
 
@@ -153,7 +154,7 @@ def test_picture_of_other_plans() -> None:
         "a.",
         "",
     ]
-    assert format_short_seconds(0.0123) == "12.3 ms"
+    assert format_seconds(0.0123, digits=3) == "12.3 ms"
 
 
 MADE_WITH = {"torch": "2.13.0", "transformers": "5.24.0"}

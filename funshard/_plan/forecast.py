@@ -245,7 +245,11 @@ def forecast(spec: PartitionSpec, units: dict[str, UnitBytes], tokens: int) -> l
         trained = {unit.key: shards[unit.key].requires_grad_() for unit in spec if unit.requires_grad}
         with recorder:
             out = functional_call(run.module, shards, (x, run), spec=spec, check_order=False)
-            grads = dict(zip(trained, torch.autograd.grad(out, [*trained.values()], x), strict=True)) if trained else {}
+            grads = (
+                dict(zip(trained, torch.autograd.grad(out, [*trained.values()], x, allow_unused=True), strict=True))
+                if trained
+                else {}
+            )
             del out
             recorder.events.phase = "update"
             for key in trained:

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["format_bytes", "format_rows", "format_seconds"]
+__all__ = ["format_bytes", "format_numel", "format_rows", "format_seconds"]
 
 
-def format_bytes(size: float) -> str:
-    """Format a number of bytes with a decimal unit: "1.23 GB"."""
+def format_bytes(size: float, *, digits: int | None = None) -> str:
+    """Format a number of bytes with a decimal unit, and two digits after the point or so many in all: "1.23 GB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size) < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+            return f"{size:.0f} B" if unit == "B" else f"{_round(size, digits)} {unit}"
         size /= 1000
-    return f"{size:.2f} TB"
+    return f"{_round(size, digits)} TB"
 
 
-def format_seconds(seconds: float) -> str:
-    """Format a time: "12.3 ms"."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+def format_seconds(seconds: float, *, digits: int | None = None) -> str:
+    """Format a time as `format_bytes`: "12.3 ms"."""
+    is_short = digits is not None and 0 < seconds < 1e-3
+    unit, size = ("µs", 1e-6) if is_short else ("s", 1.0) if seconds >= 1 or (digits and not seconds) else ("ms", 1e-3)
+    return f"{_round(seconds / size, digits)} {unit}"
+
+
+def format_numel(numel: int) -> str:
+    """Format a number of elements: "6.74 billion"."""
+    for size, name in ((10**9, "billion"), (10**6, "million")):
+        if numel >= size:
+            return f"{numel / size:.3g} {name}"
+    return f"{numel:,}"
+
+
+def _round(number: float, digits: int | None) -> str:
+    return f"{number:.2f}" if digits is None else f"{float(f'{number:.{digits}g}'):g}"
 
 
 def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,48 +1,135 @@
-"""The picture of a plan: memory, units and streams on one scale of time, and the slices on the ranks."""
+"""The picture of a plan as an SVG file: memory, units and streams on one scale of time, and the slices on the ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from typing import NamedTuple
 
-from .at_rest import count_per_slice
+from .._spec.spec import PartitionSpec
+from .at_rest import UnitBytes, count_per_slice
 from .events import CATEGORIES, Category, Event
-from .formats import format_bytes, format_seconds
-from .svg import (
-    CATEGORY_COLORS,
-    EDGE,
-    LEFT,
-    PHASE_COLORS,
-    RIGHT,
-    STREAM_COLORS,
-    STRIP,
-    WIDTH,
-    Panel,
-    draw_box,
-    draw_copy,
-    draw_group,
-    draw_line,
-    draw_steps,
-    draw_text,
-    find_prefix,
-    format_label,
-    format_numel,
-    format_short_bytes,
-    format_short_seconds,
-    has_room,
-    make_document,
-    measure_text,
-    round_up,
-)
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .formats import format_bytes, format_numel, format_seconds
+from .timeline import Held, Timeline
 
 __all__ = ["draw_plan"]
 
+LEFT, WIDTH, RIGHT, EDGE = 92, 730, 178, 24
+"""The widths of the names at the left, of what is to scale, of the figures at the right, and of the margin."""
+STRIP, ROW = 16, 22
+"""The height of a box, and of a row with the gap below it."""
+COLUMNS = 365
+"""The steps of the curves of memory."""
+MOST_RANKS = 8
 
-# --- The states of a rank over the time of a step ---
+LIGHT = {"page": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "on-color": "#ffffff", "track": "#eef1f4", "grid": "#d1d9e0"}
+DARK = {"page": "#0d1117", "ink": "#e6edf3", "muted": "#9198a1", "on-color": "#ffffff", "track": "#1c2128", "grid": "#3d444d"}
+"""The colour of each role, which is the class of what has it."""
+CATEGORY_COLORS: dict[Category, str] = {
+    "parameters": "#0072b2",
+    "optimizer": "#56b4e9",
+    "gathered": "#007f5f",
+    "gradients": "#e69f00",
+    "activations": "#d994ba",
+}
+"""After the palette of Okabe and Ito, which readers with any colour vision tell apart; neighbours differ in lightness, too."""
+EDGES = f'class="cut" stroke="{LIGHT["page"]}" stroke-width="0.6"'
+COMPUTE = "#6e7781"
+STREAMS = {
+    "gather": ("gathers", CATEGORY_COLORS["gathered"]),
+    "reduce": ("reductions", CATEGORY_COLORS["gradients"]),
+    "exchange": ("exchanges", CATEGORY_COLORS["activations"]),
+    "copy": ("host copies", "#d55e00"),
+}
+"""By kind of event the name and colour of a stream. All others are computation."""
+
+
+# --- Parts of an SVG file: colours are attributes, which the style sheet overrides in dark mode ---
+
+
+def draw_text(
+    x: float, y: float, text: str, *, ink: str = "ink", size: float = 11, anchor: str = "start", weight: str = "normal"
+) -> str:
+    """Return a line of text; ``anchor`` says which of its ends, or its middle, is at ``x``."""
+    style = f'font-size="{size:g}" text-anchor="{anchor}" font-weight="{weight}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{ink}" fill="{LIGHT[ink]}" {style}>{escape(text)}</text>'
+
+
+def draw_box(x: float, y: float, end: float, *, height: float = STRIP, fill: str = "", title: str = "") -> str:
+    """Return a rectangle up to ``end``, in a colour or that of its group, with a tooltip."""
+    color = f' fill="{fill}"' if fill else ""
+    shape = f'<rect x="{x:.2f}" y="{y:g}" width="{max(end - x, 0):.2f}" height="{height:g}"{color}'
+    return f"{shape}><title>{escape(title)}</title></rect>" if title else f"{shape}/>"
+
+
+def draw_group(boxes: Iterable[str], attributes: str) -> str:
+    """Return boxes as a group with common attributes."""
+    return "\n".join([f"<g {attributes}>", *boxes, "</g>"])
+
+
+def draw_line(x: float, y: float, x2: float, y2: float, *, is_mark: bool = False) -> str:
+    """Return a line of the grid, or a dashed mark."""
+    role, dash = ("hatch", ' stroke-dasharray="3 3"') if is_mark else ("grid", "")
+    color = LIGHT["muted" if is_mark else "grid"]
+    return f'<path d="M{x:.1f} {y:.1f}L{x2:.1f} {y2:.1f}" class="{role}" stroke="{color}"{dash} fill="none"/>'
+
+
+def make_document(height: float, title: str, body: Iterable[str]) -> str:
+    """Return the text of an SVG file."""
+    dark = "".join(f".{role}{{{'stroke' if role == 'grid' else 'fill'}:{color}}}" for role, color in DARK.items())
+    width, fonts = LEFT + WIDTH + RIGHT, "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
+    dark += f".hatch{{stroke:{DARK['muted']}}}.cut{{stroke:{DARK['page']}}}"
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:g}" width="{width}" '
+        f'font-family="{fonts}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f"<style>@media (prefers-color-scheme: dark){{{dark}}}</style>",
+        '<defs><pattern id="padding" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f'<path d="M1.5 0v5" class="hatch" stroke="{LIGHT["muted"]}" stroke-width="1.6"/></pattern></defs>',
+        f'<rect width="{width}" height="{height:g}" rx="8" class="page" fill="{LIGHT["page"]}"/>',
+    ]
+    return "\n".join([*head, *body, "</svg>\n"])
+
+
+class Panel(NamedTuple):
+    """A part of the picture, and the value that its full width stands for."""
+
+    top: float
+    height: float
+    total: float
+
+    @property
+    def bottom(self) -> float:
+        """The y coordinate of the bottom edge."""
+        return self.top + self.height
+
+    def x(self, value: float) -> float:
+        """Return the x coordinate of a value."""
+        return LEFT + WIDTH * value / (self.total or 1)
+
+
+def has_room(text: str, width: float, size: float = 11) -> bool:
+    """Return whether a text fits into a width: a character takes 0.6 of its size on average."""
+    return len(text) * size * 0.6 + 4 <= width
+
+
+def round_up(size: float) -> float:
+    """Return the smallest of 1, 2, 2.5 and 5 times a power of ten that is not below a size, for the ticks of a scale."""
+    power = 10.0 ** math.floor(math.log10(size))
+    return next(power * part for part in (1, 2, 2.5, 5, 10) if power * part >= size * (1 - 1e-9))
+
+
+def find_prefix(keys: Iterable[str]) -> str:
+    """Return the path that all units but the root have in common, with its last dot, such as "model.layers."."""
+    parts = [key.split(".")[:-1] for key in keys if key]  # a unit's own name stays
+    common = 0
+    while parts and all(len(one) > common and one[common] == parts[0][common] for one in parts):
+        common += 1
+    return "".join(f"{part}." for part in parts[0][:common]) if parts else ""
+
+
+# --- The memory of a rank over the step, as stacked areas ---
 
 
 class Moment(NamedTuple):
@@ -50,274 +137,177 @@ class Moment(NamedTuple):
 
     time: float
     event: Event
-    held: dict[Category, int]
+    held: Held
+
+    @property
+    def total(self) -> int:
+        """The bytes of all categories."""
+        return sum(self.held.values())
 
 
-def iter_moments(plan: Plan) -> Iterator[Moment]:
+def iter_moments(timeline: Timeline) -> Iterator[Moment]:
     """Yield a moment for each event; one of another stream gets the time that computation has reached."""
     now = 0.0
-    for event, held, (start, end) in zip(plan.events, plan.timeline.held(), plan.timeline.spans, strict=True):
-        is_computed = plan.timeline.stream(event) == "compute"
+    for event, held, (start, end) in zip(timeline.events, timeline.held(), timeline.spans, strict=True):
+        is_computed = timeline.stream(event) == "compute"
         yield Moment(max(start, now) if is_computed else now, event, dict(held))
         now = end if is_computed else now
 
 
-# --- The memory of a rank over the step, as stacked areas ---
-
-COLUMNS = 365
-
-
-def draw_memory(plan: Plan, panel: Panel, moments: Sequence[Moment]) -> Iterable[str]:
+def draw_memory(panel: Panel, moments: Sequence[Moment], limit: int) -> Iterable[str]:
     """Yield the stacked areas of memory by category, a scale, a mark at the peak, and a legend with the bytes held then."""
-    tick = round_up(max(plan.peak, 1) / 5)
-    most = math.ceil(plan.peak / tick) * tick or tick
+    peak = max(moments, key=lambda moment: moment.total, default=Moment(0, Event("memory", "forward", "", {}), {}))
+    tick = round_up(max(peak.total, 1) / 5)
+    most = math.ceil(peak.total / tick) * tick or tick
     for i in range(round(most / tick) + 1):
         y = panel.bottom - panel.height * i * tick / most
-        yield draw_line(panel.left, y, panel.right, y)
-        yield draw_text(panel.left - 8, y + 4, format_short_bytes(i * tick), ink="muted", size=11, anchor="end")
-    columns = _find_fullest(panel, moments)
-    shown: list[Category] = [category for category in CATEGORIES if any(held[category] for held in columns)]
-    for i in reversed(range(len(shown))):  # the lower ones are drawn over the upper ones
-        heights = [panel.height * sum(held[category] for category in shown[: i + 1]) / most for held in columns]
-        yield draw_steps(panel, heights, CATEGORY_COLORS[shown[i]])
-    if (limit := plan.hardware.memory_bytes) <= most:
-        y = panel.bottom - panel.height * limit / most
-        yield draw_line(panel.left, y, panel.right, y, is_dashed=True)
-        yield draw_text(panel.left + 4, y - 4, f"memory of the device: {format_bytes(limit)}", size=11, has_halo=True)
-    if moments:
-        peak = max(moments, key=lambda moment: sum(moment.held.values()))
-        x = panel.x(peak.time)
-        yield draw_line(x, panel.top - 6, x, panel.bottom, is_dashed=True)
-        where = f"peak: {peak.event.phase} of {peak.event.unit or 'the root'}"
-        yield draw_text(x, panel.top - 10, where, size=11, anchor="start" if x < panel.left + panel.width / 2 else "end")
-        yield from _draw_held(panel, peak.held, shown)
-
-
-def _draw_held(panel: Panel, held: dict[Category, int], shown: Sequence[Category]) -> Iterable[str]:
-    """Yield the legend: each category with the bytes held at the peak, and their total."""
-    x, right = panel.right + 14, panel.right + RIGHT - EDGE
-    yield draw_text(x, panel.top + 10, "at the peak", ink="muted", size=11)
-    for i, category in enumerate(reversed(shown)):
-        y = panel.top + 32 + 20 * i
-        yield draw_box(x, y - 9, 10, 10, fill=CATEGORY_COLORS[category])
-        yield draw_text(x + 15, y, category, size=11)
-        yield draw_text(right, y, format_short_bytes(held[category]), size=11, anchor="end")
-    y = panel.top + 32 + 20 * len(shown)
-    yield draw_line(x, y - 12, right, y - 12)
-    yield draw_text(x + 15, y + 3, "total", size=11, is_bold=True)
-    yield draw_text(right, y + 3, format_short_bytes(sum(held.values())), size=11, anchor="end", is_bold=True)
-
-
-def _find_fullest(panel: Panel, moments: Sequence[Moment]) -> list[dict[Category, int]]:
-    """Return, for each pixel column of a panel, the bytes by category at the column's fullest moment."""
-    columns: list[dict[Category, int]] = [dict.fromkeys(CATEGORIES, 0)] * COLUMNS
-    most, scale = [-1] * COLUMNS, COLUMNS / (panel.total or 1)
+        yield draw_line(LEFT, y, LEFT + WIDTH, y)
+        yield draw_text(LEFT - 8, y + 4, format_bytes(i * tick, digits=3), ink="muted", anchor="end")
+    columns = [Moment(0, peak.event, {})] * COLUMNS  # of each its fullest moment
     for i, moment in enumerate(moments):
         end = moments[i + 1].time if i + 1 < len(moments) else panel.total
-        size = sum(moment.held.values())
-        first = min(int(moment.time * scale), COLUMNS - 1)
-        for column in range(first, max(min(math.ceil(end * scale), COLUMNS), first + 1)):
-            if size >= most[column]:
-                columns[column], most[column] = moment.held, size
-    return columns
-
-
-# --- The slices of parameters on the ranks: units to scale, padding hatched ---
-
-MOST_RANKS = 8
-RANK_ROW = 20
-"""The height of a rank's row, with the gap below it."""
-
-
-def count_rows(plan: Plan) -> int:
-    """Return the number of ranks whose slices the picture shows."""
-    return min(_count_ranks(plan), MOST_RANKS)
-
-
-def _count_ranks(plan: Plan) -> int:
-    """Return the largest number of ranks that a unit is split over."""
-    return max((unit.slices for unit in plan.units.values()), default=1)
-
-
-def draw_ranks(plan: Plan, panel: Panel, prefix: str) -> Iterable[str]:
-    """Yield a row with the slices of each of the first ranks; a row equal to an earlier one is a copy of it."""
-    spec, right = plan.spec, panel.right + RIGHT - EDGE
-    counts = [count_per_slice(unit, spec.size(unit), spec.shard_numel(unit)) for unit in spec]
-    yield draw_text(panel.left, panel.top - 12, "Parameters on the ranks, unit by unit", is_bold=True)
-    yield draw_text(right, panel.top - 12, "elements", ink="muted", size=11, anchor="end")
-    drawn: dict[tuple[int, ...], int] = {}
-    for rank in range(count_rows(plan)):
-        y, numels = panel.top + RANK_ROW * rank, tuple(int(some[rank % len(some)]) for some in counts)
-        name = f"rank {rank}" if _count_ranks(plan) > 1 else "each rank"
-        yield draw_text(panel.left - 8, y + 12, name, ink="muted", size=11, anchor="end")
-        yield draw_text(right, y + 12, f"{sum(numels):,}", size=11, anchor="end")
-        if (first := drawn.setdefault(numels, rank)) < rank:
-            yield draw_copy(f"rank{first}", RANK_ROW * (rank - first))
-        else:
-            yield draw_group("", _draw_slices(plan, panel, y, numels, prefix), name=f"rank{rank}")
-    more = _count_ranks(plan) - count_rows(plan)
-    note = f"hatched: padding, {plan.padding:,} elements" if plan.padding else "no padding"
-    note = f"and {more:,} more ranks; {note}" if more else note
-    yield draw_text(panel.left, panel.bottom, note, ink="muted", size=11)
-
-
-def _draw_slices(plan: Plan, panel: Panel, y: float, numels: Sequence[int], prefix: str) -> Iterable[str]:
-    """Yield a rank's slices, unit by unit: ``numels`` elements of parameters, and hatched padding up to the slice's end."""
-    x, slices, padding, labels = panel.left, list[str](), list[str](), list[str]()
-    for unit, numel in zip(plan.spec, numels, strict=True):
-        length = plan.spec.shard_numel(unit)
-        end, middle = x + panel.scale(length), x + panel.scale(numel)
-        title = f"{unit.key or 'the root'}: {numel:,} of {length:,} elements"
-        slices += [draw_box(x, y, middle - x, STRIP, title=title)] if numel else []
-        padding += [draw_box(middle, y, end - middle, STRIP, title=title)] if numel < length else []
-        label = format_label(unit.key, prefix)
-        if has_room(label, middle - x, 10):
-            labels.append(draw_text((x + middle) / 2, y + 12, label, ink="on-color", size=10, anchor="middle"))
-        x = end
-    yield draw_group(CATEGORY_COLORS["parameters"], slices, has_edges=len(numels) < panel.width / 4)
-    if padding:
-        yield draw_group("url(#padding)", padding)
-    yield from labels
+        first, last = (time * COLUMNS / (panel.total or 1) for time in (moment.time, end))
+        for column in range(min(int(first), COLUMNS - 1), min(max(math.ceil(last), int(first) + 1), COLUMNS)):
+            columns[column] = max(columns[column], moment, key=lambda one: one.total)
+    shown = [category for category in CATEGORIES if any(moment.held.get(category) for moment in columns)]
+    for i in reversed(range(len(shown))):  # the lower ones are drawn over the upper ones
+        path = f"M{LEFT} {panel.bottom:g}"
+        for column, moment in enumerate(columns):
+            height = panel.height * sum(moment.held.get(category, 0) for category in shown[: i + 1]) / most
+            path += f"V{panel.bottom - height:.1f}H{LEFT + (column + 1) * WIDTH / COLUMNS:g}"
+        yield f'<path d="{path}V{panel.bottom:g}Z" fill="{CATEGORY_COLORS[shown[i]]}" {EDGES}/>'
+    if limit <= most:
+        y = panel.bottom - panel.height * limit / most
+        yield draw_line(LEFT, y, LEFT + WIDTH, y, is_mark=True)
+        yield draw_text(LEFT + 4, y - 4, f"memory of the device: {format_bytes(limit)}")
+    x, right = panel.x(peak.time), LEFT + WIDTH + RIGHT - EDGE
+    yield draw_line(x, panel.top - 6, x, panel.bottom, is_mark=True)
+    where = f"peak: {peak.event.phase} of {peak.event.unit or 'the root'}"
+    yield draw_text(x, panel.top - 10, where, anchor="start" if x < LEFT + WIDTH / 2 else "end")
+    x = LEFT + WIDTH + 14
+    yield draw_text(x, panel.top + 10, "at the peak", ink="muted")
+    for i, category in enumerate([*reversed(shown), "total"]):
+        y = panel.top + 32 + 20 * i
+        size, weight = (peak.total, "bold") if category == "total" else (peak.held[category], "normal")
+        yield draw_box(x, y - 9, x + 10, height=10, fill=CATEGORY_COLORS.get(category, "none"))
+        yield draw_text(x + 15, y, category, weight=weight)
+        yield draw_text(right, y, format_bytes(size, digits=3), anchor="end", weight=weight)
 
 
 # --- The time of a step: its phases, the units that the device works on, and what is computed, gathered and reduced ---
 
-STREAM_ROW = 22
-"""The height of a stream's row, with the gap below it."""
-_STREAM_BY_KIND: dict[str, str] = {"gather": "gathers", "reduce": "reductions", "exchange": "exchanges", "copy": "host copies"}
-"""By kind of event. All others are computation."""
+
+def draw_runs(panel: Panel, moments: Sequence[Moment]) -> Iterable[str]:
+    """Yield a box for each phase of the step and, below, for each unit that the device works on or waits for."""
+    prefix, free = find_prefix(moment.event.unit for moment in moments), 0.0
+    yield draw_text(LEFT - 8, panel.top + 12, "phase", ink="muted", anchor="end")
+    yield draw_text(LEFT - 8, panel.top + 28, "unit", ink="muted", anchor="end")
+    for is_phase in (True, False):
+        begin, names = 0, [moment.event.phase if is_phase else moment.event.unit for moment in moments]
+        for i in range(1, len(names) + 1):
+            if i < len(names) and names[i] == names[begin]:
+                continue
+            name, start = names[begin], panel.x(moments[begin].time) if begin else LEFT
+            end = panel.x(moments[i].time) if i < len(names) else LEFT + WIDTH
+            begin, width, middle = i, end - start, (start + end) / 2
+            label = name if is_phase else name.removeprefix(prefix) or "root"
+            if is_phase:
+                yield draw_box(start, panel.top, end - 1, fill=COMPUTE, title=name)
+                if has_room(label, width):
+                    yield draw_text(middle, panel.top + 12, label, ink="on-color", anchor="middle")
+                elif i == len(names):
+                    yield draw_text(end + 6, panel.top + 12, label)
+            elif width >= 0.8:
+                yield draw_box(start, panel.top + 20, end - 0.8, height=STRIP / 2, fill=COMPUTE, title=name or "the root")
+                if middle - len(label) * 3 >= free:
+                    yield draw_text(middle, panel.top + 39, label, ink="muted", size=10, anchor="middle")
+                    free = middle + len(label) * 3 + 6
 
 
-def draw_phases(panel: Panel, moments: Sequence[Moment]) -> Iterable[str]:
-    """Yield a box for each phase of the step: forward, backward and update."""
-    y = panel.top
-    yield draw_text(panel.left - 8, y + 12, "phase", ink="muted", size=11, anchor="end")
-    for i, j, start, end in _iter_runs(panel, moments, [moment.event.phase for moment in moments]):
-        name = moments[i].event.phase
-        yield draw_box(start, y, end - start - 1, STRIP, fill=PHASE_COLORS[name], title=name)
-        if has_room(name, end - start, 11):
-            yield draw_text((start + end) / 2, y + 12, name, ink="on-color", size=11, anchor="middle")
-        elif j == len(moments):
-            yield draw_text(end + 6, y + 12, name, size=11)
+def find_spans(timeline: Timeline) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Return when each stream is busy, by its name and colour; computation is always among them."""
+    spans: dict[tuple[str, str], list[tuple[float, float]]] = {("compute", COMPUTE): []}
+    for event, (start, end) in zip(timeline.events, timeline.spans, strict=True):
+        if end > start:
+            spans.setdefault(STREAMS.get(event.kind, ("compute", COMPUTE)), []).append((start, end))
+    return spans
 
 
-def draw_units(panel: Panel, moments: Sequence[Moment], prefix: str) -> Iterable[str]:
-    """Yield a box for each unit that the device works on or waits for, and the names that have room below."""
-    y, free, boxes, names = panel.top, panel.left, list[str](), list[str]()
-    for i, _, start, end in _iter_runs(panel, moments, [moment.event.unit for moment in moments]):
-        if end - start < 0.8:
-            continue
-        unit = moments[i].event.unit
-        boxes.append(draw_box(start, y, end - start - 0.8, STRIP / 2, title=unit or "the root"))
-        label, middle = format_label(unit, prefix), (start + end) / 2
-        half = measure_text(label, 10) / 2
-        if middle - half >= free:
-            names.append(draw_text(middle, y + STRIP / 2 + 11, label, ink="muted", size=10, anchor="middle"))
-            free = middle + half + 6
-    yield draw_text(panel.left - 8, y + 8, "unit", ink="muted", size=11, anchor="end")
-    yield draw_group(STREAM_COLORS["compute"], boxes)
-    yield from names
-
-
-def _iter_runs(panel: Panel, moments: Sequence[Moment], names: Sequence[str]) -> Iterator[tuple[int, int, float, float]]:
-    """Yield ``(first, end, left, right)`` of each run of equal names: the indices of its moments, and its edges in a panel."""
-    begin = 0
-    for i in range(1, len(names) + 1):
-        if i == len(names) or names[i] != names[begin]:
-            start = panel.x(moments[begin].time) if begin else panel.left
-            yield begin, i, start, panel.right if i == len(names) else panel.x(moments[i].time)
-            begin = i
-
-
-def used_streams(plan: Plan) -> list[str]:
-    """Return the names of the streams that a step uses; computation is always one of them."""
-    used = {_stream_of(event) for event, (start, end) in zip(plan.events, plan.timeline.spans, strict=True) if end > start}
-    return [name for name in STREAM_COLORS if name in used or name == "compute"]
-
-
-def _stream_of(event: Event) -> str:
-    """Return the name of the stream that an event runs on."""
-    return _STREAM_BY_KIND.get(event.kind, "compute")
-
-
-def draw_streams(plan: Plan, panel: Panel) -> Iterable[str]:
-    """Yield a row for each stream, with its busy time at the right end."""
-    for i, name in enumerate(used_streams(plan)):
-        y, seconds, boxes = panel.top + i * STREAM_ROW, 0.0, list[str]()
-        for label, start, end, busy in _merge_spans(plan, name, plan.seconds / panel.width / 2):
-            seconds += busy
-            width = max(panel.x(end) - panel.x(start), 0.5)
-            boxes.append(draw_box(panel.x(start), y, width, STREAM_ROW - 4, title=f"{label}: {format_seconds(busy)}"))
-        yield draw_text(panel.left - 8, y + 13, name, ink="muted", size=11, anchor="end")
-        yield draw_box(panel.left, y, panel.width, STREAM_ROW - 4, fill="track")
-        yield draw_group(STREAM_COLORS[name], boxes)
-        idle = f", {format_short_seconds(plan.exposed_seconds)} idle" if name == "compute" else ""
-        yield draw_text(panel.right + RIGHT - EDGE, y + 13, format_short_seconds(seconds) + idle, size=11, anchor="end")
-
-
-def _merge_spans(plan: Plan, stream: str, gap: float) -> Iterator[tuple[str, float, float, float]]:
-    """Yield ``(label, start, end, busy time)`` of a stream's boxes; merge neighbours of one label closer than ``gap``."""
-    last = "", 0.0, 0.0, 0.0
-    for event, (start, end) in zip(plan.events, plan.timeline.spans, strict=True):
-        if end <= start or _stream_of(event) != stream:
-            continue
-        label = f"{event.kind} {event.unit or 'the root'}" + (f" over {event.collective.axis}" if event.collective else "")
-        if label == last[0] and start - last[2] < gap:
-            last = label, last[1], end, last[3] + end - start
-        else:
-            if last[0]:
-                yield last
-            last = label, start, end, end - start
-    if last[0]:
-        yield last
-
-
-def draw_seconds(panel: Panel) -> Iterable[str]:
-    """Yield the time axis below the streams."""
+def draw_streams(panel: Panel, timeline: Timeline) -> Iterable[str]:
+    """Yield a row for each stream, with its busy time at the right end, and the scale of time below."""
+    for i, ((name, color), spans) in enumerate(find_spans(timeline).items()):
+        y, boxes, start, end = panel.top + i * ROW, list[str](), 0.0, 0.0
+        for first, last in [*spans, (math.inf, math.inf)]:
+            if first - end > panel.total / WIDTH / 2:  # else the gap cannot be seen
+                boxes += [draw_box(panel.x(start), y, panel.x(end), height=ROW - 4)] if end else []
+                start = first
+            end = last
+        busy = format_seconds(sum(end - start for start, end in spans), digits=3)
+        idle = f", {format_seconds(timeline.exposed_seconds, digits=3)} idle" if name == "compute" else ""
+        yield draw_text(LEFT - 8, y + 13, name, ink="muted", anchor="end")
+        yield draw_group([draw_box(LEFT, y, LEFT + WIDTH, height=ROW - 4)], f'class="track" fill="{LIGHT["track"]}"')
+        yield draw_group(boxes, f'fill="{color}"')
+        yield draw_text(LEFT + WIDTH + RIGHT - EDGE, y + 13, busy + idle, anchor="end")
     tick = round_up(panel.total / 8) if panel.total else 1.0
     for i in range(int(panel.total / tick * (1 + 1e-9)) + 1):
         x = panel.x(i * tick)
         yield draw_line(x, panel.bottom, x, panel.bottom + 4)
-        yield draw_text(x, panel.bottom + 17, format_short_seconds(i * tick), ink="muted", size=11, anchor="middle")
+        yield draw_text(x, panel.bottom + 17, format_seconds(i * tick, digits=3), ink="muted", anchor="middle")
 
 
-# --- The whole picture ---
+# --- The slices of parameters on the ranks: units to scale, padding hatched ---
 
 
-def draw_plan(plan: Plan) -> str:
-    """Return a plan as the text of an SVG file: memory by category, units and streams over time, ranks with their slices."""
-    moments, prefix = [*iter_moments(plan)], find_prefix(plan.units)
-    on_device = [moment for moment in moments if plan.timeline.stream(moment.event) == "compute"]
-    memory = Panel(LEFT, 92, WIDTH, 210, plan.seconds)
-    phases = memory.below(8, STRIP)
-    units = phases.below(4, 24)
-    streams = units.below(4, STREAM_ROW * len(used_streams(plan)))
-    numel = sum(plan.spec.shard_numel(unit) for unit in plan.spec)
-    ranks = streams.below(64, RANK_ROW * count_rows(plan) + 14)._replace(total=numel)
+def draw_ranks(panel: Panel, spec: PartitionSpec, ranks: int, padding: int) -> Iterable[str]:
+    """Yield a row with the slices of each of the first ranks; a row equal to an earlier one is a copy of it."""
+    right, prefix, drawn = LEFT + WIDTH + RIGHT - EDGE, find_prefix(spec.by_key), dict[tuple[int, ...], int]()
+    counts = [count_per_slice(unit, spec.size(unit), spec.shard_numel(unit)) for unit in spec]
+    yield draw_text(LEFT, panel.top - 12, "Parameters on the ranks, unit by unit", size=12, weight="bold")
+    yield draw_text(right, panel.top - 12, "elements", ink="muted", anchor="end")
+    for rank in range(min(ranks, MOST_RANKS)):
+        y, numels = panel.top + ROW * rank, tuple(int(some[rank % len(some)]) for some in counts)
+        yield draw_text(LEFT - 8, y + 12, f"rank {rank}" if ranks > 1 else "each rank", ink="muted", anchor="end")
+        yield draw_text(right, y + 12, f"{sum(numels):,}", anchor="end")
+        if (first := drawn.setdefault(numels, rank)) < rank:
+            yield f'<use href="#rank{first}" y="{ROW * (rank - first)}"/>'
+            continue
+        start, slices, gaps, labels = 0, list[str](), list[str](), list[str]()
+        for unit, numel in zip(spec, numels, strict=True):
+            length, label = spec.shard_numel(unit), unit.key.removeprefix(prefix) or "root"
+            x, middle, end = (panel.x(start + part) for part in (0, numel, length))
+            title = f"{unit.key or 'the root'}: {numel:,} of {length:,} elements"
+            slices += [draw_box(x, y, middle, title=title)] if numel else []
+            gaps += [draw_box(middle, y, end, title=title)] if numel < length else []
+            if has_room(label, middle - x, 10):
+                labels.append(draw_text((x + middle) / 2, y + 12, label, ink="on-color", size=10, anchor="middle"))
+            start += length
+        parts = [
+            draw_group(slices, f'fill="{CATEGORY_COLORS["parameters"]}" {EDGES}'),
+            draw_group(gaps, 'fill="url(#padding)"'),
+        ]
+        yield draw_group([*parts, *labels], f'id="rank{rank}"')
+    note = f"hatched: padding, {padding:,} elements" if padding else "no padding"
+    more = f"and {ranks - MOST_RANKS:,} more ranks; " if ranks > MOST_RANKS else ""
+    yield draw_text(LEFT, panel.bottom, more + note, ink="muted")
+
+
+def draw_plan(timeline: Timeline, spec: PartitionSpec, units: Mapping[str, UnitBytes], notes: Sequence[str]) -> str:
+    """Return the text of an SVG file: memory by category, units and streams over time, ranks with their slices."""
+    moments, ranks = [*iter_moments(timeline)], max((unit.slices for unit in units.values()), default=1)
+    memory = Panel(92, 210, timeline.step_seconds)
+    runs = memory._replace(top=memory.bottom + 8, height=44)
+    streams = runs._replace(top=runs.bottom + 4, height=ROW * len(find_spans(timeline)))
+    slices = Panel(streams.bottom + 64, ROW * min(ranks, MOST_RANKS) + 14, sum(spec.shard_numel(unit) for unit in spec))
+    peak, seconds = sum(timeline.peak.values()), format_seconds(timeline.step_seconds)
+    title = f"A training step of one rank: {format_bytes(peak)} at the peak, {seconds}"
+    sizes, numel = " x ".join(f"{name}={size:,}" for name, size in spec.bound_mesh.sizes), sum(unit.numel for unit in spec)
+    facts = [f"mesh {sizes}", f"{format_numel(numel)} parameters in {len(spec):,} unit{'s' * (len(spec) != 1)}", *notes]
     body = [
-        *_draw_head(plan),
-        *draw_memory(plan, memory, moments),
-        *draw_phases(phases, on_device),
-        *draw_units(units, on_device, prefix),
-        *draw_streams(plan, streams),
-        *draw_seconds(streams),
-        *draw_ranks(plan, ranks, prefix),
+        draw_text(LEFT, 36, title, size=16, weight="bold"),
+        draw_text(LEFT, 56, " · ".join(facts), ink="muted", size=12),
+        *draw_memory(memory, moments, timeline.hardware.memory_bytes),
+        *draw_runs(runs, [moment for moment in moments if timeline.stream(moment.event) == "compute"]),
+        *draw_streams(streams, timeline),
+        *draw_ranks(slices, spec, ranks, sum(unit.padding for unit in units.values())),
     ]
-    return make_document(LEFT + WIDTH + RIGHT, ranks.bottom + EDGE, _make_title(plan), body)
-
-
-def _make_title(plan: Plan) -> str:
-    """Return the picture's title, with the peak memory and the time of a step."""
-    return f"A training step of one rank: {format_bytes(plan.peak)} at the peak, {format_seconds(plan.seconds)}"
-
-
-def _draw_head(plan: Plan) -> Iterable[str]:
-    """Yield the title, and a line below it with the mesh, the parameters and the batch."""
-    sizes = " x ".join(f"{name}={size:,}" for name, size in plan.spec.bound_mesh.sizes)
-    numel, count = sum(unit.numel for unit in plan.units.values()), len(plan.units)
-    facts = [f"mesh {sizes}", f"{format_numel(numel)} parameters in {count:,} unit{'s' * (count != 1)}"]
-    facts.append(f"{plan.tokens:,} tokens on a rank" if plan.tokens else "without computation, which needs a batch")
-    if not plan.has_activations:
-        facts.append("without activations, which need step=")
-    yield draw_text(LEFT, 36, _make_title(plan), size=16, is_bold=True)
-    yield draw_text(LEFT, 56, " · ".join(facts), ink="muted")
+    return make_document(slices.bottom + EDGE, title, body)

@@ -349,7 +349,9 @@ class Plan:
 
     def to_svg(self) -> str:
         """Return a picture as the text of an SVG file: memory over the step, units on the ranks, and streams over time."""
-        return draw_plan(self)
+        notes = [f"{self.tokens:,} tokens on a rank" if self.tokens else "without computation, which needs a batch"]
+        notes += [] if self.has_activations else ["without activations, which need step="]
+        return draw_plan(self.timeline, self.spec, self.units, notes)
 
     def __str__(self) -> str:
         return format_plan(self)

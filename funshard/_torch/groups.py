@@ -128,7 +128,7 @@ def named_groups(sizes: Mapping[str, int], device: torch.device) -> Generator[di
     c10d: Any = torch._C._distributed_c10d  # pyright: ignore
     groups: dict[str, Any] = {}  # the registry does not hold them
     for axis, size in sizes.items():
-        groups[axis] = group = c10d.ProcessGroup(dist.HashStore(), 0, size)
+        groups[axis] = group = c10d.ProcessGroup(c10d.HashStore(), 0, size)
         backend = c10d.FakeProcessGroup._create_internal(0, size, c10d.FakeProcessGroup.Options())
         group._register_backend(device, c10d.ProcessGroup.BackendType.CUSTOM, backend)
         group.bound_device_id = torch.device(device.type, 0)
