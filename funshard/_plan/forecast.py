@@ -118,52 +118,33 @@ def make_modules(spec: PartitionSpec) -> dict[str, Skeleton]:
     return modules
 
 
-def complete_order(spec: PartitionSpec) -> list[str]:
-    """Return ``spec.order``, with units that it leaves out, as it does those that nothing is gathered of, in their modules."""
-    order = [*spec.order]
-    for unit in spec:
-        if unit.key not in order:
-            around = max((path for path in spec.paths if unit.is_inside(path) and path not in unit.paths), key=len, default="")
-            inside = [i for i, key in enumerate(order) if spec.by_key[key].is_inside(around)]
-            order.insert(inside[-1] + 1 if inside else len(order), unit.key)
-    return order
-
-
 def make_runs(spec: PartitionSpec, recorder: ScheduleRecorder) -> ModuleRun:
-    """Return the run of the model, whose modules run in the order of ``spec.order``."""
-    modules = make_modules(spec)
+    """Return the run of the model, whose modules run in the order of ``spec.order``; those that it leaves out come last."""
+    modules, units_at = make_modules(spec), dict[str, list[Unit]]()
+    for unit in spec:
+        for path in unit.paths:
+            units_at.setdefault(path, []).append(unit)
+    root = ModuleRun("", units_at.get("", ()), modules, recorder)
+    latest = {"": root}  # by path
 
-    def add_run(path: str, units: Sequence[Unit]) -> None:
-        run = ModuleRun(path, units, modules, recorder)
-        stack[-1].inner.append(run)
-        stack.append(run)
+    def add_run(path: str) -> ModuleRun:
+        above = path
+        while above == path or above not in spec.by_path:
+            above = above.rpartition(".")[0]
+        outer = latest.get(above) or add_run(above)
+        latest[path] = run = ModuleRun(path, units_at.get(path, ()), modules, recorder)
+        outer.inner.append(run)
+        return run
 
-    root = ModuleRun("", [unit for unit in spec if unit.path == ""], modules, recorder)
-    stack = [root]
-    above: dict[str, list[ModuleRun]] = {}  # by the path of a module that shares its units: the runs around it, and its own
-    added: list[Unit] = []  # by the last key
-    order, seen = complete_order(spec), Counter[str]()
+    order = (*spec.order, *(key for key in spec.by_key if key not in spec.order))
+    seen, total, added = Counter[str](), Counter(order), list[Unit]()
     for key in order:
         unit = spec.by_key[key]
-        if unit.path == "" or unit in added:
-            continue
-        seen[key] += 1
-        # one of its modules runs after each of its gathers, and after the last one all that are left
-        number, is_last = seen[key], seen[key] == order.count(key)
-        added = []
-        if inside := [path for path in above if path not in unit.paths and unit.is_inside(path)]:
-            stack = [*above[max(inside, key=len)]]
-        for path in unit.paths[number - 1 : None if is_last else number] or unit.paths:
-            while not is_within(path, stack[-1].path) or path == stack[-1].path:
-                stack.pop()
-            for around in sorted((one for one in spec._chosen if one and is_within(path, one) and one != path), key=len):
-                if is_within(around, stack[-1].path) and around != stack[-1].path:
-                    add_run(around, ())
-            units = [unit for unit in spec if path in unit.paths]
-            added += units
-            add_run(path, units)
-            if len(unit.paths) > 1:
-                above[path] = [*stack]
+        if unit.path and unit not in added:  # else it runs with the unit before, at the same module
+            seen[key] += 1
+            # one of its modules runs after each of its gathers, and after the last one all that are left
+            paths = unit.paths[seen[key] - 1 : None if seen[key] == total[key] else seen[key]] or unit.paths
+            added = [other for path in paths for other in units_at[add_run(path).path]]
     return root
 
 
