@@ -147,14 +147,15 @@ class GatherChain:
         self._gathered: Wire | None = None  # what leaves the last gather, if that goes to a buffer of the pool
         gathers: list[StartStep] = []
         kept: list[StartStep] = []
-        wire = Wire(route.padded_numel // route.num_slices, route.shard_dtype)
+        decodes = any(isinstance(stage, Decode) for stage in route.stages)
+        wire = Wire(route.slice_numel, route.shard_dtype)
         for stage in route.stages:
-            wire = wire if route.codec else stage.out(wire)
+            wire = stage.out(wire)
             if isinstance(stage, AllGather):
                 assert not self._after
                 gathers.append(step := stage.start(names))
                 kept += [step] if stage.axis in route.kept_axes else []
-                self._gathered = None if route.codec else wire  # a chain decodes what it has gathered, and drops it
+                self._gathered = None if decodes else wire  # a chain decodes what it has gathered, and drops it
             elif gathers or self._after or isinstance(stage, Decode | Join):
                 self._after += [stage] if stage.is_sent else []
             elif stage.is_sent:
