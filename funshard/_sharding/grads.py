@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -13,7 +12,7 @@ from .._spec.division import ReduceBy
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.accumulation import drop_unweighted
-from .._units.flow import reduce_unit, resolve_reduction
+from .._units.flow import reduce_slice, reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit
 from ..collectives._functions import sum_over
 
@@ -60,10 +59,7 @@ def reduce_grads(
         buffer = flatten_unit(grads, unit, spec.padded_numel(unit))
         out[unit.key] = reduce_unit(buffer, unit, mesh, reduction, unit.p.precision)
     for unit in slices:
-        whole = dataclasses.replace(
-            unit, p=dataclasses.replace(unit.p, axis=None, reshard=True)
-        )  # of what is a buffer for the rest
-        out[unit.key] = reduce_unit(grads[unit.key], whole, mesh, reduction, unit.p.precision)
+        out[unit.key] = reduce_slice(grads[unit.key], unit, mesh, reduction, unit.p.precision)
     return {unit.key: out[unit.key] for unit in spec if unit.key in out}
 
 

@@ -21,7 +21,7 @@ from .._spec.unit import Unit
 from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms.grad import check_differentiable, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
-from .._units.flow import gather_unit, reduce_unit, resolve_reduction
+from .._units.flow import gather_unit, reduce_slice, reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit
 from .._units.mixed_layout import cast_views
 from .microbatches import sum_dtype, to_sum_dtype
@@ -181,19 +181,16 @@ class AccumulationPlan:
         mesh, p, by = self.spec.bound_mesh, unit.p, self.reduction.by
         if self.full:
             full = {x.name: _pop_sum(through, x.name, shard, x.shape) for x in unit.params}
-            grad, reduction = flatten_unit(full, unit, self.spec.padded_numel(unit)), self.reduction
+            grad, reduction, reduce = flatten_unit(full, unit, self.spec.padded_numel(unit)), self.reduction, reduce_unit
             del full
         else:
             grad = _pop_sum(through, unit.key, shard, shard.shape)
             rest = [name for name, axis in mesh.axes if axis.size > 1 and name not in p.axes and self.reduction.includes(name)]
-            reduction = Reduction("mean" if by == "mean" else "sum", frozenset(rest))
-            unit = dataclasses.replace(
-                unit, p=dataclasses.replace(p, axis=None, reshard=True)
-            )  # its slice is a buffer for the rest
             if not rest or not self.is_deferred:
                 return grad / count
+            reduction, reduce = Reduction("mean" if by == "mean" else "sum", frozenset(rest)), reduce_slice
         dtypes = (p.precision or Precision())._resolve(shard.dtype)
-        return reduce_unit((grad / count).to(dtypes.reduce), unit, mesh, reduction, p.precision, shard.dtype)
+        return reduce((grad / count).to(dtypes.reduce), unit, mesh, reduction, p.precision, shard.dtype)
 
     def _units(self) -> Iterator[Unit]:
         """Return the units with parameters in this step."""

@@ -7,6 +7,7 @@ transpose leads from shards to the buffer, and from the buffer's gradient to tha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -26,8 +27,8 @@ from .layout import rank_coords
 from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 
-__all__ = ["REDUCE_MEAN", "encode_at_rest", "gather_unit", "reduce_along", "reduce_unit", "resolve_reduction", "scatter_unit"]
-__all__ += ["weigh_grad"]
+__all__ = ["REDUCE_MEAN", "encode_at_rest", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit", "resolve_reduction"]
+__all__ += ["scatter_unit", "weigh_grad"]
 
 REDUCE_MEAN = Reduction()
 
@@ -126,6 +127,14 @@ def reduce_unit(
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
     return _flow(buffer, route.stages, mesh, unit.key if check_order else None, gathers=False)
+
+
+def reduce_slice(
+    grad: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Reduce the gradient of a unit's slice, as a slice, over axes that do not split it: there it is as of a whole unit."""
+    whole = dataclasses.replace(unit, p=dataclasses.replace(unit.p, axis=None, reshard=True))
+    return reduce_unit(grad, whole, mesh, reduction, precision, dtype)
 
 
 def reduce_along(
