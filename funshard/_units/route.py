@@ -117,7 +117,7 @@ class Route:
             stages += [Divide(before)] if before != 1 else []
             stages += [GradDtype(device, dtypes.reduce)] if is_cast else []
 
-        has_own_buffer = len(gathers) > 0 or dtypes.param != dtype or device is not None or unit.at_rest is not None
+        has_own_buffer = any(stage.is_sent for stage in stages)
         kept_axes = tuple(name for name in split_axes if name in unit.p.reshard_axes)
         reshards = bool(kept_axes) if unit.p.reshard_axes and split_axes else bool(unit.p.reshard)
         kept_axes = () if kept_axes == split_axes else kept_axes

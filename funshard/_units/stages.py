@@ -167,6 +167,10 @@ class Move(Stage):
     def out(self, wire: Wire) -> Wire:
         return wire._replace(dtype=self.dtype)
 
+    @property
+    def is_sent(self) -> bool:
+        return self.device is not None or self.dtype != self.home
+
     def there(self, x: Tensor, transit: Transit) -> Tensor:
         return move(x, self.device, self.dtype)
 
@@ -318,6 +322,10 @@ class GatherEncodedBack(AllGather):
 @dataclass(frozen=True)
 class Replicas(_Over):
     """The ranks of an axis that hold equal slices; gradients are all-reduced."""
+
+    @property
+    def is_sent(self) -> bool:
+        return False
 
     def there(self, x: Tensor, transit: Transit) -> Tensor:
         return vary(x, self.axis_in(transit), reduce=self.op, label=transit.label)
