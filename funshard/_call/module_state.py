@@ -61,22 +61,19 @@ class _ParameterReader(Protocol):
 class GatheringParameters(dict[str, Any]):
     """A module's ``_parameters`` for the length of a call in a thread: reading one gathers its unit."""
 
-    __slots__ = ("_owned", "_owned_at_first", "call", "path")
+    __slots__ = ("call", "owned", "owned_at_first", "path")
 
-    def __init__(
-        self, original: Mapping[str, Tensor | None], owned: Mapping[str, tuple[Unit, int]], call: _ParameterReader, path: str
-    ) -> None:
-        if original:
-            super().__init__(original)
-        self._owned = self._owned_at_first = owned
-        self.call, self.path = call, path
+    call: _ParameterReader
+    """Set by whoever makes it of the module's own dict, as are the others: that is quicker than an ``__init__``."""
+    owned: Mapping[str, tuple[Unit, int]]
+    owned_at_first: Mapping[str, tuple[Unit, int]]
+    path: str
 
     def __getitem__(self, name: str) -> Any:
-        owned = self._owned.get(name)
-        if owned is not None:
-            return self.call.read(*owned)
+        if name in self.owned:
+            return self.call.read(*self.owned[name])
         value = super().__getitem__(name)
-        if name in self._owned_at_first and isinstance(value, nn.Parameter) and value.requires_grad:
+        if name in self.owned_at_first and isinstance(value, nn.Parameter) and value.requires_grad:
             raise RuntimeError(
                 f"parameter '{join_path(self.path, name)}' is replaced in forward by a new nn.Parameter, which ends its "
                 "gradient, and the call puts the model back as it was: expected a tensor computed from it "
@@ -87,9 +84,9 @@ class GatheringParameters(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter) and value.requires_grad and super().get(name) is None:
             raise _creation_error(f"parameter '{join_path(self.path, name)}'")
-        owned = self._owned_at_first.get(name)
+        owned = self.owned_at_first.get(name)
         if owned is not None and self.call.is_view(*owned, value):  # put back, as by an inner functional_call at its end
-            self._owned = {**self._owned, name: owned}
+            self.owned = {**self.owned, name: owned}
             return
         self._disown(name)
         super().__setitem__(name, value)
@@ -100,8 +97,8 @@ class GatheringParameters(dict[str, Any]):
 
     def _disown(self, name: str) -> None:
         """Treat a parameter as the module's own from here on, not as one of a unit."""
-        if name in self._owned:  # which all calls share
-            self._owned = {other: at for other, at in self._owned.items() if other != name}
+        if name in self.owned:  # which all calls share
+            self.owned = {other: at for other, at in self.owned.items() if other != name}
 
     def __iter__(self) -> Iterator[str]:  # overriding it keeps dict(self) from copying the originals underneath
         return super().__iter__()
@@ -128,11 +125,11 @@ class GatheringParameters(dict[str, Any]):
 
     def read_with(self, read: Callable[[Unit, int], Tensor]) -> dict[str, Any]:
         """Return a plain dict of all parameters, where this function reads those of units."""
-        return {name: read(*self._owned[name]) if name in self._owned else value for name, value in super().items()}
+        return {name: read(*self.owned[name]) if name in self.owned else value for name, value in super().items()}
 
     def replaced_by_forward(self, original: Mapping[str, Tensor | None]) -> dict[str, Any]:
         """Return what has been set here since; nothing is gathered for that."""
-        own = ((name, super(GatheringParameters, self).__getitem__(name)) for name in self if name not in self._owned)
+        own = ((name, super(GatheringParameters, self).__getitem__(name)) for name in self if name not in self.owned)
         return {name: value for name, value in own if value is not original.get(name, self)}
 
 
@@ -321,9 +318,9 @@ def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned
     for path, mine in owners.items():
         own = parameters.get(path, {})
         for attr, (unit, i) in mine.items():
-            tensor, shape = own.get(attr), unit.params[i].shape
-            if tensor is None or tensor.shape != shape:
-                got = "none" if tensor is None else f"shape {list(tensor.shape)}"
+            shape = unit.params[i].shape
+            if attr not in own or (tensor := own[attr]) is None or tensor.shape != shape:
+                got = "none" if (tensor := own.get(attr)) is None else f"shape {list(tensor.shape)}"
                 raise ValueError(
                     f"parameter '{join_path(path, attr)}' of unit '{unit.key}': expected shape {list(shape)} in the "
                     f"model, got {got}; was the model changed after the spec was made?"
@@ -331,9 +328,10 @@ def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned
         owned[module] = {**before, **mine} if (before := owned[module := modules[path]]) else mine
     ignored = (name.rpartition(".") for name in spec.ignored)
     left = {id(parameters[path].get(attr)) for path, _, attr in ignored if path in modules}
-    for path, own in parameters.items():
+    has_others = sum(map(len, parameters.values())) > sum(map(len, map(owned.__getitem__, modules.values())))
+    for path, own in parameters.items() if has_others else ():
         mine = owned[modules[path]]
-        for attr, tensor in own.items() if len(own) > len(mine) else ():
+        for attr, tensor in own.items():
             if attr not in mine and tensor is not None and id(tensor) not in left:
                 raise ValueError(
                     f"parameter '{join_path(path, attr)}' is not in the spec: expected the model that it was made for; "

@@ -166,7 +166,9 @@ class Call:
             if path in scripts or (type(own) is GatheringParameters and own.call is self):  # at its second path
                 continue
             attributes = module.__dict__
-            attributes["_parameters"] = GatheringParameters(own, owned[module], self, path)
+            attributes["_parameters"] = given = GatheringParameters(own)
+            given.call, given.path = self, path
+            given.owned = given.owned_at_first = owned[module]
             if own and "sparse" in attributes and attributes["sparse"] is True:
                 attributes["sparse"] = False  # nn.Embedding's: gradients go into a buffer, where zeros are as dear
         for name in self.spec.ignored:

@@ -157,9 +157,9 @@ class BackwardPrefetch:
 
     def __init__(self, prefetch: int) -> None:
         self._prefetch = prefetch
+        self.run_number: Callable[[], int] = _torch.current_graph_task  # of this run of backward
         self._resharded: list[weakref.ref[GatheredUnit]] = []
         self._position, self._task = 0, -1  # in that list, of the run of backward with this number
-        self._outer_task: int | None = None  # the run around the one that runs
         self._awaiting_release: deque[weakref.ref[GatheredUnit]] = deque()
 
     def append(self, gathered: GatheredUnit) -> None:
@@ -167,18 +167,15 @@ class BackwardPrefetch:
         gathered.index = len(self._resharded)
         self._resharded.append(weakref.ref(gathered))
 
-    def run_number(self) -> int:
-        """Return the number of this run of backward. A run inside it counts as a part of it."""
-        return _torch.current_graph_task() if self._outer_task is None else self._outer_task
-
     @contextlib.contextmanager
     def inner_run(self) -> Generator[None]:
         """Count the runs of backward inside as parts of the running one."""
-        outer, self._outer_task = self._outer_task, self.run_number()
+        before, number = self.run_number, self.run_number()
+        self.run_number = lambda: number
         try:
             yield
         finally:
-            self._outer_task = outer
+            self.run_number = before
 
     def advance_to(self, gathered: GatheredUnit) -> bool:
         """Gather this unit, and start to gather the next ones of backward. Return False if backward has been here before."""

@@ -114,10 +114,9 @@ def allow_set_to_itself(unit: Unit, views: Sequence[Tensor]) -> None:
         view.set_ = partial(_set_to_itself, unit, param.name, id(view))  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def forbid_set_to_itself(unit: Unit, views: Sequence[Tensor]) -> str | None:
+def forbid_set_to_itself(unit: Unit, views: Sequence[Any]) -> str | None:
     """Undo `allow_set_to_itself`. Return a parameter that has lost it, by torch.utils.swap_tensors."""
-    attributes: Any = [view.__dict__ for view in views]
-    lost = [i for i, own in enumerate(attributes) if own.pop("set_", None) is None]
+    lost = [i for i, view in enumerate(views) if view.__dict__.pop("set_", None) is None]
     return f"parameter '{unit.params[lost[0]].name}'" if lost else None
 
 

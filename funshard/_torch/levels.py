@@ -256,7 +256,7 @@ class below_transforms:  # noqa: N801  a context, as torch.no_grad
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
-        self._stack = temporarily_clear_interpreter_stack() if current_level() else None
+        self._stack = temporarily_clear_interpreter_stack() if _functorch.maybe_current_level() else None
         if self._stack is not None:
             self._stack.__enter__()
 
