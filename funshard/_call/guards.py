@@ -1,4 +1,4 @@
-"""What watches a call for what it would get wrong without a word: each is an error, which names the path.
+"""What watches a call for what it would get wrong without a word: each is an error or a warning, which names the path.
 
 - Parameters that a module reaches past its own attributes, such as ``self.weights = [self.linear.weight]`` (`StandIns`). A call
   replaces what is in ``_parameters``. A list or another object of the module still holds the model's own tensor, whose values
@@ -6,7 +6,8 @@
   forward computes with them. What forward does not read, or makes itself as nn.LSTM does, is no error.
 - What forward writes to attributes of its modules, and into their dicts, lists and sets (`AttributeWrites`): it is put back,
   returned, or refused.
-- Modules that a custom backward runs after their call (`guard_backward`): they have the model's own parameters again.
+- Changes of buffers that are thrown away, and outdated running statistics (`BufferChanges`): a warning.
+- Modules that a custom backward runs after their call (`BackwardGuard`): they have the model's own parameters again.
 """
 
 from __future__ import annotations
