@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch._C._functorch import get_single_level_autograd_function_allowed, set_
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
-from .dispatch import PLAIN_TYPES
 from .errors import error_text
 from .levels import current_level, detach_level, is_wrapped, unwrap
 from .storage import storage_id
@@ -22,7 +21,6 @@ from .storage import storage_id
 __all__ = [
     "DATA",
     "Function",
-    "HasDtypes",
     "LevelFunction",
     "Versioned",
     "count_reentrant_checkpoints",
@@ -30,7 +28,6 @@ __all__ = [
     "current_pack_hook",
     "current_saved_tensor_hooks",
     "depends_only_on",
-    "find_viewed_buffer",
     "has_hooks",
     "is_in_python_node",
     "is_last_backward",
@@ -72,26 +69,6 @@ class LevelFunction(_SingleLevelFunction):
             return super().apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
         finally:
             set_single_level_autograd_function_allowed(before)
-
-
-class HasDtypes(Protocol):
-    """An object with dtypes, such as the entry of a gathered buffer."""
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of the buffer's views."""
-        ...
-
-
-Buffer = TypeVar("Buffer", bound=HasDtypes)
-
-
-def find_viewed_buffer(inner: Tensor, live: Mapping[int, Buffer]) -> Buffer | None:
-    """Return the entry, by storage, of the buffer that a plain tensor views by shape, strides and offset alone, or None."""
-    note = live.get(storage_id(inner)) if live and type(inner) in PLAIN_TYPES and inner.layout is torch.strided else None
-    if note is None or inner.dtype not in note.dtypes or inner.is_conj() or inner.is_neg():
-        return None
-    return note
 
 
 def has_hooks(tensor: Tensor) -> bool:

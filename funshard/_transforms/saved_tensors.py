@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
@@ -25,8 +26,13 @@ TensorRestorer = Callable[[], Tensor]
 """Returns the saved tensor."""
 
 
-class RestorableBuffer(_torch.HasDtypes, Protocol):
+class RestorableBuffer(Protocol):
     """A gathered buffer whose views autograd saves, and which can be gathered again."""
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of the buffer's views."""
+        ...
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:
         """Return how to get this view of the buffer again; None to keep the tensor itself."""
@@ -49,9 +55,13 @@ class SavedTensorHooks:
             if self.over and _torch.level_of(tensor) == self.over:
                 return _raise_freed
             inner = _torch.unwrap(tensor)
-        buffer = _torch.find_viewed_buffer(inner, self.live)
-        if buffer is not None and (restorer := buffer.make_restorer(tensor, by_backward=self.by_backward)) is not None:
-            return restorer
+        if self.live and type(inner) in _torch.PLAIN_TYPES and inner.layout is torch.strided:
+            buffer = self.live.get(_torch.storage_id(inner))
+            # a view by shape, strides and offset alone
+            if buffer is not None and inner.dtype in buffer.dtypes and not (inner.is_conj() or inner.is_neg()):
+                restorer = buffer.make_restorer(tensor, by_backward=self.by_backward)
+                if restorer is not None:
+                    return restorer
         return _torch.pack_versioned(tensor, inner)
 
     def activate(self, pack: Callable[[Tensor], object]) -> contextlib.AbstractContextManager[None]:
