@@ -374,8 +374,9 @@ def _read_module(module: nn.Module, but: tuple[str, ...] = ()) -> Contents:
 
     `CALL_ATTRIBUTES` are last: a call sets them anew, which changes the order of attributes from run to run.
     """
-    attributes = sorted(vars(module).items(), key=lambda item: item[0] in CALL_ATTRIBUTES)
-    return [to_part({k: v for k, v in attributes if k not in but and (k not in _HOOK_AND_SUBMODULE_DICTS or v)})]
+    own = vars(module)
+    names = sorted(own, key=CALL_ATTRIBUTES.__contains__)
+    return [to_part({k: own[k] for k in names if k not in but and (k not in _HOOK_AND_SUBMODULE_DICTS or own[k])})]
 
 
 def read_module_state(module: nn.Module) -> Contents:
@@ -388,7 +389,7 @@ def set_attributes(module: nn.Module, new: Mapping[str, Any], but: tuple[str, ..
     attributes = vars(module)
     for name in [name for name in attributes if name not in new and name not in but and name not in _HOOK_AND_SUBMODULE_DICTS]:
         del attributes[name]
-    attributes.update((name, value) for name, value in new.items() if name not in but)
+    attributes.update({name: value for name, value in new.items() if name not in but})
 
 
 def _refuse_copy(_: Any) -> Any:

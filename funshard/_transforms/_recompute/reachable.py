@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import operator
 import threading
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -345,6 +346,8 @@ def names_equal(names: list[Any], others: list[Any]) -> bool:
     """Return whether two parts have the same names in the same order: tensors by identity, others by value."""
     if len(names) != len(others):
         return False
+    if all(map(operator.is_, names, others)):  # nearly always
+        return True
     return all(not (a is not b and (isinstance(a, Tensor) or a != b)) for a, b in zip(names, others, strict=True))
 
 
