@@ -22,7 +22,7 @@ __all__ = [
     "UnitBytes",
     "balance",
     "count_per_slice",
-    "is_on_host",
+    "device_bytes",
     "map_p",
     "optimizer_init",
     "state_bytes",
@@ -148,6 +148,12 @@ def unit_bytes(spec: PartitionSpec, state: StateBytes) -> dict[str, UnitBytes]:
             _gathered_bytes(unit),
         )
     return found
+
+
+def device_bytes(units: Mapping[str, UnitBytes]) -> tuple[int, int]:
+    """Return the bytes of parameters and of optimizer state on the device."""
+    there = [unit for unit in units.values() if not unit.on_host]
+    return sum(unit.parameters for unit in there), sum(unit.optimizer for unit in there)
 
 
 def _gathered_bytes(unit: Unit) -> int:

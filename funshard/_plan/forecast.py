@@ -23,8 +23,8 @@ from .._spec.tree import is_within
 from .._spec.unit import P, Unit
 from ..collectives._mesh import Mesh, ProcessAxis
 from .at_rest import UnitBytes, map_p
-from .events import Category, Event
 from .record import StepRecorder, make_shard
+from .timeline import Category, Event
 
 __all__ = ["count_tokens", "forecast"]
 

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from .._spec.spec import PartitionSpec
 from .at_rest import UnitBytes, count_per_slice
-from .events import CATEGORIES, Category, Event
 from .formats import format_bytes, format_numel, format_seconds
-from .timeline import Held, Timeline
+from .timeline import CATEGORIES, Category, Event, Held, Timeline
 
 __all__ = ["draw_plan"]
 

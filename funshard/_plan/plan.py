@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,12 @@ from .._spec.checks import bind_spec
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import P
-from .at_rest import StateBytes, UnitBytes, balance, map_p, optimizer_init, state_bytes, sum_state, unit_bytes
-from .events import CATEGORIES, Category, Event, Phase
+from .at_rest import StateBytes, UnitBytes, balance, device_bytes, map_p, optimizer_init, state_bytes, sum_state, unit_bytes
 from .forecast import count_tokens, forecast
 from .formats import format_bytes, format_rows, format_seconds
 from .picture import draw_plan
 from .record import has_parameter, record_step
-from .timeline import Hardware, Held, Timeline, Traffic, sum_traffic
+from .timeline import CATEGORIES, Category, Event, Hardware, Held, Phase, Timeline, Traffic, sum_traffic
 
 __all__ = ["Plan", "plan"]
 
@@ -95,19 +94,6 @@ class Comparison(dict[str, "Plan"]):
         return cls(sorted(plans.items(), key=lambda item: (item[1].seconds, item[1].peak)))
 
 
-class Choice(NamedTuple):
-    """A spec to plan, and the number of micro-batches of its step."""
-
-    name: str
-    spec: PartitionSpec
-    microbatches: int = 1
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of the step beside the usual ones."""
-        return {"microbatches": self.microbatches} if self.microbatches > 1 else {}
-
-
 def main_p(spec: PartitionSpec) -> P:
     """Return the `P` of most of a spec's elements."""
     numel: Counter[P] = Counter()
@@ -123,11 +109,12 @@ def replace_p(spec: PartitionSpec, p: P) -> PartitionSpec:
     return map_p(spec, lambda one: new if one == old else one)
 
 
-def candidates(plan: Plan) -> Iterator[Choice]:
-    """Yield the choices that `Plan.fit` tries: axes, reshard, remat, offload, precision and micro-batches."""
+def candidates(plan: Plan) -> Iterator[tuple[str, PartitionSpec, dict[str, int]]]:
+    """Yield what `Plan.fit` tries, by name: axes, reshard, remat, offload and precision, and micro-batches of the step."""
     spec, base = plan.spec, main_p(plan.spec)
+    dtype = max(spec, key=lambda unit: unit.numel).dtype if len(spec) else torch.float32
     counts = MICROBATCHES if plan.step is not None and has_parameter(plan.step, "microbatches") else (1,)
-    precisions = (base.precision,) if base.precision or main_dtype(spec) != torch.float32 else (None, BF16)
+    precisions = (base.precision,) if base.precision or dtype != torch.float32 else (None, BF16)
     offloads = (base.offload,) if plan.is_on_host_alone else dict.fromkeys((base.offload, "params"))
     for mesh, axes in _iter_layouts(plan):
         bound = spec.on(mesh) if mesh else spec
@@ -136,22 +123,11 @@ def candidates(plan: Plan) -> Iterator[Choice]:
         ):
             if not axes and not reshard:
                 continue  # nothing is gathered
-            p = dataclasses.replace(
-                base,
-                axis=axes[0] if len(axes) == 1 else axes or None,
-                reshard=reshard,
-                remat=remat,
-                precision=precision,
-                offload=offload,
-            )
+            axis, many = axes[0] if len(axes) == 1 else axes or None, {"microbatches": count} if count > 1 else {}
+            p = dataclasses.replace(base, axis=axis, reshard=reshard, remat=remat, precision=precision, offload=offload)
             sizes = " x ".join(f"{name}={size}" for name, size in bound.bound_mesh.sizes)
-            name = f"{p}, {sizes}" + (f", {count} micro-batches" if count > 1 else "")
-            yield Choice(name, replace_p(bound, p), count)
-
-
-def main_dtype(spec: PartitionSpec) -> torch.dtype:
-    """Return the dtype of the largest unit."""
-    return max(spec, key=lambda unit: unit.numel).dtype if len(spec) else torch.float32
+            name = f"{p}, {sizes}" + (f", {count} micro-batches" if many else "")
+            yield name, replace_p(bound, p), many
 
 
 def _iter_layouts(plan: Plan) -> Iterator[tuple[dict[str, int] | None, tuple[str, ...]]]:
@@ -212,8 +188,7 @@ class Plan:
     @cached_property
     def at_rest(self) -> dict[Category, int]:
         """The bytes on the device between steps, by category."""
-        there = [unit for unit in self.units.values() if not unit.on_host]
-        parameters, optimizer = (sum(getattr(unit, name) for unit in there) for name in ("parameters", "optimizer"))
+        parameters, optimizer = device_bytes(self.units)
         batch: dict[Category, int] = {"activations": self.batch_bytes} if self.batch_bytes else {}
         return {"parameters": parameters, "optimizer": optimizer, **batch}
 
@@ -308,13 +283,13 @@ class Plan:
         self._check_step_takes_spec("fit")
         limit = parse_bytes(self.hardware.memory if memory is None else memory) * (1 - headroom)
         plans: dict[str, Plan] = {}
-        for choice in candidates(self):
-            rest = plan(choice.spec, optimizer=self.optimizer, hardware=self.hardware)
-            if sum(rest.at_rest.values()) > limit:
+        init = optimizer_init(self.optimizer)
+        for name, spec, options in candidates(self):
+            if sum(device_bytes(unit_bytes(spec, state_bytes(spec, init)))) > limit:
                 continue  # whatever the step does
-            found = self._replan(choice.spec, choice.options)
+            found = self._replan(spec, options)
             if found.peak <= limit:
-                plans[choice.name] = found
+                plans[name] = found
         return Comparison.by_time(plans)
 
     def _check_step_takes_spec(self, what: str) -> None:

@@ -18,7 +18,7 @@ from .._spec.checks import HOST
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Mesh, ProcessAxis
 from .at_rest import Init
-from .events import Category, Collective, Event, EventKind, EventList
+from .timeline import Category, Collective, Event, EventKind, EventList
 
 __all__ = ["StepRecorder", "has_parameter", "make_shard", "record_step"]
 

@@ -1,15 +1,98 @@
-"""The costs of a step's events on some hardware: the bytes held after each, when each starts and ends, and what is sent."""
+"""The events of a step, and their costs on some hardware: the bytes that are held, the times, and what is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 from .._spec.byte_size import parse_bytes
-from .events import CATEGORIES, Category, Collective, Event, Phase
 
-__all__ = ["Hardware", "Timeline", "Traffic", "sum_traffic"]
+__all__ = [
+    "CATEGORIES",
+    "Category",
+    "Collective",
+    "Event",
+    "EventKind",
+    "EventList",
+    "Hardware",
+    "Held",
+    "Phase",
+    "Timeline",
+    "Traffic",
+    "sum_traffic",
+]
+
+
+# --- The events of a step: what each one holds, sends and computes ---
+
+Category = Literal["parameters", "optimizer", "gathered", "gradients", "activations"]
+"""The use of a tensor's memory."""
+
+Phase = Literal["forward", "backward", "update"]
+"""The part of a step."""
+
+EventKind = Literal["gather", "compute", "reduce", "exchange", "copy", "wait", "memory", "update"]
+"""The action of an event. An exchange is a collective of the model's own; "memory" only allocates or frees."""
+
+CATEGORIES: tuple[Category, ...] = ("parameters", "optimizer", "gathered", "gradients", "activations")
+
+
+class Collective(NamedTuple):
+    """One collective of a rank along one mesh axis."""
+
+    op: str
+    """"all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"."""
+    axis: str
+    ranks: int
+    input_bytes: int
+    output_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that this rank sends, and receives, by a ring: an all-reduce does so twice."""
+        whole = max(self.input_bytes, self.output_bytes)
+        return whole * (self.ranks - 1) // self.ranks * (2 if self.op == "all_reduce" else 1)
+
+
+class Event(NamedTuple):
+    """One event of a step, in the order in which the program starts them."""
+
+    kind: EventKind
+    phase: Phase
+    unit: str
+    memory: Mapping[Category, int]
+    """The bytes that it allocates, or frees where negative, by category."""
+    collective: Collective | None = None
+    flops: int = 0
+    moved_bytes: int = 0
+    """The bytes that it reads and writes: of device memory for an update, between host and device for a copy."""
+    after: tuple[int, ...] = ()
+    """The indices of the collectives and copies that must end before it starts."""
+
+
+class EventList:
+    """The events of a step, in the order in which the program starts them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.phase: Phase = "forward"
+
+    def add(
+        self,
+        kind: EventKind,
+        unit: str,
+        memory: Mapping[Category, int] | None = None,
+        *,
+        collective: Collective | None = None,
+        flops: int = 0,
+        moved_bytes: int = 0,
+        after: tuple[int, ...] = (),
+    ) -> int:
+        """Add an event and return its index."""
+        self.events.append(Event(kind, self.phase, unit, memory or {}, collective, flops, moved_bytes, after))
+        return len(self.events) - 1
 
 
 # --- Hardware: the rates that turn bytes and FLOPs into seconds ---
