@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +24,9 @@ __all__ = [
     "balance",
     "count_per_slice",
     "device_bytes",
+    "find_optimizer",
+    "is_on_host",
+    "make_shard",
     "map_p",
     "optimizer_init",
     "state_bytes",
@@ -61,6 +65,14 @@ def is_on_host(unit: Unit, spec: PartitionSpec) -> bool:
     return "params" in unit.p.offloads and spec.bound_mesh.device_type != "cpu"
 
 
+def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    """Return the class of torch.optim of a name such as "adamw"; raise ValueError if there is none."""
+    classes = {key.lower(): cls for key, cls in vars(torch.optim).items() if inspect.isclass(cls)}
+    if (cls := classes.get(name.lower())) is None or cls is torch.optim.Optimizer:
+        raise ValueError(f"optimizer: expected the name of a class of torch.optim such as 'adamw', got {name!r}")
+    return cls
+
+
 def optimizer_init(optimizer: object) -> Init | None:
     """Return the ``init`` of an optimizer that is given by name, by class, or as a pair of functions; None for None.
 
@@ -71,10 +83,7 @@ def optimizer_init(optimizer: object) -> Init | None:
     if optimizer is None:
         return None
     if isinstance(optimizer, str):
-        classes = {name.lower(): cls for name, cls in vars(torch.optim).items() if inspect.isclass(cls)}
-        if (cls := classes.get(optimizer.lower())) is None or cls is torch.optim.Optimizer:
-            raise ValueError(f"optimizer: expected the name of a class of torch.optim such as 'adamw', got {optimizer!r}")
-        optimizer = cls
+        optimizer = find_optimizer(optimizer)
     if inspect.isclass(optimizer) and issubclass(optimizer, torch.optim.Optimizer):
         defaults: dict[str, Any] = {"lr": 1e-3} if "lr" in inspect.signature(optimizer).parameters else {}
         return from_torch(optimizer, **defaults).init
@@ -101,7 +110,8 @@ def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
     if init is None:
         return {}
     with _torch.fake_mode():
-        states = init({unit.key: _make_shard(spec, unit) for unit in spec if not unit.at_rest})
+        shards = {unit.key: make_shard(spec, unit) for unit in spec if not unit.at_rest}
+        states = init({key: shard.requires_grad_(spec.by_key[key].requires_grad) for key, shard in shards.items()})
     found: StateBytes = {}
     for path, x in pytree.tree_flatten_with_path(states)[0]:
         keys: list[Any] = [part.key if isinstance(part, pytree.MappingKey) else None for part in path]
@@ -117,20 +127,15 @@ def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
     return found
 
 
-def _make_shard(spec: PartitionSpec, unit: Unit) -> Tensor:
-    """Return an empty shard of a unit, as an optimizer's ``init`` gets it."""
+def make_shard(spec: PartitionSpec, unit: Unit, device: torch.device | None = None) -> Tensor:
+    """Return an empty shard of a unit."""
     length, dtype = spec.stored(unit)
-    shard = torch.empty(length, dtype=dtype)
-    return shard.requires_grad_(unit.requires_grad) if dtype.is_floating_point else shard
+    return torch.empty(length, dtype=dtype, device=device)
 
 
 def sum_state(state: StateBytes) -> dict[str, int]:
     """Return the bytes of all units' state by kind and dtype."""
-    found: dict[str, int] = {}
-    for kinds in state.values():
-        for kind, size in kinds.items():
-            found[kind] = found.get(kind, 0) + size
-    return found
+    return dict(sum(map(Counter, state.values()), Counter[str]()))
 
 
 def unit_bytes(spec: PartitionSpec, state: StateBytes) -> dict[str, UnitBytes]:

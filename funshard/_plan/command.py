@@ -22,6 +22,7 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import P
 from .._transforms.grad import grad_and_value
 from ..optim import from_torch
+from .at_rest import find_optimizer
 from .plan import Plan, plan
 
 __all__ = ["main"]
@@ -89,8 +90,7 @@ def _plan_of(args: argparse.Namespace) -> Plan:
     spec = _find_policy(args.policy, model, _read_p(args.p))(model).on(_read_mesh(args.mesh))
     if not args.batch:
         return plan(spec, batch=args.tokens, optimizer=args.optimizer)
-    cls = {name.lower(): cls for name, cls in vars(torch.optim).items()}.get(args.optimizer.lower())
-    optimizer = from_torch(cls, lr=1e-3, donate=True) if cls else args.optimizer
+    optimizer = from_torch(find_optimizer(args.optimizer), lr=1e-3, donate=True)
     return plan(spec, batch=_read_batch(args.batch), step=_make_step(model, optimizer), optimizer=optimizer)
 
 

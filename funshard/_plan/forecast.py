@@ -22,8 +22,8 @@ from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
 from .._spec.unit import P, Unit
 from ..collectives._mesh import Mesh, ProcessAxis
-from .at_rest import UnitBytes, map_p
-from .record import StepRecorder, make_shard
+from .at_rest import UnitBytes, make_shard, map_p
+from .record import StepRecorder
 from .timeline import Category, Event
 
 __all__ = ["count_tokens", "forecast"]
@@ -165,7 +165,7 @@ class ScheduleRecorder(StepRecorder):
     def compute(self, unit: str, params: Sequence[Tensor], flops: int) -> None:
         """Record a computation with a unit's parameters, by the FLOPs for each token."""
         self._unit = unit
-        self.wait_copies(params)
+        self.wait(params)
         self.events.add("compute", unit, flops=flops * self._tokens)
 
     def free_grad(self, key: str, grads: dict[str, Tensor]) -> None:
@@ -218,7 +218,7 @@ def forecast(spec: PartitionSpec, units: dict[str, UnitBytes], tokens: int) -> l
     ):
         mesh = Mesh(tuple((axis, ProcessAxis(size, 0, names[axis])) for axis, size in sizes.items()), device.type)
         spec = dataclasses.replace(map_p(spec, keep_schedule), ignored=()).on(mesh)
-        shards = {unit.key: make_shard(spec, unit.key, device) for unit in spec}
+        shards = {unit.key: make_shard(spec, unit, device) for unit in spec}
         x = torch.empty(0, device=device)
         recorder = ScheduleRecorder(shards, {names[axis]: (axis, sizes[axis]) for axis in sizes}, device, tokens=tokens)
         recorder.hold([x, *shards.values()], on_host=[shards[key] for key, unit in units.items() if unit.on_host])

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -17,10 +18,10 @@ from .. import _torch
 from .._spec.checks import HOST
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Mesh, ProcessAxis
-from .at_rest import Init
+from .at_rest import Init, is_on_host, make_shard
 from .timeline import Category, Collective, Event, EventKind, EventList
 
-__all__ = ["StepRecorder", "has_parameter", "make_shard", "record_step"]
+__all__ = ["StepRecorder", "has_parameter", "record_step"]
 
 
 # --- Values for indices that a model computes from its data, such as each token's experts, where tensors have shapes alone ---
@@ -38,13 +39,11 @@ def give_even_indices(name: str, args: Any, out: Any) -> Any:
     many = isinstance(out, tuple | list)
     results: list[Any] = list(out) if many else [out]
     for i, x in enumerate(results):
-        is_index = isinstance(x, Tensor) and x.dtype == torch.int64 and _torch.is_fake(x) and args[0].is_floating_point()
-        if is_index or (name == "sort" and i == 1 and _torch.is_fake(x)):
-            if x.numel() > MOST_VALUES:
-                continue
-            choices = max(_count_choices(name, args), 1)
+        if not isinstance(x, Tensor) or not _torch.is_fake(x) or x.numel() > MOST_VALUES:
+            continue
+        if (x.dtype == torch.int64 and args[0].is_floating_point()) or (name == "sort" and i == 1):
             with _torch.real_tensors():
-                results[i] = (torch.arange(x.numel(), device=x.device) % choices).view(x.shape)
+                results[i] = (torch.arange(x.numel(), device=x.device) % _count_choices(name, args)).view(x.shape)
     return tuple(results) if many else results[0]
 
 
@@ -55,10 +54,10 @@ def has_known_integers(name: str, out: Any) -> bool:
 
 
 def _count_choices(name: str, args: Any) -> int:
-    """Return how many elements an operator chose among."""
+    """Return how many elements an operator chose among, and at least 1."""
     dim = args[2] if name == "topk" and len(args) > 2 else args[1] if name != "topk" and len(args) > 1 else -1
     x = args[0]
-    return x.shape[dim] if x.dim() and isinstance(dim, int) and not isinstance(dim, bool) else x.numel()
+    return max(x.shape[dim] if x.dim() and isinstance(dim, int) and not isinstance(dim, bool) else x.numel(), 1)
 
 
 def fill_collective(op: str, sent: Tensor, out: Tensor, ranks: int) -> None:
@@ -134,10 +133,10 @@ class StepRecorder(_torch.DispatchMode):
         name = func._schema.name.partition("::")[2]
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self._place(name, inputs)
-        if self._copying and func.namespace != "_c10d_functional":
-            self.wait_copies(inputs)
+        if self._copying and func.namespace != "_c10d_functional":  # a collective waits itself, and the device goes on
+            self.wait(inputs)
         if name == "wait_tensor":
-            self._wait(args[0])
+            self.wait(inputs, self._sending)
             if not _torch.is_fake(args[0]):
                 with _torch.real_tensors():
                     func(*args, **kwargs)
@@ -156,7 +155,7 @@ class StepRecorder(_torch.DispatchMode):
                 out = func(*args, **kwargs)
         out = give_even_indices(name, args, out)
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
-        memory: dict[Category, int] = {}
+        memory = Counter[Category]()
         for x in outputs:
             self._allocate(x, memory, self._category_of(inputs), is_lazy=name == "_lazy_clone")
         for x in _torch.mutated_args(func, args, kwargs):
@@ -196,27 +195,28 @@ class StepRecorder(_torch.DispatchMode):
         """Return the category of what an operator on these allocates; a collective that takes it may know better."""
         return "optimizer" if self.events.phase == "update" else "activations"
 
-    def _allocate(self, x: Tensor, memory: dict[Category, int], category: Category, *, is_lazy: bool = False) -> None:
+    def _allocate(self, x: Tensor, memory: Counter[Category], category: Category, *, is_lazy: bool = False) -> None:
         """Follow the storage of a result, if it is new. A lazy copy has no memory of its own before something writes to it."""
         storage = x.untyped_storage()
         at = _torch.storage_id_of(storage)
         if at in self._storages:
             return
+        size = storage.nbytes()
         if self._is_on_host(x):
             self._on_host.add(at)
-        size = 0 if is_lazy or at in self._on_host else storage.nbytes()
+            size = 0
         if is_lazy:
-            self._lazy[at] = storage.nbytes()
+            self._lazy[at], size = size, 0
         self._storages[at] = category, size
-        memory[category] = memory.get(category, 0) + size
+        memory[category] += size
         weakref.finalize(storage, self._free, at).atexit = False
 
-    def _write(self, x: Tensor, memory: dict[Category, int]) -> None:
+    def _write(self, x: Tensor, memory: Counter[Category]) -> None:
         """Count the memory of a lazy copy that an operator writes to."""
         if (size := self._lazy.pop(at := _torch.storage_id(x), 0)) and at in self._storages:
-            category, _ = self._storages[at]
+            category = self._storages[at][0]
             self._storages[at] = category, size
-            memory[category] = memory.get(category, 0) + size
+            memory[category] += size
 
     def resize(self, storage: UntypedStorage, nbytes: int) -> None:
         """Follow a storage that is freed or allocated while tensors have it, as FSDP2's gathered buffers are."""
@@ -241,23 +241,18 @@ class StepRecorder(_torch.DispatchMode):
         if size:
             self.events.add("memory", self._unit, {category: -size})
 
-    def _wait(self, x: Tensor) -> None:
-        """Add the wait for the collective that fills a tensor, if one does."""
-        index = self._sending.pop(_torch.storage_id(x), None)
-        if index is not None:
-            self.events.add("wait", self._unit, after=(index,))
-
-    def wait_copies(self, inputs: Iterable[Tensor]) -> None:
-        """Add the wait for the copies that fill these tensors. A collective waits for itself, and the device goes on."""
+    def wait(self, inputs: Iterable[Tensor], pending: dict[int, int] | None = None) -> None:
+        """Add the wait for the copies that fill these tensors, or for what else is pending."""
+        pending = self._copying if pending is None else pending
         for at in map(_torch.storage_id, inputs):
-            if (index := self._copying.pop(at, None)) is not None:
+            if (index := pending.pop(at, None)) is not None:
                 self.events.add("wait", self._unit, after=(index,))
 
     def _send(self, name: str, args: Any, sent: Tensor, out: Tensor) -> None:
         """Add the start of a collective, with the memory of its output."""
         op = _COLLECTIVES[name]
         axis, ranks = self._axes.get(args[-1], (str(args[-1]), 1))
-        memory: dict[Category, int] = {}
+        memory = Counter[Category]()
         category = self._output_category.get(op)
         self._allocate(out, memory, category or self._category_of([sent]))
         for x in (out, sent) if category == "gradients" else (out,) if category else ():
@@ -269,13 +264,13 @@ class StepRecorder(_torch.DispatchMode):
         one, after = Collective(op, axis, ranks, sent.nbytes, out.nbytes), () if copy is None else (copy,)
         self._sending[at] = self.events.add(kind, self._unit, memory, collective=one, after=after)
 
-    def _move(self, at: int, category: Category | None, memory: dict[Category, int]) -> None:
+    def _move(self, at: int, category: Category | None, memory: Counter[Category]) -> None:
         """Count a storage as another category, now that its use is known."""
         old, size = self._storages.get(at, ("parameters", 0))
         if size and category and old != category:
             self._storages[at] = category, size
-            memory[old] = memory.get(old, 0) - size
-            memory[category] = memory.get(category, 0) + size
+            memory[old] -= size
+            memory[category] += size
 
 
 # --- A user's step run on shapes alone: fake tensors, on a process group of ranks in name only ---
@@ -308,7 +303,7 @@ def record_step(
         if has_parameter(step, "spec"):
             options["spec"] = bound
         with _torch.fake_mode():
-            params = {unit.key: make_shard(bound, unit.key, device) for unit in bound}
+            params = {unit.key: make_shard(bound, unit, HOST if is_on_host(unit, bound) else device) for unit in bound}
             state: Any = init({key: x for key, x in params.items() if bound.by_key[key].requires_grad}) if init else {}
             fake_batch = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), batch)
             recorder = StepRecorder(params, groups, device)
@@ -324,12 +319,6 @@ def record_step(
             "functional_call, or one whose spec is bound to no mesh"
         )
     return events, size
-
-
-def make_shard(spec: PartitionSpec, key: str, device: torch.device) -> Tensor:
-    """Return an empty shard of a unit."""
-    length, dtype = spec.stored(spec.by_key[key])
-    return torch.empty(length, dtype=dtype, device=device)
 
 
 def _make_mesh(sizes: dict[str, int], device_type: str) -> tuple[Mesh, dict[str, tuple[str, int]]]:
