@@ -184,4 +184,4 @@ def planned_fsdp2_peak(case: Case, ranks: int, batch: tuple[Tensor, ...], *, kee
             with recorder, _torch.report_resizes(recorder.resize):
                 step(*fake)
     at_rest = sum(x.nbytes for x in (*held, *model.buffers()))
-    return sum(Timeline(recorder.events.events, {"parameters": at_rest}, fs.Hardware()).peak.values())
+    return sum(Timeline(recorder.events, {"parameters": at_rest}, fs.Hardware()).peak.values())

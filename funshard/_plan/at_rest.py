@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +29,6 @@ __all__ = [
     "map_p",
     "optimizer_init",
     "state_bytes",
-    "sum_state",
     "unit_bytes",
 ]
 
@@ -131,11 +129,6 @@ def make_shard(spec: PartitionSpec, unit: Unit, device: torch.device | None = No
     """Return an empty shard of a unit."""
     length, dtype = spec.stored(unit)
     return torch.empty(length, dtype=dtype, device=device)
-
-
-def sum_state(state: StateBytes) -> dict[str, int]:
-    """Return the bytes of all units' state by kind and dtype."""
-    return dict(sum(map(Counter, state.values()), Counter[str]()))
 
 
 def unit_bytes(spec: PartitionSpec, state: StateBytes) -> dict[str, UnitBytes]:

@@ -23,7 +23,7 @@ from .._spec.unit import P
 from .._transforms.grad import grad_and_value
 from ..optim import from_torch
 from .at_rest import find_optimizer
-from .plan import Plan, plan
+from .plan import Comparison, Plan, plan
 
 __all__ = ["main"]
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         found = _plan_of(args)
-        results: dict[str, Any] = {"plan": found}
+        results: dict[str, Comparison] = {}
         if args.compare:
             results["compare"] = found.compare({text: _read_p(text) for text in args.compare})
         if args.fit:
@@ -66,14 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.svg:
         args.svg.write_text(found.to_svg())
     if args.json:
-        print(json.dumps({key: _to_json(value) for key, value in results.items()}, default=str))
+        compared = {key: {name: one.to_json() for name, one in plans.items()} for key, plans in results.items()}
+        print(json.dumps({"plan": found.to_json(), **compared}, default=str))
     else:
-        print("\n\n".join(map(str, results.values())))
+        print("\n\n".join(map(str, [found, *results.values()])))
     return 0
-
-
-def _to_json(value: Any) -> Any:
-    return value.to_json() if isinstance(value, Plan) else {name: one.to_json() for name, one in value.items()}
 
 
 def _plan_of(args: argparse.Namespace) -> Plan:

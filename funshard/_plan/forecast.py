@@ -72,7 +72,9 @@ class ModuleRun:
 
     def compute(self, params: Sequence[Tensor], *, backward: bool = False) -> None:
         """Record the computation with the parameters: two FLOPs for each element of a matrix and token, for each product."""
-        self._recorder.compute(self._name, params, 2 * (sum(self._numel) if backward else self._numel[0]))
+        self._recorder.unit = self._name
+        self._recorder.wait(params)
+        self._recorder.add("compute", flops=2 * self._recorder.tokens * (sum(self._numel) if backward else self._numel[0]))
 
 
 class _Read(torch.autograd.Function):
@@ -157,21 +159,7 @@ class ScheduleRecorder(StepRecorder):
     _counts_moves = False
     _output_category: ClassVar[Mapping[str, Category]] = {**StepRecorder._output_category, "all_to_all": "gradients"}
     _allocates_on_host = False
-
-    def __init__(self, *args: Any, tokens: int, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._tokens = tokens
-
-    def compute(self, unit: str, params: Sequence[Tensor], flops: int) -> None:
-        """Record a computation with a unit's parameters, by the FLOPs for each token."""
-        self._unit = unit
-        self.wait(params)
-        self.events.add("compute", unit, flops=flops * self._tokens)
-
-    def free_grad(self, key: str, grads: dict[str, Tensor]) -> None:
-        """Drop a unit's gradient, which its update has used."""
-        self._unit = key
-        del grads[key]
+    tokens = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._allocates_on_host = (kwargs or {}).get("device") == HOST != self._device
@@ -187,7 +175,7 @@ class ScheduleRecorder(StepRecorder):
 
     def _category_of(self, inputs: Iterable[Tensor]) -> Category:
         known = {self._storages[at][0] for at in map(_torch.storage_id, inputs) if at in self._storages}
-        return "gathered" if self.events.phase == "forward" or known - {"gradients"} else "gradients"
+        return "gathered" if self.phase == "forward" or known - {"gradients"} else "gradients"
 
 
 def count_tokens(batch: Any) -> int:
@@ -220,22 +208,20 @@ def forecast(spec: PartitionSpec, units: dict[str, UnitBytes], tokens: int) -> l
         spec = dataclasses.replace(map_p(spec, keep_schedule), ignored=()).on(mesh)
         shards = {unit.key: make_shard(spec, unit, device) for unit in spec}
         x = torch.empty(0, device=device)
-        recorder = ScheduleRecorder(shards, {names[axis]: (axis, sizes[axis]) for axis in sizes}, device, tokens=tokens)
+        recorder = ScheduleRecorder(shards, {names[axis]: (axis, sizes[axis]) for axis in sizes}, device)
+        recorder.tokens = tokens
         recorder.hold([x, *shards.values()], on_host=[shards[key] for key, unit in units.items() if unit.on_host])
         run = make_runs(spec, recorder)
         trained = {unit.key: shards[unit.key].requires_grad_() for unit in spec if unit.requires_grad}
         with recorder:
             out = functional_call(run.module, shards, (x, run), spec=spec, check_order=False)
-            grads = (
-                dict(zip(trained, torch.autograd.grad(out, [*trained.values()], x, allow_unused=True), strict=True))
-                if trained
-                else {}
-            )
-            del out
-            recorder.events.phase = "update"
+            found = torch.autograd.grad(out, [*trained.values()], x, allow_unused=True) if trained else ()
+            grads = dict(zip(trained, found, strict=True))
+            del out, found
+            recorder.phase = "update"
             for key in trained:
-                if not units[key].on_host:
-                    moved = 3 * units[key].parameters + 2 * units[key].optimizer
-                    recorder.events.add("update", key, moved_bytes=moved)
-                recorder.free_grad(key, grads)
-    return recorder.events.events
+                recorder.unit, unit = key, units[key]
+                if not unit.on_host:
+                    recorder.add("update", moved_bytes=3 * unit.parameters + 2 * unit.optimizer)
+                del grads[key]
+    return recorder.events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
@@ -121,11 +122,8 @@ def round_up(size: float) -> float:
 
 def find_prefix(keys: Iterable[str]) -> str:
     """Return the path that all units but the root have in common, with its last dot, such as "model.layers."."""
-    parts = [key.split(".")[:-1] for key in keys if key]  # a unit's own name stays
-    common = 0
-    while parts and all(len(one) > common and one[common] == parts[0][common] for one in parts):
-        common += 1
-    return "".join(f"{part}." for part in parts[0][:common]) if parts else ""
+    levels = zip(*(key.split(".")[:-1] for key in keys if key), strict=False)
+    return "".join(f"{names[0]}." for names in itertools.takewhile(lambda names: len({*names}) == 1, levels))
 
 
 # --- The memory of a rank over the step, as stacked areas ---
@@ -137,11 +135,7 @@ class Moment(NamedTuple):
     time: float
     event: Event
     held: Held
-
-    @property
-    def total(self) -> int:
-        """The bytes of all categories."""
-        return sum(self.held.values())
+    total: int
 
 
 def iter_moments(timeline: Timeline) -> Iterator[Moment]:
@@ -149,20 +143,21 @@ def iter_moments(timeline: Timeline) -> Iterator[Moment]:
     now = 0.0
     for event, held, (start, end) in zip(timeline.events, timeline.held(), timeline.spans, strict=True):
         is_computed = timeline.stream(event) == "compute"
-        yield Moment(max(start, now) if is_computed else now, event, dict(held))
+        yield Moment(max(start, now) if is_computed else now, event, dict(held), sum(held.values()))
         now = end if is_computed else now
 
 
 def draw_memory(panel: Panel, moments: Sequence[Moment], limit: int) -> Iterable[str]:
     """Yield the stacked areas of memory by category, a scale, a mark at the peak, and a legend with the bytes held then."""
-    peak = max(moments, key=lambda moment: moment.total, default=Moment(0, Event("memory", "forward", "", {}), {}))
+    nothing = Moment(0, Event("memory", "forward", "", {}), {}, 0)
+    peak = max(moments, key=lambda moment: moment.total, default=nothing)
     tick = round_up(max(peak.total, 1) / 5)
     most = math.ceil(peak.total / tick) * tick or tick
     for i in range(round(most / tick) + 1):
         y = panel.bottom - panel.height * i * tick / most
         yield draw_line(LEFT, y, LEFT + WIDTH, y)
         yield draw_text(LEFT - 8, y + 4, format_bytes(i * tick, digits=3), ink="muted", anchor="end")
-    columns = [Moment(0, peak.event, {})] * COLUMNS  # of each its fullest moment
+    columns = [nothing] * COLUMNS  # of each its fullest moment
     for i, moment in enumerate(moments):
         end = moments[i + 1].time if i + 1 < len(moments) else panel.total
         first, last = (time * COLUMNS / (panel.total or 1) for time in (moment.time, end))
@@ -211,7 +206,7 @@ def draw_runs(panel: Panel, moments: Sequence[Moment]) -> Iterable[str]:
             begin, width, middle = i, end - start, (start + end) / 2
             label = name if is_phase else name.removeprefix(prefix) or "root"
             if is_phase:
-                yield draw_box(start, panel.top, end - 1, fill=COMPUTE, title=name)
+                yield draw_box(start, panel.top, end - 1, fill=COMPUTE)
                 if has_room(label, width):
                     yield draw_text(middle, panel.top + 12, label, ink="on-color", anchor="middle")
                 elif i == len(names):

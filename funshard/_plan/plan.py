@@ -20,7 +20,7 @@ from .._spec.checks import bind_spec
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import P
-from .at_rest import StateBytes, UnitBytes, balance, device_bytes, map_p, optimizer_init, state_bytes, sum_state, unit_bytes
+from .at_rest import StateBytes, UnitBytes, balance, device_bytes, map_p, optimizer_init, state_bytes, unit_bytes
 from .forecast import count_tokens, forecast
 from .formats import format_bytes, format_rows, format_seconds
 from .picture import draw_plan
@@ -88,10 +88,8 @@ class Comparison(dict[str, "Plan"]):
             rows.append([name, format_bytes(plan.peak), format_bytes(rest), *map(format_seconds, times)])
         return "\n".join(format_rows(rows)) if len(rows) > 1 else "nothing fits"
 
-    @classmethod
-    def by_time(cls, plans: Mapping[str, Plan]) -> Comparison:
-        """Return the plans in the order of their times, and of their peaks where those are equal."""
-        return cls(sorted(plans.items(), key=lambda item: (item[1].seconds, item[1].peak)))
+    def __init__(self, plans: Mapping[str, Plan]) -> None:
+        super().__init__(sorted(plans.items(), key=lambda item: (item[1].seconds, item[1].peak)))
 
 
 def main_p(spec: PartitionSpec) -> P:
@@ -115,7 +113,8 @@ def candidates(plan: Plan) -> Iterator[tuple[str, PartitionSpec, dict[str, int]]
     dtype = max(spec, key=lambda unit: unit.numel).dtype if len(spec) else torch.float32
     counts = MICROBATCHES if plan.step is not None and has_parameter(plan.step, "microbatches") else (1,)
     precisions = (base.precision,) if base.precision or dtype != torch.float32 else (None, BF16)
-    offloads = (base.offload,) if plan.is_on_host_alone else dict.fromkeys((base.offload, "params"))
+    devices = {x.device.type for x in pytree.tree_leaves(plan.batch) if isinstance(x, Tensor) and not x.is_meta}
+    offloads = (base.offload,) if devices <= {"cpu"} else dict.fromkeys((base.offload, "params"))
     for mesh, axes in _iter_layouts(plan):
         bound = spec.on(mesh) if mesh else spec
         for reshard, remat, precision, offload, count in itertools.product(
@@ -174,12 +173,6 @@ class Plan:
         """Whether activations are counted: the plan ran a step."""
         return self.step is not None
 
-    @property
-    def is_on_host_alone(self) -> bool:
-        """Whether the step ran on the CPU, where nothing can be offloaded."""
-        tensors = (x for x in pytree.tree_leaves(self.batch) if isinstance(x, Tensor))
-        return self.step is not None and next((x.device.type for x in tensors if not x.is_meta), "cpu") == "cpu"
-
     @cached_property
     def timeline(self) -> Timeline:
         """The events with their times and the bytes that are held."""
@@ -207,10 +200,13 @@ class Plan:
         """By phase ("forward", "backward", "update"), the bytes by category when the most are held."""
         return self.timeline.peaks
 
-    @property
+    @cached_property
     def peaks_by_unit(self) -> dict[str, int]:
         """By unit key, the most bytes that are held while the unit is worked on."""
-        return self.timeline.peaks_by_unit
+        peaks = Counter[str]()
+        for event, held in zip(self.events, self.timeline.held(), strict=True):
+            peaks[event.unit] = max(peaks[event.unit], sum(held.values()))
+        return peaks
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -259,7 +255,7 @@ class Plan:
         for name, choice in choices.items():
             spec = replace_p(self.spec, choice) if isinstance(choice, P) else choice
             plans[name] = self._replan(spec if spec.sizes else spec.on(self.spec.bound_mesh))
-        return Comparison.by_time(plans)
+        return Comparison(plans)
 
     def fit(self, memory: float | str | None = None, *, headroom: float = 0.1) -> Comparison:
         """Return the choices whose peak fits into the memory of a device, fastest first.
@@ -290,7 +286,7 @@ class Plan:
             found = self._replan(spec, options)
             if found.peak <= limit:
                 plans[name] = found
-        return Comparison.by_time(plans)
+        return Comparison(plans)
 
     def _check_step_takes_spec(self, what: str) -> None:
         """Raise ValueError if the planned step cannot run with another spec."""
@@ -308,7 +304,7 @@ class Plan:
             "mesh": dict(self.spec.bound_mesh.sizes),
             "hardware": dataclasses.asdict(self.hardware),
             "at_rest": {**self.at_rest, "host": self.host_bytes},
-            "optimizer_state": sum_state(self.optimizer_state),
+            "optimizer_state": dict(sum(map(Counter, self.optimizer_state.values()), Counter[str]())),
             "peak": self.peak,
             "peaks": self.peaks,
             "has_activations": self.has_activations,

@@ -19,7 +19,7 @@ from .._spec.checks import HOST
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Mesh, ProcessAxis
 from .at_rest import Init, is_on_host, make_shard
-from .timeline import Category, Collective, Event, EventKind, EventList
+from .timeline import Category, Collective, Event, EventKind, Phase
 
 __all__ = ["StepRecorder", "has_parameter", "record_step"]
 
@@ -99,7 +99,8 @@ class StepRecorder(_torch.DispatchMode):
 
     def __init__(self, shards: Mapping[str, Tensor], axes: Mapping[str, tuple[str, int]], device: torch.device = HOST) -> None:
         super().__init__()
-        self.events = EventList()
+        self.events: list[Event] = []
+        self.phase: Phase = "forward"
         self._axes = axes  # by name of process group, the mesh axis and its size
         self._device = device
         self._on_host = set[int]()  # the storages in host memory, where the device has its own
@@ -109,8 +110,13 @@ class StepRecorder(_torch.DispatchMode):
         self._shards = {_torch.storage_id(shard): shard.numel() for shard in shards.values()}
         self._lazy: dict[int, int] = {}  # the bytes of storages that copies share until they are written to
         self._sending: dict[int, int] = {}  # the event of the collective that fills a storage
-        self._unit = ""
+        self.unit = ""
         self._was_backward = False
+
+    def add(self, kind: EventKind, memory: Mapping[Category, int] | None = None, **fields: Any) -> int:
+        """Add an event of the unit that is worked on, and return its index."""
+        self.events.append(Event(kind, self.phase, self.unit, memory or {}, **fields))
+        return len(self.events) - 1
 
     def hold(self, tree: Any, on_host: Iterable[Tensor] = ()) -> None:
         """Leave out the tensors in a tree: they are held between steps."""
@@ -141,7 +147,8 @@ class StepRecorder(_torch.DispatchMode):
                 with _torch.real_tensors():
                     func(*args, **kwargs)
             return args[0]  # a fake result would have another storage
-        with self._real_where(inputs):
+        has_values = bool(inputs) and not any(_torch.is_fake(x) or x.numel() > MOST_VALUES for x in inputs)  # as random states
+        with _torch.real_tensors() if has_values else contextlib.nullcontext():
             out = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             out = args[0] if name.endswith("_") else kwargs.get("out", out)
@@ -162,38 +169,32 @@ class StepRecorder(_torch.DispatchMode):
             self._write(x, memory)
         if name in ("copy_", "_to_copy") and self._is_on_host(source := inputs[-1]) != self._is_on_host(outputs[0]):
             at = _torch.storage_id(outputs[0])
-            self._copying[at] = self.events.add("copy", self._unit, memory, moved_bytes=source.nbytes)
+            self._copying[at] = self.add("copy", memory, moved_bytes=source.nbytes)
             return out
         traits = _torch.op_traits(func)
         flops = _torch.counted_flops(func, args, kwargs, out)
         moved = 0 if flops or traits.is_view or not self._counts_moves else sum(x.nbytes for x in (*inputs, *outputs))
         if memory or flops or moved:
-            self.events.add("compute", self._unit, memory, flops=flops, moved_bytes=moved)
+            self.add("compute", memory, flops=flops, moved_bytes=moved)
         return out
-
-    @staticmethod
-    def _real_where(inputs: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which operators on small tensors that have values compute them, as those of random states."""
-        has_values = bool(inputs) and not any(_torch.is_fake(x) or x.numel() > MOST_VALUES for x in inputs)
-        return _torch.real_tensors() if has_values else contextlib.nullcontext()
 
     def _place(self, name: str, inputs: list[Tensor]) -> None:
         """Note the phase and the unit that an operator belongs to."""
         if _torch.is_in_backward():
-            self.events.phase, self._was_backward = "backward", True
-        elif self._was_backward and self.events.phase == "backward":
-            self.events.phase = "update"
+            self.phase, self._was_backward = "backward", True
+        elif self._was_backward and self.phase == "backward":
+            self.phase = "update"
         for x in inputs:
             storage = _torch.storage_id(x)
             if (key := self._units.get(storage)) is not None:
-                self._unit = key
+                self.unit = key
                 is_read = self._shards.get(storage) != x.numel() or name.startswith("all_gather")
-                if is_read and self.events.phase == "update":
-                    self.events.phase = "forward"  # of another micro-batch
+                if is_read and self.phase == "update":
+                    self.phase = "forward"  # of another micro-batch
 
     def _category_of(self, inputs: list[Tensor]) -> Category:
         """Return the category of what an operator on these allocates; a collective that takes it may know better."""
-        return "optimizer" if self.events.phase == "update" else "activations"
+        return "optimizer" if self.phase == "update" else "activations"
 
     def _allocate(self, x: Tensor, memory: Counter[Category], category: Category, *, is_lazy: bool = False) -> None:
         """Follow the storage of a result, if it is new. A lazy copy has no memory of its own before something writes to it."""
@@ -228,7 +229,7 @@ class StepRecorder(_torch.DispatchMode):
         change = nbytes - storage.nbytes()
         self._storages[at] = category, size + change
         if change:
-            self.events.add("memory", self._unit, {category: change})
+            self.add("memory", {category: change})
 
     def _free(self, at: int) -> None:
         """Add the release of a storage."""
@@ -239,14 +240,14 @@ class StepRecorder(_torch.DispatchMode):
         self._copying.pop(at, None)
         self._on_host.discard(at)
         if size:
-            self.events.add("memory", self._unit, {category: -size})
+            self.add("memory", {category: -size})
 
     def wait(self, inputs: Iterable[Tensor], pending: dict[int, int] | None = None) -> None:
         """Add the wait for the copies that fill these tensors, or for what else is pending."""
         pending = self._copying if pending is None else pending
         for at in map(_torch.storage_id, inputs):
             if (index := pending.pop(at, None)) is not None:
-                self.events.add("wait", self._unit, after=(index,))
+                self.add("wait", after=(index,))
 
     def _send(self, name: str, args: Any, sent: Tensor, out: Tensor) -> None:
         """Add the start of a collective, with the memory of its output."""
@@ -262,7 +263,7 @@ class StepRecorder(_torch.DispatchMode):
         if op == "all_gather" and _torch.storage_id(sent) in self._units:
             self._units[at] = self._units[_torch.storage_id(sent)]
         one, after = Collective(op, axis, ranks, sent.nbytes, out.nbytes), () if copy is None else (copy,)
-        self._sending[at] = self.events.add(kind, self._unit, memory, collective=one, after=after)
+        self._sending[at] = self.add(kind, memory, collective=one, after=after)
 
     def _move(self, at: int, category: Category | None, memory: Counter[Category]) -> None:
         """Count a storage as another category, now that its use is known."""
@@ -311,7 +312,7 @@ def record_step(
             with recorder, _torch.report_resizes(recorder.resize):
                 result = step(params, state, fake_batch, **options)
             size = sum(x.nbytes for x in pytree.tree_leaves(fake_batch) if isinstance(x, Tensor))
-            events = list(recorder.events.events)
+            events = list(recorder.events)
             del result
     if any(axis > 1 for axis in sizes.values()) and not any(event.collective for event in events):
         raise RuntimeError(
@@ -323,12 +324,9 @@ def record_step(
 
 def _make_mesh(sizes: dict[str, int], device_type: str) -> tuple[Mesh, dict[str, tuple[str, int]]]:
     """Return a mesh over the ranks in name only, on which this process is the first; and each group's axis and size."""
-    axes: list[tuple[str, ProcessAxis]] = []
     groups: dict[str, tuple[str, int]] = {}
     stride = math.prod(sizes.values())
     for name, size in sizes.items():
         stride //= size
-        group = _torch.axis_group(range(0, size * stride, stride))
-        axes.append((name, ProcessAxis(size, 0, group)))
-        groups[group] = name, size
-    return Mesh(tuple(axes), device_type), groups
+        groups[_torch.axis_group(range(0, size * stride, stride))] = name, size
+    return Mesh(tuple((name, ProcessAxis(size, 0, group)) for group, (name, size) in groups.items()), device_type), groups

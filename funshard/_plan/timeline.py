@@ -15,7 +15,6 @@ __all__ = [
     "Collective",
     "Event",
     "EventKind",
-    "EventList",
     "Hardware",
     "Held",
     "Phase",
@@ -72,29 +71,6 @@ class Event(NamedTuple):
     """The indices of the collectives and copies that must end before it starts."""
 
 
-class EventList:
-    """The events of a step, in the order in which the program starts them."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.phase: Phase = "forward"
-
-    def add(
-        self,
-        kind: EventKind,
-        unit: str,
-        memory: Mapping[Category, int] | None = None,
-        *,
-        collective: Collective | None = None,
-        flops: int = 0,
-        moved_bytes: int = 0,
-        after: tuple[int, ...] = (),
-    ) -> int:
-        """Add an event and return its index."""
-        self.events.append(Event(kind, self.phase, unit, memory or {}, collective, flops, moved_bytes, after))
-        return len(self.events) - 1
-
-
 # --- Hardware: the rates that turn bytes and FLOPs into seconds ---
 
 
@@ -133,8 +109,8 @@ class Hardware:
         object.__setattr__(self, "memory", parse_bytes(self.memory))
         by_axis = self.bandwidth if isinstance(self.bandwidth, Mapping) else {"all": self.bandwidth}
         rates = {f"bandwidth of axis '{axis}'": rate for axis, rate in by_axis.items()}
-        rates |= {"memory": self.memory_bytes, "flops": self.flops, "memory_bandwidth": self.memory_bandwidth}
-        for name, rate in {**rates, "host_bandwidth": self.host_bandwidth}.items():
+        rates |= {name: getattr(self, name) for name in ("memory", "flops", "memory_bandwidth", "host_bandwidth")}
+        for name, rate in rates.items():
             if not rate > 0:
                 raise ValueError(f"Hardware: {name}: expected a positive number, got {rate!r}")
         if self.latency < 0:
@@ -198,14 +174,6 @@ class Timeline:
         return max(self.peaks.values(), key=lambda held: sum(held.values()))
 
     @cached_property
-    def peaks_by_unit(self) -> dict[str, int]:
-        """The most bytes that are held while each unit is worked on."""
-        peaks: dict[str, int] = {}
-        for event, held in zip(self.events, self.held(), strict=True):
-            peaks[event.unit] = max(peaks.get(event.unit, 0), sum(held.values()))
-        return peaks
-
-    @cached_property
     def spans(self) -> list[tuple[float, float]]:
         """When each event starts and ends, in seconds from the start of the step."""
         free = {"compute": 0.0, "network": 0.0, "host": 0.0}
@@ -237,15 +205,10 @@ class Timeline:
         """The time of the step."""
         return max((end for _, end in self.spans), default=0.0)
 
-    @cached_property
-    def compute_seconds(self) -> float:
-        """The time in which the device computes."""
-        return sum(self.seconds(event) for event in self.events if self.stream(event) == "compute")
-
     @property
     def exposed_seconds(self) -> float:
         """The time in which the device waits for collectives and copies."""
-        return self.step_seconds - self.compute_seconds
+        return self.step_seconds - sum(self.seconds(event) for event in self.events if self.stream(event) == "compute")
 
 
 # --- What a step sends, by mesh axis and kind of collective ---
@@ -273,15 +236,13 @@ def sum_traffic(events: Iterable[Event], hardware: Hardware) -> tuple[Traffic, .
     for event in events:
         if (one := event.collective) is not None:
             found.setdefault((one.axis, one.op), []).append(one)
+    sizes = ("input_bytes", "output_bytes", "sent_bytes")
     return tuple(
         Traffic(
-            axis,
-            op,
+            *key,
             len(some),
-            sum(one.input_bytes for one in some),
-            sum(one.output_bytes for one in some),
-            sum(one.sent_bytes for one in some),
+            *(sum(getattr(one, size) for one in some) for size in sizes),
             sum(map(hardware.collective_seconds, some)),
         )
-        for (axis, op), some in found.items()
+        for key, some in found.items()
     )
