@@ -92,9 +92,9 @@ from .policies import Policy, by_path, by_size, by_type
 
 if _typing.TYPE_CHECKING:
     from . import checkpoint
+    from ._plan.picture import visualize
     from ._plan.plan import Plan, plan
     from ._plan.timeline import Hardware
-    from ._plan.visualize import visualize
 
 __all__ = [
     "BufferWarning",
@@ -173,7 +173,7 @@ __all__ = [
 ]
 
 
-_LAZY = {"Hardware": "_plan.timeline", "Plan": "_plan.plan", "plan": "_plan.plan", "visualize": "_plan.visualize"}
+_LAZY = {"Hardware": "_plan.timeline", "Plan": "_plan.plan", "plan": "_plan.plan", "visualize": "_plan.picture"}
 """The public names of modules that training does not need, by module."""
 
 

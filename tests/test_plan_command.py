@@ -18,8 +18,8 @@ from torch import nn
 
 import funshard as fs
 from funshard._plan.command import main
-from funshard._plan.formats import format_seconds
 from funshard._plan.picture import CATEGORY_COLORS, find_prefix
+from funshard._plan.timeline import format_seconds
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
 

@@ -20,7 +20,6 @@ __all__ = [
     "Init",
     "StateBytes",
     "UnitBytes",
-    "balance",
     "count_per_slice",
     "device_bytes",
     "find_optimizer",
@@ -50,8 +49,6 @@ class UnitBytes(NamedTuple):
     """Bytes of its optimizer state."""
     on_host: bool
     """Whether it lives in host memory."""
-    gathered: int
-    """Bytes of its parameters where they are gathered, in the dtypes that they are used in."""
 
 
 StateBytes = dict[str, dict[str, int]]
@@ -65,8 +62,9 @@ def is_on_host(unit: Unit, spec: PartitionSpec) -> bool:
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     """Return the class of torch.optim of a name such as "adamw"; raise ValueError if there is none."""
-    classes = {key.lower(): cls for key, cls in vars(torch.optim).items() if inspect.isclass(cls)}
-    if (cls := classes.get(name.lower())) is None or cls is torch.optim.Optimizer:
+    base = torch.optim.Optimizer
+    classes = {key.lower(): cls for key, cls in vars(torch.optim).items() if inspect.isclass(cls) and issubclass(cls, base)}
+    if (cls := classes.get(name.lower(), base)) is base:
         raise ValueError(f"optimizer: expected the name of a class of torch.optim such as 'adamw', got {name!r}")
     return cls
 
@@ -143,7 +141,6 @@ def unit_bytes(spec: PartitionSpec, state: StateBytes) -> dict[str, UnitBytes]:
             length * dtype.itemsize,
             sum(state.get(unit.key, {}).values()) if unit.requires_grad else 0,
             is_on_host(unit, spec),
-            _gathered_bytes(unit),
         )
     return found
 
@@ -152,26 +149,6 @@ def device_bytes(units: Mapping[str, UnitBytes]) -> tuple[int, int]:
     """Return the bytes of parameters and of optimizer state on the device."""
     there = [unit for unit in units.values() if not unit.on_host]
     return sum(unit.parameters for unit in there), sum(unit.optimizer for unit in there)
-
-
-def _gathered_bytes(unit: Unit) -> int:
-    """Return the bytes of a unit's parameters in the dtypes that they are used in."""
-    dtype = unit.p.precision._resolve(unit.dtype).param if unit.p.precision else unit.dtype
-    kept = unit.kept_dtypes or [None] * len(unit.params)
-    return sum(param.numel * (one or dtype).itemsize for param, one in zip(unit.params, kept, strict=True))
-
-
-def balance(spec: PartitionSpec) -> tuple[int, int]:
-    """Return the fewest and the most elements of parameters, without padding, that a rank has."""
-    sizes = spec.bound_mesh.sizes
-    names = [name for name, _ in sizes]
-    totals = torch.zeros([size for _, size in sizes], dtype=torch.int64)
-    for unit in spec:
-        counts = count_per_slice(unit, spec.size(unit), spec.shard_numel(unit))
-        dims = [names.index(axis) for axis in unit.p.axes]
-        counts = counts.view([totals.shape[d] for d in dims]).permute(sorted(range(len(dims)), key=dims.__getitem__))
-        totals += counts.reshape([n if d in dims else 1 for d, n in enumerate(totals.shape)])
-    return int(totals.min()), int(totals.max())
 
 
 def count_per_slice(unit: Unit, slices: int, length: int) -> Tensor:

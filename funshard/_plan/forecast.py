@@ -20,7 +20,7 @@ from .._call.call import functional_call
 from .._spec.checks import HOST
 from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
-from .._spec.unit import P, Unit
+from .._spec.unit import Unit
 from ..collectives._mesh import Mesh, ProcessAxis
 from .at_rest import UnitBytes, make_shard, map_p
 from .record import StepRecorder
@@ -165,10 +165,9 @@ class ScheduleRecorder(StepRecorder):
         self._allocates_on_host = (kwargs or {}).get("device") == HOST != self._device
         if self._allocates_on_host:
             kwargs = {**kwargs, "device": self._device}
-        try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            self._allocates_on_host = False
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self._allocates_on_host = False
+        return out
 
     def _is_on_host(self, x: Tensor) -> bool:
         return self._allocates_on_host or _torch.storage_id(x) in self._on_host
@@ -193,11 +192,8 @@ def forecast(spec: PartitionSpec, units: dict[str, UnitBytes], tokens: int) -> l
     """Return the events of a step from shapes alone."""
     device = HOST if spec.bound_mesh.device_type == "cpu" else META
     sizes = dict(spec.bound_mesh.sizes)
-
-    def keep_schedule(p: P) -> P:
-        """Return ``p`` without what the model has no layers for."""
-        return dataclasses.replace(p, compile=False, offload="params" if "params" in p.offloads else None)
-
+    # without what the model has no layers for
+    bare = map_p(spec, lambda p: dataclasses.replace(p, compile=False, offload="params" if "params" in p.offloads else None))
     with (
         _torch.named_groups(sizes, device) as names,
         torch.inference_mode(False),
@@ -205,7 +201,7 @@ def forecast(spec: PartitionSpec, units: dict[str, UnitBytes], tokens: int) -> l
         _torch.fake_mode() if device == HOST else contextlib.nullcontext(),
     ):
         mesh = Mesh(tuple((axis, ProcessAxis(size, 0, names[axis])) for axis, size in sizes.items()), device.type)
-        spec = dataclasses.replace(map_p(spec, keep_schedule), ignored=()).on(mesh)
+        spec = dataclasses.replace(bare, ignored=()).on(mesh)
         shards = {unit.key: make_shard(spec, unit, device) for unit in spec}
         x = torch.empty(0, device=device)
         recorder = ScheduleRecorder(shards, {names[axis]: (axis, sizes[axis]) for axis in sizes}, device)

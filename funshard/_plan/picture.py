@@ -1,4 +1,4 @@
-"""The picture of a plan as an SVG file: memory, units and streams on one scale of time, and the slices on the ranks."""
+"""The picture of a plan as an SVG file: memory, units and streams over time, slices on the ranks; and these in a terminal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
+from torch import Tensor
+
+from .._spec.checks import bind_spec, check_buffers
 from .._spec.spec import PartitionSpec
 from .at_rest import UnitBytes, count_per_slice
-from .formats import format_bytes, format_numel, format_seconds
-from .timeline import CATEGORIES, Category, Event, Held, Timeline
+from .timeline import CATEGORIES, Category, Event, Held, Timeline, format_bytes, format_numel, format_seconds
 
-__all__ = ["draw_plan"]
+__all__ = ["draw_plan", "visualize"]
 
 LEFT, WIDTH, RIGHT, EDGE = 92, 730, 178, 24
 """The widths of the names at the left, of what is to scale, of the figures at the right, and of the margin."""
@@ -163,7 +165,7 @@ def draw_memory(panel: Panel, moments: Sequence[Moment], limit: int) -> Iterable
         first, last = (time * COLUMNS / (panel.total or 1) for time in (moment.time, end))
         for column in range(min(int(first), COLUMNS - 1), min(max(math.ceil(last), int(first) + 1), COLUMNS)):
             columns[column] = max(columns[column], moment, key=lambda one: one.total)
-    shown = [category for category in CATEGORIES if any(moment.held.get(category) for moment in columns)]
+    shown: list[Category] = [category for category in CATEGORIES if any(moment.held.get(category) for moment in columns)]
     for i in reversed(range(len(shown))):  # the lower ones are drawn over the upper ones
         path = f"M{LEFT} {panel.bottom:g}"
         for column, moment in enumerate(columns):
@@ -180,11 +182,11 @@ def draw_memory(panel: Panel, moments: Sequence[Moment], limit: int) -> Iterable
     yield draw_text(x, panel.top - 10, where, anchor="start" if x < LEFT + WIDTH / 2 else "end")
     x = LEFT + WIDTH + 14
     yield draw_text(x, panel.top + 10, "at the peak", ink="muted")
-    for i, category in enumerate([*reversed(shown), "total"]):
+    rows = [(category, CATEGORY_COLORS[category], peak.held[category], "normal") for category in reversed(shown)]
+    for i, (name, color, size, weight) in enumerate([*rows, ("total", "none", peak.total, "bold")]):
         y = panel.top + 32 + 20 * i
-        size, weight = (peak.total, "bold") if category == "total" else (peak.held[category], "normal")
-        yield draw_box(x, y - 9, x + 10, height=10, fill=CATEGORY_COLORS.get(category, "none"))
-        yield draw_text(x + 15, y, category, weight=weight)
+        yield draw_box(x, y - 9, x + 10, height=10, fill=color)
+        yield draw_text(x + 15, y, name, weight=weight)
         yield draw_text(right, y, format_bytes(size, digits=3), anchor="end", weight=weight)
 
 
@@ -305,3 +307,58 @@ def draw_plan(timeline: Timeline, spec: PartitionSpec, units: Mapping[str, UnitB
         *draw_ranks(slices, spec, ranks, sum(unit.padding for unit in units.values())),
     ]
     return make_document(slices.bottom + EDGE, title, body)
+
+
+# --- A sharding drawn in a terminal ---
+
+
+def visualize(params: Mapping[str, Tensor], spec: PartitionSpec, *, width: int = 72) -> str:
+    """Return a drawing of sharded parameters: a row for each unit, with the slice of every rank that splits it.
+
+    After ``jax.debug.visualize_array_sharding``. A box is a slice, and says which rank has it; the dots at its end are
+    its share of padding.
+
+    Args:
+        params: The shards, as `shard` gives them.
+        spec: Their spec.
+        width: The characters of a row.
+
+    Returns:
+        The text, to be printed.
+
+    Raises:
+        ValueError: Naming the unit, for shards that are not those of the spec.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+        >>> spec = fs.by_type(torch.nn.Linear)(model).on({"shard": 2})
+        >>> print(fs.visualize(fs.shard(model, spec, rank=0), spec, width=30))
+        0  shard=2  72
+        +-------------+-------------+
+        |      0      |      1   ...|
+        +-------------+-------------+
+        1  shard=2  27
+        +-------------+-------------+
+        |      0  ....|      1      |
+        +-------------+-------------+
+    """
+    spec = bind_spec(spec)
+    check_buffers(params, spec, {unit.key: spec.stored(unit)[0] for unit in spec})
+    sizes, lines = dict(spec.bound_mesh.sizes), []
+    for unit in spec:
+        slices, length = spec.size(unit), spec.shard_numel(unit)
+        counts = count_per_slice(unit, slices, length).tolist()
+        shown = min(slices, MOST_RANKS)
+        cell = max((width - 1) // (shown + (slices > shown)) - 1, 6)
+        boxes: list[str] = []
+        for rank in range(shown):
+            padding = round(cell * (length - counts[rank]) / length) if length else 0
+            name = "all" if slices == 1 else str(rank)
+            boxes.append(name.center(cell)[: cell - padding] + "." * padding)
+        if slices > shown:
+            boxes.append(f"... {slices - 1}".center(cell))
+        edge = "+" + "+".join("-" * cell for _ in boxes) + "+"
+        axes = " x ".join(f"{axis}={sizes[axis]}" for axis in unit.p.axes) or "replicated"
+        lines += [f"{unit.key or repr('')}  {axes}  {unit.numel:,}", edge, "|" + "|".join(boxes) + "|", edge]
+    return "\n".join(lines)

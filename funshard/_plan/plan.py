@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,12 +20,23 @@ from .._spec.checks import bind_spec
 from .._spec.precision import Precision
 from .._spec.spec import PartitionSpec
 from .._spec.unit import P
-from .at_rest import StateBytes, UnitBytes, balance, device_bytes, map_p, optimizer_init, state_bytes, unit_bytes
+from .at_rest import StateBytes, UnitBytes, count_per_slice, device_bytes, map_p, optimizer_init, state_bytes, unit_bytes
 from .forecast import count_tokens, forecast
-from .formats import format_bytes, format_rows, format_seconds
 from .picture import draw_plan
 from .record import has_parameter, record_step
-from .timeline import CATEGORIES, Category, Event, Hardware, Held, Phase, Timeline, Traffic, sum_traffic
+from .timeline import (
+    CATEGORIES,
+    Category,
+    Event,
+    Hardware,
+    Held,
+    Phase,
+    Timeline,
+    Traffic,
+    format_bytes,
+    format_seconds,
+    sum_traffic,
+)
 
 __all__ = ["Plan", "plan"]
 
@@ -33,43 +44,41 @@ __all__ = ["Plan", "plan"]
 # --- The printed form of a plan ---
 
 
+def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table whose first row is its head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
 def format_plan(plan: Plan) -> str:
     """Format a plan: memory by phase, communication by axis, time, and what is worth knowing of the units."""
-    return "\n".join([*_format_memory(plan), "", *_format_traffic(plan), "", *_format_facts(plan)])
-
-
-def _format_memory(plan: Plan) -> list[str]:
-    """Return the lines on the bytes that one rank holds."""
     rest = {category: plan.at_rest.get(category, 0) for category in CATEGORIES}
     shown = CATEGORIES if plan.has_activations else CATEGORIES[:-1]
-    rows = [["bytes per rank", *shown, "total"]]
+    memory = [["bytes per rank", *shown, "total"]]
     for name, held in (("at rest", rest), *plan.peaks.items()):
-        rows.append([name, *(format_bytes(held[c]) for c in shown), format_bytes(sum(held.values()))])
+        memory.append([name, *(format_bytes(held[c]) for c in shown), format_bytes(sum(held.values()))])
     notes = [] if plan.has_activations else ["without activations: those need step="]
     if plan.host_bytes:
         notes.append(f"{format_bytes(plan.host_bytes)} in host memory")
-    return [*format_rows(rows), *notes]
-
-
-def _format_traffic(plan: Plan) -> list[str]:
-    """Return the lines on what is sent over each axis."""
     sizes = dict(plan.spec.bound_mesh.sizes)
-    rows = [["axis", "collective", "count", "in", "out", "sent by a rank", "time"]]
+    traffic = [["axis", "collective", "count", "in", "out", "sent by a rank", "time"]]
     for one in plan.traffic:
-        sizes_of = (one.input_bytes, one.output_bytes, one.sent_bytes)
+        nbytes = map(format_bytes, (one.input_bytes, one.output_bytes, one.sent_bytes))
         axis = f"{one.axis}={sizes[one.axis]}" if one.axis in sizes else one.axis
-        rows.append([axis, one.op, f"{one.count:,}", *map(format_bytes, sizes_of), format_seconds(one.seconds)])
-    return format_rows(rows) if len(rows) > 1 else ["nothing is sent"]
-
-
-def _format_facts(plan: Plan) -> Iterable[str]:
-    """Yield the lines on time and units."""
+        traffic.append([axis, one.op, f"{one.count:,}", *nbytes, format_seconds(one.seconds)])
     without = "" if plan.tokens else "; without computation: that needs batch="
-    yield f"step: {format_seconds(plan.seconds)}, {format_seconds(plan.exposed_seconds)} of it waiting{without}"
-    low, high = plan.balance
-    yield f"padding: {plan.padding:,} elements; parameters on a rank: {low:,} to {high:,}"
+    facts = [
+        f"step: {format_seconds(plan.seconds)}, {format_seconds(plan.exposed_seconds)} of it waiting{without}",
+        "padding: {:,} elements; parameters on a rank: {:,} to {:,}".format(plan.padding, *plan.balance),
+    ]
     if plan.units:
-        yield f"largest unit: '{plan.largest_unit}' of {plan.units[plan.largest_unit].numel:,} elements"
+        facts.append(f"largest unit: '{plan.largest_unit}' of {plan.units[plan.largest_unit].numel:,} elements")
+    sent = format_rows(traffic) if len(traffic) > 1 else ["nothing is sent"]
+    return "\n".join([*format_rows(memory), *notes, "", *sent, "", *facts])
 
 
 # --- Plans of other choices: given ones compared, and those found that fit into the memory ---
@@ -148,6 +157,8 @@ def _iter_layouts(plan: Plan) -> Iterator[tuple[dict[str, int] | None, tuple[str
 
 # --- `Plan` and plan ---
 
+FIGURES = ["peak", "peaks", "has_activations", "padding", "balance", "largest_unit", "tokens", "seconds", "exposed_seconds"]
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -221,12 +232,22 @@ class Plan:
     @cached_property
     def balance(self) -> tuple[int, int]:
         """The fewest and the most elements of parameters, without padding, that a rank has."""
-        return balance(self.spec)
+        spec, sizes = self.spec, self.spec.bound_mesh.sizes
+        names = [name for name, _ in sizes]
+        totals = torch.zeros([size for _, size in sizes], dtype=torch.int64)
+        for unit in spec:
+            counts = count_per_slice(unit, spec.size(unit), spec.shard_numel(unit))
+            dims = [names.index(axis) for axis in unit.p.axes]
+            counts = counts.view([totals.shape[d] for d in dims]).permute(sorted(range(len(dims)), key=dims.__getitem__))
+            totals += counts.reshape([n if d in dims else 1 for d, n in enumerate(totals.shape)])
+        return int(totals.min()), int(totals.max())
 
     @property
     def largest_unit(self) -> str:
         """The key of the unit whose gathered buffer is the largest."""
-        return max(self.units, key=lambda key: self.units[key].gathered, default="")
+        dtypes = {unit.key: (unit.p.precision or Precision())._resolve(unit.dtype) for unit in self.spec}
+        sizes = {unit.key: self.spec.padded_numel(unit) * dtypes[unit.key].param.itemsize for unit in self.spec}
+        return max(sizes, key=sizes.__getitem__, default="")
 
     @property
     def seconds(self) -> float:
@@ -250,7 +271,6 @@ class Plan:
         Raises:
             ValueError: If the step takes no ``spec``, so that it would run as before.
         """
-        self._check_step_takes_spec("compare")
         plans: dict[str, Plan] = {}
         for name, choice in choices.items():
             spec = replace_p(self.spec, choice) if isinstance(choice, P) else choice
@@ -276,7 +296,6 @@ class Plan:
         """
         if self.step is None:
             raise ValueError("fit: without a step activations are not counted: expected a plan(spec, step=..., batch=...)")
-        self._check_step_takes_spec("fit")
         limit = parse_bytes(self.hardware.memory if memory is None else memory) * (1 - headroom)
         plans: dict[str, Plan] = {}
         init = optimizer_init(self.optimizer)
@@ -288,13 +307,10 @@ class Plan:
                 plans[name] = found
         return Comparison(plans)
 
-    def _check_step_takes_spec(self, what: str) -> None:
-        """Raise ValueError if the planned step cannot run with another spec."""
-        if self.step is not None and not has_parameter(self.step, "spec"):
-            raise ValueError(f"{what}: the step would run with the same spec: expected step(params, state, batch, *, spec)")
-
     def _replan(self, spec: PartitionSpec, options: Mapping[str, Any] | None = None) -> Plan:
         """Return the plan of the same step with another spec and other options of the step."""
+        if self.step is not None and not has_parameter(self.step, "spec"):
+            raise ValueError("the step would run with the same spec: expected step(params, state, batch, *, spec)")
         step = functools.partial(self.step, **options) if self.step and options else self.step
         return plan(spec, batch=self.batch, step=step, optimizer=self.optimizer, hardware=self.hardware)
 
@@ -305,16 +321,8 @@ class Plan:
             "hardware": dataclasses.asdict(self.hardware),
             "at_rest": {**self.at_rest, "host": self.host_bytes},
             "optimizer_state": dict(sum(map(Counter, self.optimizer_state.values()), Counter[str]())),
-            "peak": self.peak,
-            "peaks": self.peaks,
-            "has_activations": self.has_activations,
             "traffic": [dataclasses.asdict(one) for one in self.traffic],
-            "padding": self.padding,
-            "balance": list(self.balance),
-            "largest_unit": self.largest_unit,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "exposed_seconds": self.exposed_seconds,
+            **{name: getattr(self, name) for name in FIGURES},
             "units": {key: {**unit._asdict(), "peak": self.peaks_by_unit.get(key, 0)} for key, unit in self.units.items()},
         }
 

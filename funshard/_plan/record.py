@@ -299,8 +299,12 @@ def record_step(
             "accelerator, or a plan without step="
         )
     with _torch.fake_world(math.prod(sizes.values())), torch.enable_grad():
-        mesh, groups = _make_mesh(sizes, device.type)
-        bound = spec.on(mesh)
+        groups, stride = dict[str, tuple[str, int]](), math.prod(sizes.values())  # the axis and size of each group
+        for axis, size in sizes.items():
+            stride //= size
+            groups[_torch.axis_group(range(0, size * stride, stride))] = axis, size
+        axes = ((axis, ProcessAxis(size, 0, group)) for group, (axis, size) in groups.items())
+        bound = spec.on(Mesh(tuple(axes), device.type))
         if has_parameter(step, "spec"):
             options["spec"] = bound
         with _torch.fake_mode():
@@ -320,13 +324,3 @@ def record_step(
             "functional_call, or one whose spec is bound to no mesh"
         )
     return events, size
-
-
-def _make_mesh(sizes: dict[str, int], device_type: str) -> tuple[Mesh, dict[str, tuple[str, int]]]:
-    """Return a mesh over the ranks in name only, on which this process is the first; and each group's axis and size."""
-    groups: dict[str, tuple[str, int]] = {}
-    stride = math.prod(sizes.values())
-    for name, size in sizes.items():
-        stride //= size
-        groups[_torch.axis_group(range(0, size * stride, stride))] = name, size
-    return Mesh(tuple((name, ProcessAxis(size, 0, group)) for group, (name, size) in groups.items()), device_type), groups

@@ -20,6 +20,9 @@ __all__ = [
     "Phase",
     "Timeline",
     "Traffic",
+    "format_bytes",
+    "format_numel",
+    "format_seconds",
     "sum_traffic",
 ]
 
@@ -211,9 +214,6 @@ class Timeline:
         return self.step_seconds - sum(self.seconds(event) for event in self.events if self.stream(event) == "compute")
 
 
-# --- What a step sends, by mesh axis and kind of collective ---
-
-
 @dataclass(frozen=True)
 class Traffic:
     """The collectives of one kind that a rank takes part in along one mesh axis in a step."""
@@ -236,13 +236,39 @@ def sum_traffic(events: Iterable[Event], hardware: Hardware) -> tuple[Traffic, .
     for event in events:
         if (one := event.collective) is not None:
             found.setdefault((one.axis, one.op), []).append(one)
-    sizes = ("input_bytes", "output_bytes", "sent_bytes")
-    return tuple(
-        Traffic(
-            *key,
-            len(some),
-            *(sum(getattr(one, size) for one in some) for size in sizes),
-            sum(map(hardware.collective_seconds, some)),
-        )
-        for key, some in found.items()
-    )
+    sums: list[Traffic] = []
+    for (axis, op), some in found.items():
+        into, out, sent = (sum(getattr(one, name) for one in some) for name in ("input_bytes", "output_bytes", "sent_bytes"))
+        sums.append(Traffic(axis, op, len(some), into, out, sent, sum(map(hardware.collective_seconds, some))))
+    return tuple(sums)
+
+
+# --- Bytes, times and numbers of elements as a plan writes them ---
+
+
+def format_bytes(size: float, *, digits: int | None = None) -> str:
+    """Format a number of bytes with a decimal unit, and two digits after the point or so many in all: "1.23 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{_round(size, digits)} {unit}"
+        size /= 1000
+    return f"{_round(size, digits)} TB"
+
+
+def format_seconds(seconds: float, *, digits: int | None = None) -> str:
+    """Format a time as `format_bytes`: "12.3 ms"."""
+    is_short = digits is not None and 0 < seconds < 1e-3
+    unit, size = ("µs", 1e-6) if is_short else ("s", 1.0) if seconds >= 1 or (digits and not seconds) else ("ms", 1e-3)
+    return f"{_round(seconds / size, digits)} {unit}"
+
+
+def format_numel(numel: int) -> str:
+    """Format a number of elements: "6.74 billion"."""
+    for size, name in ((10**9, "billion"), (10**6, "million")):
+        if numel >= size:
+            return f"{numel / size:.3g} {name}"
+    return f"{numel:,}"
+
+
+def _round(number: float, digits: int | None) -> str:
+    return f"{number:.2f}" if digits is None else f"{float(f'{number:.{digits}g}'):g}"
