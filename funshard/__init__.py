@@ -32,20 +32,22 @@ one of them:
 For those who change the package, its map: a folder imports only from floors below its own (tests/test_house.py), and a name
 without an underscore is public.
 
-    9  __main__                         python -m funshard plan
-    8  _plan                            plan: memory, communication and time of a step before it runs
-    8  _steps                           accumulate, update_in_backward: how gradients become a step; scan: steps become a run
+   11  __main__                         python -m funshard plan
+   10  _plan                            plan: memory, communication and time of a step before it runs
+       _steps                           accumulate, update_in_backward: how gradients become a step; scan: steps become a run
        _init                            init, init_buffers: a model on the meta device gets its values, a unit at a time
        testing                          laws and exactness for users: assert_exact, spmd, strategies
-    7  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
+    9  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
        data                             sampler: the same global batches on any number of ranks
        _call                            functional_call: entry, the four modes, the running call, schedule
        curvature                        matrices as operators: hessian, ggn, fisher; lanczos, slq, cg, hutchinson
        _compiled                        fs.compile: the step and the passes over its graph
-    6  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads, random_like
+    8  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads, random_like
        _transforms                      grad, hvp, ggnvp, remat, checkpoint_name, chunked, attention, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
-    5  _units                           one unit: its layout, its Route, its flow (differentiable) and chain (under way)
+    7  _slices                          slices where they lie: without padding, drawn at random, averaged, finite
+    6  _wire                            a unit's way from slice to buffer: stages, and their folds, data flow and chains
+    5  _units                           one unit: the layout of its buffer, buckets of small tensors, weights of micro-batches
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
        codecs                           int8, NF4, dynamic8 and cast, for what is sent and what is at rest
     4  _spec                            P, Precision, Remat, Unit, PartitionSpec: frozen data

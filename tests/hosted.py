@@ -12,7 +12,7 @@ from torch import Tensor
 import funshard as fs
 from funshard import _torch
 from funshard._spec import checks as host
-from funshard._units import stages
+from funshard._wire import stages
 
 
 class Copies:

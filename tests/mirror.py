@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
-from funshard._units.chain import wait_unclaimed
+from funshard._wire.chain import wait_unclaimed
 from funshard.collectives import Mesh, ProcessAxis
 
 

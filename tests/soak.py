@@ -107,7 +107,7 @@ def rank_main(seconds: float, seed: int, least: int) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import _get_work_registry_size
 
-    from funshard._units.chain import wait_unclaimed
+    from funshard._wire.chain import wait_unclaimed
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

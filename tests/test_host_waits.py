@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import _torch
-from funshard._units.host import start_copy_to_host
+from funshard._wire.host import start_copy_to_host
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "unique")
 

@@ -19,7 +19,7 @@ import torch
 import funshard
 
 ROOT = Path(funshard.__file__).parent
-MAP = re.findall(r"^    ([1-9 ])  ((?:_?[a-z_]+(?:, )?)+)  ", funshard.__doc__ or "", re.MULTILINE)
+MAP = re.findall(r"^   ([1 ][0-9 ])  ((?:_?[a-z_]+(?:, )?)+)  ", funshard.__doc__ or "", re.MULTILINE)
 FILES = sorted(ROOT.rglob("*.py"))
 
 

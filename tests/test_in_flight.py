@@ -27,7 +27,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
-from funshard._units.chain import CollectiveChain
+from funshard._wire.chain import CollectiveChain
 from funshard.collectives._ops import OpContext, start_op
 
 OPS = torch.ops._c10d_functional

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import funshard as fs
 from funshard import P
 from funshard._call import schedule
-from funshard._units.chain import copy_kept_slice
+from funshard._wire.chain import copy_kept_slice
 
 BOTH = ("replicate", "shard")
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)

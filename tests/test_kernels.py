@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import funshard as fs
 from funshard import Codec, P, Precision
-from funshard._units import reductions
+from funshard._wire import reductions
 
 
 def layers(units: int, dim: int) -> nn.Sequential:

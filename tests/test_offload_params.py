@@ -25,8 +25,8 @@ from torch import Tensor, nn
 import funshard as fs
 from funshard import P, _torch
 from funshard._spec.division import Reduction
-from funshard._units.host import place_slice
-from funshard._units.route import Route
+from funshard._wire.host import place_slice
+from funshard._wire.route import Route
 from funshard.compress import _compressor
 from funshard.optim._elementwise import optimizer, streaming
 

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
-from funshard._units.philox import philox
+from funshard._slices.philox import philox
 
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7, bias=False), nn.LayerNorm(7))
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}
@@ -138,7 +138,7 @@ def test_memory_order_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     full = {name: p.detach() for name, p in model.named_parameters()}
     spec = fs.policies.whole()(model).on({"shard": 3})
     want = fs.random_like(full, spec, 1)
-    monkeypatch.setattr("funshard._units.random_slices.CHUNK", 5)
+    monkeypatch.setattr("funshard._slices.random_slices.CHUNK", 5)
     for rank in range(3):
         got = fs.random_like(fs.shard(full, spec, rank=rank), spec, 1, rank=rank)
         assert_close(got, fs.shard(want, spec, rank=rank), rtol=0, atol=0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import funshard as fs
-from funshard._units.chain import BufferPool
+from funshard._wire.chain import BufferPool
 from funshard.collectives._sequence import check_sequence
 from funshard.collectives._tag import has_margins
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import P, Params, PartitionSpec
-from funshard._units import chain
+from funshard._wire import chain
 
 BUCKETS = (1, 200, "1GB")
 

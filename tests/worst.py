@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
 import funshard
-from funshard._units.chain import wait_unclaimed
+from funshard._wire.chain import wait_unclaimed
 
 TIMEOUT = timedelta(seconds=30)
 HEADER = 512

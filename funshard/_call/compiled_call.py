@@ -19,8 +19,8 @@ from .._spec.spec import PartitionSpec, find_fingerprinted
 from .._spec.tree import join_path
 from .._spec.unit import Unit
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
-from .._units.flow import gather_unit, weigh_grad
-from .._units.mixed_layout import cast_views
+from .._wire.flow import gather_unit, weigh_grad
+from .._wire.mixed_layout import cast_views
 from .buffers import changes_statistics, warn_discarded_in_graph, write_buffer
 from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
 from .entry import CallInputs

@@ -15,7 +15,7 @@ from .._spec.division import ReduceBy, Reduction
 from .._spec.spec import PartitionSpec
 from .._transforms.error_hints import as_call_arguments, check_materialized
 from .._units.accumulation import GradReceiver, find_accumulation
-from .._units.flow import resolve_reduction
+from .._wire.flow import resolve_reduction
 from ..collectives._mesh import ProcessAxis
 from .buffers import is_first_warning
 from .module_state import BoundModule

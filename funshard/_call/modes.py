@@ -27,8 +27,8 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer, TensorRestorer, hook_running_node
 from .._units.accumulation import GradReceiver
-from .._units.flow import gather_unit, weigh_grad
-from .._units.mixed_layout import split_by_dtype, view_by_dtype
+from .._wire.flow import gather_unit, weigh_grad
+from .._wire.mixed_layout import split_by_dtype, view_by_dtype
 from .casting import cast_params
 from .schedule import MAX_UNSHARDED_IN_BACKWARD, CallOptions, GatheredUnit, Schedule, check_unmodified
 from .write_watch import WriteWatch

@@ -37,11 +37,11 @@ from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import hook_running_node, mark_graph_freed
 from .._units.accumulation import GradReceiver, drop_unweighted
-from .._units.chain import BufferPool, CollectiveChain, copy_kept_slice, make_route_table
-from .._units.flow import reduce_unit
-from .._units.mixed_layout import view_whole_elements
-from .._units.order_check import OrderCheck
-from .._units.reductions import ReductionQueue, flat_pieces
+from .._wire.chain import BufferPool, CollectiveChain, copy_kept_slice, make_route_table
+from .._wire.flow import reduce_unit
+from .._wire.mixed_layout import view_whole_elements
+from .._wire.order_check import OrderCheck
+from .._wire.reductions import ReductionQueue, flat_pieces
 
 __all__ = ["MAX_UNSHARDED_IN_BACKWARD", "CallOptions", "GatheredUnit", "Schedule", "check_unmodified", "find_entered_unit"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import _torch
 from .._spec.unit import Unit
 from .._units.layout import unflatten_unit
-from .._units.mixed_layout import MixedLayout
+from .._wire.mixed_layout import MixedLayout
 from ..collectives._announce import is_checked
 
 __all__ = ["WriteWatch", "allow_set_to_itself", "compare_values", "forbid_set_to_itself", "write_error"]

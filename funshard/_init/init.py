@@ -19,10 +19,10 @@ from .._spec.checks import bind_spec, collect_full_params
 from .._spec.spec import PartitionSpec, log_spec
 from .._spec.tree import join_path
 from .._spec.unit import Unit, whole_shape
-from .._units.flow import encode_at_rest
-from .._units.host import place_slice
 from .._units.layout import Params, to_memory_order, unflatten_unit
-from .._units.whole import flatten_whole, scatter_whole
+from .._wire.flow import encode_at_rest
+from .._wire.host import place_slice
+from .._wire.whole import flatten_whole, scatter_whole
 from .sandbox import InitFn, Initialiser, InitSandbox, Slot, find_initialisers, find_slots, format_slots
 
 __all__ = ["init", "init_buffers"]

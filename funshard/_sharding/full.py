@@ -18,12 +18,12 @@ from .._spec.checks import bind_spec, check_full, check_shards, compute_device
 from .._spec.division import Reduction, count_ranks
 from .._spec.spec import PartitionSpec, abridge, log_spec
 from .._spec.unit import Unit
-from .._units.chain import CollectiveChain
-from .._units.flow import encode_at_rest
-from .._units.host import move, place_slice, start_copy_to_host
 from .._units.layout import Params, rank_coords, view_as_bytes
-from .._units.stages import AllGather, Names
-from .._units.whole import decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
+from .._wire.chain import CollectiveChain
+from .._wire.flow import encode_at_rest
+from .._wire.host import move, place_slice, start_copy_to_host
+from .._wire.stages import AllGather, Names
+from .._wire.whole import decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
 from ..collectives._announce import announce
 from ..collectives._mesh import Mesh, ProcessAxis
 from ..collectives._sequence import SequenceCheck, check_sequence, get_host_group, is_comparable

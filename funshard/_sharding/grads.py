@@ -12,8 +12,8 @@ from .._spec.division import ReduceBy
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.accumulation import drop_unweighted
-from .._units.flow import reduce_slice, reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit
+from .._wire.flow import reduce_slice, reduce_unit, resolve_reduction
 from ..collectives._functions import sum_over
 
 __all__ = ["reduce_grads", "reduce_mean", "weight_share"]

@@ -15,10 +15,10 @@ from .._spec.spec import PartitionSpec, log_spec
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.accumulation import find_accumulation
-from .._units.flow import encode_at_rest, gather_unit
-from .._units.host import place_slice
 from .._units.layout import Params, rank_coords, unflatten_unit
-from .._units.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
+from .._wire.flow import encode_at_rest, gather_unit
+from .._wire.host import place_slice
+from .._wire.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
 from .agree import check_ranks_agree, has_peers, hash_params, report_to_ranks
 from .full import scatter_full
 from .skeleton import is_skeleton

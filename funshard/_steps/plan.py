@@ -21,9 +21,9 @@ from .._spec.unit import Unit
 from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms.grad import check_differentiable, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
-from .._units.flow import gather_unit, reduce_slice, reduce_unit, resolve_reduction
 from .._units.layout import Params, flatten_unit
-from .._units.mixed_layout import cast_views
+from .._wire.flow import gather_unit, reduce_slice, reduce_unit, resolve_reduction
+from .._wire.mixed_layout import cast_views
 from .microbatches import sum_dtype, to_sum_dtype
 
 __all__ = ["AccumulationPlan", "GradSums"]

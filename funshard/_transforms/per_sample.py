@@ -18,10 +18,10 @@ from .._spec.checks import bind_spec, check_buffers, check_trainable
 from .._spec.division import ReduceBy, Reduction, count_ranks
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit, whole_shape
-from .._units.flow import REDUCE_MEAN, gather_unit, reduce_unit, weigh_grad
-from .._units.host import start_copy_to_host
 from .._units.layout import Params, flatten_unit, from_memory_order, unflatten_unit
-from .._units.whole import flatten_whole, scatter_whole
+from .._wire.flow import REDUCE_MEAN, gather_unit, reduce_unit, weigh_grad
+from .._wire.host import start_copy_to_host
+from .._wire.whole import flatten_whole, scatter_whole
 from ..collectives._functions import all_reduce, broadcast, sum_over
 from ..collectives._mesh import Mesh, Simulated
 from ._recompute.ambient import AmbientState

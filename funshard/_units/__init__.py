@@ -1,1 +1,1 @@
-"""One unit: the layout of its buffer, and its gathers and reductions between ranks."""
+"""One unit: the layout of its buffer, buckets of small tensors, and weights of micro-batches."""

@@ -20,7 +20,7 @@ from .._sharding.full import find_sent_dtype, gather_to_first
 from .._spec.checks import bind_spec, check_mapping, check_params, find_full_params
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit, whole_shape
-from .._units.whole import unflatten_whole
+from .._wire.whole import unflatten_whole
 from ._files.directory import LOCK, StagingDirectory, check_replaceable, copy_access
 from ._files.manifest import MANIFEST
 from ._ranks import TIMEOUT, connect_ranks

@@ -12,8 +12,8 @@ from .._spec.checks import HOST, bind_spec, check_mapping, check_trainable, comp
 from .._spec.division import count_ranks
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
-from .._units.flow import reduce_along
 from .._units.layout import Params, flatten_unit
+from .._wire.flow import reduce_along
 from ..collectives._functions import scatter
 from ..collectives._mesh import Axes
 

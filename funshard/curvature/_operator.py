@@ -14,12 +14,12 @@ from .. import _torch
 from .._sharding.full import gather_full
 from .._sharding.random_like import random_like
 from .._sharding.sharding import shard
+from .._slices.philox import MASK, philox
 from .._spec.checks import bind_spec, check_mapping
 from .._spec.spec import PartitionSpec
 from .._spec.unit import whole_shape
 from .._transforms.products import fishervp, ggnvp, hvp
 from .._units.layout import Params
-from .._units.philox import MASK, philox
 from ..optim._norms import global_norm, vdots
 from ..optim._trees import axpy
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._slices.padding import check_slice, map_unpadded, split_by_param
 from .._spec.checks import bind_spec, check_tensors, compute_device
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit, distinct_axes
 from .._units.layout import Params
-from .._units.padding import check_slice, map_unpadded, split_by_param
 from ..collectives._compare_hosts import start_comparison
 from ..collectives._functions import gather_slices, sum_shards, vary
 from ..collectives._mesh import Mesh, check_spans_world

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
 from ..._spec.unit import LocalDims, Unit, join_shape, piece_offsets, whole_shape
-from ..._units.flow import encode_at_rest
-from ..._units.host import place_slice
 from ..._units.layout import Piece, rank_along, rank_coords, slice_pieces
+from ..._wire.flow import encode_at_rest
+from ..._wire.host import place_slice
 
 __all__ = [
     "MAX_DIMS",

@@ -11,9 +11,9 @@ from torch import Tensor
 from ..._spec.division import Reduction
 from ..._spec.unit import Unit, whole_shape
 from ..._spec.unit_state import UnitState
-from ..._units.host import place_slice
 from ..._units.layout import Params
-from ..._units.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
+from ..._wire.host import place_slice
+from ..._wire.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
 from ...collectives._functions import broadcast, gather_slices, scatter
 from .._matrices.matrices import Matrices
 from .._option_numbers import find_option_numbers

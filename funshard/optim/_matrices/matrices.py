@@ -12,8 +12,8 @@ from torch import Tensor
 from ..._spec.checks import bind_spec
 from ..._spec.spec import PartitionSpec
 from ..._spec.unit import Unit
-from ..._units.flow import scatter_unit
 from ..._units.layout import Params, rank_coords, slice_pieces
+from ..._wire.flow import scatter_unit
 from .exchange import MatrixBatch, concat_flat
 from .owners import (
     Cost,

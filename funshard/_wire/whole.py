@@ -15,10 +15,10 @@ from .._spec.checks import take_full_params
 from .._spec.division import Reduction, count_ranks
 from .._spec.spec import PartitionSpec
 from .._spec.unit import LocalDims, Unit
+from .._units.layout import concat_padded, flatten_unit, rank_coords, to_memory_order, unflatten_unit
 from ..collectives._functions import gather_slices, scatter
 from ..collectives._mesh import Mesh
 from .flow import gather_unit, scatter_unit
-from .layout import concat_padded, flatten_unit, rank_coords, to_memory_order, unflatten_unit
 from .route import Route
 from .stages import Transit
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit, whole_shape
-from .flow import scatter_unit
-from .layout import concat_padded, from_memory_order, rank_coords, slice_pieces
+from .._units.layout import concat_padded, from_memory_order, rank_coords, slice_pieces
+from .._wire.flow import scatter_unit
+from .._wire.whole import flatten_whole, scatter_whole
 from .philox import MASK, philox
-from .whole import flatten_whole, scatter_whole
 
 __all__ = ["Draw", "draw_like", "draw_uniform", "hash_text"]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from .. import _torch
 from .._phases import phase
 from .._spec.unit import Unit
-from .accumulation import GradReceiver
-from .buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
+from .._units.accumulation import GradReceiver
+from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
+from .._units.layout import insert_padding, to_memory_order
 from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable
-from .layout import insert_padding, to_memory_order
 from .route import BucketKind, Route
 
 __all__ = ["ReductionQueue", "flat_pieces"]

@@ -11,8 +11,8 @@ from .._spec.checks import check_trainable
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
-from .flow import scatter_unit
-from .layout import rank_coords, slice_pieces
+from .._units.layout import rank_coords, slice_pieces
+from .._wire.flow import scatter_unit
 
 __all__ = ["check_slice", "map_unpadded", "padding_mask", "split_by_param", "zero_padding"]
 

@@ -19,11 +19,11 @@ from .._spec.checks import HOST
 from .._spec.division import ReduceBy, Reduction
 from .._spec.precision import Precision, pack_bytes
 from .._spec.unit import Unit
+from .._units.accumulation import drop_unweighted
+from .._units.layout import rank_coords
 from ..collectives._functions import reduce_scatter, scatter, unvary
 from ..collectives._mesh import Axis, Mesh, Simulated
 from ..collectives._primitive import LinearFunction, linear_map
-from .accumulation import drop_unweighted
-from .layout import rank_coords
 from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 

@@ -13,8 +13,8 @@ from .._spec.checks import compute_device
 from .._spec.division import Reduction, choose_division, count_ranks
 from .._spec.precision import Dtypes, Precision
 from .._spec.unit import Unit
+from .._units.layout import longest_padding, unflatten_unit
 from ..collectives._mesh import Mesh, ProcessAxis
-from .layout import longest_padding, unflatten_unit
 from .mixed_layout import MixedLayout, find_param_dtypes, make_mixed_layout
 from .stages import AllGather, Bytes, Copy, Decode, Divide, Encode, GatherEncodedBack, GradDtype, Join, Move, Replicas, Stage
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .. import _torch
-from .layout import Params
+from .._units.layout import Params
 
 __all__ = ["check_decay", "is_averaged", "update_average"]
 

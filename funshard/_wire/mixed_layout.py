@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._spec.precision import Precision
 from .._spec.unit import Unit
-from .layout import from_memory_order, unflatten_unit, view_as_bytes
+from .._units.layout import from_memory_order, unflatten_unit, view_as_bytes
 
 __all__ = [
     "MixedLayout",
