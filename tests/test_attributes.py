@@ -204,6 +204,23 @@ def test_containers_are_put_back_after_an_error() -> None:
     assert [(m.cache, m.seen) for m in model] == 2 * [([], {"never"})]
 
 
+def test_attributes_that_are_set_between_calls() -> None:
+    """What is watched is what the model has in this call: a container is put back, and a list of weights refused."""
+    model, spec, params, x = build(lambda: Cached("dict"))
+    loss = lambda q: fs.functional_call(model, q, x, spec=spec).square().mean()  # noqa: E731
+    expected = fs.grad(loss)(params)
+    model[0].cache = {}
+    for _ in range(2):
+        torch.testing.assert_close(fs.grad(loss)(params), expected, rtol=0, atol=0)
+    assert model[0].cache == {}
+    model[0].cache = {"value": model[0].bias}
+    with pytest.raises(RuntimeError, match=r"'0\.cache\['value'\]' is the model's own parameter '0\.bias'"):
+        fs.functional_call(model, params, x, spec=spec)
+    model[0].cache, model[0].seen = {}, set(range(200))
+    for _ in range(2):  # a long table of numbers
+        torch.testing.assert_close(fs.grad(loss)(params), expected, rtol=0, atol=0)
+
+
 def test_a_second_product_of_the_hessian() -> None:
     """The first one leaves no tensor of an ended transform in the model."""
     model, spec, params, x = build(lambda: Cached("dict"))

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -117,22 +117,16 @@ _MADE_ANEW = _OF_NN_MODULE | {"_flat_weights"}
 
 
 class AttributeWrites(Guard):
-    """The attributes of the modules of a call, and the contents of containers in them, before forward.
-
-    Which attributes hold containers is found in the first call of a model with a spec.
-    """
+    """The attributes of the modules of a call, and the contents of containers in them, before forward."""
 
     def __init__(self, run: ForwardRun) -> None:
-        place, spec = run.call.place, run.call.spec
-        known, model = spec._compute_once(_known_attributes, "containers"), place.modules[place.path]
-        if model not in known:
-            known[model] = [(path, attr) for path, attr, value in _attributes(place.modules) if _may_change(value)]
-        found: dict[int, Any] = {}
-        for path, attr in known[model]:
-            _collect_containers(vars(place.modules[path]).get(attr), found)
-        self._entries = [(container, _entries(container)) for container in found.values()]
-        self._modules = place.modules
+        self._modules, tables = run.call.place.modules, run.call.spec._compute_once(_known_tables)
         self._lengths, self._names, self._values = self._now()
+        found: dict[int, Any] = {}
+        for attr, value in zip(self._names, self._values, strict=True):
+            if type(value) not in _ATOMIC_TYPES and attr not in _MADE_ANEW and not _is_table(value, tables):
+                _collect_containers(value, found)
+        self._entries = [(container, _entries(container)) for container in found.values()]
 
     def restore(self) -> None:
         """Give the containers what was in them before forward."""
@@ -237,20 +231,24 @@ class AttributeWrites(Guard):
         return changed if any(isinstance(x, Tensor) for x in leaves) else []
 
 
-def _known_attributes(spec: PartitionSpec, kind: str) -> WeakKeyDictionary[nn.Module, list[tuple[str, str]]]:
-    """Return a place to record, by model, which attributes hold containers or parameters: found in the first call."""
-    return WeakKeyDictionary()
+def _known_tables(spec: PartitionSpec) -> dict[int, int]:
+    """Return a place to record the lengths of long tables of numbers and words, such as vocabularies, by their ids."""
+    return {}
+
+
+def _is_table(value: Any, known: dict[int, int]) -> bool:
+    """Return whether a value is a long table of numbers and words; its entries are looked at once for each length."""
+    if not isinstance(value, _CONTAINERS) or len(value) < 100:
+        return False
+    if known.get(id(value)) != len(value) and all(isinstance(x, _SCALARS) for x in _entries(value)):
+        known[id(value)] = len(value)
+    return id(value) in known and known[id(value)] == len(value)
 
 
 def _attributes(modules: Mapping[str, nn.Module], but: Collection[str] = _MADE_ANEW) -> Iterator[tuple[str, str, Any]]:
     """Yield the attributes of modules, but for these names: path, name, value."""
     for path, module in modules.items():
         yield from ((path, attr, value) for attr, value in vars(module).items() if attr not in but)
-
-
-def _may_change(value: object) -> bool:
-    """Return whether a value is a container, but for long tables of numbers and words, such as a vocabulary."""
-    return isinstance(value, _CONTAINERS) and (len(value) < 100 or not all(isinstance(x, _SCALARS) for x in _entries(value)))
 
 
 def _collect_containers(value: Any, found: dict[int, Any]) -> None:
@@ -283,23 +281,20 @@ class StandIns(Guard):
     """
 
     def __init__(self, run: ForwardRun) -> None:
-        place, spec = run.call.place, run.call.spec
+        self._run, tables = run, run.call.spec._compute_once(_known_tables)
         self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._names: Mapping[int, str] | None = None  # of the parameters that the call replaces, by storage
-        known, model = spec._compute_once(_known_attributes, "parameters"), place.modules[place.path]
-        if (held := known.get(model)) == []:
-            return
-        self._names = _names_by_storage(place, spec, run.call.params)
         self._seen: dict[int, Any] = {}  # by the id of an object, what stands in its place
-        found: list[tuple[str, str]] = []
-        for path, attr in [at[:2] for at in _attributes(place.modules, _OF_NN_MODULE)] if held is None else held:
-            attributes, before = vars(place.modules[path]), len(self._undo)
-            value = attributes.get(attr)
-            attributes[attr] = self._replace(value, join_path(path, attr))
-            if attributes[attr] is not value or len(self._undo) > before:
-                found.append((path, attr))
-        if held is None:
-            known[model] = found
+        for path, module in run.call.place.modules.items():
+            attributes = vars(module)
+            held = [a for a, x in attributes.items() if type(x) not in _ATOMIC_TYPES and a not in _OF_NN_MODULE]
+            for attr in held:
+                if not _is_table(value := attributes[attr], tables):
+                    attributes[attr] = self._replace(value, f"{path}.{attr}" if path else attr)
+
+    @functools.cached_property
+    def _names(self) -> Mapping[int, str]:
+        """The names of the parameters that the call replaces, by storage."""
+        return _names_by_storage(self._run.call.place, self._run.call.spec, self._run.call.params)
 
     def restore(self) -> None:
         """Restore what was replaced in objects, but for what forward has written since."""
@@ -327,6 +322,8 @@ class StandIns(Guard):
 
     def _copy_container(self, value: Any, where: str, *, inside: bool) -> Any:
         """Return a copy of a container with stand-ins in it, or itself where there is none."""
+        if _ATOMIC_TYPES.issuperset(map(type, dict.values(value) if isinstance(value, dict) else value)):
+            return value
         items = list(dict.items(value)) if isinstance(value, dict) else list(enumerate(value))
         new = {k: self._replace(x, f"{where}[{k!r}]", inside=inside) for k, x in items}
         changed = {k: new[k] for k, x in items if new[k] is not x}
@@ -343,7 +340,7 @@ class StandIns(Guard):
     def _make_stand_in(self, tensor: Tensor, where: str) -> Tensor:
         """Return a tensor that raises when it is used if this one is, or was computed from, a parameter of the model."""
         inner = _torch.unwrap(tensor)
-        if not self._names or inner.layout is not torch.strided or isinstance(tensor, _torch.StandIn):
+        if inner.layout is not torch.strided or isinstance(tensor, _torch.StandIn):
             return tensor
         relation, name = "is", self._names.get(_torch.storage_id(inner))
         if name is None and inner.requires_grad and not inner.is_leaf:
@@ -359,7 +356,6 @@ class StandIns(Guard):
 
     def _find_source(self, tensor: Tensor) -> str | None:
         """Return the name of a parameter from which a module's tensor was computed, as a view in the memory before a cast."""
-        assert self._names is not None
         nodes = (node for node, _ in islice(_torch.iter_nodes(tensor), _MAX_NODES))  # a state may have a graph of many calls
         leaves = (leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), Tensor))
         return next((name for leaf in leaves if (name := self._names.get(_torch.storage_id(leaf)))), None)
