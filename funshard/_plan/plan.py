@@ -351,8 +351,8 @@ def plan(
 
     The mesh may have any sizes (``spec.on({"replicate": 32, "shard": 512})``), and no process group is needed.
 
-    Without ``step`` the plan is made from the spec alone. Gathers and reductions are those of `functional_call`, with units in
-    the order of ``spec.order``; the update writes in place, as with ``donate=True``. Activations are not counted.
+    Without ``step`` the plan is made from the spec alone: `functional_call` runs on shapes with a model that only reads its
+    parameters, in the order of ``spec.order``. The update writes in place, as with ``donate=True``; nothing counts activations.
 
     With ``step`` the step runs once on fake tensors, on a process group of ranks in name only, and all that it allocates,
     computes and sends is counted. Indices that a model computes from its data, such as a router's, are spread evenly.
