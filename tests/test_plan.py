@@ -231,6 +231,21 @@ def test_optimizer_on_frozen_and_host_units() -> None:
     assert {event.unit for event in plan.events if event.kind == "copy"} == {"1"}
 
 
+@pytest.mark.parametrize("p", [P("shard", offload="params"), P("shard", offload="params", precision=BF16, remat=True)], ids=str)
+def test_copies_are_behind_computation(p: P) -> None:
+    """A gather waits for the copy of its slice, and the device does not; what is copied there and back is freed."""
+    with torch.device("meta"):
+        model = common.GPT(3, 64, 2, 16)
+    plan = fs.plan(blocks(p)(model).on(ONE), batch=64)
+    kinds = [(event.kind, *(plan.events[i].kind for i in event.after)) for event in plan.events]
+    assert ("wait", "copy") not in kinds
+    assert kinds.count(("gather", "copy")) == sum(kind == "gather" for kind, *_ in kinds) == 6
+    assert kinds.count(("copy",)) == 6 + len(plan.units)
+    held = [dict(some) for some in plan.timeline.held()]
+    assert all(size >= 0 for some in held for size in some.values())
+    assert not any(held[-1].values())
+
+
 def test_balance() -> None:
     """The elements that each rank has, without padding, are counted as param_views shows them."""
     model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7), nn.Linear(7, 1))

@@ -139,8 +139,9 @@ class StepRecorder(_torch.DispatchMode):
         name = func._schema.name.partition("::")[2]
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self._place(name, inputs)
-        if self._copying and func.namespace != "_c10d_functional":  # a collective waits itself, and the device goes on
-            self.wait(inputs)
+        traits, is_sent = _torch.op_traits(func), func.namespace == "_c10d_functional"
+        if self._copying and not (is_sent or traits.is_view or name.startswith("new_")):
+            self.wait(inputs)  # which is read; a collective waits itself, and the device goes on
         if name == "wait_tensor":
             self.wait(inputs, self._sending)
             if not _torch.is_fake(args[0]):
@@ -150,7 +151,7 @@ class StepRecorder(_torch.DispatchMode):
         has_values = bool(inputs) and not any(_torch.is_fake(x) or x.numel() > MOST_VALUES for x in inputs)  # as random states
         with _torch.real_tensors() if has_values else contextlib.nullcontext():
             out = func(*args, **kwargs)
-        if func.namespace == "_c10d_functional":
+        if is_sent:
             out = args[0] if name.endswith("_") else kwargs.get("out", out)
             self._send(name, args, args[0], out)
             if not _torch.is_fake(out):
@@ -171,7 +172,6 @@ class StepRecorder(_torch.DispatchMode):
             at = _torch.storage_id(outputs[0])
             self._copying[at] = self.add("copy", memory, moved_bytes=source.nbytes)
             return out
-        traits = _torch.op_traits(func)
         flops = _torch.counted_flops(func, args, kwargs, out)
         moved = 0 if flops or traits.is_view or not self._counts_moves else sum(x.nbytes for x in (*inputs, *outputs))
         if memory or flops or moved:
