@@ -120,12 +120,12 @@ class AttributeWrites(Guard):
     """The attributes of the modules of a call, and the contents of containers in them, before forward."""
 
     def __init__(self, run: ForwardRun) -> None:
-        self._modules, tables = run.call.place.modules, run.call.spec._compute_once(_known_tables)
+        self._modules = run.call.place.modules
         self._lengths, self._names, self._values = self._now()
         found: dict[int, Any] = {}
-        for attr, value in zip(self._names, self._values, strict=True):
-            if type(value) not in _ATOMIC_TYPES and attr not in _MADE_ANEW and not _is_table(value, tables):
-                _collect_containers(value, found)
+        for module, _, attr in _find_held(run):
+            if attr not in _MADE_ANEW:
+                _collect_containers(vars(module).get(attr), found)
         self._entries = [(container, _entries(container)) for container in found.values()]
 
     def restore(self) -> None:
@@ -231,6 +231,19 @@ class AttributeWrites(Guard):
         return changed if any(isinstance(x, Tensor) for x in leaves) else []
 
 
+def _find_held(run: ForwardRun) -> list[tuple[nn.Module, str, str]]:
+    """Return the attributes that may hold tensors, but for those of nn.Module and long tables: module, path, name."""
+    if run.held is None:
+        tables = run.call.spec._compute_once(_known_tables)
+        run.held = [
+            (module, path, attr)
+            for path, module in run.call.place.modules.items()
+            for attr, value in vars(module).items()
+            if type(value) not in _ATOMIC_TYPES and attr not in _OF_NN_MODULE and not _is_table(value, tables)
+        ]
+    return run.held
+
+
 def _known_tables(spec: PartitionSpec) -> dict[int, int]:
     """Return a place to record the lengths of long tables of numbers and words, such as vocabularies, by their ids."""
     return {}
@@ -281,15 +294,11 @@ class StandIns(Guard):
     """
 
     def __init__(self, run: ForwardRun) -> None:
-        self._run, tables = run, run.call.spec._compute_once(_known_tables)
+        self._run = run
         self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._seen: dict[int, Any] = {}  # by the id of an object, what stands in its place
-        for path, module in run.call.place.modules.items():
-            attributes = vars(module)
-            held = [a for a, x in attributes.items() if type(x) not in _ATOMIC_TYPES and a not in _OF_NN_MODULE]
-            for attr in held:
-                if not _is_table(value := attributes[attr], tables):
-                    attributes[attr] = self._replace(value, f"{path}.{attr}" if path else attr)
+        for module, path, attr in _find_held(run):
+            vars(module)[attr] = self._replace(vars(module)[attr], join_path(path, attr))
 
     @functools.cached_property
     def _names(self) -> Mapping[int, str]:

@@ -56,6 +56,7 @@ class ForwardRun:
     def __init__(self, call: Call, buffers: CallBuffers, returned: Collection[str]) -> None:
         self.call, self.buffers, self.returned = call, buffers, returned
         self.guards: list[Guard] = []
+        self.held: list[tuple[nn.Module, str, str]] | None = None  # what guards have found on the modules
         self.out: Any = None
         self.attributes: dict[str, Any] = {}  # those of the globs in ``returned``
 
