@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -93,29 +94,23 @@ class Route:
         if precision.reduce_codec and len(split_axes) == 1 and dtype.is_floating_point:
             encoded = {"codec": precision.reduce_codec, "numel": slice_numel, "dtype": dtypes.reduce}
             gathers = [GatherEncodedBack.of(split_axes[0], mesh, op, **encoded)]
-        codec = precision.codec if dtype.is_floating_point and unit.numel else None
-        if layout:
-            gathers = [Bytes(layout), *gathers, Join(layout)]
-        elif codec and not unit.at_rest:
-            gathers = [Encode(codec, dtypes.param), *gathers, Decode(codec, num_slices, slice_numel, dtypes.param)]
-
-        stages: list[Stage] = []
-        if unit.at_rest:  # bytes, which have no gradient
-            if device is not None or not split_axes:
-                stages.append(Copy() if device is None else Move(device, torch.uint8, torch.uint8, torch.uint8))
+        decode = functools.partial(Decode, num_slices=num_slices, numel=slice_numel, dtype=dtypes.param)
+        if unit.at_rest:
             form = unit.at_rest._describe_encoding(slice_numel, dtype)[1]
-            stages += [*gathers, Decode(unit.at_rest, num_slices, slice_numel, dtypes.param, form)]
+            stages = _gather_at_rest([*gathers, decode(unit.at_rest, form=form)], device)
         else:
-            is_cast = dtypes != (dtype, dtype) or device is not None or layout is not None
-            if is_cast:
+            sent = dtypes.param  # what comes to the gathers
+            if layout:
+                sent, gathers = dtype, [Bytes(layout), *gathers, Join(layout)]
+            elif precision.codec and dtype.is_floating_point and unit.numel:
+                sent, gathers = dtype, [Encode(precision.codec, dtypes.param), *gathers, decode(precision.codec)]
+            replicas = [Replicas.of(name, mesh, op) for name in reversed(replica_axes)]
+            stages = [*replicas, *gathers]
+            stages = [*([Divide(after)] if after != 1 else []), *stages, *([Divide(before)] if before != 1 else [])]
+            if dtypes != (dtype, dtype) or device is not None or layout is not None:
                 smaller = min(dtype, dtypes.reduce, key=lambda dtype: dtype.itemsize)
-                sent = dtype if codec or layout else dtypes.param
-                stages.append(Move(device, sent, dtype, dtype if device is None else smaller))
-            stages += [Divide(after)] if after != 1 else []
-            stages += [Replicas.of(name, mesh, op) for name in reversed(replica_axes)]
-            stages += gathers
-            stages += [Divide(before)] if before != 1 else []
-            stages += [GradDtype(device, dtypes.reduce)] if is_cast else []
+                move = Move(device, sent, dtype, dtype if device is None else smaller)
+                stages = [move, *stages, GradDtype(device, dtypes.reduce)]
 
         has_own_buffer = any(stage.is_sent for stage in stages)
         kept_axes = tuple(name for name in split_axes if name in unit.p.reshard_axes)
@@ -163,6 +158,13 @@ class Route:
     def unflatten(self, buffer: Tensor, unit: Unit) -> list[Tensor]:
         """Return the unit's parameters, in their order, as views of its buffer."""
         return self.layout.unflatten(buffer, unit) if self.layout else unflatten_unit(buffer, unit)
+
+
+def _gather_at_rest(gathers: list[Stage], device: torch.device | None) -> list[Stage]:
+    """Return the stages of a slice at rest in a codec: bytes, which have no gradient."""
+    if device is not None:
+        return [Move(device, torch.uint8, torch.uint8, torch.uint8), *gathers]
+    return gathers if len(gathers) > 1 else [Copy(), *gathers]
 
 
 def find_slice(axes: Iterable[str], mesh: Mesh) -> int | None:
