@@ -1,0 +1,160 @@
+"""Stages (_wire/stages.py): a new one is right in every mode as it is, and each has its transpose and its constants."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from models import EXACT
+from ranks import Pool
+from torch import Tensor, nn
+
+import funshard as fs
+from funshard import P
+from funshard._spec.division import Reduction
+from funshard._wire.route import Route
+from funshard._wire.stages import BackStep, Stage, Transit, from_constants, to_constants
+
+FACTOR = 3.0
+LOOSE = {"rtol": 1e-5, "atol": 1e-6}
+BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
+STRATEGIES = {
+    "shard": P("shard"),
+    "keep": P("shard", reshard=False),
+    "replicated": P(),
+    "remat": P("shard", remat=True),
+    "host": P("shard", offload="params"),
+    "cast": P("shard", precision=fs.Precision(reduce=torch.float32)),
+}
+
+
+@dataclass(frozen=True)
+class Scale(Stage):
+    """The buffer times a number: what a new option would be."""
+
+    factor: float
+
+    def there(self, x: Tensor, transit: Transit) -> Tensor:
+        return x * self.factor
+
+    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+        return grad * self.factor
+
+    def send_back(self) -> BackStep | None:
+        return lambda grad: grad.mul_(self.factor)
+
+
+@contextlib.contextmanager
+def scaled() -> Iterator[None]:
+    """Within this the buffer of every unit is scaled."""
+    plain = Route.for_unit.__func__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def for_unit(cls: type[Route], unit: fs.Unit, *args: Any) -> Route:
+        route = plain(cls, unit, *args)
+        return dataclasses.replace(
+            route, stages=(*route.stages, Scale(FACTOR)), has_own_buffer=True, reshard_after_forward=bool(unit.p.reshard)
+        )
+
+    with mock.patch.object(Route, "for_unit", classmethod(for_unit)):
+        yield
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def compare(rank: int, size: int, strategy: str) -> None:
+    """The scheduled mode, autograd, a stack of transforms and data flow, beside the model on scaled parameters."""
+    torch.manual_seed(0)
+    model, x = Residual().double(), torch.randn(size, 4, 3, dtype=torch.float64)
+    spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model).bound
+    params = fs.shard(model, spec)
+    full = {name: q.detach() for name, q in model.named_parameters()}
+    v = {name: q.sin() for name, q in full.items()}
+    direction = fs.shard(v, spec)
+
+    def plain(full: fs.Params) -> Tensor:
+        out = torch.func.functional_call(model, {name: FACTOR * q for name, q in full.items()}, (x.flatten(0, 1),))
+        return out.square().mean()
+
+    def loss(params: fs.Params) -> Tensor:
+        return fs.functional_call(model, params, (x[rank],), spec=spec).square().mean()
+
+    close = LOOSE if strategy == "cast" else EXACT
+    expected = fs.shard(fs.grad(plain)(full), spec)
+    second = fs.shard(torch.func.jvp(torch.func.grad(plain), (full,), (v,))[1], spec)
+    with scaled():
+        for q in params.values():
+            q.requires_grad_()
+        loss(params).backward()
+        for key, q in params.items():
+            torch.testing.assert_close(q.grad, expected[key], **close)
+        params = {key: q.detach() for key, q in params.items()}
+        for grad in (fs.grad, torch.func.grad):
+            for key, g in grad(loss)(params).items():
+                torch.testing.assert_close(g, expected[key], **close)
+        for key, h in fs.hvp(loss, params, direction).items():
+            torch.testing.assert_close(h, second[key], **close)
+        for name, q in fs.unshard(params, spec).items():
+            torch.testing.assert_close(q, FACTOR * full[name])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_new_stage_is_right_in_every_mode(gloo2: Pool, strategy: str) -> None:
+    """On two ranks, by both folds: the scheduled mode, stacks of transforms, data flow, and full parameters."""
+    gloo2.run(compare, 2, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["shard", "replicated", "cast"])
+def test_a_new_stage_on_simulated_ranks(strategy: str) -> None:
+    torch.manual_seed(0)
+    model, x = Residual().double(), torch.randn(3, 4, 3, dtype=torch.float64)
+    spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model)
+    full = {name: q.detach() for name, q in model.named_parameters()}
+
+    def on_rank(mesh: fs.collectives.Mesh, x: Tensor) -> fs.Params:
+        on = spec.on(mesh)
+        loss = lambda q: fs.functional_call(model, q, (x,), spec=on).square().mean()  # noqa: E731
+        return fs.reduce_grads({}, on) | torch.func.grad(loss)(fs.shard(full, on))
+
+    def plain(full: fs.Params) -> Tensor:
+        out = torch.func.functional_call(model, {name: FACTOR * q for name, q in full.items()}, (x.flatten(0, 1),))
+        return out.square().mean()
+
+    expected = fs.testing.spmd(lambda mesh, _: fs.shard(fs.grad(plain)(full), spec.on(mesh)), 3)(x)
+    with scaled():
+        got = fs.testing.spmd(on_rank, 3)(x)
+    for key, g in got.items():
+        torch.testing.assert_close(g, expected[key], **(LOOSE if strategy == "cast" else EXACT))
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        P("shard"),
+        P(("replicate", "shard"), precision=BF16),
+        P("shard", precision=fs.Precision(param=torch.float16)),
+        P("shard", precision=fs.Precision(param=torch.bfloat16, keep={"*bias": torch.float32})),
+    ],
+    ids=str,
+)
+def test_constants_are_the_stages(p: P) -> None:
+    """What a graph of Dynamo's holds makes the same stages again."""
+    spec = fs.policies.whole(p)(nn.Linear(8, 4)).on({"replicate": 2, "shard": 4})
+    (unit,) = spec
+    stages = Route.for_unit(unit, spec.bound_mesh, Reduction(), p.precision, torch.float32).stages
+    assert stages
+    assert from_constants(to_constants(stages)) == stages
