@@ -33,7 +33,7 @@ from .._spec.tree import join_path
 from .._transforms._recompute.adapters import CALL_ATTRIBUTES
 from .buffers import check_statistics, warn_discarded
 from .module_state import BoundModule, own_tensors
-from .running import ForwardRun, Guard
+from .running import Call, ForwardRun, Guard
 
 __all__ = ["AttributeWrites", "BackwardGuard", "BufferChanges", "StandIns"]
 
@@ -294,16 +294,18 @@ class StandIns(Guard):
     """
 
     def __init__(self, run: ForwardRun) -> None:
-        self._run = run
+        self._call: Call | None = run.call  # until all is replaced: the run, and so its graph, holds this
         self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._seen: dict[int, Any] = {}  # by the id of an object, what stands in its place
         for module, path, attr in _find_held(run):
             vars(module)[attr] = self._replace(vars(module)[attr], join_path(path, attr))
+        self._call = None
 
     @functools.cached_property
     def _names(self) -> Mapping[int, str]:
         """The names of the parameters that the call replaces, by storage."""
-        return _names_by_storage(self._run.call.place, self._run.call.spec, self._run.call.params)
+        assert self._call is not None
+        return _names_by_storage(self._call.place, self._call.spec, self._call.params)
 
     def restore(self) -> None:
         """Restore what was replaced in objects, but for what forward has written since."""
