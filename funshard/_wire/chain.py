@@ -282,15 +282,17 @@ def make_route_table(
     spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction, check_order: bool
 ) -> RouteTable:
     """Return the routes of a spec's units, whose shards have these dtypes, on its process groups."""
-    mesh, recomputed = spec.bound_mesh, spec.recomputed
+    mesh, recomputed = spec.bound_mesh, {*spec.recomputed}
     routes = {
         unit.key: Route.for_unit(unit, mesh, reduction, unit.p.precision, dtype)
         for unit, dtype in zip(spec, dtypes, strict=True)
     }
 
     def inside(key: str) -> bool:
-        unit = spec.by_key[key]
-        return any(path not in unit.paths and unit.is_inside(path) for path in recomputed)
+        paths = spec.by_key[key].paths
+        parts = [path.split(".") for path in paths]
+        around = {".".join(names[:i]) for names in parts for i in range(len(names) + 1)}
+        return not recomputed.isdisjoint(around.difference(paths))
 
     groups = [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis)]
     connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)
