@@ -293,3 +293,17 @@ def test_what_forward_makes_and_nobody_trains_is_no_error(make: Callable[[Makes]
     _, params, loss = setting(model, policy)
     with unchanged(model):
         fs.grad(loss)(params)
+
+
+@pytest.mark.parametrize("tie", ["module", "parameter"])
+def test_what_is_tied_after_the_spec(tie: str) -> None:
+    """The spec has two slices, and the model one parameter: an error that names both, as torch.func has it."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(2, 4)
+    spec = fs.by_type(nn.Linear)(model)
+    params = fs.shard(model, spec)
+    if tie == "module":
+        model[2] = model[0]
+    else:
+        model[2].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"parameter '2\.\w+' of unit '2' is the same as '0\.\w+' in the model, and two"):
+        fs.functional_call(model, params, (x,), spec=spec)

@@ -315,15 +315,23 @@ def _find_owners(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Owned
         for path, module in modules.items()
     }
     owned: Owned = dict.fromkeys(modules.values(), _NOTHING_OWNED)
+    seen: dict[int, tuple[Unit, int]] = {}  # by the id of a parameter
     for path, mine in owners.items():
         own = parameters.get(path, {})
-        for attr, (unit, i) in mine.items():
+        for attr, at in mine.items():
+            unit, i = at
             shape = unit.params[i].shape
             if attr not in own or (tensor := own[attr]) is None or tensor.shape != shape:
                 got = "none" if (tensor := own.get(attr)) is None else f"shape {list(tensor.shape)}"
                 raise ValueError(
                     f"parameter '{join_path(path, attr)}' of unit '{unit.key}': expected shape {list(shape)} in the "
                     f"model, got {got}; was the model changed after the spec was made?"
+                )
+            if (other := seen.setdefault(id(tensor), at)) != at:
+                raise ValueError(
+                    f"parameter '{join_path(path, attr)}' of unit '{unit.key}' is the same as "
+                    f"'{other[0].params[other[1]].name}' in the model, and two parameters in the spec: expected them tied "
+                    "before the spec is made"
                 )
         owned[module] = {**before, **mine} if (before := owned[module := modules[path]]) else mine
     ignored = (name.rpartition(".") for name in spec.ignored)
