@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .levels import below_transforms, is_batched, is_wrapped, unwrap
-from .tracing import is_traced
+from .tracing import allow_in_graph, is_traced
 
 __all__ = [
     "backend_name",
@@ -125,8 +125,14 @@ def lazy_clone(tensor: Tensor) -> Tensor:
 
 def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``tensor.view(dtype)``, for which torch 2.11 has no batching rule. Pinned by ``test_reinterpreted``."""
-    if torch.compiler.is_compiling() or not is_batched(tensor):
-        return tensor.view(dtype)
+    if torch.compiler.is_compiling():
+        return _reinterpret_in_graph(tensor, dtype)
+    return _Reinterpreted.apply(tensor, dtype) if is_batched(tensor) else tensor.view(dtype)
+
+
+@allow_in_graph
+def _reinterpret_in_graph(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """View a tensor in a dtype, as one node for Dynamo, which may be inside of a vmap."""
     return _Reinterpreted.apply(tensor, dtype)
 
 

@@ -160,9 +160,10 @@ def _flow(x: Tensor, stages: tuple[Stage, ...], mesh: Mesh, compared: str | None
     transit, value = Transit(label, simulated), None
     if all(type(stage) in (AllGather, Replicas) for stage in stages) or stages[-1].is_constant:
         return _run_there(stages, x, transit) if gathers else _run_back(stages, x, transit)
-    if any(stage.linear() is not stage for stage in stages):
+    linear = [stage.linear() for stage in stages]
+    if any(one is not stage for one, stage in zip(linear, stages, strict=True)):
         value = _run_there(stages, x.detach(), transit) if gathers else None
-        stages = tuple(linear for stage in stages if (linear := stage.linear()) is not None)
+        stages = tuple([stage for stage in linear if stage is not None])  # a list: Dynamo of torch 2.11 runs no generator here
     ranks = tuple(simulated.values())
     if torch.compiler.is_compiling():
         return _flow_in_graph(x, value, to_constants(stages), tuple(simulated), ranks, gathers)
