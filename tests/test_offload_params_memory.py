@@ -211,7 +211,9 @@ def test_a_gradient_that_was_handed_on_is_let_go(collectives: int) -> None:
     host, dtype = torch.device("cpu"), torch.float64
     dtypes = SimpleNamespace(reduce=dtype)
     route: Any = SimpleNamespace(device=host, padded_numel=4, shard_dtype=dtype, dtypes=dtypes, reduce_codec=None)
-    steps: Any = SimpleNamespace(prepare=(), reduce=[lambda x, own: PendingResult((), lambda: x.clone())] * (collectives + 1))
+    steps: Any = SimpleNamespace(
+        prepare=lambda grad: grad, reduce=[lambda x, own: PendingResult((), lambda: x.clone())] * (collectives + 1)
+    )
     reductions = ReductionQueue(1, BufferPool(), cast("Any", receiver))
     reductions.begin_backward(0)
     with no_collector():

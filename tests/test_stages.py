@@ -19,7 +19,7 @@ import funshard as fs
 from funshard import P
 from funshard._spec.division import Reduction
 from funshard._wire.route import Route
-from funshard._wire.stages import BackStep, Stage, Transit, from_constants, to_constants
+from funshard._wire.stages import Stage, Transit, from_constants, to_constants
 
 FACTOR = 3.0
 LOOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -40,14 +40,14 @@ class Scale(Stage):
 
     factor: float
 
-    def there(self, x: Tensor, transit: Transit) -> Tensor:
+    def apply(self, x: Tensor, transit: Transit) -> Tensor:
         return x * self.factor
 
-    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+    def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         return grad * self.factor
 
-    def send_back(self) -> BackStep | None:
-        return lambda grad: grad.mul_(self.factor)
+    def transpose_(self, grad: Tensor) -> Tensor:
+        return grad.mul_(self.factor)
 
 
 @contextlib.contextmanager

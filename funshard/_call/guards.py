@@ -253,9 +253,10 @@ def _is_table(value: Any, known: dict[int, int]) -> bool:
     """Return whether a value is a long table of numbers and words; its entries are looked at once for each length."""
     if not isinstance(value, _CONTAINERS) or len(value) < 100:
         return False
-    if known.get(id(value)) != len(value) and all(isinstance(x, _SCALARS) for x in _entries(value)):
+    is_table = known.get(id(value)) == len(value) or all(isinstance(x, _SCALARS) for x in _entries(value))
+    if is_table:
         known[id(value)] = len(value)
-    return id(value) in known and known[id(value)] == len(value)
+    return is_table
 
 
 def _attributes(modules: Mapping[str, nn.Module], but: Collection[str] = _MADE_ANEW) -> Iterator[tuple[str, str, Any]]:

@@ -62,7 +62,7 @@ class ForwardRun:
 
 
 class Guard:
-    """What watches a run of forward, made when the modules have all that the call gives them."""
+    """A check of one run of forward, made when the modules have all that the call gives them."""
 
     def __init__(self, run: ForwardRun) -> None:
         """Note what is to be compared or restored."""

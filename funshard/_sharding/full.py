@@ -161,7 +161,7 @@ def _start_gather_on_all(piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Me
     ranks = count_ranks((name for name, _ in axes), mesh)
     buffer = piece.new_empty(len(piece) * ranks, dtype=dtype) if axes else None
     names = Names(unit.key, f"unit '{unit.key}'")
-    steps = [AllGather.of(name, mesh, "mean").start(names) for name, _ in reversed(axes)]
+    steps = [AllGather.on_axis(name, mesh, "mean").start(names) for name, _ in reversed(axes)]
     chain = CollectiveChain(piece, steps, buffer)  # a single gather casts as it writes its own slice
     return lambda: decode_whole(chain.result(), unit, mesh)
 

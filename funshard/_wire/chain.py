@@ -22,7 +22,7 @@ from ..collectives._sequence import is_comparable
 from ..collectives._tag import MARGIN, UnitTag
 from .host import start_copy_to_device
 from .route import Route, find_slice
-from .stages import AllGather, BackStep, Decode, Join, Move, Names, Replicas, Stage, StartStep, Transit, Wire
+from .stages import AllGather, Decode, Join, Move, Names, Replicas, Stage, StartStep, Transit, Wire
 
 __all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "copy_kept_slice", "make_route_table"]
 
@@ -157,20 +157,20 @@ class GatherChain:
                 kept += [step] if stage.axis in route.kept_axes else []
                 self._gathered = None if decodes else wire  # a chain decodes what it has gathered, and drops it
             elif gathers or self._after or isinstance(stage, Decode | Join):
-                self._after += [stage] if stage.is_sent else []
-            elif stage.is_sent:
+                self._after += [stage] if stage.changes_values else []
+            elif stage.changes_values:
                 self._before.append(stage)
         self._gathers, self._gathers_of_kept = tuple(gathers), tuple(kept)
+        self._move = next((stage for stage in self._before if isinstance(stage, Move)), None)
 
     def start(self, shard: Tensor, buffers: BufferPool) -> CollectiveChain:
         """Start to gather the unit from this rank's slice. To be called below all transforms."""
-        device = self._route.device
         if not self._has_groups and _torch.is_fake(shard):  # shapes can be computed
             return CollectiveChain(self._route.allocate(shard), ())
-        if device is None:
+        move = self._move
+        if move is None or move.device is None:
             return self._start_gathers(shard, buffers)
-        (move,) = (stage for stage in self._before if isinstance(stage, Move))
-        piece, copy = start_copy_to_device(shard, self._key, device, move.dtype)
+        piece, copy = start_copy_to_device(shard, self._key, move.device, move.dtype)
         with copy.queue_behind():  # and beside what is computed with the unit before
             chain = self._start_gathers(piece, buffers)
         chain.copy = copy
@@ -197,19 +197,25 @@ class GatherChain:
             return CollectiveChain(x, self._gathers, out)
         transit = Transit(buffers=buffers)
         for i, stage in enumerate(self._before, 1):
-            x = stage.send(x, transit, out if i == len(self._before) and len(self._gathers) == 1 else None)
+            x = stage.apply_out(x, transit, out if i == len(self._before) and len(self._gathers) == 1 else None)
         chain = CollectiveChain(x, self._gathers, out)
         if self._after:
-            chain.decode = lambda x: functools.reduce(lambda x, stage: stage.send(x, transit, None), self._after, x)
+            chain.decode = functools.partial(self._finish, transit)
         return chain
+
+    def _finish(self, transit: Transit, x: Tensor) -> Tensor:
+        """Return the buffer from the result of the last gather."""
+        for stage in self._after:
+            x = stage.apply_out(x, transit, None)
+        return x
 
 
 class RouteSteps(NamedTuple):
     """A unit's route as the steps of its chains."""
 
     gather: GatherChain
-    prepare: tuple[BackStep, ...]
-    """What is done with the joined gradient before it is reduced. The gradient may be written to."""
+    before: tuple[Stage, ...]
+    """The stages that a joined gradient passes before the first of ``reduce``."""
     reduce: tuple[StartStep, ...]
     gather_groups: tuple[str, ...]
     """The names of the process groups of ``gather``."""
@@ -222,31 +228,36 @@ class RouteSteps(NamedTuple):
         """Return the steps of a unit over the mesh's process groups. With a ``tag`` ranks compare what they send."""
         label = f"unit '{key}'" if route.split_axes else f"the bucket that ends with unit '{key}'"
         names = Names(key, label, tag)
-        prepare: list[BackStep] = []
+        before: list[Stage] = []
         steps: list[StartStep] = []
         for stage in reversed(route.stages):
-            if (change := stage.send_back()) is not None:
-                if steps:
-                    steps[-1] = _append(steps[-1], change)
-                else:
-                    prepare.append(change)
-            if (step := stage.start_back(names)) is not None:
+            if stage.changes_grads and steps:
+                steps[-1] = _append(steps[-1], stage)
+            elif stage.changes_grads:
+                before.append(stage)
+            if (step := stage.start_transpose(names)) is not None:
                 steps.append(step)
         over = [stage for stage in reversed(route.stages) if isinstance(stage, AllGather | Replicas)]
         gathers = [stage for stage in over if isinstance(stage, AllGather)]
         return cls(
             GatherChain(route, names, has_groups=has_groups),
-            tuple(prepare),
+            tuple(before),
             tuple(steps),
             tuple(stage.group or "" for stage in gathers),
             tuple(stage.reduction_group for stage in over),
             tuple(stage.group or "" for stage in gathers if stage.axis in route.kept_axes),
         )
 
+    def prepare(self, grad: Tensor) -> Tensor:
+        """Return what is reduced of a unit's joined gradient, which may be written to."""
+        for stage in self.before:
+            grad = stage.transpose_(grad)
+        return grad
 
-def _append(step: StartStep, change: BackStep) -> StartStep:
-    """Return a step that ends with a change of its result."""
-    return lambda x, own: step(x, own).then(change)
+
+def _append(step: StartStep, stage: Stage) -> StartStep:
+    """Return a step whose result passes a stage for gradients."""
+    return lambda x, own: step(x, own).then(stage.transpose_)
 
 
 def copy_kept_slice(buffer: Tensor, route: Route, mesh: Mesh) -> Tensor:

@@ -20,15 +20,14 @@ from ..collectives._primitive import apply
 from ..collectives._tag import TAG_BYTES
 
 __all__ = [
-    "ROW_END",
-    "count_decoded_slices",
+    "count_senders",
     "encode_slices",
     "reduce_encoded",
     "refuse_compiled_step",
     "start_encoded_reduction",
 ]
 
-ROW_END = 16
+_ROW_END = 16
 """Bytes at the end of each row that a rank sends: room for a tag, in which rows stay aligned."""
 _MOST_DECODES = 4
 """The most calls of a decoder for one reduction: each decodes the slices of as many ranks as that takes."""
@@ -46,8 +45,8 @@ def refuse_compiled_step(codec: Codec) -> None:
 def encode_slices(buffer: Tensor, codec: Codec, num_slices: int) -> Tensor:
     """Return the bytes of each encoded slice of a buffer, a row for each."""
     rows = buffer.view(num_slices, -1)
-    raw, form = pack_rows(codec._encode_rows(rows), ROW_END)
-    codec._forms.setdefault((rows.shape[1], buffer.dtype), (raw.shape[1] - ROW_END, form))  # not every encode runs on shapes
+    raw, form = pack_rows(codec._encode_rows(rows), _ROW_END)
+    codec._forms.setdefault((rows.shape[1], buffer.dtype), (raw.shape[1] - _ROW_END, form))  # not every encode runs on shapes
     return raw
 
 
@@ -92,12 +91,7 @@ def reduce_encoded(buffer: Tensor, codec: Codec, axis: Axis, op: Literal["mean",
     return total.reshape(*batch, numel).movedim(-1, 0)
 
 
-def count_decoded_slices(size: int) -> int:
-    """Return how many slices in the dtype of the sum a reduction over so many ranks holds at once, when it decodes them."""
-    return _count_senders(size) + 2  # which are added up to one, and the sum of those before
-
-
-def _count_senders(size: int) -> int:
+def count_senders(size: int) -> int:
     """Return the number of ranks whose slices are decoded together."""
     return -(-size // _MOST_DECODES)
 
@@ -113,7 +107,7 @@ def _sum_rows(received: Tensor, form: Form, codec: Codec, numel: int, dtype: tor
         decoded = codec._decode_slices(rows, numel, dtype)
         return decoded if len(rows[0]) == rows_each else decoded.reshape(-1, rows_each * numel).sum(0)
 
-    first, *rest = zip(*(x.split(_count_senders(size) * rows_each) for x in tensors), strict=True)
+    first, *rest = zip(*(x.split(count_senders(size) * rows_each) for x in tensors), strict=True)
     total = decode(first)
     for rows in rest:
         total = total + decode(rows)

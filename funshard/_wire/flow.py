@@ -159,10 +159,10 @@ def _flow(x: Tensor, stages: tuple[Stage, ...], mesh: Mesh, compared: str | None
     simulated = {name: axis.rank for name, axis in over if isinstance(axis, Simulated)}
     transit, value = Transit(label, simulated), None
     if all(type(stage) in (AllGather, Replicas) for stage in stages) or stages[-1].is_constant:
-        return _run_there(stages, x, transit) if gathers else _run_back(stages, x, transit)
+        return _apply_stages(stages, x, transit) if gathers else _transpose_stages(stages, x, transit)
     linear = [stage.linear() for stage in stages]
     if any(one is not stage for one, stage in zip(linear, stages, strict=True)):
-        value = _run_there(stages, x.detach(), transit) if gathers else None
+        value = _apply_stages(stages, x.detach(), transit) if gathers else None
         stages = tuple([stage for stage in linear if stage is not None])  # a list: Dynamo of torch 2.11 runs no generator here
     ranks = tuple(simulated.values())
     if torch.compiler.is_compiling():
@@ -170,17 +170,17 @@ def _flow(x: Tensor, stages: tuple[Stage, ...], mesh: Mesh, compared: str | None
     return _flow_as_node(x, value, stages, tuple(simulated), ranks, label, gathers)
 
 
-def _run_there(stages: Iterable[Stage], x: Tensor, transit: Transit) -> Tensor:
+def _apply_stages(stages: Iterable[Stage], x: Tensor, transit: Transit) -> Tensor:
     """Return what leaves the stages."""
     for stage in stages:
-        x = stage.there(x, transit)
+        x = stage.apply(x, transit)
     return x
 
 
-def _run_back(stages: Sequence[Stage], grad: Tensor, transit: Transit) -> Tensor:
+def _transpose_stages(stages: Sequence[Stage], grad: Tensor, transit: Transit) -> Tensor:
     """Return the gradient of what enters the stages."""
     for stage in reversed(stages):
-        grad = stage.back(grad, transit)
+        grad = stage.transpose(grad, transit)
     return grad
 
 
@@ -195,13 +195,13 @@ def _flow_as_node(
 ) -> Tensor:
     """Run linear stages as one node of autograd: between two, a gradient would be cast to the dtype of the value."""
 
-    def there(x: Tensor, *ranks: Tensor) -> Tensor:
-        return _run_there(stages, x, Transit(label, dict(zip(axes, ranks, strict=True))))
+    def gather(x: Tensor, *ranks: Tensor) -> Tensor:
+        return _apply_stages(stages, x, Transit(label, dict(zip(axes, ranks, strict=True))))
 
-    def back(grad: Tensor, *ranks: Tensor) -> Tensor:
-        return _run_back(stages, grad, Transit(label, dict(zip(axes, ranks, strict=True))))
+    def reduce(grad: Tensor, *ranks: Tensor) -> Tensor:
+        return _transpose_stages(stages, grad, Transit(label, dict(zip(axes, ranks, strict=True))))
 
-    return LinearFunction.apply(x, value, linear_map(*((there, back) if gathers else (back, there))), *ranks)
+    return LinearFunction.apply(x, value, linear_map(*((gather, reduce) if gathers else (reduce, gather))), *ranks)
 
 
 @_torch.allow_in_graph

@@ -38,14 +38,13 @@ def start_copy_to_device(shard: Tensor, key: str, device: torch.device, dtype: t
         return there, _torch.AsyncCopy(shard, there)
 
 
-def make_host_copy_step(key: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor | None], PendingResult]:
-    """Return the last step of the chain of a unit or bucket: it casts to a dtype and copies to pinned host memory.
+def make_host_copy_step(key: str) -> Callable[[Tensor, Tensor | None], PendingResult]:
+    """Return the last step of the chain of a unit or bucket: it copies to pinned host memory.
 
     `_torch.synchronize_copies` waits for it.
     """
 
     def step(x: Tensor, own: Tensor | None) -> PendingResult:
-        x = x.to(dtype)
         there = _torch.allocate_like(x, HOST)
         with phase("copy gradient to the host", key):
             copy = _torch.AsyncCopy(x, there)

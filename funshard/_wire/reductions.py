@@ -60,7 +60,7 @@ class ReductionQueue:
             self.reduce_replicated(unit.key, pieces, route, steps)
         else:
             buffer = _torch.concat_into(pieces, pieces[0].new_empty(route.padded_numel, dtype=route.dtypes.reduce))
-            self.add_unreduced(unit.key, _prepare(buffer, steps))
+            self.add_unreduced(unit.key, steps.prepare(buffer))
 
     def _padding_zeros(self, route: Route, like: Tensor, routes: RouteTable) -> Tensor:
         """Return zeros as long as the longest padding of any unit."""
@@ -83,7 +83,7 @@ class ReductionQueue:
             del buffer
         self._report_finished(self._in_flight)
         buffer = self._buffers.take(route.padded_numel, route.dtypes.reduce, pieces[0])
-        sent = _prepare(_torch.concat_into(pieces, buffer), steps)
+        sent = steps.prepare(_torch.concat_into(pieces, buffer))
         if sent is not buffer:  # but what stands for it
             self._buffers.give(buffer)
             buffer = sent
@@ -169,7 +169,7 @@ class ReductionQueue:
         with phase("reduce bucket", " ".join(key or "''" for key in bucket.keys)):
             buffer = _torch.concat_into(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind.reduce))
             bucket.pieces.clear()
-            chain = CollectiveChain(_prepare(buffer, self._steps[kind]), self._steps[kind].reduce)
+            chain = CollectiveChain(self._steps[kind].prepare(buffer), self._steps[kind].reduce)
         self._full_buckets.append((bucket, chain))
         if kind.device is not None:
             self._host_copies.append(chain)
@@ -200,10 +200,3 @@ def flat_pieces(unit: Unit, grads: Sequence[Tensor | None], route: Route, like: 
         for grad, param in zip(grads, unit.params, strict=True)
     ]
     return insert_padding(pieces, unit, route.padded_numel, zeros)
-
-
-def _prepare(buffer: Tensor, steps: RouteSteps) -> Tensor:
-    """Return what is reduced of a unit's joined gradient."""
-    for change in steps.prepare:
-        buffer = change(buffer)
-    return buffer

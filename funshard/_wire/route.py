@@ -90,10 +90,10 @@ class Route:
         local_ranks = count_ranks((name for name in unit.local_axes if name in included), mesh)
         by, num_ranks = reduction.by if unit.numel else "sum", count_ranks((*split_axes, *replica_axes), mesh)
         op, before, after = choose_division(by, num_ranks, dtypes.reduce, local_ranks)
-        gathers: list[Stage] = [AllGather.of(name, mesh, op) for name in reversed(split_axes)]
+        gathers: list[Stage] = [AllGather.on_axis(name, mesh, op) for name in reversed(split_axes)]
         if precision.reduce_codec and len(split_axes) == 1 and dtype.is_floating_point:
             encoded = {"codec": precision.reduce_codec, "numel": slice_numel, "dtype": dtypes.reduce}
-            gathers = [GatherEncodedBack.of(split_axes[0], mesh, op, **encoded)]
+            gathers = [GatherEncodedBack.on_axis(split_axes[0], mesh, op, **encoded)]
         decode = functools.partial(Decode, num_slices=num_slices, numel=slice_numel, dtype=dtypes.param)
         if unit.at_rest:
             form = unit.at_rest._describe_encoding(slice_numel, dtype)[1]
@@ -104,7 +104,7 @@ class Route:
                 sent, gathers = dtype, [Bytes(layout), *gathers, Join(layout)]
             elif precision.codec and dtype.is_floating_point and unit.numel:
                 sent, gathers = dtype, [Encode(precision.codec, dtypes.param), *gathers, decode(precision.codec)]
-            replicas = [Replicas.of(name, mesh, op) for name in reversed(replica_axes)]
+            replicas = [Replicas.on_axis(name, mesh, op) for name in reversed(replica_axes)]
             stages = [*replicas, *gathers]
             stages = [*([Divide(after)] if after != 1 else []), *stages, *([Divide(before)] if before != 1 else [])]
             if dtypes != (dtype, dtype) or device is not None or layout is not None:
@@ -112,7 +112,7 @@ class Route:
                 move = Move(device, sent, dtype, dtype if device is None else smaller)
                 stages = [move, *stages, GradDtype(device, dtypes.reduce)]
 
-        has_own_buffer = any(stage.is_sent for stage in stages)
+        has_own_buffer = any(stage.changes_values for stage in stages)
         kept_axes = tuple(name for name in split_axes if name in unit.p.reshard_axes)
         reshards = bool(kept_axes) if unit.p.reshard_axes and split_axes else bool(unit.p.reshard)
         kept_axes = () if kept_axes == split_axes else kept_axes

@@ -1,4 +1,4 @@
-"""The stages of a unit's way from a rank's slice to its buffer. Each one says both directions: values there, gradients back.
+"""The stages of a unit's way from slice to buffer: values pass `Stage.apply`, and gradients `Stage.transpose`.
 
             Move         Divide     Replicas("replicate")   AllGather("shard")   Divide    GradDtype
     slice   copy, cast ->   -    ->          -           ->     all-gather     ->   -    ->    -    -> buffer
@@ -60,19 +60,17 @@ __all__ = [
 
 StartStep = Callable[[Tensor, Tensor | None], PendingResult]
 """A function that starts one collective or copy on a tensor, and writes the result into the second one, if there is one."""
-BackStep = Callable[[Tensor], Tensor]
-"""A function of a gradient that a chain owns, which it may write to."""
 
 
 class Wire(NamedTuple):
-    """What passes between two stages, of one rank: its elements and their dtype."""
+    """The size of a rank's tensor between two stages: the number of its elements and their dtype."""
 
     numel: int
     dtype: torch.dtype
 
 
 class Names(NamedTuple):
-    """What a chain calls a unit: its key, the label of its collectives, and the tag that ranks compare."""
+    """The names of a unit in a chain: its key, the label of its collectives, and the tag that ranks compare."""
 
     key: str
     label: str
@@ -92,7 +90,7 @@ class Buffers(Protocol):
 
 
 class Transit:
-    """What the stages of one run share."""
+    """The state that stages share while a tensor passes them."""
 
     __slots__ = ("buffers", "form", "label", "ranks", "shape")
 
@@ -114,19 +112,19 @@ class Stage:
         return False
 
     @property
-    def is_sent(self) -> bool:
+    def changes_values(self) -> bool:
         """Whether it changes values, and not gradients alone."""
-        return type(self).there is not Stage.there
+        return type(self).apply is not Stage.apply
 
     def out(self, wire: Wire) -> Wire:
-        """Return what leaves the stage where this enters it."""
+        """Return the size of the tensor after the stage, up to the last gather."""
         return wire
 
-    def there(self, x: Tensor, transit: Transit) -> Tensor:
+    def apply(self, x: Tensor, transit: Transit) -> Tensor:
         """Return the value after the stage, in data flow below autograd. Dimensions after the first may be batches."""
         return x
 
-    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+    def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         """Return the gradient before the stage from that after it, in data flow: the transpose of `linear`."""
         return grad
 
@@ -134,18 +132,23 @@ class Stage:
         """Return the stage that tangents go through: itself, unless it is not linear; None for the identity."""
         return self
 
-    def send(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
+    def apply_out(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
         """Return the value after the stage, in a chain.
 
         If the one gather follows, ``out`` is its result, and the value may be written where that has it.
         """
-        return self.there(x, transit)
+        return self.apply(x, transit)
 
-    def send_back(self) -> BackStep | None:
-        """Return the function for gradients in a chain, if the stage is not the identity for them and sends nothing."""
-        return None
+    def transpose_(self, grad: Tensor) -> Tensor:
+        """Return the gradient before the stage, in a chain, whose ``grad`` may be written to; nothing is sent here."""
+        return grad
 
-    def start_back(self, names: Names) -> StartStep | None:
+    @property
+    def changes_grads(self) -> bool:
+        """Whether `transpose_` does anything."""
+        return type(self).transpose_ is not Stage.transpose_
+
+    def start_transpose(self, names: Names) -> StartStep | None:
         """Return the function that starts the stage for gradients in a chain, if it sends something."""
         return None
 
@@ -168,23 +171,23 @@ class Move(Stage):
         return wire._replace(dtype=self.dtype)
 
     @property
-    def is_sent(self) -> bool:
+    def changes_values(self) -> bool:
         return self.device is not None or self.dtype != self.home
 
-    def there(self, x: Tensor, transit: Transit) -> Tensor:
+    def apply(self, x: Tensor, transit: Transit) -> Tensor:
         return move(x, self.device, self.dtype)
 
-    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+    def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         return move(grad, self.device and HOST, self.home)
 
-    def send(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
+    def apply_out(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
         return x if out is not None else x.to(self.dtype)  # a gather casts as it writes its own slice
 
-    def send_back(self) -> BackStep | None:
-        return lambda grad: grad.to(self.leaves_in)
+    def transpose_(self, grad: Tensor) -> Tensor:
+        return grad.to(self.leaves_in)
 
-    def start_back(self, names: Names) -> StartStep | None:
-        return None if self.device is None else make_host_copy_step(names.key, self.leaves_in)
+    def start_transpose(self, names: Names) -> StartStep | None:
+        return None if self.device is None else make_host_copy_step(names.key)
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ class Cast(Stage):
 
     dtype: torch.dtype
 
-    def there(self, x: Tensor, transit: Transit) -> Tensor:
+    def apply(self, x: Tensor, transit: Transit) -> Tensor:
         return x.to(self.dtype)
 
 
@@ -207,11 +210,11 @@ class Divide(Stage):
 
     divisor: float
 
-    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+    def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         return grad / self.divisor
 
-    def send_back(self) -> BackStep | None:
-        return lambda grad: grad.div_(self.divisor)
+    def transpose_(self, grad: Tensor) -> Tensor:
+        return grad.div_(self.divisor)
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ class GradDtype(Stage):
     device: torch.device | None
     dtype: torch.dtype
 
-    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+    def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         return move(grad, self.device, self.dtype)  # which is there, but for a slice that is to be reduced over more axes
 
 
@@ -229,7 +232,7 @@ class GradDtype(Stage):
 class Copy(Stage):
     """A copy of the slice, for a stage that may return what it is given."""
 
-    def there(self, x: Tensor, transit: Transit) -> Tensor:
+    def apply(self, x: Tensor, transit: Transit) -> Tensor:
         return x.clone()
 
 
@@ -237,7 +240,7 @@ class Copy(Stage):
 
 
 @dataclass(frozen=True)
-class _Over(Stage):
+class _Collective(Stage):
     """A collective over an axis of the mesh."""
 
     axis: str
@@ -250,7 +253,7 @@ class _Over(Stage):
     """The result of the reduction of gradients."""
 
     @classmethod
-    def of(cls, name: str, mesh: Mesh, op: Literal["mean", "sum"], **others: Any) -> Self:
+    def on_axis(cls, name: str, mesh: Mesh, op: Literal["mean", "sum"], **others: Any) -> Self:
         """Return the stage over an axis of a mesh."""
         axis = mesh[name]
         if isinstance(axis, ProcessAxis):
@@ -272,16 +275,16 @@ class _Over(Stage):
 
 
 @dataclass(frozen=True)
-class AllGather(_Over):
+class AllGather(_Collective):
     """The gather of the slices of an axis; gradients are reduce-scattered."""
 
     def out(self, wire: Wire) -> Wire:
         return wire._replace(numel=wire.numel * self.size)
 
-    def there(self, x: Tensor, transit: Transit) -> Tensor:
+    def apply(self, x: Tensor, transit: Transit) -> Tensor:
         return gather_slices(x, self.axis_in(transit), reduce=self.op, label=transit.label)
 
-    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+    def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         return reduce_scatter(grad, self.axis_in(transit), reduce=self.op, label=transit.label)
 
     def start(self, names: Names) -> StartStep:
@@ -289,7 +292,7 @@ class AllGather(_Over):
         context = self.context(names)
         return lambda x, own: start_op("gather_mean", x, context, own)
 
-    def start_back(self, names: Names) -> StartStep | None:
+    def start_transpose(self, names: Names) -> StartStep | None:
         context, op = self.context(names, reduces=True), f"scatter_{self.op}"
         return lambda x, own: start_op(op, x, context, own)
 
@@ -304,13 +307,13 @@ class GatherEncodedBack(AllGather):
     dtype: torch.dtype
     """The dtype of the sum."""
 
-    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+    def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         return reduce_encoded(grad, self.codec, self.axis_in(transit), self.op, transit.label)
 
-    def send_back(self) -> BackStep | None:
-        return lambda grad: encode_slices(grad, self.codec, self.size)
+    def transpose_(self, grad: Tensor) -> Tensor:
+        return encode_slices(grad, self.codec, self.size)
 
-    def start_back(self, names: Names) -> StartStep | None:
+    def start_transpose(self, names: Names) -> StartStep | None:
         how = f" encoded by {self.codec}"  # ranks compare it: other codecs may send as many bytes
         tag = names.tag and UnitTag(names.tag.keys, names.tag.index, how)
         context = self.context(names, reduces=True)._replace(tag=tag)
@@ -320,20 +323,20 @@ class GatherEncodedBack(AllGather):
 
 
 @dataclass(frozen=True)
-class Replicas(_Over):
+class Replicas(_Collective):
     """The ranks of an axis that hold equal slices; gradients are all-reduced."""
 
     @property
-    def is_sent(self) -> bool:
+    def changes_values(self) -> bool:
         return False
 
-    def there(self, x: Tensor, transit: Transit) -> Tensor:
+    def apply(self, x: Tensor, transit: Transit) -> Tensor:
         return vary(x, self.axis_in(transit), reduce=self.op, label=transit.label)
 
-    def back(self, grad: Tensor, transit: Transit) -> Tensor:
+    def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         return unvary(grad, self.axis_in(transit), reduce=self.op, label=transit.label)
 
-    def start_back(self, names: Names) -> StartStep | None:
+    def start_transpose(self, names: Names) -> StartStep | None:
         context, op = self.context(names._replace(tag=None), reduces=True), f"unvary_{self.op}"
         return lambda x, own: start_op(op, x, context, None if _torch.is_traced() else x)  # in place
 
@@ -349,7 +352,7 @@ class Encode(Stage):
     dtype: torch.dtype
     """The dtype in which the unit is computed with."""
 
-    def there(self, x: Tensor, transit: Transit) -> Tensor:
+    def apply(self, x: Tensor, transit: Transit) -> Tensor:
         raw, transit.form = pack_bytes(self.codec._encode_slice(x))
         return raw
 
@@ -373,7 +376,7 @@ class Decode(Stage):
     def is_constant(self) -> bool:
         return self.form is not None
 
-    def there(self, x: Tensor, transit: Transit) -> Tensor:
+    def apply(self, x: Tensor, transit: Transit) -> Tensor:
         form = self.form or transit.form
         assert form is not None
         return self.codec._decode_slices(unpack_bytes(x.view(self.num_slices, -1), form), self.numel, self.dtype)
@@ -391,13 +394,13 @@ class Bytes(Stage):
     def out(self, wire: Wire) -> Wire:
         return Wire(self.layout.sent_bytes, torch.uint8)
 
-    def there(self, x: Tensor, transit: Transit) -> Tensor:
+    def apply(self, x: Tensor, transit: Transit) -> Tensor:
         if self.layout.num_slices == 1 or self.layout.index is None:  # nobody's slice, on simulated ranks
             return x
         transit.shape = x.shape
         return self.layout.encode(x)
 
-    def send(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
+    def apply_out(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
         if _torch.is_traced():
             return self.layout.encode(x)
         if out is None:
@@ -411,13 +414,10 @@ class Join(Stage):
 
     layout: MixedLayout
 
-    def out(self, wire: Wire) -> Wire:
-        return Wire(self.layout.buffer_bytes, torch.uint8)
-
-    def there(self, x: Tensor, transit: Transit) -> Tensor:
+    def apply(self, x: Tensor, transit: Transit) -> Tensor:
         return x.to(self.layout.wide) if transit.shape is None else self.layout.widen(x, transit.shape)
 
-    def send(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
+    def apply_out(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
         if _torch.is_traced():
             return self.layout.join(x)
         if not self.layout.is_padded:

@@ -97,7 +97,7 @@ def decode_whole(raw: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     if not unit.at_rest:
         return raw
     decode = Route.for_unit(unit, mesh, Reduction(), None, raw.dtype).stages[-1]
-    rows = [decode.there(row, Transit()) for row in raw.view(count_ranks(unit.local_axes, mesh), -1)]
+    rows = [decode.apply(row, Transit()) for row in raw.view(count_ranks(unit.local_axes, mesh), -1)]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
