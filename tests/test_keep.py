@@ -606,7 +606,7 @@ def test_a_unit_that_is_kept_as_a_whole_has_one_dtype() -> None:
     model = make_model(F32)
     p = P("shard", precision=Precision(param=BF16, keep={"*norm.weight": F32}))
     spec = fs.by_path({"blocks.0": p, "blocks.0.norm": p})(model).on({"shard": 1})
-    assert [unit.kept_dtypes for unit in spec] == [(), (), (F32,)]
+    assert [unit.param_dtypes for unit in spec] == [(), (), (F32,)]
     found = fs.functional_call(
         Reads([3]),
         {"": torch.ones(8)},

@@ -14,6 +14,7 @@ from .. import _torch
 from .._batchnorm import SyncBatchNorm
 from .._spec.checks import check_spec
 from .._spec.division import ReduceBy, Reduction
+from .._spec.precision import precision_of
 from .._spec.spec import PartitionSpec
 from .._transforms.error_hints import add_argument_hints, add_hints, as_call_arguments
 from . import compiled_call
@@ -121,7 +122,7 @@ def _run_call(
     """Call the model, or another of its methods than forward. ``returned`` are globs of attributes to return."""
     with call.install(buffers, returned=returned, guards=_GUARDS) as run:
         forward = getattr(call.place.modules[""], method or "__call__")
-        run.out = wrap_in_casts(forward, call.spec.by_path[""].precision)(*args, **kwargs)
+        run.out = wrap_in_casts(forward, precision_of(call.spec.by_path[""]))(*args, **kwargs)
     return run
 
 

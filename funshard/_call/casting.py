@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .._batchnorm import MESH, WEIGHT, SyncBatchNorm
-from .._spec.precision import Precision
+from .._spec.precision import Precision, precision_of
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit, check_axes_are_given
 
@@ -88,10 +88,10 @@ def _first_dtype(tree: Any) -> torch.dtype | None:
 
 def cast_params(tensors: Sequence[Tensor], unit: Unit) -> Sequence[Tensor]:
     """Return a unit's full parameters in the dtype to compute with."""
-    precision = unit.p.precision
+    precision = precision_of(unit.p)
     if precision is None:
         return tensors
-    kept = unit.kept_dtypes or (None,) * len(tensors)
+    kept = unit.param_dtypes or (None,) * len(tensors)
     return [x.to(dtype or precision._resolve(x.dtype).param) for x, dtype in zip(tensors, kept, strict=True)]
 
 
@@ -101,7 +101,7 @@ def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:
     def dtype(path: str) -> torch.dtype | None:
         while path not in spec.by_path:
             path = path.rpartition(".")[0]
-        precision = spec.by_path[path].precision
+        precision = precision_of(spec.by_path[path])
         return precision.buffer if precision else None
 
     return dtype
@@ -134,5 +134,5 @@ def module_overrides(
             if weight is not None:
                 yield module, WEIGHT, weight
     for at, p in spec.by_path.items():
-        if p.precision and has_casts(p.precision) and at in modules and at != path:
-            yield modules[at], "forward", wrap_in_casts(modules[at].forward, p.precision)
+        if (precision := precision_of(p)) and has_casts(precision) and at in modules and at != path:
+            yield modules[at], "forward", wrap_in_casts(modules[at].forward, precision)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from .. import _torch
 from .._spec.checks import find_full_params
 from .._spec.division import ReduceBy, Reduction
-from .._spec.options import RECOMPUTE_ALL, Remat
+from .._spec.options import RECOMPUTE_ALL, remat_of
+from .._spec.precision import precision_of
 from .._spec.spec import PartitionSpec, find_fingerprinted
 from .._spec.tree import join_path
 from .._spec.unit import Unit
@@ -57,7 +58,7 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
         _override_modules(modules, spec, inputs.options.weight),
         _drop_new_entries(modules),
     ):
-        run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""].precision)
+        run = wrap_in_casts(getattr(model, method) if method else model, precision_of(spec.by_path[""]))
         out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
         after = {name: own[attr] for name, (_, own, attr, _, _) in replaced.items()}
     _keep_buffers(model, replaced, after, buffers)
@@ -111,7 +112,7 @@ def _find_runs(spec: PartitionSpec) -> dict[str, tuple[_Run, ...]]:
 
 def _gather_unit_views(shard: Tensor, spec: PartitionSpec, unit: Unit, reduction: Reduction) -> Sequence[Tensor]:
     """Gather a unit, and return its parameters."""
-    return cast_views(gather_unit(shard, unit, spec.bound_mesh, reduction, unit.p.precision), unit, shard.dtype)
+    return cast_views(gather_unit(shard, unit, spec.bound_mesh, reduction, precision_of(unit.p)), unit, shard.dtype)
 
 
 @_torch.allow_in_graph
@@ -218,7 +219,7 @@ def _drop_new_entries(modules: Mapping[str, nn.Module]) -> Generator[None]:
 def _check_casts_inside(spec: PartitionSpec) -> None:
     """Raise NotImplementedError for a unit with casts inside the model, where this torch can trace none."""
     for path, p in spec.by_path.items():
-        if path and p.precision and has_casts(p.precision) and not _torch.FORWARD_CAN_BE_REPLACED:
+        if path and (precision := precision_of(p)) and has_casts(precision) and not _torch.FORWARD_CAN_BE_REPLACED:
             raise NotImplementedError(
                 f"unit '{path}' has a Precision: inside torch.compile, torch {torch.__version__} can cast around the whole "
                 "model only: expected torch 2.13, or a Precision for whole(P(...)) and for no other unit"
@@ -243,12 +244,12 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
     """Return a module's forward, traced as a region where it is to be recomputed."""
     if path not in spec.recomputed:
         return forward
-    remat = spec.by_path[path].remat
+    remat = remat_of(spec.by_path[path]) or RECOMPUTE_ALL
     name = f"module '{path}' with P(remat=True)"
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with mark_region(remat if isinstance(remat, Remat) else RECOMPUTE_ALL, name):
+        with mark_region(remat, name):
             return forward(*args, **kwargs)
 
     return run

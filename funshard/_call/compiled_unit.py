@@ -26,7 +26,8 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
-from .._spec.options import RECOMPUTE_ALL, Compile, Remat, check_names
+from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of
+from .._spec.precision import precision_of
 from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
 from .._spec.unit import Unit
@@ -342,14 +343,14 @@ def _find_compiled(spec: PartitionSpec, modules: Mapping[str, nn.Module]) -> dic
 
 
 def _compiled_by_spec(spec: PartitionSpec) -> Mapping[str, Compile]:
-    return spec.compiled
+    return find_compiled(spec)
 
 
 def _check_units_inside(spec: PartitionSpec, *paths: str) -> bool:
     """Return True; raise ValueError if a unit inside one of these modules has remat, casts or offloaded activations."""
     for path in paths:
-        for inner, p in spec._chosen.items():
-            casts = p.precision is not None and has_casts(p.precision)
+        for inner, p in spec.by_run.items():
+            casts = (precision := precision_of(p)) is not None and has_casts(precision)
             if inner != path and is_within(inner, path) and (p.remat or casts or "activations" in p.offloads):
                 raise ValueError(
                     f"unit '{inner}' with {p} is inside of module '{path}', which is compiled as one: expected no remat, casts "
@@ -370,8 +371,8 @@ def _compile_forward(
         before: The attributes of the model before the call.
         forward: The forward to run without compilation.
     """
-    module, chosen = call.place.modules[path], call.spec._chosen.get(path)
-    remat = None if chosen is None or not chosen.remat else RECOMPUTE_ALL if chosen.remat is True else chosen.remat
+    module, chosen = call.place.modules[path], call.spec.by_run.get(path)
+    remat = remat_of(chosen) if chosen else None
     inside = call.place.modules_inside(path)
 
     @functools.wraps(forward)

@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import _torch
 from .._spec.checks import find_full_params
 from .._spec.division import Reduction
+from .._spec.precision import precision_of
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer, TensorRestorer, hook_running_node
@@ -257,7 +258,7 @@ class DataFlow:
         mesh, reduction, options = self.spec.bound_mesh, self._reduction, self._options
 
         def gather(shard: Tensor) -> list[Tensor]:
-            buffer = gather_unit(shard, unit, mesh, reduction, unit.p.precision, check_order=options.check_order)
+            buffer = gather_unit(shard, unit, mesh, reduction, precision_of(unit.p), check_order=options.check_order)
             return split_by_dtype(weigh_grad(buffer, options.weight), unit, shard.dtype)
 
         return gather

@@ -248,7 +248,7 @@ class BoundModule:
         """Return a whole model. Raise ValueError unless the spec was made for it."""
         with MODEL_LOCK:
             modules = _find_modules(model, "", {})
-            paths = spec._chosen
+            paths = spec.by_run
             for path, module in modules.items():
                 if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
                     check_not_compiled(path, module, in_place=path not in paths)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._phases import phase
-from .._spec.options import Remat
+from .._spec.options import RECOMPUTE_ALL, remat_of
 from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
 from .._transforms._recompute.adapters import CALL_ATTRIBUTES, set_attributes
@@ -104,7 +104,6 @@ def _recompute_module(
         for attr, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.setdefault(buffer, []).append(join_path(path, attr))
-    remat = outer.spec.by_path[place.path].remat
     run = _ModuleRun(outer, place, before, list(buffers.values()), gathered)
     given = place.replaced_parameters(before)
     now = dict(given)
@@ -123,7 +122,7 @@ def _recompute_module(
         f"module '{place.path}' with P(remat=True)",
         roots,
         place.owned,
-        remat=remat if isinstance(remat, Remat) else Remat(),
+        remat=remat_of(outer.spec.by_path[place.path]) or RECOMPUTE_ALL,
     )
     for i, (buffer, is_new) in written.items():
         before_it = list(buffers)[i]

@@ -33,6 +33,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from .. import _torch
 from .._phases import phase
 from .._spec.division import Reduction
+from .._spec.precision import precision_of
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms.saved_tensors import hook_running_node, mark_graph_freed
@@ -550,7 +551,7 @@ class GatheredUnit:
             self.unit,
             schedule.spec.bound_mesh,
             schedule.reduction,
-            self.unit.p.precision,
+            precision_of(self.unit.p),
             self.shard.dtype,
             check_order=schedule.check_order,
         )

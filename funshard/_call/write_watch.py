@@ -83,7 +83,7 @@ class WriteWatch:
         """Name the parameter that was changed, or those among which it is."""
         names = [param.name for param in self._unit.params]
         buffer, _, copy = self._watched[0]
-        is_split = self._layout is not None or not self._unit.kept_dtypes
+        is_split = self._layout is not None or not self._unit.param_dtypes
         if len(changed) == 1 and copy is not None and buffer.dim() == 1 and is_split:  # and no vmap has batched it
             unflatten = self._layout.unflatten if self._layout else unflatten_unit
             pairs = zip(unflatten(buffer, self._unit), unflatten(copy, self._unit), strict=True)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .._spec.byte_size import parse_bytes
 from .._spec.checks import bind_spec
-from .._spec.precision import Precision
+from .._spec.precision import Precision, precision_of
 from .._spec.spec import PartitionSpec
 from .._spec.unit import P
 from .at_rest import StateBytes, UnitBytes, count_per_slice, device_bytes, map_p, optimizer_init, state_bytes, unit_bytes
@@ -245,7 +245,7 @@ class Plan:
     @property
     def largest_unit(self) -> str:
         """The key of the unit whose gathered buffer is the largest."""
-        dtypes = {unit.key: (unit.p.precision or Precision())._resolve(unit.dtype) for unit in self.spec}
+        dtypes = {unit.key: (precision_of(unit.p) or Precision())._resolve(unit.dtype) for unit in self.spec}
         sizes = {unit.key: self.spec.padded_numel(unit) * dtypes[unit.key].param.itemsize for unit in self.spec}
         return max(sizes, key=sizes.__getitem__, default="")
 

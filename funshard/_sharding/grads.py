@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._spec.checks import bind_spec, check_buffers, check_mapping, check_trainable, find_full_params
 from .._spec.division import ReduceBy
+from .._spec.precision import precision_of
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.accumulation import drop_unweighted
@@ -57,9 +58,9 @@ def reduce_grads(
     out: Params = {}
     for unit in full:
         buffer = flatten_unit(grads, unit, spec.padded_numel(unit))
-        out[unit.key] = reduce_unit(buffer, unit, mesh, reduction, unit.p.precision)
+        out[unit.key] = reduce_unit(buffer, unit, mesh, reduction, precision_of(unit.p))
     for unit in slices:
-        out[unit.key] = reduce_slice(grads[unit.key], unit, mesh, reduction, unit.p.precision)
+        out[unit.key] = reduce_slice(grads[unit.key], unit, mesh, reduction, precision_of(unit.p))
     return {unit.key: out[unit.key] for unit in spec if unit.key in out}
 
 

@@ -55,22 +55,8 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
                     where = f", but '{name}' of unit '{owner}', which has {every[owner]}"
                     expected = "a policy that selects its module, too: what a policy leaves is replicated over local axes"
             raise ValueError(f"{p}: '{glob}' matches no parameter of its units{where}: expected {expected}")
-    for precision in dict.fromkeys(p.precision for p in every.values() if p.precision):
-        among = (x for name, params in owned.items() if every[name].precision == precision for x in params)
-        if (glob := precision._find_unmatched(among)) is not None:
-            known = [x.name for params in owned.values() for x in params if x.dtype.is_floating_point][:3]
-            raise ValueError(
-                f"{precision}: keep: '{glob}' matches no floating point parameter of the units with this precision: expected a "
-                f"glob of names in the model such as {known}"
-            )
-    for unit in units:
-        _check_reduce_codec(unit)
-    encoded = [name for name in owned if every[name].at_rest]
-    if encoded and not any(unit.at_rest for unit in units):
-        raise ValueError(
-            f"unit '{encoded[0]}' is {every[encoded[0]]}, which is for what is frozen, and nothing is: expected "
-            "requires_grad_(False) before the spec is made"
-        )
+    for option in dict.fromkeys(option for p in every.values() for option in p.options):
+        option._check_units([unit for unit in units if option in unit.p.options])
     units.sort(key=lambda unit: (unit.path != "", first[unit.path]))  # parents first, in natural order
     entries = tuple(sorted(chosen.items(), key=lambda item: natural_key(item[0])))
     names = tuple(param.name for param in tree.all_params)
@@ -145,21 +131,3 @@ def _split_into_units(name: str, paths: tuple[str, ...], p: P, params: list[Para
         parts += ["+".join(local)] if len(locals_) > 1 and local else []
         homes = tuple(path for path in paths if any(is_within(own, path) for param in group for own in param.names))
         yield Unit(":".join([name, *parts]), homes[0], p, tuple(group), homes)
-
-
-def _check_reduce_codec(unit: Unit) -> None:
-    """Raise ValueError, naming the unit, unless the codec of its gradients' reduction has slices of whole blocks to send."""
-    codec = unit.p.precision and unit.p.precision.reduce_codec
-    if not codec or not unit.requires_grad or not unit.dtype.is_floating_point or not unit.numel:
-        return
-    if len(unit.p.axes) != 1:
-        how = f"is split over {len(unit.p.axes)} axes" if unit.p.axes else "is replicated, so that gradients are all-reduced"
-        raise ValueError(
-            f"unit '{unit.key}' {how}: Precision(reduce_codec={codec}) sends gradients to the owners of slices over one axis; "
-            "expected P('axis'), or a Precision without reduce_codec (fs.compress compresses gradients of any unit)"
-        )
-    if unit.align % codec.block:
-        raise ValueError(
-            f"unit '{unit.key}': Precision(reduce_codec={codec}): blocks of {codec.block} elements would straddle parameters "
-            f"and ranks' slices, which start at multiples of {unit.align}: expected P(align={codec.block}), or a multiple of it"
-        )

@@ -6,21 +6,23 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import _torch
 from .._torch import OpOverload
+from .spec import PartitionSpec
+from .unit import Option, P
 
-__all__ = ["RECOMPUTE_ALL", "Chosen", "Compile", "Remat", "Save", "check_names"]
+__all__ = ["RECOMPUTE_ALL", "Chosen", "Compile", "Remat", "Save", "check_names", "find_compiled", "remat_of"]
 
 
 # --- Compile: how torch.compile compiles a unit's forward ---
 
 
 @dataclass(frozen=True)
-class Compile:
+class Compile(Option):
     """Compilation of a unit's forward by torch.compile: ``P(compile=Compile(...))``; ``P(compile=True)`` is the default one.
 
     Modules of one structure share a compilation, as far as torch guards allow it. Gathers, reductions and what is saved for
@@ -33,6 +35,7 @@ class Compile:
     Raises TypeError or ValueError for options of another kind.
     """
 
+    keywords: ClassVar[tuple[str, ...]] = ("compile",)
     backend: str | Callable[..., Any] = "inductor"
     """A backend of torch.compile."""
     mode: str | None = None
@@ -74,6 +77,11 @@ class Compile:
         return f"Compile({', '.join(f'{name}={value!r}' for name, value in shown.items() if value is not None)})"
 
 
+def find_compiled(spec: PartitionSpec) -> dict[str, Compile]:
+    """Return how each module path with ``P(compile=...)`` is compiled."""
+    return {path: p.compile if isinstance(p.compile, Compile) else Compile() for path, p in spec.by_run.items() if p.compile}
+
+
 def check_names(where: str, backend: object, mode: str | None, options: Mapping[str, Any]) -> None:
     """Raise ValueError for a backend, a mode or options that torch.compile does not know; ``where`` begins the message."""
     known: Sequence[str] = ()
@@ -102,7 +110,7 @@ Chosen = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Any], bool]
 
 
 @dataclass(frozen=True, repr=False)
-class Remat:
+class Remat(Option):
     """Recomputation of a module for its derivatives, but for saved results: ``P(remat=Remat(save=...))``.
 
     A saved result costs its memory, and the operator that made it does not run again for the gradient. A run is under a
@@ -121,6 +129,7 @@ class Remat:
     Raises TypeError for anything else.
     """
 
+    keywords: ClassVar[tuple[str, ...]] = ("remat",)
     save: Save | None = None
 
     def __post_init__(self) -> None:
@@ -177,6 +186,11 @@ class Remat:
 
 RECOMPUTE_ALL = Remat()
 """The `Remat` of ``P(remat=True)``, which saves nothing."""
+
+
+def remat_of(p: P) -> Remat | None:
+    """Return ``P(remat=...)``; None where the module does not run again."""
+    return p.remat if isinstance(p.remat, Remat) else RECOMPUTE_ALL if p.remat else None
 
 
 def _count_required_args(save: Callable[..., Any]) -> int:

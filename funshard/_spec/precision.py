@@ -8,15 +8,16 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .. import _torch
 from .tree import Param
+from .unit import Option, P, Unit
 
-__all__ = ["Codec", "Dtypes", "Form", "Precision", "pack_bytes", "pack_rows", "unpack_bytes"]
+__all__ = ["Codec", "Dtypes", "Form", "Precision", "pack_bytes", "pack_rows", "precision_of", "storage_codec", "unpack_bytes"]
 
 
 # --- Codec: the encoding of a unit's slices for their gather, and of their gradients for the reduction ---
@@ -28,7 +29,7 @@ _ALIGN = 16  # bytes: more than any dtype's
 
 
 @dataclass(frozen=True, repr=False)
-class Codec:
+class Codec(Option):
     """An encoding of slices for their gather: each rank computes with ``decode(*encode(slice))`` of every rank's slice.
 
     ``encode`` maps a 1-D slice to a tuple of tensors, of the same shapes and dtypes on every rank; ``decode`` maps these to
@@ -53,6 +54,7 @@ class Codec:
     that the mean is the element. ``name`` is its printed form. `funshard.codecs` has some.
     """
 
+    keywords: ClassVar[tuple[str, ...]] = ("at_rest",)
     encode: Callable[..., tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
     block: int = field(default=1, kw_only=True)
@@ -66,6 +68,19 @@ class Codec:
             return self.name
         names = (f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__qualname__)}" for fn in (self.encode, self.decode))
         return f"Codec({', '.join(names)})"
+
+    def _count_block(self) -> int:
+        return self.block
+
+    def _count_stored(self, numel: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        return self._describe_encoding(numel, dtype)[0], torch.uint8
+
+    def _check_units(self, units: Sequence[Unit]) -> None:
+        if not any(unit.at_rest for unit in units):
+            raise ValueError(
+                f"unit '{units[0].key}' is {units[0].p}, which is for what is frozen, and nothing is: expected "
+                "requires_grad_(False) before the spec is made"
+            )
 
     def _encode_slice(self, piece: Tensor) -> tuple[Tensor, ...]:
         """Encode a slice; raise TypeError unless the codec returns a tuple of tensors."""
@@ -119,6 +134,11 @@ class Codec:
         return (rows.flatten() if isinstance(rows, Tensor) else torch.cat(rows)).to(dtype)
 
 
+def storage_codec(unit: Unit) -> Codec | None:
+    """Return the codec in which a unit's slices are stored, ``P(at_rest=...)``; None for a unit that is stored as it is."""
+    return cast("Codec | None", unit.at_rest)
+
+
 def pack_bytes(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
     """Return ``(bytes, form)``: the tensors as one of uint8, to be sent at once. Inverse of `unpack_bytes`."""
     parts: list[Tensor] = []
@@ -168,7 +188,7 @@ class Dtypes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class Precision(Option):
     """The dtypes of a unit's values on their way. Shards, gradients and optimizer state keep the parameters' own.
 
     ``param`` is what parameters are gathered and computed in; with ``cast_inputs`` floating point inputs of the unit's
@@ -192,6 +212,7 @@ class Precision:
     a ``reduce`` of 16 bits. A glob that matches no floating point parameter is a ValueError when the spec is made.
     """
 
+    keywords: ClassVar[tuple[str, ...]] = ("precision",)
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
@@ -247,19 +268,50 @@ class Precision:
         wide = torch.promote_types(original, torch.float32) if self.reduce_codec else None
         return Dtypes(self.param or original, self.reduce or wide or self.param or original)
 
-    def _kept_dtypes(self, params: Sequence[Param]) -> tuple[torch.dtype | None, ...]:
-        """Return the dtype that ``keep`` gives each parameter, None for the rest; empty if it gives none of them one.
-
-        Raises ValueError, naming the parameter, for globs that give it several.
-        """
+    def _find_param_dtypes(self, params: Sequence[Param]) -> tuple[torch.dtype | None, ...]:
+        """Return the dtypes of ``keep``. Raises ValueError, naming the parameter, for globs that give it several."""
         found = [_find_kept(param, cast("KeptDtypes", self.keep)) for param in params] if self.keep else []
         return tuple(found) if any(found) else ()
 
-    def _find_unmatched(self, params: Iterable[Param]) -> str | None:
-        """Return a glob of ``keep`` that matches no name of the floating point ones among these parameters; or None."""
-        names = [name for param in params if param.dtype.is_floating_point for name in param.names]
-        globs = dict(self.keep or ())
-        return next((glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)), None)
+    def _check_units(self, units: Sequence[Unit]) -> None:
+        names = [name for unit in units if unit.dtype.is_floating_point for param in unit.params for name in param.names]
+        for glob in dict(self.keep or ()):
+            if not any(fnmatchcase(name, glob) for name in names):
+                raise ValueError(
+                    f"{self}: keep: '{glob}' matches no floating point parameter of the units with this precision: expected a "
+                    f"glob of names in the model such as {names[:3]}"
+                )
+        for unit in units:
+            if unit.param_dtypes and unit.at_rest:
+                own = next(param.name for param, dtype in zip(unit.params, unit.param_dtypes, strict=True) if dtype)
+                raise ValueError(
+                    f"unit '{unit.key}' is at rest in {unit.at_rest}, and Precision(keep=...) names its parameter '{own}': a "
+                    "codec encodes a slice as a whole; expected a unit of its own for what is kept, or another glob"
+                )
+            if self.reduce_codec:
+                _check_reduce_codec(unit, self.reduce_codec)
+
+
+def precision_of(p: P) -> Precision | None:
+    """Return ``P(precision=...)``."""
+    return cast("Precision | None", p.precision)
+
+
+def _check_reduce_codec(unit: Unit, codec: Codec) -> None:
+    """Raise ValueError, naming the unit, unless the codec of its gradients' reduction has slices of whole blocks to send."""
+    if not unit.requires_grad or not unit.dtype.is_floating_point or not unit.numel:
+        return
+    if len(unit.p.axes) != 1:
+        how = f"is split over {len(unit.p.axes)} axes" if unit.p.axes else "is replicated, so that gradients are all-reduced"
+        raise ValueError(
+            f"unit '{unit.key}' {how}: Precision(reduce_codec={codec}) sends gradients to the owners of slices over one axis; "
+            "expected P('axis'), or a Precision without reduce_codec (fs.compress compresses gradients of any unit)"
+        )
+    if unit.align % codec.block:
+        raise ValueError(
+            f"unit '{unit.key}': Precision(reduce_codec={codec}): blocks of {codec.block} elements would straddle parameters "
+            f"and ranks' slices, which start at multiples of {unit.align}: expected P(align={codec.block}), or a multiple of it"
+        )
 
 
 def _check_keep(keep: object) -> KeptDtypes:

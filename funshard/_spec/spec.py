@@ -18,7 +18,6 @@ import torch
 from .. import _torch
 from .._phases import LOGGER
 from ..collectives._mesh import Axis, Mesh, ProcessAxis
-from .options import Compile
 from .tree import Param, is_within
 from .unit import P, Unit
 
@@ -224,24 +223,14 @@ class PartitionSpec:
         return tuple(self.by_path)
 
     @property
-    def _chosen(self) -> Mapping[str, P]:
+    def by_run(self) -> Mapping[str, P]:
         """The `P` of each module path that runs as a unit: "" only where nothing else is selected, as by ``whole(P(...))``."""
         return dict(self.selected) or {"": self.root}
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """The paths of the modules with ``P(remat=True)``, which run again for their derivatives: "" for the model.
-
-        What no selected path owns is recomputed only where nothing is selected, as by ``whole(P(remat=True))``.
-        """
-        return tuple(path for path, p in self._chosen.items() if p.remat)
-
-    @property
-    def compiled(self) -> Mapping[str, Compile]:
-        """The paths of the modules with ``P(compile=True)``, and how they are compiled; chosen as in `recomputed`."""
-        return {
-            path: p.compile if isinstance(p.compile, Compile) else Compile() for path, p in self._chosen.items() if p.compile
-        }
+        """The paths of the modules with ``P(remat=True)``, which run again for their derivatives; as in `by_run`."""
+        return tuple(path for path, p in self.by_run.items() if p.remat)
 
     def _compute_once(self, make: Callable[..., Cached], *args: Hashable) -> Cached:
         """Return ``make(self, *args)``, computed once for this object and kept while it lives; it must not hold the spec."""
@@ -421,7 +410,7 @@ def _stored_by_key(spec: PartitionSpec) -> dict[str, tuple[int, torch.dtype]]:
 def _stored_of(unit: Unit, spec: PartitionSpec) -> tuple[int, torch.dtype]:
     """Return the length and dtype of a unit's shard: those of its bytes with ``at_rest``."""
     numel = spec.shard_numel(unit)
-    return (unit.at_rest._describe_encoding(numel, unit.dtype)[0], torch.uint8) if unit.at_rest else (numel, unit.dtype)
+    return unit.at_rest._count_stored(numel, unit.dtype) if unit.at_rest else (numel, unit.dtype)
 
 
 def _restrict_to_units(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:

@@ -7,12 +7,10 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
-from .options import Compile, Remat
-from .precision import Codec, Precision
 from .tree import Param, is_within
 
 if TYPE_CHECKING:
@@ -185,6 +183,40 @@ def describe_pieces(param: Param, sizes: Mapping[str, int]) -> str:
 
 # --- `P` and `Unit` ---
 
+
+class Option:
+    """The frozen value of a keyword of `P`, which checks itself and the units that have it: `Precision`, `Codec`, `Remat`.
+
+    Layouts need no more of an option than this. What it does is in the stages and wrappers that it brings.
+    """
+
+    keywords: ClassVar[tuple[str, ...]] = ()
+    """The keywords of `P` that take it."""
+
+    def _count_block(self) -> int:
+        """Return the number of elements of which every start of a parameter or slice has to be a multiple."""
+        return 1
+
+    def _count_stored(self, numel: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Return the length and dtype in which `shard` gives a slice of this length and dtype."""
+        return numel, dtype
+
+    def _find_param_dtypes(self, params: Sequence[Param]) -> tuple[torch.dtype | None, ...]:
+        """Return a dtype of its own for each parameter that gets one, None for the rest; empty if none of them gets one."""
+        return ()
+
+    def _check_units(self, units: Sequence[Unit]) -> None:
+        """Raise ValueError, naming the unit, where one of those with this option cannot have it."""
+
+
+_EXPECTED = {
+    "precision": "a Precision or None, got {}",
+    "at_rest": "a Codec such as codecs.nf4() or None, got {}",
+    "remat": "True or False, got {} (or a Remat, which says what is kept)",
+    "compile": "True, False or a Compile, got {}",
+}
+"""The keywords of `P` that take an `Option`, and the words for anything else."""
+
 ALIGN_BYTES = 16
 """The alignment of a tensor that vectorized kernels, tensor cores and NCCL need; FSDP1's with use_orig_params."""
 
@@ -233,12 +265,12 @@ class P:
 
     axis: str | tuple[str, ...] | None = None
     reshard: bool | str | tuple[str, ...] = field(default=True, kw_only=True)
-    precision: Precision | None = field(default=None, kw_only=True)
-    remat: bool | Remat = field(default=False, kw_only=True)
+    precision: Option | None = field(default=None, kw_only=True)
+    remat: bool | Option = field(default=False, kw_only=True)
     offload: str | Collection[str] | None = field(default=None, kw_only=True)
-    compile: bool | Compile = field(default=False, kw_only=True)
+    compile: bool | Option = field(default=False, kw_only=True)
     align: int | None = field(default=None, kw_only=True)
-    at_rest: Codec | None = field(default=None, kw_only=True)
+    at_rest: Option | None = field(default=None, kw_only=True)
     local: Mapping[str, int | Mapping[str, int]] | LocalAxes | None = field(default=None, kw_only=True)
     unit: str | None = field(default=None, kw_only=True)
 
@@ -248,15 +280,12 @@ class P:
                 raise TypeError(f"P: expected an axis name, a tuple of names or None, got {self.axis!r}")
         if len(set(self.axes)) < len(self.axes):
             raise ValueError(f"P: axis named twice in {self.axis!r}: expected different mesh axes")
-        if not isinstance(self.precision, Precision | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"P: precision: expected a Precision or None, got {self.precision!r}")
-        if not isinstance(self.at_rest, Codec | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"P: at_rest: expected a Codec such as codecs.nf4() or None, got {self.at_rest!r}")
+        for keyword, expected in _EXPECTED.items():
+            value: object = getattr(self, keyword)
+            is_option = isinstance(value, Option) and keyword in value.keywords
+            if not is_option and type(value) is not type(getattr(P, keyword)):  # the default is None, or False
+                raise TypeError(f"P: {keyword}: expected {expected.format(repr(value))}")
         self._check_reshard()
-        if not isinstance(self.remat, bool | Remat):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"P: remat: expected True or False, got {self.remat!r} (or a Remat, which says what is kept)")
-        if not isinstance(self.compile, bool | Compile):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"P: compile: expected True, False or a Compile, got {self.compile!r}")
         if self.unit is not None and (not isinstance(self.unit, str) or not self.unit):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: unit: expected a label or None, got {self.unit!r}")
         object.__setattr__(self, "local", check_local(self.local, self.axes) or None)
@@ -306,6 +335,11 @@ class P:
         return () if self.axis is None else (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
 
     @property
+    def options(self) -> tuple[Option, ...]:
+        """The options among its fields."""
+        return tuple(value for keyword in _EXPECTED if isinstance(value := getattr(self, keyword), Option))
+
+    @property
     def local_axes(self) -> LocalAxes:
         """The axes of ``local``, and the dimension that each splits, by glob of parameter names."""
         return cast("LocalAxes", self.local or ())
@@ -343,15 +377,15 @@ class Unit:
     """The contents of the buffer in order, with their numbers of elements: parameters, and padding (None)."""
     span: int = field(init=False, compare=False, repr=False)
     """Elements up to the end of the last parameter, with the padding before it."""
-    kept_dtypes: tuple[torch.dtype | None, ...] = field(init=False, compare=False, repr=False)
-    """The dtype that ``Precision(keep=...)`` gives each parameter, None for the rest; empty if it gives none of them one."""
+    param_dtypes: tuple[torch.dtype | None, ...] = field(init=False, compare=False, repr=False)
+    """The dtype that an option gives each parameter, None for the rest; empty if none of them gets one."""
 
     def __post_init__(self) -> None:
         align = self.p.align
         if align is None:
             # not of the precision: the lengths of shards cannot tell apart two layouts of the same parameters
             align = ALIGN_BYTES // (torch.bfloat16 if self.dtype == torch.float32 else self.dtype).itemsize
-        align = math.lcm(align, self.at_rest.block if self.at_rest else 1)
+        align = math.lcm(align, self.at_rest._count_block() if self.at_rest else 1)
         parts: list[tuple[int, Param | None]] = []
         span = 0
         for param in self.params:
@@ -364,13 +398,8 @@ class Unit:
         object.__setattr__(self, "align", align)
         object.__setattr__(self, "parts", tuple(parts))
         object.__setattr__(self, "span", span)
-        object.__setattr__(self, "kept_dtypes", self.p.precision._kept_dtypes(self.params) if self.p.precision else ())
-        if self.kept_dtypes and self.at_rest:
-            kept = next(param.name for param, dtype in zip(self.params, self.kept_dtypes, strict=True) if dtype)
-            raise ValueError(
-                f"unit '{self.key}' is at rest in {self.at_rest}, and Precision(keep=...) names its parameter '{kept}': a "
-                "codec encodes a slice as a whole; expected a unit of its own for what is kept, or another glob"
-            )
+        by_option = (option._find_param_dtypes(self.params) for option in self.p.options)
+        object.__setattr__(self, "param_dtypes", next((dtypes for dtypes in by_option if dtypes), ()))
 
     def is_inside(self, path: str) -> bool:
         """Return whether one of its modules is inside the module at this path, or that module itself.
@@ -404,7 +433,7 @@ class Unit:
         return self.params[0].dtype
 
     @property
-    def at_rest(self) -> Codec | None:
+    def at_rest(self) -> Option | None:
         """The codec in which its slices are stored: ``p.at_rest`` if it is frozen and floating point, else None."""
         frozen = not self.requires_grad and self.dtype.is_floating_point and any(param.numel for param in self.params)
         return self.p.at_rest if frozen else None

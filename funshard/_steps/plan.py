@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree  # which knows what a tree is, as torc
 from .. import _torch
 from .._spec.checks import check_shards
 from .._spec.division import ReduceBy, Reduction
-from .._spec.precision import Precision
+from .._spec.precision import Precision, precision_of
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._transforms._recompute.reachable import ReachableObjects
@@ -84,7 +84,7 @@ class AccumulationPlan:
             return dict(shards)
         mesh, out = self.spec.bound_mesh, {}
         for unit in self._units():
-            buffer = gather_unit(shards[unit.key], unit, mesh, self.reduction, unit.p.precision)
+            buffer = gather_unit(shards[unit.key], unit, mesh, self.reduction, precision_of(unit.p))
             views = cast_views(buffer, unit, shards[unit.key].dtype)
             out |= zip((param.name for param in unit.params), views, strict=True)
         return out
@@ -189,8 +189,8 @@ class AccumulationPlan:
             if not rest or not self.is_deferred:
                 return grad / count
             reduction, reduce = Reduction("mean" if by == "mean" else "sum", frozenset(rest)), reduce_slice
-        dtypes = (p.precision or Precision())._resolve(shard.dtype)
-        return reduce((grad / count).to(dtypes.reduce), unit, mesh, reduction, p.precision, shard.dtype)
+        dtypes = (precision_of(p) or Precision())._resolve(shard.dtype)
+        return reduce((grad / count).to(dtypes.reduce), unit, mesh, reduction, precision_of(p), shard.dtype)
 
     def _units(self) -> Iterator[Unit]:
         """Return the units with parameters in this step."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
+from .._spec.precision import Precision, precision_of
 from .._spec.spec import PartitionSpec, abridge
 
 __all__ = ["add_argument_hints", "add_compile_hint", "add_hints", "as_call_arguments", "check_materialized", "find_hint"]
@@ -102,8 +103,8 @@ def add_argument_hints(
     devices = [{str(x.device) for x in given} for given in (params.values(), tensors)]
     if len(devices[0] | devices[1]) > 1:
         hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
-    used = {unit.p.precision._resolve(unit.dtype).param if unit.p.precision else unit.dtype for unit in spec}
-    used |= {dtype for unit in spec for dtype in unit.kept_dtypes if dtype}
+    used = {(precision_of(unit.p) or Precision())._resolve(unit.dtype).param for unit in spec}
+    used |= {dtype for unit in spec for dtype in unit.param_dtypes if dtype}
     text = _torch.error_text(error)
     floats = {x.dtype for x in tensors if x.is_floating_point() or "Long" in text}  # whole numbers are often right
     shown = ", ".join(sorted({str(x.dtype) for x in tensors if x.is_floating_point()}))
@@ -126,13 +127,13 @@ def add_argument_hints(
 
 def _find_kept_hint(error: Exception, model: nn.Module, spec: PartitionSpec) -> str:
     """Return which cast is missing beside a parameter of ``Precision(keep=)``, next to the module that failed; or nothing."""
-    kept = {x.name: (dtype, unit) for unit in spec for x, dtype in zip(unit.params, unit.kept_dtypes, strict=False) if dtype}
+    kept = {x.name: (dtype, unit) for unit in spec for x, dtype in zip(unit.params, unit.param_dtypes, strict=False) if dtype}
     if not kept or (path := find_running_module(error.__traceback__, model)) is None:
         return ""
     own = next((name for name in kept if name.rpartition(".")[0] == path), None)
     name = own or max(kept, key=lambda name: [a == b for a, b in zip(name.split("."), path.split("."), strict=False)])
     dtype, unit = kept[name]
-    low = unit.p.precision._resolve(unit.dtype).param if unit.p.precision else unit.dtype
+    low = (precision_of(unit.p) or Precision())._resolve(unit.dtype).param
     where = f"module '{path}' failed, and Precision(keep=) has '{name}' in {dtype}"
     if own:
         return f"{where}, while inputs are cast to {low}: expected its forward to cast its input, as x.to(self.weight.dtype)"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._spec.division import Reduction
+from .._spec.precision import precision_of
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import Mesh, ProcessAxis
 from ..collectives._ops import PendingResult
@@ -295,7 +296,7 @@ def make_route_table(
     """Return the routes of a spec's units, whose shards have these dtypes, on its process groups."""
     mesh, recomputed = spec.bound_mesh, {*spec.recomputed}
     routes = {
-        unit.key: Route.for_unit(unit, mesh, reduction, unit.p.precision, dtype)
+        unit.key: Route.for_unit(unit, mesh, reduction, precision_of(unit.p), dtype)
         for unit, dtype in zip(spec, dtypes, strict=True)
     }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import _torch
 from .._spec.checks import HOST
 from .._spec.division import ReduceBy, Reduction
-from .._spec.precision import Precision, pack_bytes
+from .._spec.precision import Precision, pack_bytes, storage_codec
 from .._spec.unit import Unit
 from .._units.accumulation import drop_unweighted
 from .._units.layout import rank_coords
@@ -101,14 +101,15 @@ def _weigh_grad(buffer: Tensor, weight: Tensor) -> Tensor:
 
 def encode_at_rest(piece: Tensor, unit: Unit) -> Tensor:
     """Return a slice as `shard` gives it: itself, or its bytes in the codec. Raise RuntimeError if it has a derivative."""
-    if not unit.at_rest:
+    codec = storage_codec(unit)
+    if codec is None:
         return piece
     if _torch.is_tracked(piece):
         raise RuntimeError(
-            f"unit '{unit.key}' is at rest in {unit.at_rest}, and bytes have no derivative: expected full parameters "
+            f"unit '{unit.key}' is at rest in {codec}, and bytes have no derivative: expected full parameters "
             "without one; detach them, or leave at_rest= out of its P"
         )
-    return pack_bytes(unit.at_rest._encode_slice(piece.detach().to(unit.dtype)))[0]
+    return pack_bytes(codec._encode_slice(piece.detach().to(unit.dtype)))[0]
 
 
 def reduce_unit(

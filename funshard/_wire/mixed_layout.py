@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec.precision import Precision
+from .._spec.precision import Precision, precision_of
 from .._spec.unit import Unit
 from .._units.layout import from_memory_order, unflatten_unit, view_as_bytes
 
@@ -169,7 +169,7 @@ def make_mixed_layout(
         ValueError: Naming the unit, where a parameter would begin between two elements of its dtype.
     """
     param_dtypes = find_param_dtypes(unit, default)
-    if not unit.kept_dtypes or len({*param_dtypes}) == 1:
+    if not unit.param_dtypes or len({*param_dtypes}) == 1:
         return None
     dtypes = iter(param_dtypes)
     runs: list[Run] = []  # not list[Run](), which Dynamo does not trace
@@ -194,13 +194,13 @@ def make_mixed_layout(
 
 def find_param_dtypes(unit: Unit, default: torch.dtype) -> tuple[torch.dtype, ...]:
     """Return the dtype in use of each of the unit's parameters: ``default`` unless `Precision` keeps another."""
-    return tuple(kept or default for kept in unit.kept_dtypes) or (default,) * len(unit.params)
+    return tuple(kept or default for kept in unit.param_dtypes) or (default,) * len(unit.params)
 
 
 def cast_views(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> list[Tensor]:
     """Return a unit's parameters from its buffer in data flow: views of it, or casts of views to their own dtypes."""
     views = unflatten_unit(buffer, unit)
-    if not unit.kept_dtypes:
+    if not unit.param_dtypes:
         return views
     return [view.to(dtype) for view, dtype in zip(views, _find_computed_dtypes(unit, shard_dtype), strict=True)]
 
@@ -210,7 +210,7 @@ def split_by_dtype(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> list
 
     The wide buffer need not live longer. Without parameters in dtypes of their own it is the only one.
     """
-    if not unit.kept_dtypes:
+    if not unit.param_dtypes:
         return [buffer]
     dtypes = _find_computed_dtypes(unit, shard_dtype)
     pieces = [
@@ -224,7 +224,7 @@ def split_by_dtype(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> list
 
 def view_by_dtype(buffers: Sequence[Tensor], unit: Unit, shard_dtype: torch.dtype) -> list[Tensor]:
     """Return a unit's parameters as views of its buffers, one for each dtype, which `split_by_dtype` returns."""
-    if not unit.kept_dtypes:
+    if not unit.param_dtypes:
         return unflatten_unit(buffers[0], unit)
     dtypes = _find_computed_dtypes(unit, shard_dtype)
     sizes = {dtype: [x.numel for x, own in zip(unit.params, dtypes, strict=True) if own == dtype] for dtype in dtypes}
@@ -234,7 +234,7 @@ def view_by_dtype(buffers: Sequence[Tensor], unit: Unit, shard_dtype: torch.dtyp
 
 def _find_computed_dtypes(unit: Unit, shard_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """Return the dtypes in use of the parameters of a unit whose shard has ``shard_dtype``."""
-    return find_param_dtypes(unit, (unit.p.precision or Precision())._resolve(shard_dtype).param)
+    return find_param_dtypes(unit, (precision_of(unit.p) or Precision())._resolve(shard_dtype).param)
 
 
 def _list_part_sizes(buffer: Tensor, unit: Unit) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._spec.checks import compute_device
 from .._spec.division import Reduction, choose_division, count_ranks
-from .._spec.precision import Dtypes, Precision
+from .._spec.precision import Dtypes, Precision, storage_codec
 from .._spec.unit import Unit
 from .._units.layout import longest_padding, unflatten_unit
 from ..collectives._mesh import Mesh, ProcessAxis
@@ -73,7 +73,7 @@ class Route:
         Axes of one rank do not count, and a unit without elements stays where it is.
         """
         dtype = unit.dtype if unit.at_rest else dtype
-        keeps, precision = bool(precision and unit.kept_dtypes and unit.numel), precision or Precision()
+        keeps, precision = bool(precision and unit.param_dtypes and unit.numel), precision or Precision()
         dtypes = precision._resolve(dtype)
         sizes = {name: axis.size for name, axis in mesh.axes if axis.size > 1 and unit.numel}
         split_axes = tuple(name for name in unit.p.axes if name in sizes)
@@ -95,9 +95,9 @@ class Route:
             encoded = {"codec": precision.reduce_codec, "numel": slice_numel, "dtype": dtypes.reduce}
             gathers = [GatherEncodedBack.on_axis(split_axes[0], mesh, op, **encoded)]
         decode = functools.partial(Decode, num_slices=num_slices, numel=slice_numel, dtype=dtypes.param)
-        if unit.at_rest:
-            form = unit.at_rest._describe_encoding(slice_numel, dtype)[1]
-            stages = _gather_at_rest([*gathers, decode(unit.at_rest, form=form)], device)
+        if codec := storage_codec(unit):
+            form = codec._describe_encoding(slice_numel, dtype)[1]
+            stages = _gather_at_rest([*gathers, decode(codec, form=form)], device)
         else:
             sent = dtypes.param  # what comes to the gathers
             if layout:

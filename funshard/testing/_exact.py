@@ -13,6 +13,7 @@ from .. import _torch
 from .._call.write_watch import compare_values
 from .._sharding.agree import check_ranks_agree, has_peers, hash_params, report_to_ranks
 from .._spec.checks import bind_spec, collect_full_params
+from .._spec.precision import Precision, precision_of
 from .._spec.spec import PartitionSpec
 from ..collectives._mesh import ProcessAxis
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCTS, Case, Convex, Loss, Order, Outcome
@@ -143,7 +144,7 @@ def _check_batch_is_stacked(case: Case) -> None:
 
 def _choose_tolerance(spec: PartitionSpec) -> float:
     """Return the tolerance of the coarsest dtype in which a unit is stored, computed with or reduced."""
-    dtypes = {d for unit in spec for d in (unit.dtype, *(unit.p.precision._resolve(unit.dtype) if unit.p.precision else ()))}
+    dtypes = {d for unit in spec for d in (unit.dtype, *(precision_of(unit.p) or Precision())._resolve(unit.dtype))}
     return max(map(_dtype_tolerance, dtypes), default=0.0)
 
 
