@@ -71,6 +71,7 @@ from ._sharding.grads import reduce_grads, reduce_mean, weight_share
 from ._sharding.random_like import random_like
 from ._sharding.sharding import combine, partition, reshard, shard, unshard
 from ._sharding.skeleton import skeleton
+from ._slices.pieces import param_views
 from ._spec.options import Compile, Remat
 from ._spec.precision import Codec, Precision
 from ._spec.spec import PartitionSpec
@@ -88,7 +89,7 @@ from ._transforms.grad import grad, grad_and_value
 from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
 from ._transforms.products import fishervp, ggnvp, hvp
-from ._units.layout import Params, flatten, param_views, unflatten
+from ._units.layout import Params, flatten, unflatten
 from .collectives._rank_check import check
 from .policies import Policy, by_path, by_size, by_type
 

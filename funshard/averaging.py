@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ._slices.moving_average import is_averaged, update_average
 from ._spec.checks import bind_spec
+from ._spec.local import check_axes_are_given, distinct_axes
 from ._spec.spec import PartitionSpec
-from ._spec.unit import check_axes_are_given, distinct_axes
 from ._units.accumulation import drop_unweighted
 from ._units.buckets import BUCKET_BYTES, Bucket, OpenBuckets
 from ._units.layout import Params

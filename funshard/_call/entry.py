@@ -16,6 +16,7 @@ from .._spec.spec import PartitionSpec
 from .._transforms.error_hints import as_call_arguments, check_materialized
 from .._units.accumulation import GradReceiver, find_accumulation
 from .._wire.flow import resolve_reduction
+from .._wire.host import check_host_resident
 from ..collectives._mesh import ProcessAxis
 from .buffers import is_first_warning
 from .module_state import BoundModule
@@ -57,6 +58,7 @@ def check_call(
     """
     spec = bind_spec(spec)
     check_params(params, spec)
+    check_host_resident(params, spec)
     accumulation, receiver = find_accumulation(params, spec, reduce, reduce_axes), None
     if accumulation:
         params, reduction, receiver = accumulation.replace(params)

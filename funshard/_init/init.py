@@ -16,7 +16,8 @@ from .._call.module_state import calling_thread, restore_modules
 from .._sharding.agree import check_ranks_agree, has_peers, hash_bits, report_to_ranks
 from .._sharding.sharding import check_rank
 from .._spec.checks import bind_spec, collect_full_params
-from .._spec.spec import PartitionSpec, log_spec
+from .._spec.log import log_spec
+from .._spec.spec import PartitionSpec
 from .._spec.tree import join_path
 from .._spec.unit import Unit, whole_shape
 from .._units.layout import Params, to_memory_order, unflatten_unit

@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._call.call import functional_call
-from .._spec.checks import HOST
 from .._spec.spec import PartitionSpec
 from .._spec.tree import is_within
 from .._spec.unit import Unit
+from .._wire.host import HOST
 from ..collectives._mesh import Mesh, ProcessAxis
 from .at_rest import UnitBytes, make_shard, map_p
 from .record import StepRecorder

@@ -15,8 +15,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._spec.checks import HOST
 from .._spec.spec import PartitionSpec
+from .._wire.host import HOST
 from ..collectives._mesh import Mesh, ProcessAxis
 from .at_rest import Init, is_on_host, make_shard
 from .timeline import Category, Collective, Event, EventKind, Phase

@@ -14,14 +14,15 @@ from torch import Tensor
 from .. import _torch
 from .._phases import phase
 from .._spec.byte_size import parse_bytes
-from .._spec.checks import bind_spec, check_full, check_shards, compute_device
+from .._spec.checks import bind_spec, check_full, check_shards
 from .._spec.division import Reduction, count_ranks
-from .._spec.spec import PartitionSpec, abridge, log_spec
+from .._spec.log import log_spec
+from .._spec.spec import PartitionSpec, abridge
 from .._spec.unit import Unit
 from .._units.layout import Params, rank_coords, view_as_bytes
 from .._wire.chain import CollectiveChain
 from .._wire.flow import encode_at_rest
-from .._wire.host import move, place_slice, start_copy_to_host
+from .._wire.host import check_host_resident, compute_device, move, place_slice, start_copy_to_host
 from .._wire.stages import AllGather, Names
 from .._wire.whole import decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
 from ..collectives._announce import announce
@@ -255,6 +256,7 @@ def stream_full(
     spec = bind_spec(spec)
     mesh = spec.bound_mesh
     units = check_shards(shards, spec, part=True)
+    check_host_resident(shards, spec)
     shards = dict(shards)
     size = parse_bytes(bucket, "bucket")
     if size <= 0:
@@ -387,6 +389,7 @@ def gather_full(
     spec = bind_spec(spec)
     mesh = spec.bound_mesh
     units = check_shards(shards, spec, part=True)
+    check_host_resident(shards, spec)
     if rank0_only and mesh.is_simulated:
         raise ValueError("gather_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
     full: Params = {}

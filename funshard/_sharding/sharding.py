@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from .. import _torch
 from .._spec.checks import bind_spec, check_mapping, check_shards, check_spec, check_trainable, collect_full_params
 from .._spec.division import ReduceBy, Reduction
-from .._spec.spec import PartitionSpec, log_spec
+from .._spec.log import log_spec
+from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
 from .._units.accumulation import find_accumulation
 from .._units.layout import Params, rank_coords, unflatten_unit
 from .._wire.flow import encode_at_rest, gather_unit
-from .._wire.host import place_slice
+from .._wire.host import check_host_resident, place_slice
 from .._wire.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
 from .agree import check_ranks_agree, has_peers, hash_params, report_to_ranks
 from .full import scatter_full
@@ -161,6 +162,7 @@ def unshard(
     spec = bind_spec(spec)
     mesh, reduction = spec.bound_mesh, Reduction.make(reduce)
     given = [unit.key for unit in check_shards(shards, spec, part=True)]
+    check_host_resident(shards, spec)
     chosen = given if units is None else tuple(units)
     for key in chosen:
         if key not in spec.by_key:
@@ -208,6 +210,7 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
     spec, new_spec = bind_spec(spec), bind_spec(new_spec)
     new_mesh = new_spec.bound_mesh
     given = {unit.key for unit in check_shards(shards, spec, part=True)}
+    check_host_resident(shards, spec)
     for name in spec.by_name.keys() ^ new_spec.by_name.keys():
         where = "the old spec" if name in spec.by_name else "the new spec"
         raise ValueError(f"parameter '{name}' is in {where} only: expected two specs of one model")

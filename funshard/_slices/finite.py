@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
-from .._spec.checks import compute_device
 from .._spec.spec import PartitionSpec
+from .._wire.host import compute_device
 from ..collectives._functions import sum_over
 from .padding import map_unpadded
 

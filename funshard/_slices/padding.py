@@ -11,8 +11,9 @@ from .._spec.checks import check_trainable
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
 from .._spec.unit import Unit
-from .._units.layout import rank_coords, slice_pieces
+from .._units.layout import rank_coords
 from .._wire.flow import scatter_unit
+from .pieces import slice_pieces
 
 __all__ = ["check_slice", "map_unpadded", "padding_mask", "split_by_param", "zero_padding"]
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit, whole_shape
-from .._units.layout import concat_padded, from_memory_order, rank_coords, slice_pieces
+from .._units.layout import concat_padded, from_memory_order, rank_coords
 from .._wire.flow import scatter_unit
 from .._wire.whole import flatten_whole, scatter_whole
 from .philox import MASK, philox
+from .pieces import slice_pieces
 
 __all__ = ["Draw", "draw_like", "draw_uniform", "hash_text"]
 

@@ -8,18 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from ..collectives._mesh import Mesh
 from .spec import PartitionSpec
 from .tree import Param, check_not_compiled
 from .unit import Unit, whole_shape
 
 __all__ = [
-    "HOST",
     "bind_spec",
     "check_buffers",
     "check_classes",
     "check_full",
-    "check_host_resident",
     "check_mapping",
     "check_params",
     "check_shards",
@@ -27,7 +24,6 @@ __all__ = [
     "check_tensors",
     "check_trainable",
     "collect_full_params",
-    "compute_device",
     "find_full_params",
     "take_full_params",
 ]
@@ -58,49 +54,6 @@ def check_spec(spec: object) -> PartitionSpec:
     raise TypeError(f"spec: expected a PartitionSpec such as fs.policies.whole()(model), got {type(spec).__name__}")
 
 
-# --- Units that live in host memory, ``P(offload="params")``, and the device on which they are used ---
-
-HOST = torch.device("cpu")
-
-
-def is_host(device: torch.device) -> bool:
-    """Return whether the device is the host itself: then nothing is copied. Tests of offloading replace this."""
-    return device.type == HOST.type
-
-
-def compute_device(unit: Unit, mesh: Mesh) -> torch.device | None:
-    """Return the device to which a host-resident unit is copied for use, None for a unit that is used where it is stored.
-
-    It is the mesh's own. A mesh that does not say on which device it computes leaves units where they are.
-    """
-    if "params" not in unit.p.offloads:
-        return None
-    device = _mesh_compute_device(mesh)
-    return None if device is None or is_host(device) else device
-
-
-@_torch.assume_constant
-def _mesh_compute_device(mesh: Mesh) -> torch.device | None:
-    """Return the mesh's device, a constant to torch.compile."""
-    return mesh.device
-
-
-def check_host_resident(shards: Mapping[str, Tensor], spec: PartitionSpec) -> None:
-    """Raise ValueError, naming the unit, where the shard of a host-resident unit is on another device."""
-    for key, device in spec._compute_once(_host_resident_units):
-        if key in shards and (at := shards[key].device).type not in (HOST.type, "meta"):
-            raise ValueError(
-                f"unit '{key}' has P(offload=\"params\"): expected its shard on the host, from where it is copied to {device}, "
-                f"got it on {at}; fs.shard puts it there, and so does .cpu() what was loaded"
-            )
-
-
-def _host_resident_units(spec: PartitionSpec) -> tuple[tuple[str, torch.device], ...]:
-    """Return the keys of the units that live in host memory, and the device on which each is used."""
-    devices = ((unit.key, compute_device(unit, spec.bound_mesh)) for unit in spec)
-    return tuple((key, device) for key, device in devices if device is not None)
-
-
 # --- Checks that parameters fit a spec, whose errors name the path ---
 
 
@@ -129,7 +82,6 @@ def check_shards(shards: Mapping[str, Tensor], spec: PartitionSpec, *, part: boo
     All of the spec's, or with ``part`` some of them.
     """
     _check_stored(shards, spec, spec, part=part)
-    check_host_resident(shards, spec)
     return [unit for unit in spec if unit.key in shards]
 
 
@@ -200,7 +152,6 @@ def check_params(params: Mapping[str, Tensor], spec: PartitionSpec, sizes: Mappi
             raise ValueError(f"parameter '{key}': expected the shard of its unit '{unit}' or its full parameters, got both")
     shards = {key: tensor for key, tensor in params.items() if key not in names} if names else params
     _check_stored(shards, spec, [unit for unit in spec if unit.key not in full])
-    check_host_resident(shards, spec)
     for unit in spec:
         for tensor in full.get(unit.key) or (params[unit.key],):
             if tensor.dtype == unit.dtype or (unit.at_rest and unit.key not in full):

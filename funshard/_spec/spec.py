@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,6 @@ from weakref import WeakValueDictionary
 import torch
 
 from .. import _torch
-from .._phases import LOGGER
 from ..collectives._mesh import Axis, Mesh, ProcessAxis
 from .tree import Param, is_within
 from .unit import P, Unit
@@ -24,7 +22,7 @@ from .unit import P, Unit
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["PartitionSpec", "abridge", "find_fingerprinted", "log_spec"]
+__all__ = ["PartitionSpec", "abridge", "find_fingerprinted"]
 
 
 # --- A spec's fingerprint: a string that stands for its contents where torch.compile traces ---
@@ -423,18 +421,3 @@ def _restrict_to_units(spec: PartitionSpec, path: str, keys: frozenset[str]) -> 
         ignored=tuple(name for name in spec.ignored if is_within(name, path)),
         run_order=None if spec.run_order is None else tuple(key for key in spec.run_order if key in keys),
     )
-
-
-# --- The log's line of a spec ---
-
-
-def log_spec(spec: PartitionSpec) -> None:
-    """Log a spec's summary at INFO, the first time that values are sharded by it."""
-    if not torch.compiler.is_compiling() and LOGGER.isEnabledFor(logging.INFO):  # Dynamo traces no logging
-        spec._compute_once(_log_spec)
-
-
-def _log_spec(spec: PartitionSpec) -> bool:
-    """Log a spec's summary and return True, which the spec caches."""
-    LOGGER.info("sharded by %r", spec)
-    return True

@@ -23,6 +23,7 @@ from .._transforms.grad import check_differentiable, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
 from .._units.layout import Params, flatten_unit
 from .._wire.flow import gather_unit, reduce_slice, reduce_unit, resolve_reduction
+from .._wire.host import check_host_resident
 from .._wire.mixed_layout import cast_views
 from .microbatches import sum_dtype, to_sum_dtype
 
@@ -71,6 +72,7 @@ class AccumulationPlan:
         if keep not in ("shards", "full"):
             raise ValueError(f"accumulate: keep: expected 'shards' or 'full', got {keep!r}")
         units = check_shards(params, spec, part=True)
+        check_host_resident(params, spec)
         for name in params:
             if name not in spec.by_key:
                 raise ValueError(f"parameter '{name}' is ignored by the spec: expected shards of its units; close over it")

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.checks import HOST
 from .._spec.division import ReduceBy, Reduction
 from .._spec.precision import Precision, pack_bytes, storage_codec
 from .._spec.unit import Unit
@@ -24,6 +23,7 @@ from .._units.layout import rank_coords
 from ..collectives._functions import reduce_scatter, scatter, unvary
 from ..collectives._mesh import Axis, Mesh, Simulated
 from ..collectives._primitive import LinearFunction, linear_map
+from .host import HOST
 from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 

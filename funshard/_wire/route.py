@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec.checks import compute_device
 from .._spec.division import Reduction, choose_division, count_ranks
 from .._spec.precision import Dtypes, Precision, storage_codec
 from .._spec.unit import Unit
 from .._units.layout import longest_padding, unflatten_unit
 from ..collectives._mesh import Mesh, ProcessAxis
+from .host import compute_device
 from .mixed_layout import MixedLayout, find_param_dtypes, make_mixed_layout
 from .stages import AllGather, Bytes, Copy, Decode, Divide, Encode, GatherEncodedBack, GradDtype, Join, Move, Replicas, Stage
 

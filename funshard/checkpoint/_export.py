@@ -20,6 +20,7 @@ from .._sharding.full import find_sent_dtype, gather_to_first
 from .._spec.checks import bind_spec, check_mapping, check_params, find_full_params
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit, whole_shape
+from .._wire.host import check_host_resident
 from .._wire.whole import unflatten_whole
 from ._files.directory import LOCK, StagingDirectory, check_replaceable, copy_access
 from ._files.manifest import MANIFEST
@@ -192,6 +193,7 @@ def export(
             _check_target(target, overwrite=overwrite)
         check_mapping(buffers or {})
         check_params(params, spec, dict(spec.bound_mesh.sizes))
+        check_host_resident(params, spec)
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype: expected a floating point dtype, got {dtype}")
         if shard_bytes < 1:

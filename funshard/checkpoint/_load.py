@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .._phases import LOGGER, phase
 from .._spec.checks import bind_spec
+from .._spec.local import describe_pieces
 from .._spec.spec import PartitionSpec
-from .._spec.unit import describe_pieces
 from ._errors import CheckpointError
 from ._files.manifest import METADATA, read_manifest, read_metadata
 from ._files.reader import StoredTensors

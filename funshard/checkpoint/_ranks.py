@@ -21,7 +21,8 @@ from .._sharding.agree import check_ranks_agree, has_peers, hash_spec
 from .._spec.spec import PartitionSpec
 from ..collectives._announce import announce
 from ..collectives._host_group import HostGroup, host_groups
-from ..collectives._mesh import Mesh, ProcessAxis, check_spans_world
+from ..collectives._mesh import Mesh, ProcessAxis
+from ..collectives._world import check_spans_world
 from ._errors import CheckpointError, SavedError
 
 __all__ = ["TIMEOUT", "Ranks", "connect_ranks"]

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from .._phases import LOGGER
 from .._spec.checks import bind_spec
+from .._spec.local import describe_pieces
 from .._spec.spec import PartitionSpec
 from .._spec.tree import Param
-from .._spec.unit import Unit, describe_pieces, whole_shape
+from .._spec.unit import Unit, whole_shape
 from .._units.layout import Params
 from ._errors import CheckpointError
 from ._export import DTYPES, INDEX, SINGLE

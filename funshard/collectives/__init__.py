@@ -14,7 +14,8 @@ from ._functions import (
     unvary,
     vary,
 )
-from ._mesh import Axis, Mesh, ProcessAxis, Simulated, axis_rank, global_rank, members
+from ._mesh import Axis, Mesh, ProcessAxis, Simulated
+from ._world import axis_rank, global_rank, members
 
 __all__ = [
     "Axis",

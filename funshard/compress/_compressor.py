@@ -8,12 +8,13 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from .._spec.checks import HOST, bind_spec, check_mapping, check_trainable, compute_device, find_full_params
+from .._spec.checks import bind_spec, check_mapping, check_trainable, find_full_params
 from .._spec.division import count_ranks
 from .._spec.spec import PartitionSpec
 from .._spec.unit import Unit
 from .._units.layout import Params, flatten_unit
 from .._wire.flow import reduce_along
+from .._wire.host import HOST, compute_device
 from ..collectives._functions import scatter
 from ..collectives._mesh import Axes
 

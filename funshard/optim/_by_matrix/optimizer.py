@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree  # traced by torch.compile, as optree 
 from ... import _torch
 from ..._phases import phase
 from ..._spec.checks import check_mapping, check_trainable
+from ..._spec.local import stack_dims
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
-from ..._spec.unit import stack_dims
 from ..._units.layout import Params
 from .._checks import break_message, check_rate, named_tensors, refuse_pickle, refuse_shared_memory, same_pair
 from .._elementwise.optimizer import elementwise

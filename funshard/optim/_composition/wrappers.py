@@ -17,7 +17,7 @@ from ..._slices.moving_average import check_decay, is_averaged, update_average
 from ..._spec.checks import bind_spec, check_mapping, check_spec, check_tensors
 from ..._spec.spec import PartitionSpec
 from ..._units.layout import Params
-from ...collectives._mesh import check_spans_world
+from ...collectives._world import check_spans_world
 from .._by_matrix.optimizer import MatrixOptimizer
 from .._checks import break_message
 from .._elementwise.checks import is_updated

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ... import _torch
 from ..._slices.padding import padding_mask
+from ..._slices.pieces import param_views
 from ..._spec.checks import bind_spec
 from ..._spec.spec import PartitionSpec
 from ..._spec.tree import Param
 from ..._spec.unit import Unit
-from ..._units.layout import param_views
 from ...collectives._functions import vary
 from ...collectives._mesh import Simulated
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._spec.checks import compute_device
 from ..._spec.division import count_ranks
 from ..._spec.spec import PartitionSpec
 from ..._spec.unit import join_shape
 from ..._units.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
 from ..._wire.flow import reduce_along
+from ..._wire.host import compute_device
 from ..._wire.whole import join_pieces, split_pieces
 from ...collectives._announce import announce
 from ...collectives._functions import gather_slices, vary

@@ -1,0 +1,94 @@
+"""Ranks of an axis and ranks of the world, each from the other; and meshes that do not span the world."""
+
+from __future__ import annotations
+
+import math
+
+import torch.distributed as dist
+
+from .. import _torch
+from ._mesh import Axis, Mesh, ProcessAxis, Simulated
+
+__all__ = ["axis_rank", "check_spans_world", "global_rank", "members"]
+
+
+def check_spans_world(mesh: Mesh, where: str) -> None:
+    """Raise ValueError if the mesh has only some ranks of the default process group, and is no ``submesh``.
+
+    A mesh of sizes alone, of one rank without a process group, or of simulated ranks passes: it communicates with nobody.
+    """
+    named = any(isinstance(axis, ProcessAxis) and axis.name for _, axis in mesh.axes)
+    if mesh.submesh or not named or mesh.is_simulated or not dist.is_initialized():
+        return
+    size, world = math.prod([axis.size for _, axis in mesh.axes]), dist.get_world_size()
+    if size < world:
+        raise ValueError(
+            f"{where}: the spec's mesh {dict(mesh.sizes)} has {size} of {world} ranks: expected all of the process group, "
+            "because the others may hold other parts of the model, as in tensor parallelism, and are left out; if that is "
+            "intended, bind the spec with spec.on(mesh, submesh=True)"
+        )
+
+
+def members(axis: Axis) -> tuple[int, ...]:
+    """Return the ranks in the world of all ranks of the axis that this one communicates with, itself among them.
+
+    In the order of their ranks on the axis: ``members(axis)[axis.rank]`` is this process. As torch's
+    ``get_process_group_ranks``, for torch.distributed; collectives here take ranks on the axis.
+
+    Args:
+        axis: A mesh axis with a process group; ValueError for one that is only a size, or simulated.
+
+    Example:
+        >>> from funshard.collectives import Mesh, members
+        >>> members(Mesh.world()["shard"])
+        (0,)
+    """
+    if isinstance(axis, Simulated):
+        raise ValueError(
+            f"a simulated axis of {axis.size} ranks is in one process: expected an axis over a process group; "
+            f"collectives take its own ranks 0..{axis.size - 1}"
+        )
+    if axis.name:
+        return tuple(dist.get_process_group_ranks(_torch.resolve_group(axis.name)))
+    if axis.size == 1:
+        return (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
+    raise ValueError(
+        f"an axis of {axis.size} ranks without a process group has no members: expected a DeviceMesh axis; "
+        "bind the spec with .on(mesh) (a pickled spec must be bound anew)"
+    )
+
+
+def global_rank(axis: Axis, rank: int) -> int:
+    """Return the rank in the world of a rank of the axis. Inverse of `axis_rank`; torch's ``get_global_rank``.
+
+    Args:
+        axis: A mesh axis, as for `members`.
+        rank: A rank of the axis (otherwise ValueError).
+
+    Example:
+        >>> from funshard.collectives import Mesh, global_rank
+        >>> global_rank(Mesh.world()["shard"], 0)
+        0
+    """
+    ranks = members(axis)
+    if not 0 <= rank < len(ranks):
+        raise ValueError(f"global_rank: expected a rank of the axis, 0..{len(ranks) - 1}, got {rank}")
+    return ranks[rank]
+
+
+def axis_rank(axis: Axis, global_rank: int) -> int:
+    """Return the rank on the axis of a rank of the world. Inverse of `global_rank`; torch's ``get_group_rank``.
+
+    Args:
+        axis: A mesh axis, as for `members`.
+        global_rank: One of ``members(axis)`` (otherwise ValueError).
+
+    Example:
+        >>> from funshard.collectives import Mesh, axis_rank
+        >>> axis_rank(Mesh.world()["shard"], 0)
+        0
+    """
+    ranks = members(axis)
+    if global_rank not in ranks:
+        raise ValueError(f"axis_rank: expected a rank of the world that is on the axis, one of {ranks}, got {global_rank}")
+    return ranks.index(global_rank)
