@@ -11,8 +11,7 @@ from torch import Tensor
 
 import funshard as fs
 from funshard import _torch
-from funshard._spec import checks as host
-from funshard._wire import stages
+from funshard._wire import host, stages
 
 
 class Copies:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._spec.precision import Codec, Form, pack_rows, unpack_bytes
+from ..collectives._functions import make_label
 from ..collectives._mesh import Axis
 from ..collectives._ops import OpContext, PendingResult, start_op
 from ..collectives._primitive import apply
@@ -86,7 +87,7 @@ def reduce_encoded(buffer: Tensor, codec: Codec, axis: Axis, op: Literal["mean",
     numel = rows.shape[-1]
     raw, form = pack_rows(codec._encode_rows(rows.reshape(-1, numel)))
     label = label and f"{label} encoded by {codec}"  # ranks compare it: other codecs may send as many bytes
-    received = apply("all_to_all", raw.reshape(axis.size, -1), axis, label=label).reshape(raw.shape)
+    received = apply("all_to_all", raw.reshape(axis.size, -1), axis, label=make_label(label)).reshape(raw.shape)
     total = _sum_rows(received, form, codec, numel, buffer.dtype, axis.size, mean=op == "mean")
     return total.reshape(*batch, numel).movedim(-1, 0)
 

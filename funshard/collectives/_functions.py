@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import _torch
 from ._mesh import Axis, Mesh, ProcessAxis, Simulated
-from ._primitive import apply
+from ._primitive import Label, apply
 from ._sequence import check_sequence
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "check_divisible",
     "gather_slices",
     "gather_values",
+    "make_label",
     "reduce_scatter",
     "scatter",
     "sum_over",
@@ -86,6 +87,11 @@ def _check_reduce(reduce: str) -> str:
     return reduce
 
 
+def make_label(label: str) -> Label | None:
+    """Return a label by which ranks compare their collectives first; None without one."""
+    return Label(label, check_sequence) if label else None
+
+
 def _check_reducible(reduce: str, x: Tensor) -> str:
     """Return ``reduce``; raise TypeError for the mean of an integer or bool tensor."""
     if _check_reduce(reduce) == "mean" and not (x.is_floating_point() or x.is_complex()):
@@ -119,7 +125,7 @@ def gather_slices(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str 
     """
     if x.dim() == 0:
         raise ValueError("gather_slices: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
-    return apply(f"gather_{_check_reduce(reduce)}", x, axis, label=label)
+    return apply(f"gather_{_check_reduce(reduce)}", x, axis, label=make_label(label))
 
 
 def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", dim: int = 0, label: str = "") -> Tensor:
@@ -146,7 +152,7 @@ def reduce_scatter(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", dim: int =
         [[2.0], [3.0]]
     """
     dim, op = check_divisible("reduce_scatter", x, axis, dim), f"scatter_{_check_reducible(reduce, x)}"
-    return apply_along(dim, lambda x: apply(op, x, axis, label=label), x)
+    return apply_along(dim, lambda x: apply(op, x, axis, label=make_label(label)), x)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, reduce: Reduce = "mean") -> Tensor:
@@ -230,7 +236,7 @@ def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> 
         [[1.0, 2.0], [1.0, 2.0]]
     """
     op = f"vary_{_check_reducible(reduce, x)}" if x.is_floating_point() or x.is_complex() else "vary_sum"
-    return apply(op, x, axis, label=label)
+    return apply(op, x, axis, label=make_label(label))
 
 
 def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
@@ -250,7 +256,7 @@ def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -
         >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [[2.0, 3.0], [2.0, 3.0]]
     """
-    return apply(f"unvary_{_check_reducible(reduce, x)}", x, axis, label=label)
+    return apply(f"unvary_{_check_reducible(reduce, x)}", x, axis, label=make_label(label))
 
 
 def broadcast(x: Tensor, axis: Axis, *, src: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from .. import _torch
 from .._phases import phase
 from ._mesh import Axis, Simulated
 from ._ops import OPS, OpContext, missing_group_error, start_op
-from ._sequence import check_sequence
 
-__all__ = ["LinearFunction", "LinearMap", "apply", "linear_map"]
+__all__ = ["Label", "LinearFunction", "LinearMap", "apply", "linear_map"]
 
 
 _UNIT_NOTES = ("funshard_unit", "funshard_reshard", "funshard_check_order")
@@ -93,33 +92,39 @@ class LinearFunction(_torch.Function):
         return LinearFunction.apply(x, value, linear, *ranks), to % x.dim()
 
 
-def _collective(op: str, size: int, name: str, root: int, label: str) -> LinearMap:
-    """Return an op on a process group (``name``), or on ranks stacked in dimension 0 (no name).
+class Label(NamedTuple):
+    """What a collective sends, and how ranks compare that before it starts."""
 
-    With a ``label`` ranks compare what they are about to start (_sequence.py), in every derivative, too.
-    """
+    text: str
+    compare: Callable[[list[str], str, Tensor], None]
+    """Of lines, the process group and the tensor: raises an error on every rank if their lines differ."""
+
+
+def _collective(op: str, size: int, name: str, root: int, label: Label | None) -> LinearMap:
+    """Return an op on a process group (``name``), or on ranks stacked in dimension 0 (no name)."""
 
     def run(x: Tensor, *_: Tensor) -> Tensor:
         if not name:
             return OPS[op].stack(x, root).clone()
         if not OPS[op].sends:
             return start_op(op, x, OpContext(size, name, root))()
+        text = label.text if label else ""
         if label:
-            check_sequence([f"{op} of {label}"], name, x)
-        with phase(op, f"of {label}" if label else None):
-            return start_op(op, x, OpContext(size, name, root, label=label))()
+            label.compare([f"{op} of {text}"], name, x)
+        with phase(op, f"of {text}" if text else None):
+            return start_op(op, x, OpContext(size, name, root, label=text))()
 
     return LinearMap(run, lambda: _collective(OPS[op].transpose, size, name, root, label), size)
 
 
 @_torch.allow_in_graph
-def _primitive(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int, label: str) -> Tensor:
+def _primitive(x: Tensor, rank: Tensor | None, op: str, size: int, name: str, root: int, label: Label | None) -> Tensor:
     # torch 2.13: Dynamo, inlining the Function, can lose its backward, and it knows no vmap rule. Pinned by
     # test_compiled_equals_eager and test_matrix.py.
     return LinearFunction.apply(x, None, _collective(op, size, name, root, label), *(() if rank is None else (rank,)))
 
 
-def apply(op: str, x: Tensor, axis: Axis, root: int = 0, label: str = "") -> Tensor:
+def apply(op: str, x: Tensor, axis: Axis, root: int = 0, label: Label | None = None) -> Tensor:
     """Apply an op of `OPS` over an axis. One rank needs none: it gets ``x`` itself."""
     if isinstance(axis, Simulated):
         return _primitive(x, axis.rank, op, axis.size, "", root, label)
@@ -128,6 +133,6 @@ def apply(op: str, x: Tensor, axis: Axis, root: int = 0, label: str = "") -> Ten
     if not axis.name:
         raise missing_group_error(axis.size)
     if torch.compiler.is_compiling():  # a graph is traced on tensors without values, and fs.compile compares the graphs
-        label = ""
+        label = None
     # A view of x, never the differentiated leaf itself (torch 2.13: Dynamo can otherwise lose a custom backward).
     return _primitive(x.view_as(x), None, op, axis.size, axis.name, root, label)
