@@ -47,12 +47,12 @@ without an underscore is public.
        optim, compress, averaging, loss_scale      around the step
     7  _slices                          slices where they lie: without padding, drawn at random, averaged, finite
     6  _wire                            a unit's way from slice to buffer: stages, and their folds, data flow and chains
-    5  _units                           one unit: the layout of its buffer, buckets of small tensors, weights of micro-batches
+    5  _units                           one unit: buckets of small tensors, weights of micro-batches
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
        codecs                           int8, NF4, dynamic8 and cast, for what is sent and what is at rest
-    4  _spec                            P, Precision, Remat, Unit, PartitionSpec: frozen data
-    3  collectives                      meshes, collectives and their transposes
-    2  _phases                          what a step does, in a profiler's trace and in the log
+    4  _spec                            the options of P: Precision and Codec, Remat, Compile; state by unit
+    3  collectives                      collectives with their transposes, and ranks that compare what they send
+    2  _core                            P, PartitionSpec, meshes, layouts: which parameters lie where
     1  _torch                           every private part of torch, and the test that pins it
 """
 
@@ -65,6 +65,10 @@ from ._call.buffers import BufferWarning
 from ._call.call import functional_call, trace_order
 from ._call.compiled_unit import CompileWarning
 from ._compiled.step import compile
+from ._core.layout import Params, flatten, unflatten
+from ._core.spec import PartitionSpec
+from ._core.tree import ModuleTree, Param, module_tree
+from ._core.unit import P, Unit
 from ._init.init import init, init_buffers
 from ._sharding.full import gather_full, scatter_full, stream_full
 from ._sharding.grads import reduce_grads, reduce_mean, weight_share
@@ -74,9 +78,6 @@ from ._sharding.skeleton import skeleton
 from ._slices.pieces import param_views
 from ._spec.options import Compile, Remat
 from ._spec.precision import Codec, Precision
-from ._spec.spec import PartitionSpec
-from ._spec.tree import ModuleTree, Param, module_tree
-from ._spec.unit import P, Unit
 from ._steps.accumulate import accumulate
 from ._steps.in_backward import StepResult, update_in_backward
 from ._steps.microbatches import PaddedMicrobatches, pad_microbatches
@@ -89,7 +90,6 @@ from ._transforms.grad import grad, grad_and_value
 from ._transforms.offload import offload
 from ._transforms.per_sample import per_sample_grads
 from ._transforms.products import fishervp, ggnvp, hvp
-from ._units.layout import Params, flatten, unflatten
 from .collectives._rank_check import check
 from .policies import Policy, by_path, by_size, by_type
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._core.mesh import Axes, Mesh
 from ._torch.modules import BatchNorm
-from .collectives._mesh import Axes, Mesh
 from .collectives._primitive import apply
 
 __all__ = ["MESH", "WEIGHT", "SyncBatchNorm", "convert_sync_batchnorm"]

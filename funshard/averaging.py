@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._core.checks import bind_spec
+from ._core.layout import Params
+from ._core.mesh import Axes, Axis, Mesh
+from ._core.spec import PartitionSpec
 from ._slices.moving_average import is_averaged, update_average
-from ._spec.checks import bind_spec
 from ._spec.local import check_axes_are_given, distinct_axes
-from ._spec.spec import PartitionSpec
 from ._units.accumulation import drop_unweighted
 from ._units.buckets import BUCKET_BYTES, Bucket, OpenBuckets
-from ._units.layout import Params
 from .collectives._functions import Reduce, all_reduce
-from .collectives._mesh import Axes, Axis, Mesh
 
 __all__ = ["Averaging", "average", "average_buffers", "choose_reduce_axes", "ema", "hierarchical", "init", "periodic"]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 
 import funshard as fs
-from funshard._spec.spec import find_fingerprinted
+from funshard._core.spec import find_fingerprinted
 
 PACKAGE = Path(fs.__file__).parent
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
-from funshard._units import layout
+from funshard._core import layout
 from funshard.optim import from_torch
 from funshard.optim._elementwise.checks import ELEMENTWISE_CLASSES, LR_DIFFERENTIABLE_CLASSES
 

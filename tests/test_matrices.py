@@ -20,8 +20,8 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
+from funshard._core.tree import Param
 from funshard._slices.pieces import Piece, slice_pieces
-from funshard._spec.tree import Param
 from funshard.collectives import ProcessAxis
 from funshard.optim._matrices.exchange import ExchangePlan, plan_from_owners, plan_to_owners
 from funshard.optim._matrices.owners import Matrix, assign_owners

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import funshard as fs
 from funshard import P, _torch
-from funshard._spec.division import Reduction
+from funshard._core.division import Reduction
 from funshard._wire.host import place_slice
 from funshard._wire.route import Route
 from funshard.compress import _compressor

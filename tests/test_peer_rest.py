@@ -23,7 +23,7 @@ from wrap_oracle import NESTED, sequential
 
 import funshard as fs
 from funshard import P
-from funshard.collectives._mesh import Mesh
+from funshard._core.mesh import Mesh
 
 STRATEGIES = {"FULL_SHARD": P("shard"), "SHARD_GRAD_OP": P("shard", reshard=False), "NO_SHARD": P()}
 

@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import P
+from funshard._core.mesh import Mesh
 from funshard._wire import reductions
-from funshard.collectives._mesh import Mesh
 
 AHEAD = [0, 1, 2]
 

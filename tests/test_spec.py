@@ -18,7 +18,7 @@ from models import unchanged
 from torch import nn
 
 import funshard as fs
-from funshard._spec.build import build
+from funshard._core.build import build
 from funshard.policies import Policy
 from funshard.testing import meshes, modules, policies
 from funshard.testing._strategies import ResidualNode

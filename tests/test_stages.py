@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import funshard as fs
 from funshard import P
-from funshard._spec.division import Reduction
+from funshard._core.division import Reduction
 from funshard._wire.route import Route
 from funshard._wire.stages import Stage, Transit, from_constants, to_constants
 

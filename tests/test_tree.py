@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import funshard as fs
-from funshard._spec.tree import NAMESPACE, natural_key
+from funshard._core.tree import NAMESPACE, natural_key
 from funshard.testing import modules
 from funshard.testing._strategies import ResidualNode
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._spec.spec import PartitionSpec
-from .._spec.tree import is_within
+from .._core.spec import PartitionSpec
+from .._core.tree import is_within
 from .._transforms.offload import OffloadHooks, OffloadTarget, can_offload, constant_storages, find_offload_hooks, storage_ids
 from .._transforms.saved_tensors import RestorableBuffer, SavedTensorHooks
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.fx.node import has_side_effect
 
 from .. import _torch
-from .._spec.spec import PartitionSpec, abridge
-from .._spec.tree import join_path
+from .._core.spec import PartitionSpec, abridge
+from .._core.tree import join_path
 from .._torch.modules import NormWithStatistics
 from .casting import buffer_dtypes, cast_back, cast_floats
 from .module_state import own_tensors

@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .. import _torch
 from .._batchnorm import SyncBatchNorm
-from .._spec.checks import check_spec
-from .._spec.division import ReduceBy, Reduction
+from .._core.checks import check_spec
+from .._core.division import ReduceBy, Reduction
+from .._core.spec import PartitionSpec
 from .._spec.precision import precision_of
-from .._spec.spec import PartitionSpec
 from .._transforms.error_hints import add_argument_hints, add_hints, as_call_arguments
 from . import compiled_call
 from .casting import module_overrides, wrap_in_casts

@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .._batchnorm import MESH, WEIGHT, SyncBatchNorm
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit
 from .._spec.local import check_axes_are_given
 from .._spec.precision import Precision, precision_of
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
 
 __all__ = ["buffer_dtypes", "cast_back", "cast_floats", "cast_params", "has_casts", "module_overrides", "wrap_in_casts"]
 

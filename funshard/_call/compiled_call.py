@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.checks import find_full_params
-from .._spec.division import ReduceBy, Reduction
+from .._core.checks import find_full_params
+from .._core.division import ReduceBy, Reduction
+from .._core.spec import PartitionSpec, find_fingerprinted
+from .._core.tree import join_path
+from .._core.unit import Unit
 from .._spec.options import RECOMPUTE_ALL, remat_of
 from .._spec.precision import precision_of
-from .._spec.spec import PartitionSpec, find_fingerprinted
-from .._spec.tree import join_path
-from .._spec.unit import Unit
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
 from .._wire.flow import gather_unit, weigh_grad
 from .._wire.mixed_layout import cast_views

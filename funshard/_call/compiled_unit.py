@@ -26,11 +26,11 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
+from .._core.spec import PartitionSpec
+from .._core.tree import is_within
+from .._core.unit import Unit
 from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of
 from .._spec.precision import precision_of
-from .._spec.spec import PartitionSpec
-from .._spec.tree import is_within
-from .._spec.unit import Unit
 from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms._recompute.regions import RecomputeRegions, collect_regions, missing_names_message
 from .._transforms.saved_tensors import SavedTensorHooks, unpack

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.checks import bind_spec, check_params, find_full_params
-from .._spec.division import ReduceBy, Reduction
-from .._spec.spec import PartitionSpec
+from .._core.checks import bind_spec, check_params, find_full_params
+from .._core.division import ReduceBy, Reduction
+from .._core.mesh import ProcessAxis
+from .._core.spec import PartitionSpec
 from .._transforms.error_hints import as_call_arguments, check_materialized
 from .._units.accumulation import GradReceiver, find_accumulation
 from .._wire.flow import resolve_reduction
 from .._wire.host import check_host_resident
-from ..collectives._mesh import ProcessAxis
 from .buffers import is_first_warning
 from .module_state import BoundModule
 from .schedule import CallOptions

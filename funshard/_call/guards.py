@@ -28,8 +28,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
-from .._spec.spec import PartitionSpec
-from .._spec.tree import join_path
+from .._core.spec import PartitionSpec
+from .._core.tree import join_path
 from .._transforms._recompute.adapters import CALL_ATTRIBUTES
 from .buffers import check_statistics, warn_discarded
 from .module_state import BoundModule, own_tensors

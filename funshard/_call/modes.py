@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.checks import find_full_params
-from .._spec.division import Reduction
+from .._core.checks import find_full_params
+from .._core.division import Reduction
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit
 from .._spec.precision import precision_of
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer, TensorRestorer, hook_running_node
 from .._units.accumulation import GradReceiver
 from .._wire.flow import gather_unit, weigh_grad

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .._spec.spec import PartitionSpec
-from .._spec.tree import check_not_compiled, join_path
-from .._spec.unit import Unit
+from .._core.spec import PartitionSpec
+from .._core.tree import check_not_compiled, join_path
+from .._core.unit import Unit
 
 __all__ = [
     "MODEL_LOCK",

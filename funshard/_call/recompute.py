@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._phases import phase
+from .._core.layout import Params
+from .._core.phases import phase
+from .._core.spec import PartitionSpec
+from .._core.tree import join_path
 from .._spec.options import RECOMPUTE_ALL, remat_of
-from .._spec.spec import PartitionSpec
-from .._spec.tree import join_path
 from .._transforms._recompute.adapters import CALL_ATTRIBUTES, set_attributes
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import number_views, run_unrecorded
-from .._units.layout import Params
 from .buffers import copy_buffer
 from .compiled_unit import can_run_compiled, is_compiled
 from .modes import Scheduled

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.division import Reduction
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
+from .._core.division import Reduction
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit
 from .._transforms._recompute.saved_results import leave_finished_runs
 from .._units.accumulation import GradReceiver
 from .activation_offload import choose_hooks, choose_offload

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit
 from .._transforms._recompute.function import RUNNING
 from .._transforms._recompute.saved_results import number_views, run_unrecorded
 from .activation_offload import ActivationOffload

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.unit import Unit
-from .._units.layout import unflatten_unit
+from .._core.layout import unflatten_unit
+from .._core.unit import Unit
 from .._wire.mixed_layout import MixedLayout
 from ..collectives._announce import is_checked
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree  # arguments of operators
 from .. import _torch
 from .._call.buffers import copy_buffer
 from .._call.module_state import calling_thread, restore_modules
-from .._spec.tree import check_not_compiled, join_path
+from .._core.tree import check_not_compiled, join_path
 from .._torch.modules import find_reset
 
 __all__ = ["InitFn", "InitSandbox", "Initialiser", "Slot", "find_initialisers", "find_slots", "format_slots"]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._spec.spec import PartitionSpec
-from .._spec.unit import P, Unit
+from .._core.spec import PartitionSpec
+from .._core.unit import P, Unit
 from ..optim import from_torch
 
 __all__ = [

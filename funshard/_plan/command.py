@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from .. import policies
 from .._call.call import functional_call
-from .._spec.spec import PartitionSpec
-from .._spec.unit import P
+from .._core.spec import PartitionSpec
+from .._core.unit import P
 from .._transforms.grad import grad_and_value
 from ..optim import from_torch
 from .at_rest import find_optimizer

@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._call.call import functional_call
-from .._spec.spec import PartitionSpec
-from .._spec.tree import is_within
-from .._spec.unit import Unit
+from .._core.mesh import Mesh, ProcessAxis
+from .._core.spec import PartitionSpec
+from .._core.tree import is_within
+from .._core.unit import Unit
 from .._wire.host import HOST
-from ..collectives._mesh import Mesh, ProcessAxis
 from .at_rest import UnitBytes, make_shard, map_p
 from .record import StepRecorder
 from .timeline import Category, Event

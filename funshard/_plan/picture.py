@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._spec.checks import bind_spec, check_buffers
-from .._spec.spec import PartitionSpec
+from .._core.checks import bind_spec, check_buffers
+from .._core.spec import PartitionSpec
 from .at_rest import UnitBytes, count_per_slice
 from .timeline import CATEGORIES, Category, Event, Held, Timeline, format_bytes, format_numel, format_seconds
 

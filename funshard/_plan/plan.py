@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .._core.checks import bind_spec
+from .._core.spec import PartitionSpec
+from .._core.unit import P
 from .._spec.byte_size import parse_bytes
-from .._spec.checks import bind_spec
 from .._spec.precision import Precision, precision_of
-from .._spec.spec import PartitionSpec
-from .._spec.unit import P
 from .at_rest import StateBytes, UnitBytes, count_per_slice, device_bytes, map_p, optimizer_init, state_bytes, unit_bytes
 from .forecast import count_tokens, forecast
 from .picture import draw_plan

@@ -15,9 +15,9 @@ from torch import Tensor, UntypedStorage
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._spec.spec import PartitionSpec
+from .._core.mesh import Mesh, ProcessAxis
+from .._core.spec import PartitionSpec
 from .._wire.host import HOST
-from ..collectives._mesh import Mesh, ProcessAxis
 from .at_rest import Init, is_on_host, make_shard
 from .timeline import Category, Collective, Event, EventKind, Phase
 

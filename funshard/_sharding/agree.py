@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from .._spec.checks import take_full_params
-from .._spec.spec import PartitionSpec
-from .._units.layout import to_memory_order
+from .._core.checks import take_full_params
+from .._core.layout import to_memory_order
+from .._core.mesh import Mesh, ProcessAxis
+from .._core.spec import PartitionSpec
 from ..collectives._announce import announce
 from ..collectives._functions import gather_slices
-from ..collectives._mesh import Mesh, ProcessAxis
 
 __all__ = [
     "broadcast_text",

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from .._phases import phase
+from .._core.checks import bind_spec, check_full, check_shards
+from .._core.division import Reduction, count_ranks
+from .._core.layout import Params, rank_coords, view_as_bytes
+from .._core.mesh import Mesh, ProcessAxis
+from .._core.phases import phase
+from .._core.spec import PartitionSpec, abridge
+from .._core.unit import Unit
 from .._spec.byte_size import parse_bytes
-from .._spec.checks import bind_spec, check_full, check_shards
-from .._spec.division import Reduction, count_ranks
 from .._spec.log import log_spec
-from .._spec.spec import PartitionSpec, abridge
-from .._spec.unit import Unit
-from .._units.layout import Params, rank_coords, view_as_bytes
 from .._wire.chain import CollectiveChain
 from .._wire.flow import encode_at_rest
 from .._wire.host import check_host_resident, compute_device, move, place_slice, start_copy_to_host
 from .._wire.stages import AllGather, Names
 from .._wire.whole import decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
 from ..collectives._announce import announce
-from ..collectives._mesh import Mesh, ProcessAxis
 from ..collectives._sequence import SequenceCheck, check_sequence, get_host_group, is_comparable
 from .agree import broadcast_text, has_peers, process_axes, process_group
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .._spec.checks import bind_spec, check_buffers, check_mapping, check_trainable, find_full_params
-from .._spec.division import ReduceBy
+from .._core.checks import bind_spec, check_buffers, check_mapping, check_trainable, find_full_params
+from .._core.division import ReduceBy
+from .._core.layout import Params, flatten_unit
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit
 from .._spec.precision import precision_of
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
 from .._units.accumulation import drop_unweighted
-from .._units.layout import Params, flatten_unit
 from .._wire.flow import reduce_slice, reduce_unit, resolve_reduction
 from ..collectives._functions import sum_over
 

@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .._core.checks import bind_spec, check_mapping
+from .._core.layout import Params
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit, whole_shape
 from .._slices.padding import check_slice
 from .._slices.random_slices import draw_like
-from .._spec.checks import bind_spec, check_mapping
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit, whole_shape
-from .._units.layout import Params
 
 __all__ = ["random_like"]
 

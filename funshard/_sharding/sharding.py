@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._spec.checks import bind_spec, check_mapping, check_shards, check_spec, check_trainable, collect_full_params
-from .._spec.division import ReduceBy, Reduction
+from .._core.checks import bind_spec, check_mapping, check_shards, check_spec, check_trainable, collect_full_params
+from .._core.division import ReduceBy, Reduction
+from .._core.layout import Params, rank_coords, unflatten_unit
+from .._core.spec import PartitionSpec
+from .._core.tree import Param
+from .._core.unit import Unit
 from .._spec.log import log_spec
-from .._spec.spec import PartitionSpec
-from .._spec.tree import Param
-from .._spec.unit import Unit
 from .._units.accumulation import find_accumulation
-from .._units.layout import Params, rank_coords, unflatten_unit
 from .._wire.flow import encode_at_rest, gather_unit
 from .._wire.host import check_host_resident, place_slice
 from .._wire.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole

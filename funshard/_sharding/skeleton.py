@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
-from .._spec.tree import ModuleTree, check_not_compiled, join_path, module_tree
+from .._core.tree import ModuleTree, check_not_compiled, join_path, module_tree
 
 __all__ = ["is_skeleton", "skeleton"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
-from .._spec.spec import PartitionSpec
+from .._core.spec import PartitionSpec
 from .._wire.host import compute_device
 from ..collectives._functions import sum_over
 from .padding import map_unpadded

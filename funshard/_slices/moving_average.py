@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .. import _torch
-from .._units.layout import Params
+from .._core.layout import Params
 
 __all__ = ["check_decay", "is_averaged", "update_average"]
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._spec.checks import bind_spec, check_buffers, check_trainable
-from .._spec.spec import PartitionSpec
-from .._spec.tree import Param
-from .._spec.unit import Unit
-from .._units.layout import Params, rank_coords, slice_index
+from .._core.checks import bind_spec, check_buffers, check_trainable
+from .._core.layout import Params, rank_coords, slice_index
+from .._core.spec import PartitionSpec
+from .._core.tree import Param
+from .._core.unit import Unit
 from .._wire.host import check_host_resident
 
 __all__ = ["Piece", "param_views", "slice_pieces"]

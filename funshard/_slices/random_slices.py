@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit, whole_shape
-from .._units.layout import concat_padded, from_memory_order, rank_coords
+from .._core.layout import concat_padded, from_memory_order, rank_coords
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit, whole_shape
 from .._wire.flow import scatter_unit
 from .._wire.whole import flatten_whole, scatter_whole
 from .philox import MASK, philox

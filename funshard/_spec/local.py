@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from .tree import Param
-from .unit import LocalDims, Unit, whole_shape
+from .._core.tree import Param
+from .._core.unit import LocalDims, Unit, whole_shape
 
 __all__ = ["check_axes_are_given", "describe_pieces", "distinct_axes", "piece_offsets", "stack_dims"]
 

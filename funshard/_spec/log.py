@@ -6,8 +6,8 @@ import logging
 
 import torch
 
-from .._phases import LOGGER
-from .spec import PartitionSpec
+from .._core.phases import LOGGER
+from .._core.spec import PartitionSpec
 
 __all__ = ["log_spec"]
 

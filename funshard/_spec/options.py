@@ -6,14 +6,14 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import _torch
+from .._core.spec import PartitionSpec
+from .._core.unit import Option, P
 from .._torch import OpOverload
-from .spec import PartitionSpec
-from .unit import Option, P
 
 __all__ = ["RECOMPUTE_ALL", "Chosen", "Compile", "Remat", "Save", "check_names", "find_compiled", "remat_of"]
 
@@ -35,7 +35,7 @@ class Compile(Option):
     Raises TypeError or ValueError for options of another kind.
     """
 
-    keywords: ClassVar[tuple[str, ...]] = ("compile",)
+    keywords = ("compile",)
     backend: str | Callable[..., Any] = "inductor"
     """A backend of torch.compile."""
     mode: str | None = None
@@ -129,7 +129,7 @@ class Remat(Option):
     Raises TypeError for anything else.
     """
 
-    keywords: ClassVar[tuple[str, ...]] = ("remat",)
+    keywords = ("remat",)
     save: Save | None = None
 
     def __post_init__(self) -> None:

@@ -8,14 +8,14 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import ClassVar, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .. import _torch
-from .tree import Param
-from .unit import Option, P, Unit
+from .._core.tree import Param
+from .._core.unit import Option, P, Unit
 
 __all__ = ["Codec", "Dtypes", "Form", "Precision", "pack_bytes", "pack_rows", "precision_of", "storage_codec", "unpack_bytes"]
 
@@ -54,7 +54,7 @@ class Codec(Option):
     that the mean is the element. ``name`` is its printed form. `funshard.codecs` has some.
     """
 
-    keywords: ClassVar[tuple[str, ...]] = ("at_rest",)
+    keywords = ("at_rest",)
     encode: Callable[..., tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
     block: int = field(default=1, kw_only=True)
@@ -212,7 +212,7 @@ class Precision(Option):
     a ``reduce`` of 16 bits. A glob that matches no floating point parameter is a ValueError when the spec is made.
     """
 
-    keywords: ClassVar[tuple[str, ...]] = ("precision",)
+    keywords = ("precision",)
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None

@@ -12,13 +12,13 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._spec.checks import bind_spec
-from .._spec.division import ReduceBy
-from .._spec.spec import PartitionSpec
+from .._core.checks import bind_spec
+from .._core.division import ReduceBy
+from .._core.layout import Params
+from .._core.spec import PartitionSpec
 from .._transforms.error_hints import add_hints
 from .._transforms.grad import check_recorded, is_differentiated_outside
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
-from .._units.layout import Params
 from .microbatches import (
     are_positive,
     check_known,

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .. import _torch
 from .._call.schedule import find_entered_unit
-from .._spec.checks import bind_spec
-from .._spec.division import ReduceBy
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
+from .._core.checks import bind_spec
+from .._core.division import ReduceBy
+from .._core.layout import Params
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit
 from .._transforms.grad import is_differentiated_outside
-from .._units.layout import Params
 from ..optim._norms import check_max_norm, global_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
 from .accumulate import MicrobatchRunner, accumulate, add_grad, replacement_key
 from .microbatches import are_positive, check_known, check_weight_count, iterate_equally, make_loss_scales, split_first_batch

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.checks import bind_spec
-from .._spec.division import Reduction
-from .._spec.spec import PartitionSpec
+from .._core.checks import bind_spec
+from .._core.division import Reduction
+from .._core.mesh import Mesh
+from .._core.spec import PartitionSpec
 from .._units.accumulation import drop_unweighted
 from ..collectives._compare_hosts import find_host_groups, start_comparison
 from ..collectives._functions import all_reduce
-from ..collectives._mesh import Mesh
 
 __all__ = [
     "PaddedMicrobatches",

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # which knows what a tree is, as torch.func does
 
 from .. import _torch
-from .._spec.checks import check_shards
-from .._spec.division import ReduceBy, Reduction
+from .._core.checks import check_shards
+from .._core.division import ReduceBy, Reduction
+from .._core.layout import Params, flatten_unit
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit
 from .._spec.precision import Precision, precision_of
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
 from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms.grad import check_differentiable, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
-from .._units.layout import Params, flatten_unit
 from .._wire.flow import gather_unit, reduce_slice, reduce_unit, resolve_reduction
 from .._wire.host import check_host_resident
 from .._wire.mixed_layout import cast_views

@@ -27,10 +27,10 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
+from .._core.checks import bind_spec
+from .._core.spec import PartitionSpec
 from .._sharding.agree import gather_texts, has_peers
-from .._spec.checks import bind_spec
 from .._spec.options import Remat
-from .._spec.spec import PartitionSpec
 from .._transforms._recompute.code_reads import GlobalWatch, version_of
 from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms._recompute.regions import mark_region

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
+from .._core.spec import PartitionSpec, abridge
 from .._spec.precision import Precision, precision_of
-from .._spec.spec import PartitionSpec, abridge
 
 __all__ = ["add_argument_hints", "add_compile_hint", "add_hints", "as_call_arguments", "check_materialized", "find_hint"]
 __all__ += ["find_running_module", "is_forward_rule_missing"]

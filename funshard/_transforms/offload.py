@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .. import _torch
-from .._phases import phase
+from .._core.phases import phase
 from .saved_tensors import RestorableBuffer, SavedTensorHooks, TensorRestorer, hook_running_node, unpack
 
 __all__ = ["OffloadHooks", "OffloadTarget", "can_offload", "constant_storages", "find_offload_hooks", "offload", "storage_ids"]

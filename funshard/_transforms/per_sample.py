@@ -14,16 +14,16 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # as torch.func  # the tree that torch.func itself uses for as_call_arguments
 
 from .. import _torch
-from .._spec.checks import bind_spec, check_buffers, check_trainable
-from .._spec.division import ReduceBy, Reduction, count_ranks
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit, whole_shape
-from .._units.layout import Params, flatten_unit, from_memory_order, unflatten_unit
+from .._core.checks import bind_spec, check_buffers, check_trainable
+from .._core.division import ReduceBy, Reduction, count_ranks
+from .._core.layout import Params, flatten_unit, from_memory_order, unflatten_unit
+from .._core.mesh import Mesh, Simulated
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit, whole_shape
 from .._wire.flow import REDUCE_MEAN, gather_unit, reduce_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from .._wire.whole import flatten_whole, scatter_whole
 from ..collectives._functions import all_reduce, broadcast, sum_over
-from ..collectives._mesh import Mesh, Simulated
 from ._recompute.ambient import AmbientState
 from ._recompute.code_reads import REGISTER_HOOK, ForbiddenFunctions
 from .error_hints import as_call_arguments

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.division import ReduceBy, Reduction
-from .._spec.spec import PartitionSpec
+from .._core.division import ReduceBy, Reduction
+from .._core.spec import PartitionSpec
 
 __all__ = ["Accumulation", "GradReceiver", "drop_unweighted", "find_accumulation", "is_backward_repeated"]
 

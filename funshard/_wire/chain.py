@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.division import Reduction
+from .._core.division import Reduction
+from .._core.mesh import Mesh, ProcessAxis
+from .._core.spec import PartitionSpec
 from .._spec.precision import precision_of
-from .._spec.spec import PartitionSpec
-from ..collectives._mesh import Mesh, ProcessAxis
 from ..collectives._ops import PendingResult
 from ..collectives._sequence import is_comparable
 from ..collectives._tag import MARGIN, UnitTag

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._core.mesh import Axis
 from .._spec.precision import Codec, Form, pack_rows, unpack_bytes
 from ..collectives._functions import make_label
-from ..collectives._mesh import Axis
 from ..collectives._ops import OpContext, PendingResult, start_op
 from ..collectives._primitive import apply
 from ..collectives._tag import TAG_BYTES

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._spec.division import ReduceBy, Reduction
+from .._core.division import ReduceBy, Reduction
+from .._core.layout import rank_coords
+from .._core.mesh import Axis, Mesh, Simulated
+from .._core.unit import Unit
 from .._spec.precision import Precision, pack_bytes, storage_codec
-from .._spec.unit import Unit
 from .._units.accumulation import drop_unweighted
-from .._units.layout import rank_coords
 from ..collectives._functions import reduce_scatter, scatter, unvary
-from ..collectives._mesh import Axis, Mesh, Simulated
 from ..collectives._primitive import LinearFunction, linear_map
 from .host import HOST
 from .route import Route

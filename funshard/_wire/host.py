@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._phases import phase
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
-from ..collectives._mesh import Mesh
+from .._core.mesh import Mesh
+from .._core.phases import phase
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit
 from ..collectives._ops import PendingResult
 
 __all__ = [

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.layout import from_memory_order, unflatten_unit, view_as_bytes
+from .._core.unit import Unit
 from .._spec.precision import Precision, precision_of
-from .._spec.unit import Unit
-from .._units.layout import from_memory_order, unflatten_unit, view_as_bytes
 
 __all__ = [
     "MixedLayout",

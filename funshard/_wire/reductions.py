@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._phases import phase
-from .._spec.unit import Unit
+from .._core.layout import insert_padding, to_memory_order
+from .._core.phases import phase
+from .._core.unit import Unit
 from .._units.accumulation import GradReceiver
 from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
-from .._units.layout import insert_padding, to_memory_order
 from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable
 from .route import BucketKind, Route
 

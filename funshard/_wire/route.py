@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._spec.division import Reduction, choose_division, count_ranks
+from .._core.division import Reduction, choose_division, count_ranks
+from .._core.layout import longest_padding, unflatten_unit
+from .._core.mesh import Mesh, ProcessAxis
+from .._core.unit import Unit
 from .._spec.precision import Dtypes, Precision, storage_codec
-from .._spec.unit import Unit
-from .._units.layout import longest_padding, unflatten_unit
-from ..collectives._mesh import Mesh, ProcessAxis
 from .host import compute_device
 from .mixed_layout import MixedLayout, find_param_dtypes, make_mixed_layout
 from .stages import AllGather, Bytes, Copy, Decode, Divide, Encode, GatherEncodedBack, GradDtype, Join, Move, Replicas, Stage

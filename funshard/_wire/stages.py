@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 from .._spec.precision import Codec, Form, pack_bytes, unpack_bytes
 from ..collectives._functions import gather_slices, reduce_scatter, unvary, vary
-from ..collectives._mesh import Axis, Mesh, ProcessAxis, Simulated
 from ..collectives._ops import OpContext, PendingResult, start_op
 from ..collectives._tag import UnitTag
 from .encoded_reduction import encode_slices, reduce_encoded, refuse_compiled_step, start_encoded_reduction

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .._spec.checks import take_full_params
-from .._spec.division import Reduction, count_ranks
-from .._spec.spec import PartitionSpec
-from .._spec.unit import LocalDims, Unit
-from .._units.layout import concat_padded, flatten_unit, rank_coords, to_memory_order, unflatten_unit
+from .._core.checks import take_full_params
+from .._core.division import Reduction, count_ranks
+from .._core.layout import concat_padded, flatten_unit, rank_coords, to_memory_order, unflatten_unit
+from .._core.mesh import Mesh
+from .._core.spec import PartitionSpec
+from .._core.unit import LocalDims, Unit
 from ..collectives._functions import gather_slices, scatter
-from ..collectives._mesh import Mesh
 from .flow import gather_unit, scatter_unit
 from .route import Route
 from .stages import Transit

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._phases import LOGGER, phase
-from .._spec.checks import bind_spec
+from .._core.checks import bind_spec
+from .._core.phases import LOGGER, phase
+from .._core.spec import PartitionSpec
 from .._spec.local import describe_pieces
-from .._spec.spec import PartitionSpec
 from ._errors import CheckpointError
 from ._files.manifest import METADATA, read_manifest, read_metadata
 from ._files.reader import StoredTensors

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._core.checks import bind_spec
+from .._core.layout import rank_coords, to_memory_order
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit, whole_shape
 from .._sharding.full import gather_full
 from .._slices.pieces import slice_pieces
-from .._spec.checks import bind_spec
 from .._spec.local import describe_pieces, piece_offsets
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit, whole_shape
 from .._spec.unit_state import replace_values
-from .._units.layout import rank_coords, to_memory_order
 from ..optim._elementwise.optimizer import State
 from ..optim._elementwise.options import ParamOptions, group_by_options
 from ..optim._elementwise.streaming import copy_like

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from .._phases import LOGGER, phase
-from .._spec.checks import bind_spec
-from .._spec.spec import PartitionSpec
+from .._core.checks import bind_spec
+from .._core.phases import LOGGER, phase
+from .._core.spec import PartitionSpec
 from ._errors import CheckpointError, SavedError
 from ._files.directory import StagingDirectory
 from ._files.planners import RangeSavePlanner

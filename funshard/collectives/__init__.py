@@ -1,5 +1,6 @@
 """Differentiable collectives over a mesh axis, and the axis that is a batch dimension of torch.vmap."""
 
+from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 from ._exchange import all_to_all, permute, ragged_all_to_all
 from ._functions import (
     Reduce,
@@ -14,7 +15,6 @@ from ._functions import (
     unvary,
     vary,
 )
-from ._mesh import Axis, Mesh, ProcessAxis, Simulated
 from ._world import axis_rank, global_rank, members
 
 __all__ = [

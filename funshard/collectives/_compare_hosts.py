@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from .. import _torch
+from .._core.mesh import Mesh, ProcessAxis
 from ._host_group import HostGroup
-from ._mesh import Mesh, ProcessAxis
 from ._sequence import get_host_group, is_comparable
 
 __all__ = ["find_host_groups", "start_comparison"]

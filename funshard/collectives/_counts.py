@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ._mesh import ProcessAxis
+from .._core.mesh import ProcessAxis
 from ._sequence import get_host_group, is_comparable
 
 __all__ = ["Counts", "check_counts", "resolve_counts"]

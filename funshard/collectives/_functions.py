@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from ._mesh import Axis, Mesh, ProcessAxis, Simulated
+from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 from ._primitive import Label, apply
 from ._sequence import check_sequence
 

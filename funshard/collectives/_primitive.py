@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
-from .._phases import phase
-from ._mesh import Axis, Simulated
+from .._core.mesh import Axis, Simulated
+from .._core.phases import phase
 from ._ops import OPS, OpContext, missing_group_error, start_op
 
 __all__ = ["Label", "LinearFunction", "LinearMap", "apply", "linear_map"]

@@ -7,7 +7,7 @@ import math
 import torch.distributed as dist
 
 from .. import _torch
-from ._mesh import Axis, Mesh, ProcessAxis, Simulated
+from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 
 __all__ = ["axis_rank", "check_spans_world", "global_rank", "members"]
 

@@ -8,15 +8,15 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from .._spec.checks import bind_spec, check_mapping, check_trainable, find_full_params
-from .._spec.division import count_ranks
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
-from .._units.layout import Params, flatten_unit
+from .._core.checks import bind_spec, check_mapping, check_trainable, find_full_params
+from .._core.division import count_ranks
+from .._core.layout import Params, flatten_unit
+from .._core.mesh import Axes
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit
 from .._wire.flow import reduce_along
 from .._wire.host import HOST, compute_device
 from ..collectives._functions import scatter
-from ..collectives._mesh import Axes
 
 __all__ = [
     "Compressor",

@@ -22,14 +22,14 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from .._spec.checks import bind_spec
-from .._spec.division import count_ranks
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
-from .._units.layout import Params
+from .._core.checks import bind_spec
+from .._core.division import count_ranks
+from .._core.layout import Params
+from .._core.mesh import Axes
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit
 from ..collectives._exchange import all_to_all
 from ..collectives._functions import gather_slices
-from ..collectives._mesh import Axes
 from ._compressor import (
     Compressor,
     bind_axes,

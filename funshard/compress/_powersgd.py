@@ -9,13 +9,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._spec.division import count_ranks
-from .._spec.spec import PartitionSpec
-from .._spec.unit import Unit
+from .._core.division import count_ranks
+from .._core.layout import Params, flatten_unit, unflatten_unit
+from .._core.mesh import Axes
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit
 from .._units.buckets import Bucket
-from .._units.layout import Params, flatten_unit, unflatten_unit
 from ..collectives._functions import all_reduce
-from ..collectives._mesh import Axes
 from ._compressor import (
     Compressor,
     bind_axes,

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.layout import Params
 from .._sharding.random_like import random_like
-from .._units.layout import Params
 from ..optim._trees import axpy, scale
 from ._operator import Operator, find_largest, probe_seed, read_numbers
 

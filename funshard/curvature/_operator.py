@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._core.checks import bind_spec, check_mapping
+from .._core.layout import Params
+from .._core.spec import PartitionSpec
+from .._core.unit import whole_shape
 from .._sharding.full import gather_full
 from .._sharding.random_like import random_like
 from .._sharding.sharding import shard
 from .._slices.philox import MASK, philox
-from .._spec.checks import bind_spec, check_mapping
-from .._spec.spec import PartitionSpec
-from .._spec.unit import whole_shape
 from .._transforms.products import fishervp, ggnvp, hvp
-from .._units.layout import Params
 from ..optim._norms import global_norm, vdots
 from ..optim._trees import axpy
 

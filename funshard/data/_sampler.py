@@ -10,10 +10,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from .._core.checks import bind_spec
+from .._core.layout import rank_along, rank_coords
+from .._core.spec import PartitionSpec
 from .._sharding.agree import check_ranks_agree, has_peers, report_to_ranks
-from .._spec.checks import bind_spec
-from .._spec.spec import PartitionSpec
-from .._units.layout import rank_along, rank_coords
 
 __all__ = ["BatchSampler", "sampler"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec
+from .._core.spec import PartitionSpec
 from ._by_matrix.muon import muon
 from ._by_matrix.optimizer import MatrixOptimizer, break_graphs, optimizer_from_rule, resolve_options
 from ._by_matrix.rule import rule_from_update

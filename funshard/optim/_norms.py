@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._core.checks import bind_spec, check_tensors
+from .._core.layout import Params
+from .._core.mesh import Mesh
+from .._core.spec import PartitionSpec
+from .._core.tree import Param
+from .._core.unit import Unit
 from .._slices.padding import check_slice, map_unpadded, split_by_param
-from .._spec.checks import bind_spec, check_tensors
 from .._spec.local import distinct_axes
-from .._spec.spec import PartitionSpec
-from .._spec.tree import Param
-from .._spec.unit import Unit
-from .._units.layout import Params
 from .._wire.host import compute_device
 from ..collectives._compare_hosts import start_comparison
 from ..collectives._functions import gather_slices, sum_shards, vary
-from ..collectives._mesh import Mesh
 from ..collectives._world import check_spans_world
 from ._trees import check_same_keys
 

@@ -9,9 +9,9 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from .._spec.spec import PartitionSpec
-from .._spec.tree import NAMESPACE
-from .._spec.unit import Unit
+from .._core.spec import PartitionSpec
+from .._core.tree import NAMESPACE
+from .._core.unit import Unit
 from .._spec.unit_state import UnitState
 
 __all__ = ["find_option_numbers", "is_slice"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from .._units.layout import Params
+from .._core.layout import Params
 
 __all__ = ["axpy", "check_same_keys", "scale"]
 

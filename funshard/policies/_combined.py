@@ -9,11 +9,11 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .._spec.build import build, build_with_leftovers
+from .._core.build import build, build_with_leftovers
+from .._core.spec import PartitionSpec
+from .._core.tree import ModuleTree, Param, natural_key
+from .._core.unit import P
 from .._spec.precision import Precision
-from .._spec.spec import PartitionSpec
-from .._spec.tree import ModuleTree, Param, natural_key
-from .._spec.unit import P
 from .._torch.modules import BatchNorm
 from ._policy import (
     SHARD,

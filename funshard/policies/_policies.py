@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .._spec.build import build, build_with_leftovers
-from .._spec.spec import PartitionSpec
-from .._spec.tree import ModuleTree
-from .._spec.unit import P
+from .._core.build import build, build_with_leftovers
+from .._core.spec import PartitionSpec
+from .._core.tree import ModuleTree
+from .._core.unit import P
 from ._policy import SHARD, NamedPolicy, Policy, check_classes, check_p, count_literal, format_call, matches_path, override_p
 
 __all__ = ["always", "by_path", "by_size", "by_type", "custom", "mark", "marked", "whole"]

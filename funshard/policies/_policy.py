@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from .._spec.spec import PartitionSpec
-from .._spec.tree import ModuleTree, module_tree
-from .._spec.unit import P
+from .._core.spec import PartitionSpec
+from .._core.tree import ModuleTree, module_tree
+from .._core.unit import P
 
 __all__ = [
     "SHARD",

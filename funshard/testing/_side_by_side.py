@@ -21,17 +21,17 @@ from .._batchnorm import MESH, SyncBatchNorm
 from .._call.buffers import set_buffers
 from .._call.call import functional_call
 from .._call.module_state import calling_thread, own_tensors, restore_modules
+from .._core.layout import Params, rank_coords
+from .._core.mesh import Axis, Mesh
+from .._core.spec import PartitionSpec
+from .._core.tree import join_path
 from .._sharding.agree import gather_texts
 from .._sharding.sharding import combine, partition, shard
 from .._slices.pieces import param_views
-from .._spec.spec import PartitionSpec
-from .._spec.tree import join_path
 from .._transforms.error_hints import find_running_module
 from .._transforms.grad import grad_and_value
 from .._transforms.products import ggnvp, hvp
-from .._units.layout import Params, rank_coords
 from ..collectives._functions import all_reduce
-from ..collectives._mesh import Axis, Mesh
 from ._simulated import spmd
 
 __all__ = [

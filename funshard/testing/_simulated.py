@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..collectives._mesh import Axis, Mesh, Simulated
+from .._core.mesh import Axis, Mesh, Simulated
 
 __all__ = ["spmd"]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from .._spec.tree import module_tree
-from .._spec.unit import P
-from .._units.layout import Params
+from .._core.layout import Params
+from .._core.tree import module_tree
+from .._core.unit import P
 from ..policies import Policy, always, by_group, by_path, by_size, by_type, whole
 from ._exact import assert_exact
 from ._side_by_side import ModelCall

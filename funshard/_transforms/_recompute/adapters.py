@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from ..._batchnorm import MESH, WEIGHT
-from ..._spec.spec import PartitionSpec
-from ...collectives._mesh import Mesh, Simulated
+from ..._core.mesh import Mesh, Simulated
+from ..._core.spec import PartitionSpec
 
 __all__ = [
     "ADAPTERS",

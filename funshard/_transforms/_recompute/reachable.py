@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ... import _torch
-from ..._spec.spec import PartitionSpec
+from ..._core.mesh import Mesh, Simulated
+from ..._core.spec import PartitionSpec
 from ..._spec.unit_state import UnitState
-from ...collectives._mesh import Mesh, Simulated
 from .adapters import (
     ADAPTERS,
     PLAIN_TYPES,

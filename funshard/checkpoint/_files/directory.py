@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._spec.checks import bind_spec
-from ..._spec.spec import PartitionSpec
+from ..._core.checks import bind_spec
+from ..._core.spec import PartitionSpec
 from .._errors import CheckpointError, NewerError, SavedError
 from .._ranks import TIMEOUT, connect_ranks
 from .manifest import MANIFEST, MAX_SEQUENCE, METADATA, Manifest, read_manifest, write_manifest

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from ..._core.spec import PartitionSpec
+from ..._core.tree import NAMESPACE, Param
 from ..._sharding.agree import hash_bits
 from ..._spec.local import stack_dims
-from ..._spec.spec import PartitionSpec
-from ..._spec.tree import NAMESPACE, Param
 from ..._spec.unit_state import UnitState
 from ...compress._powersgd import PowerSGD
 from ...optim import MatrixState, QuantizedSlice

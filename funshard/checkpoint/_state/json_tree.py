@@ -6,9 +6,9 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from ..._spec.spec import PartitionSpec
-from ..._spec.tree import Param
-from ..._spec.unit import whole_shape
+from ..._core.spec import PartitionSpec
+from ..._core.tree import Param
+from ..._core.unit import whole_shape
 from ...optim import Matrices, matrices
 from ...optim._matrices.owners import Matrix
 from .._errors import DamagedError

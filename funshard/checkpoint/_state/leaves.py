@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..._core.layout import rank_along, rank_coords
+from ..._core.spec import PartitionSpec
+from ..._core.tree import Param
+from ..._core.unit import LocalDims, Unit, join_shape, whole_shape
 from ..._slices.pieces import Piece, slice_pieces
 from ..._spec.local import piece_offsets
-from ..._spec.spec import PartitionSpec
-from ..._spec.tree import Param
-from ..._spec.unit import LocalDims, Unit, join_shape, whole_shape
-from ..._units.layout import rank_along, rank_coords
 from ..._wire.flow import encode_at_rest
 from ..._wire.host import place_slice
 

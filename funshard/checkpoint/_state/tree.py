@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from ..._spec.tree import NAMESPACE, Param
-from ..._spec.unit import Unit
+from ..._core.tree import NAMESPACE, Param
+from ..._core.unit import Unit
 from ..._spec.unit_state import UnitState
 from ...averaging import Averaging
 from ...compress._powersgd import PowerSGD

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._spec.division import Reduction
-from ..._spec.unit import Unit, whole_shape
+from ..._core.division import Reduction
+from ..._core.layout import Params
+from ..._core.unit import Unit, whole_shape
 from ..._spec.unit_state import UnitState
-from ..._units.layout import Params
 from ..._wire.host import place_slice
 from ..._wire.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
 from ...collectives._functions import broadcast, gather_slices, scatter

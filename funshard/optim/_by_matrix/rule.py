@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..._units.layout import Params
+from ..._core.layout import Params
 from .._elementwise.options import SharedOptions, scale_lr
 from .._matrices.matrices import Matrices
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._spec.spec import PartitionSpec
+from ..._core.spec import PartitionSpec
 from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices
 from .._norms import upcast

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
 from ... import _torch
-from ..._units.layout import Params
+from ..._core.layout import Params
 from .._elementwise.streaming import copy_like
 from .._matrices.exchange import Chunk, MatrixBatch, chunk_slice
 from .._matrices.matrices import Matrices, SliceLayout

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._units.layout import Params
+from ..._core.layout import Params
 from .._checks import refuse_pickle, same_pair
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._units.layout import Params
+from ..._core.layout import Params
 from .._checks import break_message
 from .pairs import AnyOptimizer, ComposedOptimizer, check_optimizer, check_state, read_count
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
 from ... import _torch
-from ..._phases import LOGGER
+from ..._core.checks import bind_spec, check_mapping, check_spec, check_tensors
+from ..._core.layout import Params
+from ..._core.phases import LOGGER
+from ..._core.spec import PartitionSpec
 from ..._slices.finite import agree_finite, find_nonfinite, select_if_finite
 from ..._slices.moving_average import check_decay, is_averaged, update_average
-from ..._spec.checks import bind_spec, check_mapping, check_spec, check_tensors
-from ..._spec.spec import PartitionSpec
-from ..._units.layout import Params
 from ...collectives._world import check_spans_world
 from .._by_matrix.optimizer import MatrixOptimizer
 from .._checks import break_message

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ... import _torch
-from ..._spec.checks import check_mapping
+from ..._core.checks import check_mapping
 from ..._spec.unit_state import replace_values
 from .._checks import StateMapping, break_message, named_tensors
 from .checks import ELEMENTWISE_CLASSES, refuse_derivatives

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ... import _torch
+from ..._core.checks import bind_spec
+from ..._core.mesh import Simulated
+from ..._core.spec import PartitionSpec
+from ..._core.tree import Param
+from ..._core.unit import Unit
 from ..._slices.padding import padding_mask
 from ..._slices.pieces import param_views
-from ..._spec.checks import bind_spec
-from ..._spec.spec import PartitionSpec
-from ..._spec.tree import Param
-from ..._spec.unit import Unit
 from ...collectives._functions import vary
-from ...collectives._mesh import Simulated
 
 __all__ = [
     "OptionRanges",

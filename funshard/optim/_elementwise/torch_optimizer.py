@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._spec.spec import PartitionSpec
+from ..._core.spec import PartitionSpec
 from .checks import ELEMENTWISE_CLASSES, InitialState
 from .options import OptionRanges, SharedOptions, scale_lr
 

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._spec.division import count_ranks
-from ..._spec.spec import PartitionSpec
-from ..._spec.unit import join_shape
-from ..._units.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
+from ..._core.division import count_ranks
+from ..._core.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
+from ..._core.mesh import ProcessAxis, Simulated
+from ..._core.spec import PartitionSpec
+from ..._core.unit import join_shape
 from ..._wire.flow import reduce_along
 from ..._wire.host import compute_device
 from ..._wire.whole import join_pieces, split_pieces
 from ...collectives._announce import announce
 from ...collectives._functions import gather_slices, vary
-from ...collectives._mesh import ProcessAxis, Simulated
 from ...collectives._ops import OpContext, PendingResult, missing_group_error, start_exchange
 from ...collectives._primitive import LinearFunction, linear_map
 from .owners import Matrix, Owner, all_coords, count_chunks

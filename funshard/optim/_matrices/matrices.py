@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._core.checks import bind_spec
+from ..._core.layout import Params, rank_coords
+from ..._core.spec import PartitionSpec
+from ..._core.unit import Unit
 from ..._slices.pieces import slice_pieces
-from ..._spec.checks import bind_spec
-from ..._spec.spec import PartitionSpec
-from ..._spec.unit import Unit
-from ..._units.layout import Params, rank_coords
 from ..._wire.flow import scatter_unit
 from .exchange import MatrixBatch, concat_flat
 from .owners import (

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..._spec.division import count_ranks
-from ..._spec.spec import PartitionSpec
-from ..._spec.tree import Param
-from ..._spec.unit import LocalDims, Unit, whole_shape
+from ..._core.division import count_ranks
+from ..._core.spec import PartitionSpec
+from ..._core.tree import Param
+from ..._core.unit import LocalDims, Unit, whole_shape
 
 __all__ = [
     "Cost",

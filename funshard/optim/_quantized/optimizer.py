@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
 from ... import _torch
+from ..._core.checks import bind_spec, check_mapping, check_spec
+from ..._core.layout import Params
+from ..._core.spec import PartitionSpec
+from ..._core.unit import Unit
 from ..._slices.padding import zero_padding
 from ..._slices.random_slices import draw_like, draw_uniform, hash_text
-from ..._spec.checks import bind_spec, check_mapping, check_spec
 from ..._spec.precision import Codec
-from ..._spec.spec import PartitionSpec
-from ..._spec.unit import Unit
 from ..._spec.unit_state import UnitState, replace_values
-from ..._units.layout import Params
 from .._by_matrix.optimizer import MatrixOptimizer
 from .._checks import refuse_shared_memory
 from .._composition.pairs import AnyOptimizer, ComposedOptimizer, check_optimizer

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .._spec.checks import bind_spec, check_buffers, check_full, take_full_params
-from .._spec.spec import PartitionSpec
-from .._spec.tree import Param
-from .._spec.unit import Unit
-from ..collectives._mesh import Mesh, ProcessAxis
+from .checks import bind_spec, check_buffers, check_full, take_full_params
+from .mesh import Mesh, ProcessAxis
+from .spec import PartitionSpec
+from .tree import Param
+from .unit import Unit
 
 __all__ = [
     "Params",

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from .. import _torch
-from ..collectives._mesh import Axis, Mesh, ProcessAxis
+from .mesh import Axis, Mesh, ProcessAxis
 from .tree import Param, is_within
 from .unit import P, Unit
 

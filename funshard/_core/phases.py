@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import _torch
+from .. import _torch
 
 __all__ = ["LOGGER", "phase"]
 

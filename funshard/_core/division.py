@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..collectives._mesh import Mesh
+from .mesh import Mesh
 
 __all__ = ["ReduceBy", "Reduction", "choose_division", "count_ranks", "divide_factors"]
 
