@@ -10,25 +10,14 @@ import torch
 from torch import nn
 
 from .._core.build import build, build_with_leftovers
+from .._core.policies import SHARD, NamedPolicy, Policy, check_classes, check_p, format_call, matches_path
 from .._core.spec import PartitionSpec
 from .._core.tree import ModuleTree, Param, natural_key
 from .._core.unit import P
 from .._spec.precision import Precision
 from .._torch.modules import BatchNorm
-from ._policy import (
-    SHARD,
-    NamedPolicy,
-    Policy,
-    check_classes,
-    check_modules,
-    check_p,
-    format_call,
-    items_to_list,
-    matches_module,
-    matches_path,
-)
 
-__all__ = ["any_of", "by_group", "full_precision", "ignoring", "override"]
+__all__ = ["any_of", "by_group", "check_modules", "full_precision", "ignoring", "items_to_list", "matches_module", "override"]
 
 
 # --- Policies that take something out of another: parameters that are ignored, classes in full precision ---
@@ -241,3 +230,26 @@ def _build_groups(items: list[object], size: int | None, p: P, tree: ModuleTree)
         for group in (paths[i : i + length] for i in range(0, len(paths), length)):
             chosen |= dict.fromkeys(group, dataclasses.replace(p, unit="+".join(group) if len(group) > 1 else None))
     return build_with_leftovers(tree, chosen, p)
+
+
+def items_to_list(what: str, items: object) -> list[object]:
+    """Return the items as a list; raise TypeError for a string, or anything that is not iterable."""
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise TypeError(f"{what}: expected an iterable, got {type(items).__name__}; put it in a list")
+    return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def check_modules(policy: str, modules: object) -> list[object]:
+    """Return the items as a list; raise TypeError unless they are path patterns, module classes or modules."""
+    items = items_to_list(f"{policy}: modules", modules)
+    for item in items:
+        if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise TypeError(f"{policy}: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
+    return items
+
+
+def matches_module(item: object, node: ModuleTree) -> bool:
+    """Return whether an item selects a module: a pattern of its path, its class or a base class, or the module itself."""
+    if isinstance(item, str):
+        return any(matches_path(item.split("."), path.split(".")) for path in node.names)
+    return issubclass(node.cls, item) if isinstance(item, type) else node.module is item

@@ -1,53 +1,32 @@
-"""Policies: pure functions from a module pytree to a partition spec.
-
-After torch.distributed.fsdp.wrap; where these differ from their namesakes there (shared modules and tied parameters
-are counted once, root options are never changed) tests/test_policies.py says so.
-"""
+"""Policies that select modules by size, by a function, or by a mark that they bear."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 
-from .._core.build import build, build_with_leftovers
+from .._core.build import build_with_leftovers
+from .._core.policies import (
+    SHARD,
+    NamedPolicy,
+    Policy,
+    _build_selected,
+    check_classes,
+    check_p,
+    format_call,
+    override_p,
+)
 from .._core.spec import PartitionSpec
 from .._core.tree import ModuleTree
 from .._core.unit import P
-from ._policy import SHARD, NamedPolicy, Policy, check_classes, check_p, count_literal, format_call, matches_path, override_p
 
-__all__ = ["always", "by_path", "by_size", "by_type", "custom", "mark", "marked", "whole"]
+__all__ = ["always", "by_size", "custom", "mark", "marked"]
 
 _MARK = "_funshard_mark"
 _Module = TypeVar("_Module", bound=nn.Module)
-
-
-def _build_selected(select: Callable[[P, ModuleTree], P | None], p: P, tree: ModuleTree) -> PartitionSpec:
-    """Build the spec whose units are the nodes for which ``select(p, node)`` returns a `P`; the leftovers have ``p``."""
-    chosen = {node.path: own for node in tree.nodes() if (own := select(p, node)) is not None}
-    return build_with_leftovers(tree, chosen, p)
-
-
-def whole(p: P = SHARD) -> Policy:
-    """Return the policy with the whole model as one unit.
-
-    Args:
-        p: The unit's `P`.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> [unit.path for unit in fs.policies.whole()(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))]
-        ['']
-    """
-    check_p("whole", p)
-    return NamedPolicy(format_call("whole", p=p), functools.partial(_build_selected, _select_none, p))
-
-
-def _select_none(p: P, node: ModuleTree) -> P | None:
-    return None
 
 
 def always(p: P = SHARD) -> Policy:
@@ -68,42 +47,6 @@ def always(p: P = SHARD) -> Policy:
 def _p_if_has_params(p: P, node: ModuleTree) -> P | None:
     """Return the `P` for a module with parameters of its own, None for another."""
     return p if node.params else None
-
-
-def by_type(*classes: type[nn.Module], p: P = SHARD) -> Policy:
-    """Return the policy with a unit for every instance of the classes (ModuleWrapPolicy).
-
-    Args:
-        classes: Module classes, at least one.
-        p: The `P` of all units.
-
-    Raises:
-        ValueError: Without classes; from the policy, for a model that has no module of them.
-        TypeError: For something else than a module class.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-        >>> [unit.path for unit in fs.by_type(torch.nn.Linear)(model)]
-        ['', '0']
-    """
-    if not classes:
-        raise ValueError("by_type: expected at least one module class, got none; whole() makes one unit")
-    check_classes("by_type", classes)
-    check_p("by_type", p)
-    return NamedPolicy(format_call("by_type", *classes, p=p), functools.partial(_build_by_type, classes, p))
-
-
-def _build_by_type(classes: tuple[type[nn.Module], ...], p: P, tree: ModuleTree) -> PartitionSpec:
-    """Build the spec with every module of these classes as a unit."""
-    chosen = {node.path: p for node in tree.nodes() if issubclass(node.cls, classes)}
-    if not chosen:
-        names = list(dict.fromkeys(node.cls.__name__ for node in tree.nodes()))
-        raise ValueError(
-            f"by_type: no module is of {', '.join(cls.__name__ for cls in classes)}: expected classes of the model's "
-            f"modules, some of {names[:8]}; whole() makes one unit"
-        )
-    return build_with_leftovers(tree, chosen, p)
 
 
 def by_size(
@@ -192,60 +135,6 @@ def _select_custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P, no
     if not isinstance(result, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"custom: module '{node.path}': expected {fn} to give a bool or a dict, got {result!r}")
     return override_p(p, result, f"custom: module '{node.path}'") if result else None
-
-
-def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
-    """Return the policy with a unit for every module whose path matches a pattern.
-
-    Components match as wholes: ``blocks.1`` is not ``blocks.10``. If several patterns match a module, the one with most
-    literal components rules; a component that is a module's very name is literal, whatever characters it has.
-
-    Args:
-        patterns: By path pattern the `P` of the units. ``*`` stands within one component, ``**`` for any number of them.
-        p: The `P` of the root, without ``local``.
-
-    Raises:
-        ValueError: From the policy, for a pattern that matches no module, and for two equally good ones with different `P`.
-        TypeError: If ``patterns`` is no dict of patterns and `P`.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        >>> {unit.path: unit.p for unit in fs.by_path({"*": fs.P("shard"), "1": fs.P()})(model)}
-        {'0': P('shard'), '1': P()}
-    """
-    check_p("by_path", p)
-    if p.local and patterns:
-        raise ValueError(f"by_path: p={p} is of what no pattern selects: expected local= in the P of patterns, '' for the root")
-    if not isinstance(patterns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"by_path: expected a dict of path patterns and P, got {type(patterns).__name__}")
-    for pattern, value in patterns.items():
-        if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"by_path: expected path patterns such as 'blocks.*', got {pattern!r}")
-        check_p(f"by_path: pattern '{pattern}'", value)
-
-    return NamedPolicy(format_call("by_path", dict(patterns), p=p), functools.partial(_build_by_path, dict(patterns), p))
-
-
-def _build_by_path(patterns: Mapping[str, P], p: P, tree: ModuleTree) -> PartitionSpec:
-    """Build the spec with the modules that patterns match as units: of several patterns, the most literal one counts."""
-    best: dict[str, tuple[int, str]] = {}
-    for pattern, value in patterns.items():
-        hits = [path for path in tree.canonical if matches_path(pattern.split("."), path.split("."))]
-        if not hits:
-            near = difflib.get_close_matches(pattern, tree.canonical, 3, 0.3) or list(tree.canonical)[:8]
-            raise ValueError(f"by_path: pattern '{pattern}' matches no module: expected a path such as {near}")
-        for path in hits:
-            weight = count_literal(pattern, path)
-            other = best.get(path)
-            if other is None or other[0] < weight:
-                best[path] = weight, pattern
-            elif other[0] == weight and patterns[other[1]] != value:
-                raise ValueError(
-                    f"by_path: module '{path}' is matched by '{other[1]}' ({patterns[other[1]]}) and by "
-                    f"'{pattern}' ({value}): expected one, or one that is more literal"
-                )
-    return build(tree, {path: patterns[pattern] for path, (_, pattern) in best.items()}, p)
 
 
 def mark(module: _Module, **overrides: Any) -> _Module:
