@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping
 
 from .checks import check_classes
 from .spec import PartitionSpec, abridge
 from .tree import ModuleTree, Param, is_within, join_path, natural_key
-from .unit import P, Unit, find_unmatched, mark_local
+from .unit import P, Unit
 
 __all__ = ["build", "build_with_leftovers"]
 
@@ -42,20 +41,11 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
                 f"parameter '{param.name}' is in no unit: expected a selected path above all its uses, "
                 f"got {abridge(chosen)}; select '' for the leftovers"
             )
-        owned.setdefault(owners[-1] if owners else "", []).append(param)
-    every = {name: p for name, (_, p) in members.items()}
-    for name, params in owned.items():
-        _check_tied_local(name, members[name], params, chosen)
+        owner = owners[-1] if owners else ""
+        _check_shared(param, tree, chosen, owner, members)
+        owned.setdefault(owner, []).append(param)
     units = [unit for name, params in owned.items() for unit in _split_into_units(name, *members[name], params)]
-    for p in dict.fromkeys(every.values()):
-        if (glob := find_unmatched(p.local_axes, (x for name in owned if every[name] == p for x in owned[name]))) is not None:
-            where, expected = "", "a glob of names such as '*.up.weight'"
-            for owner, params in owned.items():
-                if name := next((name for param in params for name in param.names if fnmatchcase(name, glob)), None):
-                    where = f", but '{name}' of unit '{owner}', which has {every[owner]}"
-                    expected = "a policy that selects its module, too: what a policy leaves is replicated over local axes"
-            raise ValueError(f"{p}: '{glob}' matches no parameter of its units{where}: expected {expected}")
-    for option in dict.fromkeys(option for p in every.values() for option in p.options):
+    for option in dict.fromkeys(option for _, p in members.values() for option in p.options):
         option._check_units([unit for unit in units if option in unit.p.options])
     units.sort(key=lambda unit: (unit.path != "", first[unit.path]))  # parents first, in natural order
     entries = tuple(sorted(chosen.items(), key=lambda item: natural_key(item[0])))
@@ -98,20 +88,15 @@ def _enclosing_units(param: Param, tree: ModuleTree, unit_of: Mapping[str, str])
     return [unit for unit in chains[0] if all(unit in chain for chain in chains)]
 
 
-def _check_tied_local(owner: str, unit: tuple[tuple[str, ...], P], params: Iterable[Param], chosen: Mapping[str, P]) -> None:
-    """Raise ValueError for a parameter that a selected module is local over and shares with modules outside of its unit."""
-    paths, own = unit
-    for path, p in chosen.items():
-        if not p.local_axes or any(is_within(one, path) for one in paths):
-            continue
-        inside = f"{path}." if path else ""
-        for param in params:
-            is_inside = any(name.startswith(inside) for name in param.names)
-            if is_inside and not {*mark_local(param, p.local_axes).local} <= {*mark_local(param, own.local_axes).local}:
-                raise ValueError(
-                    f"parameter '{param.name}', also {list(param.names[1:])}, is in unit '{owner}', above all its uses, and "
-                    f"the {p} of '{path}' says that it is local: expected local= in the P of '{owner}'"
-                )
+def _check_shared(
+    param: Param, tree: ModuleTree, chosen: Mapping[str, P], owner: str, members: Mapping[str, tuple[tuple[str, ...], P]]
+) -> None:
+    """Have the options of the selected modules that use a parameter of a unit above them check that."""
+    paths, p = members[owner]
+    for path in dict.fromkeys(path for name in param.names for path in tree._enclosing_paths(name)) if param.aliases else ():
+        if path in chosen and not any(is_within(own, path) for own in paths):
+            for option in chosen[path].options:
+                option._check_shared(param, path, owner, p)
 
 
 def build_with_leftovers(tree: ModuleTree, selected: Mapping[str, P], p: P) -> PartitionSpec:
@@ -122,7 +107,7 @@ def build_with_leftovers(tree: ModuleTree, selected: Mapping[str, P], p: P) -> P
 def _split_into_units(name: str, paths: tuple[str, ...], p: P, params: list[Param]) -> Iterator[Unit]:
     """Yield a unit for each dtype, requires_grad and local axes of these parameters, with a suffix if there are several."""
     groups: dict[tuple[str, bool, tuple[str, ...]], list[Param]] = {}
-    for param in sorted((mark_local(param, p.local_axes) for param in params), key=lambda param: param.sort_key):
+    for param in sorted((p.mark(param) for param in params), key=lambda param: param.sort_key):
         local = tuple(axis for axis, _ in param.local)
         groups.setdefault((str(param.dtype).removeprefix("torch."), param.requires_grad, local), []).append(param)
     dtypes, kinds, locals_ = ({key[i] for key in groups} for i in range(3))

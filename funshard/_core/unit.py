@@ -4,100 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import Any
 
 import torch
 
 from .tree import Param, is_within
 
-if TYPE_CHECKING:
-    pass
+__all__ = ["LocalDims", "P", "Unit", "join_shape", "whole_shape"]
 
-__all__ = ["LocalDims", "P", "Unit", "find_unmatched", "join_shape", "mark_local", "whole_shape"]
-
-
-# --- Local axes: mesh axes over which each rank holds another piece of a larger parameter, such as its experts or columns ---
-
-LocalAxes = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
-"""For each axis, outermost first, the dimension that is split over it, by a glob of parameter names."""
 LocalDims = tuple[tuple[str, int], ...]
 """For each axis that a tensor is local over, outermost first, the dimension that it splits."""
-
-
-def check_local(local: object, axes: Iterable[str]) -> LocalAxes:
-    """Return ``P(local=...)`` in its hashable form.
-
-    Raises TypeError or ValueError unless it maps axis names, which are not among ``axes``, to a dimension or to dimensions by
-    glob of parameter names.
-    """
-    if local is None:
-        return ()
-    given = dict(local) if isinstance(local, tuple) else local  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if not isinstance(given, Mapping):
-        raise TypeError(f"P: local: expected a dict such as {{'expert': 0}}, got {local!r}")
-    out: list[tuple[str, tuple[tuple[str, int], ...]]] = []
-    for axis, dims in given.items():  # pyright: ignore[reportUnknownVariableType]
-        by_name = {"*": dims} if _is_dim(dims) else dims  # pyright: ignore[reportUnknownVariableType]
-        if not isinstance(axis, str) or not axis:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"P: local: expected axis names, got {axis!r}")
-        if axis in axes:
-            raise ValueError(f"P: axis '{axis}' is in local= and splits the unit: expected one of the two")
-        items = _to_items(by_name)
-        if items is None:
-            raise TypeError(
-                f"P: local: axis '{axis}': expected a dimension (0 or more), or dimensions by glob of parameter names such as "
-                f"{{'*.up.weight': 0}}, got {dims!r}"
-            )
-        out.append((axis, items))
-    return tuple(out)
-
-
-def _to_items(dims: object) -> tuple[tuple[str, int], ...] | None:
-    """Return dimensions by glob, given as a mapping or as its items, in hashable form; None if they are anything else."""
-    items = tuple(dims.items()) if isinstance(dims, Mapping) else dims  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if not items or not isinstance(items, tuple):
-        return None
-    is_item = [isinstance(i, tuple) and len(i) == 2 and isinstance(i[0], str) and _is_dim(i[1]) for i in items]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return items if all(is_item) else None  # pyright: ignore[reportUnknownVariableType]
-
-
-def _is_dim(dim: object) -> bool:
-    return isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0
-
-
-def mark_local(param: Param, local: LocalAxes) -> Param:
-    """Return the parameter with the axes that it is local over, and its dimension that each of them splits.
-
-    Raises ValueError, naming the parameter, for a dimension that it does not have, and for globs that give it several.
-    """
-    found: list[tuple[str, int]] = []
-    for axis, dims in local:
-        matching = {glob: dim for glob, dim in dims if any(fnmatchcase(name, glob) for name in param.names)}
-        if not matching:
-            continue
-        if len({*matching.values()}) > 1:
-            raise ValueError(
-                f"parameter '{param.name}': P(local={{'{axis}': ...}}) has {matching} for its names {list(param.names)}: "
-                "expected one dimension"
-            )
-        dim = next(iter(matching.values()))
-        if dim >= len(param.shape):
-            raise ValueError(
-                f"parameter '{param.name}': P(local={{'{axis}': {dim}}}) but its shape is {list(param.shape)}: expected a "
-                "dimension that it has; name what is split by globs, and the rest is replicated"
-            )
-        found.append((axis, dim))
-    return dataclasses.replace(param, local=tuple(found)) if found else param
-
-
-def find_unmatched(local: LocalAxes, params: Iterable[Param]) -> str | None:
-    """Return a glob that matches no name of these parameters; None if there is none."""
-    names = [name for param in params for name in param.names]
-    globs = [glob for _, dims in local for glob, _ in dims]
-    return next((glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)), None)
 
 
 def whole_shape(param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -113,17 +31,11 @@ def join_shape(shape: Sequence[int], local: LocalDims, sizes: Mapping[str, int])
     return tuple(whole)
 
 
-# --- `P` and `Unit` ---
-
-
 class Option:
     """The frozen value of a keyword of `P`, which checks itself and the units that have it: `Precision`, `Codec`, `Remat`.
 
     Layouts need no more of an option than this. What it does is in the stages and wrappers that it brings.
     """
-
-    keywords: ClassVar[tuple[str, ...]] = ()
-    """The keywords of `P` that take it."""
 
     def _count_block(self) -> int:
         """Return the number of elements of which every start of a parameter or slice has to be a multiple."""
@@ -137,23 +49,22 @@ class Option:
         """Return a dtype of its own for each parameter that gets one, None for the rest; empty if none of them gets one."""
         return ()
 
+    def _mark(self, param: Param) -> Param:
+        """Return a parameter of a unit that has this option, with what the option says of it."""
+        return param
+
+    def _check_shared(self, param: Param, path: str, owner: str, p: P) -> None:
+        """Raise ValueError where a module with this option uses a parameter of another unit, which ``owner`` has as ``p``."""
+
     def _check_units(self, units: Sequence[Unit]) -> None:
         """Raise ValueError, naming the unit, where one of those with this option cannot have it."""
 
 
-_EXPECTED = {
-    "precision": "a Precision or None, got {}",
-    "at_rest": "a Codec such as codecs.nf4() or None, got {}",
-    "remat": "True or False, got {} (or a Remat, which says what is kept)",
-    "compile": "True, False or a Compile, got {}",
-}
-"""The keywords of `P` that take an `Option`, and the words for anything else."""
+PARSERS: dict[str, Callable[[Any, P], object]] = {}
+"""By keyword of `P`, a function that checks its value and brings it into one form. The file of an option adds its own."""
 
 ALIGN_BYTES = 16
 """The alignment of a tensor that vectorized kernels, tensor cores and NCCL need; FSDP1's with use_orig_params."""
-
-OFFLOADS = ("activations", "params")
-"""The parts of a unit that may live in host memory."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +114,7 @@ class P:
     compile: bool | Option = field(default=False, kw_only=True)
     align: int | None = field(default=None, kw_only=True)
     at_rest: Option | None = field(default=None, kw_only=True)
-    local: Mapping[str, int | Mapping[str, int]] | LocalAxes | None = field(default=None, kw_only=True)
+    local: Mapping[str, int | Mapping[str, int]] | Option | None = field(default=None, kw_only=True)
     unit: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -212,20 +123,15 @@ class P:
                 raise TypeError(f"P: expected an axis name, a tuple of names or None, got {self.axis!r}")
         if len(set(self.axes)) < len(self.axes):
             raise ValueError(f"P: axis named twice in {self.axis!r}: expected different mesh axes")
-        for keyword, expected in _EXPECTED.items():
-            value: object = getattr(self, keyword)
-            is_option = isinstance(value, Option) and keyword in value.keywords
-            if not is_option and type(value) is not type(getattr(P, keyword)):  # the default is None, or False
-                raise TypeError(f"P: {keyword}: expected {expected.format(repr(value))}")
         self._check_reshard()
         if self.unit is not None and (not isinstance(self.unit, str) or not self.unit):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: unit: expected a label or None, got {self.unit!r}")
-        object.__setattr__(self, "local", check_local(self.local, self.axes) or None)
-        self._check_offload()
         if not isinstance(self.align, int | None) or isinstance(self.align, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: align: expected a whole number of elements, got {self.align!r}")
         if self.align is not None and self.align < 1:
             raise ValueError(f"P: expected align >= 1, got {self.align}")
+        for keyword, parse in PARSERS.items():
+            object.__setattr__(self, keyword, parse(getattr(self, keyword), self))
 
     def _check_reshard(self) -> None:
         """Raise TypeError or ValueError for a ``reshard`` that is no bool and no part of the axes; bring it into one form."""
@@ -245,17 +151,6 @@ class P:
         """The axes that the slices between forward and backward are split over, if ``reshard`` names some."""
         return () if isinstance(self.reshard, bool) else (self.reshard,) if isinstance(self.reshard, str) else self.reshard
 
-    def _check_offload(self) -> None:
-        """Raise TypeError or ValueError for an unknown ``offload``, and bring it into one form."""
-        what = (self.offload,) if isinstance(self.offload, str) else () if self.offload is None else self.offload
-        expected = f"{' or '.join(map(repr, OFFLOADS))}, a set of them or None"
-        if not isinstance(what, tuple | list | set | frozenset) or not all(type(one) is str for one in what):
-            raise TypeError(f"P: offload: expected {expected}, got {self.offload!r}")
-        if unknown := sorted({*what} - {*OFFLOADS}):
-            raise ValueError(f"P: offload: expected {expected}, got {unknown[0]!r}")
-        named = tuple(one for one in OFFLOADS if one in what)
-        object.__setattr__(self, "offload", named if len(named) > 1 else named[0] if named else None)
-
     @property
     def offloads(self) -> tuple[str, ...]:
         """The parts of the unit that live in host memory, as a tuple."""
@@ -269,18 +164,21 @@ class P:
     @property
     def options(self) -> tuple[Option, ...]:
         """The options among its fields."""
-        return tuple(value for keyword in _EXPECTED if isinstance(value := getattr(self, keyword), Option))
+        return tuple(value for keyword in PARSERS if isinstance(value := getattr(self, keyword), Option))
 
-    @property
-    def local_axes(self) -> LocalAxes:
-        """The axes of ``local``, and the dimension that each splits, by glob of parameter names."""
-        return cast("LocalAxes", self.local or ())
+    def mark(self, param: Param) -> Param:
+        """Return a parameter of a unit with this `P`, with what the options say of it.
+
+        Args:
+            param: The parameter, as its model has it.
+        """
+        for option in self.options:
+            param = option._mark(param)
+        return param
 
     def __str__(self) -> str:
         axis = "" if self.axis is None else repr(self.axis)
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default}
-        if self.local:
-            values["local"] = {name: dict(dims) if dims[0][0] != "*" else dims[0][1] for name, dims in self.local_axes}
         changed = [f"{name}={value!r}" for name, value in values.items()]
         return f"P({', '.join(filter(None, [axis, *changed]))})"
 

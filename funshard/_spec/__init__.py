@@ -1,1 +1,3 @@
-"""Frozen data: the tree of a module, `P`, `Precision`, units and specs, and whether params fit them."""
+"""The options of `P`: each file checks the values of its keywords, and says what units with them have to be."""
+
+from . import local, options, precision  # noqa: F401 - each adds the parsers of its keywords

@@ -2,14 +2,116 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor
 
 from .._core.tree import Param
-from .._core.unit import LocalDims, Unit, whole_shape
+from .._core.unit import PARSERS, LocalDims, Option, P, Unit, whole_shape
 
 __all__ = ["check_axes_are_given", "describe_pieces", "distinct_axes", "piece_offsets", "stack_dims"]
+
+
+LocalAxes = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+"""For each axis, outermost first, the dimension that is split over it, by a glob of parameter names."""
+
+
+# --- ``P(local=...)`` ---
+
+
+@dataclass(frozen=True, repr=False)
+class Local(Option):
+    """The axes over which each rank holds another piece of larger parameters, and the dimensions that they split."""
+
+    axes: LocalAxes
+
+    def __repr__(self) -> str:
+        return repr({name: dict(dims) if dims[0][0] != "*" else dims[0][1] for name, dims in self.axes})
+
+    def _mark(self, param: Param) -> Param:
+        """Return the parameter with the axes that it is local over, and its dimension that each of them splits.
+
+        Raises ValueError, naming the parameter, for a dimension that it does not have, and for globs that give it several.
+        """
+        found: list[tuple[str, int]] = []
+        for axis, dims in self.axes:
+            matching = {glob: dim for glob, dim in dims if any(fnmatchcase(name, glob) for name in param.names)}
+            if not matching:
+                continue
+            if len({*matching.values()}) > 1:
+                raise ValueError(
+                    f"parameter '{param.name}': P(local={{'{axis}': ...}}) has {matching} for its names {list(param.names)}: "
+                    "expected one dimension"
+                )
+            dim = next(iter(matching.values()))
+            if dim >= len(param.shape):
+                raise ValueError(
+                    f"parameter '{param.name}': P(local={{'{axis}': {dim}}}) but its shape is {list(param.shape)}: expected a "
+                    "dimension that it has; name what is split by globs, and the rest is replicated"
+                )
+            found.append((axis, dim))
+        return dataclasses.replace(param, local=tuple(found)) if found else param
+
+    def _check_shared(self, param: Param, path: str, owner: str, p: P) -> None:
+        if not {*self._mark(param).local} <= {*p.mark(param).local}:
+            raise ValueError(
+                f"parameter '{param.name}', also {list(param.names[1:])}, is in unit '{owner}', above all its uses, and "
+                f"the P(local={self}) of '{path}' says that it is local: expected local= in the P of '{owner}'"
+            )
+
+    def _check_units(self, units: Sequence[Unit]) -> None:
+        names = [name for unit in units for param in unit.params for name in param.names]
+        for glob in (glob for _, dims in self.axes for glob, _ in dims):
+            if not any(fnmatchcase(name, glob) for name in names):
+                raise ValueError(
+                    f"P(local={self}): '{glob}' matches no parameter of its units: expected a glob of names such as "
+                    "'*.up.weight'; what a policy leaves is replicated over local axes, so it has to select their modules"
+                )
+
+
+def _parse_local(local: Any, p: P) -> Local | None:
+    """Return the option of ``P(local=...)``: axis names that do not split the unit, with a dimension or dimensions by glob."""
+    given = dict(local.axes) if isinstance(local, Local) else local or {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"P: local: expected a dict such as {{'expert': 0}}, got {local!r}")
+    out: list[tuple[str, tuple[tuple[str, int], ...]]] = []
+    for axis, dims in given.items():
+        by_name = {"*": dims} if _is_dim(dims) else dims
+        if not isinstance(axis, str) or not axis:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"P: local: expected axis names, got {axis!r}")
+        if axis in p.axes:
+            raise ValueError(f"P: axis '{axis}' is in local= and splits the unit: expected one of the two")
+        items = _to_items(by_name)
+        if items is None:
+            raise TypeError(
+                f"P: local: axis '{axis}': expected a dimension (0 or more), or dimensions by glob of parameter names such as "
+                f"{{'*.up.weight': 0}}, got {dims!r}"
+            )
+        out.append((axis, items))
+    return Local(tuple(out)) if out else None
+
+
+def _to_items(dims: object) -> tuple[tuple[str, int], ...] | None:
+    """Return dimensions by glob, given as a mapping or as its items, in hashable form; None if they are anything else."""
+    items = tuple(dims.items()) if isinstance(dims, Mapping) else dims  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if not items or not isinstance(items, tuple):
+        return None
+    is_item = [isinstance(i, tuple) and len(i) == 2 and isinstance(i[0], str) and _is_dim(i[1]) for i in items]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return items if all(is_item) else None  # pyright: ignore[reportUnknownVariableType]
+
+
+def _is_dim(dim: object) -> bool:
+    return isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0
+
+
+PARSERS["local"] = _parse_local
+
+
+# --- Tensors of pieces ---
 
 
 def check_axes_are_given(axes: object, units: Iterable[Unit], what: str) -> None:

@@ -1,4 +1,4 @@
-"""Compile and Remat: how a unit's forward is compiled, and what it saves where backward runs it again."""
+"""Compile, Remat and offload: how a unit's forward is compiled, what backward runs again, and what is in host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import _torch
 from .._core.spec import PartitionSpec
-from .._core.unit import Option, P
+from .._core.unit import PARSERS, Option, P
 from .._torch import OpOverload
 
 __all__ = ["RECOMPUTE_ALL", "Chosen", "Compile", "Remat", "Save", "check_names", "find_compiled", "remat_of"]
@@ -35,7 +35,6 @@ class Compile(Option):
     Raises TypeError or ValueError for options of another kind.
     """
 
-    keywords = ("compile",)
     backend: str | Callable[..., Any] = "inductor"
     """A backend of torch.compile."""
     mode: str | None = None
@@ -75,6 +74,15 @@ class Compile(Option):
             "fullgraph": self.fullgraph or None,
         }
         return f"Compile({', '.join(f'{name}={value!r}' for name, value in shown.items() if value is not None)})"
+
+
+def _parse_compile(compile: Any, _: P) -> bool | Compile:
+    if not isinstance(compile, bool | Compile):
+        raise TypeError(f"P: compile: expected True, False or a Compile, got {compile!r}")
+    return compile
+
+
+PARSERS["compile"] = _parse_compile
 
 
 def find_compiled(spec: PartitionSpec) -> dict[str, Compile]:
@@ -129,7 +137,6 @@ class Remat(Option):
     Raises TypeError for anything else.
     """
 
-    keywords = ("remat",)
     save: Save | None = None
 
     def __post_init__(self) -> None:
@@ -188,6 +195,15 @@ RECOMPUTE_ALL = Remat()
 """The `Remat` of ``P(remat=True)``, which saves nothing."""
 
 
+def _parse_remat(remat: Any, _: P) -> bool | Remat:
+    if not isinstance(remat, bool | Remat):
+        raise TypeError(f"P: remat: expected True or False, got {remat!r} (or a Remat, which says what is kept)")
+    return remat
+
+
+PARSERS["remat"] = _parse_remat
+
+
 def remat_of(p: P) -> Remat | None:
     """Return ``P(remat=...)``; None where the module does not run again."""
     return p.remat if isinstance(p.remat, Remat) else RECOMPUTE_ALL if p.remat else None
@@ -228,3 +244,24 @@ def _means_to_save(fn: Callable[..., Any], answer: object) -> bool:
     if answer in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
         return False
     raise TypeError(f"Remat: save: expected True, False or a CheckpointPolicy to save or recompute from {fn!r}, got {answer!r}")
+
+
+# --- ``P(offload=...)`` ---
+
+OFFLOADS = ("activations", "params")
+"""The parts of a unit that may live in host memory."""
+
+
+def _parse_offload(offload: Any, _: P) -> str | tuple[str, ...] | None:
+    """Return ``P(offload=...)`` in one form: None, a part, or a tuple of both."""
+    parts = (offload,) if isinstance(offload, str) else () if offload is None else offload
+    expected = f"{' or '.join(map(repr, OFFLOADS))}, a set of them or None"
+    if not isinstance(parts, tuple | list | set | frozenset) or not all(type(part) is str for part in parts):
+        raise TypeError(f"P: offload: expected {expected}, got {offload!r}")
+    if unknown := sorted({*parts} - {*OFFLOADS}):
+        raise ValueError(f"P: offload: expected {expected}, got {unknown[0]!r}")
+    named = tuple(part for part in OFFLOADS if part in parts)
+    return named if len(named) > 1 else named[0] if named else None
+
+
+PARSERS["offload"] = _parse_offload

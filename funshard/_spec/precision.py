@@ -8,14 +8,14 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .. import _torch
 from .._core.tree import Param
-from .._core.unit import Option, P, Unit
+from .._core.unit import PARSERS, Option, P, Unit
 
 __all__ = ["Codec", "Dtypes", "Form", "Precision", "pack_bytes", "pack_rows", "precision_of", "storage_codec", "unpack_bytes"]
 
@@ -54,7 +54,6 @@ class Codec(Option):
     that the mean is the element. ``name`` is its printed form. `funshard.codecs` has some.
     """
 
-    keywords = ("at_rest",)
     encode: Callable[..., tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
     block: int = field(default=1, kw_only=True)
@@ -132,6 +131,15 @@ class Codec(Option):
         if wrong := [shape for shape in shapes if shape != (numel,)]:
             raise ValueError(f"{self}: expected decode to return {numel} elements, got shape {list(wrong[0])}")
         return (rows.flatten() if isinstance(rows, Tensor) else torch.cat(rows)).to(dtype)
+
+
+def _parse_codec(codec: Any, _: P) -> Codec | None:
+    if not isinstance(codec, Codec | None):
+        raise TypeError(f"P: at_rest: expected a Codec such as codecs.nf4() or None, got {codec!r}")
+    return codec
+
+
+PARSERS["at_rest"] = _parse_codec
 
 
 def storage_codec(unit: Unit) -> Codec | None:
@@ -212,7 +220,6 @@ class Precision(Option):
     a ``reduce`` of 16 bits. A glob that matches no floating point parameter is a ValueError when the spec is made.
     """
 
-    keywords = ("precision",)
     param: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
@@ -290,6 +297,15 @@ class Precision(Option):
                 )
             if self.reduce_codec:
                 _check_reduce_codec(unit, self.reduce_codec)
+
+
+def _parse_precision(precision: Any, _: P) -> Precision | None:
+    if not isinstance(precision, Precision | None):
+        raise TypeError(f"P: precision: expected a Precision or None, got {precision!r}")
+    return precision
+
+
+PARSERS["precision"] = _parse_precision
 
 
 def precision_of(p: P) -> Precision | None:
