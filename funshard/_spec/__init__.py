@@ -1,3 +1,5 @@
 """The options of `P`: each file checks the values of its keywords, and says what units with them have to be."""
 
-from . import local, options, precision  # noqa: F401 - each adds the parsers of its keywords
+from . import local, options, precision
+
+__all__ = ["local", "options", "precision"]  # each adds the parsers of its keywords
