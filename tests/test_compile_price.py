@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 
 import funshard as fs
-from funshard._core.spec import find_fingerprinted
+from funshard._torch import find_by_graph_key
 
 PACKAGE = Path(fs.__file__).parent
 
@@ -79,7 +79,7 @@ def test_few_functions_are_traced_for_each_unit(inlined: Counter[str]) -> None:
     own = {name: count for name, count in each.items() if "tests" not in name and not name.endswith(":forward")}
     assert sum(own.values()) <= 12, own
     assert few["_wire/flow.py:gather_unit"] == 0
-    assert few["_units/layout.py:unflatten_unit"] == 0
+    assert few["_core/layout.py:unflatten_unit"] == 0
 
 
 def test_a_compiled_step_writes_no_dict_of_a_module() -> None:
@@ -130,29 +130,29 @@ def test_equal_specs_share_a_graph(request: pytest.FixtureRequest, ranks: str) -
     pool.run(compiles)
 
 
-def test_fingerprints() -> None:
-    """Equal contents have the same fingerprint, by which a spec is found while any of them lives; others have another."""
+def test_graph_keys() -> None:
+    """Equal contents have the same graph key, by which a spec is found while any of them lives; others have another."""
     model = chain(2)
     one, two = (fs.by_type(Block)(model).on({"shard": 1}) for _ in range(2))
-    assert one._fingerprint
-    assert one._fingerprint == two._fingerprint
+    assert one._graph_key
+    assert one._graph_key == two._graph_key
     others = [
         fs.by_type(Block)(model).on({"data": 1, "shard": 1}),
         fs.by_type(Block, p=fs.P("shard", reshard=False))(model).on({"shard": 1}),
         one.ordered(one.by_key),
         fs.by_type(Block)(chain(3)).on({"shard": 1}),
     ]
-    assert len({one._fingerprint, *(spec._fingerprint for spec in others)}) == 5
-    known = one._fingerprint
+    assert len({one._graph_key, *(spec._graph_key for spec in others)}) == 5
+    known = one._graph_key
     del one
     gc.collect()
-    assert find_fingerprinted(known) == two
-    assert pickle.loads(pickle.dumps(two)).on({"shard": 1})._fingerprint == known
+    assert find_by_graph_key(known) == two
+    assert pickle.loads(pickle.dumps(two)).on({"shard": 1})._graph_key == known
     del two
     gc.collect()
     three = fs.by_type(Block)(model).on({"shard": 1})
-    assert find_fingerprinted(three._fingerprint) is three
-    assert not fs.by_type(Block)(model)._fingerprint  # bound to nothing yet
+    assert find_by_graph_key(three._graph_key) is three
+    assert not fs.by_type(Block)(model)._graph_key  # bound to nothing yet
 
 
 @pytest.mark.parametrize("given", depth(["all"], ["none", "some", "all"]))

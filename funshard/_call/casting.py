@@ -102,8 +102,8 @@ def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:
     def dtype(path: str) -> torch.dtype | None:
         while path not in spec.by_path:
             path = path.rpartition(".")[0]
-        precision = precision_of(spec.by_path[path])
-        return precision.buffer if precision else None
+        p = spec.by_path[path]
+        return precision.buffer if p.precision and (precision := precision_of(p)) else None
 
     return dtype
 
@@ -135,5 +135,5 @@ def module_overrides(
             if weight is not None:
                 yield module, WEIGHT, weight
     for at, p in spec.by_path.items():
-        if (precision := precision_of(p)) and has_casts(precision) and at in modules and at != path:
+        if p.precision and (precision := precision_of(p)) and has_casts(precision) and at in modules and at != path:
             yield modules[at], "forward", wrap_in_casts(modules[at].forward, precision)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import _torch
 from .._core.checks import find_full_params
 from .._core.division import ReduceBy, Reduction
-from .._core.spec import PartitionSpec, find_fingerprinted
+from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._core.unit import Unit
 from .._spec.options import RECOMPUTE_ALL, remat_of
@@ -79,8 +79,8 @@ def _gather_full_params(inputs: CallInputs) -> dict[str, dict[str, Tensor]]:
             with _torch.annotate_graph(
                 funshard_unit=unit.key, funshard_reshard=bool(unit.p.reshard), funshard_check_order=check_order
             ):
-                if spec._fingerprint:
-                    views = _gather_views(params[unit.key], spec._fingerprint, unit.key, by, over)
+                if spec._graph_key:
+                    views = _gather_views(params[unit.key], spec._graph_key, unit.key, by, over)
                 else:
                     views = _gather_unit_views(params[unit.key], spec, unit, inputs.reduction)
             if inputs.options.weight is not None:
@@ -116,9 +116,9 @@ def _gather_unit_views(shard: Tensor, spec: PartitionSpec, unit: Unit, reduction
 
 
 @_torch.allow_in_graph
-def _gather_views(shard: Tensor, fingerprint: str, key: str, by: ReduceBy, over: tuple[str, ...] | None) -> tuple[Tensor, ...]:
+def _gather_views(shard: Tensor, graph_key: str, key: str, by: ReduceBy, over: tuple[str, ...] | None) -> tuple[Tensor, ...]:
     """Return the parameters of a unit as views of its gathered buffer, as one node for Dynamo."""
-    spec: PartitionSpec = find_fingerprinted(fingerprint)
+    spec: PartitionSpec = _torch.find_by_graph_key(graph_key)
     return tuple(_gather_unit_views(shard, spec, spec.by_key[key], Reduction.make(by, over)))
 
 
@@ -218,8 +218,8 @@ def _drop_new_entries(modules: Mapping[str, nn.Module]) -> Generator[None]:
 
 def _check_casts_inside(spec: PartitionSpec) -> None:
     """Raise NotImplementedError for a unit with casts inside the model, where this torch can trace none."""
-    for path, p in spec.by_path.items():
-        if path and (precision := precision_of(p)) and has_casts(precision) and not _torch.FORWARD_CAN_BE_REPLACED:
+    for path, p in () if _torch.FORWARD_CAN_BE_REPLACED else spec.by_path.items():
+        if path and (precision := precision_of(p)) and has_casts(precision):
             raise NotImplementedError(
                 f"unit '{path}' has a Precision: inside torch.compile, torch {torch.__version__} can cast around the whole "
                 "model only: expected torch 2.13, or a Precision for whole(P(...)) and for no other unit"

@@ -21,8 +21,6 @@ __all__ = [
     "check_params",
     "check_shards",
     "check_spec",
-    "check_tensors",
-    "check_trainable",
     "collect_full_params",
     "find_full_params",
     "take_full_params",
@@ -64,15 +62,6 @@ def check_mapping(params: object, what: str = "params") -> None:
         raise TypeError(f"{what}: expected a dict of tensors by unit key or parameter name, got {type(params).__name__}{hint}")
 
 
-def check_tensors(tree: Mapping[str, Tensor], what: str) -> None:
-    """Raise TypeError, naming the key, unless this is a mapping of tensors."""
-    check_mapping(tree, what)
-    for key, x in tree.items():
-        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            hint = "; an unused parameter has gradient zeros" if x is None else ""
-            raise TypeError(f"{what}: '{key}': expected a tensor, got {type(x).__name__}{hint}")
-
-
 # --- Shards and buffers, by unit key. ---
 
 
@@ -98,16 +87,6 @@ def _check_stored(shards: Mapping[str, Tensor], spec: PartitionSpec, units: Iter
                 f"got shape {list(got.shape)} {got.dtype}; shard(model, spec) or reshard(params, old_spec, spec) gives them"
             )
     check_buffers(shards, spec, lengths, part=part)
-
-
-def check_trainable(units: Iterable[Unit], what: str) -> None:
-    """Raise ValueError, naming the unit, where one is at rest in a codec: it is frozen, and bytes have no derivative."""
-    for unit in units:
-        if unit.at_rest:
-            raise ValueError(
-                f"unit '{unit.key}' is at rest in {unit.at_rest}, and so frozen: expected no {what} of it; set it apart with "
-                "trainable, frozen = partition(params, spec), or leave at_rest= out of its P to train it"
-            )
 
 
 def check_buffers(

@@ -26,7 +26,6 @@ __all__ = [
     "to_memory_order",
     "unflatten",
     "unflatten_unit",
-    "view_as_bytes",
 ]
 
 Params = dict[str, Tensor]
@@ -138,11 +137,6 @@ def from_memory_order(piece: Tensor, param: Param) -> Tensor:
     if not param.permuted:
         return piece.view(param.shape)
     return piece.view([param.shape[d] for d in param.order]).permute([param.order.index(d) for d in range(len(param.order))])
-
-
-def view_as_bytes(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor as uint8, 1-D, because not every backend sends every dtype: a view if it is contiguous."""
-    return x.contiguous().view(-1).view(torch.uint8)
 
 
 def slice_index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -22,39 +19,7 @@ from .unit import P, Unit
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["PartitionSpec", "abridge", "find_fingerprinted"]
-
-
-# --- A spec's fingerprint: a string that stands for its contents where torch.compile traces ---
-#
-# Dynamo guards the one string instead of every field that it would read, and a graph can hold it as a constant.
-
-_FIRST: WeakValueDictionary[str, Any] = WeakValueDictionary()
-"""The first live object of each fingerprint."""
-_NUMBERS = itertools.count()
-
-
-@functools.lru_cache(maxsize=256)
-def _fingerprint(contents: Hashable) -> str:
-    """Return a string that no other contents have; equal contents have the same one while it is cached."""
-    return f"{next(_NUMBERS)}"
-
-
-def set_fingerprint(owner: Any, contents: Hashable) -> None:
-    """Set ``owner._fingerprint``, never the same string for other contents. Equal ones share it while they are in use.
-
-    All live objects with a fingerprint hold the first one, so that it can be found while any of them lives.
-    """
-    fingerprint = _fingerprint(contents)
-    first = _FIRST.setdefault(fingerprint, owner)
-    object.__setattr__(owner, "_fingerprint", fingerprint)
-    if first is not owner:
-        object.__setattr__(owner, "_equal", first)
-
-
-def find_fingerprinted(fingerprint: str) -> Any:
-    """Return the first object with this fingerprint. One that has it must be alive."""
-    return _FIRST[fingerprint]
+__all__ = ["PartitionSpec", "abridge"]
 
 
 # --- The printed form of a spec: a table with a row for each unit, or for several similar units ---
@@ -188,8 +153,8 @@ class PartitionSpec:
     by_path: Mapping[str, P] = field(init=False, compare=False, repr=False)
     """The `P` of every module path that is a unit, the root's ``""`` among them."""
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _fingerprint: ClassVar[str] = ""
-    """The fingerprint of a spec on process groups that was made outside of torch.compile."""
+    _graph_key: ClassVar[str] = ""
+    """The graph key of a spec on process groups that was made outside of torch.compile."""
 
     def __post_init__(self) -> None:
         names = {name: (unit, param) for unit in self.units for param in unit.params for name in param.names}
@@ -207,7 +172,7 @@ class PartitionSpec:
                 )
         if self.mesh and all(isinstance(axis, ProcessAxis) for _, axis in self.mesh.axes) and not torch.compiler.is_compiling():
             fields = [getattr(self, f.name) for f in dataclasses.fields(self) if f.compare]
-            set_fingerprint(self, (*fields, self.mesh, self.names))
+            _torch.set_graph_key(self, (*fields, self.mesh, self.names))
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self.units)
@@ -233,14 +198,14 @@ class PartitionSpec:
     def _compute_once(self, make: Callable[..., Cached], *args: Hashable) -> Cached:
         """Return ``make(self, *args)``, computed once for this object and kept while it lives; it must not hold the spec."""
         if torch.compiler.is_compiling():  # which has no use for it, and would guard it
-            return self._compute_constant(make) if self._fingerprint and not args else make(self, *args)
+            return self._compute_constant(make) if self._graph_key and not args else make(self, *args)
         if (cached := self._cache.get((make, args))) is None:
             cached = self._cache[make, args] = make(self, *args)
         return cached
 
     @_torch.assume_constant
     def _compute_constant(self, make: Callable[..., Cached]) -> Cached:
-        """Return ``make(self)``, which Dynamo computes as it traces. The fingerprint must be guarded."""
+        """Return ``make(self)``, which Dynamo computes as it traces. The graph key must be guarded."""
         return make(self)
 
     def owner(self, key: str) -> Unit | Param:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _torch
 from .._core.checks import bind_spec, check_full, check_shards
 from .._core.division import Reduction, count_ranks
-from .._core.layout import Params, rank_coords, view_as_bytes
+from .._core.layout import Params, rank_coords
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.phases import phase
 from .._core.spec import PartitionSpec, abridge
@@ -24,6 +24,7 @@ from .._spec.log import log_spec
 from .._wire.chain import CollectiveChain
 from .._wire.flow import encode_at_rest
 from .._wire.host import check_host_resident, compute_device, move, place_slice, start_copy_to_host
+from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names
 from .._wire.whole import decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
 from ..collectives._announce import announce

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from .._core.checks import bind_spec, check_buffers, check_mapping, check_trainable, find_full_params
+from .._core.checks import bind_spec, check_buffers, check_mapping, find_full_params
 from .._core.division import ReduceBy
 from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._spec.precision import precision_of
+from .._spec.precision import check_trainable, precision_of
 from .._units.accumulation import drop_unweighted
 from .._wire.flow import reduce_slice, reduce_unit, resolve_reduction
 from ..collectives._functions import sum_over

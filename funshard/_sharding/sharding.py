@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._core.checks import bind_spec, check_mapping, check_shards, check_spec, check_trainable, collect_full_params
+from .._core.checks import bind_spec, check_mapping, check_shards, check_spec, collect_full_params
 from .._core.division import ReduceBy, Reduction
 from .._core.layout import Params, rank_coords, unflatten_unit
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
 from .._spec.log import log_spec
+from .._spec.precision import check_trainable
 from .._units.accumulation import find_accumulation
 from .._wire.flow import encode_at_rest, gather_unit
 from .._wire.host import check_host_resident, place_slice

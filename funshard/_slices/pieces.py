@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._core.checks import bind_spec, check_buffers, check_trainable
+from .._core.checks import bind_spec, check_buffers
 from .._core.layout import Params, rank_coords, slice_index
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
+from .._spec.precision import check_trainable
 from .._wire.host import check_host_resident
 
 __all__ = ["Piece", "param_views", "slice_pieces"]

@@ -17,7 +17,18 @@ from .. import _torch
 from .._core.tree import Param
 from .._core.unit import PARSERS, Option, P, Unit
 
-__all__ = ["Codec", "Dtypes", "Form", "Precision", "pack_bytes", "pack_rows", "precision_of", "storage_codec", "unpack_bytes"]
+__all__ = [
+    "Codec",
+    "Dtypes",
+    "Form",
+    "Precision",
+    "check_trainable",
+    "pack_bytes",
+    "pack_rows",
+    "precision_of",
+    "storage_codec",
+    "unpack_bytes",
+]
 
 
 # --- Codec: the encoding of a unit's slices for their gather, and of their gradients for the reduction ---
@@ -353,3 +364,13 @@ def _find_kept(param: Param, keep: KeptDtypes) -> torch.dtype | None:
             f"parameter '{param.name}': Precision(keep={matching}) for its names {list(param.names)}: expected one dtype"
         )
     return next(iter(matching.values()), None)
+
+
+def check_trainable(units: Iterable[Unit], what: str) -> None:
+    """Raise ValueError, naming the unit, where one is at rest in a codec: it is frozen, and bytes have no derivative."""
+    for unit in units:
+        if unit.at_rest:
+            raise ValueError(
+                f"unit '{unit.key}' is at rest in {unit.at_rest}, and so frozen: expected no {what} of it; set it apart with "
+                "trainable, frozen = partition(params, spec), or leave at_rest= out of its P to train it"
+            )

@@ -9,6 +9,7 @@ from .backward import *
 from .compiling import *
 from .dispatch import *
 from .errors import *
+from .graph_keys import *
 from .groups import *
 from .levels import *
 from .modules import *

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._core.layout import from_memory_order, unflatten_unit, view_as_bytes
+from .._core.layout import from_memory_order, unflatten_unit
 from .._core.unit import Unit
 from .._spec.precision import Precision, precision_of
 
@@ -30,6 +30,7 @@ __all__ = [
     "find_param_dtypes",
     "make_mixed_layout",
     "split_by_dtype",
+    "view_as_bytes",
     "view_by_dtype",
     "view_whole_elements",
 ]
@@ -268,3 +269,8 @@ def _group_slices(runs: Sequence[Run], length: int) -> Iterator[SliceGroup]:
 def _count_run_bytes(runs: Sequence[Run]) -> int:
     """Return the number of bytes of these runs."""
     return sum(numel * dtype.itemsize for numel, dtype in runs)
+
+
+def view_as_bytes(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor as uint8, 1-D, because not every backend sends every dtype: a view if it is contiguous."""
+    return x.contiguous().view(-1).view(torch.uint8)

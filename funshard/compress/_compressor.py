@@ -8,12 +8,13 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from .._core.checks import bind_spec, check_mapping, check_trainable, find_full_params
+from .._core.checks import bind_spec, check_mapping, find_full_params
 from .._core.division import count_ranks
 from .._core.layout import Params, flatten_unit
 from .._core.mesh import Axes
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
+from .._spec.precision import check_trainable
 from .._wire.flow import reduce_along
 from .._wire.host import HOST, compute_device
 from ..collectives._functions import scatter

@@ -10,8 +10,18 @@ from typing import NoReturn, TypeVar
 from torch import Tensor
 
 from .. import _torch
+from .._core.checks import check_mapping
 
-__all__ = ["StateMapping", "break_message", "check_rate", "named_tensors", "refuse_pickle", "refuse_shared_memory", "same_pair"]
+__all__ = [
+    "StateMapping",
+    "break_message",
+    "check_rate",
+    "check_tensors",
+    "named_tensors",
+    "refuse_pickle",
+    "refuse_shared_memory",
+    "same_pair",
+]
 
 Pair = TypeVar("Pair")
 StateMapping = Mapping[str, Mapping[str, Tensor]]
@@ -61,3 +71,12 @@ def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]], by: str = "donat
     for (storage, _, end, what), (other, begin, _, second) in itertools.pairwise(ranges):
         if storage == other and begin < end:
             raise ValueError(f"{what} and {second} share memory, which {by} writes: expected tensors of their own")
+
+
+def check_tensors(tree: Mapping[str, Tensor], what: str) -> None:
+    """Raise TypeError, naming the key, unless this is a mapping of tensors."""
+    check_mapping(tree, what)
+    for key, x in tree.items():
+        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            hint = "; an unused parameter has gradient zeros" if x is None else ""
+            raise TypeError(f"{what}: '{key}': expected a tensor, got {type(x).__name__}{hint}")

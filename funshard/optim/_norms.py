@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._core.checks import bind_spec, check_tensors
+from .._core.checks import bind_spec
 from .._core.layout import Params
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
@@ -21,6 +21,7 @@ from .._wire.host import compute_device
 from ..collectives._compare_hosts import start_comparison
 from ..collectives._functions import gather_slices, sum_shards, vary
 from ..collectives._world import check_spans_world
+from ._checks import check_tensors
 from ._trees import check_same_keys
 
 __all__ = [

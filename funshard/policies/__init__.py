@@ -1,8 +1,8 @@
 """Policies: pure functions from a module pytree to a partition spec."""
 
-from .._core.policies import Policy, by_path, by_type, whole
+from .._core.policies import Policy, by_type, whole
 from ._combined import any_of, by_group, full_precision, ignoring, override
-from ._policies import always, by_size, custom, mark, marked
+from ._policies import always, by_path, by_size, custom, mark, marked
 
 __all__ = [
     "Policy",

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from .._core.build import build, build_with_leftovers
-from .._core.policies import SHARD, NamedPolicy, Policy, check_classes, check_p, format_call, matches_path
+from .._core.policies import SHARD, NamedPolicy, Policy, check_classes, check_p, format_call
 from .._core.spec import PartitionSpec
 from .._core.tree import ModuleTree, Param, natural_key
 from .._core.unit import P
 from .._spec.precision import Precision
 from .._torch.modules import BatchNorm
+from ._policies import matches_path
 
 __all__ = ["any_of", "by_group", "check_modules", "full_precision", "ignoring", "items_to_list", "matches_module", "override"]
 

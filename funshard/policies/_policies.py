@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 
-from .._core.build import build_with_leftovers
+from .._core.build import build, build_with_leftovers
 from .._core.policies import (
     SHARD,
     NamedPolicy,
@@ -23,7 +25,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import ModuleTree
 from .._core.unit import P
 
-__all__ = ["always", "by_size", "custom", "mark", "marked"]
+__all__ = ["always", "by_path", "by_size", "count_literal", "custom", "mark", "marked", "matches_path"]
 
 _MARK = "_funshard_mark"
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -181,3 +183,72 @@ def _select_marked(p: P, node: ModuleTree) -> P | None:
     """Return the `P` of a module that `mark` has marked, None for others."""
     overrides = vars(node.module).get(_MARK)
     return None if overrides is None else override_p(p, overrides, f"mark: module '{node.path}'")
+
+
+def count_literal(pattern: str, path: str) -> int:
+    """Return how many components of a pattern are names, not wildcards, for this path."""
+    return sum(part in path.split(".") or not set("*?[") & set(part) for part in pattern.split("."))
+
+
+def matches_path(pattern: list[str], path: list[str]) -> bool:
+    """Return whether a pattern matches a path: ``*`` matches within a component, ``**`` any number of them."""
+    if not pattern:
+        return not path
+    if pattern[0] == "**":
+        return any(matches_path(pattern[1:], path[i:]) for i in range(len(path) + 1))
+    fits = bool(path) and (path[0] == pattern[0] or fnmatch.fnmatchcase(path[0], pattern[0]))
+    return fits and matches_path(pattern[1:], path[1:])
+
+
+def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
+    """Return the policy with a unit for every module whose path matches a pattern.
+
+    Components match as wholes: ``blocks.1`` is not ``blocks.10``. If several patterns match a module, the one with most
+    literal components rules; a component that is a module's very name is literal, whatever characters it has.
+
+    Args:
+        patterns: By path pattern the `P` of the units. ``*`` stands within one component, ``**`` for any number of them.
+        p: The `P` of the root, without ``local``.
+
+    Raises:
+        ValueError: From the policy, for a pattern that matches no module, and for two equally good ones with different `P`.
+        TypeError: If ``patterns`` is no dict of patterns and `P`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> {unit.path: unit.p for unit in fs.by_path({"*": fs.P("shard"), "1": fs.P()})(model)}
+        {'0': P('shard'), '1': P()}
+    """
+    check_p("by_path", p)
+    if p.local and patterns:
+        raise ValueError(f"by_path: p={p} is of what no pattern selects: expected local= in the P of patterns, '' for the root")
+    if not isinstance(patterns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"by_path: expected a dict of path patterns and P, got {type(patterns).__name__}")
+    for pattern, value in patterns.items():
+        if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"by_path: expected path patterns such as 'blocks.*', got {pattern!r}")
+        check_p(f"by_path: pattern '{pattern}'", value)
+
+    return NamedPolicy(format_call("by_path", dict(patterns), p=p), functools.partial(_build_by_path, dict(patterns), p))
+
+
+def _build_by_path(patterns: Mapping[str, P], p: P, tree: ModuleTree) -> PartitionSpec:
+    """Build the spec with the modules that patterns match as units: of several patterns, the most literal one counts."""
+    best: dict[str, tuple[int, str]] = {}
+    for pattern, value in patterns.items():
+        hits = [path for path in tree.canonical if matches_path(pattern.split("."), path.split("."))]
+        if not hits:
+            near = difflib.get_close_matches(pattern, tree.canonical, 3, 0.3) or list(tree.canonical)[:8]
+            raise ValueError(f"by_path: pattern '{pattern}' matches no module: expected a path such as {near}")
+        for path in hits:
+            weight = count_literal(pattern, path)
+            other = best.get(path)
+            if other is None or other[0] < weight:
+                best[path] = weight, pattern
+            elif other[0] == weight and patterns[other[1]] != value:
+                raise ValueError(
+                    f"by_path: module '{path}' is matched by '{other[1]}' ({patterns[other[1]]}) and by "
+                    f"'{pattern}' ({value}): expected one, or one that is more literal"
+                )
+    return build(tree, {path: patterns[pattern] for path, (_, pattern) in best.items()}, p)

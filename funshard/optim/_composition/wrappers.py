@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
 
 from ... import _torch
-from ..._core.checks import bind_spec, check_mapping, check_spec, check_tensors
+from ..._core.checks import bind_spec, check_mapping, check_spec
 from ..._core.layout import Params
 from ..._core.phases import LOGGER
 from ..._core.spec import PartitionSpec
@@ -19,7 +19,7 @@ from ..._slices.finite import agree_finite, find_nonfinite, select_if_finite
 from ..._slices.moving_average import check_decay, is_averaged, update_average
 from ...collectives._world import check_spans_world
 from .._by_matrix.optimizer import MatrixOptimizer
-from .._checks import break_message
+from .._checks import break_message, check_tensors
 from .._elementwise.checks import is_updated
 from .._elementwise.optimizer import Optimizer
 from .._norms import check_max_norm, clip_by_global_norm, upcast

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._core.checks import check_mapping, check_trainable
+from ..._core.checks import check_mapping
+from ..._spec.precision import check_trainable
 from .._checks import StateMapping, check_rate
 from .._quantized.slices import refuse_encoded
 from .options import OptionRanges
