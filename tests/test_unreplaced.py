@@ -276,6 +276,76 @@ def test_parameters_that_forward_makes(what: str, policy: str) -> None:
             way(loss)(params)
 
 
+class Parts(nn.Module):
+    def __init__(self, change: Callable[[Parts], Any]) -> None:
+        super().__init__()
+        self.l, self.layers, self.change = linear(), nn.ModuleList([nn.ReLU(), linear()]), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        for part in [getattr(self, "l", nn.Identity()), *self.layers]:
+            x = part(x)
+        return x
+
+
+OTHER, FROZEN = linear(), linear().requires_grad_(False)
+L, MADE_ANEW = (
+    "module 'l' is replaced in forward, Linear by ",
+    "module Linear, which has parameters to train, is made in forward",
+)
+CHANGED: Mapping[str, tuple[Callable[[Parts], Any], str]] = {
+    "set": (lambda m: setattr(m, "l", linear()), L + "Linear: the call would compute without its parameters"),
+    "set to one of before": (lambda m: setattr(m, "l", OTHER), L + "Linear"),
+    "set to a frozen one": (lambda m: setattr(m, "l", FROZEN), L + "Linear"),
+    "set to one without": (lambda m: setattr(m, "l", nn.Identity()), L + "Identity"),
+    "added": (lambda m: m.add_module("l", linear()), L + "Linear"),
+    "in a list": (lambda m: setitem(m.layers, 1, linear()), "module 'layers.1' is replaced in forward, Linear by Linear"),
+    "with others": (
+        lambda m: setattr(m, "layers", nn.ModuleList()),
+        "'layers' is replaced in forward, ModuleList by ModuleList",
+    ),
+    "where none were": (lambda m: setitem(m.layers, 0, linear()), MADE_ANEW),
+    "appended": (lambda m: m.layers.append(linear()), MADE_ANEW),
+    "deleted": (lambda m: delattr(m, "l"), L + "NoneType"),
+    "popped": (lambda m: m.layers.pop(1), "module 'layers.1' is replaced in forward, Linear by NoneType"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("how", CHANGED)
+def test_modules_that_forward_replaces(how: str, policy: str) -> None:
+    """The call would compute with the new module's own parameters, and its params would have no part in the result."""
+    change, match = CHANGED[how]
+    model = Parts(change)
+    _, params, loss = setting(model, policy)
+    for way in WAYS.values():
+        with pytest.raises(RuntimeError, match=match), unchanged(model):
+            way(loss)(params)
+
+
+def again_at_the_end(model: Parts) -> None:
+    one = model.l
+    del model.l
+    model.l = one
+
+
+def inside_another(model: Parts) -> None:
+    model.l = nn.Sequential(model.l, nn.Tanh())
+
+
+@pytest.mark.parametrize(
+    "change", [again_at_the_end, inside_another, lambda m: setitem(m.layers, 0, nn.Tanh())], ids=["again", "inside", "ReLU"]
+)
+def test_modules_that_are_used_in_another_place_are_no_error(change: Callable[[Parts], Any]) -> None:
+    """As BigBird puts its own layers into another attention; afterwards they are in their places, in their order."""
+    model = Parts(change)
+    spec, params, loss = setting(model, "units")
+    with unchanged(model):
+        grads, names = fs.gather_full(fs.grad(loss)(params), spec), [name for name, _ in model.named_modules()]
+    assert names == ["", "l", "layers", "layers.0", "layers.1"]
+    assert all(grads[name].any() for name in ("l.weight", "layers.1.weight"))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "make",

@@ -156,7 +156,8 @@ class AttributeWrites(Guard):
             if (name := join_path(path, attr)) in run.attributes:
                 continue
             before = self._before[path].get(attr)
-            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and _has_derivative(x)]
+            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and not isinstance(x, _torch.StandIn)]
+            tensors = [x for x in tensors if _torch.is_recorded(x) or _torch.has_tangent(x)]
             tensors = [x for x in tensors if x.numel() == 1 or before is not None]
             if any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(before)):
                 tensors = []
@@ -276,11 +277,6 @@ def _collect_containers(value: Any, found: dict[int, Any]) -> None:
 def _entries(container: Any) -> list[Any]:
     """Return the entries of a container; of a dict its keys, then its values."""
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
-
-
-def _has_derivative(tensor: Tensor) -> bool:
-    """Return whether reverse mode records the tensor, or forward mode has a tangent of it."""
-    return not isinstance(tensor, _torch.StandIn) and (_torch.is_recorded(tensor) or _torch.has_tangent(tensor))
 
 
 def _is_scalar(value: object) -> bool:

@@ -146,10 +146,9 @@ def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[
     """Restore the class and every attribute of the modules after they were changed inside. Yield the attributes of before.
 
     Raises:
-        RuntimeError: Naming the module, where another thread has one in a call, and where a module with trained parameters of
-            its own was added.
+        RuntimeError: Naming the module, where another thread has one in a call, or one with parameters was made or replaced.
     """
-    added: list[nn.Module] = []
+    changed: list[tuple[Any, Any]] = []
     with MODEL_LOCK:
         for path, module in modules.items():
             if type(now := module._parameters) is GatheringParameters and now.call.thread != thread:
@@ -174,18 +173,13 @@ def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[
             for module, cls in zip(before, classes, strict=True):
                 if type(module) is not cls:
                     module.__class__ = cls
-            for container in _nonempty_containers(before.values()):
-                if id(container) not in contents:
-                    added += _new_trained_modules(container, ())
-                    container.clear()
+            contents = {id(one): (one, type(one)()) for one in _nonempty_containers(before.values())} | contents
             for container, content in contents.values():
-                if container != content:
-                    added += _new_trained_modules(container, content)
+                if container != content or [*container] != [*content]:  # or in another order
+                    changed.append((content, container.copy()))
                     container.clear()
                     container.update(content)
-    for module in added:
-        if module not in before:
-            raise _creation_error(f"module {type(module).__name__}, which has parameters to train,")
+    _check_submodules(modules, [(content, now) for content, now in changed if isinstance(now, dict)])
 
 
 def _set_attributes(modules: Iterable[nn.Module], attributes: Iterable[dict[str, Any]]) -> None:
@@ -193,11 +187,25 @@ def _set_attributes(modules: Iterable[nn.Module], attributes: Iterable[dict[str,
     deque(map(object.__setattr__, modules, itertools.repeat("__dict__"), attributes), maxlen=0)
 
 
-def _new_trained_modules(container: Any, before: Iterable[Any]) -> Iterator[nn.Module]:
-    """Yield the modules that were added to a module's dict of submodules and that have trained parameters."""
-    if isinstance(container, dict):
-        new = [x for name, x in container.items() if isinstance(x, nn.Module) and name not in before]
-        yield from (x for x in new if any(p.requires_grad for p in x.parameters()))
+def _check_submodules(modules: Mapping[str, nn.Module], changed: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Raise RuntimeError where these dicts, each as it was before and is now, lost or got modules with parameters."""
+    left = {one for _, now in changed for value in now.values() for one in _with_parameters(value)}
+    for old, now in ((old, now.get(name)) for before, now in changed for name, old in before.items()):
+        if not left.issuperset(_with_parameters(old)):
+            path = next(path for path, module in modules.items() if module is old)
+            raise RuntimeError(
+                f"module '{path}' is replaced in forward, {type(old).__name__} by {type(now).__name__}: the call would compute "
+                "without its parameters, and put the model back as it was; expected it left alone, or the spec made afterwards"
+            )
+    for one in left.difference(modules.values()):
+        if any(p is not None and p.requires_grad for p in own_tensors(one, "_parameters").values()):
+            raise _creation_error(f"module {type(one).__name__}, which has parameters to train,")
+
+
+def _with_parameters(value: Any) -> set[nn.Module]:
+    """Return the modules in a value, itself included, that have parameters of their own."""
+    modules = value.modules() if isinstance(value, nn.Module) else ()
+    return {one for one in modules if {*own_tensors(one, "_parameters").values()} - {None}}
 
 
 def _nonempty_containers(attributes: Collection[dict[str, Any]]) -> list[Any]:
