@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
-from depth import mark_seldom, seldom
+from depth import mark_seldom
 from parity import WAYS
 from ranks import Pool
 from torch import Tensor, nn
@@ -480,13 +480,16 @@ def test_refused_precisions() -> None:
     assert Precision(param=BF16, reduce_codec=codecs.int8())._resolve(BF16) == (BF16, F32)
 
 
-@seldom
-@pytest.mark.parametrize("compiler", [fs.compile, torch.compile])
-def test_compiled_steps_are_refused(compiler: Callable[..., Any]) -> None:
-    with world(2):
-        model = make_model()
-        spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS["int8"]))(model).on(make_mesh(2))
-        x = make_batch(0)
-        step = compiler(lambda p: fs.grad(sharded_loss(model, spec, x))(p), backend="aot_eager", fullgraph=True)
-        with pytest.raises(Exception, match="in a step that is compiled whole"):
-            step(fs.shard(model, spec))
+@pytest.mark.parametrize(
+    "transform", [lambda loss: loss, fs.grad, torch.func.grad], ids=["forward", "fs.grad", "torch.func.grad"]
+)
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_steps_are_refused(fullgraph: bool, transform: Callable[..., Any]) -> None:
+    """Also after a graph break, where Dynamo goes on with the frames inside, and failed on one of them."""
+    model, x = make_model(), make_batch(0)
+    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS["int8"]))(model)
+    params = fs.shard(model, spec)
+    for compiler in (fs.compile, torch.compile):
+        step = compiler(transform(sharded_loss(model, spec, x)), backend="aot_eager", fullgraph=fullgraph)
+        with pytest.raises(Exception, match=r"Precision\(reduce_codec=\) in a step that is compiled whole"):
+            step(params)

@@ -28,7 +28,6 @@ from .entry import CallInputs
 
 __all__ = ["run"]
 
-
 ReplacedBuffer = tuple[bool, dict[str, Any], str, Tensor, Tensor]
 """Whether its module changes it in place, the module's dict and the name in it, and the tensor before the call and in it."""
 

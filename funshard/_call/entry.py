@@ -16,7 +16,7 @@ from .._core.mesh import ProcessAxis
 from .._core.spec import PartitionSpec
 from .._transforms.error_hints import as_call_arguments, check_materialized
 from .._units.accumulation import GradReceiver, find_accumulation
-from .._wire.flow import resolve_reduction
+from .._wire.flow import refuse_compiled_step, resolve_reduction
 from .._wire.host import check_host_resident
 from .buffers import is_first_warning
 from .module_state import BoundModule
@@ -59,6 +59,7 @@ def check_call(
     spec = bind_spec(spec)
     check_params(params, spec)
     check_host_resident(params, spec)
+    refuse_compiled_step(spec)
     accumulation, receiver = find_accumulation(params, spec, reduce, reduce_axes), None
     if accumulation:
         params, reduction, receiver = accumulation.replace(params)

@@ -157,8 +157,8 @@ class AttributeWrites(Guard):
                 continue
             before = self._before[path].get(attr)
             tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and not isinstance(x, _torch.StandIn)]
-            tensors = [x for x in tensors if _torch.is_recorded(x) or _torch.has_tangent(x)]
             tensors = [x for x in tensors if x.numel() == 1 or before is not None]
+            tensors = [x for x in tensors if _torch.is_recorded(x) or _torch.has_tangent(x)]
             if any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(before)):
                 tensors = []
             elif tensors and (isinstance(before, _CONTAINERS) or all(x.numel() == 1 for x in tensors)):

@@ -20,27 +20,12 @@ from ..collectives._ops import OpContext, PendingResult, start_op
 from ..collectives._primitive import apply
 from ..collectives._tag import TAG_BYTES
 
-__all__ = [
-    "count_senders",
-    "encode_slices",
-    "reduce_encoded",
-    "refuse_compiled_step",
-    "start_encoded_reduction",
-]
+__all__ = ["count_senders", "encode_slices", "reduce_encoded", "start_encoded_reduction"]
 
 _ROW_END = 16
 """Bytes at the end of each row that a rank sends: room for a tag, in which rows stay aligned."""
 _MOST_DECODES = 4
 """The most calls of a decoder for one reduction: each decodes the slices of as many ranks as that takes."""
-
-
-def refuse_compiled_step(codec: Codec) -> None:
-    """Raise RuntimeError where Dynamo traces: a codec is no constant of its graphs."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"Precision(reduce_codec={codec}) in a step that is compiled whole: expected the step without fs.compile and "
-            "torch.compile (P(compile=True) compiles its modules), or reduce= instead of reduce_codec="
-        )
 
 
 def encode_slices(buffer: Tensor, codec: Codec, num_slices: int) -> Tensor:

@@ -18,6 +18,7 @@ from .. import _torch
 from .._core.division import ReduceBy, Reduction
 from .._core.layout import rank_coords
 from .._core.mesh import Axis, Mesh, Simulated
+from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.precision import Precision, pack_bytes, storage_codec
 from .._units.accumulation import drop_unweighted
@@ -28,9 +29,19 @@ from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 
 __all__ = ["REDUCE_MEAN", "encode_at_rest", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit", "resolve_reduction"]
-__all__ += ["scatter_unit", "weigh_grad"]
+__all__ += ["refuse_compiled_step", "scatter_unit", "weigh_grad"]
 
 REDUCE_MEAN = Reduction()
+
+
+def refuse_compiled_step(spec: PartitionSpec) -> None:
+    """Raise RuntimeError where Dynamo traces, or has met a graph break: a codec is no constant of its graphs."""
+    for path, p in spec.by_path.items() if _torch.is_in_compiled_function() else ():
+        if p.precision and p.precision.reduce_codec:
+            raise RuntimeError(
+                f"unit '{path}' has a Precision(reduce_codec=) in a step that is compiled whole: expected the step without "
+                "fs.compile and torch.compile (P(compile=True) compiles its modules), or reduce= instead of reduce_codec="
+            )
 
 
 def resolve_reduction(by: ReduceBy, axes: Iterable[str] | None, mesh: Mesh, units: Iterable[Unit]) -> Reduction:
