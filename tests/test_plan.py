@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,9 @@ def test_json_has_the_figures_of_the_table() -> None:
         ({"optimizer": "adamv"}, ValueError, "name of a class of torch.optim"),
         ({"optimizer": 3}, TypeError, "expected a name such as 'adamw'"),
         ({"batch": "4"}, TypeError, "number of tokens"),
+        *(({"batch": n}, ValueError, rf"number of tokens, at least 1, .* got {n}") for n in (-1, 0, True, False, 2.5)),
+        ({"hardware": "h100"}, TypeError, "expected a Hardware"),
+        ({"hardware": 0}, TypeError, "expected a Hardware"),
         ({"hardware": fs.Hardware(bandwidth={"other": 1e9})}, ValueError, "no bandwidth for axis 'shard'"),
     ],
 )
@@ -336,3 +340,5 @@ def test_wrong_hardware() -> None:
         fs.Hardware(bandwidth=0)
     with pytest.raises(ValueError, match="'80GB'"):
         fs.Hardware(memory="a lot")
+    with pytest.raises(ValueError, match="latency: expected at least 0"):
+        fs.Hardware(latency=math.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -93,3 +94,10 @@ def test_refusals() -> None:
     plan = fs.plan(unbound.on({"shard": 2}), step=step, batch=torch.ones(2, 4))
     with pytest.raises(ValueError, match="would run with the same spec"):
         plan.compare({"keep": P("shard", reshard=False)})
+    for headroom in (-0.1, 1, math.nan):
+        with pytest.raises(ValueError, match="headroom: expected a part of the memory"):
+            plan.fit(headroom=headroom)
+    with pytest.raises(ValueError, match="memory: expected a positive number, got -1"):
+        plan.fit(memory=-1)
+    with pytest.raises(TypeError, match="expected a PartitionSpec"):
+        plan.compare({"3": 3})  # pyright: ignore[reportArgumentType]

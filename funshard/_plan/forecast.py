@@ -179,11 +179,12 @@ class ScheduleRecorder(StepRecorder):
 
 def count_tokens(batch: Any) -> int:
     """Return the number of tokens of a batch: a number, or tensors; 0 for None."""
-    if batch is None or isinstance(batch, int):
+    if batch is None or (type(batch) is int and batch > 0):
         return batch or 0
     tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     if not tensors:
-        raise TypeError(f"plan: batch: expected a number of tokens, or tensors, got {batch!r:.80}")
+        error = ValueError if isinstance(batch, int | float) else TypeError
+        raise error(f"plan: batch: expected a number of tokens, at least 1, or tensors, or None, got {batch!r:.80}")
     integers = [x for x in tensors if not x.is_floating_point() and not x.is_complex()]
     return integers[0].numel() if integers else tensors[0].numel() // max(tensors[0].shape[-1] if tensors[0].dim() else 1, 1)
 

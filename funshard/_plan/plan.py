@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .._core.checks import bind_spec
+from .._core.checks import bind_spec, check_spec
 from .._core.spec import PartitionSpec
 from .._core.unit import P
-from .._spec.byte_size import parse_bytes
 from .._spec.precision import Precision, precision_of
 from .at_rest import StateBytes, UnitBytes, count_per_slice, device_bytes, map_p, optimizer_init, state_bytes, unit_bytes
 from .forecast import count_tokens, forecast
@@ -147,10 +146,9 @@ def _iter_layouts(plan: Plan) -> Iterator[tuple[dict[str, int] | None, tuple[str
         yield None, tuple(names[i:])
     if len(sizes) > 1 or not names:
         return
-    bandwidth, (name,) = plan.hardware.bandwidth, names
+    bandwidth, ((name, ranks),) = plan.hardware.bandwidth, sizes.items()
     if isinstance(bandwidth, Mapping) and "replicate" not in bandwidth:
         return
-    ranks = sizes[name]
     for size in (2**i for i in range(1, ranks.bit_length()) if 2**i < ranks and ranks % 2**i == 0):
         yield {"replicate": ranks // size, name: size}, (name,)
 
@@ -271,11 +269,9 @@ class Plan:
         Raises:
             ValueError: If the step takes no ``spec``, so that it would run as before.
         """
-        plans: dict[str, Plan] = {}
-        for name, choice in choices.items():
-            spec = replace_p(self.spec, choice) if isinstance(choice, P) else choice
-            plans[name] = self._replan(spec if spec.sizes else spec.on(self.spec.bound_mesh))
-        return Comparison(plans)
+        specs = {name: replace_p(self.spec, one) if isinstance(one, P) else check_spec(one) for name, one in choices.items()}
+        mesh = self.spec.bound_mesh
+        return Comparison({name: self._replan(spec if spec.sizes else spec.on(mesh)) for name, spec in specs.items()})
 
     def fit(self, memory: float | str | None = None, *, headroom: float = 0.1) -> Comparison:
         """Return the choices whose peak fits into the memory of a device, fastest first.
@@ -296,14 +292,15 @@ class Plan:
         """
         if self.step is None:
             raise ValueError("fit: without a step activations are not counted: expected a plan(spec, step=..., batch=...)")
-        limit = parse_bytes(self.hardware.memory if memory is None else memory) * (1 - headroom)
-        plans: dict[str, Plan] = {}
-        init = optimizer_init(self.optimizer)
+        if not 0 <= headroom < 1:
+            raise ValueError(f"fit: headroom: expected a part of the memory, at least 0 and below 1, got {headroom!r}")
+        hardware = self.hardware if memory is None else dataclasses.replace(self.hardware, memory=memory)
+        limit = hardware.memory_bytes * (1 - headroom)
+        plans, init = dict[str, Plan](), optimizer_init(self.optimizer)
         for name, spec, options in candidates(self):
             if sum(device_bytes(unit_bytes(spec, state_bytes(spec, init)))) > limit:
                 continue  # whatever the step does
-            found = self._replan(spec, options)
-            if found.peak <= limit:
+            if (found := self._replan(spec, options)).peak <= limit:
                 plans[name] = found
         return Comparison(plans)
 
@@ -371,7 +368,7 @@ def plan(
         A `Plan`: print it, or ask for `Plan.peak`, `Plan.traffic`, `Plan.seconds`.
 
     Raises:
-        ValueError: For simulated ranks, an axis of the mesh without a bandwidth, and an unknown optimizer.
+        ValueError: For simulated ranks, a batch of no tokens, an axis without a bandwidth, and an unknown optimizer.
         RuntimeError: With ``step``, if this process has a process group.
         NotImplementedError: With ``step``, for ``P(offload=...)`` where the batch is not on an accelerator.
 
@@ -388,6 +385,8 @@ def plan(
     spec = bind_spec(spec)
     if spec.bound_mesh.is_simulated:
         raise ValueError("plan: the spec is on simulated ranks: expected a mesh of processes, or sizes such as {'shard': 8}")
+    if not isinstance(hardware, Hardware | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"plan: hardware: expected a Hardware such as fs.Hardware(memory='80GB'), or None, got {hardware!r}")
     init = optimizer_init(optimizer)
     state = state_bytes(spec, init)
     units = unit_bytes(spec, state)

@@ -116,7 +116,7 @@ class Hardware:
         for name, rate in rates.items():
             if not rate > 0:
                 raise ValueError(f"Hardware: {name}: expected a positive number, got {rate!r}")
-        if self.latency < 0:
+        if not self.latency >= 0:
             raise ValueError(f"Hardware: latency: expected at least 0 seconds, got {self.latency!r}")
 
     @property
