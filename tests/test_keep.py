@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
 import random
@@ -591,15 +592,27 @@ def test_a_write_into_the_bytes_is_seen() -> None:
 
 
 def test_parameters_between_two_elements() -> None:
-    """With ``align=1`` parameters lie end to end, and one of four bytes may begin after three of two."""
+    """With ``align=1`` parameters lie end to end, and one of four bytes may begin after three of two: the spec is refused."""
     model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False))
-    precision = Precision(param=BF16, cast_inputs=False, keep={"1.*": F32})
+    p = P("shard", align=1, precision=Precision(param=BF16, cast_inputs=False, keep={"1.*": F32}))
+    with pytest.raises(
+        ValueError, match=r"unit '': Precision\(keep=...\).* \[2, 4\] bytes.* expected P\(align=4\), or a multiple"
+    ):
+        fs.policies.whole(p)(model)
+    fs.policies.whole(dataclasses.replace(p, align=4))(model)
+    fs.policies.whole(p)(nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False)))  # which lie on even ones
+
+
+def test_parameters_between_two_elements_of_other_shards() -> None:
+    """The spec speaks of the model's dtype; shards of another one are refused by the call."""
+    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False))
+    precision = Precision(cast_inputs=False, keep={"1.*": F32})
     spec = fs.policies.whole(P("shard", align=1, precision=precision))(model).on({"shard": 1})
-    shards = fs.shard(model, spec)
+    shards = {key: shard.to(BF16) for key, shard in fs.shard(model, spec).items()}
     with pytest.raises(
         ValueError, match=r"unit '': parameter '1\.weight' of torch\.float32 would begin at byte 6.*expected P\(align=4\)"
     ):
-        fs.functional_call(model, shards, (torch.ones(1, 3),), spec=spec)
+        fs.functional_call(model, shards, (torch.ones(1, 3, dtype=BF16),), spec=spec)
 
 
 def test_a_unit_that_is_kept_as_a_whole_has_one_dtype() -> None:

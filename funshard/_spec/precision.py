@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -305,6 +306,13 @@ class Precision(Option):
                 raise ValueError(
                     f"unit '{unit.key}' is at rest in {unit.at_rest}, and Precision(keep=...) names its parameter '{own}': a "
                     "codec encodes a slice as a whole; expected a unit of its own for what is kept, or another glob"
+                )
+            sizes = {(dtype or self._resolve(unit.dtype).param).itemsize for dtype in unit.param_dtypes}
+            step = math.lcm(unit.align, math.gcd(*(param.numel for param in unit.params)))
+            if sizes and step * min(sizes) % max(sizes):
+                raise ValueError(
+                    f"unit '{unit.key}': Precision(keep=...) gives dtypes of {sorted(sizes)} bytes; a parameter would begin "
+                    f"between two of its elements: expected P(align={max(sizes)}), or a multiple of that, got {unit.p}"
                 )
             if self.reduce_codec:
                 _check_reduce_codec(unit, self.reduce_codec)
