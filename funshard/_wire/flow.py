@@ -20,7 +20,7 @@ from .._core.layout import rank_coords
 from .._core.mesh import Axis, Mesh, Simulated
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._spec.precision import Precision, pack_bytes, storage_codec
+from .._spec.precision import Precision, pack_bytes, precision_of, storage_codec
 from .._units.accumulation import drop_unweighted
 from ..collectives._functions import reduce_scatter, scatter, unvary
 from ..collectives._primitive import LinearFunction, linear_map
@@ -37,7 +37,7 @@ REDUCE_MEAN = Reduction()
 def refuse_compiled_step(spec: PartitionSpec) -> None:
     """Raise RuntimeError where Dynamo traces, or has met a graph break: a codec is no constant of its graphs."""
     for path, p in spec.by_path.items() if _torch.is_in_compiled_function() else ():
-        if p.precision and p.precision.reduce_codec:
+        if (precision := precision_of(p)) and precision.reduce_codec:
             raise RuntimeError(
                 f"unit '{path}' has a Precision(reduce_codec=) in a step that is compiled whole: expected the step without "
                 "fs.compile and torch.compile (P(compile=True) compiles its modules), or reduce= instead of reduce_codec="
