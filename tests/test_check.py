@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
-from typing import Any, cast
+from types import FunctionType
+from typing import Any
 
 import diverging
 import pytest
@@ -21,10 +21,9 @@ import torch.distributed as dist
 from depth import mark_seldom, seldom
 from diverging import CASES, LIMIT, PLAIN_LIMIT, Trainer, raise_error
 from ranks import Pool, ended, free_port, launch, start
-from torch import Tensor, nn
+from torch import nn
 
 import funshard as fs
-from funshard._call.schedule import GatheredUnit
 from funshard.collectives import _announce
 from funshard.collectives import _rank_check as switch
 from funshard.collectives._ops import OPS
@@ -136,21 +135,21 @@ def test_a_rank_that_raises_after_its_process_group_is_gone(ranks: int) -> None:
 
 PLAIN = {
     "another_model": "exit code -6",
-    "another_order": "ranks gather or reduce different units",
+    "another_order": "ranks ran different units",
     "a_skipped_unit": "ranks ran different units",
-    "no_unit": "unit 'layers.0' was not gathered within the process group's timeout",
+    "no_unit": "ranks ran different units",
     "an_expert_without_tokens": "ranks ran different units",
     "another_dtype": "exit code -6",
-    "another_spec": "Timed out|timeout",
+    "another_spec": "ranks ran different units",
     "another_number_of_microbatches": "expected as many micro-batches on every rank",
-    "raise_in_forward": "Connection closed|Read error",
-    "raise_in_backward": "Connection closed|Read error|or has ended",
-    "raise_in_update": "Connection closed|Read error",
-    "a_skipped_nan": "Timed out|timeout",
+    "raise_in_forward": "or has ended",
+    "raise_in_backward": "or has ended",
+    "raise_in_update": "or has ended",
+    "a_skipped_nan": "a norm or an inner product|ranks ran different units",
     "a_loop_left_early": "Timed out|timeout",
-    "a_lone_gather_full": "one has not within the process group's timeout",
+    "a_lone_gather_full": "one has not come to .* within the process group's timeout",
     "a_recompiling_rank": "Timed out|timeout",
-    "raise_in_teardown": "Connection closed|Read error",
+    "raise_in_teardown": "or has ended",
 }
 """What ranks say without the check, of those that do not raise themselves: debugging.md has it as a table."""
 
@@ -165,20 +164,6 @@ def test_without_the_check(case: str, ranks: int) -> None:
     assert any(re.search(PLAIN[case], text) for text in failed), texts
     for text in failed:  # the end of the first is an error to the others
         assert re.search(f"{PLAIN[case]}|Connection closed|Read error|timeout", text), texts
-
-
-@pytest.mark.parametrize("words", ["Timed out waiting 4000ms for recv operation", "Application timeout caused pair closure"])
-def test_a_timeout_of_a_gather_names_the_unit(words: str) -> None:
-    """In both of gloo's words: the second where the connection was closed before this rank noticed."""
-
-    def fail() -> Tensor:
-        raise RuntimeError(words)
-
-    gathered = cast("Any", object.__new__(GatheredUnit))
-    gathered.unit, gathered.route = SimpleNamespace(key="layers.0"), SimpleNamespace(has_own_buffer=True)
-    gathered.chain = SimpleNamespace(result=fail)
-    with pytest.raises(RuntimeError, match=PLAIN["no_unit"]):
-        gathered.wait()
 
 
 def test_the_tables_cases_are_these() -> None:

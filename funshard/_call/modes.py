@@ -279,11 +279,11 @@ class DataFlow:
         """Forget the buffer; whoever still holds it decides how long it lives."""
         _forget_buffers(self.live, in_use)
 
-    def end_forward(self) -> None:
-        """Do nothing: no gather is under way."""
-
     def check_forward(self) -> None:
         """Do nothing: every gather was compared before it started."""
+
+    def end_forward(self) -> None:
+        """Do nothing: no gather is under way."""
 
 
 class RegatherPerLevel(DataFlow):
@@ -350,13 +350,13 @@ class Scheduled:
         if in_use.gathered_unit:
             in_use.gathered_unit.reshard(keep_for_backward=keep and bool(in_use.storages))
 
+    def check_forward(self) -> None:
+        """Have ranks compare what forward has gathered."""
+        self.schedule.check_forward()
+
     def end_forward(self) -> None:
         """Free what was gathered and not used."""
         self.schedule.end_forward()
-
-    def check_forward(self) -> None:
-        """Have ranks compare what forward has gathered."""
-        self.schedule.order_check.check_forward(has_run=bool(self.schedule.gathered_keys))
 
 
 Mode = DataFlow | Scheduled

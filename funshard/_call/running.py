@@ -150,11 +150,11 @@ class Call:
                     for module, attr, unit, i in self.place.scripted_parameters:
                         setattr(module, attr, self.read(unit, i))
                     yield run
+                self.mode.check_forward()
             finally:
                 self.mode.end_forward()
                 if buffers is not None:
                     buffers.update(run.buffers.updated())
-            self.mode.check_forward()
             for guard in run.guards:
                 guard.check(run)
 

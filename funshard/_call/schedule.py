@@ -88,7 +88,6 @@ class SavedView:
         self.lease, self.by_backward = lease, by_backward
         self.dtype = tensor.dtype  # not the buffer's, where that is bytes
         self.shape, self.stride = tensor.shape, tensor.stride()
-        # a buffer of another gather may have margins, and begin elsewhere in its storage
         typed = buffer if buffer.dtype is tensor.dtype else view_whole_elements(buffer, tensor.dtype)
         self.offset = tensor.storage_offset() - typed.storage_offset()
 
@@ -240,7 +239,7 @@ class Schedule:
         dtypes = tuple(shard.dtype for shard in self.shards.values())
         self.routes = spec._compute_once(make_route_table, dtypes, reduction, options.check_order)
         self.order_check = OrderCheck(self.routes, self.shards)
-        self.buffers = BufferPool(margins=self.routes.needs_order_check)
+        self.buffers = BufferPool()
         self.receiver = receiver
         self.reductions = ReductionQueue(options.in_flight, self.buffers, receiver)
         self.backward = BackwardPrefetch(options.prefetch)
@@ -294,10 +293,12 @@ class Schedule:
         self._in_use.discard(gathered.unit.key)
         self.backward.append(gathered)
 
+    def check_forward(self) -> None:
+        """Have ranks compare what forward has gathered, and used."""
+        self.order_check.check_forward(self._ahead)
+
     def end_forward(self) -> None:
         """Free what was gathered ahead and not used."""
-        for key in self._ahead:
-            self.order_check.record_unused(key)
         self._ahead.clear()
         self.buffers.clear()
 
@@ -305,7 +306,6 @@ class Schedule:
 
     def prefetch_backward(self, gathered: GatheredUnit) -> None:
         """Gather the unit that backward has come to and, ahead of their use, those that forward resharded before it."""
-        self.order_check.finish_forward()
         if self.backward.advance_to(gathered):
             self.buffers.clear()
 
@@ -415,16 +415,9 @@ class GatheredUnit:
             return self.shard
         chain, self.chain = self.chain, None
         assert chain is not None
-        try:
-            with phase("wait for", self.unit.key), _torch.below_transforms():
-                return chain.result()
-        except RuntimeError as error:
-            if not any(words in _torch.error_text(error) for words in ("imed out", "timeout")):  # gloo's, by who notices first
-                raise
-            raise RuntimeError(
-                f"unit '{self.unit.key}' was not gathered within the process group's timeout: another rank has not come to it, "
-                "or has ended: expected all ranks to run the same units; fs.check() says where each rank is"
-            ) from error
+        self.schedule.order_check.finish()
+        with phase("wait for", self.unit.key), _torch.below_transforms():
+            return chain.result()
 
     def parameters(self, shard: Tensor) -> Sequence[Tensor]:
         """Return the unit's parameters in forward; their gradient goes to this shard."""

@@ -28,7 +28,7 @@ from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names
 from .._wire.whole import decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
 from ..collectives._announce import announce
-from ..collectives._sequence import SequenceCheck, check_sequence, get_host_group, is_comparable
+from ..collectives._sequence import Comparison, check_sequence, get_host_group, is_comparable, make_order_error
 from .agree import broadcast_text, has_peers, process_axes, process_group
 
 __all__ = ["find_sent_dtype", "gather_full", "gather_to_first", "scatter_full", "stream_full"]
@@ -357,7 +357,8 @@ def _start_end_check(used: int, units: Sequence[Unit], mesh: Mesh) -> None:
         return
     where = f"after {used} of {len(units)} units" + (f", the last one '{units[used - 1].key}'" if used else "")
     for group in filter(is_comparable, find_gather_groups(units, mesh)):
-        SequenceCheck(get_host_group(group), [f"the end of stream_full {where}"], "ranks have ended a stream early", REMEDY)
+        make_error = lambda everyone: make_order_error(everyone, "ranks have ended a stream early", REMEDY)  # noqa: E731
+        Comparison([f"the end of stream_full {where}"], [get_host_group(group)], make_error).leave_to_next_call()
 
 
 # --- gather_full and scatter_full ---

@@ -170,15 +170,14 @@ def pack_bytes(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
     return torch.cat(parts), tuple(form)
 
 
-def pack_rows(tensors: Iterable[Tensor], room: int = 0) -> tuple[Tensor, Form]:
-    """Return ``(bytes, form)`` as `pack_bytes` for each row of the tensors, with ``room`` more bytes at the end of a row."""
+def pack_rows(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
+    """Return ``(bytes, form)`` as `pack_bytes` for each row of the tensors."""
     parts: list[Tensor] = []
     form: list[tuple[torch.dtype, torch.Size]] = []
     for x in tensors:
         raw = _torch.view_as_dtype((x.flatten(1) if x.dim() > 1 else x[:, None]).contiguous(), torch.uint8)
         parts += [raw, raw.new_zeros(len(x), -raw.shape[1] % _ALIGN)]
         form.append((x.dtype, x.shape[1:]))
-    parts.append(parts[0].new_zeros(len(parts[0]), room))
     return torch.cat(parts, 1), tuple(form)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,8 @@ from .._core.division import Reduction
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._units.accumulation import drop_unweighted
-from ..collectives._compare_hosts import find_host_groups, start_comparison
 from ..collectives._functions import all_reduce
+from ..collectives._sequence import Comparison, RankLines, find_difference, find_host_groups
 
 __all__ = [
     "PaddedMicrobatches",
@@ -219,15 +219,15 @@ def iterate_equally(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
             generator.
     """
     if isinstance(batches, list | tuple):
-        start_comparison(f"{len(batches)} micro-batches", _LABEL, mesh, _make_difference_error)()
+        _start_comparison(f"{len(batches)} micro-batches", mesh).finish()
         return iter(batches)
     rest = iter(batches)
     batch = next(rest, _NONE)
     if batch is _NONE:
-        start_comparison("0 micro-batches of a generator", _LABEL, mesh, _make_difference_error)()
+        _start_comparison("0 micro-batches of a generator", mesh).finish()
         return iter(())
     following = next(rest, _NONE)
-    _start_generator_check(1, mesh, is_last=following is _NONE)()
+    _start_generator_check(1, mesh, is_last=following is _NONE).finish()
     return _iterate_compared(batch, following, rest, mesh)
 
 
@@ -237,25 +237,28 @@ def _iterate_compared(batch: Any, following: Any, rest: Iterator[Any], mesh: Mes
     i = 1
     while following is not _NONE:
         i, batch, following = i + 1, following, next(rest, _NONE)
-        finish = _start_generator_check(i, mesh, is_last=following is _NONE)
+        comparison = _start_generator_check(i, mesh, is_last=following is _NONE)
         yield batch
-        finish()
+        comparison.finish()
 
 
 _NONE = object()
-_LABEL = "to compare numbers of micro-batches"
+_LABEL = "numbers of micro-batches"
 
 
-def _start_generator_check(i: int, mesh: Mesh, *, is_last: bool) -> Callable[[], None]:
+def _start_generator_check(i: int, mesh: Mesh, *, is_last: bool) -> Comparison:
     """Start to compare, before the i-th micro-batch of a generator, whether it is the last one."""
-    text = f"{i if is_last else f'more than {i}'} micro-batches of a generator"
-    return start_comparison(text, _LABEL, mesh, _make_difference_error)
+    return _start_comparison(f"{i if is_last else f'more than {i}'} micro-batches of a generator", mesh)
 
 
-def _make_difference_error(texts: list[tuple[int, str]]) -> ValueError:
+def _start_comparison(text: str, mesh: Mesh) -> Comparison:
+    """Start to compare a number of micro-batches in words."""
+    return Comparison([text], find_host_groups(mesh), _make_difference_error, _LABEL)
+
+
+def _make_difference_error(everyone: RankLines) -> ValueError:
     """Return the error of ranks that have other numbers of micro-batches than the first one."""
-    (rank, expected), *others = texts
-    other, got = next(one for one in others if one[1] != expected)
+    _, (rank, expected), (other, got) = find_difference(everyone)
     return ValueError(
         f"accumulate: expected as many micro-batches on every rank, got {expected} on rank {rank}, and {got} on rank {other}; "
         "fs.pad_microbatches adds some of weight 0; and lists on all ranks, or generators on all"
@@ -267,5 +270,5 @@ def _max_over_ranks(counts: list[int], mesh: Mesh) -> list[int]:
     with _torch.below_transforms():
         maxima = torch.tensor(counts, device="cpu")
         for group in find_host_groups(mesh):
-            group.all_reduce_max(maxima, _LABEL).wait()
+            group.all_reduce_max(maxima, f"to compare {_LABEL}").wait()
         return maxima.tolist()

@@ -20,7 +20,6 @@ from .._core.spec import PartitionSpec
 from .._spec.precision import precision_of
 from ..collectives._ops import PendingResult
 from ..collectives._sequence import is_comparable
-from ..collectives._tag import MARGIN, UnitTag
 from .host import start_copy_to_device
 from .route import Route, find_slice
 from .stages import AllGather, Decode, Join, Move, Names, Replicas, Stage, StartStep, Transit, Wire
@@ -34,9 +33,8 @@ class BufferPool:
     Only a buffer that nothing else holds is written over. Other devices than the CPU have allocators that do this.
     """
 
-    def __init__(self, *, margins: bool = False) -> None:
+    def __init__(self) -> None:
         self._spare: list[Tensor] = []
-        self._margins = margins
 
     def give(self, buffer: Tensor) -> None:
         """Add a buffer that is no longer needed."""
@@ -44,20 +42,13 @@ class BufferPool:
             self._spare.append(buffer)
 
     def take(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """Return a buffer of so many elements of this dtype, on another tensor's device, with anything in it.
-
-        With ``margins`` it has room for tags on both sides, on the CPU.
-        """
+        """Return a buffer of so many elements of this dtype, on another tensor's device, with anything in it."""
         while self._spare:
             buffer = self._spare.pop()
             if buffer.dtype == dtype and len(buffer) == numel and _torch.is_sole_holder(buffer):
                 return buffer
             del buffer
-        if not self._margins or like.device.type != "cpu" or _torch.is_traced() or _torch.is_fake(like):
-            return like.new_empty(numel, dtype=dtype)
-        margin = MARGIN // dtype.itemsize
-        buffer = like.new_empty(numel + 2 * margin, dtype=dtype)
-        return buffer.as_strided_((numel,), (1,), margin)  # a view would hold it, and it would never be taken again
+        return like.new_empty(numel, dtype=dtype)
 
     def clear(self) -> None:
         """Drop all buffers, and wait for the collectives whose results are no longer referenced."""
@@ -223,12 +214,14 @@ class RouteSteps(NamedTuple):
     reduce_groups: tuple[str, ...]
     gather_kept_groups: tuple[str, ...]
     """The names of the process groups that gather its buffer from the slices that forward has kept of it."""
+    encoding: str
+    """Says how its gradients are encoded; empty if they are not."""
 
     @classmethod
-    def for_route(cls, key: str, route: Route, tag: UnitTag | None, *, has_groups: bool) -> RouteSteps:
-        """Return the steps of a unit over the mesh's process groups. With a ``tag`` ranks compare what they send."""
+    def for_route(cls, key: str, route: Route, *, has_groups: bool) -> RouteSteps:
+        """Return the steps of a unit over the mesh's process groups."""
         label = f"unit '{key}'" if route.split_axes else f"the bucket that ends with unit '{key}'"
-        names = Names(key, label, tag)
+        names = Names(key, label)
         before: list[Stage] = []
         steps: list[StartStep] = []
         for stage in reversed(route.stages):
@@ -247,6 +240,7 @@ class RouteSteps(NamedTuple):
             tuple(stage.group or "" for stage in gathers),
             tuple(stage.reduction_group for stage in over),
             tuple(stage.group or "" for stage in gathers if stage.axis in route.kept_axes),
+            "".join(stage.encoding for stage in gathers),
         )
 
     def prepare(self, grad: Tensor) -> Tensor:
@@ -286,6 +280,8 @@ class RouteTable:
     """Whether ranks compare the order of their collectives: it is asked for, and there are other ranks."""
     gather_groups: tuple[str, ...]
     """The names of the process groups of all gathers."""
+    groups: tuple[str, ...]
+    """The names of the process groups of all gathers and reductions."""
     has_resharded_units: bool
     """Whether the buffer of any unit is freed between forward and backward."""
 
@@ -309,17 +305,15 @@ def make_route_table(
     groups = [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis)]
     connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)
     compares = check_order and connected and all(is_comparable(axis.name) for axis in groups if axis.size > 1)
-    keys = tuple(routes)
-    steps = {
-        k: RouteSteps.for_route(k, routes[k], UnitTag(keys, i) if compares else None, has_groups=connected)
-        for i, k in enumerate(keys)
-    }
+    steps = {key: RouteSteps.for_route(key, route, has_groups=connected) for key, route in routes.items()}
+    gather_groups = dict.fromkeys(group for unit in steps.values() for group in unit.gather_groups)
     return RouteTable(
         routes,
         steps,
         tuple(i for i, key in enumerate(spec.order) if (routes[key].split_axes or routes[key].device) and not inside(key)),
         connected,
         compares,
-        tuple(dict.fromkeys(group for unit in steps.values() for group in unit.gather_groups)),
+        tuple(gather_groups),
+        tuple(dict.fromkeys([*gather_groups, *(group for unit in steps.values() for group in unit.reduce_groups)])),
         any(route.reshard_after_forward for route in routes.values()),
     )

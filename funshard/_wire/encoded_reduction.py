@@ -12,18 +12,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import _torch
 from .._core.mesh import Axis
 from .._spec.precision import Codec, Form, pack_rows, unpack_bytes
 from ..collectives._functions import make_label
 from ..collectives._ops import OpContext, PendingResult, start_op
 from ..collectives._primitive import apply
-from ..collectives._tag import TAG_BYTES
 
 __all__ = ["count_senders", "encode_slices", "reduce_encoded", "start_encoded_reduction"]
 
-_ROW_END = 16
-"""Bytes at the end of each row that a rank sends: room for a tag, in which rows stay aligned."""
 _MOST_DECODES = 4
 """The most calls of a decoder for one reduction: each decodes the slices of as many ranks as that takes."""
 
@@ -31,8 +27,8 @@ _MOST_DECODES = 4
 def encode_slices(buffer: Tensor, codec: Codec, num_slices: int) -> Tensor:
     """Return the bytes of each encoded slice of a buffer, a row for each."""
     rows = buffer.view(num_slices, -1)
-    raw, form = pack_rows(codec._encode_rows(rows), _ROW_END)
-    codec._forms.setdefault((rows.shape[1], buffer.dtype), (raw.shape[1] - _ROW_END, form))  # not every encode runs on shapes
+    raw, form = pack_rows(codec._encode_rows(rows))
+    codec._forms.setdefault((rows.shape[1], buffer.dtype), (raw.shape[1], form))  # not every encode runs on shapes
     return raw
 
 
@@ -44,22 +40,14 @@ def start_encoded_reduction(
     Args:
         sent: The rows of `encode_slices`.
         codec: The codec that has encoded them.
-        context: The process group. With a tag, it is written to the end of each row, and compared.
+        context: The process group.
         numel: The number of elements of a slice.
         dtype: The dtype of what was encoded, and of the sum.
         mean: Whether the result is the mean.
     """
     form = codec._describe_encoding(numel, dtype)[1]
-    tag = context.tag if sent.device.type == "cpu" and not _torch.is_traced() and not _torch.is_fake(sent) else None
-    group, ends = _torch.resolve_group(context.name), [(i + 1) * sent.shape[1] - TAG_BYTES for i in range(context.size)]
-    if tag is not None:
-        for end in ends:
-            tag.write(sent.data_ptr() + end)
 
     def decode(received: Tensor) -> Tensor:
-        if tag is not None:
-            for sender, end in enumerate(ends):
-                tag.compare(received.data_ptr() + end, group, sender)
         return _sum_rows(received, form, codec, numel, dtype, context.size, mean=mean)
 
     return start_op("all_to_all", sent, context).then(decode)

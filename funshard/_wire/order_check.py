@@ -1,7 +1,9 @@
-"""The check that all ranks start the same collectives: a call records its own, and ranks compare their records.
+"""The check that all ranks start the same collectives: a call records the names of its own, and ranks compare them.
 
-Ranks compare the gathers of forward, and which of them were used, when forward ends, and look at the result when backward
-begins. The end of backward compares the rest. Slices that carry tags (collectives/_tag.py) are also compared by each gather.
+A process group pairs the n-th collective of one rank with the n-th of every other. Ranks that gather other units of one size,
+or the same units in another order, get each other's slices, without an error from any backend. So ranks compare names when
+forward ends, and again before gradients leave the call. On the CPU the host waits for each collective, for ever if another
+rank never starts it. There ranks also compare each one before they wait for it.
 """
 
 from __future__ import annotations
@@ -11,10 +13,15 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from .. import _torch
-from ..collectives._sequence import CollectiveSequence, SequenceCheck
+from ..collectives._announce import is_checked
+from ..collectives._sequence import Comparison, RankLines, finish_earlier_checks, get_host_group, make_order_error
 from .chain import RouteTable
 
 __all__ = ["OrderCheck"]
+
+
+def _make_error(everyone: RankLines) -> RuntimeError:
+    return make_order_error(everyone, "ranks ran different units: what this call computed is wrong")
 
 
 class OrderCheck:
@@ -23,61 +30,65 @@ class OrderCheck:
     def __init__(self, routes: RouteTable, shards: Mapping[str, Tensor]) -> None:
         self._routes = routes
         is_real = not _torch.is_traced() and not any(map(_torch.is_fake, shards.values()))
-        self._sequence = CollectiveSequence() if routes.needs_order_check and is_real else None
-        self._pending: list[SequenceCheck] = []  # of forward
+        self._is_on = routes.needs_order_check and is_real
+        # fs.check compares each one before it starts
+        self._compares_each = all(shard.device.type == "cpu" for shard in shards.values()) and not is_checked()
+        self._started: dict[str, list[str]] = {}  # names by process group, since ranks last compared them
+        self._pending: list[Comparison] = []  # at most one for each process group
         self._is_forward = True
         self.has_backward = False  # whether a backward will end in the call's shards
+        if self._is_on:
+            finish_earlier_checks()
 
     def record_gather(self, key: str, *, of_kept: bool = False) -> None:
         """Record that the gather of this unit was started, ``of_kept`` slices or of shards."""
-        if self._sequence is None:
-            return
         steps = self._routes.steps[key]
-        self._sequence.record(steps.gather_kept_groups if of_kept else steps.gather_groups, f"the gather of unit '{key}'")
-        if not (self._is_forward or self.has_backward):  # no end of backward will be seen
-            self._finish(self._start())
-
-    def record_unused(self, key: str) -> None:
-        """Record that forward ends without the use of this unit, which was gathered ahead."""
-        if self._sequence is not None:
-            self._sequence.record(self._routes.steps[key].gather_groups, f"the end of forward without unit '{key}',")
+        self._record(steps.gather_kept_groups if of_kept else steps.gather_groups, f"the gather of unit '{key}'")
+        if self._compares_each or not (self._is_forward or self.has_backward):  # no end of backward will be seen
+            self._start()
 
     def record_reduction(self, key: str) -> None:
         """Record that the reduction of this unit is about to start."""
-        self.finish_forward()
-        if self._sequence is not None:
-            self._sequence.record(self._routes.steps[key].reduce_groups, f"the reduction of unit '{key}'")
+        self.finish()  # the reductions before, which may be waited for now
+        steps = self._routes.steps[key]
+        self._record(steps.reduce_groups, f"the reduction of unit '{key}'{steps.encoding}")
+        if self._compares_each and self._routes.by_key[key].split_axes:  # a bucket is waited for at the end
+            self._start()
 
-    def check_forward(self, *, has_run: bool) -> None:
-        """Compare what forward has gathered and used.
-
-        Args:
-            has_run: Whether any unit was used. Then a backward looks at the result; without one it is waited for here.
-        """
+    def check_forward(self, unused: Iterable[str]) -> None:
+        """Compare what forward has gathered and used, at its end. The ``unused`` units were gathered ahead."""
+        for key in unused:
+            self._record(self._routes.steps[key].gather_groups, f"the end of forward without unit '{key}'")
+        self._record(self._routes.gather_groups, "the end of forward")
         self._is_forward = False
-        self._pending = self._start(self._routes.gather_groups)
-        if not (self.has_backward and has_run):
-            self.finish_forward()
-
-    def finish_forward(self) -> None:
-        """Raise RuntimeError where ranks have gathered different units in forward."""
-        if self._pending:
-            self._finish(self._pending)
+        self._start()
+        self.finish()
 
     def check_backward(self) -> None:
-        """Compare everything that was started, at the end of backward."""
-        self._finish(self._pending + self._start())
+        """Compare what was started since, at the end of backward."""
+        self._record(self._routes.groups, "the end of backward")
+        self._start()
+        self.finish()
 
-    def _start(self, groups: Iterable[str] = ()) -> list[SequenceCheck]:
-        """Start to compare the order of collectives; return the running comparisons."""
-        if self._sequence is None:
-            return []
-        error = "ranks ran different units: what this call computed is wrong"
-        with _torch.below_transforms(), _torch.below_autograd():
-            return self._sequence.start_checks(error, groups)
+    def finish(self) -> None:
+        """Wait for the other ranks' names.
 
-    def _finish(self, checks: list[SequenceCheck]) -> None:
-        """Wait for comparisons, and raise the error of one that differs."""
-        with _torch.below_transforms(), _torch.below_autograd():
-            while checks:
-                checks.pop().finish()
+        Raises:
+            RuntimeError: On every rank, if they differ.
+        """
+        if self._pending:
+            checks, self._pending = self._pending, []
+            for check in checks:
+                check.finish()
+
+    def _record(self, groups: Iterable[str], name: str) -> None:
+        """Record that a collective of this name is started on these process groups."""
+        if self._is_on:
+            for group in groups:
+                self._started.setdefault(group, []).append(name)
+
+    def _start(self) -> None:
+        """Start to compare what was recorded, once ranks have compared what was recorded before."""
+        self.finish()
+        started, self._started = self._started, {}
+        self._pending = [Comparison(names, [get_host_group(group)], _make_error) for group, names in started.items()]

@@ -25,7 +25,6 @@ from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 from .._spec.precision import Codec, Form, pack_bytes, unpack_bytes
 from ..collectives._functions import gather_slices, reduce_scatter, unvary, vary
 from ..collectives._ops import OpContext, PendingResult, start_op
-from ..collectives._tag import UnitTag
 from .encoded_reduction import encode_slices, reduce_encoded, start_encoded_reduction
 from .host import HOST, make_host_copy_step, move
 from .mixed_layout import MixedLayout
@@ -69,11 +68,10 @@ class Wire(NamedTuple):
 
 
 class Names(NamedTuple):
-    """The names of a unit in a chain: its key, the label of its collectives, and the tag that ranks compare."""
+    """The names of a unit in a chain: its key, and the label of its collectives."""
 
     key: str
     label: str
-    tag: UnitTag | None = None
 
 
 class Buffers(Protocol):
@@ -270,12 +268,17 @@ class _Collective(Stage):
     def context(self, names: Names, *, reduces: bool = False) -> OpContext:
         """Return the process group of a chain's collectives, and what they are called."""
         group = self.reduction_group if reduces else self.group
-        return OpContext(self.size, group or "", tag=names.tag, label=f"{names.label} over '{self.axis}'")
+        return OpContext(self.size, group or "", label=f"{names.label} over '{self.axis}'")
 
 
 @dataclass(frozen=True)
 class AllGather(_Collective):
     """The gather of the slices of an axis; gradients are reduce-scattered."""
+
+    @property
+    def encoding(self) -> str:
+        """Says how gradients are encoded; empty if they are not."""
+        return ""
 
     def out(self, wire: Wire) -> Wire:
         return wire._replace(numel=wire.numel * self.size)
@@ -306,6 +309,10 @@ class GatherEncodedBack(AllGather):
     dtype: torch.dtype
     """The dtype of the sum."""
 
+    @property
+    def encoding(self) -> str:
+        return f" encoded by {self.codec}"  # ranks compare it: other codecs may send as many bytes
+
     def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         return reduce_encoded(grad, self.codec, self.axis_in(transit), self.op, transit.label)
 
@@ -313,10 +320,8 @@ class GatherEncodedBack(AllGather):
         return encode_slices(grad, self.codec, self.size)
 
     def start_transpose(self, names: Names) -> StartStep | None:
-        how = f" encoded by {self.codec}"  # ranks compare it: other codecs may send as many bytes
-        tag = names.tag and UnitTag(names.tag.keys, names.tag.index, how)
-        context = self.context(names, reduces=True)._replace(tag=tag)
-        context = context._replace(label=context.label + how)
+        context = self.context(names, reduces=True)
+        context = context._replace(label=context.label + self.encoding)
         start = functools.partial(start_encoded_reduction, codec=self.codec, context=context)
         return lambda x, own: start(x, numel=self.numel, dtype=self.dtype, mean=self.op == "mean")
 
@@ -336,7 +341,7 @@ class Replicas(_Collective):
         return unvary(grad, self.axis_in(transit), reduce=self.op, label=transit.label)
 
     def start_transpose(self, names: Names) -> StartStep | None:
-        context, op = self.context(names._replace(tag=None), reduces=True), f"unvary_{self.op}"
+        context, op = self.context(names, reduces=True), f"unvary_{self.op}"
         return lambda x, own: start_op(op, x, context, None if _torch.is_traced() else x)  # in place
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from .. import _torch
-from ._tag import UnitTag, has_margins, tag_length
 
 __all__ = ["OPS", "OpContext", "PendingResult", "missing_group_error", "start_exchange", "start_op"]
 
@@ -47,14 +46,12 @@ class PendingResult:
 class OpContext(NamedTuple):
     """The process group of an op by its size and name, and the root of the ops that have one.
 
-    With a ``tag`` ranks on gloo compare which unit they gather or reduce, if the buffer has margins for it. The ``label`` names
-    what is sent, for `funshard.check`.
+    The ``label`` names what is sent, for `funshard.check`.
     """
 
     size: int
     name: str
     root: int = 0
-    tag: UnitTag | None = None
     label: str = ""
 
 
@@ -125,15 +122,8 @@ def _gather_by_broadcasts(x: Tensor, context: OpContext, own: Tensor) -> Pending
     """Gather by a broadcast in place from each rank. gloo's own all-gather uses another buffer and copies it."""
     pieces, group = [*own.chunk(context.size)], _torch.resolve_group(context.name)
     pieces[group.rank()].copy_(x)
-    compare = context.tag.attach(own, pieces, group) if context.tag and has_margins(own) else None
     under_way = [torch.ops._c10d_functional.broadcast_.default(piece, i, context.name) for i, piece in enumerate(pieces)]
-
-    def result(*_: Tensor) -> Tensor:
-        if compare is not None:
-            compare()
-        return own
-
-    return PendingResult(under_way, result)
+    return PendingResult(under_way, lambda *_: own)
 
 
 def _all_gather_stack(x: Tensor, root: int) -> Tensor:
@@ -157,20 +147,11 @@ def _scatter_by_exchange(x: Tensor, context: OpContext, mean: bool) -> PendingRe
     group, x = _torch.resolve_group(context.name), x.contiguous()
     n, rank = len(x) // context.size, group.rank()
     before, mine, after = x.split([rank * n, n, (context.size - rank - 1) * n])
-    k, remove_tags = 0, None
-    if context.tag and n and x.dim() == 1 and has_margins(x):
-        k = tag_length(x)
-        theirs, remove_tags = context.tag.pack([piece for i, piece in enumerate(x.split(n)) if i != rank], group)
-    else:
-        theirs = torch.cat([before, after]) if len(before) and len(after) else before if len(before) else after
-    lengths = [0 if i == rank else n + k for i in range(context.size)]
+    theirs = torch.cat([before, after]) if len(before) and len(after) else before if len(before) else after
+    lengths = [0 if i == rank else n for i in range(context.size)]
 
     def reduce(received: Tensor) -> Tensor:
-        if context.size == 2:
-            others = received if remove_tags is None else remove_tags(received)[0]
-        else:
-            rows = received.unflatten(0, (context.size - 1, n)) if remove_tags is None else remove_tags(received)
-            others = rows.sum(0, dtype=x.dtype)
+        others = received if context.size == 2 else received.unflatten(0, (context.size - 1, n)).sum(0, dtype=x.dtype)
         total = others.add_(mine)
         return total.div_(context.size) if mean else total
 

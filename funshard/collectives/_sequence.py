@@ -1,118 +1,119 @@
-"""The check that all ranks start the same collectives in the same order.
+"""The comparison of lines between ranks, such as the names of the collectives that each has started.
 
-A process group pairs the n-th collective of one rank with the n-th of every other. Ranks that gather other units of one
-size, or the same units in another order, get each other's slices, without an error from any backend. So ranks compare the
-names of what they have started, over a `HostGroup`: it sends two integers, and cannot come between the collectives that it is
-about.
+It goes over `HostGroup`s, sends two integers, and cannot come between the collectives that it is about. Where lines differ all
+ranks exchange them, and raise one error.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
+from .._core.mesh import Mesh, ProcessAxis
 from ._announce import RankError
 from ._host_group import HostGroup, host_groups
-from ._tag import REMEDY
 
-__all__ = ["CollectiveSequence", "SequenceCheck", "check_sequence", "get_host_group", "is_comparable"]
+__all__ = [
+    "Comparison",
+    "RankLines",
+    "check_sequence",
+    "find_difference",
+    "find_host_groups",
+    "finish_earlier_checks",
+    "get_host_group",
+    "is_comparable",
+    "make_order_error",
+]
 
-
-class CollectiveSequence:
-    """The names of the collectives that this rank has started since ranks last compared them."""
-
-    def __init__(self) -> None:
-        self._started: dict[str, list[str]] = {}
-        _finish_earlier_checks()
-
-    def record(self, groups: Iterable[str], name: str) -> None:
-        """Note that a collective of this name is started on these process groups."""
-        for group in groups:
-            self._started.setdefault(group, []).append(name)
-
-    def start_checks(self, error: str, groups: Iterable[str] = ()) -> list[SequenceCheck]:
-        """Start to compare what was recorded, between the ranks of each process group, and forget it.
-
-        Args:
-            error: Says what ranks did where they differ.
-            groups: The names of process groups to compare also if nothing was recorded on them.
-        """
-        started, self._started = self._started, {}
-        started |= {group: [] for group in groups if group not in started}
-        return [SequenceCheck(get_host_group(group), names, error) for group, names in started.items()]
+REMEDY = (
+    "Expected the same units in the same order on all ranks: run every unit on every rank (its output times 0 where it is not "
+    "wanted), or choose units by numbers that all ranks have alike; check_order=False leaves this out"
+)
+"""The advice in an error about ranks that run different units."""
+RankLines = list[tuple[int, list[str]]]
+"""Ranks in the world, in rising order, each with its lines."""
 
 
-_UNFINISHED: deque[SequenceCheck] = deque()
-"""Comparisons under way that nobody has waited for, such as that of a forward without a backward: the next call does."""
+class Comparison:
+    """A comparison under way between ranks.
+
+    Args:
+        lines: This rank's lines, at least one.
+        groups: The host groups of the ranks, for a mesh one for each axis: equal along each axis is equal everywhere.
+        make_error: Returns the error, which all ranks raise, from the lines of all.
+        label: Says what is compared, for `funshard.check`; the first line by default.
+    """
+
+    def __init__(
+        self, lines: Sequence[str], groups: Sequence[HostGroup], make_error: Callable[[RankLines], Exception], label: str = ""
+    ) -> None:
+        self._work: dist.Work | None = None
+        if not groups:
+            return
+        self._lines, self._make_error, self._label = [*lines], make_error, f"to compare {label or lines[0]}"
+        self._groups = [*map(weakref.ref, groups)]  # destroy_process_group is to end them, and their threads
+        digest = int.from_bytes(hashlib.blake2b("\n".join(lines).encode(), digest_size=7).digest(), "little")
+        self._own = [digest, -digest]  # the maxima over ranks only where all ranks have the same
+        with _torch.below_transforms(), _torch.below_autograd():
+            self._maxima = torch.tensor(self._own, device="cpu")
+            self._work = groups[0].all_reduce_max(self._maxima, self._label)
+
+    def finish(self) -> None:
+        """Wait for the other ranks' lines. Raise the error on every rank if they differ."""
+        if self._work is None:
+            return
+        with _torch.below_transforms(), _torch.below_autograd():
+            groups = [group for ref in self._groups if (group := ref()) is not None]  # else their process group is gone
+            try:
+                self._work.wait()
+                for group in groups[1:]:
+                    group.all_reduce_max(self._maxima, self._label).wait()
+            except RankError:
+                raise
+            except RuntimeError as error:
+                raise _lost_rank_error(self._lines[-1]) from error
+            if self._maxima.tolist() == self._own:
+                return
+            everyone = [(dist.get_rank(), self._lines)]
+            for group in groups:
+                everyone = [one for some in group.all_gather_object(everyone) for one in some]
+        raise self._make_error(sorted(everyone))
+
+    def leave_to_next_call(self) -> None:
+        """Have the next call of this rank wait for it."""
+        _UNFINISHED.append(self)
 
 
-def _finish_earlier_checks() -> None:
-    """Wait for the comparisons of earlier calls that are not finished."""
+_UNFINISHED: deque[Comparison] = deque()
+"""Comparisons that the next call is to wait for, such as that of a stream's end."""
+
+
+def finish_earlier_checks() -> None:
+    """Wait for the comparisons that were left to the next call."""
     while _UNFINISHED:
         _UNFINISHED.popleft().finish()
 
 
-class SequenceCheck:
-    """A comparison under way between the ranks of a group.
+def find_difference(everyone: RankLines) -> tuple[int, tuple[int, str], tuple[int, str]]:
+    """Return the number of the first line that differs, and two ranks with theirs; the first one is the first rank."""
+    (rank, first), *others = everyone
+    other, lines = next((one for one in others if one[1] != first), (rank, first))
+    i = next((i for i in range(len(first)) if lines[i : i + 1] != first[i : i + 1]), len(first))
+    expected, got = (x[i] if i < len(x) else "nothing more" for x in (first, lines))
+    return i, (rank, expected), (other, got)
 
-    Args:
-        group: The ranks' own group for this.
-        names: What this rank has started, in order.
-        error: Says what ranks did where they differ.
-        remedy: Says what to do then.
-    """
 
-    def __init__(self, group: HostGroup, names: Sequence[str], error: str, remedy: str = REMEDY) -> None:
-        self._group = weakref.ref(group)  # destroy_process_group is to end it, and its threads
-        self._names, self._error, self._remedy = names, error, remedy
-        digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
-        self._own = digest, -digest
-        self._work: dist.Work | None = None
-        # The maxima over ranks are a rank's own only where all ranks have the same.
-        self._maxima = torch.tensor(self._own, device="cpu")
-        self._work = group.all_reduce_max(self._maxima, f"to compare {(*names, 'that nothing was started')[0]}")
-
-    def finish(self) -> None:
-        """Wait for the other ranks' names.
-
-        Raises:
-            RuntimeError: On every rank of the group, if they differ.
-        """
-        if self._work is None:
-            return
-        work, self._work = self._work, None
-        with _explain_timeout():
-            work.wait()
-        if self._is_different():
-            raise RuntimeError(f"{self._error}: {self._find_difference()}. {self._remedy}")
-
-    def __del__(self, unfinished: deque[SequenceCheck] = _UNFINISHED) -> None:
-        if self._work is not None and (not self._work.is_completed() or self._is_different()):
-            unfinished.append(self)
-
-    def _is_different(self) -> bool:
-        """Return whether some rank ran other collectives."""
-        return tuple(self._maxima.tolist()) != self._own
-
-    def _find_difference(self) -> str:
-        """Return the first collective that differs, and where, by a gather of all names."""
-        group = self._group()
-        if group is None:
-            return "their process group is gone"
-        everyone: list[list[str]] = group.all_gather_object([*self._names])
-        first = everyone[0]
-        other = next(i for i, names in enumerate(everyone) if names != first)
-        i = next(i for i in range(len(first) + 1) if first[i : i + 1] != everyone[other][i : i + 1])
-        expected, got = (names[i] if i < len(names) else "nothing more" for names in (first, everyone[other]))
-        return f"collective {i + 1} is {expected} on rank {group.ranks[0]}, and {got} on rank {group.ranks[other]}"
+def make_order_error(everyone: RankLines, error: str, remedy: str = REMEDY) -> RuntimeError:
+    """Return the error of ranks that start different collectives."""
+    _, (rank, expected), (other, got) = find_difference(everyone)
+    return RuntimeError(f"{error}: {expected} on rank {rank}, and {got} on rank {other}. {remedy}")
 
 
 def check_sequence(
@@ -131,8 +132,8 @@ def check_sequence(
     """
     if _torch.is_traced() or _torch.is_fake(sent) or not is_comparable(group):
         return
-    _finish_earlier_checks()
-    SequenceCheck(get_host_group(group), names, error, remedy).finish()
+    finish_earlier_checks()
+    Comparison(names, [get_host_group(group)], lambda everyone: make_order_error(everyone, error, remedy)).finish()
 
 
 def is_comparable(group: str) -> bool:
@@ -150,20 +151,27 @@ def get_host_group(name: str) -> HostGroup:
     if key not in groups:
         group = _torch.resolve_group(name)
         timeout = _torch.group_timeout(group)
-        with _explain_timeout():
+        try:
             groups[key] = HostGroup(dist.get_process_group_ranks(group), f"sequence of {name}", timeout)
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise _lost_rank_error("the first one") from error
     return groups[key]
 
 
-@contextlib.contextmanager
-def _explain_timeout() -> Generator[None]:
-    """Say what it means that other ranks do not compare their collectives within the group's timeout."""
-    try:
-        yield
-    except RankError:
-        raise
-    except RuntimeError as error:
-        raise RuntimeError(
-            "ranks are to compare the collectives that they have started, and one has not within the process group's timeout, "
-            "or has ended: expected all ranks to make the same calls; look at the first error of every rank"
-        ) from error
+def find_host_groups(mesh: Mesh) -> list[HostGroup]:
+    """Return a host group for each mesh axis of several processes: an empty list while operators are recorded or compiled."""
+    if torch.compiler.is_compiling() or _torch.is_traced() or _torch.is_fake(torch.empty(0, device="cpu")):
+        return []
+    axes = [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1]
+    return [get_host_group(axis.name) for axis in axes if is_comparable(axis.name)]
+
+
+def _lost_rank_error(line: str) -> RuntimeError:
+    """Return the error of a rank whose others do not come to compare this line."""
+    return RuntimeError(
+        f"ranks are to compare what they have started, and one has not come to {line} within the process group's timeout, or "
+        "has ended: expected all ranks to make the same calls; look at the first error of every rank, or run them in "
+        "fs.check(), which says where each rank is"
+    )

@@ -18,8 +18,8 @@ from .._core.unit import Unit
 from .._slices.padding import check_slice, map_unpadded, split_by_param
 from .._spec.local import distinct_axes
 from .._wire.host import compute_device
-from ..collectives._compare_hosts import start_comparison
 from ..collectives._functions import gather_slices, sum_shards, vary
+from ..collectives._sequence import Comparison, RankLines, find_host_groups
 from ..collectives._world import check_spans_world
 from ._checks import check_tensors
 from ._trees import check_same_keys
@@ -236,12 +236,13 @@ def compare_trees(tree: Mapping[str, Tensor], spec: PartitionSpec) -> None:
     sizes, is_split = dict(spec.bound_mesh.sizes), any(unit.distinct_axes for unit in spec)
     owners = ((spec.owner(key), x) for key, x in tree.items())
     if is_split and (not tree or any(isinstance(one, Unit) or distinct_axes(one, x, sizes) for one, x in owners)):
-        start_comparison("\n".join(map(repr, tree)), "to compare trees", spec.bound_mesh, _make_difference_error)()
+        lines = [*map(repr, tree)] or ["an empty tree"]
+        Comparison(lines, find_host_groups(spec.bound_mesh), _make_difference_error, "trees").finish()
 
 
-def _make_difference_error(texts: list[tuple[int, str]]) -> ValueError:
+def _make_difference_error(everyone: RankLines) -> ValueError:
     """Return the error of ranks whose trees have other keys than that of the first one."""
-    (rank, expected), *others = [(rank, text.split("\n")) for rank, text in texts]
+    (rank, expected), *others = everyone
     other, got = next(one for one in others if one[1] != expected)
     only = next(((key, rank, other) for key in expected if key not in got), None)
     only = only or next(((key, other, rank) for key in got if key not in expected), None)
