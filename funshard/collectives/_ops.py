@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from .. import _torch
+from ._announce import announce, is_checked
 
 __all__ = ["OPS", "OpContext", "PendingResult", "missing_group_error", "start_exchange", "start_op"]
 
@@ -78,6 +79,8 @@ def start_op(op: str, x: Tensor, context: OpContext, own: Tensor | None = None) 
     """
     if not context.name:
         raise missing_group_error(context.size)
+    if is_checked() and OPS[op].sends:
+        announce(op, context.name, context.label, x, None if own is None else own.dtype)
     if not x.is_complex():
         return OPS[op].group(x, context, own)
     # All of this is linear over the reals, which every backend reduces.

@@ -6,17 +6,16 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
 from ._announce import RankError, listen
-from ._ops import OPS, OpContext, PendingResult
 from ._rank_monitor import Monitor, describe_line, find_error_line, find_user_line
 
 __all__ = ["check"]
@@ -27,10 +26,12 @@ __all__ = ["check"]
 VARIABLE = "FUNSHARD_CHECK"
 TIMEOUT = 300.0
 _NAMES = {
-    "gather": "all-gather", "scatter": "reduce-scatter", "reduce": "all-reduce", "unvary": "all-reduce",
-    "shards_to_sum": "all-reduce", "sum_to_shards": "all-reduce", "sum_to": "reduce", "all_to_all": "all-to-all",
+    "gather_mean": "all-gather", "gather_sum": "all-gather", "scatter_mean": "reduce-scatter (mean)",
+    "scatter_sum": "reduce-scatter (sum)", "reduce_mean": "all-reduce (mean)", "reduce_sum": "all-reduce (sum)",
+    "unvary_mean": "all-reduce (mean)", "unvary_sum": "all-reduce (sum)", "shards_to_sum": "all-reduce",
+    "sum_to_shards": "all-reduce", "sum_to": "reduce", "all_to_all": "all-to-all",
 }  # fmt: skip
-"""The names of ops, or of what comes before "_mean" and "_sum" in them, as torch calls the collective."""
+"""The names of ops as torch calls the collective."""
 
 
 class _Switch:
@@ -41,21 +42,16 @@ class _Switch:
         self.depth = 0  # of `check` blocks
         self.monitor: Monitor | None = None
         self.of_parent: Monitor | None = None  # in a forked child, which shares its connections
-        self._table = dict(OPS)
 
     def turn_on(self) -> None:
         """Have all collectives announced, from the first user on."""
         self.users += 1
-        if self.users == 1:
-            self._table = dict(OPS)
-            OPS.update({name: replace(op, group=_with_announcement(name, op.group)) for name, op in OPS.items() if op.sends})
-            listen(_compare_on_ranks)
+        listen(_compare_on_ranks)
 
     def turn_off(self) -> None:
-        """Restore the collectives after the last user."""
+        """End that after the last user."""
         self.users -= 1
         if self.users == 0:
-            OPS.update(self._table)
             listen(None)
 
     def leave_to_parent(self) -> None:
@@ -89,31 +85,15 @@ _timeouts = [TIMEOUT]
 os.register_at_fork(after_in_child=_switch.leave_to_parent)
 
 
-def _with_announcement(
-    name: str, group: Callable[[Tensor, OpContext, Tensor | None], PendingResult]
-) -> Callable[[Tensor, OpContext, Tensor | None], PendingResult]:
-    """Return the start of a collective on a process group, which is announced before."""
-    kind, _, how = name.rpartition("_")
-    kind = kind if kind in _NAMES else name
-    shown = _NAMES.get(kind, name) + (f" ({how})" if kind in ("scatter", "reduce", "unvary") else "")
-
-    def start(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
-        _compare_on_ranks(shown, context.name, context.label, x, own)
-        return group(x, context, own)
-
-    return start
-
-
-def _compare_on_ranks(op: str, group: str | Sequence[int], label: str, sent: Tensor | None, own: Tensor | None = None) -> None:
+def _compare_on_ranks(op: str, group: str | Sequence[int], label: str, sent: Tensor | None, dtype: torch.dtype | None) -> None:
     """Compare a collective with the other ranks' before it starts."""
     if _torch.is_traced() or (sent is not None and _torch.is_fake(sent)):
         return
     monitor = _switch.find_monitor()
     if monitor is None or len(ranks := monitor.ranks_of(group)) < 2:
         return
-    dtype = None if sent is None else (sent if own is None else own).dtype
-    size = "" if sent is None else f" of {sent.numel():,} x {str(dtype).removeprefix('torch.')}"
-    monitor.compare(f"{op}{size}{label and ', ' + label}", ranks, describe_line(find_user_line()))
+    size = "" if sent is None else f" of {sent.numel():,} x {str(dtype or sent.dtype).removeprefix('torch.')}"
+    monitor.compare(f"{_NAMES.get(op, op)}{size}{label and ', ' + label}", ranks, describe_line(find_user_line()))
 
 
 @contextlib.contextmanager
