@@ -755,6 +755,7 @@ def refusals() -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
         "NaN": (ValueError, "weight 0: expected a finite number from 0 on, got nan", {"weights": [float("nan"), 1]}),
         "negative tensor": (ValueError, "weight 1: expected a finite number", {"weights": [1, torch.tensor(-1.0)]}),
         "NaN tensor": (ValueError, "weight 0: .* from 0 on, got nan", {"weights": [torch.tensor(torch.nan), 1]}),
+        "bool": (TypeError, "weight 1: expected a number or a scalar tensor, got bool", {"weights": [1, True]}),
         "text": (TypeError, "weight 0: expected a number or a scalar tensor, got str", {"weights": ["1", 1]}),
         "shape": (ValueError, r"weight 0: expected a scalar, got shape \[2\]", {"weights": [torch.ones(2), 1]}),
         "no shards": (ValueError, "is not in the spec", {"params": {"0.in_proj.weight": x}}),
@@ -770,6 +771,31 @@ def test_refused(what: str) -> None:
     given: dict[str, Any] = {"params": fs.shard(model, spec), "microbatches": [numbers(0, 0)] * 2, "spec": spec} | options
     with pytest.raises(error, match=match):
         fs.accumulate(lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum(), **given)
+
+
+def bad_on_one_rank(rank: int, keep: str) -> None:
+    model = MLP(5)
+    spec = fs.policies.whole()(model).bound
+    params, x = fs.shard(model, spec), numbers(rank, 0)
+    loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+    told = r"weight 1: expected a (finite number from 0 on|number or a scalar tensor), got .* on rank 1"
+    for bad in (torch.nan, -1.0, True, "1", torch.tensor(-1.0)):
+        for batches in ([x, x], iter([x, x])):
+            weights: list[Any] = [1.0, bad if rank else 1.0]
+            with pytest.raises(ValueError, match=told):
+                fs.accumulate(loss, params, batches, spec=spec, keep=keep, weights=weights)
+    with pytest.raises(ValueError, match="accumulate: expected a weight for each of 2 micro-batches, got 1 on rank 1"):
+        fs.accumulate(loss, params, [x, x], spec=spec, keep=keep, weights=[1.0] * (2 - rank))
+    with pytest.raises(ValueError, match="weight 0: expected a finite number from 0 on, got nan on rank 1"):
+        fs.update_in_backward(update, loss, params, init(params), [x], spec=spec, weights=[torch.nan if rank else 1.0])
+    fs.accumulate(loss, params, [x, x], spec=spec, keep=keep, weights=[1.0, 2.0])  # the ranks are together
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_bad_weight_on_one_rank_is_an_error_on_every_rank(gloo2: Pool, keep: str) -> None:
+    """None waits for the other one."""
+    gloo2.run(bad_on_one_rank, keep)
 
 
 @pytest.mark.parametrize("keep", KEEPS)

@@ -239,8 +239,7 @@ def accumulate(
     """
     plan = AccumulationPlan.make(params, bind_spec(spec), keep, has_aux, reduce, reduce_axes)
     batches, known = split_first_batch(microbatches)
-    if not plan.full:
-        batches = iterate_equally(batches, plan.spec.bound_mesh)
+    batches = iterate_equally(batches, plan.spec.bound_mesh, weights, full=plan.full)
     check_known(known, microbatches, weights)
     in_place = not is_differentiated_outside((params, weights, known))
     scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)

@@ -115,7 +115,7 @@ def update_in_backward(
         grads = _clip(grads, max_norm, now if clip == "exact" else norm, plan.spec)
         new = {key: _update_unit(update, key, g, state, params) for key, g in grads.items()}
         return _make_result(plan, new, value, now)
-    batches = iterate_equally(batches, plan.spec.bound_mesh)
+    batches = iterate_equally(batches, plan.spec.bound_mesh, weights)
     check_known(known, microbatches, weights)
     scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
     plan = dataclasses.replace(plan, positive=are_positive(() if weights is None else weights))

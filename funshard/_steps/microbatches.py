@@ -37,6 +37,20 @@ __all__ = [
 # --- The weights of micro-batches, as factors of their losses ---
 
 
+def _check_weights(weights: Sequence[float | Tensor]) -> None:
+    """Raise TypeError or ValueError for what is no weight, as far as the host can read it without waiting."""
+    for i, weight in enumerate(weights):
+        if isinstance(weight, Tensor):
+            if weight.dim():
+                raise ValueError(f"accumulate: weight {i}: expected a scalar, got shape {list(weight.shape)}")
+            if not (_torch.is_eager() and weight.device.type == "cpu"):
+                continue
+        elif isinstance(weight, bool) or not isinstance(weight, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"accumulate: weight {i}: expected a number or a scalar tensor, got {type(weight).__name__}")
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"accumulate: weight {i}: expected a finite number from 0 on, got {float(weight)}")
+
+
 def make_loss_scales(
     weights: Sequence[float | Tensor], params: Mapping[str, Tensor], mesh: Mesh, reduction: Reduction
 ) -> Tensor:
@@ -45,16 +59,7 @@ def make_loss_scales(
     Raises TypeError or ValueError for what is no weight. A tensor whose value the host cannot read without waiting for it
     makes all scales NaN instead.
     """
-    for i, weight in enumerate(weights):
-        if isinstance(weight, Tensor):
-            if weight.dim():
-                raise ValueError(f"accumulate: weight {i}: expected a scalar, got shape {list(weight.shape)}")
-            if not (_torch.is_eager() and weight.device.type == "cpu"):
-                continue
-        elif not isinstance(weight, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"accumulate: weight {i}: expected a number or a scalar tensor, got {type(weight).__name__}")
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"accumulate: weight {i}: expected a finite number from 0 on, got {float(weight)}")
+    _check_weights(weights)
     like = next(iter(params.values()), None)
     dtype = torch.float32 if like is None or like.is_complex() else sum_dtype(like.dtype)
     device = mesh.device if like is None else like.device
@@ -208,26 +213,37 @@ def check_known(known: Sequence[Any], microbatches: Iterable[Any], weights: Sequ
 # --- as many on each rank ---
 
 
-def iterate_equally(batches: Iterable[Any], mesh: Mesh) -> Iterator[Any]:
+def iterate_equally(
+    batches: Iterable[Any], mesh: Mesh, weights: Sequence[float | Tensor] | None, *, full: bool = False
+) -> Iterator[Any]:
     """Return micro-batches while ranks compare how many they have, so that no rank waits for one that has fewer.
 
     Ranks compare at once, before the first micro-batch, since one without any would send nothing in it. A list is compared
-    once. A generator is read one ahead, and compared while each later micro-batch runs.
+    once. A generator is read one ahead, and compared while each later micro-batch runs. With ``full`` gradients numbers may
+    differ, and only weights are compared.
 
     Raises:
         ValueError: On every rank, here or from the iterator, if they have different numbers, or some a list and others a
-            generator.
+            generator; and if some have ``weights`` that are none, or too few for a list.
     """
-    if isinstance(batches, list | tuple):
-        _start_comparison(f"{len(batches)} micro-batches", mesh).finish()
+    problem = ""  # if all ranks have it, each raises it for itself
+    try:
+        _check_weights(() if weights is None else weights)
+        if weights is not None and isinstance(batches, list | tuple):
+            check_weight_count(weights, len(batches))
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    if full or isinstance(batches, list | tuple):
+        if weights is not None or not full:
+            _start_comparison(problem or ("" if full else f"{len(batches)} micro-batches"), mesh).finish()
         return iter(batches)
     rest = iter(batches)
     batch = next(rest, _NONE)
     if batch is _NONE:
-        _start_comparison("0 micro-batches of a generator", mesh).finish()
+        _start_comparison(problem or "0 micro-batches of a generator", mesh).finish()
         return iter(())
     following = next(rest, _NONE)
-    _start_generator_check(1, mesh, is_last=following is _NONE).finish()
+    _start_generator_check(1, mesh, is_last=following is _NONE, problem=problem).finish()
     return _iterate_compared(batch, following, rest, mesh)
 
 
@@ -246,9 +262,9 @@ _NONE = object()
 _LABEL = "numbers of micro-batches"
 
 
-def _start_generator_check(i: int, mesh: Mesh, *, is_last: bool) -> Comparison:
+def _start_generator_check(i: int, mesh: Mesh, *, is_last: bool, problem: str = "") -> Comparison:
     """Start to compare, before the i-th micro-batch of a generator, whether it is the last one."""
-    return _start_comparison(f"{i if is_last else f'more than {i}'} micro-batches of a generator", mesh)
+    return _start_comparison(problem or f"{i if is_last else f'more than {i}'} micro-batches of a generator", mesh)
 
 
 def _start_comparison(text: str, mesh: Mesh) -> Comparison:
@@ -258,6 +274,8 @@ def _start_comparison(text: str, mesh: Mesh) -> Comparison:
 
 def _make_difference_error(everyone: RankLines) -> ValueError:
     """Return the error of ranks that have other numbers of micro-batches than the first one."""
+    if wrong := [f"{text} on rank {rank}" for rank, (text,) in everyone if text.startswith("accumulate: ")]:
+        return ValueError(wrong[0])
     _, (rank, expected), (other, got) = find_difference(everyone)
     return ValueError(
         f"accumulate: expected as many micro-batches on every rank, got {expected} on rank {rank}, and {got} on rank {other}; "
