@@ -404,6 +404,17 @@ def test_on_one_rank_what_was_given_is_left_alone(kind: type[nn.Module], given: 
     assert all(torch.equal(params[key], t) for key, t in before.items())
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_write_through_data_reaches_the_shard_where_nothing_is_gathered(strategy: str) -> None:
+    """The limit as the guide has it: no error outside of fs.check; where a buffer of its own is gathered, the write is lost."""
+    model = network(DataInPlace)
+    spec = fs.by_type(DataInPlace, p=STRATEGIES[strategy])(model)
+    params = fs.shard(model, spec)
+    before = copy.deepcopy(params)
+    fs.grad(lambda p: squared(model, p, inputs()[0], spec))(params)
+    assert all(torch.equal(params[key], t) for key, t in before.items()) == (strategy == "codec")
+
+
 def test_parameters_that_are_only_read_do_not_count() -> None:
     """nn.LSTM asks for memory to write to and only reads it; NaN are equal to themselves."""
     model = nn.Sequential(nn.LSTM(3, 4, batch_first=True)).double()
