@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._core.mesh import Axes, Mesh
+from ._core.primitive import apply
 from ._torch.modules import BatchNorm
-from .collectives._primitive import apply
 
 __all__ = ["MESH", "WEIGHT", "SyncBatchNorm", "convert_sync_batchnorm"]
 

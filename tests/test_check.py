@@ -24,7 +24,7 @@ from ranks import Pool, ended, free_port, launch, start
 from torch import nn
 
 import funshard as fs
-from funshard.collectives import _announce
+from funshard._core import announce
 from funshard.collectives import _rank_check as switch
 from funshard.collectives._rank_monitor import Channel, Monitor, describe_line, find_user_line, name_ranks
 
@@ -356,7 +356,7 @@ def transforms(rank: int) -> None:
             got = results()
         got += results()
     assert all(map(torch.equal, got, expected + expected))
-    assert _announce._listener is None
+    assert announce._listener is None
 
 
 def test_no_transform_changes(gloo2: Pool) -> None:
@@ -397,14 +397,14 @@ def test_without_other_ranks_nothing_happens() -> None:
     assert fs.check(timeout=1)(lambda: 7)() == 7
     with pytest.raises(KeyError), fs.check():
         raise KeyError
-    assert _announce._listener is None
+    assert announce._listener is None
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
 def test_a_limit_that_is_none(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout: expected a positive number"), fs.check(timeout):
         pass
-    assert _announce._listener is None
+    assert announce._listener is None
 
 
 def without_connection(rank: int) -> list[object]:
@@ -422,7 +422,7 @@ def without_connection(rank: int) -> list[object]:
         text = str(error)
     finally:
         Monitor._connect = staticmethod(old)
-    return [text, _announce._listener, switch._switch.depth, switch._switch.users]
+    return [text, announce._listener, switch._switch.depth, switch._switch.users]
 
 
 def test_a_check_that_cannot_connect(gloo2: Pool) -> None:

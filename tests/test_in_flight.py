@@ -27,8 +27,8 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
+from funshard._core.ops import OpContext, start_op
 from funshard._wire.chain import CollectiveChain
-from funshard.collectives._ops import OpContext, start_op
 
 OPS = torch.ops._c10d_functional
 STARTED: dict[str, Callable[[Tensor, str], Tensor]] = {

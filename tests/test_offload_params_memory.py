@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import P, _torch
+from funshard._core.ops import PendingResult
 from funshard._torch import streams
 from funshard._wire.chain import BufferPool
 from funshard._wire.reductions import ReductionQueue
-from funshard.collectives._ops import PendingResult
 
 WIDTH, RANKS = 64, 2
 WHOLE = WIDTH * WIDTH * 8

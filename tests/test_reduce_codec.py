@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import Codec, P, Precision, codecs
+from funshard._core.ops import OpContext
 from funshard._wire.encoded_reduction import count_senders, encode_slices, start_encoded_reduction
-from funshard.collectives._ops import OpContext
 
 BF16, F32 = torch.bfloat16, torch.float32
 

@@ -36,9 +36,9 @@ from worst import Misuse, watched
 import funshard as fs
 from funshard import P, _torch
 from funshard._call.schedule import GatheredUnit
+from funshard._core import ops as ops
 from funshard._wire.chain import BufferPool, CollectiveChain
 from funshard._wire.reductions import ReductionQueue
-from funshard.collectives import _ops as ops
 
 OPS = torch.ops._c10d_functional
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._core.announce import is_checked
 from .._core.layout import unflatten_unit
 from .._core.unit import Unit
 from .._wire.mixed_layout import MixedLayout
-from ..collectives._announce import is_checked
 
 __all__ = ["WriteWatch", "allow_set_to_itself", "compare_values", "forbid_set_to_itself", "write_error"]
 

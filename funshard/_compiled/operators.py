@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .. import _torch
-from ..collectives import _ops as ops
+from .._core import ops as ops
 from ..collectives._sequence import check_sequence, is_comparable
 from .graph import CHECK_ORDER_KEY, UNIT_KEY, get_annotation, is_collective_start, is_mutating
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
+from .._core.announce import announce
 from .._core.checks import take_full_params
 from .._core.layout import to_memory_order
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.spec import PartitionSpec
-from ..collectives._announce import announce
 from ..collectives._functions import gather_slices
 
 __all__ = [

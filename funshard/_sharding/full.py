@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
+from .._core.announce import announce
 from .._core.checks import bind_spec, check_full, check_shards
 from .._core.division import Reduction, count_ranks
 from .._core.layout import Params, rank_coords
@@ -27,7 +28,6 @@ from .._wire.host import check_host_resident, compute_device, move, place_slice,
 from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names
 from .._wire.whole import decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
-from ..collectives._announce import announce
 from ..collectives._sequence import Comparison, check_sequence, get_host_group, is_comparable, make_order_error
 from .agree import broadcast_text, has_peers, process_axes, process_group
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from .. import _torch
 from .._core.division import Reduction
 from .._core.mesh import Mesh, ProcessAxis
+from .._core.ops import PendingResult
 from .._core.spec import PartitionSpec
 from .._spec.precision import precision_of
-from ..collectives._ops import PendingResult
 from ..collectives._sequence import is_comparable
 from .host import start_copy_to_device
 from .route import Route, find_slice

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .._core.mesh import Axis
+from .._core.ops import OpContext, PendingResult, start_op
+from .._core.primitive import apply
 from .._spec.precision import Codec, Form, pack_rows, unpack_bytes
 from ..collectives._functions import make_label
-from ..collectives._ops import OpContext, PendingResult, start_op
-from ..collectives._primitive import apply
 
 __all__ = ["count_senders", "encode_slices", "reduce_encoded", "start_encoded_reduction"]
 

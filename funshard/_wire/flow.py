@@ -18,12 +18,12 @@ from .. import _torch
 from .._core.division import ReduceBy, Reduction
 from .._core.layout import rank_coords
 from .._core.mesh import Axis, Mesh, Simulated
+from .._core.primitive import LinearFunction, linear_map
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.precision import Precision, pack_bytes, precision_of, storage_codec
 from .._units.accumulation import drop_unweighted
 from ..collectives._functions import reduce_scatter, scatter, unvary
-from ..collectives._primitive import LinearFunction, linear_map
 from .host import HOST
 from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
@@ -220,5 +220,5 @@ def _flow_as_node(
 def _flow_in_graph(
     x: Tensor, value: Tensor | None, stages: Constants, axes: tuple[str, ...], ranks: tuple[Tensor, ...], gathers: bool
 ) -> Tensor:
-    """Do as `_flow_as_node`, as one node for Dynamo, as in collectives._primitive."""
+    """Do as `_flow_as_node`, as one node for Dynamo, as in _core.primitive."""
     return _flow_as_node(x, value, from_constants(stages), axes, ranks, "", gathers)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.mesh import Mesh
+from .._core.ops import PendingResult
 from .._core.phases import phase
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from ..collectives._ops import PendingResult
 
 __all__ = [
     "HOST",

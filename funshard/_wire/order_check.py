@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from .. import _torch
-from ..collectives._announce import is_checked
+from .._core.announce import is_checked
 from ..collectives._sequence import Comparison, RankLines, finish_earlier_checks, get_host_group, make_order_error
 from .chain import RouteTable
 

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, TypeVar
 import torch.distributed as dist
 
 from .. import _torch
+from .._core.announce import announce
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.spec import PartitionSpec
 from .._sharding.agree import check_ranks_agree, has_peers, hash_spec
-from ..collectives._announce import announce
 from ..collectives._host_group import HostGroup, host_groups
 from ..collectives._world import check_spans_world
 from ._errors import CheckpointError, SavedError

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
+from .._core.announce import announce
 from .._core.mesh import Axis, Simulated
-from ._announce import announce
+from .._core.ops import OpContext, missing_group_error, start_exchange
+from .._core.primitive import LinearFunction, LinearMap, apply
 from ._counts import Counts, check_counts, resolve_counts
 from ._functions import check_dim, check_divisible, gather_values
-from ._ops import OpContext, missing_group_error, start_exchange
-from ._primitive import LinearFunction, LinearMap, apply
 
 __all__ = ["all_to_all", "permute", "ragged_all_to_all"]
 

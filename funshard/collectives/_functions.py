@@ -6,7 +6,7 @@ values: those that came out of a gather count with their **mean** over ranks, th
 with their **sum**. In the type lines ``[n]`` is a rank's own value, ``S[n]`` one that is a shard, and the pictures show
 three ranks.
 
-_primitive.py has the autograd Function of all of them.
+_core/primitive.py has the autograd Function of all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
-from ._primitive import Label, apply
+from .._core.primitive import Label, apply
 from ._sequence import check_sequence
 
 __all__ = [

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from ._announce import announce
+from .._core.announce import announce
 
 __all__ = ["HostGroup", "host_groups"]
 

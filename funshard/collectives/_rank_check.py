@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from ._announce import RankError, listen
+from .._core.announce import RankError, listen
 from ._rank_monitor import Monitor, describe_line, find_error_line, find_user_line
 
 __all__ = ["check"]

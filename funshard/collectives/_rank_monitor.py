@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 
 from .. import _torch
+from .._core.announce import RankError
 from .._torch import TORCH_FOLDER, is_compiler_file
-from ._announce import RankError
 
 if TYPE_CHECKING:
     from .._torch.groups import Store

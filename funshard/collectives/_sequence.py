@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
+from .._core.announce import RankError
 from .._core.mesh import Mesh, ProcessAxis
-from ._announce import RankError
 from ._host_group import HostGroup, host_groups
 
 __all__ = [

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from ... import _torch
+from ..._core.announce import announce
 from ..._core.division import count_ranks
 from ..._core.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
 from ..._core.mesh import ProcessAxis, Simulated
+from ..._core.ops import OpContext, PendingResult, missing_group_error, start_exchange
+from ..._core.primitive import LinearFunction, linear_map
 from ..._core.spec import PartitionSpec
 from ..._core.unit import join_shape
 from ..._wire.flow import reduce_along
 from ..._wire.host import compute_device
 from ..._wire.whole import join_pieces, split_pieces
-from ...collectives._announce import announce
 from ...collectives._functions import gather_slices, vary
-from ...collectives._ops import OpContext, PendingResult, missing_group_error, start_exchange
-from ...collectives._primitive import LinearFunction, linear_map
 from .owners import Matrix, Owner, all_coords, count_chunks
 
 __all__ = ["Chunk", "ExchangePlan", "MatrixBatch", "chunk_slice", "concat_flat", "plan_from_owners", "plan_to_owners"]

@@ -1,7 +1,7 @@
 """The one autograd Function of linear maps between ranks, and the collectives as such maps.
 
 torch.func differentiates the functional ops of torch wrongly (grad raises, jvp is silently zero, vmap is silently wrong; pinned
-in tests/test_torch_facts.py), so they run only inside the forward of this Function. What the ops do is in _ops.py.
+in tests/test_torch_facts.py), so they run only inside the forward of this Function. What the ops do is in ops.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
-from .._core.mesh import Axis, Simulated
-from .._core.phases import phase
-from ._ops import OPS, OpContext, missing_group_error, start_op
+from .mesh import Axis, Simulated
+from .ops import OPS, OpContext, missing_group_error, start_op
+from .phases import phase
 
 __all__ = ["Label", "LinearFunction", "LinearMap", "apply", "linear_map"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from .. import _torch
-from ._announce import announce, is_checked
+from .announce import announce, is_checked
 
 __all__ = ["OPS", "OpContext", "PendingResult", "missing_group_error", "start_exchange", "start_op"]
 

@@ -1,6 +1,6 @@
 """The announcement of a collective before it starts, to the check that `funshard.check` switches on.
 
-`start_op` (_ops.py) announces what it starts, and so does each function that starts a collective otherwise.
+`start_op` (ops.py) announces what it starts, and so does each function that starts a collective otherwise.
 """
 
 from __future__ import annotations
