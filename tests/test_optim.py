@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import funshard as fs
-from funshard._wire.flow import scatter_unit
+from funshard._core.flow import scatter_unit
 from funshard.optim import clip_by_global_norm, global_norm, vdot
 
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).double()

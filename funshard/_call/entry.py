@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from .. import _torch
 from .._core.checks import bind_spec, check_params, find_full_params
 from .._core.division import ReduceBy, Reduction
+from .._core.flow import resolve_reduction
 from .._core.mesh import ProcessAxis
 from .._core.spec import PartitionSpec
 from .._transforms.error_hints import as_call_arguments, check_materialized
 from .._units.accumulation import GradReceiver, find_accumulation
-from .._wire.flow import refuse_compiled_step, resolve_reduction
+from .._wire.flow import refuse_compiled_step
 from .._wire.host import check_host_resident
 from .buffers import is_first_warning
 from .module_state import BoundModule

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from .._core.checks import bind_spec, check_buffers, check_mapping, find_full_params
 from .._core.division import ReduceBy
+from .._core.flow import resolve_reduction
 from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.precision import check_trainable, precision_of
 from .._units.accumulation import drop_unweighted
-from .._wire.flow import reduce_slice, reduce_unit, resolve_reduction
+from .._wire.flow import reduce_slice, reduce_unit
 from ..collectives._functions import sum_over
 
 __all__ = ["reduce_grads", "reduce_mean", "weight_share"]

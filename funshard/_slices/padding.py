@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from .._core.flow import scatter_unit
 from .._core.layout import rank_coords
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
 from .._spec.precision import check_trainable
-from .._wire.flow import scatter_unit
 from .pieces import slice_pieces
 
 __all__ = ["check_slice", "map_unpadded", "padding_mask", "split_by_param", "zero_padding"]

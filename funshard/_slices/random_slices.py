@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.flow import scatter_unit
 from .._core.layout import concat_padded, from_memory_order, rank_coords
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, whole_shape
-from .._wire.flow import scatter_unit
 from .._wire.whole import flatten_whole, scatter_whole
 from .philox import MASK, philox
 from .pieces import slice_pieces

@@ -235,7 +235,8 @@ def iterate_equally(
         problem = str(error)
     if full or isinstance(batches, list | tuple):
         if weights is not None or not full:
-            _start_comparison(problem or ("" if full else f"{len(batches)} micro-batches"), mesh).finish()
+            count = "" if full or not isinstance(batches, list | tuple) else f"{len(batches)} micro-batches"
+            _start_comparison(problem or count, mesh).finish()
         return iter(batches)
     rest = iter(batches)
     batch = next(rest, _NONE)

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree  # which knows what a tree is, as torc
 from .. import _torch
 from .._core.checks import check_shards
 from .._core.division import ReduceBy, Reduction
+from .._core.flow import resolve_reduction
 from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
@@ -22,7 +23,7 @@ from .._spec.precision import Precision, precision_of
 from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms.grad import check_differentiable, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
-from .._wire.flow import gather_unit, reduce_slice, reduce_unit, resolve_reduction
+from .._wire.flow import gather_unit, reduce_slice, reduce_unit
 from .._wire.host import check_host_resident
 from .._wire.mixed_layout import cast_views
 from .microbatches import sum_dtype, to_sum_dtype

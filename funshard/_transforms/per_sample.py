@@ -16,12 +16,13 @@ from torch.utils import _pytree as pytree  # as torch.func  # the tree that torc
 from .. import _torch
 from .._core.checks import bind_spec, check_buffers
 from .._core.division import ReduceBy, Reduction, count_ranks
+from .._core.flow import REDUCE_MEAN
 from .._core.layout import Params, flatten_unit, from_memory_order, unflatten_unit
 from .._core.mesh import Mesh, Simulated
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, whole_shape
 from .._spec.precision import check_trainable
-from .._wire.flow import REDUCE_MEAN, gather_unit, reduce_unit, weigh_grad
+from .._wire.flow import gather_unit, reduce_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from .._wire.whole import flatten_whole, scatter_whole
 from ..collectives._functions import all_reduce, broadcast, sum_over

@@ -15,23 +15,21 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._core.division import ReduceBy, Reduction
-from .._core.layout import rank_coords
+from .._core.division import Reduction
+from .._core.flow import REDUCE_MEAN
 from .._core.mesh import Axis, Mesh, Simulated
 from .._core.primitive import LinearFunction, linear_map
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.precision import Precision, pack_bytes, precision_of, storage_codec
 from .._units.accumulation import drop_unweighted
-from ..collectives._functions import reduce_scatter, scatter, unvary
+from ..collectives._functions import reduce_scatter, unvary
 from .host import HOST
 from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 
-__all__ = ["REDUCE_MEAN", "encode_at_rest", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit", "resolve_reduction"]
-__all__ += ["refuse_compiled_step", "scatter_unit", "weigh_grad"]
-
-REDUCE_MEAN = Reduction()
+__all__ = ["encode_at_rest", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit"]
+__all__ += ["refuse_compiled_step", "weigh_grad"]
 
 
 def refuse_compiled_step(spec: PartitionSpec) -> None:
@@ -42,32 +40,6 @@ def refuse_compiled_step(spec: PartitionSpec) -> None:
                 f"unit '{path}' has a Precision(reduce_codec=) in a step that is compiled whole: expected the step without "
                 "fs.compile and torch.compile (P(compile=True) compiles its modules), or reduce= instead of reduce_codec="
             )
-
-
-def resolve_reduction(by: ReduceBy, axes: Iterable[str] | None, mesh: Mesh, units: Iterable[Unit]) -> Reduction:
-    """Return the reduction of these units' gradients: by mean, sum or a divisor, over these mesh axes or all.
-
-    Raises:
-        ValueError: For an unknown axis and, naming the unit, without an axis that it is split over.
-    """
-    reduction = Reduction.make(by, None if axes is None else mesh.select(axes))
-    if reduction.over is None:
-        return reduction
-    for unit in units:
-        if missing := [axis for axis in unit.p.axes if not reduction.includes(axis)]:
-            raise ValueError(
-                f"unit '{unit.key}' is split over axis '{missing[0]}': expected its gradients to be reduced over it, too, "
-                f"got axes {sorted(reduction.over or ())}"
-            )
-    return reduction
-
-
-def scatter_unit(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
-    """Return this rank's (or ``rank``'s) slice of a unit's full buffer, equal on all ranks. Inverse of `gather_unit`."""
-    at = {} if rank is None else dict(zip(mesh.names, rank_coords(mesh, rank), strict=True))
-    for name in unit.p.axes:
-        buffer = scatter(buffer, mesh[name], rank=at.get(name))
-    return buffer
 
 
 def gather_unit(

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._core.division import Reduction, choose_division, count_ranks
+from .._core.division import Reduction, count_ranks
+from .._core.flow import UnitAxes
 from .._core.layout import longest_padding, unflatten_unit
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.unit import Unit
@@ -75,10 +76,6 @@ class Route:
         dtype = unit.dtype if unit.at_rest else dtype
         keeps, precision = bool(precision and unit.param_dtypes and unit.numel), precision or Precision()
         dtypes = precision._resolve(dtype)
-        sizes = {name: axis.size for name, axis in mesh.axes if axis.size > 1 and unit.numel}
-        split_axes = tuple(name for name in unit.p.axes if name in sizes)
-        included = tuple(name for name in reversed(sizes) if reduction.includes(name))
-        replica_axes = tuple(name for name in included if name not in unit.distinct_axes)
         num_slices = count_ranks(unit.p.axes, mesh)
         padded_numel = unit.padded_numel(num_slices)
         slice_numel, device, layout = padded_numel // num_slices, compute_device(unit, mesh), None
@@ -87,9 +84,7 @@ class Route:
             if layout is None:
                 dtypes = dtypes._replace(param=find_param_dtypes(unit, dtypes.param)[0])
 
-        local_ranks = count_ranks((name for name in unit.local_axes if name in included), mesh)
-        by, num_ranks = reduction.by if unit.numel else "sum", count_ranks((*split_axes, *replica_axes), mesh)
-        op, before, after = choose_division(by, num_ranks, dtypes.reduce, local_ranks)
+        split_axes, replica_axes, op, before, after = UnitAxes.find(unit, mesh, reduction, dtypes.reduce)
         gathers: list[Stage] = [AllGather.on_axis(name, mesh, op) for name in reversed(split_axes)]
         if precision.reduce_codec and len(split_axes) == 1 and dtype.is_floating_point:
             encoded = {"codec": precision.reduce_codec, "numel": slice_numel, "dtype": dtypes.reduce}

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from .._core.checks import take_full_params
 from .._core.division import Reduction, count_ranks
+from .._core.flow import scatter_unit
 from .._core.layout import concat_padded, flatten_unit, rank_coords, to_memory_order, unflatten_unit
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.unit import LocalDims, Unit
 from ..collectives._functions import gather_slices, scatter
-from .flow import gather_unit, scatter_unit
+from .flow import gather_unit
 from .route import Route
 from .stages import Transit
 

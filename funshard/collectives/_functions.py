@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
+from .._core.flow import take_slice
+from .._core.mesh import Axis, Mesh, ProcessAxis
 from .._core.primitive import Label, apply
 from ._sequence import check_sequence
 
@@ -306,15 +307,7 @@ def scatter(x: Tensor, axis: Axis, *, rank: int | None = None) -> Tensor:
         [[1.0], [2.0]]
     """
     check_divisible("scatter", x, axis)
-    if isinstance(axis, Simulated) and rank is None:
-        return apply("slice", x, axis)
-    here = rank if rank is not None or isinstance(axis, Simulated) else axis.rank
-    if here is None or not 0 <= here < axis.size:
-        raise ValueError(f"scatter: expected a rank in 0..{axis.size - 1}, got {here}; give rank= or bind a DeviceMesh")
-    if isinstance(axis, ProcessAxis) and axis.name and rank is None and axis.size > 1:
-        return apply("slice", x, axis, here)
-    n = len(x) // axis.size
-    return x.narrow(0, here * n, n).clone()
+    return take_slice(x, axis, rank)
 
 
 # --- Gather values that each rank computes from its own batch: the transpose is a sum, not the mean of slices ---

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..._core.checks import bind_spec
+from ..._core.flow import scatter_unit
 from ..._core.layout import Params, rank_coords
 from ..._core.spec import PartitionSpec
 from ..._core.unit import Unit
 from ..._slices.pieces import slice_pieces
-from ..._wire.flow import scatter_unit
 from .exchange import MatrixBatch, concat_flat
 from .owners import (
     Cost,

@@ -1,0 +1,113 @@
+"""shard, unshard and functional_call as data flow alone: what all other modes and options have to equal.
+
+Nothing runs ahead, and nothing is cast, saved or recomputed. Every transform of torch.func applies at every order, so that
+``grad`` and ``grad_and_value`` are torch.func's own: a gather's transpose reduces gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._core.flow import resolve_reduction, scatter_unit
+from .checks import bind_spec, check_params, check_shards, collect_full_params, find_full_params
+from .division import ReduceBy, Reduction
+from .flow import gather_unit
+from .layout import Params, flatten_unit, unflatten_unit
+from .spec import PartitionSpec
+
+__all__ = ["functional_call", "shard", "unshard"]
+
+
+def shard(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None = None) -> Params:
+    """Return this rank's (or ``rank``'s) slice of every unit, by unit key. Inverse of `unshard`.
+
+    Args:
+        model_or_params: A module, whose parameters are copied, or full parameters by name: then differentiable.
+        spec: A spec without options.
+        rank: The rank whose slices to return, counted over the mesh row by row.
+    """
+    spec = _check_plain(bind_spec(spec))
+    full, mesh = collect_full_params(model_or_params, spec), spec.bound_mesh
+    return {unit.key: scatter_unit(flatten_unit(full, unit, spec.padded_numel(unit)), unit, mesh, rank) for unit in spec}
+
+
+def unshard(shards: Mapping[str, Tensor], spec: PartitionSpec, *, reduce: ReduceBy = "mean") -> Params:
+    """Return the full parameters by name, as views of one buffer per unit. Inverse of `shard`; differentiable at every order.
+
+    Args:
+        shards: Slices by unit key, all of them or some. Ignored parameters pass through.
+        spec: Their spec, without options.
+        reduce: The reduction of gradients over ranks.
+    """
+    spec = _check_plain(bind_spec(spec))
+    check_shards(shards, spec, part=True)
+    return spec._to_model_order(_gather(shards, spec, Reduction.make(reduce)))
+
+
+def functional_call(
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    args: object = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    spec: PartitionSpec,
+    reduce: ReduceBy = "mean",
+    reduce_axes: Iterable[str] | None = None,
+) -> Any:
+    """Call a module on slices, as torch.func.functional_call on gathered parameters. Buffers are copies.
+
+    Args:
+        model: The module that the spec was made for.
+        params: Slices by unit key, or a unit's full parameters by name.
+        args: The positional arguments as a tuple, or the only one.
+        kwargs: The keyword arguments.
+        spec: The spec of the slices, without options.
+        reduce: The reduction of gradients over ranks: "mean", "sum", or a number to divide the sum by.
+        reduce_axes: The mesh axes to reduce gradients over; all by default.
+    """
+    spec = _check_plain(bind_spec(spec))
+    check_params(params, spec)
+    reduction = resolve_reduction(reduce, reduce_axes, spec.bound_mesh, (unit for unit in spec if unit.key in params))
+    full = _gather(params, spec, reduction)
+    for unit in spec:
+        tensors = find_full_params(params, unit) or [full[param.name] for param in unit.params]
+        full.update((name, x) for param, x in zip(unit.params, tensors, strict=True) for name in param.names)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    positional = args if isinstance(args, tuple) else (args,)
+    return _run(model, buffers | full, positional, dict(kwargs or {}))
+
+
+def _run(model: nn.Module, tensors: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a model with these tensors in the place of its own. torch.func's leaves them in modules that have two paths."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for name, x in tensors.items():
+            path, _, attr = name.rpartition(".")
+            module = model.get_submodule(path)
+            own: dict[str, Any] = module._parameters if attr in module._parameters else module._buffers
+            before.append((own, attr, own[attr]))
+            own[attr] = x
+        return model(*args, **kwargs)
+    finally:
+        for own, attr, x in reversed(before):
+            own[attr] = x
+
+
+def _gather(params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction) -> Params:
+    """Return the parameters of the units whose slices these are, and those that the spec ignores, by name."""
+    full = {name: params[name] for name in spec.ignored if name in params}
+    for unit in (unit for unit in spec if unit.key in params):
+        buffer = gather_unit(params[unit.key], unit, spec.bound_mesh, reduction)
+        full.update(zip((param.name for param in unit.params), unflatten_unit(buffer, unit), strict=True))
+    return full
+
+
+def _check_plain(spec: PartitionSpec) -> PartitionSpec:
+    """Return the spec; raise ValueError, naming the unit, for one with an option."""
+    for unit in spec:
+        if unit.p.options or unit.p.offloads:
+            raise ValueError(f"unit '{unit.key}' is {unit.p}: expected a P of axis, reshard, align and unit alone")
+    return spec

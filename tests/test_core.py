@@ -1,0 +1,148 @@
+"""The core alone: the laws of gradients and layout hold for its own shard, unshard and functional_call.
+
+Here these and torch.func's grad stand where the package has its own, so that no schedule, stage or option takes part.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from parity import numbers
+from ranks import Pool
+from test_gradients import (
+    test_g1_gradients_are_shards_of_the_mean_gradient,
+    test_g3_ensembles,
+    test_g3_higher_derivatives_are_shards_of_the_mean_ones,
+    test_g3_maml,
+    test_g3_samples,
+    test_g5_nothing_runs,
+    test_g8_sgd_steps_commute_with_sharding,
+    test_g9_parts_called_in_any_order_again_or_never,
+)
+from test_house import FILES, ROOT, imported
+from test_layout import (
+    test_l1_unflatten_inverts_flatten,
+    test_l2_every_element_has_one_owner,
+    test_l2_slices_join_to_the_buffer,
+    test_l3_padding_is_in_no_view,
+    test_l7_replicated_and_one_rank,
+    test_l9_padding_has_no_gradient,
+)
+from test_policies import test_a3_by_type_is_module_wrap_policy, test_a3_shared_modules_are_selected_as_in_torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import funshard as fs
+from funshard._core import call
+
+LAWS = (
+    test_g1_gradients_are_shards_of_the_mean_gradient,
+    test_g3_ensembles,
+    test_g3_higher_derivatives_are_shards_of_the_mean_ones,
+    test_g3_maml,
+    test_g3_samples,
+    test_g5_nothing_runs,
+    test_g8_sgd_steps_commute_with_sharding,
+    test_g9_parts_called_in_any_order_again_or_never,
+    test_l1_unflatten_inverts_flatten,
+    test_l2_every_element_has_one_owner,
+    test_l2_slices_join_to_the_buffer,
+    test_l3_padding_is_in_no_view,
+    test_l7_replicated_and_one_rank,
+    test_l9_padding_has_no_gradient,
+    test_a3_by_type_is_module_wrap_policy,
+    test_a3_shared_modules_are_selected_as_in_torch,
+)
+"""Collected here by their names, once more."""
+
+CORE = {
+    "functional_call": call.functional_call,
+    "shard": call.shard,
+    "unshard": call.unshard,
+    "grad": torch.func.grad,
+    "grad_and_value": torch.func.grad_and_value,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def core_alone() -> Iterator[None]:
+    with mock.patch.multiple(fs, **CORE):
+        yield
+
+
+def test_the_core_imports_torch_optree_and_the_private_parts_of_torch_alone() -> None:
+    """And has at most 2,775 lines."""
+    core = [path for path in FILES if path.is_relative_to(ROOT / "_core")]
+    assert {to.split(".")[0] for path in core for _, to in imported(path)} == {"_core", "_torch"}
+    outside = {
+        (node.module if isinstance(node, ast.ImportFrom) else name.name).split(".")[0]
+        for path in core
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level)
+        for name in node.names
+    }
+    assert outside & {"optree", "torch"} == {"optree", "torch"}
+    assert "funshard" not in outside
+    assert sum(len(path.read_text().splitlines()) for path in core) <= 2775
+
+
+STRATEGIES = {
+    "FSDP": (fs.P("shard"), (2,), ("shard",)),
+    "DDP": (fs.P(), (2,), ("shard",)),
+    "HSDP": (fs.P("shard"), (2, 1), ("replicate", "shard")),
+    "over all axes": (fs.P(("replicate", "shard")), (1, 2), ("replicate", "shard")),
+}
+
+
+def on_ranks(rank: int, strategy: str) -> None:
+    """Values and gradients of the core and of the package, by two reductions; then a derivative of the gradient."""
+    warnings.simplefilter("ignore", fs.BufferWarning)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    p, shape, names = STRATEGIES[strategy]
+    spec = fs.by_type(nn.Linear, p=p)(model).on(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    shards = call.shard(model, spec)
+    same(shards, fs.shard(model, spec))
+    same(call.unshard(shards, spec), fs.unshard(shards, spec))
+    for reduce in ("mean", "sum", 3.0):
+
+        def loss(params: fs.Params, run: object, reduce: object = reduce) -> Tensor:
+            return run(model, params, numbers(rank, 0), spec=spec, reduce=reduce).square().mean()
+
+        same(torch.func.grad(loss)(shards, call.functional_call), fs.grad(loss)(shards, fs.functional_call))
+        both = [
+            torch.func.grad(lambda params, run=run: squares(torch.func.grad(loss)(params, run)))(shards)
+            for run in (call.functional_call, fs.functional_call)
+        ]
+        same(*both)
+    assert model[1].num_batches_tracked == 0
+
+
+def squares(tree: fs.Params) -> Tensor:
+    return sum((x**2).sum() for x in tree.values())
+
+
+def same(got: fs.Params, want: fs.Params) -> None:
+    assert got.keys() == want.keys()
+    for key in got:
+        torch.testing.assert_close(got[key], want[key], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_core_and_the_package_agree_on_real_ranks(gloo2: Pool, strategy: str) -> None:
+    gloo2.run(on_ranks, strategy)
+
+
+def test_options_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    for p in (fs.P("shard", precision=fs.Precision()), fs.P("shard", remat=fs.Remat()), fs.P("shard", offload="params")):
+        spec = fs.policies.whole(p)(model)
+        with pytest.raises(
+            ValueError, match=r"unit '' is P\('shard', .*\): expected a P of axis, reshard, align and unit alone"
+        ):
+            call.functional_call(model, {}, (torch.ones(2),), spec=spec)
