@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from models import EXACT
 from ranks import Pool
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import funshard as fs
@@ -76,7 +78,7 @@ class Residual(nn.Module):
         return x
 
 
-def compare(rank: int, size: int, strategy: str) -> None:
+def compare(rank: int, size: int, strategy: str, path: str) -> None:
     """The scheduled mode, autograd, a stack of transforms and data flow, beside the model on scaled parameters."""
     torch.manual_seed(0)
     model, x = Residual().double(), torch.randn(size, 4, 3, dtype=torch.float64)
@@ -108,14 +110,34 @@ def compare(rank: int, size: int, strategy: str) -> None:
                 torch.testing.assert_close(g, expected[key], **close)
         for key, h in fs.hvp(loss, params, direction).items():
             torch.testing.assert_close(h, second[key], **close)
-        for name, q in fs.unshard(params, spec).items():
-            torch.testing.assert_close(q, FACTOR * full[name])
+        times = {name: FACTOR * q for name, q in full.items()}
+        for given in (fs.unshard(params, spec), fs.gather_full(params, spec), dict(fs.stream_full(params, spec))):
+            torch.testing.assert_close(given, times, **close)
+        for given in (fs.gather_full(params, spec, rank0_only=True), dict(fs.stream_full(params, spec, rank0_only=True))):
+            torch.testing.assert_close(given, times if rank == 0 else {}, **close)
+        fs.checkpoint.export(path, params, spec)
+        torch.testing.assert_close(
+            load_file(f"{path}/model.safetensors"), {name: FACTOR * q for name, q in full.items()}, **close
+        )
+        torch.testing.assert_close(fs.reshard(params, spec, spec), params)  # stored values, and so is optimizer state
+        init, update = fs.optim.from_torch(torch.optim.Adam, lr=0.1)
+        stepped = update(expected, init(params), params)[1]
+        state = fs.checkpoint.optimizer_state_dict(stepped, spec, torch.optim.Adam, lr=0.1)["state"]
+        for name, slots in state.items():
+            torch.testing.assert_close(slots["exp_avg"], 0.1 * fs.grad(plain)(full)[name], **close)
+        compressor = fs.compress.cast(torch.float64)
+        grads = torch.func.grad(lambda q: torch.func.functional_call(model, q, (x[rank],)).square().mean())(times)
+        compressed, _ = compressor.reduce(grads, compressor.init(spec), spec)
+        torch.testing.assert_close(compressed, expected, **close)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_new_stage_is_right_in_every_mode(gloo2: Pool, strategy: str) -> None:
-    """On two ranks, by both folds: the scheduled mode, stacks of transforms, data flow, and full parameters."""
-    gloo2.run(compare, 2, strategy)
+def test_a_new_stage_is_right_in_every_mode(gloo2: Pool, strategy: str, tmp_path: Path) -> None:
+    """On two ranks, by both folds: the scheduled mode, stacks of transforms, data flow, full parameters, compressed gradients.
+
+    Optimizer state and resharded parameters are what was sharded.
+    """
+    gloo2.run(compare, 2, strategy, str(tmp_path / "export"))
 
 
 @pytest.mark.parametrize("strategy", ["shard", "replicated", "cast"])
@@ -137,8 +159,10 @@ def test_a_new_stage_on_simulated_ranks(strategy: str) -> None:
     expected = fs.testing.spmd(lambda mesh, _: fs.shard(fs.grad(plain)(full), spec.on(mesh)), 3)(x)
     with scaled():
         got = fs.testing.spmd(on_rank, 3)(x)
+        gathered = fs.testing.spmd(lambda mesh, _: fs.gather_full(fs.shard(full, spec.on(mesh)), spec.on(mesh)), 3)(x)
     for key, g in got.items():
         torch.testing.assert_close(g, expected[key], **(LOOSE if strategy == "cast" else EXACT))
+    torch.testing.assert_close(gathered, {name: FACTOR * q.expand(3, *q.shape) for name, q in full.items()})
 
 
 @pytest.mark.parametrize(

@@ -20,18 +20,8 @@ from .._core.mesh import Mesh, ProcessAxis
 from .._core.spec import PartitionSpec
 from ..collectives._functions import gather_slices
 
-__all__ = [
-    "broadcast_text",
-    "check_ranks_agree",
-    "gather_texts",
-    "has_peers",
-    "hash_bits",
-    "hash_params",
-    "hash_spec",
-    "process_axes",
-    "process_group",
-    "report_to_ranks",
-]
+__all__ = ["broadcast_text", "check_ranks_agree", "gather_texts", "has_peers", "hash_bits", "hash_params", "hash_spec"]
+__all__ += ["process_axes", "process_group", "report_to_ranks"]
 
 
 def _spec_lines(spec: PartitionSpec) -> list[str]:

@@ -27,11 +27,11 @@ from .._wire.flow import encode_at_rest
 from .._wire.host import check_host_resident, compute_device, move, place_slice, start_copy_to_host
 from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names
-from .._wire.whole import decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
+from .._wire.whole import apply_options, decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
 from ..collectives._sequence import Comparison, check_sequence, get_host_group, is_comparable, make_order_error
 from .agree import broadcast_text, has_peers, process_axes, process_group
 
-__all__ = ["find_sent_dtype", "gather_full", "gather_to_first", "scatter_full", "stream_full"]
+__all__ = ["find_sent_dtype", "gather_full", "gather_stored", "gather_to_first", "scatter_full", "stream_full"]
 
 
 # --- Gathers of whole units, on all ranks or to the mesh's first, that overlap with the use of the units before ---
@@ -49,7 +49,7 @@ def gather_units(
     dtype: torch.dtype | None = None,
     limit: int = 0,
 ) -> Generator[tuple[Unit, Tensor | None]]:
-    """Yield each unit and its whole buffer, and gather the next units meanwhile. A rank that does not receive gets None.
+    """Yield each unit and its whole buffer as stored, and gather the next meanwhile. A rank that does not receive gets None.
 
     A buffer may be the shard itself where nothing is gathered. Its dtype is ``dtype``, or the unit's own if that is narrower or
     not floating point. The unit in use, the one before, which the caller may still hold, and those in flight have at most
@@ -63,7 +63,10 @@ def gather_units(
         for unit in units:
             with torch.no_grad():
                 piece = pieces[unit.key].detach().to(find_sent_dtype(pieces[unit.key], unit, dtype))
-                buffer = gather_to_first(piece, unit, mesh) if to_first else _gather(piece, unit, mesh)
+                if to_first:
+                    buffer = gather_to_first(piece, unit, mesh)
+                else:
+                    buffer = gather_whole(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
             yield unit, buffer
             del buffer
         return
@@ -77,10 +80,11 @@ def gather_units(
     started = 0
     for i, unit in enumerate(units):
         while started <= i or (started < len(units) and sum(sizes[max(i - 1, 0) : started + 1]) <= limit):
-            in_flight.append(_start_gather(pieces, versions, units[started], mesh, to_first=to_first, dtype=dtype))
-            started += 1
+            following, started = units[started], started + 1
+            piece = pieces[following.key]
+            in_flight.append(_start_gather(piece, versions, following, mesh, to_first=to_first, dtype=dtype))
         # without a name for the buffer: this frame must not hold what the caller lets go
-        yield unit, _finish_gather(in_flight.popleft(), pieces, versions, unit)
+        yield unit, in_flight.popleft()()
 
 
 def find_gather_groups(units: Sequence[Unit], mesh: Mesh) -> list[str]:
@@ -122,22 +126,21 @@ def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dty
 
 
 def _start_gather(
-    pieces: Params, versions: Mapping[str, int], unit: Unit, mesh: Mesh, *, to_first: bool, dtype: torch.dtype | None
+    piece: Tensor, versions: Mapping[str, int], unit: Unit, mesh: Mesh, *, to_first: bool, dtype: torch.dtype | None
 ) -> PendingBuffer:
-    """Start to gather a unit, on all ranks or to the first; raise RuntimeError if its shard was modified."""
-    piece = pieces[unit.key]
+    """Start to gather a unit, on all ranks or to the first; then, as after it, RuntimeError if its shard was modified."""
     _check_unmodified(piece, unit, versions)
     with torch.no_grad(), phase("gather", unit.key):
-        piece, sent = piece.detach(), find_sent_dtype(piece, unit, dtype)
-        return _start_gather_to_first(piece.to(sent), unit, mesh) if to_first else _start_gather_on_all(piece, sent, unit, mesh)
+        own, sent = piece.detach(), find_sent_dtype(piece, unit, dtype)
+        pending = _start_gather_to_first(own.to(sent), unit, mesh) if to_first else _start_gather_on_all(own, sent, unit, mesh)
 
+    def finish() -> Tensor | None:
+        with torch.no_grad():
+            buffer = pending()
+        _check_unmodified(piece, unit, versions)
+        return buffer
 
-def _finish_gather(pending: PendingBuffer, pieces: Params, versions: Mapping[str, int], unit: Unit) -> Tensor | None:
-    """Wait for a unit's whole buffer; raise RuntimeError if its shard was modified meanwhile."""
-    with torch.no_grad():
-        buffer = pending()
-    _check_unmodified(pieces[unit.key], unit, versions)
-    return buffer
+    return finish
 
 
 def _check_unmodified(piece: Tensor, unit: Unit, versions: Mapping[str, int]) -> None:
@@ -148,11 +151,6 @@ def _check_unmodified(piece: Tensor, unit: Unit, versions: Mapping[str, int]) ->
             "are older: expected the same values until the last unit is gathered; let an update with donate=True wait for "
             "that, or give copies of the shards"
         )
-
-
-def _gather(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
-    """Gather a unit as data flow, for transforms and simulated ranks."""
-    return gather_whole(piece, unit, mesh, Reduction(), check_order=True)
 
 
 def _start_gather_on_all(piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Mesh) -> PendingBuffer:
@@ -331,6 +329,7 @@ def _iter_params(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the named parameters of a unit, in this order. Each is computed when the caller asks for it."""
     with torch.no_grad():
+        buffer = apply_options(buffer, unit, mesh)
         buffer = start_copy_to_host(buffer)() if offload_to_cpu else buffer
         pieces = split_whole(buffer, unit, mesh)
     sizes = dict(mesh.sizes)
@@ -388,6 +387,18 @@ def gather_full(
         {'weight': tensor([[0., 1., 2., 3.],
                 [4., 5., 6., 7.]])}
     """
+    return gather_stored(shards, spec, apply_options, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+
+
+def gather_stored(
+    shards: Mapping[str, Tensor],
+    spec: PartitionSpec,
+    then: Callable[[Tensor, Unit, Mesh], Tensor] = lambda buffer, *_: buffer,
+    *,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+) -> Params:
+    """Gather optimizer state and other vectors: `gather_full`, without what options make of each parameter's buffer."""
     spec = bind_spec(spec)
     mesh = spec.bound_mesh
     units = check_shards(shards, spec, part=True)
@@ -397,7 +408,7 @@ def gather_full(
     full: Params = {}
     waiting: Callable[[], Params] = dict
     for unit, buffer in gather_units(shards, units, mesh, to_first=rank0_only):
-        copies = _copy_params(buffer, unit, mesh, offload_to_cpu)
+        copies = _copy_params(None if buffer is None else then(buffer, unit, mesh), unit, mesh, offload_to_cpu)
         del buffer  # before the next unit is gathered
         full |= waiting()  # the one before, while this one is copied
         waiting = copies
@@ -410,18 +421,17 @@ def gather_full(
 
 def _copy_params(buffer: Tensor | None, unit: Unit, mesh: Mesh, offload_to_cpu: bool) -> Callable[[], Params]:
     """Copy a gathered unit's parameters. From a device to the host this is one copy, for which the returned function waits."""
+
+    def clone(buffer: Tensor) -> Params:  # each of its own: one that shares memory with others cannot be saved by itself
+        return {param.name: t.clone() for param, t in zip(unit.params, unflatten_whole(buffer, unit, mesh), strict=True)}
+
     if buffer is None:
         return dict
     if offload_to_cpu and buffer.device.type != "cpu":
         copy = start_copy_to_host(buffer)
-        return lambda: _clone_params(copy(), unit, mesh)
-    copies = _clone_params(buffer, unit, mesh)
+        return lambda: clone(copy())
+    copies = clone(buffer)
     return lambda: copies
-
-
-def _clone_params(buffer: Tensor, unit: Unit, mesh: Mesh) -> Params:
-    """Return each parameter as a tensor of its own: one that shares memory with others cannot be saved by itself."""
-    return {param.name: t.clone() for param, t in zip(unit.params, unflatten_whole(buffer, unit, mesh), strict=True)}
 
 
 def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src: int = 0) -> Params:

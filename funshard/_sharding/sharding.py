@@ -12,6 +12,7 @@ from .. import _torch
 from .._core.checks import bind_spec, check_mapping, check_shards, check_spec, collect_full_params
 from .._core.division import ReduceBy, Reduction
 from .._core.layout import Params, rank_coords, unflatten_unit
+from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
@@ -176,17 +177,16 @@ def unshard(
     for unit in (spec.by_key[key] for key in chosen):
         gather = gather_whole if whole else gather_unit
         shard = shards[unit.key]
-        buffer = gather(shard, unit, mesh, reduction, check_order=True)
-        # nothing was gathered, and the shard may be donated or written to
-        if buffer.numel() == shard.numel() if torch.compiler.is_compiling() else _torch.shares_storage(buffer, shard):
-            buffer = _copy_lazily(buffer)
+        buffer = _copy_if_shared(gather(shard, unit, mesh, reduction, check_order=True), shard)
         tensors = unflatten_whole(buffer, unit, mesh) if whole else unflatten_unit(buffer, unit)
         full.update(zip((p.name for p in unit.params), tensors, strict=True))
     return spec._to_model_order(full | {name: shards[name] for name in spec.ignored if name in shards})
 
 
-def _copy_lazily(buffer: Tensor) -> Tensor:
-    """Return a copy that in eager mode takes no memory until one of the two is written."""
+def _copy_if_shared(buffer: Tensor, shard: Tensor) -> Tensor:
+    """Return a copy if nothing was gathered, since the shard may be written to; in eager mode it takes no memory until then."""
+    if not (buffer.numel() == shard.numel() if torch.compiler.is_compiling() else _torch.shares_storage(buffer, shard)):
+        return buffer
     return _torch.lazy_clone(buffer) if _torch.is_eager() else buffer.clone()
 
 
@@ -215,6 +215,8 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
     for name in spec.by_name.keys() ^ new_spec.by_name.keys():
         where = "the old spec" if name in spec.by_name else "the new spec"
         raise ValueError(f"parameter '{name}' is in {where} only: expected two specs of one model")
+    if accumulation := find_accumulation(shards, spec, "mean", None):
+        accumulation.check_unweighted(shards, "its loss unshards the shards")
     names = {unit.key: {spec.by_name[p.name][0].key for p in unit.params} for unit in new_spec}
     made = [unit for unit in new_spec if not given.isdisjoint(names[unit.key])]
     for unit in made:
@@ -230,13 +232,20 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
     for unit in made:
         for key in sorted(names[unit.key] - gathered):
             gathered.add(key)
-            full |= unshard(shards, spec, units=[key])
+            full |= _gather_stored(shards[key], spec.by_key[key], spec.bound_mesh)
         buffer = flatten_whole(full, unit, new_spec)
         out[unit.key] = place_slice(encode_at_rest(scatter_whole(buffer, unit, new_mesh), unit), unit, new_mesh)
         for old in (key for key in names[unit.key] if last[key] == unit.key):
             for param in spec.by_key[old].params:
                 del full[param.name]
     return out
+
+
+def _gather_stored(piece: Tensor, unit: Unit, mesh: Mesh) -> Params:
+    """Return a unit's full values by name as they were sharded, whatever options compute with."""
+    buffer = gather_whole(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
+    tensors = unflatten_whole(_copy_if_shared(buffer, piece), unit, mesh)
+    return {param.name: x for param, x in zip(unit.params, tensors, strict=True)}
 
 
 def partition(

@@ -50,6 +50,7 @@ def gather_unit(
     precision: Precision | None = None,
     *,
     check_order: bool = False,
+    as_stored: bool = False,
 ) -> Tensor:
     """Return the full buffer of a unit from each rank's slice of it; its gradient is the reduced slice.
 
@@ -65,11 +66,13 @@ def gather_unit(
         precision: The dtypes of the buffer and of the reduction.
         check_order: Whether ranks compare which unit they are about to gather, and in derivatives to reduce: RuntimeError where
             they differ.
+        as_stored: Whether the buffer is what was sharded, as of gradients and optimizer state, whatever options compute with.
     """
     route = Route.for_unit(unit, mesh, reduction, precision, piece.dtype)
     if not unit.numel:  # nothing to send
         return piece.new_empty(0, dtype=route.dtypes.param, device=route.device)
-    return _flow(piece, route.stages, mesh, unit.key if check_order else None, gathers=True)
+    stages = tuple(stage for stage in route.stages if stage.is_transport) if as_stored else route.stages
+    return _flow(piece, stages, mesh, unit.key if check_order else None, gathers=True)
 
 
 def weigh_grad(buffer: Tensor, weight: Tensor | None) -> Tensor:

@@ -17,17 +17,8 @@ from .._core.phases import phase
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 
-__all__ = [
-    "HOST",
-    "check_host_resident",
-    "compute_device",
-    "is_host",
-    "make_host_copy_step",
-    "move",
-    "place_slice",
-    "start_copy_to_device",
-    "start_copy_to_host",
-]
+__all__ = ["HOST", "check_host_resident", "compute_device", "is_host", "make_host_copy_step", "move", "place_slice"]
+__all__ += ["start_copy_to_device", "start_copy_to_host"]
 
 
 # --- Units that live in host memory, ``P(offload="params")``, and the device on which they are used ---

@@ -23,17 +23,8 @@ from .._core.layout import from_memory_order, unflatten_unit
 from .._core.unit import Unit
 from .._spec.precision import Precision, precision_of
 
-__all__ = [
-    "MixedLayout",
-    "Run",
-    "cast_views",
-    "find_param_dtypes",
-    "make_mixed_layout",
-    "split_by_dtype",
-    "view_as_bytes",
-    "view_by_dtype",
-    "view_whole_elements",
-]
+__all__ = ["MixedLayout", "Run", "cast_views", "find_param_dtypes", "make_mixed_layout", "split_by_dtype", "view_as_bytes"]
+__all__ += ["view_by_dtype", "view_whole_elements"]
 
 Run = tuple[int, torch.dtype]
 """A number of neighbouring elements, and their dtype."""

@@ -129,6 +129,11 @@ class Route:
         )
 
     @property
+    def options(self) -> tuple[Stage, ...]:
+        """The last stages, those of options, which make of the buffer as stored what is computed with."""
+        return tuple(stage for stage in self.stages if not stage.is_transport)
+
+    @property
     def bucket_kind(self) -> BucketKind:
         """The kind of the bucket in which its gradient is reduced, if every rank keeps it whole."""
         divisors = tuple(stage.divisor for stage in self.stages if isinstance(stage, Divide))

@@ -32,29 +32,9 @@ from .mixed_layout import MixedLayout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "AllGather",
-    "Buffers",
-    "Bytes",
-    "Cast",
-    "Constants",
-    "Copy",
-    "Decode",
-    "Divide",
-    "Encode",
-    "GatherEncodedBack",
-    "GradDtype",
-    "Join",
-    "Move",
-    "Names",
-    "Replicas",
-    "Stage",
-    "StartStep",
-    "Transit",
-    "Wire",
-    "from_constants",
-    "to_constants",
-]
+__all__ = ["AllGather", "Buffers", "Bytes", "Cast", "Constants", "Copy", "Decode", "Divide", "Encode"]
+__all__ += ["GatherEncodedBack", "GradDtype", "Join", "Move", "Names", "Replicas", "Stage", "StartStep", "Transit", "Wire"]
+__all__ += ["from_constants", "to_constants"]
 
 StartStep = Callable[[Tensor, Tensor | None], PendingResult]
 """A function that starts one collective or copy on a tensor, and writes the result into the second one, if there is one."""
@@ -107,6 +87,11 @@ class Stage:
     def is_constant(self) -> bool:
         """Whether its result has no derivative."""
         return False
+
+    @property
+    def is_transport(self) -> bool:
+        """Whether it is one of those that bring what was sharded to the buffer, and no option's that computes with another."""
+        return isinstance(self, (*_KINDS, Encode, Decode))
 
     @property
     def changes_values(self) -> bool:

@@ -21,18 +21,10 @@ from .._core.unit import LocalDims, Unit
 from ..collectives._functions import gather_slices, scatter
 from .flow import gather_unit
 from .route import Route
-from .stages import Transit
+from .stages import Decode, Stage, Transit
 
-__all__ = [
-    "decode_whole",
-    "flatten_whole",
-    "gather_whole",
-    "join_pieces",
-    "scatter_whole",
-    "split_pieces",
-    "split_whole",
-    "unflatten_whole",
-]
+__all__ = ["apply_options", "decode_whole", "flatten_whole", "gather_whole", "join_pieces", "scatter_whole", "split_pieces"]
+__all__ += ["split_whole", "transpose_options", "unflatten_whole"]
 
 
 def flatten_whole(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
@@ -82,24 +74,48 @@ def join_pieces(pieces: list[Tensor], local: LocalDims, sizes: Mapping[str, int]
     return pieces[0]
 
 
-def gather_whole(piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, *, check_order: bool = False) -> Tensor:
-    """Return the whole buffer of a unit from each rank's slice. Its gradient is reduced over all ranks.
+def gather_whole(
+    piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, *, check_order: bool = False, as_stored: bool = False
+) -> Tensor:
+    """Return the whole buffer of a unit from each rank's slice, as `gather_unit`. Its gradient is reduced over all ranks.
 
     Over local axes that is a sum, which the route's divisor makes the mean.
     """
-    buffer = gather_unit(piece, unit, mesh, reduction, check_order=check_order)
+    buffer = gather_unit(piece, unit, mesh, reduction, check_order=check_order, as_stored=as_stored)
     for name in reversed(unit.local_axes):
         buffer = gather_slices(buffer, mesh[name], reduce="sum", label=f"unit '{unit.key}'" if check_order else "")
     return buffer
 
 
 def decode_whole(raw: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
-    """Return the whole buffer of a unit from the joined slices of all ranks, decoded if they are bytes at rest."""
-    if not unit.at_rest:
-        return raw
-    decode = Route.for_unit(unit, mesh, Reduction(), None, raw.dtype).stages[-1]
-    rows = [decode.apply(row, Transit()) for row in raw.view(count_ranks(unit.local_axes, mesh), -1)]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+    """Return the whole buffer of a unit, as stored, from the joined slices of all ranks, which may be bytes at rest."""
+    stages = Route.for_unit(unit, mesh, Reduction(), None, raw.dtype).stages if unit.at_rest else ()
+    return _apply_by_piece([stage for stage in stages if isinstance(stage, Decode)], raw, unit, mesh)
+
+
+def apply_options(buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
+    """Return what is computed with, from the whole buffer of a unit's parameters as they are stored."""
+    return _apply_by_piece(Route.for_unit(unit, mesh, Reduction(), None, buffer.dtype).options, buffer, unit, mesh)
+
+
+def _apply_by_piece(stages: Sequence[Stage], buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
+    """Return a whole buffer after these stages of each rank along its local axes."""
+    for stage in stages:
+        rows = [stage.apply(row, Transit()) for row in buffer.view(count_ranks(unit.local_axes, mesh), -1)]
+        buffer = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return buffer
+
+
+def transpose_options(grads: list[Tensor], unit: Unit, mesh: Mesh) -> list[Tensor]:
+    """Return the gradients of what was sharded of a unit, full, from those of the full parameters that `unshard` gives."""
+    stages = Route.for_unit(unit, mesh, Reduction(), None, unit.dtype).options
+    if not stages:
+        return grads
+    named = {param.name: grad for param, grad in zip(unit.params, grads, strict=True)}
+    buffer = flatten_unit(named, unit, unit.padded_numel(count_ranks(unit.p.axes, mesh)))
+    for stage in reversed(stages):
+        buffer = stage.transpose(buffer, Transit())
+    return unflatten_unit(buffer, unit)
 
 
 def scatter_whole(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from .._core.unit import Unit, whole_shape
 from .._sharding.agree import check_ranks_agree, has_peers
 from .._sharding.full import find_sent_dtype, gather_to_first
 from .._wire.host import check_host_resident
-from .._wire.whole import unflatten_whole
+from .._wire.whole import apply_options, unflatten_whole
 from ._files.directory import LOCK, StagingDirectory, check_replaceable, copy_access
 from ._files.manifest import MANIFEST
 from ._ranks import TIMEOUT, connect_ranks
@@ -310,7 +310,7 @@ def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, dtype
     if full is None:
         piece = params[unit.key].detach()
         buffer = gather_to_first(piece.to(find_sent_dtype(piece, unit, dtype)), unit, mesh)
-        full = [] if buffer is None else unflatten_whole(buffer.cpu(), unit, mesh)
+        full = [] if buffer is None else unflatten_whole(apply_options(buffer, unit, mesh).cpu(), unit, mesh)
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 
 

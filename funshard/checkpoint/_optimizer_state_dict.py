@@ -15,7 +15,7 @@ from .._core.checks import bind_spec
 from .._core.layout import rank_coords, to_memory_order
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, whole_shape
-from .._sharding.full import gather_full
+from .._sharding.full import gather_stored
 from .._slices.pieces import slice_pieces
 from .._spec.local import describe_pieces, piece_offsets
 from .._spec.unit_state import replace_values
@@ -222,7 +222,7 @@ class _UnitConverter:
         out: dict[str, dict[str, Tensor]] = {param.name: {} for param in self.unit.params}
         for slot, value in self.iter_slots(slots):
             if isinstance(value, Tensor):
-                full = gather_full({self.unit.key: value}, self._spec, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+                full = gather_stored({self.unit.key: value}, self._spec, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
                 for name, tensor in full.items():
                     out[name][slot] = tensor
             else:

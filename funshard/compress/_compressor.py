@@ -17,20 +17,11 @@ from .._core.unit import Unit
 from .._spec.precision import check_trainable
 from .._wire.flow import reduce_along
 from .._wire.host import HOST, compute_device
+from .._wire.whole import transpose_options
 from ..collectives._functions import scatter
 
-__all__ = [
-    "Compressor",
-    "bind_axes",
-    "check_grads",
-    "move_axes_first",
-    "move_to_rest",
-    "other_axes",
-    "reduce_exactly",
-    "reduce_over_axes",
-    "scatter_axes",
-    "to_buffer",
-]
+__all__ = ["Compressor", "bind_axes", "check_grads", "move_axes_first", "move_to_rest", "other_axes", "reduce_exactly"]
+__all__ += ["reduce_over_axes", "scatter_axes", "to_buffer"]
 
 S = TypeVar("S")
 
@@ -79,7 +70,7 @@ def check_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too
                     f"gradient of parameter '{param.name}' of unit '{key}': expected {tensors[0].dtype} as "
                     f"'{spec.by_key[key].params[0].name}' has, got {tensor.dtype}; one unit is one buffer of one dtype"
                 )
-    return given
+    return {key: transpose_options(tensors, spec.by_key[key], spec.bound_mesh) for key, tensors in given.items()}
 
 
 def to_buffer(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:

@@ -15,7 +15,7 @@ from .._core.checks import bind_spec, check_mapping
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.unit import whole_shape
-from .._sharding.full import gather_full
+from .._sharding.full import gather_stored
 from .._sharding.random_like import random_like
 from .._sharding.sharding import shard
 from .._slices.philox import MASK, philox
@@ -156,7 +156,7 @@ class Operator:
         def product(vector: Any) -> Any:
             parts = torch.as_tensor(vector).reshape(-1).split([math.prod(shape) for _, shape in names])
             full = {name: part.reshape(shape) for (name, shape), part in zip(names, parts, strict=True)}
-            out = gather_full(self @ self._shard(full), self.spec)
+            out = gather_stored(self @ self._shard(full), self.spec)
             return torch.cat([out[name].reshape(-1).to(dtype) for name, _ in names]).cpu().numpy()
 
         n = self.numel

@@ -109,7 +109,7 @@ def _gather_state(state: MatrixState, unit: Unit, old: Matrices, known: frozense
 def _gather_params(piece: Tensor, unit: Unit, old: Matrices) -> Params:
     """Gather a unit's whole parameters, by name; their gradients are summed over ranks."""
     mesh = old.spec.bound_mesh
-    tensors = unflatten_whole(gather_whole(piece, unit, mesh, SUM), unit, mesh)
+    tensors = unflatten_whole(gather_whole(piece, unit, mesh, SUM, as_stored=True), unit, mesh)
     return {param.name: x for param, x in zip(unit.params, tensors, strict=True)}
 
 
