@@ -219,24 +219,23 @@ def iterate_equally(
     """Return micro-batches while ranks compare how many they have, so that no rank waits for one that has fewer.
 
     Ranks compare at once, before the first micro-batch, since one without any would send nothing in it. A list is compared
-    once. A generator is read one ahead, and compared while each later micro-batch runs. With ``full`` gradients numbers may
-    differ, and only weights are compared.
+    once. A generator is read one ahead, and compared as each later micro-batch runs. ``full`` gradients: weights alone.
 
     Raises:
         ValueError: On every rank, here or from the iterator, if they have different numbers, or some a list and others a
             generator; and if some have ``weights`` that are none, or too few for a list.
     """
+    count = len(batches) if isinstance(batches, list | tuple) else None
     problem = ""  # if all ranks have it, each raises it for itself
     try:
         _check_weights(() if weights is None else weights)
-        if weights is not None and isinstance(batches, list | tuple):
-            check_weight_count(weights, len(batches))
+        if weights is not None and count is not None:
+            check_weight_count(weights, count)
     except (TypeError, ValueError) as error:
         problem = str(error)
-    if full or isinstance(batches, list | tuple):
+    if full or count is not None:
         if weights is not None or not full:
-            count = "" if full or not isinstance(batches, list | tuple) else f"{len(batches)} micro-batches"
-            _start_comparison(problem or count, mesh).finish()
+            _start_comparison(problem or ("" if full else f"{count} micro-batches"), mesh).finish()
         return iter(batches)
     rest = iter(batches)
     batch = next(rest, _NONE)
