@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import struct
 from collections.abc import Generator, Mapping
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from .._core.announce import announce
 from .._core.checks import take_full_params
 from .._core.layout import to_memory_order
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.spec import PartitionSpec
-from ..collectives._functions import gather_slices
+from ..collectives._sequence import Comparison, RankLines, find_difference, find_host_groups
 
-__all__ = ["broadcast_text", "check_ranks_agree", "gather_texts", "has_peers", "hash_bits", "hash_params", "hash_spec"]
-__all__ += ["process_axes", "process_group", "report_to_ranks"]
+__all__ = ["check_ranks_agree", "has_peers", "hash_bits", "hash_params", "hash_spec", "process_axes", "process_group"]
+__all__ += ["report_to_ranks"]
 
 
 def _spec_lines(spec: PartitionSpec) -> list[str]:
@@ -35,9 +32,9 @@ def _spec_lines(spec: PartitionSpec) -> list[str]:
     ]
 
 
-def hash_spec(spec: PartitionSpec) -> list[int]:
-    """Return four numbers that are equal on two ranks if `check_ranks_agree` finds their specs equal."""
-    return list(struct.unpack("<4q", hashlib.sha256("\n".join(_spec_lines(spec)).encode()).digest()))
+def hash_spec(spec: PartitionSpec) -> str:
+    """Return a text that is equal on two ranks if `check_ranks_agree` finds their specs equal."""
+    return hashlib.sha256("\n".join(_spec_lines(spec)).encode()).hexdigest()
 
 
 SHARD_VALUES_HINT = (
@@ -57,23 +54,31 @@ def check_ranks_agree(
     """Raise ValueError on every rank of the mesh if specs or values differ, or if one rank reports an error.
 
     ``values`` are the `hash_params` of parameters that all ranks should have equal, ``asked`` are options that all must
-    have given, ``hint`` says what to do if values differ. Sends one small all-gather of a digest per mesh axis, and reads the
-    results after the last one: a rank that raised earlier would leave the others waiting.
+    have given, ``hint`` says what to do if values differ. Hosts compare a digest.
     """
-    mesh = spec.bound_mesh
-    asked = (*asked, f"check_values={values is not None}")
-    lines = [error] if error else [*asked, *_spec_lines(spec)]
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    device = mesh.device or torch.device("cpu")
-    own = torch.zeros(0, dtype=torch.int64, device=device) if values is None else values.to(device)
-    rows = _gather_rows(
-        torch.cat([torch.tensor(list(digest), dtype=torch.uint8, device=device), _hash_words(own).view(torch.uint8)]), mesh
-    )
-    differs = (rows != rows[0]).any(0).tolist()
-    if any(differs[: len(digest)]):
-        _raise_spec_difference(lines, mesh, device)
-    if any(differs):
-        _raise_value_difference(own, spec, mesh, hint)
+    mesh, params = spec.bound_mesh, [(unit.key, param.name) for unit in spec for param in unit.params]
+    lines = [error] if error else [*asked, f"check_values={values is not None}", *_spec_lines(spec)]
+    hashes = [] if error or values is None else [*map(str, values.tolist())]
+
+    def make_error(everyone: RankLines) -> ValueError:
+        rows = [found[len(lines) :] for _, found in everyone]
+        specs = [(rank, found[: len(lines)]) for rank, (_, found) in enumerate(everyone)]
+        if any(found != lines for _, found in specs):
+            _, (_, expected), (rank, got) = find_difference(specs)
+            return ValueError(
+                f"the ranks of the mesh {mesh.names} have different models: expected, as on its rank 0, {expected}; "
+                f"got on rank {rank} {got}; build the same model with the same policy on every rank"
+            )
+        others = [i for i, column in enumerate(zip(*rows, strict=True)) if len({*column}) > 1]
+        ranks = [rank for rank, row in enumerate(rows) if row[others[0]] != rows[0][others[0]]]
+        key, name = params[others[0]]
+        return ValueError(
+            f"parameter '{name}' of unit '{key}': expected the same values on all ranks of the mesh {mesh.names}, got others "
+            f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} than on rank 0 ({len(others)} of {len(params)} "
+            f"parameters differ); {hint}"
+        )
+
+    Comparison(lines + hashes, find_host_groups(mesh), make_error, "models").finish()
 
 
 @contextlib.contextmanager
@@ -88,34 +93,6 @@ def report_to_ranks(spec: PartitionSpec, together: bool) -> Generator[None]:
             with contextlib.suppress(ValueError):
                 check_ranks_agree(spec, error=text)
         raise
-
-
-def _raise_spec_difference(lines: list[str], mesh: Mesh, device: torch.device) -> NoReturn:
-    """Raise ValueError with the first line in which the ranks' specs differ."""
-    texts = gather_texts("\n".join(lines), mesh, device)
-    other, rank = next((t.split("\n"), r) for r, t in enumerate(texts) if t != texts[0])
-    first = texts[0].split("\n")
-    i = next(i for i in range(len(first) + 1) if first[i : i + 1] != other[i : i + 1])
-    expected, got = (x[i] if i < len(x) else "nothing more" for x in (first, other))
-    raise ValueError(
-        f"the ranks of the mesh {mesh.names} have different models: expected, as on its rank 0, {expected}; "
-        f"got on rank {rank} {got}; build the same model with the same policy on every rank"
-    )
-
-
-def _raise_value_difference(own: Tensor, spec: PartitionSpec, mesh: Mesh, hint: str) -> NoReturn:
-    """Raise ValueError with the first parameter whose values differ, and the ranks that differ."""
-    rows = _gather_rows(own, mesh)
-    differs = rows != rows[0]
-    names = [(unit.key, param.name) for unit in spec for param in unit.params]
-    which = differs.any(0).nonzero().flatten().tolist()
-    ranks = differs[:, which[0]].nonzero().flatten().tolist()
-    key, name = names[which[0]]
-    raise ValueError(
-        f"parameter '{name}' of unit '{key}': expected the same values on all ranks of the mesh {mesh.names}, got others on "
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} than on rank 0 ({len(which)} of {len(names)} parameters "
-        f"differ); {hint}"
-    )
 
 
 # --- Hashes of values. ---
@@ -175,38 +152,6 @@ def has_peers(mesh: Mesh) -> bool:
 def process_axes(mesh: Mesh) -> dict[str, ProcessAxis]:
     """Return the axes of more than one rank that have a process group, by name."""
     return {name: axis for name, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1}
-
-
-def _gather_rows(row: Tensor, mesh: Mesh) -> Tensor:
-    """Return the rows of all ranks, in the mesh's row-major order, over the axes that have process groups."""
-    rows = row.unsqueeze(0)
-    for axis in reversed(process_axes(mesh).values()):
-        rows = gather_slices(rows, axis)
-    return rows
-
-
-def gather_texts(text: str, mesh: Mesh, device: torch.device) -> list[str]:
-    """Return the texts of all ranks, in the mesh's row-major order, over the axes that have process groups."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    lengths = _gather_rows(torch.tensor([len(data)], device=device), mesh).flatten().tolist()
-    padded = torch.nn.functional.pad(data, (0, max(lengths) - len(data)))
-    return [bytes(row[:n].tolist()).decode() for row, n in zip(_gather_rows(padded, mesh), lengths, strict=True)]
-
-
-def broadcast_text(text: str, mesh: Mesh, source: tuple[int, ...], device: torch.device) -> str:
-    """Return the source's text on every rank of the mesh. Broadcasts over one axis at a time, the length first."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    for name, src in zip(mesh.names, source, strict=True):
-        _, group = process_group(mesh, name)
-        if group is None:
-            continue
-        length = torch.tensor([len(data)], device=device)
-        announce("broadcast of a text", group.group_name)
-        dist.broadcast(length, group=group, group_src=src)
-        data = data if len(data) == int(length) else data.new_empty(int(length))
-        if len(data):
-            dist.broadcast(data, group=group, group_src=src)
-    return bytes(data.tolist()).decode()
 
 
 def process_group(mesh: Mesh, name: str) -> tuple[ProcessAxis, dist.ProcessGroup | None]:

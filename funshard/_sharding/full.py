@@ -28,8 +28,16 @@ from .._wire.host import check_host_resident, compute_device, move, place_slice,
 from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names
 from .._wire.whole import apply_options, decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
-from ..collectives._sequence import Comparison, check_sequence, get_host_group, is_comparable, make_order_error
-from .agree import broadcast_text, has_peers, process_axes, process_group
+from ..collectives._sequence import (
+    Comparison,
+    check_sequence,
+    find_host_groups,
+    gather_from_ranks,
+    get_host_group,
+    is_comparable,
+    make_order_error,
+)
+from .agree import has_peers, process_axes, process_group
 
 __all__ = ["find_sent_dtype", "gather_full", "gather_stored", "gather_to_first", "scatter_full", "stream_full"]
 
@@ -458,10 +466,9 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
     if mesh.is_simulated:
         raise ValueError("scatter_full on a simulated mesh: expected process groups; use shard(full, spec) there")
     source, here = rank_coords(mesh, src), rank_coords(mesh, None)
-    error = _source_error(full, spec) if source == here else ""
+    own_error = _source_error(full, spec) if source == here else ""
     device = mesh.device or torch.device("cpu")
-    error = broadcast_text(error, mesh, source, device)
-    if error:
+    if error := "".join(text for _, text in gather_from_ranks(own_error, find_host_groups(mesh))):
         raise ValueError(f"scatter_full: rank {src} holds other parameters than the spec's: {error}")
     log_spec(spec)
     out: Params = {}

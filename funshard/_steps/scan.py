@@ -29,13 +29,13 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 from .. import _torch
 from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
-from .._sharding.agree import gather_texts, has_peers
 from .._spec.options import Remat
 from .._transforms._recompute.code_reads import GlobalWatch, version_of
 from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms._recompute.regions import mark_region
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms.grad import assume_differentiated
+from ..collectives._sequence import Comparison, RankLines, find_difference, find_host_groups
 
 __all__ = ["scan"]
 
@@ -328,16 +328,15 @@ def _count_segments(segments: int | str | None, steps: int) -> int | None:
 def _check_ranks_agree(text: str, spec: PartitionSpec) -> None:
     """Raise ValueError on every rank of the mesh if the ranks pass different texts."""
     mesh = spec.bound_mesh
-    if not has_peers(mesh) or torch.compiler.is_compiling():
-        return
-    with _torch.below_transforms():
-        texts = gather_texts(text, mesh, mesh.device or torch.device("cpu"))
-    for rank, other in enumerate(texts):
-        if other != texts[0]:
-            raise ValueError(
-                f"scan: the ranks of the mesh {mesh.names} run different steps: expected {texts[0]}, as on its rank 0, got "
-                f"{other} on rank {rank}; give every rank as many slices"
-            )
+
+    def make_error(everyone: RankLines) -> ValueError:
+        _, (first, expected), (other, got) = find_difference(everyone)
+        return ValueError(
+            f"scan: the ranks of the mesh {mesh.names} run different steps: expected {expected}, as on rank {first}, got {got} "
+            f"on rank {other}; give every rank as many slices"
+        )
+
+    Comparison([text], find_host_groups(mesh), make_error, "steps of scan").finish()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import hashlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ __all__ = [
     "find_difference",
     "find_host_groups",
     "finish_earlier_checks",
+    "gather_from_ranks",
     "get_host_group",
     "is_comparable",
     "make_order_error",
@@ -81,10 +83,8 @@ class Comparison:
                 raise _lost_rank_error(self._lines[-1]) from error
             if self._maxima.tolist() == self._own:
                 return
-            everyone = [(dist.get_rank(), self._lines)]
-            for group in groups:
-                everyone = [one for some in group.all_gather_object(everyone) for one in some]
-        raise self._make_error(sorted(everyone))
+            everyone = gather_from_ranks(self._lines, groups)
+        raise self._make_error(everyone)
 
     def leave_to_next_call(self) -> None:
         """Have the next call of this rank wait for it."""
@@ -99,6 +99,14 @@ def finish_earlier_checks() -> None:
     """Wait for the comparisons that were left to the next call."""
     while _UNFINISHED:
         _UNFINISHED.popleft().finish()
+
+
+def gather_from_ranks(value: Any, groups: Sequence[HostGroup]) -> list[tuple[int, Any]]:
+    """Return the values of all ranks of these groups, as `RankLines`; a mesh has a group for each axis."""
+    everyone = [(dist.get_rank() if groups else 0, value)]
+    for group in groups:
+        everyone = [one for some in group.all_gather_object(everyone) for one in some]
+    return sorted(everyone, key=lambda one: one[0])
 
 
 def find_difference(everyone: RankLines) -> tuple[int, tuple[int, str], tuple[int, str]]:

@@ -25,13 +25,13 @@ from .._core.layout import Params, rank_coords
 from .._core.mesh import Axis, Mesh
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
-from .._sharding.agree import gather_texts
 from .._sharding.sharding import combine, partition, shard
 from .._slices.pieces import param_views
 from .._transforms.error_hints import find_running_module
 from .._transforms.grad import grad_and_value
 from .._transforms.products import ggnvp, hvp
 from ..collectives._functions import all_reduce
+from ..collectives._sequence import find_host_groups, gather_from_ranks
 from ._simulated import spmd
 
 __all__ = [
@@ -521,10 +521,8 @@ class Case:
 
     def gather_text(self, text: str) -> list[str]:
         """Return the texts of all ranks of the mesh; simulated ranks share one."""
-        mesh = self.spec.bound_mesh
-        if self.simulated:
-            return [text]
-        return [row[1:] for row in gather_texts(f".{text}", mesh, mesh.device or torch.device("cpu"))]  # never an empty one
+        groups = [] if self.simulated else find_host_groups(self.spec.bound_mesh)
+        return [found for _, found in gather_from_ranks(text, groups)]
 
     @property
     def _sizes(self) -> dict[str, int]:
