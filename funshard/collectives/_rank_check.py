@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.announce import RankError, listen
-from ._rank_monitor import Monitor, describe_line, find_error_line, find_user_line
+from ._rank_monitor import Monitor, find_error_line, find_user_line
 
 __all__ = ["check"]
 
@@ -34,25 +34,14 @@ _NAMES = {
 """The names of ops as torch calls the collective."""
 
 
-class _Switch:
-    """The switch of the check in this process: how many users it is on for, and its monitor."""
+class _State:
+    """The check in this process: the limits of the blocks around what runs, and the connection to the other ranks."""
 
     def __init__(self) -> None:
-        self.users = 0
-        self.depth = 0  # of `check` blocks
+        self.timeouts = [TIMEOUT]
+        self.is_always = False  # by the environment
         self.monitor: Monitor | None = None
         self.of_parent: Monitor | None = None  # in a forked child, which shares its connections
-
-    def turn_on(self) -> None:
-        """Have all collectives announced, from the first user on."""
-        self.users += 1
-        listen(_compare_on_ranks)
-
-    def turn_off(self) -> None:
-        """End that after the last user."""
-        self.users -= 1
-        if self.users == 0:
-            listen(None)
 
     def leave_to_parent(self) -> None:
         """Have a forked child say nothing to the other ranks, however it ends: it is no rank."""
@@ -70,30 +59,28 @@ class _Switch:
             if self.monitor is not None:
                 self.monitor.stop()
             try:
-                self.monitor = Monitor(world)
+                self.monitor = Monitor(world, self.timeouts)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"fs.check: the store of the default process group gives no second connection: {error}; expected one that "
                     "all ranks can reach, such as the TCPStore of torchrun"
                 ) from error
-            self.monitor.timeout = _timeouts[-1]
         return self.monitor
 
 
-_switch = _Switch()
-_timeouts = [TIMEOUT]
-os.register_at_fork(after_in_child=_switch.leave_to_parent)
+_state = _State()
+os.register_at_fork(after_in_child=_state.leave_to_parent)
 
 
 def _compare_on_ranks(op: str, group: str | Sequence[int], label: str, sent: Tensor | None, dtype: torch.dtype | None) -> None:
     """Compare a collective with the other ranks' before it starts."""
     if _torch.is_traced() or (sent is not None and _torch.is_fake(sent)):
         return
-    monitor = _switch.find_monitor()
+    monitor = _state.find_monitor()
     if monitor is None or len(ranks := monitor.ranks_of(group)) < 2:
         return
     size = "" if sent is None else f" of {sent.numel():,} x {str(dtype or sent.dtype).removeprefix('torch.')}"
-    monitor.compare(f"{_NAMES.get(op, op)}{size}{label and ', ' + label}", ranks, describe_line(find_user_line()))
+    monitor.compare(f"{_NAMES.get(op, op)}{size}{label and ', ' + label}", ranks, find_user_line())
 
 
 @contextlib.contextmanager
@@ -129,58 +116,33 @@ def check(timeout: float = TIMEOUT) -> Generator[None]:
     """
     if not timeout > 0:
         raise ValueError(f"fs.check: timeout: expected a positive number of seconds, got {timeout!r}")
-    is_outermost = _switch.depth == 0
-    _switch.depth += 1
-    _timeouts.append(timeout)
-    _switch.turn_on()
+    is_outermost = len(_state.timeouts) == 1
+    _state.timeouts.append(timeout)
+    listen(_compare_on_ranks)
     try:
-        _set_timeout()
-        if is_outermost:
-            _enter()
+        if is_outermost and (monitor := _state.find_monitor()) is not None:
+            monitor.check += 1
         yield
-        if is_outermost:
-            _compare_end()
+        if is_outermost and (monitor := _state.monitor) is not None:
+            line = find_user_line()
+            monitor.leave(f"left fs.check() ({line})")
+            if _state.find_monitor() is monitor:
+                monitor.compare_end(line)
     except BaseException as error:
         if is_outermost:
             _report(error, error.__traceback__)
         raise
     finally:
-        _timeouts.pop()
-        _set_timeout()
-        _switch.depth -= 1
-        _switch.turn_off()
-
-
-def _set_timeout() -> None:
-    """Apply the innermost limit to the running monitor."""
-    if _switch.monitor is not None:
-        _switch.monitor.timeout = _timeouts[-1]
-
-
-def _enter() -> None:
-    """Count that this process enters a check."""
-    if (monitor := _switch.find_monitor()) is not None:
-        monitor.check += 1
-
-
-def _compare_end() -> None:
-    """Compare that all ranks have come to the end of the block."""
-    monitor, line = _switch.monitor, describe_line(find_user_line())
-    if monitor is None:
-        return
-    monitor.leave(f"left fs.check() ({line})")
-    if (monitor := _switch.find_monitor()) is not None:
-        monitor.compare(f"the end of fs.check(), block {monitor.check}", monitor.ranks, line)
-        monitor.wait_for_answers()
+        _state.timeouts.pop()
+        if len(_state.timeouts) == 1 and not _state.is_always:
+            listen(None)
 
 
 def _report(error: BaseException, traceback: TracebackType | None) -> None:
     """Tell the other ranks of an error, and be ready for another check."""
-    if (monitor := _switch.monitor) is None:
-        return
-    first = (_torch.error_text(error).strip() or "no message").splitlines()[0][:500]
-    monitor.report(f"fs.check: rank {monitor.rank} raised {type(error).__name__}: {first} ({find_error_line(traceback)})")
-    monitor.forget_error()
+    if (monitor := _state.monitor) is not None:
+        first = (_torch.error_text(error).strip() or "no message").splitlines()[0][:500]
+        monitor.report(f"fs.check: rank {monitor.rank} raised {type(error).__name__}: {first} ({find_error_line(traceback)})")
 
 
 def _start_from_environment() -> None:
@@ -194,7 +156,8 @@ def _start_from_environment() -> None:
         raise ValueError(f"{VARIABLE}: expected 0 or 1, got {value!r}")
     if value != "1":
         return
-    _switch.turn_on()
+    _state.is_always = True
+    listen(_compare_on_ranks)
     show = sys.excepthook
 
     def report_and_show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
@@ -208,8 +171,8 @@ def _start_from_environment() -> None:
 @atexit.register
 def _stop() -> None:
     """End the monitor with the process."""
-    if _switch.monitor is not None:
-        _switch.monitor.end_process()
+    if _state.monitor is not None:
+        _state.monitor.end_process()
 
 
 _start_from_environment()
