@@ -510,14 +510,6 @@ def total(w: Tensor, h: Tensor) -> Any:
     return (h @ w).sum(), 1
 
 
-COUNTS = {"calls": 0}
-
-
-def counts(w: Tensor, h: Tensor) -> Any:
-    COUNTS["calls"] += 1
-    return (h @ w).sum() * COUNTS["calls"], 1
-
-
 H = rows_of(4)["h"]
 TRAINED = W.clone().requires_grad_()
 in_forward = functools.partial(fs.chunked, chunks=2, gradient="forward")
@@ -545,11 +537,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: fs.chunked(lambda w, h: (total(w, h)[0], h), 2)(W, H),
         TypeError,
         r"as its count, got shape \[2, 3\]",
-    ),
-    "a global": (
-        lambda: grad(lambda w: fs.chunked(counts, 2)(w, H)[0])(W),
-        RuntimeError,
-        "chunked counts changes the global variable COUNTS, .* again for derivatives: expected it to change nothing",
     ),
     "gradient": (
         lambda: fs.chunked(total, 2, gradient="both"),  # pyright: ignore[reportArgumentType]

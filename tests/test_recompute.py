@@ -28,7 +28,6 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import _torch
-from funshard._transforms._recompute.reachable import find_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::funshard.BufferWarning")  # what is thrown away is not the matter here
 
@@ -388,7 +387,7 @@ DIFFERENT = {
         lambda: {"h": torch.ones(WIDTH).double()},
         r"that it was given: args\[1\]\['h'\]",
     ),
-    "iterator": (consumed, lambda: iter([2.0, 3.0, 4.0]), "given a list_iterator that it changes"),
+    "iterator": (consumed, lambda: iter([2.0, 3.0, 4.0]), "given a list_iterator that it changes.* next.. or read.. outside"),
     "generator": (consumed, lambda: (i + 1.0 for i in range(9)), "given a generator that it changes"),
     "count": (consumed, lambda: itertools.count(1), "given a count that it changes"),
     "zip": (lambda self, x, state: self.lin(x) * next(state)[0], lambda: zip([2.0], [3.0], strict=True), "given a zip that"),
@@ -560,8 +559,14 @@ def of_a_thread(w: Tensor) -> Tensor:
     return fs.remat(lambda: X @ local.w)()
 
 
-REACHED = [defaults, keyword_defaults, defaults_of_a_function_inside, attributes, dict_values, dict_items]
-REACHED += [read_only, partial_keywords, weak_keys, of_a_thread]
+REACHED = [defaults, keyword_defaults, defaults_of_a_function_inside, attributes, partial_keywords]
+HIDDEN = {
+    dict_values: r"given an object that cannot be copied for another run, args\[0\] \(cannot pickle 'dict_values' object\)",
+    dict_items: r"given an object that cannot be copied for another run, args\[0\] \(cannot pickle 'odict_items' object\)",
+    read_only: r"given an object that cannot be copied for another run, args\[0\] \(cannot pickle 'mappingproxy' object\)",
+    weak_keys: "reads a tensor of .*neither an argument nor reached from one",
+    of_a_thread: "reads a tensor of .*neither an argument nor reached from one",
+}
 
 
 @pytest.mark.parametrize("function", REACHED, ids=lambda f: f.__name__)
@@ -574,14 +579,12 @@ def test_tensors_that_a_function_reaches_are_arguments(function: Callable[[Tenso
         assert_close(way(lambda p: function(p["w"]).sin().sum(), {"w": W}, {"w": W.cos()}), want, **EXACT)
 
 
-@pytest.mark.parametrize("make", [set, frozenset])
-def test_equal_sets_are_read_alike(make: type[set[int]]) -> None:
-    """A set that is made anew has another order where elements collide: a remat was refused by chance of strings' hashes."""
-    one, other = make([3, 11]), make([11, 3])
-    assert list(one) != list(other)
-    adapter = find_adapter(one)
-    assert adapter is not None
-    assert adapter.read(one) == adapter.read(other)
+@pytest.mark.parametrize("function", HIDDEN, ids=lambda f: f.__name__)
+def test_tensors_that_no_copy_reaches_are_refused(function: Callable[[Tensor], Tensor]) -> None:
+    """Views of dicts, weak mappings and attributes of threads; the dict itself is exact."""
+    for key in ("fs.grad", "torch.func.grad", "backward", "hvp", "double backward"):
+        with pytest.raises((TypeError, RuntimeError), match=HIDDEN[function]):
+            WAYS[key](lambda p: function(p["w"]).sin().sum(), {"w": W}, {"w": W.cos()})
 
 
 def in_defaults() -> Callable[[Tensor], Tensor]:
@@ -598,26 +601,6 @@ def in_attributes() -> Callable[[Tensor], Tensor]:
         return (x * f.calls).sin()  # pyright: ignore[reportFunctionMemberAccess]
 
     f.calls = 0  # pyright: ignore[reportFunctionMemberAccess]
-    return f
-
-
-def in_weak_keys() -> Callable[[Tensor], Tensor]:
-    key, weak = nn.Identity(), weakref.WeakKeyDictionary[nn.Module, int]()
-
-    def f(x: Tensor) -> Tensor:
-        weak[key] = weak.get(key, 0) + 1
-        return (x * weak[key]).sin()
-
-    return f
-
-
-def in_a_thread() -> Callable[[Tensor], Tensor]:
-    local = threading.local()
-
-    def f(x: Tensor) -> Tensor:
-        local.calls = getattr(local, "calls", 0) + 1
-        return (x * local.calls).sin()
-
     return f
 
 
@@ -641,7 +624,7 @@ def tensor_in_a_context() -> Callable[[Tensor], Tensor]:
     return f
 
 
-CHANGING = [in_defaults, in_attributes, in_weak_keys, in_a_thread, in_a_context, tensor_in_a_context]
+CHANGING = [in_defaults, in_attributes, in_a_context, tensor_in_a_context]
 
 
 @pytest.mark.parametrize("case", CHANGING, ids=lambda f: f.__name__)
@@ -702,7 +685,7 @@ def asks_nothing(x: Tensor) -> Tensor:
     return x.sin() * constant
 
 
-ASKING = [asks_an_operand, asks_for_a_graph, asks_for_leaves, asks_by_name, asks_a_helper, asks_inside, asks_nothing]
+ASKING = [asks_an_operand, asks_for_a_graph, asks_by_name, asks_a_helper, asks_inside, asks_nothing]
 
 
 @pytest.mark.parametrize("function", ASKING, ids=lambda f: f.__name__)
@@ -712,7 +695,7 @@ def test_a_function_that_asks_autograd(function: Callable[[Tensor], Tensor]) -> 
         again = fs.remat(function, save=save)
         for inner in (lambda x: x, torch.exp):
             for key in ("fs.grad", "torch.func.grad", "backward", "double backward"):
-                if function in (asks_for_leaves, asks_for_a_graph) and inner is not torch.exp and key == "double backward":
+                if function is asks_for_a_graph and inner is not torch.exp and key == "double backward":
                     continue
                 values: dict[Any, Tensor] = {}
 
@@ -731,10 +714,12 @@ def test_what_asks_autograd_in_a_stack_is_refused_by_name() -> None:
         fs.hvp(lambda p: fs.remat(asks_an_operand)(p["w"]).sum(), {"w": W}, {"w": W})
 
 
-def test_whether_an_operand_is_a_leaf_is_refused_where_that_differs() -> None:
-    """A second derivative has another leaf."""
-    with pytest.raises(RuntimeError, match=r"may read is_leaf or grad_fn of args\[0\], which is a leaf"):
-        by_double_backward(lambda p: fs.remat(asks_for_leaves)(p["w"]).square().sum(), {"w": W}, {"w": W})
+def test_an_operand_is_no_leaf_in_any_run() -> None:
+    """The value and the gradient come from one branch, that of a tensor which is computed."""
+    for key in ("fs.grad", "torch.func.grad", "backward", "double backward"):
+        got = WAYS[key](lambda p: fs.remat(asks_for_leaves)(p["w"]).square().sum(), {"w": W}, {"w": W.cos()})
+        want = WAYS[key](lambda p: asks_for_leaves(p["w"] * 1).square().sum(), {"w": W}, {"w": W.cos()})
+        assert_close(got, want, **EXACT)
 
 
 def test_what_is_asked_of_a_captured_tensor_is_refused() -> None:
@@ -774,21 +759,6 @@ def test_a_module_that_asks_autograd(way: str, p: fs.P) -> None:
     got = WAYS[way](loss, fs.shard(full, spec), {})
     assert_close(fs.unshard(got, spec), want[0], **EXACT)
     assert_close(_torch.unwrap(value[0]).detach(), want[1], **EXACT)
-
-
-def counts_its_calls(x: Tensor) -> Tensor:
-    counts_its_calls.calls += 1  # pyright: ignore[reportFunctionMemberAccess]
-    return (x * counts_its_calls.calls).sin().sum()  # pyright: ignore[reportFunctionMemberAccess]
-
-
-counts_its_calls.calls = 0  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def test_state_of_a_global_function_is_refused_by_name() -> None:
-    """A run again has a function of its own, the name in the module another one."""
-    for way in (fs.grad, torch.func.grad):
-        with pytest.raises(RuntimeError, match=r"the function.__dict__\['calls'\] was \d, now it is \d"):
-            way(fs.remat(counts_its_calls))(X)
 
 
 @pytest.mark.parametrize("way", ["fs.grad", "torch.func.grad", "backward", "hvp"])
@@ -990,7 +960,7 @@ class Forces(nn.Module):
 @pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", remat=True)], ids=str)
 @pytest.mark.parametrize("way", [fs.grad, torch.func.grad], ids=["fs.grad", "torch.func.grad"])
 def test_energies_and_forces(p: fs.P, way: Callable[..., Any]) -> None:
-    """By torch.func.grad they are right under remat as well; by torch.autograd.grad it says what to write."""
+    """By torch.func.grad and, as the first run has a graph, by torch.autograd.grad."""
     x = torch.linspace(-1, 1, 12).double().view(4, 3)
     model = Forces("torch.func")
     spec = fs.policies.whole(p)(model)
@@ -1005,8 +975,7 @@ def test_energies_and_forces(p: fs.P, way: Callable[..., Any]) -> None:
     torch.testing.assert_close(fs.gather_full(way(loss)(fs.shard(model, spec)), spec), expected, check_device=False)
     if p.remat:
         model.by = "torch.autograd"
-        with pytest.raises(RuntimeError, match=r"calls requires_grad_\(\) .* expected the gradient by torch\.func\.grad"):
-            way(loss)(fs.shard(model, spec))
+        torch.testing.assert_close(fs.gather_full(way(loss)(fs.shard(model, spec)), spec), expected, check_device=False)
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])

@@ -6,6 +6,7 @@ import array
 import copy
 import io
 import random
+import types
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, cast
@@ -191,10 +192,6 @@ def reads_grad(w: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: x.sin() * (1.0 if w.grad is None else w.grad)
 
 
-def reads_grad_by_name(w: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda x: x.sin() * (1.0 if getattr(w, "grad", None) is None else 2.0)
-
-
 def reads_grad_of_its_own(w: Tensor) -> Callable[[Tensor], Tensor]:
     def f(x: Tensor) -> Tensor:
         own = torch.ones(3, dtype=torch.float64).requires_grad_()
@@ -203,15 +200,6 @@ def reads_grad_of_its_own(w: Tensor) -> Callable[[Tensor], Tensor]:
         return x.sin() * w.detach() * own.grad
 
     return f
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("make", [reads_grad, reads_grad_by_name])
-def test_the_gradient_that_an_operand_has_is_refused(make: Any, way: str) -> None:
-    """The tensors of a run have none, so that a branch would go the other way."""
-    f = fs.remat(make(leaf_with_grad()))
-    with pytest.raises(RuntimeError, match=r"remat of .* reads tensor\.grad of one of its arguments, .*: expected it as"):
-        WAYS[way](lambda x: f(x).sum())(X)
 
 
 @pytest.mark.parametrize("way", ["fs.grad", "backward"])
@@ -309,6 +297,9 @@ BUFFERS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any
     "array that grows": (lambda: array.array("i"), lambda b: b.append(1), len),
     "NumPy array": (small, increment, lambda b: float(b.sum())),
     "of whole numbers": (lambda: np.arange(3, dtype=np.int8), increment, lambda b: float(b.sum())),
+    "large": (large, lambda b: b.__iadd__(1), lambda b: float(b[0])),
+    "view": (lambda: small()[0], increment, lambda b: float(b[0])),
+    "objects": (lambda: np.array([1.0, 2], dtype=object), increment, lambda b: float(b[0])),
     "transposed": (lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)), increment, lambda b: float(b.sum())),
 }
 """Each run finds what the first one found."""
@@ -324,13 +315,10 @@ def test_a_buffer_that_changes_in_every_run(kind: str, way: str) -> None:
         for f in (fs.remat(fills(buffers[0], change, read)), fills(buffers[1], change, read))
     )
     assert_close(got, want)
-    assert bytes(buffers[0]) == bytes(buffers[1])
+    assert list(np.ravel(buffers[0])) == list(np.ravel(buffers[1]))
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any], float]]] = {
-    "large": (large, lambda b: b.__iadd__(1), lambda b: float(b[0])),
-    "view": (lambda: small()[0], increment, lambda b: float(b[0])),
-    "objects": (lambda: np.array([1.0, None], dtype=object), increment, lambda b: float(b[0])),
     "StringIO": (lambda: io.StringIO("2\n3\n5\n"), lambda b: None, lambda b: float(b.readline())),
     "BytesIO": (
         lambda: io.BytesIO(bytes(3)),
@@ -344,7 +332,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], None], Callable[[Any
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_buffer_that_cannot_be_copied_is_refused(kind: str, way: str) -> None:
     make, change, read = REFUSED[kind]
-    with pytest.raises(TypeError, match=r"given a \w+ that it changes .* cannot be copied for another run"):
+    with pytest.raises(TypeError, match=r"given a \w+ that it changes, which cannot be copied for another run"):
         WAYS[way](lambda x: fs.remat(fills(make(), change, read))(x).sum())(X)
 
 
@@ -369,7 +357,6 @@ def test_a_buffer_that_is_refilled_before_backward() -> None:
 
 
 GLOBAL: dict[str, Any] = {}
-_generator: Any = None
 
 
 class OfClass:
@@ -449,15 +436,6 @@ def test_parameters_of_a_functional_call_around_are_refused_by_name(way: str) ->
         )
 
 
-class TaggedTuple(tuple[Any, ...]):
-    def __new__(cls, first: Any, second: Any) -> TaggedTuple:
-        made = super().__new__(cls, (first, second))
-        made.tag = 2.0
-        return made
-
-    tag: float
-
-
 class TaggedSet(frozenset[Any]):
     tag: float
 
@@ -478,10 +456,6 @@ def tags_a_subclass(x: Tensor) -> Any:
     return y
 
 
-def tags_a_tuple(x: Tensor) -> Any:
-    return TaggedTuple(x.sin(), x.cos())
-
-
 def tags_a_set(x: Tensor) -> Any:
     out = TaggedSet([x.sin()])
     out.tag = 2.0
@@ -489,7 +463,7 @@ def tags_a_set(x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("f", [tags_a_tensor, tags_a_subclass, tags_a_tuple, tags_a_set])
+@pytest.mark.parametrize("f", [tags_a_tensor, tags_a_subclass, tags_a_set])
 def test_attributes_of_results_are_kept(f: Callable[[Tensor], Any], way: str) -> None:
     classes: list[type] = []
 
@@ -540,37 +514,14 @@ def holds_in_a_closure(generator: Any) -> Callable[[], Any]:
     return lambda: deep.inside["a"][0][0]
 
 
-def holds_in_a_global(generator: Any) -> Callable[[], Any]:
-    global _generator
-    _generator = generator
-    return lambda: _generator
-
-
-def holds_in_a_class(generator: Any) -> Callable[[], Any]:
-    OfClass.value = generator
-    return lambda: OfClass.value
-
-
-def holds_in_a_local_class(generator: Any) -> Callable[[], Any]:
-    class Local:
-        value = generator
-
-        @property
-        def hidden(self) -> Any:
-            return generator
-
-    return lambda: (Local.value, Local().hidden)[0]
-
-
 @pytest.mark.parametrize("way", [*WAYS, "hvp"])
 @pytest.mark.parametrize("kind", GENERATORS)
-@pytest.mark.parametrize("hold", [holds_in_a_closure, holds_in_a_global, holds_in_a_class, holds_in_a_local_class])
-def test_generators_are_found_where_functions_name_them(hold: Any, kind: str, way: str) -> None:
+def test_generators_of_a_closure_draw_alike(kind: str, way: str) -> None:
     """Each run draws what the first one drew, and the generator moves on once."""
     make, draw = GENERATORS[kind]
 
     def two_steps(wrap: Callable[..., Any]) -> list[Any]:
-        get = hold(make())
+        get = holds_in_a_closure(make())
 
         def f(x: Tensor) -> Tensor:
             return (x.sin() * draw(get())).square() + x.cos() * draw(get())
@@ -578,27 +529,6 @@ def test_generators_are_found_where_functions_name_them(hold: Any, kind: str, wa
         return [OUTER_WAYS[way](lambda x: wrap(f)(x).sum())(X) for _ in range(2)]
 
     assert_close(two_steps(fs.remat), two_steps(lambda f: f))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_dropout_whose_generator_is_a_global(way: str) -> None:
-    class Drops(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input) * torch.rand(3, generator=_generator).double()
-
-    model = nn.Sequential(Drops(3, 3), nn.Tanh(), Drops(3, 3)).double()
-
-    def gradients(p: fs.P) -> list[Any]:
-        holds_in_a_global(torch.Generator().manual_seed(3))
-        spec = fs.by_type(Drops, p=p)(model)
-        params = fs.shard(model, spec)
-
-        def loss(x: Tensor) -> Tensor:
-            return fs.functional_call(model, {k: v * x[0] for k, v in params.items()}, x, spec=spec).square().sum()
-
-        return [WAYS[way](loss)(X) for _ in range(2)]
-
-    assert_close(gradients(fs.P("shard", remat=True)), gradients(fs.P("shard")))
 
 
 class Scales(nn.Linear):
@@ -672,3 +602,87 @@ def test_a_hook_in_a_function_that_a_recomputed_one_calls() -> None:
     x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
     grads = [torch.autograd.grad(g(x, w).sum(), (x, w)) for g in (f, fs.remat(f))]
     assert_close(grads[1], grads[0])
+
+
+class Counts(nn.Linear):
+    """A layer that counts its calls, in one of several places."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(3, 3)
+        self.calls, self.log, self.where = 1, types.SimpleNamespace(calls=1), where
+        self.register_buffer("seen", torch.ones((), dtype=torch.float64))
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.where == "attribute":
+            self.calls += 1
+        elif self.where == "object":
+            self.log.calls += 1
+        elif self.where == "buffer":
+            self.seen.add_(1)
+        return super().forward(input) * self.calls * self.log.calls * self.seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("where", ["attribute", "buffer"])
+def test_a_module_of_a_closure_that_changes_is_refused(where: str, way: str) -> None:
+    """Every run would change it; of a unit with P(remat=True) it changes once."""
+    module = Counts(where).double().requires_grad_(False)
+    what = "'calls'" if where == "attribute" else "a buffer"
+    with pytest.raises(RuntimeError, match=rf"remat of .* changes {what} of a Counts, which each run would change again"):
+        WAYS[way](fs.remat(lambda x: module(x).sum()))(X)
+
+
+@pytest.mark.parametrize("where", ["attribute", "object", "buffer"])
+def test_what_a_module_changes_of_itself(where: str) -> None:
+    """Once, in its attributes and buffers; an object among its attributes is refused by name."""
+    model = nn.Sequential(Counts(where)).double()
+    grads: list[Any] = []
+    for remat in (False, True):
+        spec = fs.by_type(Counts, p=fs.P(remat=remat))(model)
+        now = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        loss = lambda p, s=spec, b=now: fs.functional_call(model, p, (X,), spec=s, buffers=b).sum()  # noqa: E731
+        if where == "object" and remat:
+            with pytest.raises(RuntimeError, match=r"module '0' .* changes 'calls' of the SimpleNamespace in module '0'.log,"):
+                fs.grad(loss)(fs.shard(model, spec))
+            return
+        grads.append(fs.grad(loss)(fs.shard(model, spec)))
+        model[0].log.calls = 1
+    assert_close(grads[1], grads[0])
+
+
+def makes_a_leaf(x: Tensor) -> Tensor:
+    own = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    return (x * own).sin()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_leaf_that_a_run_makes_is_its_own(way: str) -> None:
+    """As MRA and Jamba of transformers have one; one that stays is an error."""
+    got, want = (WAYS[way](lambda x, f=f: f(x).sum())(X) for f in (fs.remat(makes_a_leaf), makes_a_leaf))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("way", ["fs.grad", "backward"])
+def test_a_tensor_that_leaves_by_a_global_has_no_gradient(way: str) -> None:
+    """It says so, instead of a gradient that lacks it."""
+
+    def f(x: Tensor) -> Tensor:
+        GLOBAL["left"] = x.sin()
+        return x.cos()
+
+    def loss(x: Tensor) -> Tensor:
+        return fs.remat(f)(x).sum() + GLOBAL["left"].sum()
+
+    with pytest.raises(RuntimeError, match=r"remat of .*f hands on a tensor by a global, .* expected it in the result"):
+        WAYS[way](loss)(X)
+
+
+class Picky(tuple[Any, ...]):
+    def __new__(cls, first: Any, second: Any) -> Picky:
+        return super().__new__(cls, (first, second))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_result_that_pickle_cannot_copy_is_refused(way: str) -> None:
+    with pytest.raises(TypeError, match=r"remat of .* returns or stores an object that cannot be copied"):
+        WAYS[way](lambda x: fs.remat(lambda x: Picky(x, x.sin()))(x)[1].sum())(X)

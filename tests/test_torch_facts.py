@@ -768,6 +768,9 @@ def test_nodes_of_a_graph() -> None:
     users = [
         (type(node).__name__, i) for node, edges in nodes.items() for other, i in edges if getattr(other, "variable", None) is x
     ]
+    assert _torch.find_nodes([z.grad_fn, None]) == nodes.keys()
+    assert len(_torch.find_nodes([z.grad_fn], {y.grad_fn})) == 5  # exp's own, and the leaf by the sum
+    assert len(_torch.find_nodes([y.square().grad_fn], {y.grad_fn})) == 2
     assert sorted(users) == [("AddBackward0", 0), ("ExpBackward0", 0)]
     assert _torch.depends_only_on(z, [x])
     assert _torch.depends_only_on(z, [x.view(2), torch.ones(2)])

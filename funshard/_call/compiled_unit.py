@@ -31,7 +31,7 @@ from .._core.tree import is_within
 from .._core.unit import Unit
 from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of
 from .._spec.precision import precision_of
-from .._transforms._recompute.reachable import ReachableObjects
+from .._transforms._recompute.function import find_attribute_tensors
 from .._transforms._recompute.regions import RecomputeRegions, collect_regions, missing_names_message
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
 from .._units.accumulation import is_backward_repeated
@@ -392,7 +392,7 @@ def _compile_forward(
                     out = CompiledNode(path, below, given, args, kwargs).apply()
             finally:
                 call.scopes.compiled = None
-        if any(x.requires_grad and not _torch.is_wrapped(x) for x in _reachable_tensors(call, module)):
+        if any(x.requires_grad and not _torch.is_wrapped(x) for x in find_attribute_tensors(module)):
             raise RuntimeError(
                 f"module '{path}' with P(compile=True) keeps a tensor that has a derivative, in an attribute or elsewhere, "
                 "where a torch.func.grad around does not see it: expected it among the results, no compile, or fs.grad"
@@ -452,14 +452,9 @@ def _find_opaque(call: Call, path: str, module: nn.Module, args: object, kwargs:
         elif not isinstance(leaf, TRANSPARENT):
             return f"in a torch.func.grad, an argument of type {type(leaf).__name__} may hold tensors of that transform"
     buffers = (b for one in call.place.modules_inside(path) for b in own_tensors(one, "_buffers").values())
-    if any(map(_torch.is_wrapped, _reachable_tensors(call, module))) or any(b is not None and b.requires_grad for b in buffers):
+    if any(map(_torch.is_wrapped, find_attribute_tensors(module))) or any(b is not None and b.requires_grad for b in buffers):
         return "in a torch.func.grad, it reads a tensor of that transform that is no argument"
     return None
-
-
-def _reachable_tensors(call: Call, module: nn.Module) -> Sequence[Tensor]:
-    """Return the tensors that a module can reach beside its arguments and parameters."""
-    return ReachableObjects([module], call.place.owned).tensors
 
 
 # --- parameters that Dynamo can read ---

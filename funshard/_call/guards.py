@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
-from .._transforms._recompute.adapters import CALL_ATTRIBUTES
+from .._transforms._recompute.function import CALL_ATTRIBUTES
 from .buffers import check_statistics, warn_discarded
 from .module_state import BoundModule, own_tensors
 from .running import Call, ForwardRun, Guard

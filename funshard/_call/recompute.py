@@ -21,7 +21,7 @@ from .._core.phases import phase
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._spec.options import RECOMPUTE_ALL, remat_of
-from .._transforms._recompute.adapters import CALL_ATTRIBUTES, set_attributes
+from .._transforms._recompute.function import CALL_ATTRIBUTES, set_attributes
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import number_views, run_unrecorded
 from .buffers import copy_buffer
@@ -115,16 +115,15 @@ def _recompute_module(
         "forward": {path: before[module]["forward"] for path, module in place.modules.items() if "forward" in before[module]},
         "args": args,
         "kwargs": kwargs,
-        **{f"module '{path}'": module for path, module in place.modules.items()},
     }
     out, written = call_recomputed(
         run,
         f"module '{place.path}' with P(remat=True)",
         roots,
-        place.owned,
+        {f"module '{path}'": module for path, module in place.modules.items()},
         remat=remat_of(outer.spec.by_path[place.path]) or RECOMPUTE_ALL,
     )
-    for i, (buffer, is_new) in written.items():
+    for i, buffer, is_new in written:
         before_it = list(buffers)[i]
         # a vmap around has batched all results, and can only write those into what it has batched
         if not is_new and _torch.is_batched(before_it) >= _torch.is_batched(buffer):
@@ -174,8 +173,7 @@ class _ModuleRun:
         forwards: Mapping[str, Any],
         args: Args,
         kwargs: Kwargs,
-        *_: nn.Module,
-    ) -> tuple[Any, dict[int, tuple[Tensor, bool]]]:
+    ) -> tuple[Any, tuple[tuple[int, Tensor, bool], ...]]:
         copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
         now = {name: copy for copy, names in zip(copies, self.buffers, strict=True) for name in names}
@@ -203,7 +201,7 @@ class _ModuleRun:
             quiet = (i for i, x in enumerate(copies) if x.is_floating_point() and _may_be_written(given[i], x))
             self._written = dict.fromkeys(quiet, False) | written
         self._check(used, written, now)
-        return out, {i: (now[self.buffers[i][0]], is_new) for i, is_new in self._written.items()}
+        return out, tuple((i, now[self.buffers[i][0]], is_new) for i, is_new in self._written.items())
 
     def _run(
         self,

@@ -20,7 +20,7 @@ from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.precision import Precision, precision_of
-from .._transforms._recompute.reachable import ReachableObjects
+from .._transforms._recompute.snapshot import find_tensors
 from .._transforms.grad import check_differentiable, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
 from .._wire.flow import gather_unit, reduce_slice, reduce_unit
@@ -203,7 +203,7 @@ class AccumulationPlan:
 def _check_aux(aux: Any) -> None:
     """Raise TypeError for an object in aux, no part of a tree, that holds a tensor with a graph: nothing would detach it."""
     for path, leaf in pytree.tree_flatten_with_path(aux)[0]:
-        if not isinstance(leaf, Tensor) and not all(map(_torch.is_leaf, ReachableObjects([leaf], ()).tensors)):
+        if not isinstance(leaf, Tensor) and not all(map(_torch.is_leaf, find_tensors(leaf))):
             raise TypeError(
                 f"accumulate: aux{pytree.keystr(path)}: {type(leaf).__name__} holds a tensor that is not detached, and so the "
                 "graph of its micro-batch until all have run: expected a tree of tensors, such as a dict, or tensor.detach()"

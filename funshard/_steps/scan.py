@@ -30,10 +30,9 @@ from .. import _torch
 from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
 from .._spec.options import Remat
-from .._transforms._recompute.code_reads import GlobalWatch, version_of
-from .._transforms._recompute.reachable import ReachableObjects
 from .._transforms._recompute.regions import mark_region
 from .._transforms._recompute.remat import call_recomputed
+from .._transforms._recompute.snapshot import find_tensors
 from .._transforms.grad import assume_differentiated
 from ..collectives._sequence import Comparison, RankLines, find_difference, find_host_groups
 
@@ -130,6 +129,14 @@ def check_unchanged(state: object, x: object, versions: list[int]) -> None:
                 f"scan: step changes {name} in place, as an update with donate=True does: expected it unchanged, because steps "
                 "run again for derivatives; give donate=False, or change a copy"
             )
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a tensor's count of in-place changes, -1 if its memory was donated."""
+    try:
+        return _torch.version(tensor)
+    except RuntimeError:
+        return -1
 
 
 def expand_result(y: Any) -> Any:
@@ -302,11 +309,7 @@ def scan(
             with contextlib.suppress(ValueError):
                 _check_ranks_agree(f"an error: {error}", spec)
         raise
-    watch = None
-    if _is_recorded(step, state, xs) and not torch.compiler.is_compiling():
-        hint = "expected it in the state or in y, or as an attribute of an object that step closes over"
-        watch = GlobalWatch.for_function(step, "scan: step", hint)
-    run = _ScanRun(count, StateLayout.from_state(state), StateStore.make(offload), watch)
+    run = _ScanRun(count, StateLayout.from_state(state), StateStore.make(offload))
     if spec is not None:
         _check_ranks_agree(f"{steps} steps, segments={segments!r}", spec)
     return run.run_piece(step, state, xs, steps, 0)
@@ -347,8 +350,6 @@ class _ScanRun:
     """None divides by halves."""
     layout: StateLayout
     store: StateStore
-    watch: GlobalWatch | None
-    """None if steps run once."""
 
     def run_piece(self, step: Any, state: Any, xs: Any, count: int, depth: int) -> tuple[Any, Any]:
         """Return the state after so many steps, and their stacked y."""
@@ -395,7 +396,7 @@ class _ScanRun:
         if torch.compiler.is_compiling():
             result = step(state, x)
         else:
-            with assume_differentiated(_is_recorded(step, state, xs)), self.watch or contextlib.nullcontext():
+            with assume_differentiated(_is_recorded(step, state, xs)):
                 result = step(state, x)
         check_unchanged(state, x, versions)
         if not isinstance(result, tuple) or len(result) != 2:  # pyright: ignore[reportUnknownArgumentType]
@@ -412,4 +413,4 @@ def _is_recorded(step: object, state: object, xs: object) -> bool:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     given = (x for x in pytree.tree_leaves((state, xs)) if isinstance(x, Tensor))
-    return any(map(_torch.is_recorded, given)) or any(map(_torch.is_recorded, ReachableObjects([step, state], ()).tensors))
+    return any(map(_torch.is_recorded, given)) or any(map(_torch.is_recorded, find_tensors(step, state)))

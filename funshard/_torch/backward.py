@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "current_pack_hook",
     "current_saved_tensor_hooks",
     "depends_only_on",
+    "find_nodes",
     "has_hooks",
     "is_in_python_node",
     "is_last_backward",
@@ -264,6 +265,18 @@ def depends_only_on(tensor: Tensor, leaves: Iterable[Tensor]) -> bool:
 def _find_leaf(x: Tensor) -> Tensor:
     """Return the leaf that a tensor is an alias of, or the leaf itself."""
     return x if x.grad_fn is None else x.grad_fn.next_functions[0][0].variable  # pyright: ignore
+
+
+def find_nodes(nodes: Iterable[Any], begins: Set[Any] = frozenset()) -> set[Any]:
+    """Return these nodes, and all that lie before them up to ``begins``. Pinned by ``test_nodes_of_a_graph``."""
+    seen = {node for node in nodes if node is not None} | begins
+    waiting = list(seen - begins)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return seen
 
 
 def iter_nodes(tensor: Tensor) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:

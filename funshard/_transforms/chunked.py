@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from .. import _torch
 from .._spec.options import Remat
-from ._recompute.code_reads import GlobalWatch
 from ._recompute.function import RecomputedFunction
 from ._recompute.regions import mark_region
 from ._recompute.remat import SlicedFunction, apply_recomputed
@@ -237,7 +236,7 @@ def chunked(
         sizes = [min(size, length - start) for start in range(0, length, size)] or [0]
         slices = _Slices(sizes, leaves, dims)
         if gradient == "forward" and is_forward_gradient_allowed([*pytree.tree_leaves(w), *leaves]):
-            total, count = SumOfSlices(functools.partial(_run_slice, f, name), name, w, rows, slices.take, dims).add_up()
+            total, count = SumOfSlices(functools.partial(_run_slice, f, name=name), name, w, rows, slices.take, dims).add_up()
         else:
             total, count = _add_slices(f, name, w, rows, slices)
         return (total, count) if reduce == "sum" else total / torch.where(count == 0, torch.ones_like(count), count)
@@ -268,14 +267,13 @@ def _add_slices(f: Callable[..., Any], name: str, w: Any, rows: Any, slices: _Sl
         outs: list[tuple[Tensor, Tensor]] = []
         for taken in slices.take():
             with mark_region(Remat(), name):  # nothing but in torch.compile
-                outs.append(_run_slice(f, name, w, pytree.tree_unflatten(taken, treedef)))
+                outs.append(_run_slice(f, w, pytree.tree_unflatten(taken, treedef)))
         totals, counts = zip(*outs, strict=True)
         return functools.reduce(torch.add, totals), functools.reduce(torch.add, counts)
-    watch = GlobalWatch.for_function(f, name, "expected it to change nothing; return what is a sum")
-    call = functools.partial(_run_watched_slice, watch, name)
+    call = functools.partial(_run_slice, name=name)
     taken = slices.take()
     parts = [
-        _ChunkFunction(call, name, {"the function": f, "w": w, "rows": pytree.tree_unflatten(tensors, treedef)}, (), Remat())
+        _ChunkFunction(call, name, {"the function": f, "w": w, "rows": pytree.tree_unflatten(tensors, treedef)}, {}, Remat())
         for tensors in taken
     ]
     position = {id(x): i for i, x in enumerate(taken[0])}  # the others are shared: w, and what f closes over
@@ -325,13 +323,7 @@ def _check_rows(name: str, rows: Any, dim: int) -> tuple[list[Tensor], list[int]
     raise AssertionError("no leaf differs")
 
 
-def _run_watched_slice(watch: GlobalWatch, name: str, f: Callable[..., Any], w: Any, rows: Any) -> tuple[Tensor, Tensor]:
-    """Call `_run_slice`; raise RuntimeError if ``f`` changes a global variable that it reads."""
-    with watch:
-        return _run_slice(f, name, w, rows)
-
-
-def _run_slice(f: Callable[..., Any], name: str, w: Any, rows: Any) -> tuple[Tensor, Tensor]:
+def _run_slice(f: Callable[..., Any], w: Any, rows: Any, name: str) -> tuple[Tensor, Tensor]:
     """Return the sum and count of one slice as new tensors, widened from 16 bits; raise TypeError if ``f`` returns no pair."""
     out = f(w, rows)
     if not (isinstance(out, tuple | list) and len(out) == 2):

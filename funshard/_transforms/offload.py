@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import _torch
 from .._core.phases import phase
+from ._recompute.function import RUNNING
 from .saved_tensors import RestorableBuffer, SavedTensorHooks, TensorRestorer, hook_running_node, unpack
 
 __all__ = ["OffloadHooks", "OffloadTarget", "can_offload", "constant_storages", "find_offload_hooks", "offload", "storage_ids"]
@@ -315,7 +316,7 @@ def offload(
 
 def can_offload() -> bool:
     """Return whether hooks of this library can replace what autograd saves, in this transform and inside those around it."""
-    if not _torch.can_replace_saved_tensors() or not _torch.needs_graph() or _torch.is_traced():
+    if not _torch.can_replace_saved_tensors() or not _torch.needs_graph() or _torch.is_traced() or RUNNING.is_first:
         return False
     outer = _torch.current_pack_hook()
     return outer is None or isinstance(getattr(outer, "__self__", None), SavedTensorHooks)

@@ -27,7 +27,7 @@ from .._wire.host import start_copy_to_host
 from .._wire.whole import flatten_whole, scatter_whole
 from ..collectives._functions import all_reduce, broadcast, sum_over
 from ._recompute.ambient import AmbientState
-from ._recompute.code_reads import REGISTER_HOOK, ForbiddenFunctions
+from ._recompute.checks import REGISTER_HOOK, ForbiddenFunctions
 from .error_hints import as_call_arguments
 from .grad import grad
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import _torch
-from .adapters import find_generator_adapter
 
 __all__ = ["AmbientState", "compared_variables", "context_variables", "set_context_variables"]
 
@@ -25,17 +24,13 @@ class AmbientState:
 
     Args:
         leaves: The arguments; the generators of their devices are among those that count.
-        generators: Generators of random numbers that are no arguments, as in globals.
     """
 
-    def __init__(self, leaves: Iterable[object], generators: Iterable[Any] = ()) -> None:
+    def __init__(self, leaves: Iterable[object]) -> None:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
         self._devices = sorted((device.type, device.index) for device in devices if device.type not in ("cpu", "meta"))
         self._start = self.get_random_states()
         self._end: list[Tensor] = []
-        self._generators = [(g, find_generator_adapter(type(g))) for g in generators]
-        self._generators_start = self._read_generators()
-        self._generators_end: list[Any] = []
         self._python_start: tuple[Any, Any] | None = _get_python_states()
         self._kernels, self._modes = _allowed_kernels(), _torch.function_modes(own=False)
         self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
@@ -55,23 +50,12 @@ class AmbientState:
         for (kind, index), state in zip(self._devices, states[1:], strict=True):
             torch.get_device_module(kind).set_rng_state(state, index)
 
-    def _read_generators(self) -> list[Any]:
-        return [adapter.read(g) for g, adapter in self._generators if adapter]
-
-    def _write_generators(self, states: list[Any]) -> None:
-        for (g, adapter), state in zip(self._generators, states, strict=True):
-            if adapter:
-                adapter.fill(g, state)
-
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
         """Restore the recorded state within this context, for another run."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.set_random_states, self.get_random_states())
             self.set_random_states(self._start)
-            if self._generators:
-                stack.callback(self._write_generators, self._read_generators())
-                self._write_generators(self._generators_start)
             if self._python_start is not None:
                 stack.callback(_set_python_states, _get_python_states())
                 _set_python_states(self._python_start)
@@ -93,14 +77,14 @@ class AmbientState:
 
     def record_end(self) -> None:
         """Record the states that the first run has left."""
-        self._end, self._generators_end = self.get_random_states(), self._read_generators()
+        self._end = self.get_random_states()
         if self._python_start == _get_python_states():  # nothing was drawn
             self._python_start = None
 
     def check_end(self, name: str) -> None:
         """Raise RuntimeError if a run of the function of this name has drawn other random numbers than the first one."""
         states = zip(self._end, self.get_random_states(), strict=True)
-        if not all(_states_equal(was, now) for was, now in states) or self._generators_end != self._read_generators():
+        if not all(_states_equal(was, now) for was, now in states):
             raise RuntimeError(
                 f"{name} does not draw in every run as many random numbers as in its first one: expected the same "
                 "control flow in each run, and no other thread that draws from the same generators meanwhile; give it a "

@@ -1,158 +1,55 @@
 """A function that runs again for its derivatives: every run gets what the first one was given, and must end as it did.
 
-What the function reaches is found before the first run (reachable.py). Each run gets copies of the objects that contain
-tensors, with its own tensors in them, and of those that have changed since (snapshot.py). What the first run has changed is
-then written into the caller's objects; tensors that it has left in them are results (snapshot.py).
+Its arguments are copied for each run (snapshot.py), with the run's own tensors in them. What the first run has changed in its
+copies is then written into the caller's objects; tensors that it has left in them are results. All else is a constant.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import inspect
+import operator
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ... import _torch
+from ..._batchnorm import MESH, WEIGHT
 from ..._spec.options import Remat
 from ..._torch import DATA
 from ..grad import assume_differentiated, is_assumed_differentiated
+from ..saved_tensors import SavedTensorHooks
 from .ambient import AmbientState, compared_variables, context_variables, set_context_variables
-from .code_reads import GRAD, QUERY_GETTERS, REGISTER_HOOK, ForbiddenFunctions, find_code_reads
-from .reachable import TENSOR, ReachableObjects, attributes_equal, check_result_attributes, copy_attributes, with_attributes
+from .checks import (
+    QUERY_GETTERS,
+    REGISTER_HOOK,
+    ForbiddenFunctions,
+    OuterTensors,
+    check_backward_hooks,
+    check_not_read,
+    describe_parameter,
+)
 from .saved_results import SavedResults
-from .snapshot import RunInputs, RunOutcome, Snapshot
+from .snapshot import (
+    ATOMS,
+    DeferredError,
+    Merge,
+    Snapshot,
+    TensorName,
+    find_difference,
+    find_path,
+    find_tensors,
+    find_uncopied,
+    is_copied,
+    is_watched,
+    load,
+)
 
-__all__ = ["RUNNING", "RecomputedFunction", "recomputing_names"]
-
-
-# --- Checks of what a recomputed function reaches, and of the graph of its operands and results ---
-
-
-def check_backward_hooks(objects: Iterable[object], name: str) -> None:
-    """Raise RuntimeError for a module's backward hook: torch drops it inside forward mode, and another run would not."""
-    for module in objects:
-        hooks = (module._backward_pre_hooks, module._backward_hooks) if isinstance(module, nn.Module) else ()
-        for hook in (hook for some in hooks for hook in some.values()):
-            hook_name = getattr(hook, "__qualname__", type(hook).__name__)
-            raise RuntimeError(
-                f"{name} reaches a {type(module).__name__} with the backward hook {hook_name}, which in a stack of transforms "
-                "torch calls for one of them or for none: expected an autograd.Function that changes the gradient, or the hook "
-                "removed"
-            )
-
-
-def find_parameter(result: Tensor, objects: Iterable[object]) -> str:
-    """Return a description of a module's parameter in the graph of a result; empty if none of these modules has one there."""
-    nodes = [node for node, _ in _torch.iter_nodes(result)]
-    return describe_parameter(
-        {id(x) for node in nodes for x in (node, getattr(node, "variable", None)) if x is not None}, objects
-    )
-
-
-def describe_parameter(ids: set[int], objects: Iterable[object]) -> str:
-    """Return a description of the first parameter of these modules that has, or whose node has, one of these ids."""
-    for module in objects:
-        for name, parameter in module._parameters.items() if isinstance(module, nn.Module) else ():
-            if parameter is not None and (id(parameter) in ids or id(parameter.grad_fn) in ids):
-                return f"parameter '{name}' of a {type(module).__name__}"
-    return ""
-
-
-def check_not_read(name: str, parameter: str) -> None:
-    """Raise RuntimeError if the function of this name reads a parameter, of which this is a description."""
-    if parameter:
-        raise RuntimeError(
-            f"{name} reads {parameter}, which is not one of its arguments and would have no gradient: expected "
-            "fs.remat(lambda p, x: torch.func.functional_call(module, p, x)), or P(remat=True) of a unit"
-        )
-
-
-def has_grad(x: Tensor) -> bool:
-    """Return whether an operand has a ``grad``."""
-    x = _torch.unwrap(x)
-    return (x.is_leaf or x.retains_grad) and x.grad is not None
-
-
-def differentiates_operand(result: Tensor, xs: Sequence[Tensor]) -> bool:
-    """Return whether the graph of a result ends in a tensor that shares memory with an operand, none of which has a graph."""
-    memory = {_torch.storage_id(_torch.unwrap(x)) for x in xs if _torch.is_strided(_torch.unwrap(x))}
-    leaves = (getattr(node, "variable", None) for node, _ in _torch.iter_nodes(result))
-    return any(leaf is not None and _torch.is_strided(leaf) and _torch.storage_id(leaf) in memory for leaf in leaves)
-
-
-# --- Tensors of the transforms around a run that the run reads without having been given them ---
-#
-# torch takes such a tensor for a constant: the run is below those transforms. So its derivative would be missing.
-
-_DETACH = frozenset({torch.detach, torch.Tensor.detach})
-
-
-class OuterTensors(TorchFunctionMode):
-    """A mode that records the tensors of outer transforms that functions with tensors as results are given.
-
-    Args:
-        name: The function that runs, for errors.
-        objects: What it reaches. Errors name parameters of modules among these.
-    """
-
-    def __init__(self, name: str, objects: Iterable[object]) -> None:
-        super().__init__()
-        self._name, self._objects, self._keys = name, objects, _torch.dispatch_keys()
-        self._tensors: dict[int, Tensor] = {}  # by id
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if kwargs is None:
-            kwargs = {}
-        if not any(map(_may_be_outer, (*args, *kwargs.values()))):  # nearly always
-            return func(*args, **kwargs)
-        level = _torch.current_level()
-        outer = [x for x in _iter_tensors((*args, *kwargs.values())) if _torch.level_of(x) > level]
-        for x in filter(_torch.is_batched, outer):
-            self._refuse(x)
-        out = func(*args, **kwargs)
-        if outer and func not in _DETACH and next(_iter_tensors((out,)), None) is not None:
-            self._tensors.update((id(x), x) for x in outer)
-        return out
-
-    def check(self) -> None:
-        """Raise RuntimeError if a running transform differentiates one of the recorded tensors."""
-        for x in self._tensors.values():
-            # the levels of a tensor are those inside of another wrapper around it
-            if _torch.tracking_levels(_torch.wrap_for_ended_level(x), self._keys):
-                self._refuse(x)
-
-    def _refuse(self, x: Tensor) -> NoReturn:
-        """Raise RuntimeError for a tensor that is neither an argument nor reached from one."""
-        check_not_read(self._name, describe_parameter({id(x)}, self._objects))
-        raise RuntimeError(
-            f"{self._name} reads a tensor of shape {list(x.shape)} that is neither an argument nor reached from one, as in a "
-            "global or an attribute of a class, and that a transform around it has computed: there it would have no gradient; "
-            "expected it among the arguments"
-        )
-
-
-def _may_be_outer(value: Any) -> bool:
-    """Return whether a value is a tensor of a transform, or may contain one."""
-    return _torch.is_wrapped(value) if isinstance(value, Tensor) else type(value) in (tuple, list)
-
-
-def _iter_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _iter_tensors(value)
-
-
-# --- The runs of a function ---
+__all__ = ["CALL_ATTRIBUTES", "RUNNING", "RecomputedFunction", "find_attribute_tensors", "recomputing_names", "set_attributes"]
 
 
 class _Running(threading.local):
@@ -160,6 +57,8 @@ class _Running(threading.local):
 
     names: tuple[str, ...] = ()
     in_stack = False
+    is_first = False
+    """Whether the innermost is in its first run, whose graph is not kept."""
 
 
 RUNNING = _Running()
@@ -171,60 +70,171 @@ def recomputing_names() -> tuple[str, ...]:
     return RUNNING.names
 
 
+CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH, WEIGHT)
+"""The attributes of a module that functional_call replaces."""
+_SKIPPED = frozenset({*CALL_ATTRIBUTES, "_modules"})
+_HOOK_DICTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)} - _SKIPPED
+"""The names of a module's dicts of hooks; most are empty."""
+
+
+def _read_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that forward may change, but for hooks that it has none of."""
+    own = {k: v for k, v in vars(module).items() if k not in _SKIPPED and (k not in _HOOK_DICTS or v)}
+    return own | {k: own[k].copy() for k in own.keys() & _HOOK_DICTS}
+
+
+def find_attribute_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the tensors in the attributes of a module, but for parameters, buffers and other modules."""
+    return find_tensors(*_read_attributes(module).values())
+
+
+def set_attributes(module: nn.Module, new: Mapping[str, Any]) -> None:
+    """Replace the attributes that forward may change; dicts of hooks stay the same objects."""
+    own, now = vars(module), _read_attributes(module)
+    for name in now.keys() - new.keys():
+        own[name].clear() if name in _HOOK_DICTS else own.pop(name)
+    for name, value in new.items():
+        if name in _HOOK_DICTS:
+            hooks = value.copy()
+            own[name].clear()
+            own[name].update(hooks)
+        elif name not in _SKIPPED:
+            own[name] = value
+
+
+def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Return whether two modules' attributes are the same objects, in one order; False where hooks were copied."""
+    return a is b or (len(a) == len(b) and all(map(operator.is_, a.values(), b.values())) and a.keys() == b.keys())
+
+
+def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the attributes that a run has set, and the names of those that it has deleted."""
+    changed = {
+        k: v
+        for k, v in now.items()
+        if (was := before.get(k, _MISSING)) is not v
+        and not ((type(v) in ATOMS or k in _HOOK_DICTS) and type(was) is type(v) and was == v)
+    }
+    return changed, sorted(before.keys() - now.keys())
+
+
+def _list_inside(obj: Any) -> dict[str, Any]:
+    """Return the attributes of an object, and how long the containers among them are."""
+    return {k: (v, len(v)) if isinstance(v, list | dict | set) else v for k, v in vars(obj).items()}  # pyright: ignore
+
+
+def _read_versions(module: nn.Module) -> list[tuple[int, int]]:
+    """Return which buffers a module has, and how often each was changed in place."""
+    return [(id(x), _torch.version(x)) for x in dict.values(vars(module).get("_buffers") or {}) if x is not None]
+
+
+_MISSING = object()
+_IN_CONTEXT = (Tensor, list, dict, tuple, int, float, str)
+"""The classes of values of context variables that each run gets a copy of."""
+
+
+_SEEN_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules whose first call in a transform has shown which tensors they read."""
+
+
+class _BeginGraph(_torch.Function):
+    """The operands of the first run, whose graph begins here and answers queries as the last run's: it has no derivative."""
+
+    @staticmethod
+    def forward(name: str, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(x.detach() for x in xs)  # no views, which torch lets no one change in place: `_check_operands` names them
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(
+            f"{ctx.name} hands on a tensor by a global, or by an object that it was not given, where it has no gradient: "
+            "expected it in the result, or in an object among the arguments"
+        )
+
+
 class RecomputedFunction:
     """``call(*roots)`` as a function of all the tensors in its arguments, the same in every run."""
 
     def __init__(
-        self, call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Iterable[nn.Module], remat: Remat
+        self, call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Mapping[str, nn.Module], remat: Remat
     ) -> None:
-        owned = list(owned)
-        self._call, self.name, self._owned = call, name, set(owned)
-        self._root_names = [*roots, "context"]
-        self._root_names_after = ["its result", "the context variables that it left", *self._root_names]
+        self._call, self.name, self._names = call, name, [*roots, "a context variable", "an attribute"]
+        self._modules, self._module_names = list(owned.values()), list(owned)
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         self._attention = _torch.current_attention()
-        reached = ReachableObjects([*roots.values(), context_variables()], self._owned)
-        self._reached: ReachableObjects | None = reached  # until the first run has ended
-        self._snapshot, self._constants = Snapshot(reached, self._owned), reached.constants
+        self._attributes = [_read_attributes(module) for module in self._modules]
+        copied = [{k: v for k, v in own.items() if type(v) not in ATOMS and is_copied(v)} for own in self._attributes]
+        self._watched = [
+            (i, k, v, _list_inside(v))
+            for i, own in enumerate(self._attributes)
+            for k, v in own.items()
+            if type(v) not in ATOMS and is_watched(v)
+        ]
+        self._context = context_variables()
+        variables = {k: v for k, v in compared_variables().items() if isinstance(v, _IN_CONTEXT)}
+        self._constants = {
+            id(x) for module in self._modules for x in dict.values(vars(module).get("_parameters") or {}) if x is not None
+        }
+        self._before = self._freeze([*roots.values(), variables, {i: own for i, own in enumerate(copied) if own}])
+        self._shared = [] if owned else [(m, dict(vars(m)), _read_versions(m)) for m in self._reached_modules()]
+        tensors = self._before.tensors
         levels = _torch.current_level() + _torch.is_in_forward_ad()  # plain autograd is another one, where it records
-        levels += self._grad and any(_torch.unwrap(x).requires_grad for x in reached.tensors)
+        levels += self._grad and any(_torch.unwrap(x).requires_grad for x in tensors)
         self._in_stack = (_torch.current_level() > 0 and levels > 1) or RUNNING.in_stack
         if self._in_stack:
-            check_backward_hooks(reached.objects, name)
-        # (requires_grad, is_leaf) of each operand, if the function may ask; a stack of transforms refuses the question
-        records = self._grad and not self._in_stack and not _torch.is_traced() and any(x.requires_grad for x in reached.tensors)
-        has_grads = any(map(has_grad, reached.tensors))
-        reads = find_code_reads(reached.objects)
-        self._generators = reads.find_generators({id(obj) for obj in reached.objects})
-        queries = reads.queries if records or has_grads else frozenset[str]()
-        self._queries = queries - {"grad"} if records else frozenset[str]()
-        self._may_read_grads = has_grads and "grad" in queries
-        self._answers = [(x.requires_grad, x.is_leaf) for x in reached.tensors] if self._queries else None
+            check_backward_hooks(self._reached_modules(), name)
+        self._records = self._grad and not self._in_stack and not _torch.is_traced() and any(x.requires_grad for x in tensors)
+        self._flags = [x.requires_grad for x in tensors]
         # most runs in a stack are of transforms, where the results of another run have other values
         saves = remat.save is not None and not self._in_stack and not _torch.is_traced()
-        self._saved_results = SavedResults(remat, name, owned[0] if owned else roots["the function"]) if saves else None
-        # a module has no closure: most name no variable, and then the mode would only cost time
-        watches = _torch.current_level() and (not owned or reads.may_read_tensors())
-        self._outer_tensors = OuterTensors(name, reached.objects) if watches else None
+        self._saved_results = SavedResults(remat, name, self._modules[0] if owned else roots["the function"]) if saves else None
+        self._outer_tensors = OuterTensors(name, self._reached_modules()) if self._watches_outer_tensors() else None
         self._is_last = self._is_graph_kept = False
         self._in_transform = _torch.current_level() > 0 or is_assumed_differentiated()  # later runs may be below it
-        self._paths = [reached.path_of((TENSOR, i), self._root_names) for i in range(len(reached.tensors))]
-        self._attributes = {i: dict(vars(x)) for i, x in enumerate(reached.tensors) if vars(x)}
+        self._tensor_attributes = {i: dict(vars(x)) for i, x in enumerate(tensors) if vars(x)}
         self._ambient: AmbientState | None = None
-        self._changed: set[int] = set()
-        self._first: RunOutcome | None = None
-        self._left: tuple[ReachableObjects, RunOutcome] | None = None  # by the first run, until `finish`
+        self.has_changed_objects = False
+        self._first: tuple[list[bytes], list[Any]] | None = None  # what the first run left, and its results' layouts
+        self._left: Any = None  # the same, until `finish`
+        self._foreign, self._foreign_name = list[weakref.ref[Tensor]](), ""
+
+    def _watches_outer_tensors(self) -> bool:
+        """Return whether to look for tensors of outer transforms: each time in a function, for a module in its first call."""
+        if not _torch.current_level():
+            return False
+        if not self._modules:
+            return True
+        is_new = self._modules[0] not in _SEEN_MODULES
+        _SEEN_MODULES.add(self._modules[0])
+        return is_new
+
+    def _reached_modules(self) -> Iterator[nn.Module]:
+        """Return the modules that run, and all those that the arguments reach."""
+        return (m for top in (*self._modules, *self._before.others) if isinstance(top, nn.Module) for m in top.modules())
+
+    def _freeze(self, roots: list[Any]) -> Snapshot:
+        """Return the snapshot of the arguments; raise TypeError for one that cannot be copied."""
+        self._caller: list[Any] | None = roots
+        with contextlib.suppress(Exception):
+            return Snapshot([roots[:-1], roots[-1]], constants=self._constants, name=self.name)
+        for own in roots[-1].values():
+            for key in [key for key, value in own.items() if find_uncopied(value, "")]:
+                del own[key]  # as a list of locks
+        if not (path := find_uncopied(dict(zip(self._names, roots, strict=True)), "")):
+            return Snapshot([roots[:-1], roots[-1]], constants=self._constants, name=self.name, by_value=False)
+        raise TypeError(
+            f"{self.name} was given an object that cannot be copied for another run, {path}: expected tensors, and containers "
+            "of them"
+        )
 
     @property
     def tensors(self) -> list[Tensor]:
         """The operands, before the first run has ended."""
-        assert self._reached is not None
-        return list(self._reached.tensors)
-
-    @property
-    def has_changed_objects(self) -> bool:
-        """Whether the first run has changed an object that the function reaches."""
-        return bool(self._changed)
+        return list(self._before.tensors)
 
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
@@ -246,113 +256,115 @@ class RecomputedFunction:
 
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Run the function, and return all tensors that can be reached afterwards and are no operands."""
-        if self._answers is not None and not _torch.current_level():
-            with torch.enable_grad():
-                operands = zip(xs, self._answers, self._paths, strict=True)
-                xs = tuple(self._with_answers(x, *answers, path) for x, answers, path in operands)
-        if self._attributes:
-            xs = tuple(with_attributes(x, self._attributes.get(i)) for i, x in enumerate(xs))
+        is_first, begins = self._first is None, set[Any]()
+        if is_first and self._records and not _torch.current_level():
+            xs = self._begin_graph(xs)
+            begins = {x.grad_fn for x in xs} - {None}
+        elif not is_first and self._grad and not _torch.current_level():  # no leaves, as in the first run
+            xs = tuple([x.view_as(x) if x.requires_grad and x.is_leaf else x for x in xs])
+        for i, attributes in self._tensor_attributes.items():
+            xs = (*xs[:i], _with_attributes(xs[i], attributes), *xs[i + 1 :])
         versions = [(_torch.version(x), len(x._backward_hooks or ())) for x in xs]
-        inputs = RunInputs(self._snapshot, xs, self._changed, self._reached, self.name)
+        (arguments, held), made = load(self._before.parts, xs, self._before.others)
+        given = [*arguments, held]
+        targets = [{**own, **held[i]} if i in held else own for i, own in enumerate(self._attributes)]
+        around = self._attributes if is_first else [*map(_read_attributes, self._modules)]
         try:
-            outcome, after = self._run(inputs, xs)
-        except BaseException:
-            if self._reached is not None:
-                inputs.undo_changes(self._reached)
-            raise
+            self._set_attributes(around, targets)
+            out, variables = self._run(given[:-2], given[-2], xs)
+            now = [*map(_read_attributes, self._modules)]
+            pairs = enumerate(zip(targets, now, strict=True))
+            changes = {i: change for i, (a, b) in pairs if not _is_same(a, b) and any(change := _find_changes(a, b))}
+            self._check_operands(xs, versions, given)
+            new = {k: v for k, v in variables.items() if given[-2].get(k, _MISSING) is not v and isinstance(v, _IN_CONTEXT)}
+            after = self._dump([arguments, held, [new, changes, out]], xs, made)
         finally:
-            inputs.restore_modules()
-        for x, (version, hooks), path in zip(xs, versions, self._paths, strict=True):
-            if _torch.version(x) != version:
-                raise RuntimeError(
-                    f"{self.name} changed in place a tensor that it was given: {path}; expected it unchanged, because the "
-                    "function runs again; change a copy"
-                )
-            if len(x._backward_hooks or ()) != hooks:
-                raise RuntimeError(
-                    f"{self.name} calls register_hook on a tensor that it was given, {path}, where the hook would miss the "
-                    "gradient from outside: expected it on x.view_as(x), or where the tensor comes from"
-                )
-        for i, x in enumerate(xs):
-            if (now := vars(x)) and not attributes_equal(now, self._attributes.get(i, {})):
-                raise RuntimeError(
-                    f"{self.name} sets an attribute of a tensor that it was given: {self._paths[i]} has {[*now]}; expected "
-                    "the tensor unchanged, because the function runs again"
-                )
-        if self._first is None:
-            self._changed = outcome.find_changed(self._snapshot)
-            self._snapshot.check_copyable(self._changed, self.name)
-            self._first, self._left = outcome, (after, outcome)
-            return tuple(
-                r.detach() for r in outcome.results
-            )  # autograd writes on what a Function returns; it may be a constant
-        if difference := outcome.find_difference(self._first, after, self._root_names_after):
-            raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {difference}")
-        return tuple(outcome.results)
+            self._set_attributes(map(_read_attributes, self._modules), around)
+        results = after.tensors[len(xs) :]
+        layouts = [(x.dtype, x.shape, x.device) for x in results]
+        if is_first:
+            self._check_results(results, begins)
+            self.has_changed_objects = bool(changes or new or after.parts[:2] != self._before.parts)
+            self._first, self._left = (after.parts, layouts), (after, out, len(xs))
+            return tuple(r.detach() for r in results)  # autograd writes on what a Function returns; it may be a constant
+        if self._first != (after.parts, layouts) and (text := self._find_difference(after, layouts, len(xs))):
+            raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {text}")
+        return tuple(results)
 
-    def _with_answers(self, x: Tensor, requires_grad: bool, is_leaf: bool, path: str) -> Tensor:
-        """Return an operand that answers queries as the caller's tensor does: in the first run operands have no graph."""
-        if self._first is None and requires_grad:
-            x = x.detach().requires_grad_()
-        if is_leaf and not x.is_leaf and self._queries & {"is_leaf", "grad_fn"}:
-            raise RuntimeError(
-                f"{self.name} may read is_leaf or grad_fn of {path}, which is a leaf, and is none where its gradient is "
-                "differentiated again: expected it not to, or a view of the leaf (x.view_as(x))"
-            )
-        return x.view_as(x) if x.requires_grad and x.is_leaf and not is_leaf else x
+    def _set_attributes(self, now: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> None:
+        """Give the modules their attributes, which nearly always they have."""
+        for module, own, attributes in zip(self._modules, now, new, strict=True):
+            if not _is_same(own, attributes):
+                set_attributes(module, attributes)
 
-    def _run(self, inputs: RunInputs, xs: Sequence[Tensor]) -> tuple[RunOutcome, ReachableObjects]:
-        """Run the function in the surroundings of its first run. Return its outcome and the objects that it has reached."""
-        before = RUNNING.names, RUNNING.in_stack
+    def _begin_graph(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return operands that require grad as the caller's do, by nodes that lead to those where plain autograd has them."""
+        with torch.enable_grad():
+            given = zip(xs, self._before.tensors, self._flags, strict=True)
+            sources = [x.detach().requires_grad_() if _torch.is_wrapped(t) else t for x, t, flag in given if flag]
+            begun = iter(_BeginGraph.apply(self.name, *sources))
+        return tuple(next(begun) if flag else x for x, flag in zip(xs, self._flags, strict=True))
+
+    def _dump(self, parts: list[Any], xs: Sequence[Tensor], made: list[tuple[Any, int]]) -> Snapshot:
+        """Return the snapshot of what a run has left; raise TypeError for what cannot be copied."""
+        for by_value in (True, False):
+            try:
+                by_value = by_value and self._before.by_value
+                return Snapshot(parts, xs, self._before.others, self._constants, made, is_after=True, by_value=by_value)
+            except DeferredError as error:  # noqa: PERF203
+                raise TypeError(
+                    f"{self.name} returns or stores a {error}, which gives tensors after the function has ended, where they "
+                    "have no gradient: expected the tensors themselves, as in list(...)"
+                ) from None
+            except Exception as error:
+                last = error
+        raise self._uncopied_result(last) from last
+
+    def _uncopied_result(self, error: Exception) -> TypeError:
+        return TypeError(f"{self.name} returns or stores an object that cannot be copied ({error}): expected tensors")
+
+    def _run(self, roots: Sequence[Any], variables: dict[Any, Any], xs: Sequence[Tensor]) -> tuple[Any, dict[Any, Any]]:
+        """Run the function in the surroundings of its first run. Return its result, and the context variables then."""
+        before = RUNNING.names, RUNNING.in_stack, RUNNING.is_first
         RUNNING.names, RUNNING.in_stack = (*before[0], self.name), self._in_stack
+        RUNNING.is_first = self._ambient is None
         try:
             if self._ambient is None:
-                self._ambient = AmbientState(xs, self._generators)
+                self._ambient = AmbientState(xs)
                 saving = self._save_or_reuse(xs, self._ambient)
+                hooks = SavedTensorHooks({})  # those around would offload what nobody reads again
                 with (
                     assume_differentiated(False),
                     torch.set_grad_enabled(self._grad),
-                    set_context_variables(inputs.roots[-1]),
-                    self._in_transforms(xs),
+                    set_context_variables(variables),
+                    self._in_transforms(),
                     saving,
                     self._outer_tensors or contextlib.nullcontext(),
+                    hooks.activate(hooks.pack) if _torch.current_pack_hook() else contextlib.nullcontext(),
                 ):
-                    out, variables = self._call(*inputs.roots[:-1]), compared_variables()
+                    out = self._call(*roots), compared_variables()
                 self._ambient.record_end()
-            else:
-                with assume_differentiated(self._in_transform), self._ambient.restored(), torch.set_grad_enabled(self._grad):
-                    with self._in_transforms(xs), self._save_or_reuse(xs, self._ambient):
-                        out, variables = contextvars.Context().run(self._run_in_context, inputs.roots)
-                    self._ambient.check_end(self.name)
+                return out
+            with assume_differentiated(self._in_transform), self._ambient.restored(), torch.set_grad_enabled(self._grad):
+                with self._in_transforms(), self._save_or_reuse(xs, self._ambient):
+                    # a new context, where variables that only the first run has set are not set
+                    out = contextvars.Context().run(self._run_in_context, roots, {**self._context, **variables})
+                self._ambient.check_end(self.name)
+                return out
         finally:
-            RUNNING.names, RUNNING.in_stack = before
-        after = ReachableObjects([out, variables, *inputs.roots], self._owned, self._constants, inputs.objects)
-        outcome = RunOutcome(after, inputs, xs)
-        if self._first is None:
-            self._check_deferred(out, outcome, after)
-            self._check_results(outcome, after, xs)
-            check_result_attributes(outcome.results, self.name)
-        return outcome, after
+            RUNNING.names, RUNNING.in_stack, RUNNING.is_first = before
 
-    def _run_in_context(self, roots: Sequence[Any]) -> tuple[Any, dict[contextvars.ContextVar[Any], Any]]:
-        """Run in a new context, where variables that only the first run has set are not set."""
-        with set_context_variables(roots[-1]):
-            return self._call(*roots[:-1]), compared_variables()
+    def _run_in_context(self, roots: Sequence[Any], variables: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
+        with set_context_variables(variables):
+            return self._call(*roots), compared_variables()
 
     @contextlib.contextmanager
-    def _in_transforms(self, xs: Sequence[Tensor]) -> Generator[None]:
+    def _in_transforms(self) -> Generator[None]:
         """Run the function as all transforms around its first run expect."""
         # the last mode sees a function first, and by whose code it is called
         mode = _torch.NoGradInForwardMode() if self._forward_mode else contextlib.nullcontext()
-        with mode, _torch.use_attention(self._attention), self._refuse_level_queries(), self._refuse_grads(xs):
+        with mode, _torch.use_attention(self._attention), self._refuse_level_queries():
             yield
-
-    def _refuse_grads(self, xs: Sequence[Tensor]) -> contextlib.AbstractContextManager[object]:
-        """Refuse to read the gradient that an operand had before the first run: the tensors of a run have none."""
-        if not self._may_read_grads:
-            return contextlib.nullcontext()
-        message = f"{self.name} reads tensor.grad of one of its arguments, which no run is given: expected it as an argument"
-        return ForbiddenFunctions({GRAD: message}, xs)
 
     def _refuse_level_queries(self) -> contextlib.AbstractContextManager[object]:
         """Refuse what concerns one derivative of a stack: which one that is differs between runs."""
@@ -370,48 +382,167 @@ class RecomputedFunction:
             }
         )
 
-    def _check_deferred(self, out: Any, outcome: RunOutcome, after: ReachableObjects) -> None:
-        """Raise TypeError for a generator or another new iterator that gives tensors later, when no run records them."""
-        deferred = [out] if inspect.iscoroutine(out) or inspect.isasyncgen(out) else outcome.find_deferred(after)
-        for obj in deferred:
-            raise TypeError(
-                f"{self.name} returns or stores a {type(obj).__name__}, which gives tensors after the function has ended, "
-                "where they have no gradient: expected the tensors themselves, as in list(...)"
-            )
+    # --- checks ---
 
-    def _check_results(self, outcome: RunOutcome, after: ReachableObjects, xs: Sequence[Tensor]) -> None:
-        """Raise RuntimeError for a result of the first run that has a derivative by another tensor than an operand."""
-        for k, result in zip(outcome.result_indices, outcome.results, strict=True):
-            tracked = self._grad and _torch.unwrap(result).requires_grad
-            if tracked and any(_torch.unwrap(x).requires_grad for x in xs):
-                tracked = self._answers is not None and not _torch.depends_only_on(result, xs)
-            if tracked or _torch.level_of(result) > _torch.current_level():
-                path = after.path_of((TENSOR, k), self._root_names_after)
-                if self._answers is None and differentiates_operand(_torch.unwrap(result), xs):
-                    raise RuntimeError(
-                        f"{self.name} calls requires_grad_() on one of its arguments, or a tensor in its memory, and {path} "
-                        "depends on that: a run without a graph cannot tell its derivatives from others; expected "
-                        "the gradient by torch.func.grad, as of forces: torch.func.grad(self.energy)(x)"
-                    )
-                check_not_read(self.name, find_parameter(_torch.unwrap(result), after.objects))
+    def _check_operands(self, xs: Sequence[Tensor], versions: Sequence[tuple[int, int]], given: list[Any]) -> None:
+        """Raise RuntimeError if a run has changed a tensor that it was given, or registered a hook on it."""
+        for i, (x, (version, hooks)) in enumerate(zip(xs, versions, strict=True)):
+            if _torch.version(x) != version:
                 raise RuntimeError(
-                    f"{self.name} reads a tensor of the running computation that is neither an argument nor reached from one "
-                    f"({path} depends on it), where it would have no gradient: expected it among the arguments"
+                    f"{self.name} changed in place a tensor that it was given: {self._path_of(x, given)}; expected it "
+                    "unchanged, because the function runs again; change a copy"
                 )
+            if len(x._backward_hooks or ()) != hooks:
+                raise RuntimeError(
+                    f"{self.name} calls register_hook on a tensor that it was given, {self._path_of(x, given)}, where the hook "
+                    "would miss the gradient from outside: expected it on x.view_as(x), or where the tensor comes from"
+                )
+            if (now := vars(x)) and not _attributes_equal(now, self._tensor_attributes.get(i, {})):
+                raise RuntimeError(
+                    f"{self.name} sets an attribute of a tensor that it was given: {self._path_of(x, given)} has {[*now]}; "
+                    "expected the tensor unchanged, because the function runs again"
+                )
+        for i, key, obj, before in self._watched if self._first is None else ():
+            if changed := [name for name, value in _list_inside(obj).items() if before.get(name, _MISSING) != value]:
+                raise RuntimeError(
+                    f"{self.name} changes '{changed[0]}' of the {type(obj).__name__} in {self._module_names[i]}.{key}, which "
+                    "each run would change again: expected the object among the arguments of forward, or a list or dict"
+                )
+
+        for module, before, versions in self._shared if self._first is None else ():
+            now = {k: v for k, v in vars(module).items() if k not in _SKIPPED and k not in _HOOK_DICTS}
+            changed = [k for k, v in now.items() if before.get(k, _MISSING) is not v]
+            if changed or versions != _read_versions(module):
+                raise RuntimeError(
+                    f"{self.name} changes {repr(changed[0]) if changed else 'a buffer'} of a {type(module).__name__}, which "
+                    "each run would change again: expected P(remat=True) of a unit, or its buffers among the arguments"
+                )
+
+    def _path_of(self, x: Tensor, given: list[Any]) -> str:
+        """Return the path of a tensor in the arguments of a run."""
+        return find_path(x, dict(zip(self._names, given, strict=True)))
+
+    def _check_results(self, results: Sequence[Tensor], begins: set[Any]) -> None:
+        """Find leaves that results have a derivative by and that are no operands: `finish` refuses those still there."""
+        if any(_torch.level_of(r) > _torch.current_level() for r in results):
+            self._refuse_foreign("")
+        tracked = [x for r in results if (x := _torch.unwrap(r)).requires_grad] if self._grad else []
+        nodes = _torch.find_nodes((x.grad_fn for x in tracked), begins) - begins
+        leaves = [getattr(node, "variable", None) for node in nodes if not node.next_functions]
+        leaves += [x for x in tracked if x.grad_fn is None]
+        if foreign := [x for x in leaves if x is not None]:
+            self._foreign = [*map(weakref.ref, foreign)]
+            self._foreign_name = describe_parameter(set(map(id, (*foreign, *nodes))), self._reached_modules())
+        for attributes in filter(None, map(vars, results)):
+            for key, value in attributes.items():
+                if find_tensors(value):
+                    raise RuntimeError(
+                        f"{self.name} sets the attribute '{key}' of a result to a tensor or an object with one, where it would "
+                        "have no gradient: expected it returned beside the result"
+                    )
+
+    def _refuse_foreign(self, parameter: str) -> NoReturn:
+        """Raise RuntimeError for a tensor, maybe a parameter, that a result depends on and that is no operand."""
+        check_not_read(self.name, parameter)
+        raise RuntimeError(
+            f"{self.name} reads a tensor of the running computation that is neither an argument nor reached from one, where it "
+            "would have no gradient: expected it among the arguments"
+        )
+
+    def _find_difference(self, now: Snapshot, layouts: list[Any], operands: int) -> str:
+        """Return what differs from what the first run left, in words; empty for an object that is only shared otherwise."""
+        assert self._first is not None
+        outcomes: list[dict[str, Any]] = []
+        for parts, own in ((self._first[0], self._first[1]), (now.parts, layouts)):
+            names = [TensorName(i, "one of the tensors it was given") for i in range(operands)]
+            names += [TensorName(i, f"{dtype} of shape {list(shape)}") for i, (dtype, shape, _) in enumerate(own)]
+            try:
+                (arguments, held, (variables, changes, out)), _ = load(parts, names, now.others)
+            except Exception:
+                return "it returns or stores other objects"
+            stored = {f"{self._module_names[i]}.{k}": v for i, (values, _) in changes.items() for k, v in values.items()} | {
+                f"context variable '{var.name}'": value for var, value in variables.items()
+            }
+            outcomes.append({"its result": out, **stored, **dict(zip(self._names, [*arguments, held], strict=True))})
+        before, after = outcomes
+        if only := before.keys() ^ after.keys():
+            return f"only one of them changes {min(only)}"
+        return next((text for path in after if (text := find_difference(before[path], after[path], path, {}))), "")
 
     def finish(self, outputs: Sequence[Tensor]) -> Any:
         """Write what the first run has changed into the caller's objects, with these results, and return its result."""
-        assert self._reached is not None
-        assert self._left is not None
-        (after, outcome), reached = self._left, self._reached
+        assert self._caller is not None
         if self._outer_tensors is not None:
             self._outer_tensors.check()
             self._outer_tensors = None
-        outputs = copy_attributes(outcome.results, outputs)
-        self._left = self._reached = None
-        out, variables = outcome.write_back(after, reached, self._changed, outputs)
-        outcome.results = []
-        for var, value in variables.items():
-            if var.get(variables) is not value:  # `variables` as the default, which no variable has as its value
-                var.set(value)
-        return out
+        (after, out, count), caller = self._left, self._caller
+        outputs = _copy_attributes(after.tensors[count:], outputs)
+        tensors = [*self._before.tensors, *outputs]
+        self._left = self._caller = None
+        self._before.tensors = []
+        if (
+            self.has_changed_objects
+            or (value := _replace(out, {id(x): y for x, y in zip(after.tensors, tensors, strict=True)})) is _MISSING
+        ):
+            value = self._write_back(after, tensors, caller)
+        del after, out
+        if any(leaf() is not None for leaf in self._foreign):
+            self._refuse_foreign(self._foreign_name)
+        return value
+
+    def _write_back(self, after: Snapshot, tensors: Sequence[Tensor], caller: list[Any]) -> Any:
+        """Write what the first run has changed into the caller's objects, and return its result."""
+        merge = Merge()
+        try:
+            (arguments, held, (variables, changes, out)), _ = load(after.parts, tensors, after.others)
+        except Exception as error:
+            raise self._uncopied_result(error) from error
+        merge(caller, [*arguments, held])
+        for i, (values, removed) in changes.items():
+            module = self._modules[i]
+            own = {k: v for k, v in _read_attributes(module).items() if k not in removed}
+            set_attributes(module, own | {k: merge(vars(module).get(k), v) for k, v in values.items()})
+        for var, new in variables.items():
+            var.set(merge(var.get(None), new))
+        return merge(None, out)
+
+
+def _replace(out: Any, tensors: Mapping[int, Tensor]) -> Any:
+    """Return a result with other tensors, if it is made of tensors and tuples alone; else `_MISSING`."""
+    if isinstance(out, Tensor):
+        return tensors[id(out)]
+    if type(out) is tuple:
+        parts = tuple([_replace(x, tensors) for x in out])
+        return _MISSING if any(x is _MISSING for x in parts) else parts
+    return out if type(out) in ATOMS else _MISSING
+
+
+# --- Attributes of Python that tensors have, such as ``y.tag = 1``: autograd gives and returns other tensors ---
+
+
+def _with_attributes(x: Tensor, attributes: Mapping[str, Any]) -> Tensor:
+    """Return an operand with these attributes: a view if it is the caller's tensor, which has others by now."""
+    if _attributes_equal(vars(x), attributes):
+        return x
+    if vars(x):
+        with torch.enable_grad():
+            x = x.view_as(x)
+    vars(x).update(attributes)
+    return x
+
+
+def _attributes_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Return whether two tensors have the same attributes, by identity, but for Dynamo's own and a running call's ``set_``."""
+    names = {name for name in (*a, *b) if name != "set_" and not _torch.is_compiler_attribute(name)}
+    return all(name in a and name in b and a[name] is b[name] for name in names)
+
+
+def _copy_attributes(results: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs, which autograd has made, with the first run's classes and attributes of Python."""
+    out = [
+        output.as_subclass(type(r)) if _torch.is_attribute_subclass(type(r)) else output
+        for r, output in zip(results, outputs, strict=True)
+    ]
+    for result, output in zip(results, out, strict=True):
+        vars(output).update(vars(result))
+    return out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -213,9 +213,9 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     """Wrap a function so that its derivatives keep only its arguments, and run it again (jax.checkpoint).
 
     The results are the same under any stack of torch.func transforms, plain autograd and vmap, at any order. Arguments are
-    all tensors that can be reached from ``f`` and what it is given: by closures, attributes, containers, context variables
-    and modules, but for their parameters, which `torch.func.functional_call` makes arguments. Each later run finds these as
-    the first one did, with its random numbers; ``f`` changes them once. Globals and attributes of classes are constants.
+    the tensors in what ``f`` is given, in its closure and in context variables, and in objects there that pickle can copy;
+    `torch.func.functional_call` makes a module's parameters arguments. Each later run finds these as the first one did, with
+    its random numbers; ``f`` changes them once. All else is a constant, such as globals, which every run changes.
     Inside torch.compile the wrapper is ``f``, and `compile` recomputes. What else it does not see: examples/guide/limits.md.
     Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
 
@@ -229,8 +229,7 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     Raises:
         RuntimeError: ``f`` changes in place a tensor that it was given or that it saves (but by ``.data``), reads parameters
             of a module or functional_call around it, or does not do the same in every run.
-        TypeError: ``f`` changes an object, or reaches tensors in one, that cannot be copied, such as an iterator; or it
-            returns a generator.
+        TypeError: An argument cannot be copied; or ``f`` reads an iterator that it was given, or returns one.
         ValueError: ``f`` gives none of the names to save.
 
     Example:
@@ -255,15 +254,15 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
 
 
 def call_recomputed(
-    call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Iterable[nn.Module] = (), *, remat: Remat
+    call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Mapping[str, nn.Module] | None = None, *, remat: Remat
 ) -> Any:
     """Return ``call(*roots.values())``, and keep only tensors that can be reached from the roots, and what ``remat`` saves.
 
-    ``name`` is what errors call it, and the keys of ``roots`` what they call its arguments. ``owned`` are roots that are
-    modules, whose parameters, buffers and forward ``call`` sets itself. If ``call`` has a context manager ``last_run``, the
+    ``name`` is what errors call it, and the keys of ``roots`` and ``owned`` what they call its arguments and modules, whose
+    parameters, buffers and forward ``call`` sets itself. If ``call`` has a context manager ``last_run``, the
     last run and its backward are within that.
     """
-    fn = RecomputedFunction(call, name, roots, owned, remat)
+    fn = RecomputedFunction(call, name, roots, owned or {}, remat)
     outputs, operands = apply_recomputed(fn, fn.tensors)
     return fn.finish(_protect_aliases(outputs, operands))
 

@@ -1,347 +1,562 @@
-"""A snapshot of the objects that a function reaches, the inputs of every run made from it, and the outcome of a run."""
+"""What a function is given, and what it leaves, as bytes: tensors, modules and classes stand beside them, by number.
+
+Loaded with other tensors, the bytes give each run objects of its own. Runs that leave equal bytes have done the same.
+"""
 
 from __future__ import annotations
 
+import array
+import contextlib
+import contextvars
+import enum
+import functools
+import io
+import itertools
+import pickle
+import random
+import sys
+import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ... import _torch
-from .adapters import STATEFUL_ADAPTERS, ObjectAdapter, find_referents, set_attributes
-from .reachable import CONSTANT, OBJECT, TENSOR, ReachableObjects, Token, names_equal, read_contents, tokens_equal
+from ..._core.mesh import Mesh, Simulated
+from ..._core.spec import PartitionSpec
+from ..._spec.unit_state import UnitState
 
-__all__ = ["RunInputs", "RunOutcome", "Snapshot"]
+__all__ = [
+    "ATOMS", "DeferredError", "Merge", "Snapshot", "TensorName", "find_difference", "find_path", "find_tensors",
+    "find_uncopied", "is_copied", "is_watched", "load",
+]  # fmt: skip
+
+ATOMS = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), type(...), type, range, slice, torch.dtype, torch.device, torch.Size}
+    | {torch.memory_format, torch.layout, types.BuiltinFunctionType, types.ModuleType}
+)
+"""The types of values that nothing can change, and that contain no tensor."""
+
+
+# --- Which way an object goes: by its class ---
+
+
+class _Kind(enum.Enum):
+    TENSOR = "by number"
+    REFERENCE = "itself, by number"
+    RANKED = "itself, with other ranks if vmap simulates those"
+    FUNCTION = "a function with a closure of its own"
+    CELL = "a cell of closures"
+    GENERATOR = "a torch.Generator with the same state"
+    DEFERRED = "an iterator, which nothing sets back"
+    VALUE = "as pickle does"
+
+
+_OPAQUE_PACKAGES = {
+    "funshard", "logging", "threading", "concurrent", "multiprocessing", "asyncio", "weakref", "contextvars", "_thread",
+}  # fmt: skip
+_REDUCE = (
+    object.__reduce__,
+    set.__reduce__,
+    deque.__reduce__,
+    OrderedDict.__reduce__,
+    defaultdict.__reduce__,
+)  # not one of ours that refuses
+_REFERENCES = (nn.Module, type, _torch.StandIn, weakref.ref, contextvars.ContextVar, *ATOMS - {type(None), type(...)})
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(cls: type) -> _Kind:
+    """Return how objects of a class are handed to a run."""
+    if issubclass(cls, _REFERENCES):
+        return _Kind.REFERENCE
+    if cls is UncopiedIterator:
+        return _Kind.VALUE
+    for base, kind in _KINDS.items():
+        if issubclass(cls, base):
+            return kind
+    package, _, module = cls.__module__.partition(".")
+    is_opaque = package in _OPAQUE_PACKAGES or (package == "torch" and module.partition(".")[0] != "distributions")
+    is_iterator = hasattr(cls, "__next__") and (is_opaque or package == "_io" or not cls.__dictoffset__)
+    if is_iterator or issubclass(cls, types.CoroutineType | types.AsyncGeneratorType):
+        return _Kind.DEFERRED
+    is_container = (issubclass(cls, tuple | list | dict | set | deque) and cls.__reduce__ in _REDUCE) or cls is UnitState
+    return _Kind.REFERENCE if is_opaque and not is_container else _Kind.VALUE
+
+
+_KINDS = {
+    Tensor: _Kind.TENSOR,
+    PartitionSpec: _Kind.RANKED,
+    Mesh: _Kind.RANKED,
+    Simulated: _Kind.RANKED,
+    types.FunctionType: _Kind.FUNCTION,
+    types.CellType: _Kind.CELL,
+    torch.Generator: _Kind.GENERATOR,
+}
+
+
+def is_deferred(value: object) -> bool:
+    """Return whether a value is an iterator or a coroutine, which computes later."""
+    return _kind_of(type(value)) is _Kind.DEFERRED
+
+
+def is_copied(value: Any) -> bool:
+    """Return whether each run gets its own copy of an attribute of a module: a container, or a state of random numbers."""
+    cls = type(value)
+    if cls in ATOMS or (cls is tuple and all(type(x) in ATOMS for x in value)):
+        return False
+    if cls is types.FunctionType:
+        return _has_own_state(value)
+    if cls.__module__.partition(".")[0] == "numpy":
+        return getattr(value, "nbytes", 0) <= _MAX_BYTES
+    return isinstance(value, _COPIED) or _kind_of(cls) is _Kind.DEFERRED
+
+
+_COPIED = (Tensor, tuple, list, dict, set, deque, functools.partial, torch.Generator, random.Random, bytearray, array.array)
+_MAX_BYTES = 1 << 16
+"""The size of the largest NumPy array among the attributes of a module that is copied."""
+
+
+def is_watched(value: Any) -> bool:
+    """Return whether an attribute of a module is an object that all runs share, and that one of them could change."""
+    return _kind_of(type(value)) is _Kind.VALUE and not is_copied(value) and hasattr(value, "__dict__")
+
+
+def _has_own_state(f: types.FunctionType) -> bool:
+    """Return whether a function has a closure or defaults, and is none of torch or of this library."""
+    has_state = bool(f.__closure__ or f.__defaults__ or f.__kwdefaults__)
+    return has_state and str(f.__globals__.get("__name__", "")).partition(".")[0] not in ("funshard", "torch")
+
+
+# --- Functions that the bytes name, which a load replaces by its own (`_Unpickler.find_class`) ---
+
+
+class UncopiedIterator:
+    """What a run is given in the place of an iterator: it raises TypeError where it is read."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        self.name, self.kind = name, kind
+
+    def __reduce__(self) -> Any:
+        return UncopiedIterator, (self.name, self.kind)
+
+    def __next__(self) -> Any:
+        raise TypeError(
+            f"{self.name} was given a {self.kind} that it changes, which cannot be copied for another run: expected its "
+            "values; call next() or read() outside"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__next__()
+
+    __iter__ = __next__
+
+
+def _tensor(i: int) -> Any: ...
+
+
+def _reference(i: int) -> Any: ...
+
+
+def _ranked(i: int, ranks: Any) -> Any: ...
+
+
+def _function(i: int, closure: Any) -> Any: ...
+
+
+_NOT_SET = UncopiedIterator  # a cell without contents
+
+
+def _fill_function(f: Any, state: Any) -> None:
+    """Give a function its defaults, attributes and the contents of its closure."""
+    f.__defaults__, f.__kwdefaults__, attributes, contents = state
+    vars(f).update(attributes)
+    for cell, value in zip(f.__closure__ or (), contents, strict=True):
+        if value is not _NOT_SET:
+            cell.cell_contents = value
+
+
+def _contents_of(f: Any) -> list[Any]:
+    """Return what is in the cells of a function's closure."""
+    out: list[Any] = []
+    for cell in f.__closure__ or ():
+        try:
+            out.append(cell.cell_contents)
+        except ValueError:  # noqa: PERF203
+            out.append(_NOT_SET)
+    return out
+
+
+def _make_generator(device: torch.device, state: bytes) -> torch.Generator:
+    """Return a torch.Generator with this state."""
+    generator = torch.Generator(device)
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
+
+
+_OWN = {_tensor, _reference, _ranked, _function, _fill_function, _make_generator}
+
+
+def find_simulated_ranks(obj: PartitionSpec | Mesh | Simulated) -> list[Tensor]:
+    """Return the ranks in a spec, a mesh or an axis that vmap simulates, each a tensor."""
+    if isinstance(obj, Simulated):
+        return [obj.rank]
+    mesh = obj.mesh if isinstance(obj, PartitionSpec) else obj
+    return [axis.rank for _, axis in mesh.axes if isinstance(axis, Simulated)] if mesh else []
+
+
+def _replace_ranks(obj: Any, ranks: Iterator[Tensor]) -> Any:
+    """Return the same spec, mesh or axis with other tensors as its simulated ranks."""
+    if isinstance(obj, PartitionSpec):
+        return obj.on(_replace_ranks(obj.bound_mesh, ranks))
+    if isinstance(obj, Mesh):
+        return replace(obj, axes=tuple((name, _replace_ranks(axis, ranks)) for name, axis in obj.axes))
+    return replace(obj, rank=next(ranks)) if isinstance(obj, Simulated) else obj
+
+
+# --- The bytes ---
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles objects; it lists tensors, and what is handed on itself."""
+
+    def __init__(self, snapshot: Snapshot, *, by_value: bool) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file, protocol=5)
+        self._snapshot, self._by_value = snapshot, by_value
+
+    def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return how an object is made again, if it is none of Python's containers and atoms."""
+        kind, number = _kind_of(type(obj)), self._snapshot.number
+        if kind is _Kind.VALUE:
+            return NotImplemented
+        if kind is _Kind.TENSOR and not (type(obj) is nn.Parameter and self._snapshot.is_constant(obj)):
+            return _tensor, (self._snapshot.number_tensor(obj),)
+        if kind is _Kind.FUNCTION:
+            if obj in _OWN:
+                return NotImplemented
+            if self._by_value and _has_own_state(obj):
+                state = obj.__defaults__, obj.__kwdefaults__, vars(obj), _contents_of(obj)
+                return _function, (number(obj), obj.__closure__), state, None, None, _fill_function
+        elif kind is _Kind.CELL:
+            return types.CellType, ()
+        elif kind is _Kind.RANKED and (ranks := find_simulated_ranks(obj)):
+            return _ranked, (number(obj), ranks)
+        elif kind is _Kind.GENERATOR:
+            with _torch.below_transforms():
+                return _make_generator, (obj.device, obj.get_state().numpy().tobytes())
+        elif kind is _Kind.DEFERRED:
+            if self._snapshot.is_after:
+                raise DeferredError(type(obj).__name__)
+            return UncopiedIterator, (self._snapshot.name, type(obj).__name__)
+        return _reference, (number(obj),)
+
+
+class DeferredError(TypeError):
+    """A run has made an iterator."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes the objects again, with these tensors."""
+
+    def __init__(self, data: bytes, tensors: Sequence[Any], others: Sequence[Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors, self._others = tensors, others
+        self.made: list[tuple[Any, int]] = []
+
+    def find_class(self, module: str, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return a function that the bytes name."""
+        if module != __name__:
+            return super().find_class(module, name)
+        if name == "_tensor":
+            return self._tensors.__getitem__
+        if name == "_reference":
+            return self._others.__getitem__
+        own = {"_ranked": self._make_ranked, "_function": self._make_function}
+        return own.get(name) or super().find_class(module, name)
+
+    def _make_ranked(self, i: int, ranks: list[Tensor]) -> Any:
+        made = _replace_ranks(self._others[i], iter(ranks))
+        self.made.append((made, i))
+        return made
+
+    def _make_function(self, i: int, closure: Any) -> Any:
+        f = self._others[i]
+        made = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, closure)
+        made.__qualname__, made.__module__ = f.__qualname__, f.__module__
+        self.made.append((made, i))
+        return made
 
 
 class Snapshot:
-    """The contents of all reached objects before the first run, without the tensors.
+    """Objects as bytes, in parts that know each other's objects.
 
-    It holds no object that may hold a tensor later: it refers to them weakly, and knows what to make another one from.
+    Args:
+        parts: The objects.
+        tensors: Tensors that have the first numbers; a part that contains one contains an operand.
+        others: Objects that have the first numbers.
+        made: Objects that a load has made in the place of others, with the numbers of those.
+        constants: The ids of parameters that all parts but the first hand on themselves.
+        name: What errors call the function that is given the objects.
+        is_after: Whether a run has left these objects, which may not contain an iterator then.
+        by_value: Whether functions have closures of their own.
     """
 
-    def __init__(self, reached: ReachableObjects, owned: set[nn.Module]) -> None:
-        self.owned = owned
-        self.roots, self.contents = reached.roots, reached.contents
-        self.adapters = reached.adapters
-        self.contexts = [adapter.get_context(obj) for adapter, obj in zip(self.adapters, reached.objects, strict=True)]
-        self._references = [_refer_to(obj) for obj in reached.objects]
-        self._classes = [type(obj) for obj in reached.objects]
-        self._holders: list[list[int]] = [[] for _ in reached.objects]  # the objects that contain each one
-        self.with_tensors: set[int] = set()
-        for i, contents in enumerate(self.contents):
-            for _, tokens in contents:
-                for kind, x in tokens:
-                    if kind == OBJECT:
-                        self._holders[x].append(i)
-                    elif kind == TENSOR:
-                        self.with_tensors.add(i)
+    def __init__(
+        self,
+        parts: Iterable[Any],
+        tensors: Iterable[Tensor] = (),
+        others: Iterable[Any] = (),
+        constants: Container[int] = (),
+        made: Iterable[tuple[Any, int]] = (),
+        *,
+        name: str = "",
+        is_after: bool = False,
+        by_value: bool = True,
+    ) -> None:
+        self.name = name
+        self.tensors, self.others, self.is_after, self.by_value = list(tensors), list(others), is_after, by_value
+        self._tensor_numbers = {id(x): i for i, x in enumerate(self.tensors)}
+        self._numbers = {id(x): i for x, i in (*zip(self.others, itertools.count()), *made)}
+        self._constants: Container[int] = ()
+        pickler = _Pickler(self, by_value=by_value)
+        self.parts: list[bytes] = []
+        for part in parts:
+            start = pickler.file.tell()
+            pickler.dump(part)
+            self.parts.append(pickler.file.getvalue()[start:])
+            self._constants = constants
+        self._tensor_numbers, self._numbers, self._constants = {}, {}, ()
 
-    def check_copyable(self, indices: set[int], name: str) -> None:
-        """Raise TypeError if one of these objects cannot be copied for another run of the function of this name."""
-        for i in indices:
-            if self.adapters[i].is_mutable and not isinstance(self.contexts[i], nn.Module):
-                self.make_empty(i, name)
+    def is_constant(self, x: nn.Parameter) -> bool:
+        """Return whether a parameter is one of the constants, and not in the first part."""
+        return id(x) in self._constants and id(x) not in self._tensor_numbers
 
-    def make_empty(self, i: int, name: str) -> Any:
-        """Return a new object of the class of the i-th, with no contents; TypeError where none can be made."""
-        make_empty = self.adapters[i].make_empty
-        assert make_empty is not None
-        try:
-            return make_empty(self.contexts[i])
-        except TypeError as error:
-            raise TypeError(
-                f"{name} was given a {self._classes[i].__name__} that it changes or may change, or that contains tensors, and "
-                f"that cannot be copied for another run ({error}): pass tensors, or what the object contains"
-            ) from error
+    def number(self, obj: Any) -> int:
+        """Return the number of an object that is handed on itself."""
+        i = self._numbers.setdefault(id(obj), len(self.others))
+        if i == len(self.others):
+            self.others.append(obj)
+        return i
 
-    def get_current(self) -> list[Any]:
-        """Return the objects as they are now; None for one that is gone or has no weak reference."""
-        return [reference() for reference in self._references]
-
-    def include_holders(self, indices: set[int]) -> set[int]:
-        """Return these objects and all that contain them."""
-        out, todo = set(indices), list(indices)
-        while todo:
-            holders = [holder for holder in self._holders[todo.pop()] if holder not in out]
-            out.update(holders)
-            todo += holders
-        return out
-
-    def find_changed(self, current: list[Any]) -> set[int]:
-        """Return the indices of the objects that have changed since the first run, or that are gone."""
-        out: set[int] = set()
-        for i, contents in enumerate(self.contents):
-            if current[i] is None or type(current[i]) is not self._classes[i]:
-                out.add(i)
-                continue
-            contents_now = read_contents(current[i], self.adapters[i], self.owned)
-            if len(contents_now) != len(contents):
-                out.add(i)
-                continue
-            for (names, tokens), (names_now, values) in zip(contents, contents_now, strict=True):
-                if not names_equal(names, names_now):
-                    out.add(i)
-                    break
-                for (kind, x), value_now in zip(tokens, values, strict=True):
-                    if kind == TENSOR:
-                        out.add(i)
-                    elif kind == CONSTANT:
-                        if x is not value_now and not tokens_equal((CONSTANT, x), (CONSTANT, value_now)):
-                            out.add(i)
-                    elif current[x] is None and self._references[x] is _no_reference:
-                        current[x] = value_now  # as a list, which has no weak reference: the one that is there now
-                    elif current[x] is not value_now:
-                        out.add(i)
-        return out
+    def number_tensor(self, x: Tensor) -> int:
+        """Return the number of a tensor; an operand may be inside of other wrappers."""
+        if (i := self._tensor_numbers.get(id(x))) is None:
+            i = self._tensor_numbers.get(id(_torch.unwrap_untracked(x)), len(self.tensors))
+            self._tensor_numbers[id(x)] = i
+            if i == len(self.tensors):
+                self.tensors.append(x)
+        return i
 
 
-def _no_reference() -> None:
-    """Return None, as a dead weak reference does."""
+def load(parts: Sequence[bytes], tensors: Sequence[Any], others: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, int]]]:
+    """Return the objects that the bytes stand for, and what was made in the place of others, with their numbers."""
+    unpickler = _Unpickler(b"".join(parts), tensors, others)
+    return [unpickler.load() for _ in parts], unpickler.made
 
 
-def _refer_to(obj: Any) -> Callable[[], Any]:
-    """Return a weak reference to an object, a strong one to a module, and one to None if the class takes none."""
-    if isinstance(obj, nn.Module):
-        return lambda: obj
+def find_tensors(*values: Any) -> list[Tensor]:
+    """Return the tensors that can be reached from some values; those alone in values that cannot be copied."""
     try:
-        return weakref.ref(obj)
-    except TypeError:
-        return _no_reference
+        return Snapshot(values).tensors
+    except Exception:
+        return [x for value in values for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
-class RunInputs:
-    """The objects that one run is given: copies of those with tensors, of changed ones, and of all that contain these.
-
-    A class, because closures that refer to each other live until garbage is collected. ``xs`` are the tensors of the run.
-    ``reached`` is None for a later run than the first, when any object may have changed or gone.
-    """
-
-    def __init__(
-        self, snapshot: Snapshot, xs: Sequence[Tensor], changed: set[int], reached: ReachableObjects | None, name: str
-    ) -> None:
-        self._snapshot, self._xs, self._name = snapshot, xs, name
-        self._current = snapshot.get_current() if reached is None else reached.objects
-        changed = changed | (snapshot.find_changed(self._current) if reached is None else set())
-        copied = sorted(snapshot.include_holders(snapshot.with_tensors | changed))
-        self.objects = list(self._current)
-        for i in copied:
-            self.objects[i] = None
-        self.shared = [i for i, obj in enumerate(self.objects) if obj is not None]  # the caller's own
-        for i in copied:
-            self._get_object(i)
-        self._module_attributes: list[tuple[nn.Module, dict[str, Any]]] = []  # as they were before the run
-        for i in copied:
-            obj, adapter = self.objects[i], snapshot.adapters[i]
-            if adapter.is_mutable:
-                if isinstance(obj, nn.Module):
-                    self._module_attributes.append((obj, dict(vars(obj))))
-                write_contents(obj, adapter, self._get_contents(i), snapshot.owned)
-        self.roots = [self._get_value(token) for token in snapshot.roots]
-
-    def _get_value(self, token: Token) -> Any:
-        """Return the value of a token: a constant, an operand or an object."""
-        kind, x = token
-        return x if kind == CONSTANT else self._xs[x] if kind == TENSOR else self._get_object(x)
-
-    def _get_object(self, i: int) -> Any:
-        """Return the object of this number, made at the first call if the run gets one of its own."""
-        snapshot, adapter, current = self._snapshot, self._snapshot.adapters[i], self._current[i]
-        if self.objects[i] is None:
-            if not adapter.is_mutable:
-                self.objects[i] = adapter.fill(snapshot.contexts[i], self._get_contents(i))
-            else:
-                self.objects[i] = current if isinstance(current, nn.Module) else snapshot.make_empty(i, self._name)
-        return self.objects[i]
-
-    def _get_contents(self, i: int) -> Any:
-        return [(names, [self._get_value(token) for token in tokens]) for names, tokens in self._snapshot.contents[i]]
-
-    def restore_modules(self) -> None:
-        """Give the modules the attributes that they had before the run."""
-        for module, attributes in reversed(self._module_attributes):
-            vars(module).clear()
-            vars(module).update(attributes)
-        self._module_attributes.clear()
-
-    def undo_changes(self, reached: ReachableObjects) -> None:
-        """Undo what a run that failed has changed in the caller's objects."""
-        self.restore_modules()
-        for i in self.shared:
-            if reached.adapters[i].is_mutable:
-                contents = [(names, [reached.value_of(token) for token in tokens]) for names, tokens in reached.contents[i]]
-                write_contents(reached.objects[i], reached.adapters[i], contents, reached.owned)
+# --- What is in an object, by the text that follows its name ---
 
 
-def write_contents(obj: Any, adapter: ObjectAdapter, contents: Any, owned: set[nn.Module]) -> None:
-    """Replace what a mutable object contains; a module that is not owned gets all its attributes."""
-    if isinstance(obj, nn.Module) and obj not in owned:
-        set_attributes(obj, dict(zip(*contents[0], strict=True)), ())
-    else:
-        adapter.fill(obj, contents)
+def _items_of(obj: Any) -> list[tuple[str, Any]]:
+    """Return what an object contains, and the text that follows the object's name for each."""
+    if isinstance(obj, types.FunctionType):
+        return [(f".{name}", value) for name, value in zip(obj.__code__.co_freevars, _contents_of(obj), strict=True)]
+    if type(obj) in ATOMS or _kind_of(type(obj)) is not _Kind.VALUE:
+        return []
+    out: list[tuple[str, Any]] = []
+    if isinstance(obj, dict):
+        out += [(f"[{k!r}]", v) for k, v in dict.items(obj)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    elif isinstance(obj, list | tuple | deque | set):
+        out += [(f"[{i}]", v) for i, v in enumerate(obj)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return out + [(f".{name}", value) for name, value in _read_attributes(obj).items()]
 
 
-# --- The outcome of a run: its results, and its changes to the objects that it was given ---
+def _read_attributes(obj: Any) -> dict[str, Any]:
+    """Return the attributes of an object, and its slots that are set."""
+    out: dict[str, Any] = {}
+    for name in _slots_of(type(obj)):
+        with contextlib.suppress(AttributeError):
+            out[name] = getattr(obj, name)
+    return {**out, **getattr(obj, "__dict__", {})}
 
 
-class RunOutcome:
-    """The objects and tensors that were reached after a run, as tokens that can be compared between runs.
-
-    The token of a tensor is ``(TENSOR, (is_operand, i))``, of an operand or else a result; that of an object is
-    ``(OBJECT, (is_input, i))``, of one that the run was given or else a new one.
-    """
-
-    def __init__(self, after: ReachableObjects, inputs: RunInputs, xs: Sequence[Tensor]) -> None:
-        operands = {id(x): i for i, x in enumerate(xs)}
-        self.input_indices = {k: i for i, obj in enumerate(inputs.objects) if (k := after.index_of(obj)) is not None}
-        self.result_indices: list[int] = []  # of the results, among all tensors
-        self.results: list[Tensor] = []
-        self.tensors: list[tuple[bool, int]] = []
-        for k, tensor in enumerate(after.tensors):
-            i = operands.get(id(tensor), operands.get(id(_torch.unwrap_untracked(tensor))))
-            self.tensors.append((False, len(self.results)) if i is None else (True, i))
-            if i is None:
-                self.result_indices.append(k)
-                self.results.append(tensor)
-        self.layouts = [(x.dtype, tuple(x.shape), x.device) for x in self.results]
-        self.classes = [type(obj) for obj in after.objects]
-        self.roots = [self._comparable(token) for token in after.roots]
-        self.contents = [
-            [(names, [self._comparable(t) for t in tokens]) for names, tokens in parts] for parts in after.contents
-        ]
-
-    def _comparable(self, token: Token) -> Token:
-        """Return a token in a form that is equal in two runs: inputs by index, results by their own number."""
-        kind, x = token
-        if kind == CONSTANT:
-            return token
-        if kind == TENSOR:
-            return kind, self.tensors[x]
-        return kind, (True, self.input_indices[x]) if x in self.input_indices else (False, x)
-
-    def find_deferred(self, after: ReachableObjects) -> list[Any]:
-        """Return the iterators that the run has made and through which tensors can be reached."""
-        new = (k for k, adapter in enumerate(after.adapters) if adapter is _ITERATOR and k not in self.input_indices)
-        return [after.objects[k] for k in new if _refers_to_tensors(after.objects[k], after.owned)]
-
-    def find_changed(self, snapshot: Snapshot) -> set[int]:
-        """Return the indices of the input objects that the run has changed."""
-        pairs = ((i, snapshot.contents[i], self.contents[k]) for k, i in self.input_indices.items())
-        return {i for i, before, now in pairs if not _contents_equal(before, now)}
-
-    def find_difference(self, first: RunOutcome, after: ReachableObjects, root_names: Sequence[str]) -> str:
-        """Return what differs from the outcome of the first run, with its path; empty if nothing does."""
-        for name, a, b in zip(root_names, first.roots, self.roots, strict=False):
-            if not tokens_equal(a, b):
-                return f"{name} was {_describe_token(a, first)}, now it is {_describe_token(b, self)}"
-        for k, (before, now) in enumerate(zip(first.contents, self.contents, strict=False)):
-            if first.classes[k] is not self.classes[k]:
-                path = after.path_of((OBJECT, k), root_names)
-                return f"{path} was a {first.classes[k].__name__}, now it is a {self.classes[k].__name__}"
-            for (names, tokens), (names_now, tokens_now) in zip(before, now, strict=False):
-                if not names_equal(names, names_now):
-                    path = after.path_of((OBJECT, k), root_names)
-                    return f"in {path} there were {_abridge_names(names)}, now there are {_abridge_names(names_now)}"
-                for name, a, b in zip(names, tokens, tokens_now, strict=True):
-                    if a[1] is not b[1] and not tokens_equal(a, b):
-                        path = after.path_in(k, name, root_names)
-                        return f"{path} was {_describe_token(a, first)}, now it is {_describe_token(b, self)}"
-        for k, was, now in zip(self.result_indices, first.layouts, self.layouts, strict=False):
-            if was != now:
-                path = after.path_of((TENSOR, k), root_names)
-                return f"{path} was {was[0]} of shape {list(was[1])}, now it is {now[0]} of shape {list(now[1])}"
-        return ""
-
-    def write_back(
-        self, after: ReachableObjects, reached: ReachableObjects, changed: set[int], outputs: Sequence[Tensor]
-    ) -> Any:
-        """Write what the run has changed into the caller's objects, with ``outputs`` as results, and return two roots."""
-        resolver = _OutcomeResolver(self, after, reached, outputs)
-        for k, obj in enumerate(after.objects):
-            i = self.input_indices.get(k)
-            if not after.adapters[k].is_mutable or (i is not None and i not in changed):
-                continue
-            if i is not None or any(token[0] != CONSTANT for _, tokens in after.contents[k] for token in tokens):
-                target = obj if i is None else reached.objects[i]
-                write_contents(target, after.adapters[k], resolver.get_contents(k), reached.owned)
-        return resolver.get_value(after.roots[0]), resolver.get_value(after.roots[1])
+@functools.lru_cache(maxsize=4096)
+def _slots_of(cls: type) -> list[str]:
+    """Return the names of the slots that a class has."""
+    own = ((name, value) for base in reversed(cls.__mro__) if base.__flags__ & 1 << 9 for name, value in vars(base).items())
+    return [name for name, value in own if isinstance(value, types.MemberDescriptorType) and not name.startswith("__")]
 
 
-class _OutcomeResolver:
-    """The resolver of a run's tokens to the caller's objects and tensors. A class for the reason of `RunInputs`."""
-
-    def __init__(
-        self, outcome: RunOutcome, after: ReachableObjects, reached: ReachableObjects, outputs: Sequence[Tensor]
-    ) -> None:
-        self._outcome, self._after, self._reached, self._outputs = outcome, after, reached, outputs
-        self._objects: dict[int, Any] = {}
-
-    def get_value(self, token: Token) -> Any:
-        """Return the value of a token: a constant, a tensor or an object, made at the first call."""
-        kind, x = token
-        if kind == CONSTANT:
-            return x
-        if kind == TENSOR:
-            is_operand, i = self._outcome.tensors[x]
-            return self._reached.tensors[i] if is_operand else self._outputs[i]
-        if x not in self._objects:
-            self._objects[x] = self._get_object(x)
-        return self._objects[x]
-
-    def _get_object(self, k: int) -> Any:
-        """Return the object of this number: an input, a mutable object itself, or an immutable one filled with its contents."""
-        if k in self._outcome.input_indices:
-            return self._reached.objects[self._outcome.input_indices[k]]
-        obj, adapter = self._after.objects[k], self._after.adapters[k]
-        return obj if adapter.is_mutable else adapter.fill(adapter.get_context(obj), self.get_contents(k))
-
-    def get_contents(self, k: int) -> Any:
-        """Return the contents of the object of this number."""
-        return [(names, [self.get_value(token) for token in tokens]) for names, tokens in self._after.contents[k]]
+def find_uncopied(value: Any, path: str) -> str:
+    """Return the path of what cannot be copied, and why; empty if all can. Functions are copied without their closures."""
+    try:
+        Snapshot([value], by_value=False)
+    except Exception as error:
+        items = value.items() if not path and type(value) is dict else _items_of(value)  # pyright: ignore
+        inside = (text for name, item in items if (text := find_uncopied(item, path + name)))
+        return next(inside, f"{path} ({error})")
+    return ""
 
 
-_ITERATOR = STATEFUL_ADAPTERS[Iterator]
-
-
-def _refers_to_tensors(iterator: Any, owned: set[nn.Module]) -> bool:
-    """Return whether an iterator, or one inside it, holds tensors; parameters of ``owned`` modules do not count."""
-    todo, seen = [iterator], [iterator]
+def find_path(wanted: Any, values: dict[str, Any]) -> str:
+    """Return the path of an object below these values, such as ``args[0].layers[1].keys``."""
+    todo, seen = deque(values.items()), {id(values): values}
     while todo:
-        reached = ReachableObjects(find_referents(todo.pop()), owned)
-        if reached.tensors:
-            return True
-        inner = (obj for obj, adapter in zip(reached.objects, reached.adapters, strict=True) if adapter is _ITERATOR)
-        todo += (new := [obj for obj in inner if not any(obj is other for other in seen)])
-        seen += new
-    return False
+        path, value = todo.popleft()
+        if value is wanted:
+            return path
+        if id(value) not in seen:
+            seen[id(value)] = value
+            todo.extend((path + name, item) for name, item in _items_of(value))
+    return "a tensor"
 
 
-def _contents_equal(before: Any, after: Any) -> bool:
-    """Return whether the tokens of a snapshot are those of an outcome."""
-    if len(before) != len(after):
-        return False
-    for (names, tokens), (names_now, tokens_now) in zip(before, after, strict=True):
-        if not names_equal(names, names_now):
-            return False
-        for (kind, x), (kind_now, y) in zip(tokens, tokens_now, strict=True):
-            if kind != kind_now:
-                return False
-            if not (x is y or tokens_equal((CONSTANT, x), (CONSTANT, y)) if kind == CONSTANT else y == (True, x)):
-                return False
-    return True
+class TensorName(NamedTuple):
+    """What stands for a tensor where the outcomes of two runs are compared."""
+
+    number: int
+    text: str
 
 
-def _abridge_names(names: list[Any]) -> str:
+def find_difference(before: Any, now: Any, path: str, seen: dict[int, Any]) -> str:
+    """Return what differs between two objects that were loaded with `TensorName`, with its path; empty if nothing does."""
+    if id(now) in seen or before is now:
+        return ""
+    seen[id(now)] = now
+    if type(before) is not type(now):
+        how = _describe if type(before) in ATOMS or isinstance(before, TensorName) or type(now) in ATOMS else _name_class
+        return f"{path} was {how(before)}, now it is {how(now)}"
+    items, items_now = _items_of(before), _items_of(now)
+    if type(now) in ATOMS or isinstance(now, TensorName):
+        same = before == now or before != before
+        return "" if same else f"{path} was {_describe(before)}, now it is {_describe(now)}"
+    names, names_now = [name for name, _ in items], [name for name, _ in items_now]
+    if names != names_now:
+        return f"in {path} there were {_abridge(names)}, now there are {_abridge(names_now)}"
+    pairs = zip(items, items_now, strict=True)
+    return next((text for (name, a), (_, b) in pairs if (text := find_difference(a, b, path + name, seen))), "")
+
+
+def _describe(value: Any) -> str:
+    """Return a value in words."""
+    if isinstance(value, TensorName):
+        return value.text
+    return repr(value) if isinstance(value, int | float | str | None) else _name_class(value)
+
+
+def _name_class(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _abridge(names: list[str]) -> str:
     """Return a few names, or how many values there are."""
-    return f"{len(names)} values" if len(names) > 8 or not all(isinstance(name, str) for name in names) else str(names)
+    return f"{len(names)} values" if len(names) > 8 else ", ".join(names) or "no values"
 
 
-def _describe_token(token: Token, outcome: RunOutcome) -> str:
-    """Return the value of a token in words, for an error."""
-    kind, x = token
-    if kind == CONSTANT:
-        return repr(x) if isinstance(x, int | float | str | None) else f"a {type(x).__name__}"
-    if kind == TENSOR:
-        return "one of the tensors it was given" if x[0] else f"a tensor of shape {list(outcome.layouts[x[1]][1])}"
-    return "an object it was given" if x[0] else f"a new {outcome.classes[x[1]].__name__}"
+# --- What a run has changed goes into the caller's objects ---
+
+
+_CALLABLES = {
+    UncopiedIterator: (),
+    types.MethodType: ("__self__",),
+    functools.partial: ("func", "args", "keywords"),
+}
+"""The classes whose attributes are not set, and the attributes that contain what a run may have changed."""
+
+
+class Merge:
+    """Puts what a run has left in its copies, loaded with the caller's tensors, into the caller's objects."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, tuple[Any, Any]] = {}  # by the id of a run's object: what stands for it, and the object
+
+    def __call__(self, old: Any, new: Any) -> Any:
+        """Return what stands for a run's object: the caller's at the same place if it is of the same class, filled anew."""
+        cls = type(new)
+        if new is old or cls in ATOMS or isinstance(new, Tensor):
+            return new
+        if id(new) in self._done:
+            return self._done[id(new)][0]
+        is_same = type(old) is cls
+        if (names := _CALLABLES.get(cls)) is not None:
+            out = old if is_same or is_deferred(old) else new
+            for name in names if is_same else ():
+                self(getattr(old, name), getattr(new, name))
+        elif isinstance(new, tuple):
+            out = self._merge_tuple(old if is_same else (), new)
+        else:
+            out = old if is_same else new
+            self._done[id(new)] = out, new
+            if cls is types.FunctionType:
+                self._merge_function(old if is_same else new, new)
+            elif _kind_of(cls) is _Kind.REFERENCE or _kind_of(cls) is _Kind.RANKED:
+                out = new
+            else:
+                self._merge_items(out, new)
+        self._done[id(new)] = out, new
+        return out
+
+    def _merge_tuple(self, old: Any, new: Any) -> Any:
+        parts = [self(a, b) for a, b in zip(itertools.chain(old, itertools.repeat(None)), new)]  # noqa: B905
+        for made in (old, new):
+            if len(made) == len(parts) and all(a is b for a, b in zip(parts, made, strict=True)):
+                return made
+        return type(new)(parts) if hasattr(new, "n_sequence_fields") else tuple.__new__(type(new), parts)
+
+    def _merge_function(self, f: Any, new: Any) -> None:
+        """Fill the closure, the defaults and the attributes of a function."""
+        contents = [self(a, b) for a, b in zip(_contents_of(f), _contents_of(new), strict=True)]
+        defaults, keywords = self(f.__defaults__, new.__defaults__), self(f.__kwdefaults__, new.__kwdefaults__)
+        _fill_function(f, (defaults, keywords, self(dict(vars(f)), vars(new)), contents))
+
+    def _merge_items(self, out: Any, new: Any) -> None:
+        """Fill an object with what another one of its class contains."""
+        if (get := getattr(type(new), "getstate", None) or getattr(type(new), "get_state", None)) is not None:
+            (getattr(out, "setstate", None) or out.set_state)(get(new))
+        elif hasattr(new, "bit_generator"):
+            out.bit_generator.state = new.bit_generator.state
+        elif isinstance(new, bytearray | array.array):
+            out[:] = new
+        elif (numpy := sys.modules.get("numpy")) and isinstance(new, numpy.ndarray):
+            out[...] = new
+        elif isinstance(new, dict):
+            base: Any = OrderedDict if isinstance(new, OrderedDict) else dict
+            items = [(self(None, k), self(base.get(out, k), v)) for k, v in base.items(new)]
+            base.clear(out)
+            for key, value in items:
+                base.__setitem__(out, key, value)
+        elif isinstance(new, list | deque):
+            values = [self(a, b) for a, b in zip(itertools.chain(out, itertools.repeat(None)), list(new))]  # noqa: B905
+            out.clear()
+            out.extend(values)
+        elif isinstance(new, set):
+            elements = [self(None, value) for value in new]  # pyright: ignore[reportUnknownVariableType]
+            out.clear()
+            out.update(elements)
+        self._merge_attributes(out, new)
+
+    def _merge_attributes(self, out: Any, new: Any) -> None:
+        """Set the attributes of an object; those that a class of its own leaves out of its state stay."""
+        before = _read_attributes(out)
+        values = {name: self(before.get(name), value) for name, value in _read_attributes(new).items()}
+        is_whole = getattr(type(new), "__getstate__", None) is getattr(object, "__getstate__", None)
+        own = getattr(out, "__dict__", {})
+        for name in before.keys() - values.keys() if is_whole else ():
+            own.pop(name) if name in own else object.__delattr__(out, name)
+        for name in _slots_of(type(new)):
+            if name in values:
+                object.__setattr__(out, name, values.pop(name))
+        own.update(values)
