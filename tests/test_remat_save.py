@@ -444,20 +444,18 @@ def test_what_only_looks_otherwise_was_not_changed(how: str, save: str) -> None:
 FLAG = {"calls": 0}
 
 
-def test_another_control_flow_is_never_handed_a_wrong_tensor() -> None:
-    """A function that is not what remat expects has today's results, whichever operators are saved."""
+def test_another_control_flow_is_refused() -> None:
+    """A saved call that the last run does not make, and one of another shape."""
 
     def f(w: Tensor) -> Tensor:
         FLAG["calls"] += 1
-        first, second = (w.sin(), w.cos()) if FLAG["calls"] % 2 else (w.cos(), w.sin())
-        return (torch.tanh(first @ w) @ second @ torch.full_like(w, FLAG["calls"])).sum()
+        first = w if FLAG["calls"] % 2 or FLAG["fewer"] else w[:2]
+        return (first @ w).sum() + (w.sum() if FLAG["fewer"] and not FLAG["calls"] % 2 else (w @ w).sum())
 
-    results = []
-    for save in (None, lambda op: True, PRODUCTS):
-        FLAG["calls"] = 0
-        results.append(torch.func.grad(fs.remat(f, save=save))(W))
-    equal(results[0], results[1])
-    equal(results[0], results[2])
+    for fewer, how in ((0, r"given .*, now "), (1, "called 2 times, now 1")):
+        FLAG.update(calls=0, fewer=fewer)
+        with pytest.raises(RuntimeError, match=rf"remat of .*f does not run the operators .*aten.mm.default, {how}"):
+            fs.grad(fs.remat(f, save=PRODUCTS if not fewer else lambda op: op is aten.mm.default))(W)
 
 
 # --- what it costs ---
@@ -582,7 +580,7 @@ MODES = Modes()
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_mode_is_active_after_the_last_name(way: str) -> None:
-    """The last run leaves its mode there; so does each first run but a function's first, which counts the names."""
+    """The last run leaves its mode there; each first run looks for names to its end."""
 
     def f(w: Tensor) -> Tensor:
         h = fs.checkpoint_name(MODES(w) @ w, "h")
@@ -590,7 +588,7 @@ def test_no_mode_is_active_after_the_last_name(way: str) -> None:
 
     kept = fs.remat(f, save={"h"})
     expected = WAYS[way](f)(W)
-    for n, modes in enumerate(((1, 1, 1, 0), (1, 0, 1, 0), (1, 0, 1, 0))):
+    for n, modes in enumerate(((1, 1, 1, 0), (1, 1, 1, 0), (1, 1, 1, 0))):
         MODES.seen = ()
         with Kernels() if n == 2 else contextlib.nullcontext() as kernels:
             equal(WAYS[way](kept)(W), expected)
@@ -601,7 +599,7 @@ def test_no_mode_is_active_after_the_last_name(way: str) -> None:
 
 def test_a_name_for_an_argument_needs_no_mode_in_the_last_run() -> None:
     f = fs.remat(lambda w: (MODES(fs.checkpoint_name(w, "h")).sin() @ w).sum(), save={"h"})
-    for modes in ((1, 0), (0, 0)):
+    for modes in ((1, 0), (1, 0)):
         MODES.seen = ()
         torch.func.grad(f)(W)
         assert MODES.seen == modes

@@ -23,7 +23,7 @@ from .._core.tree import join_path
 from .._spec.options import RECOMPUTE_ALL, remat_of
 from .._transforms._recompute.function import CALL_ATTRIBUTES, set_attributes
 from .._transforms._recompute.remat import call_recomputed
-from .._transforms._recompute.saved_results import number_views, run_unrecorded
+from .._transforms._recompute.saved_results import run_unrecorded
 from .buffers import copy_buffer
 from .compiled_unit import can_run_compiled, is_compiled
 from .modes import Scheduled
@@ -260,11 +260,11 @@ class _ModuleRun:
             if self._last:
                 views = run_unrecorded(gathered.parameters_in_backward, shard)
             else:
-                views = gathered.route.unflatten(gathered.buffer, gathered.unit)
+                views = run_unrecorded(gathered.route.unflatten, gathered.buffer, gathered.unit)
                 if shard.requires_grad:  # the first run has a graph, which the parameters are to be asked for as well
                     views = _LinkToShard.apply(shard, *views)
             names = (param.name for param in gathered.unit.params)
-            params |= zip(names, number_views(views, gathered.unit.key, shard), strict=True)
+            params |= zip(names, views, strict=True)
             buffers[gathered.unit.key] = gathered.buffer
         return params, buffers
 

@@ -21,7 +21,7 @@ from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._transforms._recompute.function import RUNNING
-from .._transforms._recompute.saved_results import number_views, run_unrecorded
+from .._transforms._recompute.saved_results import run_unrecorded
 from .activation_offload import ActivationOffload
 from .modes import Mode, UnitInUse, units_given_full
 from .write_watch import allow_set_to_itself, forbid_set_to_itself, write_error
@@ -91,7 +91,7 @@ class UnitScopes:
         # a gather under no_grad or in inference mode must serve uses outside of it
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
             gathered = run_unrecorded(self._mode.gather, unit)
-        gathered.watch.views = number_views(gathered.views, unit.key, self._mode.params.get(unit.key))
+        gathered.watch.views = gathered.views
         allow_set_to_itself(unit, gathered.views)
         if self._offload and not gathered.reshard:
             self._offload.exclude(gathered.views)

@@ -22,7 +22,6 @@ __all__ = [
     "DispatchMode",
     "OpOverload",
     "OpTraits",
-    "args_under_autograd",
     "detach_in_dispatch",
     "function_modes",
     "has_dispatch_mode",
@@ -97,7 +96,6 @@ def report_resizes(report: Callable[[torch.UntypedStorage, int], object]) -> Gen
 COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 """Namespaces of operators that all ranks run together or not at all."""
 
-LOG_SUM_EXP = "compute_log_sumexp"
 
 IMPURE_OPS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "empty", "new_empty", "empty_like", "_lazy_clone"}
 """Operators that write running statistics, which their schemas hide, or return memory that is to be written to."""
@@ -140,20 +138,6 @@ def is_inplace_view(op: OpOverload) -> bool:
     return torch.Tag.inplace_view in op.tags and op.overloadpacket not in others
 
 
-def args_under_autograd(
-    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an operator's arguments as autograd would pass them: attention then also computes what its backward reads.
-
-    Pinned by ``test_operators_that_make_results``.
-    """
-    if (at := op_traits(op).log_sum_exp) is None:
-        return args, kwargs
-    if at < len(args):
-        return (*args[:at], True, *args[at + 1 :]), kwargs
-    return args, {**kwargs, LOG_SUM_EXP: True}
-
-
 @dataclass(frozen=True, eq=False)
 class OpTraits:
     """Properties that a mode needs of every call of an operator. It is hashed by identity, which an operator is not."""
@@ -164,8 +148,6 @@ class OpTraits:
     """Whether it draws random numbers."""
     is_mutation: bool
     """Whether it writes to the memory of an argument."""
-    log_sum_exp: int | None
-    """The position of its argument ``compute_log_sumexp``."""
     op: OpOverload
 
 
@@ -177,8 +159,7 @@ def op_traits(op: OpOverload) -> OpTraits:
     """Return the properties of an operator, the same object for each call."""
     if (traits := _TRAITS.get(id(op))) is None:
         draws, mutates = torch.Tag.nondeterministic_seeded in op.tags, op._schema.is_mutable and not is_inplace_view(op)
-        at = next((i for i, arg in enumerate(op._schema.arguments) if arg.name == LOG_SUM_EXP), None)
-        traits = _TRAITS[id(op)] = OpTraits(op.is_view, is_pure_op(op), draws, mutates, at, op)
+        traits = _TRAITS[id(op)] = OpTraits(op.is_view, is_pure_op(op), draws, mutates, op)
     return traits
 
 

@@ -191,7 +191,7 @@ class RecomputedFunction:
         self._flags = [x.requires_grad for x in tensors]
         # most runs in a stack are of transforms, where the results of another run have other values
         saves = remat.save is not None and not self._in_stack and not _torch.is_traced()
-        self._saved_results = SavedResults(remat, name, self._modules[0] if owned else roots["the function"]) if saves else None
+        self._saved_results = SavedResults(remat, name) if saves else None
         self._outer_tensors = OuterTensors(name, self._reached_modules()) if self._watches_outer_tensors() else None
         self._is_last = self._is_graph_kept = False
         self._in_transform = _torch.current_level() > 0 or is_assumed_differentiated()  # later runs may be below it
@@ -246,13 +246,13 @@ class RecomputedFunction:
         finally:
             self._is_last = False
 
-    def _save_or_reuse(self, xs: Sequence[Tensor], ambient: AmbientState) -> contextlib.AbstractContextManager[None]:
+    def _save_or_reuse(self, ambient: AmbientState) -> contextlib.AbstractContextManager[None]:
         """Save results of operators in the first run, and reuse them in the last one."""
         if self._saved_results is None or _torch.current_level() or not (self._first is None or self._is_last):
             return contextlib.nullcontext()
         if self._first is None:
-            return self._saved_results.first_run(xs, ambient)
-        return self._saved_results.last_run(xs, ambient, retained=self._is_graph_kept)
+            return self._saved_results.first_run(ambient)
+        return self._saved_results.last_run(ambient, retained=self._is_graph_kept)
 
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Run the function, and return all tensors that can be reached afterwards and are no operands."""
@@ -331,7 +331,7 @@ class RecomputedFunction:
         try:
             if self._ambient is None:
                 self._ambient = AmbientState(xs)
-                saving = self._save_or_reuse(xs, self._ambient)
+                saving = self._save_or_reuse(self._ambient)
                 hooks = SavedTensorHooks({})  # those around would offload what nobody reads again
                 with (
                     assume_differentiated(False),
@@ -346,7 +346,7 @@ class RecomputedFunction:
                 self._ambient.record_end()
                 return out
             with assume_differentiated(self._in_transform), self._ambient.restored(), torch.set_grad_enabled(self._grad):
-                with self._in_transforms(), self._save_or_reuse(xs, self._ambient):
+                with self._in_transforms(), self._save_or_reuse(self._ambient):
                     # a new context, where variables that only the first run has set are not set
                     out = contextvars.Context().run(self._run_in_context, roots, {**self._context, **variables})
                 self._ambient.check_end(self.name)
