@@ -376,7 +376,11 @@ DIFFERENT = {
         None,
         r"its result\[0\] was torch.float64 of shape \[4, 3\], now it is .* of shape \[4, 1, 3\]",
     ),
-    "number": (other_number, None, r"its result.* there were \[0\]|its result\[0\].* there (was|were) .* values"),
+    "number": (
+        other_number,
+        None,
+        r"its result\[0\]\[1\] was (nothing|torch.float64 .*), now it is (nothing|torch.float64 .*)",
+    ),
     "parameter": (other_parameter, None, "reads other parameters in one of its runs .*: 'block.lin.bias' in one of them only"),
     "random": (other_random, None, "does not draw in every run as many random numbers"),
     "value": (other_value, None, r"module 'block'.seen was \d, now it is \d"),

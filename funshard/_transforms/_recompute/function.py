@@ -41,12 +41,12 @@ from .snapshot import (
     Snapshot,
     TensorName,
     find_difference,
-    find_path,
     find_tensors,
     find_uncopied,
     is_copied,
     is_watched,
     load,
+    walk,
 )
 
 __all__ = ["CALL_ATTRIBUTES", "RUNNING", "RecomputedFunction", "find_attribute_tensors", "recomputing_names", "set_attributes"]
@@ -420,7 +420,7 @@ class RecomputedFunction:
 
     def _path_of(self, x: Tensor, given: list[Any]) -> str:
         """Return the path of a tensor in the arguments of a run."""
-        return find_path(x, dict(zip(self._names, given, strict=True)))
+        return next((path for path, value in walk(dict(zip(self._names, given, strict=True))) if value is x), "a tensor")
 
     def _check_results(self, results: Sequence[Tensor], begins: set[Any]) -> None:
         """Find leaves that results have a derivative by and that are no operands: `finish` refuses those still there."""
@@ -464,10 +464,7 @@ class RecomputedFunction:
                 f"context variable '{var.name}'": value for var, value in variables.items()
             }
             outcomes.append({"its result": out, **stored, **dict(zip(self._names, [*arguments, held], strict=True))})
-        before, after = outcomes
-        if only := before.keys() ^ after.keys():
-            return f"only one of them changes {min(only)}"
-        return next((text for path in after if (text := find_difference(before[path], after[path], path, {}))), "")
+        return find_difference(*outcomes)
 
     def finish(self, outputs: Sequence[Tensor]) -> Any:
         """Write what the first run has changed into the caller's objects, with these results, and return its result."""
@@ -479,7 +476,12 @@ class RecomputedFunction:
         outputs = _copy_attributes(after.tensors[count:], outputs)
         tensors = [*self._before.tensors, *outputs]
         self._left = self._caller = None
-        self._before.tensors = []
+        self._before.tensors, self._watched, self._shared = [], [], []
+        *_, variables, held = caller  # what later runs get copies of is not kept
+        self._attributes = [
+            {k: v for k, v in own.items() if k not in held.get(i, ())} for i, own in enumerate(self._attributes)
+        ]
+        self._context = {k: v for k, v in self._context.items() if k not in variables}
         if (
             self.has_changed_objects
             or (value := _replace(out, {id(x): y for x, y in zip(after.tensors, tensors, strict=True)})) is _MISSING

@@ -31,8 +31,8 @@ from ..._core.spec import PartitionSpec
 from ..._spec.unit_state import UnitState
 
 __all__ = [
-    "ATOMS", "DeferredError", "Merge", "Snapshot", "TensorName", "find_difference", "find_path", "find_tensors",
-    "find_uncopied", "is_copied", "is_watched", "load",
+    "ATOMS", "DeferredError", "Merge", "Snapshot", "TensorName", "find_difference", "find_tensors", "find_uncopied",
+    "is_copied", "is_watched", "load", "walk",
 ]  # fmt: skip
 
 ATOMS = frozenset(
@@ -411,17 +411,15 @@ def find_uncopied(value: Any, path: str) -> str:
     return ""
 
 
-def find_path(wanted: Any, values: dict[str, Any]) -> str:
-    """Return the path of an object below these values, such as ``args[0].layers[1].keys``."""
+def walk(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield all that can be reached, by path, such as ``args[0].layers[1].keys``, each object once; the nearest first."""
     todo, seen = deque(values.items()), {id(values): values}
     while todo:
         path, value = todo.popleft()
-        if value is wanted:
-            return path
+        yield path, value
         if id(value) not in seen:
             seen[id(value)] = value
             todo.extend((path + name, item) for name, item in _items_of(value))
-    return "a tensor"
 
 
 class TensorName(NamedTuple):
@@ -431,39 +429,23 @@ class TensorName(NamedTuple):
     text: str
 
 
-def find_difference(before: Any, now: Any, path: str, seen: dict[int, Any]) -> str:
-    """Return what differs between two objects that were loaded with `TensorName`, with its path; empty if nothing does."""
-    if id(now) in seen or before is now:
-        return ""
-    seen[id(now)] = now
-    if type(before) is not type(now):
-        how = _describe if type(before) in ATOMS or isinstance(before, TensorName) or type(now) in ATOMS else _name_class
-        return f"{path} was {how(before)}, now it is {how(now)}"
-    items, items_now = _items_of(before), _items_of(now)
-    if type(now) in ATOMS or isinstance(now, TensorName):
-        same = before == now or before != before
-        return "" if same else f"{path} was {_describe(before)}, now it is {_describe(now)}"
-    names, names_now = [name for name, _ in items], [name for name, _ in items_now]
-    if names != names_now:
-        return f"in {path} there were {_abridge(names)}, now there are {_abridge(names_now)}"
-    pairs = zip(items, items_now, strict=True)
-    return next((text for (name, a), (_, b) in pairs if (text := find_difference(a, b, path + name, seen))), "")
+def find_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return what differs between what two runs have left, loaded with `TensorName`, with its path; empty if nothing does."""
+    texts = [{path: _describe(value) for path, value in walk(values)} for values in (before, now)]
+    for path in (*texts[1], *texts[0]):
+        was, is_now = (text.get(path, ("nothing",)) for text in texts)
+        if was != is_now:
+            return f"{path} was {was[-1]}, now it is {is_now[-1]}"
+    return ""
 
 
-def _describe(value: Any) -> str:
-    """Return a value in words."""
+def _describe(value: Any) -> tuple[Any, ...]:
+    """Return what a value is, and the words for it last; the length of a container belongs to it."""
     if isinstance(value, TensorName):
-        return value.text
-    return repr(value) if isinstance(value, int | float | str | None) else _name_class(value)
-
-
-def _name_class(value: Any) -> str:
-    return f"a {type(value).__name__}"
-
-
-def _abridge(names: list[str]) -> str:
-    """Return a few names, or how many values there are."""
-    return f"{len(names)} values" if len(names) > 8 else ", ".join(names) or "no values"
+        return value
+    if type(value) in ATOMS:
+        return type(value), repr(value)
+    return type(value), f"a {type(value).__name__}"
 
 
 # --- What a run has changed goes into the caller's objects ---
