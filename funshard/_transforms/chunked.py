@@ -267,7 +267,7 @@ def _add_slices(f: Callable[..., Any], name: str, w: Any, rows: Any, slices: _Sl
         outs: list[tuple[Tensor, Tensor]] = []
         for taken in slices.take():
             with mark_region(Remat(), name):  # nothing but in torch.compile
-                outs.append(_run_slice(f, w, pytree.tree_unflatten(taken, treedef)))
+                outs.append(_run_slice(f, w, pytree.tree_unflatten(taken, treedef), name))
         totals, counts = zip(*outs, strict=True)
         return functools.reduce(torch.add, totals), functools.reduce(torch.add, counts)
     call = functools.partial(_run_slice, name=name)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ... import _torch
 from ..._core.mesh import Mesh, Simulated
@@ -231,10 +232,11 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return how an object is made again, if it is none of Python's containers and atoms."""
-        kind, number = _kind_of(type(obj)), self._snapshot.number
+        cls: Any = type(obj)
+        kind, number = _kind_of(cls), self._snapshot.number
         if kind is _Kind.VALUE:
             return NotImplemented
-        if kind is _Kind.TENSOR and not (type(obj) is nn.Parameter and self._snapshot.is_constant(obj)):
+        if kind is _Kind.TENSOR and not (cls is nn.Parameter and self._snapshot.is_constant(obj)):
             return _tensor, (self._snapshot.number_tensor(obj),)
         if kind is _Kind.FUNCTION:
             if obj in _OWN:
@@ -251,8 +253,8 @@ class _Pickler(pickle.Pickler):
                 return _make_generator, (obj.device, obj.get_state().numpy().tobytes())
         elif kind is _Kind.DEFERRED:
             if self._snapshot.is_after:
-                raise DeferredError(type(obj).__name__)
-            return UncopiedIterator, (self._snapshot.name, type(obj).__name__)
+                raise DeferredError(cls.__name__)
+            return UncopiedIterator, (self._snapshot.name, cls.__name__)
         return _reference, (number(obj),)
 
 
@@ -332,7 +334,7 @@ class Snapshot:
             self._constants = constants
         self._tensor_numbers, self._numbers, self._constants = {}, {}, ()
 
-    def is_constant(self, x: nn.Parameter) -> bool:
+    def is_constant(self, x: Tensor) -> bool:
         """Return whether a parameter is one of the constants, and not in the first part."""
         return id(x) in self._constants and id(x) not in self._tensor_numbers
 
@@ -364,7 +366,7 @@ def find_tensors(*values: Any) -> list[Tensor]:
     try:
         return Snapshot(values).tensors
     except Exception:
-        return [x for value in values for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
+        return [x for value in values for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
 # --- What is in an object, by the text that follows its name ---
