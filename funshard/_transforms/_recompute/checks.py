@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -19,11 +19,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-def check_backward_hooks(objects: Iterable[object], name: str) -> None:
+def check_backward_hooks(modules: Iterable[nn.Module], name: str) -> None:
     """Raise RuntimeError for a module's backward hook: torch drops it inside forward mode, and another run would not."""
-    for module in objects:
-        hooks = (module._backward_pre_hooks, module._backward_hooks) if isinstance(module, nn.Module) else ()
-        for hook in (hook for some in hooks for hook in some.values()):
+    for module in modules:
+        for hook in (*module._backward_pre_hooks.values(), *module._backward_hooks.values()):
             hook_name = getattr(hook, "__qualname__", type(hook).__name__)
             raise RuntimeError(
                 f"{name} reaches a {type(module).__name__} with the backward hook {hook_name}, which in a stack of transforms "
@@ -32,10 +31,10 @@ def check_backward_hooks(objects: Iterable[object], name: str) -> None:
             )
 
 
-def describe_parameter(ids: set[int], objects: Iterable[object]) -> str:
+def describe_parameter(ids: set[int], modules: Iterable[nn.Module]) -> str:
     """Return a description of the first parameter of these modules that has, or whose node has, one of these ids."""
-    for module in objects:
-        for name, parameter in module._parameters.items() if isinstance(module, nn.Module) else ():
+    for module in modules:
+        for name, parameter in module._parameters.items():
             if parameter is not None and (id(parameter) in ids or id(parameter.grad_fn) in ids):
                 return f"parameter '{name}' of a {type(module).__name__}"
     return ""
@@ -64,24 +63,19 @@ class ForbiddenFunctions(TorchFunctionMode):
 
     Args:
         messages: By function, the message of the RuntimeError that it raises.
-        operands: The tensors for which it raises; None for all.
     """
 
-    def __init__(self, messages: Mapping[Callable[..., Any], str], operands: Sequence[torch.Tensor] | None = None) -> None:
+    def __init__(self, messages: Mapping[Callable[..., Any], str]) -> None:
         super().__init__()
-        self._messages, self._operands = messages, operands
+        self._messages = messages
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         message = self._messages.get(func)
-        if message is not None and not (func in _GETTERS and _is_own_code(sys._getframe(1))) and self._concerns(args):
+        if message is not None and not (func in _GETTERS and _is_own_code(sys._getframe(1))):
             raise RuntimeError(message)
         return func(*args, **(kwargs or {}))
-
-    def _concerns(self, args: tuple[Any, ...]) -> bool:
-        """Return whether a call asks about one of the operands."""
-        return self._operands is None or any(x is args[0] for x in self._operands)
 
 
 _GETTERS = frozenset(QUERY_GETTERS.values())
@@ -104,12 +98,12 @@ class OuterTensors(TorchFunctionMode):
 
     Args:
         name: The function that runs, for errors.
-        objects: What it reaches. Errors name parameters of modules among these.
+        modules: What it reaches, whose parameters errors name.
     """
 
-    def __init__(self, name: str, objects: Iterable[object]) -> None:
+    def __init__(self, name: str, modules: Iterable[nn.Module]) -> None:
         super().__init__()
-        self._name, self._objects, self._keys = name, objects, _torch.dispatch_keys()
+        self._name, self._modules, self._keys = name, modules, _torch.dispatch_keys()
         self._tensors: dict[int, Tensor] = {}  # by id
 
     def __torch_function__(
@@ -137,7 +131,7 @@ class OuterTensors(TorchFunctionMode):
 
     def _refuse(self, x: Tensor) -> NoReturn:
         """Raise RuntimeError for a tensor that is neither an argument nor reached from one."""
-        check_not_read(self._name, describe_parameter({id(x)}, self._objects))
+        check_not_read(self._name, describe_parameter({id(x)}, self._modules))
         raise RuntimeError(
             f"{self._name} reads a tensor of shape {list(x.shape)} that is neither an argument nor reached from one, as in a "
             "global or an attribute of a class, and that a transform around it has computed: there it would have no gradient; "

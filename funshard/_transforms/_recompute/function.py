@@ -118,9 +118,19 @@ def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[di
     return changed, sorted(before.keys() - now.keys())
 
 
-def _list_inside(obj: Any) -> dict[str, Any]:
+def _list_inside(obj: Any) -> dict[str, tuple[Any, int]]:
     """Return the attributes of an object, and how long the containers among them are."""
-    return {k: (v, len(v)) if isinstance(v, list | dict | set) else v for k, v in vars(obj).items()}  # pyright: ignore
+    return {k: (v, len(v) if isinstance(v, list | dict | set) else 0) for k, v in vars(obj).items()}  # pyright: ignore
+
+
+def _find_change_inside(obj: Any, before: Mapping[str, tuple[Any, int]]) -> str:
+    """Return the name of an attribute that has changed. A new one may be a cached property, unless it is a tensor."""
+    for name, (value, length) in _list_inside(obj).items():
+        was = before.get(name, (None if isinstance(value, Tensor) else value, length))
+        same = was[0] is value or (type(value) in ATOMS and was[0] == value)
+        if not same or was[1] != length:
+            return name
+    return ""
 
 
 def _read_versions(module: nn.Module) -> list[tuple[int, int]]:
@@ -403,9 +413,9 @@ class RecomputedFunction:
                     "expected the tensor unchanged, because the function runs again"
                 )
         for i, key, obj, before in self._watched if self._first is None else ():
-            if changed := [name for name, value in _list_inside(obj).items() if before.get(name, _MISSING) != value]:
+            if changed := _find_change_inside(obj, before):
                 raise RuntimeError(
-                    f"{self.name} changes '{changed[0]}' of the {type(obj).__name__} in {self._module_names[i]}.{key}, which "
+                    f"{self.name} changes '{changed}' of the {type(obj).__name__} in {self._module_names[i]}.{key}, which "
                     "each run would change again: expected the object among the arguments of forward, or a list or dict"
                 )
 
