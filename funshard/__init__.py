@@ -52,7 +52,7 @@ without an underscore is public.
        codecs                           int8, NF4, dynamic8 and cast, for what is sent and what is at rest
     4  _spec                            the options of P: Precision and Codec, Remat, Compile; state by unit
     3  collectives                      collectives with their transposes, and ranks that compare what they send
-    2  _core                            P, PartitionSpec, meshes, layouts: which parameters lie where
+    2  _core                            the whole idea as data flow: policy, spec, shard, gather, functional_call
     1  _torch                           every private part of torch, and the test that pins it
 """
 

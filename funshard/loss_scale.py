@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree  # the tree of what models return
 from . import _torch
 from ._core.checks import bind_spec
 from ._core.layout import Params
-from ._core.phases import LOGGER
 from ._core.spec import PartitionSpec
 from ._slices.finite import agree_finite, find_nonfinite, select_if_finite
+from ._torch.phases import LOGGER
 
 __all__ = ["LossScale", "init", "scale", "select", "unscale", "update"]
 

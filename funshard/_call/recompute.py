@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._core.layout import Params
-from .._core.phases import phase
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._spec.options import RECOMPUTE_ALL, remat_of
+from .._torch.phases import phase
 from .._transforms._recompute.function import CALL_ATTRIBUTES, set_attributes
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import run_unrecorded

@@ -32,10 +32,10 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from .. import _torch
 from .._core.division import Reduction
-from .._core.phases import phase
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.precision import precision_of
+from .._torch.phases import phase
 from .._transforms.saved_tensors import hook_running_node, mark_graph_freed
 from .._units.accumulation import GradReceiver, drop_unweighted
 from .._wire.chain import BufferPool, CollectiveChain, copy_kept_slice, make_route_table

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
+from .._torch.phases import phase
 from .mesh import Axis, Simulated
 from .ops import OPS, OpContext, missing_group_error, start_op
-from .phases import phase
 
 __all__ = ["Label", "LinearFunction", "LinearMap", "apply", "linear_map"]
 

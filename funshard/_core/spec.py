@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -19,100 +17,7 @@ from .unit import P, Unit
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["PartitionSpec", "abridge"]
-
-
-# --- The printed form of a spec: a table with a row for each unit, or for several similar units ---
-
-HEAD = ("unit", "P", "parameters", "numel", "padding", "bytes per rank")
-MIN_MERGED_ROWS = 3
-"""The least number of units, equal but for a number in their paths, that share a row."""
-
-
-def format_line(spec: PartitionSpec) -> str:
-    """Format a spec in one line: the numbers of its units, parameters and elements, and its mesh."""
-    units = len(spec.units)
-    params, numel = sum(len(unit.params) for unit in spec.units), sum(unit.numel for unit in spec.units)
-    where = "unbound" if spec.sizes is None else _format_sizes(spec.sizes)
-    return f"<PartitionSpec: {units} unit{'s' * (units != 1)}, {params:,} parameters, {numel:,} elements, {where}>"
-
-
-def _format_sizes(sizes: Iterable[tuple[str, int]]) -> str:
-    return " x ".join(f"{name}={size}" for name, size in sizes)
-
-
-def format_table(spec: PartitionSpec) -> str:
-    """Format a spec as a table: path, `P`, parameters, elements, padding and bytes per rank of every unit, and totals.
-
-    Units that are alike but for numbers in their paths share a row, with how many they are before what each has:
-    ``layers.{0..31}``.
-    """
-    sizes = spec.sizes or _world_sizes()
-    known = all(axis in dict(sizes) for unit in spec.units for axis in unit.distinct_axes)
-    bound = spec.on(dict(sizes)) if known else spec.on({axis: 1 for unit in spec.units for axis in unit.distinct_axes})
-    cells: dict[str, tuple[str, ...]] = {}
-    totals = [0, 0, 0, 0]
-    for unit in spec.units:
-        padding = bound.padded_numel(unit) - unit.numel
-        length, dtype = bound.stored(unit)
-        counts = [len(unit.params), unit.numel, padding, length * dtype.itemsize]
-        totals = [a + b for a, b in zip(totals, counts, strict=True)]
-        cells[unit.key] = (str(unit.p), *(f"{c:,}" for c in counts))
-    body = [(name, p, *(f"{n} x {c}" if n > 1 else c for c in counts)) for name, n, (p, *counts) in _merge_rows(cells)]
-    mesh = _format_sizes(sizes) if known else "unbound: as on one rank"
-    rows = [HEAD, *body, ("total", mesh, *(f"{c:,}" for c in totals))]
-    widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    lines = [
-        "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
-    rest = [f"ignored: {', '.join(spec.ignored)}"] if spec.ignored else []
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *rest])
-
-
-def _world_sizes() -> tuple[tuple[str, int], ...]:
-    """Return the axes of the world, or one axis of one rank before the process group exists, so that printing never raises."""
-    try:
-        return Mesh.world().sizes
-    except RuntimeError:
-        return (("shard", 1),)
-
-
-def _merge_rows(rows: dict[str, tuple[str, ...]]) -> list[tuple[str, int, tuple[str, ...]]]:
-    """Return the name, number of units and cells of each row; similar units share the row of the first one."""
-    alike: dict[tuple[object, ...], list[str]] = {}
-    for key, cells in rows.items():
-        shape = tuple(None if part.isdecimal() else part for part in _split_key(key))
-        alike.setdefault((shape, cells), []).append(key)
-    out: list[tuple[str, int, tuple[str, ...]]] = []
-    for keys in alike.values():
-        name = _common_name(keys) if len(keys) >= MIN_MERGED_ROWS else None
-        out += [(key or "''", 1, rows[key]) for key in keys] if name is None else [(name, len(keys), rows[keys[0]])]
-    return out
-
-
-def _split_key(key: str) -> list[str]:
-    """Split a unit's key at ``.`` and ``:``, and keep the separators."""
-    return re.split("([.:])", key)
-
-
-def _common_name(keys: Sequence[str]) -> str | None:
-    """Return one name for keys that differ in numbers only, None if no such name covers exactly these keys."""
-    values = [set(part) for part in zip(*map(_split_key, keys), strict=True)]
-    if len(keys) != math.prod(len(some) for some in values):
-        return None
-    return "".join(next(iter(some)) if len(some) == 1 else f"{{{_format_ranges(sorted(map(int, some)))}}}" for some in values)
-
-
-def _format_ranges(numbers: Sequence[int]) -> str:
-    """Format rising numbers; those without a gap between them as the first and the last one."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+__all__ = ["FORMATS", "PartitionSpec", "abridge", "format_sizes"]
 
 
 def abridge(paths: Mapping[str, object], most: int = 8) -> str:
@@ -121,7 +26,13 @@ def abridge(paths: Mapping[str, object], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
 
 
-# --- `PartitionSpec` ---
+def format_sizes(sizes: Iterable[tuple[str, int]]) -> str:
+    """Format a mesh's axes with their sizes."""
+    return " x ".join(f"{name}={size}" for name, size in sizes)
+
+
+FORMATS: dict[str, Callable[[PartitionSpec], str]] = {}
+"""How a spec is printed: a "table", once its file is imported."""
 
 Cached = TypeVar("Cached")
 
@@ -353,10 +264,12 @@ class PartitionSpec:
         return {**fields, "mesh": None, "_cache": {}}
 
     def __str__(self) -> str:
-        return format_table(self)
+        return FORMATS.get("table", PartitionSpec.__repr__)(self)
 
     def __repr__(self) -> str:
-        return format_line(self)
+        units, where = len(self.units), "unbound" if self.sizes is None else format_sizes(self.sizes)
+        params, numel = sum(len(unit.params) for unit in self.units), sum(unit.numel for unit in self.units)
+        return f"<PartitionSpec: {units} unit{'s' * (units != 1)}, {params:,} parameters, {numel:,} elements, {where}>"
 
 
 def _count_slices(spec: PartitionSpec, p: P) -> int:

@@ -17,11 +17,11 @@ from .._core.checks import bind_spec, check_full, check_shards
 from .._core.division import Reduction, count_ranks
 from .._core.layout import Params, rank_coords
 from .._core.mesh import Mesh, ProcessAxis
-from .._core.phases import phase
 from .._core.spec import PartitionSpec, abridge
 from .._core.unit import Unit
 from .._spec.byte_size import parse_bytes
 from .._spec.log import log_spec
+from .._torch.phases import phase
 from .._wire.chain import CollectiveChain
 from .._wire.flow import encode_at_rest
 from .._wire.host import check_host_resident, compute_device, move, place_slice, start_copy_to_host

@@ -6,8 +6,8 @@ import logging
 
 import torch
 
-from .._core.phases import LOGGER
 from .._core.spec import PartitionSpec
+from .._torch.phases import LOGGER
 
 __all__ = ["log_spec"]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .. import _torch
-from .._core.phases import phase
+from .._torch.phases import phase
 from ._recompute.function import RUNNING
 from .saved_tensors import RestorableBuffer, SavedTensorHooks, TensorRestorer, hook_running_node, unpack
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from .. import _torch
 from .._core.mesh import Mesh
 from .._core.ops import PendingResult
-from .._core.phases import phase
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
+from .._torch.phases import phase
 
 __all__ = ["HOST", "check_host_resident", "compute_device", "is_host", "make_host_copy_step", "move", "place_slice"]
 __all__ += ["start_copy_to_device", "start_copy_to_host"]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.layout import insert_padding, to_memory_order
-from .._core.phases import phase
 from .._core.unit import Unit
+from .._torch.phases import phase
 from .._units.accumulation import GradReceiver
 from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
 from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable

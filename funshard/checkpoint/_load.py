@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from .._core.checks import bind_spec
-from .._core.phases import LOGGER, phase
 from .._core.spec import PartitionSpec
 from .._spec.local import describe_pieces
+from .._torch.phases import LOGGER, phase
 from ._errors import CheckpointError
 from ._files.manifest import METADATA, read_manifest, read_metadata
 from ._files.reader import StoredTensors

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from .._core.checks import bind_spec
 from .._core.layout import Params
-from .._core.phases import LOGGER
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit, whole_shape
 from .._spec.local import describe_pieces
+from .._torch.phases import LOGGER
 from ._errors import CheckpointError
 from ._export import DTYPES, INDEX, SINGLE
 from ._files.manifest import is_plain_name

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._core.checks import bind_spec
-from .._core.phases import LOGGER, phase
 from .._core.spec import PartitionSpec
+from .._torch.phases import LOGGER, phase
 from ._errors import CheckpointError, SavedError
 from ._files.directory import StagingDirectory
 from ._files.planners import RangeSavePlanner

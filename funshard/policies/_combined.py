@@ -100,8 +100,8 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
         >>> import torch, funshard as fs
         >>> low = fs.P("shard", precision=fs.Precision(param=torch.bfloat16))
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-        >>> {unit.path: unit.p.precision for unit in fs.policies.full_precision(fs.policies.whole(low))(model)}
-        {'': Precision(param=torch.bfloat16), '1': Precision(param=torch.float32)}
+        >>> [unit.p.precision for unit in fs.policies.full_precision(fs.policies.whole(low))(model)]
+        [Precision(param=torch.bfloat16), Precision(param=torch.float32, restore_outputs=True)]
     """
     check_classes("full_precision", classes)
     build_spec = functools.partial(_build_full_precision, policy, classes or (BatchNorm,))

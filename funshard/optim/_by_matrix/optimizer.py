@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree  # traced by torch.compile, as optree 
 from ... import _torch
 from ..._core.checks import check_mapping
 from ..._core.layout import Params
-from ..._core.phases import phase
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
 from ..._spec.local import stack_dims
 from ..._spec.precision import check_trainable
+from ..._torch.phases import phase
 from .._checks import break_message, check_rate, named_tensors, refuse_pickle, refuse_shared_memory, same_pair
 from .._elementwise.optimizer import elementwise
 from .._elementwise.options import ParamOptions

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree  # traced by torch.compile, as optree 
 from ... import _torch
 from ..._core.checks import bind_spec, check_mapping, check_spec
 from ..._core.layout import Params
-from ..._core.phases import LOGGER
 from ..._core.spec import PartitionSpec
 from ..._slices.finite import agree_finite, find_nonfinite, select_if_finite
 from ..._slices.moving_average import check_decay, is_averaged, update_average
+from ..._torch.phases import LOGGER
 from ...collectives._world import check_spans_world
 from .._by_matrix.optimizer import MatrixOptimizer
 from .._checks import break_message, check_tensors

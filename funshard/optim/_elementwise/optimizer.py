@@ -14,9 +14,9 @@ from torch import Tensor
 from ... import _torch
 from ..._core.checks import check_mapping
 from ..._core.layout import Params
-from ..._core.phases import phase
 from ..._core.spec import PartitionSpec
 from ..._spec.unit_state import UnitState, replace_values
+from ..._torch.phases import phase
 from .._checks import check_rate, named_tensors, refuse_pickle, refuse_shared_memory, same_pair
 from .checks import (
     InitialState,
