@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard._core import layout
+from funshard._slices.pieces import slice_index
 from funshard.optim import from_torch
 from funshard.optim._elementwise.checks import ELEMENTWISE_CLASSES, LR_DIFFERENTIABLE_CLASSES
 
@@ -98,7 +99,7 @@ def on_ranks(cls: Any, spec: fs.PartitionSpec, start: fs.Params, steps: int, **o
         trees.append(params)
     joined: fs.Params = {}
     for unit in spec:
-        slices = {layout.slice_index(unit, spec.bound_mesh, layout.rank_coords(spec.bound_mesh, r)): r for r in range(ranks)}
+        slices = {slice_index(unit, spec.bound_mesh, layout.rank_coords(spec.bound_mesh, r)): r for r in range(ranks)}
         joined[unit.key] = torch.cat([trees[slices[i]][unit.key] for i in range(spec.size(unit))])
         assert not joined[unit.key][~owned(unit, len(joined[unit.key]))].any()  # the padding
     return fs.unflatten(joined, spec)

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,13 +17,8 @@ class RankError(RuntimeError):
     """An error that `funshard.check` raises on all ranks: they disagree, one of them has raised, or one is missing."""
 
 
-class Listener(Protocol):
-    """A function that is called before a collective starts."""
-
-    def __call__(self, op: str, group: str | Sequence[int], label: str, sent: Tensor | None, dtype: torch.dtype | None) -> None:
-        """Compare with the other ranks. The arguments are those of `announce`."""
-        ...
-
+Listener = Callable[[str, str | Sequence[int], str, Tensor | None, torch.dtype | None], None]
+"""A function that is called before a collective starts, with the arguments of `announce`."""
 
 _listener: Listener | None = None
 
@@ -45,15 +39,9 @@ def announce(
 ) -> None:
     """Announce a collective that this rank is about to start; nothing happens unless the check is on.
 
-    Args:
-        op: Its name in `OPS`, or such as "permute".
-        group: The name of its process group, or the global ranks.
-        label: What is sent, such as "unit 'blocks.0'".
-        sent: A tensor of the dtype and the number of elements that all ranks have in common; None if they may differ.
-        dtype: The dtype in which it is sent, if that is another one.
-
-    Raises:
-        RankError: On every rank, if another rank announces another collective, has raised, or is missing.
+    The ``group`` is the name of a process group, or global ranks; ``label`` says what is sent, and ``dtype`` in which dtype, if
+    not in that of ``sent``: a tensor of as many elements on all ranks, None if they may differ. Raises RankError, on every
+    rank, if another one announces another collective, has raised, or is missing.
     """
     if _listener is not None:
         _listener(op, group, label, sent, dtype)

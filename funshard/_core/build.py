@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from .checks import check_classes
+from .checks import check_param_classes
 from .spec import PartitionSpec, abridge
 from .tree import ModuleTree, Param, is_within, join_path, natural_key
 from .unit import P, Unit
@@ -21,7 +21,7 @@ def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> Partit
     for a parameter of a class of its own.
     """
     named = {join_path(node.path, attr): x for node in tree.nodes() for attr, x in node.module._parameters.items()}
-    check_classes({param.name: x for param in tree.all_params if (x := named.get(param.name)) is not None})
+    check_param_classes({param.name: x for param in tree.all_params if (x := named.get(param.name)) is not None})
     chosen: dict[str, P] = {}
     for path, p in selected.items():
         if path not in tree.canonical:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._core.flow import resolve_reduction, scatter_unit
-from .checks import bind_spec, check_params, check_shards, collect_full_params, find_full_params
+from .checks import bind_spec, check_full, check_params, check_shards, find_full_params
 from .division import ReduceBy, Reduction
 from .flow import gather_unit
 from .layout import Params, flatten_unit, unflatten_unit
@@ -24,23 +24,20 @@ __all__ = ["functional_call", "shard", "unshard"]
 def shard(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None = None) -> Params:
     """Return this rank's (or ``rank``'s) slice of every unit, by unit key. Inverse of `unshard`.
 
-    Args:
-        model_or_params: A module, whose parameters are copied, or full parameters by name: then differentiable.
-        spec: A spec without options.
-        rank: The rank whose slices to return, counted over the mesh row by row.
+    The arguments are those of `funshard.shard`; the spec has no options.
     """
     spec = _check_plain(bind_spec(spec))
-    full, mesh = collect_full_params(model_or_params, spec), spec.bound_mesh
-    return {unit.key: scatter_unit(flatten_unit(full, unit, spec.padded_numel(unit)), unit, mesh, rank) for unit in spec}
+    if isinstance(model_or_params, nn.Module):
+        model_or_params = {name: x.detach() for name, x in model_or_params.named_parameters(remove_duplicate=False)}
+    check_full(model_or_params, spec)
+    buffers = {unit: flatten_unit(model_or_params, unit, spec.padded_numel(unit)) for unit in spec}
+    return {unit.key: scatter_unit(buffer, unit, spec.bound_mesh, rank) for unit, buffer in buffers.items()}
 
 
 def unshard(shards: Mapping[str, Tensor], spec: PartitionSpec, *, reduce: ReduceBy = "mean") -> Params:
     """Return the full parameters by name, as views of one buffer per unit. Inverse of `shard`; differentiable at every order.
 
-    Args:
-        shards: Slices by unit key, all of them or some. Ignored parameters pass through.
-        spec: Their spec, without options.
-        reduce: The reduction of gradients over ranks.
+    The arguments are those of `funshard.unshard`; the spec has no options.
     """
     spec = _check_plain(bind_spec(spec))
     check_shards(shards, spec, part=True)
@@ -59,14 +56,7 @@ def functional_call(
 ) -> Any:
     """Call a module on slices, as torch.func.functional_call on gathered parameters. Buffers are copies.
 
-    Args:
-        model: The module that the spec was made for.
-        params: Slices by unit key, or a unit's full parameters by name.
-        args: The positional arguments as a tuple, or the only one.
-        kwargs: The keyword arguments.
-        spec: The spec of the slices, without options.
-        reduce: The reduction of gradients over ranks: "mean", "sum", or a number to divide the sum by.
-        reduce_axes: The mesh axes to reduce gradients over; all by default.
+    The arguments are those of `funshard.functional_call`; the spec has no options.
     """
     spec = _check_plain(bind_spec(spec))
     check_params(params, spec)

@@ -9,25 +9,11 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .spec import PartitionSpec
-from .tree import Param, check_not_compiled
+from .tree import Param
 from .unit import Unit, whole_shape
 
-__all__ = [
-    "bind_spec",
-    "check_buffers",
-    "check_classes",
-    "check_full",
-    "check_mapping",
-    "check_params",
-    "check_shards",
-    "check_spec",
-    "collect_full_params",
-    "find_full_params",
-    "take_full_params",
-]
-
-
-# --- The first check of every function that takes a spec, which binds an unbound one ---
+__all__ = ["bind_spec", "check_buffers", "check_full", "check_mapping", "check_param_classes"]
+__all__ += ["check_params", "check_shards", "check_spec", "find_full_params", "take_full_params"]
 
 
 def bind_spec(spec: object) -> PartitionSpec:
@@ -52,17 +38,11 @@ def check_spec(spec: object) -> PartitionSpec:
     raise TypeError(f"spec: expected a PartitionSpec such as fs.policies.whole()(model), got {type(spec).__name__}")
 
 
-# --- Checks that parameters fit a spec, whose errors name the path ---
-
-
 def check_mapping(params: object, what: str = "params") -> None:
     """Raise TypeError unless these are a mapping."""
     if not isinstance(params, Mapping):
         hint = "; fs.shard(model, spec) gives them" if isinstance(params, nn.Module) else ""
         raise TypeError(f"{what}: expected a dict of tensors by unit key or parameter name, got {type(params).__name__}{hint}")
-
-
-# --- Shards and buffers, by unit key. ---
 
 
 def check_shards(shards: Mapping[str, Tensor], spec: PartitionSpec, *, part: bool = False) -> list[Unit]:
@@ -140,10 +120,7 @@ def check_params(params: Mapping[str, Tensor], spec: PartitionSpec, sizes: Mappi
                 raise TypeError(f"unit '{unit.key}': expected {like}{unit.dtype}, got {tensor.dtype}")
 
 
-# --- Full parameters, by name. ---
-
-
-def check_classes(named: Mapping[str, Tensor]) -> None:
+def check_param_classes(named: Mapping[str, Tensor]) -> None:
     """Raise TypeError, naming the parameter, for one of a class of its own: a call gives forward plain tensors."""
     for name, tensor in named.items():
         if type(tensor) not in (Tensor, nn.Parameter, _torch.FakeTensor):
@@ -229,40 +206,3 @@ def check_full(params: Mapping[str, Tensor], spec: PartitionSpec, *, whole: bool
             )
     for unit in spec:
         take_full_params(params, unit, dict(spec.bound_mesh.sizes) if whole else None)
-
-
-def collect_full_params(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Tensor]:
-    """Return the whole parameters by name, from a model (detached) or a mapping, after a check that they fit the spec."""
-    if isinstance(model_or_params, nn.Module):
-        return _collect_from_model(model_or_params, spec)
-    check_full(model_or_params, spec, whole=True)
-    return dict(model_or_params)
-
-
-def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tensor]:
-    """Return a model's parameters by each name, detached; raise ValueError unless they fit the spec."""
-    for path, module in model.named_modules():
-        check_not_compiled(path, module)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    check_classes({name: named[name] for name in spec.by_name if name in named})
-    sizes = dict(spec.bound_mesh.sizes)
-    for name, tensor in named.items():
-        if name not in spec.by_name and name not in spec.ignored and not any(tensor is named.get(i) for i in spec.ignored):
-            raise ValueError(f"parameter '{name}' is not in the spec: expected the model that it was made for; make a new spec")
-    for name, (unit, param) in spec.by_name.items():
-        if name not in named:
-            raise ValueError(f"parameter '{name}' of unit '{unit.key}' is not in the model: was it changed after the spec?")
-        shape = whole_shape(param, sizes)
-        if named[name].dtype != param.dtype or tuple(named[name].shape) != shape:
-            got = f"{list(named[name].shape)} {named[name].dtype}"
-            hint = "was the model changed after the spec was made?"
-            if param.local and tuple(named[name].shape) == param.shape:
-                hint = (
-                    f"the model has its piece over {dict(param.local)}: expected the whole model, or whole parameters by name"
-                )
-            raise ValueError(
-                f"parameter '{name}' of unit '{unit.key}': expected {list(shape)} {param.dtype}, got {got}; {hint}"
-            )
-        if named[name] is not named[param.name]:
-            raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected it tied to '{param.name}', got two tensors")
-    return {name: tensor.detach() for name, tensor in named.items()}

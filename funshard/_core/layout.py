@@ -13,20 +13,8 @@ from .spec import PartitionSpec
 from .tree import Param
 from .unit import Unit
 
-__all__ = [
-    "Params",
-    "concat_padded",
-    "flatten",
-    "flatten_unit",
-    "from_memory_order",
-    "insert_padding",
-    "longest_padding",
-    "rank_along",
-    "slice_index",
-    "to_memory_order",
-    "unflatten",
-    "unflatten_unit",
-]
+__all__ = ["Params", "concat_padded", "flatten", "flatten_unit", "from_memory_order", "insert_padding"]
+__all__ += ["longest_padding", "rank_along", "to_memory_order", "unflatten", "unflatten_unit"]
 
 Params = dict[str, Tensor]
 """Tensors by unit key when sharded or flattened, by parameter name when full."""
@@ -137,11 +125,6 @@ def from_memory_order(piece: Tensor, param: Param) -> Tensor:
     if not param.permuted:
         return piece.view(param.shape)
     return piece.view([param.shape[d] for d in param.order]).permute([param.order.index(d) for d in range(len(param.order))])
-
-
-def slice_index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
-    """Return which slice of the unit the rank at these mesh coordinates owns."""
-    return rank_along(unit.p.axes, mesh, coordinates)[0]
 
 
 def rank_along(axes: Iterable[str], mesh: Mesh, coordinates: Sequence[int]) -> tuple[int, int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -119,13 +117,10 @@ class Mesh:
         return Mesh(tuple(zip(names, axes, strict=True)), mesh.device_type)
 
     def with_reductions_over(self, other: Mesh) -> Mesh:
-        """Return this mesh with another one's process groups for reductions.
+        """Return this mesh with the process groups of another one of the same axes for reductions.
 
         Args:
-            other: A mesh of the same axes, with process groups of its own.
-
-        Raises:
-            ValueError: If the axes differ, or an axis has the same process group in both.
+            other: The other mesh. ValueError if its axes differ, or an axis has the same process group in both.
         """
         if self.sizes != other.sizes:
             raise ValueError(f"reductions: expected a mesh of the same axes {dict(self.sizes)}, got {dict(other.sizes)}")
@@ -161,7 +156,7 @@ class Mesh:
                     "alone: expected torch.distributed.init_process_group() before this, or .on({'shard': 1}) on the spec"
                 )
             if not started:
-                _warn_of_tasks()
+                _torch.warn_of_tasks()
             return Mesh((("shard", ProcessAxis(1, 0)),))
         group = dist.group.WORLD
         assert group is not None
@@ -224,39 +219,13 @@ class Mesh:
         """Return the names of some axes, in the mesh's order.
 
         Args:
-            axes: Names of axes, one name, or None for all.
-
-        Raises:
-            ValueError: For an unknown name.
+            axes: Names of axes, one name, or None for all. ValueError for an unknown one.
         """
         names = self.names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         for name in names:
             if name not in self.names:
                 raise ValueError(f"unknown mesh axis '{name}': expected some of {self.names}")
         return tuple(name for name in self.names if name in names)
-
-
-_TASKS = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
-"""The variables in which launchers other than torchrun say how many processes they started."""
-
-
-def _warn_of_tasks() -> None:
-    """Warn if a launcher started several processes and there is no process group."""
-    for name, launcher in _TASKS.items():
-        size = os.environ.get(name, "")
-        if size.isdecimal() and int(size) > 1:
-            _warn_once(name, launcher, int(size))
-
-
-@functools.cache
-def _warn_once(name: str, launcher: str, size: int) -> None:
-    """Warn that processes of a launcher would train alone."""
-    warnings.warn(
-        f"this process has no process group, and {name}={size}: if {launcher} started it as one of {size}, each trains alone; "
-        "expected torch.distributed.init_process_group(rank=..., world_size=...) before this, or start it by torchrun; where "
-        "one process is meant, .on({'shard': 1}) on the spec says so",
-        stacklevel=3,
-    )
 
 
 def _to_axis(name: object, axis: object) -> Axis:

@@ -74,8 +74,7 @@ def start_op(op: str, x: Tensor, context: OpContext, own: Tensor | None = None) 
         own: The buffer for the result of a gather, which casts to its dtype, or ``x`` itself for an all-reduce in place. None
             while operators are recorded, because a graph has to be functional.
 
-    Raises:
-        ValueError: If the axis has no process group.
+    Raises ValueError if the axis has no process group.
     """
     if not context.name:
         raise missing_group_error(context.size)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from .spec import PartitionSpec
 from .tree import ModuleTree, module_tree
 from .unit import P
 
-__all__ = ["SHARD", "NamedPolicy", "Policy", "by_type", "check_classes", "check_p", "format_call", "override_p", "whole"]
+__all__ = ["SHARD", "NamedPolicy", "Policy", "build_selected", "by_type", "check_classes", "check_p", "format_call", "whole"]
 
 
 class Policy(Protocol):
@@ -86,18 +86,6 @@ def check_p(where: str, p: object) -> None:
         raise TypeError(f"{where}: expected a P such as P('shard'), got {p!r}{hint}")
 
 
-def override_p(p: P, fields: Mapping[str, Any], where: str) -> P:
-    """Return the `P` with these fields replaced; raise ValueError that says where for an unknown one."""
-    known = [f.name for f in dataclasses.fields(P)]
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{where}: P has no field '{name}': expected some of {known}")
-    try:
-        return dataclasses.replace(p, **fields)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{where}: {error}") from None
-
-
 def check_classes(what: str, classes: Iterable[object]) -> None:
     """Raise TypeError unless they are classes of modules."""
     for cls in classes:
@@ -105,7 +93,7 @@ def check_classes(what: str, classes: Iterable[object]) -> None:
             raise TypeError(f"{what}: expected subclasses of nn.Module, got {cls!r}")
 
 
-def _build_selected(select: Callable[[P, ModuleTree], P | None], p: P, tree: ModuleTree) -> PartitionSpec:
+def build_selected(select: Callable[[P, ModuleTree], P | None], p: P, tree: ModuleTree) -> PartitionSpec:
     """Build the spec whose units are the nodes for which ``select(p, node)`` returns a `P`; the leftovers have ``p``."""
     chosen = {node.path: own for node in tree.nodes() if (own := select(p, node)) is not None}
     return build_with_leftovers(tree, chosen, p)
@@ -123,7 +111,7 @@ def whole(p: P = SHARD) -> Policy:
         ['']
     """
     check_p("whole", p)
-    return NamedPolicy(format_call("whole", p=p), functools.partial(_build_selected, _select_none, p))
+    return NamedPolicy(format_call("whole", p=p), functools.partial(build_selected, _select_none, p))
 
 
 def _select_none(p: P, node: ModuleTree) -> P | None:

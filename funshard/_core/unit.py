@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .tree import Param, is_within
+from .tree import Param
 
 __all__ = ["LocalDims", "P", "Unit", "join_shape", "whole_shape"]
 
@@ -230,14 +230,6 @@ class Unit:
         object.__setattr__(self, "span", span)
         by_option = (option._find_param_dtypes(self.params) for option in self.p.options)
         object.__setattr__(self, "param_dtypes", next((dtypes for dtypes in by_option if dtypes), ()))
-
-    def is_inside(self, path: str) -> bool:
-        """Return whether one of its modules is inside the module at this path, or that module itself.
-
-        Args:
-            path: The path of a module.
-        """
-        return any(is_within(own, path) for own in self.paths)
 
     def padded_numel(self, slices: int) -> int:
         """Return the number of elements of the unit's whole buffer, padding included.

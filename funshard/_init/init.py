@@ -13,13 +13,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from .. import _torch
 from .._call.module_state import calling_thread, restore_modules
-from .._core.checks import bind_spec, collect_full_params
+from .._core.checks import bind_spec
 from .._core.layout import Params, to_memory_order, unflatten_unit
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._core.unit import Unit, whole_shape
 from .._sharding.agree import check_ranks_agree, has_peers, hash_bits, report_to_ranks
-from .._sharding.sharding import check_rank
+from .._sharding.sharding import check_rank, collect_full_params
 from .._spec.log import log_spec
 from .._wire.flow import encode_at_rest
 from .._wire.host import place_slice

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._core.checks import bind_spec, check_mapping, check_shards, check_spec, collect_full_params
+from .._core.checks import bind_spec, check_full, check_mapping, check_param_classes, check_shards, check_spec
 from .._core.division import ReduceBy, Reduction
 from .._core.layout import Params, rank_coords, unflatten_unit
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
-from .._core.tree import Param
-from .._core.unit import Unit
+from .._core.tree import Param, check_not_compiled
+from .._core.unit import Unit, whole_shape
 from .._spec.log import log_spec
 from .._spec.precision import check_trainable
 from .._units.accumulation import find_accumulation
@@ -26,7 +26,7 @@ from .agree import check_ranks_agree, has_peers, hash_params, report_to_ranks
 from .full import scatter_full
 from .skeleton import is_skeleton
 
-__all__ = ["check_rank", "combine", "partition", "reshard", "shard", "unshard"]
+__all__ = ["check_rank", "collect_full_params", "combine", "partition", "reshard", "shard", "unshard"]
 
 
 def shard(
@@ -305,3 +305,40 @@ def combine(*parts: Mapping[str, Tensor]) -> Params:
                 raise ValueError(f"combine: '{key}' is in two parts: expected disjoint ones")
             out[key] = tensor
     return out
+
+
+def collect_full_params(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec) -> dict[str, Tensor]:
+    """Return the whole parameters by name, from a model (detached) or a mapping, after a check that they fit the spec."""
+    if isinstance(model_or_params, nn.Module):
+        return _collect_from_model(model_or_params, spec)
+    check_full(model_or_params, spec, whole=True)
+    return dict(model_or_params)
+
+
+def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tensor]:
+    """Return a model's parameters by each name, detached; raise ValueError unless they fit the spec."""
+    for path, module in model.named_modules():
+        check_not_compiled(path, module)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    check_param_classes({name: named[name] for name in spec.by_name if name in named})
+    sizes = dict(spec.bound_mesh.sizes)
+    for name, tensor in named.items():
+        if name not in spec.by_name and name not in spec.ignored and not any(tensor is named.get(i) for i in spec.ignored):
+            raise ValueError(f"parameter '{name}' is not in the spec: expected the model that it was made for; make a new spec")
+    for name, (unit, param) in spec.by_name.items():
+        if name not in named:
+            raise ValueError(f"parameter '{name}' of unit '{unit.key}' is not in the model: was it changed after the spec?")
+        shape = whole_shape(param, sizes)
+        if named[name].dtype != param.dtype or tuple(named[name].shape) != shape:
+            got = f"{list(named[name].shape)} {named[name].dtype}"
+            hint = "was the model changed after the spec was made?"
+            if param.local and tuple(named[name].shape) == param.shape:
+                hint = (
+                    f"the model has its piece over {dict(param.local)}: expected the whole model, or whole parameters by name"
+                )
+            raise ValueError(
+                f"parameter '{name}' of unit '{unit.key}': expected {list(shape)} {param.dtype}, got {got}; {hint}"
+            )
+        if named[name] is not named[param.name]:
+            raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected it tied to '{param.name}', got two tensors")
+    return {name: tensor.detach() for name, tensor in named.items()}

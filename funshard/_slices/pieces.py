@@ -8,14 +8,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .._core.checks import bind_spec, check_buffers
-from .._core.layout import Params, rank_coords, slice_index
+from .._core.layout import Params, rank_along, rank_coords
+from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
 from .._spec.precision import check_trainable
 from .._wire.host import check_host_resident
 
-__all__ = ["Piece", "param_views", "slice_pieces"]
+__all__ = ["Piece", "param_views", "slice_index", "slice_pieces"]
 
 
 def param_views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None = None) -> Params:
@@ -76,3 +77,8 @@ def slice_pieces(unit: Unit, spec: PartitionSpec, at: Sequence[int]) -> Iterator
             low, high = (min(max(x - begin, 0), length) for x in (start, start + size))
             yield Piece(param, low, high, min(max(begin - start, 0), size))
         start += size
+
+
+def slice_index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
+    """Return which slice of the unit the rank at these mesh coordinates owns."""
+    return rank_along(unit.p.axes, mesh, coordinates)[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
+import warnings
 from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,7 @@ __all__ = [
     "make_unregistered_gloo",
     "named_groups",
     "real_tensors",
+    "warn_of_tasks",
 ]
 
 
@@ -164,3 +167,26 @@ def counted_flops(op: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
 def is_no_operator(op: OpOverload) -> bool:
     """Return whether an operator only marks a range of the profiler or the like."""
     return op.namespace in ("profiler", "prim")
+
+
+_TASKS = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""The variables in which launchers other than torchrun say how many processes they started."""
+
+
+def warn_of_tasks() -> None:
+    """Warn if a launcher started several processes and there is no process group."""
+    for name, launcher in _TASKS.items():
+        size = os.environ.get(name, "")
+        if size.isdecimal() and int(size) > 1:
+            _warn_once(name, launcher, int(size))
+
+
+@functools.cache
+def _warn_once(name: str, launcher: str, size: int) -> None:
+    """Warn that processes of a launcher would train alone."""
+    warnings.warn(
+        f"this process has no process group, and {name}={size}: if {launcher} started it as one of {size}, each trains alone; "
+        "expected torch.distributed.init_process_group(rank=..., world_size=...) before this, or start it by torchrun; where "
+        "one process is meant, .on({'shard': 1}) on the spec says so",
+        stacklevel=3,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
 import functools
@@ -11,21 +12,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .._core.build import build, build_with_leftovers
-from .._core.policies import (
-    SHARD,
-    NamedPolicy,
-    Policy,
-    _build_selected,
-    check_classes,
-    check_p,
-    format_call,
-    override_p,
-)
+from .._core.policies import SHARD, NamedPolicy, Policy, build_selected, check_classes, check_p, format_call
 from .._core.spec import PartitionSpec
 from .._core.tree import ModuleTree
 from .._core.unit import P
 
-__all__ = ["always", "by_path", "by_size", "count_literal", "custom", "mark", "marked", "matches_path"]
+__all__ = ["always", "by_path", "by_size", "count_literal", "custom", "mark", "marked", "matches_path", "override_p"]
 
 _MARK = "_funshard_mark"
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -43,7 +35,7 @@ def always(p: P = SHARD) -> Policy:
         ['0', '1']
     """
     check_p("always", p)
-    return NamedPolicy(format_call("always", p=p), functools.partial(_build_selected, _p_if_has_params, p))
+    return NamedPolicy(format_call("always", p=p), functools.partial(build_selected, _p_if_has_params, p))
 
 
 def _p_if_has_params(p: P, node: ModuleTree) -> P | None:
@@ -126,7 +118,7 @@ def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) ->
     """
     check_p("custom", p)
     select = functools.partial(_select_custom, fn)
-    return NamedPolicy(format_call("custom", fn, p=p), functools.partial(_build_selected, select, p))
+    return NamedPolicy(format_call("custom", fn, p=p), functools.partial(build_selected, select, p))
 
 
 def _select_custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P, node: ModuleTree) -> P | None:
@@ -176,7 +168,7 @@ def marked(p: P = SHARD) -> Policy:
         {'': P('shard'), '1': P('shard', reshard=False)}
     """
     check_p("marked", p)
-    return NamedPolicy(format_call("marked", p=p), functools.partial(_build_selected, _select_marked, p))
+    return NamedPolicy(format_call("marked", p=p), functools.partial(build_selected, _select_marked, p))
 
 
 def _select_marked(p: P, node: ModuleTree) -> P | None:
@@ -252,3 +244,15 @@ def _build_by_path(patterns: Mapping[str, P], p: P, tree: ModuleTree) -> Partiti
                     f"'{pattern}' ({value}): expected one, or one that is more literal"
                 )
     return build(tree, {path: patterns[pattern] for path, (_, pattern) in best.items()}, p)
+
+
+def override_p(p: P, fields: Mapping[str, Any], where: str) -> P:
+    """Return the `P` with these fields replaced; raise ValueError that says where for an unknown one."""
+    known = [f.name for f in dataclasses.fields(P)]
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{where}: P has no field '{name}': expected some of {known}")
+    try:
+        return dataclasses.replace(p, **fields)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{where}: {error}") from None
