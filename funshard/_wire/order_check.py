@@ -1,27 +1,25 @@
 """The check that all ranks start the same collectives: a call records the names of its own, and ranks compare them.
 
-A process group pairs the n-th collective of one rank with the n-th of every other. Ranks that gather other units of one size,
-or the same units in another order, get each other's slices, without an error from any backend. So ranks compare names when
-forward ends, and again before gradients leave the call. On the CPU the host waits for each collective, for ever if another
-rank never starts it. There ranks also compare each one before they wait for it.
+A process group pairs the n-th collective of one rank with the n-th of every other. Ranks that gather other units of one size
+get each other's slices, without an error from any backend. So ranks compare names when forward ends, and again before gradients
+leave the call. On the CPU, where the host waits for each collective, they also compare each one before that.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
 from .. import _torch
 from .._core.announce import is_checked
-from ..collectives._sequence import Comparison, RankLines, finish_earlier_checks, get_host_group, make_order_error
+from ..collectives._sequence import Comparison, finish_earlier_checks, get_host_group, make_order_error
 from .chain import RouteTable
 
 __all__ = ["OrderCheck"]
 
-
-def _make_error(everyone: RankLines) -> RuntimeError:
-    return make_order_error(everyone, "ranks ran different units: what this call computed is wrong")
+_make_error = functools.partial(make_order_error, error="ranks ran different units: what this call computed is wrong")
 
 
 class OrderCheck:
@@ -29,19 +27,20 @@ class OrderCheck:
 
     def __init__(self, routes: RouteTable, shards: Mapping[str, Tensor]) -> None:
         self._routes = routes
-        is_real = not _torch.is_traced() and not any(map(_torch.is_fake, shards.values()))
-        self._is_on = routes.needs_order_check and is_real
-        # fs.check compares each one before it starts
-        self._compares_each = all(shard.device.type == "cpu" for shard in shards.values()) and not is_checked()
+        self._is_on = routes.needs_order_check and not _torch.is_traced() and not any(map(_torch.is_fake, shards.values()))
         self._started: dict[str, list[str]] = {}  # names by process group, since ranks last compared them
         self._pending: list[Comparison] = []  # at most one for each process group
         self._is_forward = True
         self.has_backward = False  # whether a backward will end in the call's shards
         if self._is_on:
             finish_earlier_checks()
+            devices = {(route.device or shards[key].device).type for key, route in routes.by_key.items()}
+            self._compares_each = devices == {"cpu"} and not is_checked()  # fs.check compares each one before it starts
 
     def record_gather(self, key: str, *, of_kept: bool = False) -> None:
         """Record that the gather of this unit was started, ``of_kept`` slices or of shards."""
+        if not self._is_on:
+            return
         steps = self._routes.steps[key]
         self._record(steps.gather_kept_groups if of_kept else steps.gather_groups, f"the gather of unit '{key}'")
         if self._compares_each or not (self._is_forward or self.has_backward):  # no end of backward will be seen
@@ -49,6 +48,8 @@ class OrderCheck:
 
     def record_reduction(self, key: str) -> None:
         """Record that the reduction of this unit is about to start."""
+        if not self._is_on:
+            return
         self.finish()  # the reductions before, which may be waited for now
         steps = self._routes.steps[key]
         self._record(steps.reduce_groups, f"the reduction of unit '{key}'{steps.encoding}")
