@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import funshard as fs
+from funshard._wire import order_check
 from funshard.collectives._sequence import check_sequence
 
 torch.manual_seed(0)
@@ -100,6 +102,21 @@ def test_ranks_that_run_other_units_get_an_error(gloo2: Pool, strategy: str, rou
         assert "ranks" in error
         assert "unit 'experts." in error
         assert "check_order=False" in error
+
+
+def routed_as_on_a_device(rank: int, strategy: str, route: str, step: str) -> str:
+    """Without the comparison of each collective: where the host does not wait for them, ranks compare at the ends alone."""
+    with mock.patch.object(order_check, "is_checked", return_value=True):
+        return routed(rank, strategy, route, step)
+
+
+@pytest.mark.parametrize("step", ["fs.grad", "no_grad"])
+@pytest.mark.parametrize("strategy", ["shard", "keep", "remat", "replicated"])
+def test_ranks_compare_at_the_ends_as_on_a_device(gloo2: Pool, strategy: str, step: str) -> None:
+    step = "fs.grad" if strategy == "replicated" else step  # of the others nothing is sent
+    for error in gloo2.run(routed_as_on_a_device, strategy, "reversed on one rank", step):
+        assert "ranks ran different units" in error
+        assert "unit 'experts." in error
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
