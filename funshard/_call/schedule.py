@@ -33,6 +33,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from .. import _torch
 from .._core.division import Reduction
 from .._core.spec import PartitionSpec
+from .._core.tree import is_within
 from .._core.unit import Unit
 from .._spec.precision import precision_of
 from .._torch.phases import phase
@@ -186,7 +187,8 @@ class BackwardPrefetch:
             return False
         for passed in self._resharded[gathered.index + 1 : self._position]:
             other = passed()
-            if other is not None and not any(map(gathered.unit.is_inside, other.unit.paths)):  # one around it may come after it
+            own = gathered.unit.paths  # a unit around it may come after it
+            if other is not None and not any(is_within(path, around) for path in own for around in other.unit.paths):
                 other.chain = None
         self._position = gathered.index
         if not gathered.is_trained:
