@@ -135,7 +135,13 @@ def _find_change_inside(obj: Any, before: Mapping[str, tuple[Any, int]]) -> str:
 
 def _read_versions(module: nn.Module) -> list[tuple[int, int]]:
     """Return which buffers a module has, and how often each was changed in place."""
-    return [(id(x), _torch.version(x)) for x in dict.values(vars(module).get("_buffers") or {}) if x is not None]
+    return [(id(x), _torch.version(x)) for x in _own_tensors(module, "_buffers")]
+
+
+def _own_tensors(module: nn.Module, kind: str) -> list[Tensor]:
+    """Return a module's own parameters or buffers; nothing is gathered for that. A ScriptModule has another mapping."""
+    own = vars(module).get(kind)
+    return [x for x in dict.values(own) if x is not None] if isinstance(own, dict) else []
 
 
 _MISSING = object()
@@ -186,9 +192,7 @@ class RecomputedFunction:
         ]
         self._context = context_variables()
         variables = {k: v for k, v in compared_variables().items() if isinstance(v, _IN_CONTEXT)}
-        self._constants = {
-            id(x) for module in self._modules for x in dict.values(vars(module).get("_parameters") or {}) if x is not None
-        }
+        self._constants = {id(x) for module in self._modules for x in _own_tensors(module, "_parameters")}
         self._before = self._freeze([*roots.values(), variables, {i: own for i, own in enumerate(copied) if own}])
         self._shared = [] if owned else [(m, dict(vars(m)), _read_versions(m)) for m in self._reached_modules()]
         tensors = self._before.tensors
