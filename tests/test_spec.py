@@ -207,6 +207,10 @@ def test_units_come_in_pre_order(case: tuple[nn.Module, Policy]) -> None:
         (lambda: fs.P("a", reshard=None), TypeError, r"P: reshard: expected True, False, or some of the axes .*, got None"),
         (lambda: fs.P("a", remat="False"), TypeError, r"P: remat: expected True or False, got 'False'"),
         (lambda: fs.P("a", remat=1), TypeError, r"P: remat: expected True or False, got 1"),
+        (lambda: fs.P("a", local=0), TypeError, r"P: local: expected a dict such as .*, got 0"),
+        (lambda: fs.P("a", local="b"), TypeError, r"P: local: expected a dict such as .*, got 'b'"),
+        (lambda: fs.P("a", precision=0), TypeError, r"P: precision: expected a Precision or None, got 0"),
+        (lambda: fs.P("a", precision=fs.Remat()), TypeError, r"P: precision: expected a Precision or None, got Remat\(\)"),
         (
             lambda: fs.P("a", offload=True),
             TypeError,

@@ -20,7 +20,7 @@ from .._core.tree import join_path
 from .._core.unit import Unit, whole_shape
 from .._sharding.agree import check_ranks_agree, has_peers, hash_bits, report_to_ranks
 from .._sharding.sharding import check_rank, collect_full_params
-from .._spec.log import log_spec
+from .._spec.table import log_spec
 from .._wire.flow import encode_at_rest
 from .._wire.host import place_slice
 from .._wire.whole import flatten_whole, scatter_whole

@@ -20,7 +20,7 @@ from .._core.mesh import Mesh, ProcessAxis
 from .._core.spec import PartitionSpec, abridge
 from .._core.unit import Unit
 from .._spec.byte_size import parse_bytes
-from .._spec.log import log_spec
+from .._spec.table import log_spec
 from .._torch.phases import phase
 from .._wire.chain import CollectiveChain
 from .._wire.flow import encode_at_rest

@@ -16,8 +16,8 @@ from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.tree import Param, check_not_compiled
 from .._core.unit import Unit, whole_shape
-from .._spec.log import log_spec
 from .._spec.precision import check_trainable
+from .._spec.table import log_spec
 from .._units.accumulation import find_accumulation
 from .._wire.flow import encode_at_rest, gather_unit
 from .._wire.host import check_host_resident, place_slice

@@ -15,7 +15,6 @@ from .._core.unit import PARSERS, LocalDims, Option, P, Unit, whole_shape
 
 __all__ = ["check_axes_are_given", "describe_pieces", "distinct_axes", "piece_offsets", "stack_dims"]
 
-
 LocalAxes = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 """For each axis, outermost first, the dimension that is split over it, by a glob of parameter names."""
 
@@ -75,7 +74,7 @@ class Local(Option):
 
 def _parse_local(local: Any, p: P) -> Local | None:
     """Return the option of ``P(local=...)``: axis names that do not split the unit, with a dimension or dimensions by glob."""
-    given = dict(local.axes) if isinstance(local, Local) else local or {}
+    given = dict(local.axes) if isinstance(local, Local) else {} if local is None else local
     if not isinstance(given, Mapping):
         raise TypeError(f"P: local: expected a dict such as {{'expert': 0}}, got {local!r}")
     out: list[tuple[str, tuple[tuple[str, int], ...]]] = []

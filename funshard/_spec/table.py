@@ -1,20 +1,21 @@
-"""The printed form of a spec: a table with a row for each unit, or for several similar units."""
+"""The printed forms of a spec: a table with a row for each unit, or for several similar units; and its line in the log."""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Sequence
 
+import torch
+
 from .._core.mesh import Mesh
 from .._core.spec import FORMATS, PartitionSpec, format_sizes
+from .._torch.phases import LOGGER
 
-__all__ = ["HEAD", "MIN_MERGED_ROWS", "format_table"]
-
+__all__ = ["HEAD", "MIN_MERGED_ROWS", "format_table", "log_spec"]
 
 HEAD = ("unit", "P", "parameters", "numel", "padding", "bytes per rank")
-
-
 MIN_MERGED_ROWS = 3
 """The least number of units, equal but for a number in their paths, that share a row."""
 
@@ -91,6 +92,18 @@ def _format_ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([n])
     return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+
+
+def log_spec(spec: PartitionSpec) -> None:
+    """Log a spec's summary at INFO, the first time that values are sharded by it."""
+    if not torch.compiler.is_compiling() and LOGGER.isEnabledFor(logging.INFO):  # Dynamo traces no logging
+        spec._compute_once(_log_spec)
+
+
+def _log_spec(spec: PartitionSpec) -> bool:
+    """Log a spec's summary and return True, which the spec caches."""
+    LOGGER.info("sharded by %r", spec)
+    return True
 
 
 FORMATS["table"] = format_table
