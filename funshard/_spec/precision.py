@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -306,13 +305,8 @@ class Precision(Option):
                     f"unit '{unit.key}' is at rest in {unit.at_rest}, and Precision(keep=...) names its parameter '{own}': a "
                     "codec encodes a slice as a whole; expected a unit of its own for what is kept, or another glob"
                 )
-            sizes = {(dtype or self._resolve(unit.dtype).param).itemsize for dtype in unit.param_dtypes}
-            step = math.lcm(unit.align, math.gcd(*(param.numel for param in unit.params)))
-            if sizes and step * min(sizes) % max(sizes):
-                raise ValueError(
-                    f"unit '{unit.key}': Precision(keep=...) gives dtypes of {sorted(sizes)} bytes; a parameter would begin "
-                    f"between two of its elements: expected P(align={max(sizes)}), or a multiple of that, got {unit.p}"
-                )
+            if unit.param_dtypes:
+                _check_begins(unit, self._resolve(unit.dtype).param)
             if self.reduce_codec:
                 _check_reduce_codec(unit, self.reduce_codec)
 
@@ -324,6 +318,19 @@ def _parse_precision(precision: Any, _: P) -> Precision | None:
 
 
 PARSERS["precision"] = _parse_precision
+
+
+def _check_begins(unit: Unit, default: torch.dtype) -> None:
+    """Raise ValueError where a parameter would begin between two elements of its dtype, as in `make_mixed_layout`."""
+    dtypes, begin, last = iter(unit.param_dtypes), 0, default
+    for size, param in unit.parts:
+        last = last if param is None else next(dtypes) or default  # padding has the dtype before it
+        if param is not None and param.numel and begin % last.itemsize:
+            raise ValueError(
+                f"unit '{unit.key}': parameter '{param.name}' of {last} would begin at byte {begin}, between two of its "
+                f"elements, because of {unit.p}: expected P(align={last.itemsize}), or a multiple of that"
+            )
+        begin += size * last.itemsize
 
 
 def precision_of(p: P) -> Precision | None:
