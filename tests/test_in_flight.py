@@ -183,7 +183,7 @@ fs.functional_call(model, leaves, torch.randn(3, 4), spec=spec, prefetch=2, in_f
 
 
 @pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
-@pytest.mark.parametrize(("where", "last"), [("forward", 2), ("backward", 3)])
+@pytest.mark.parametrize(("where", "last"), [("forward", 2), ("backward", 4)])
 def test_an_error_is_all_that_is_said(tmp_path: Path, where: str, last: int, error: str) -> None:
     """On a rank where collectives are under way that never end: the other rank is gone after its ``last`` layer."""
     script = tmp_path / "script.py"

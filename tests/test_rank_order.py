@@ -6,7 +6,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import funshard as fs
-from funshard._wire import order_check
 from funshard.collectives._sequence import check_sequence
 
 torch.manual_seed(0)
@@ -104,21 +102,6 @@ def test_ranks_that_run_other_units_get_an_error(gloo2: Pool, strategy: str, rou
         assert "check_order=False" in error
 
 
-def routed_as_on_a_device(rank: int, strategy: str, route: str, step: str) -> str:
-    """Without the comparison of each collective: where the host does not wait for them, ranks compare at the ends alone."""
-    with mock.patch.object(order_check, "is_checked", return_value=True):
-        return routed(rank, strategy, route, step)
-
-
-@pytest.mark.parametrize("step", ["fs.grad", "no_grad"])
-@pytest.mark.parametrize("strategy", ["shard", "keep", "remat", "replicated"])
-def test_ranks_compare_at_the_ends_as_on_a_device(gloo2: Pool, strategy: str, step: str) -> None:
-    step = "fs.grad" if strategy == "replicated" else step  # of the others nothing is sent
-    for error in gloo2.run(routed_as_on_a_device, strategy, "reversed on one rank", step):
-        assert "ranks ran different units" in error
-        assert "unit 'experts." in error
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("step", ["fs.grad", "hvp"])
 def test_a_rank_that_runs_one_unit_more_is_an_error(gloo2: Pool, strategy: str, step: str) -> None:
@@ -142,6 +125,16 @@ def early(rank: int, layers: int, strategy: str, routes: tuple[tuple[int, ...], 
     return error_of(STEPS[step], loss, fs.shard(model, spec))
 
 
+def early_in_a_check(rank: int, *args: Any) -> str:
+    """The same in `funshard.check`."""
+    return error_of(fs.check(timeout=20)(lambda: _raise(early(rank, *args))))
+
+
+def _raise(error: str) -> None:
+    if error:
+        raise RuntimeError(error)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("step", ["fs.grad", "no_grad"])
 def test_a_rank_that_leaves_out_the_last_unit_is_an_error(gloo2: Pool, strategy: str, step: str) -> None:
@@ -157,10 +150,10 @@ def test_a_rank_that_leaves_out_the_last_unit_is_an_error(gloo2: Pool, strategy:
 @pytest.mark.parametrize("route", [(), (0, 1), (0, 5)])
 @pytest.mark.parametrize("strategy", ["shard", "keep", "remat"])
 @pytest.mark.parametrize("step", ["fs.grad", "no_grad"])
-def test_a_rank_that_runs_fewer_units_is_an_error(gloo2: Pool, strategy: str, step: str, route: tuple[int, ...]) -> None:
-    """On the CPU ranks compare each gather before they wait for it: the other one would wait for ever."""
-    for error in gloo2.run(early, 6, strategy, ((0, 1, 2, 3, 4, 5), route), step):
-        assert "ranks ran different units" in error
+def test_the_check_names_a_rank_that_runs_fewer_units(gloo2: Pool, strategy: str, step: str, route: tuple[int, ...]) -> None:
+    """It compares each gather before it starts: without it the other rank waits for the timeout."""
+    for error in gloo2.run(early_in_a_check, 6, strategy, ((0, 1, 2, 3, 4, 5), route), step):
+        assert "ranks disagree" in error
         assert "unit '" in error
     gloo2.stop()  # some collectives have started on one rank only
 
@@ -180,10 +173,23 @@ def with_unequal_losses(rank: int, strategy: str) -> str:
     return error_of(fs.grad(loss), fs.shard(model, spec))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_losses_that_depend_on_other_units_are_an_error(gloo2: Pool, strategy: str) -> None:
-    for error in gloo2.run(with_unequal_losses, strategy):
+def with_unequal_losses_in_a_check(rank: int, strategy: str) -> str:
+    """The same in `funshard.check`."""
+    return error_of(fs.check(timeout=20)(lambda: _raise(with_unequal_losses(rank, strategy))))
+
+
+def test_losses_that_depend_on_other_units_are_an_error(gloo2: Pool) -> None:
+    """Of replicas, which are reduced together when backward ends."""
+    for error in gloo2.run(with_unequal_losses, "replicated"):
         assert "ranks ran different units" in error
+
+
+@pytest.mark.parametrize("strategy", ["shard", "keep", "remat", "precision"])
+def test_the_check_names_losses_that_depend_on_other_units(gloo2: Pool, strategy: str) -> None:
+    """It compares each reduction before it starts: without it a rank with more of them waits for the timeout."""
+    for error in gloo2.run(with_unequal_losses_in_a_check, strategy):
+        assert "ranks disagree" in error
+    gloo2.stop()  # some collectives have started on one rank only
 
 
 def unsharded(rank: int) -> str:

@@ -1,8 +1,9 @@
 """The check that all ranks start the same collectives: a call records the names of its own, and ranks compare them.
 
-A process group pairs the n-th collective of one rank with the n-th of every other. Ranks that gather other units of one size
-get each other's slices, without an error from any backend. So ranks compare names when forward ends, and again before gradients
-leave the call. On the CPU, where the host waits for each collective, they also compare each one before that.
+A process group pairs the n-th collective of one rank with the n-th of every other. Ranks that gather other units of one size,
+or the same units in another order, get each other's slices, without an error from any backend. So ranks compare names when
+forward ends, and again before gradients leave the call: a wrong number does not leave it. Where ranks start other numbers of
+collectives, the process group itself times out, and `funshard.check`, which compares each one, says which rank differs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from .. import _torch
-from .._core.announce import is_checked
 from ..collectives._sequence import Comparison, finish_earlier_checks, get_host_group, make_order_error
 from .chain import RouteTable
 
@@ -34,8 +34,6 @@ class OrderCheck:
         self.has_backward = False  # whether a backward will end in the call's shards
         if self._is_on:
             finish_earlier_checks()
-            devices = {(route.device or shards[key].device).type for key, route in routes.by_key.items()}
-            self._compares_each = devices == {"cpu"} and not is_checked()  # fs.check compares each one before it starts
 
     def record_gather(self, key: str, *, of_kept: bool = False) -> None:
         """Record that the gather of this unit was started, ``of_kept`` slices or of shards."""
@@ -43,18 +41,15 @@ class OrderCheck:
             return
         steps = self._routes.steps[key]
         self._record(steps.gather_kept_groups if of_kept else steps.gather_groups, f"the gather of unit '{key}'")
-        if self._compares_each or not (self._is_forward or self.has_backward):  # no end of backward will be seen
+        if not (self._is_forward or self.has_backward):  # no end of backward will be seen
             self._start()
 
     def record_reduction(self, key: str) -> None:
         """Record that the reduction of this unit is about to start."""
         if not self._is_on:
             return
-        self.finish()  # the reductions before, which may be waited for now
         steps = self._routes.steps[key]
         self._record(steps.reduce_groups, f"the reduction of unit '{key}'{steps.encoding}")
-        if self._compares_each and self._routes.by_key[key].split_axes:  # a bucket is waited for at the end
-            self._start()
 
     def check_forward(self, unused: Iterable[str]) -> None:
         """Compare what forward has gathered and used, at its end. The ``unused`` units were gathered ahead."""
