@@ -426,11 +426,12 @@ def reduce_other_units(rank: int, checked: bool) -> str:
     return error_of(loss, fs.shard(model, spec), checked)
 
 
-@pytest.mark.parametrize("checked", [False, True])
-def test_ranks_that_reduce_other_units_get_an_error(gloo2: Pool, checked: bool) -> None:
-    for error in gloo2.run(reduce_other_units, checked):
-        assert ("ranks disagree on collective" if checked else "ranks ran different units") in error
+def test_ranks_that_reduce_other_units_get_an_error(gloo2: Pool) -> None:
+    """In `funshard.check`: without it the rank with more reductions waits for the timeout."""
+    for error in gloo2.run(reduce_other_units, True):
+        assert "ranks disagree on collective" in error
         assert "unit '1'" in error
+    gloo2.stop()  # some collectives have started on one rank only
 
 
 def reduce_by_other_codecs(rank: int, checked: bool) -> str:
