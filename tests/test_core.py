@@ -140,8 +140,14 @@ def test_the_core_and_the_package_agree_on_real_ranks(gloo2: Pool, strategy: str
 
 def test_options_are_refused() -> None:
     model = nn.Linear(2, 2)
-    for p in (fs.P("shard", precision=fs.Precision()), fs.P("shard", remat=fs.Remat()), fs.P("shard", offload="params")):
-        spec = fs.policies.whole(p)(model)
+    for options in (
+        {"precision": fs.Precision()},
+        {"remat": True},
+        {"compile": True},
+        {"offload": "params"},
+        {"local": {"e": 0}},
+    ):
+        spec = fs.policies.whole(fs.P("shard", **options))(model).on({"shard": 1, "e": 1})
         with pytest.raises(
             ValueError, match=r"unit '' is P\('shard', .*\): expected a P of axis, reshard, align and unit alone"
         ):

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._core.flow import resolve_reduction, scatter_unit
 from .checks import bind_spec, check_full, check_params, check_shards, find_full_params
 from .division import ReduceBy, Reduction
-from .flow import gather_unit
+from .flow import gather_unit, resolve_reduction, scatter_unit
 from .layout import Params, flatten_unit, unflatten_unit
 from .spec import PartitionSpec
+from .unit import P
 
 __all__ = ["functional_call", "shard", "unshard"]
 
@@ -30,8 +30,8 @@ def shard(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec
     if isinstance(model_or_params, nn.Module):
         model_or_params = {name: x.detach() for name, x in model_or_params.named_parameters(remove_duplicate=False)}
     check_full(model_or_params, spec)
-    buffers = {unit: flatten_unit(model_or_params, unit, spec.padded_numel(unit)) for unit in spec}
-    return {unit.key: scatter_unit(buffer, unit, spec.bound_mesh, rank) for unit, buffer in buffers.items()}
+    full, mesh = model_or_params, spec.bound_mesh
+    return {unit.key: scatter_unit(flatten_unit(full, unit, spec.padded_numel(unit)), unit, mesh, rank) for unit in spec}
 
 
 def unshard(shards: Mapping[str, Tensor], spec: PartitionSpec, *, reduce: ReduceBy = "mean") -> Params:
@@ -98,6 +98,7 @@ def _gather(params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduct
 def _check_plain(spec: PartitionSpec) -> PartitionSpec:
     """Return the spec; raise ValueError, naming the unit, for one with an option."""
     for unit in spec:
-        if unit.p.options or unit.p.offloads:
-            raise ValueError(f"unit '{unit.key}' is {unit.p}: expected a P of axis, reshard, align and unit alone")
+        p = unit.p
+        if p != P(p.axis, reshard=p.reshard, align=p.align, unit=p.unit):
+            raise ValueError(f"unit '{unit.key}' is {p}: expected a P of axis, reshard, align and unit alone")
     return spec

@@ -281,9 +281,8 @@ def _add_slices(f: Callable[..., Any], name: str, w: Any, rows: Any, slices: _Sl
     xs = [x if i is None else slices.leaves[i] for x, i in found]
     in_dims = tuple(None if i is None else slices.dims[i] for _, i in found)
     outputs, _ = apply_recomputed(SlicedFunction(parts, slices.sizes, in_dims, (None, None)), xs)
-    for part in parts[1:]:
-        part.finish(outputs)
-    return parts[0].finish(outputs)
+    total, count = outputs
+    return total, count
 
 
 class _ChunkFunction(RecomputedFunction):
@@ -296,6 +295,8 @@ class _ChunkFunction(RecomputedFunction):
                 f"{self.name} changes an object that it was given or closes over, or keeps a tensor in one: expected it to "
                 "change nothing, because it runs on every slice, and again for derivatives; return what is a sum"
             )
+        if self._left is not None:  # at once: until then the slice's graph lives
+            self.finish(out)
         return out
 
 

@@ -234,6 +234,8 @@ class _Pickler(pickle.Pickler):
         """Return how an object is made again, if it is none of Python's containers and atoms."""
         cls: Any = type(obj)
         kind, number = _kind_of(cls), self._snapshot.number
+        if cls is types.MethodType:  # pickle would look it up by its name, and super().f is another one
+            return types.MethodType, (obj.__func__, obj.__self__)
         if kind is _Kind.VALUE:
             return NotImplemented
         if kind is _Kind.TENSOR and not (cls is nn.Parameter and self._snapshot.is_constant(obj)):
