@@ -11,29 +11,13 @@ from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+import test_gradients
+import test_layout
+import test_policies
 import torch
 from parity import numbers
 from ranks import Pool
-from test_gradients import (
-    test_g1_gradients_are_shards_of_the_mean_gradient,
-    test_g3_ensembles,
-    test_g3_higher_derivatives_are_shards_of_the_mean_ones,
-    test_g3_maml,
-    test_g3_samples,
-    test_g5_nothing_runs,
-    test_g8_sgd_steps_commute_with_sharding,
-    test_g9_parts_called_in_any_order_again_or_never,
-)
 from test_house import FILES, ROOT, imported
-from test_layout import (
-    test_l1_unflatten_inverts_flatten,
-    test_l2_every_element_has_one_owner,
-    test_l2_slices_join_to_the_buffer,
-    test_l3_padding_is_in_no_view,
-    test_l7_replicated_and_one_rank,
-    test_l9_padding_has_no_gradient,
-)
-from test_policies import test_a3_by_type_is_module_wrap_policy, test_a3_shared_modules_are_selected_as_in_torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -41,24 +25,24 @@ import funshard as fs
 from funshard._core import call
 
 LAWS = (
-    test_g1_gradients_are_shards_of_the_mean_gradient,
-    test_g3_ensembles,
-    test_g3_higher_derivatives_are_shards_of_the_mean_ones,
-    test_g3_maml,
-    test_g3_samples,
-    test_g5_nothing_runs,
-    test_g8_sgd_steps_commute_with_sharding,
-    test_g9_parts_called_in_any_order_again_or_never,
-    test_l1_unflatten_inverts_flatten,
-    test_l2_every_element_has_one_owner,
-    test_l2_slices_join_to_the_buffer,
-    test_l3_padding_is_in_no_view,
-    test_l7_replicated_and_one_rank,
-    test_l9_padding_has_no_gradient,
-    test_a3_by_type_is_module_wrap_policy,
-    test_a3_shared_modules_are_selected_as_in_torch,
+    test_gradients.test_g1_gradients_are_shards_of_the_mean_gradient,
+    test_gradients.test_g3_ensembles,
+    test_gradients.test_g3_higher_derivatives_are_shards_of_the_mean_ones,
+    test_gradients.test_g3_maml,
+    test_gradients.test_g3_samples,
+    test_gradients.test_g5_nothing_runs,
+    test_gradients.test_g8_sgd_steps_commute_with_sharding,
+    test_gradients.test_g9_parts_called_in_any_order_again_or_never,
+    test_layout.test_l1_unflatten_inverts_flatten,
+    test_layout.test_l2_every_element_has_one_owner,
+    test_layout.test_l2_slices_join_to_the_buffer,
+    test_layout.test_l3_padding_is_in_no_view,
+    test_layout.test_l7_replicated_and_one_rank,
+    test_layout.test_l9_padding_has_no_gradient,
+    test_policies.test_a3_by_type_is_module_wrap_policy,
+    test_policies.test_a3_shared_modules_are_selected_as_in_torch,
 )
-"""Collected here by their names, once more."""
+globals().update({law.__name__: law for law in LAWS})  # collected here once more
 
 CORE = {
     "functional_call": call.functional_call,

@@ -47,8 +47,7 @@ class UnitAxes(NamedTuple):
 def resolve_reduction(by: ReduceBy, axes: Iterable[str] | None, mesh: Mesh, units: Iterable[Unit]) -> Reduction:
     """Return the reduction of these units' gradients: by mean, sum or a divisor, over these mesh axes or all.
 
-    Raises:
-        ValueError: For an unknown axis and, naming the unit, without an axis that it is split over.
+    Raises ValueError for an unknown axis and, naming the unit, without an axis that it is split over.
     """
     reduction = Reduction.make(by, None if axes is None else mesh.select(axes))
     if reduction.over is None:

@@ -93,7 +93,7 @@ class LinearFunction(_torch.Function):
 
 
 class Label(NamedTuple):
-    """What a collective sends, and how ranks compare that before it starts."""
+    """The name of what a collective sends, and the comparison of names that ranks make before it starts."""
 
     text: str
     compare: Callable[[list[str], str, Tensor], None]

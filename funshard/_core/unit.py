@@ -63,6 +63,18 @@ class Option:
 PARSERS: dict[str, Callable[[Any, P], object]] = {}
 """By keyword of `P`, a function that checks its value and brings it into one form. The file of an option adds its own."""
 
+
+def add_keyword(keyword: str, kinds: Any, expected: str) -> None:
+    """Have a keyword of `P` take values of these types; ``expected`` is the error's text, with {} for what was given."""
+
+    def parse(value: object, _: P) -> object:
+        if not isinstance(value, kinds):
+            raise TypeError(f"P: {keyword}: expected {expected.format(repr(value))}")
+        return value
+
+    PARSERS[keyword] = parse
+
+
 ALIGN_BYTES = 16
 """The alignment of a tensor that vectorized kernels, tensor cores and NCCL need; FSDP1's with use_orig_params."""
 

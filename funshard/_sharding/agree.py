@@ -16,8 +16,9 @@ from .._core.layout import to_memory_order
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.spec import PartitionSpec
 from ..collectives._sequence import Comparison, RankLines, find_difference, find_host_groups
+from ..collectives._world import process_axes
 
-__all__ = ["check_ranks_agree", "has_peers", "hash_bits", "hash_params", "hash_spec", "process_axes", "process_group"]
+__all__ = ["check_ranks_agree", "has_peers", "hash_bits", "hash_params", "hash_spec", "process_group"]
 __all__ += ["report_to_ranks"]
 
 
@@ -147,11 +148,6 @@ def _hash_words(words: Tensor) -> Tensor:
 def has_peers(mesh: Mesh) -> bool:
     """Return whether the mesh has other processes and process groups to reach them."""
     return len(process_axes(mesh)) > 0  # Dynamo of torch 2.11 traces no bool() of a list
-
-
-def process_axes(mesh: Mesh) -> dict[str, ProcessAxis]:
-    """Return the axes of more than one rank that have a process group, by name."""
-    return {name: axis for name, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1}
 
 
 def process_group(mesh: Mesh, name: str) -> tuple[ProcessAxis, dist.ProcessGroup | None]:

@@ -37,7 +37,8 @@ from ..collectives._sequence import (
     is_comparable,
     make_order_error,
 )
-from .agree import has_peers, process_axes, process_group
+from ..collectives._world import process_axes
+from .agree import has_peers, process_group
 
 __all__ = ["find_sent_dtype", "gather_full", "gather_stored", "gather_to_first", "scatter_full", "stream_full"]
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import _torch
 from .._core.spec import PartitionSpec
-from .._core.unit import PARSERS, Option, P
+from .._core.unit import PARSERS, Option, P, add_keyword
 from .._torch import OpOverload
 
 __all__ = ["RECOMPUTE_ALL", "Chosen", "Compile", "Remat", "Save", "check_names", "find_compiled", "remat_of"]
@@ -76,13 +76,7 @@ class Compile(Option):
         return f"Compile({', '.join(f'{name}={value!r}' for name, value in shown.items() if value is not None)})"
 
 
-def _parse_compile(compile: Any, _: P) -> bool | Compile:
-    if not isinstance(compile, bool | Compile):
-        raise TypeError(f"P: compile: expected True, False or a Compile, got {compile!r}")
-    return compile
-
-
-PARSERS["compile"] = _parse_compile
+add_keyword("compile", bool | Compile, "True, False or a Compile, got {}")
 
 
 def find_compiled(spec: PartitionSpec) -> dict[str, Compile]:
@@ -195,13 +189,7 @@ RECOMPUTE_ALL = Remat()
 """The `Remat` of ``P(remat=True)``, which saves nothing."""
 
 
-def _parse_remat(remat: Any, _: P) -> bool | Remat:
-    if not isinstance(remat, bool | Remat):
-        raise TypeError(f"P: remat: expected True or False, got {remat!r} (or a Remat, which says what is kept)")
-    return remat
-
-
-PARSERS["remat"] = _parse_remat
+add_keyword("remat", bool | Remat, "True or False, got {} (or a Remat, which says what is kept)")
 
 
 def remat_of(p: P) -> Remat | None:

@@ -8,14 +8,14 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .. import _torch
 from .._core.tree import Param
-from .._core.unit import PARSERS, Option, P, Unit
+from .._core.unit import Option, P, Unit, add_keyword
 
 __all__ = [
     "Codec",
@@ -144,13 +144,7 @@ class Codec(Option):
         return (rows.flatten() if isinstance(rows, Tensor) else torch.cat(rows)).to(dtype)
 
 
-def _parse_codec(codec: Any, _: P) -> Codec | None:
-    if not isinstance(codec, Codec | None):
-        raise TypeError(f"P: at_rest: expected a Codec such as codecs.nf4() or None, got {codec!r}")
-    return codec
-
-
-PARSERS["at_rest"] = _parse_codec
+add_keyword("at_rest", Codec | None, "a Codec such as codecs.nf4() or None, got {}")
 
 
 def storage_codec(unit: Unit) -> Codec | None:
@@ -306,22 +300,16 @@ class Precision(Option):
                     "codec encodes a slice as a whole; expected a unit of its own for what is kept, or another glob"
                 )
             if unit.param_dtypes:
-                _check_begins(unit, self._resolve(unit.dtype).param)
+                check_begins(unit, self._resolve(unit.dtype).param)
             if self.reduce_codec:
                 _check_reduce_codec(unit, self.reduce_codec)
 
 
-def _parse_precision(precision: Any, _: P) -> Precision | None:
-    if not isinstance(precision, Precision | None):
-        raise TypeError(f"P: precision: expected a Precision or None, got {precision!r}")
-    return precision
+add_keyword("precision", Precision | None, "a Precision or None, got {}")
 
 
-PARSERS["precision"] = _parse_precision
-
-
-def _check_begins(unit: Unit, default: torch.dtype) -> None:
-    """Raise ValueError where a parameter would begin between two elements of its dtype, as in `make_mixed_layout`."""
+def check_begins(unit: Unit, default: torch.dtype) -> None:
+    """Raise ValueError where a parameter would begin between two elements of its dtype."""
     dtypes, begin, last = iter(unit.param_dtypes), 0, default
     for size, param in unit.parts:
         last = last if param is None else next(dtypes) or default  # padding has the dtype before it

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._core.layout import from_memory_order, unflatten_unit
 from .._core.unit import Unit
-from .._spec.precision import Precision, precision_of
+from .._spec.precision import Precision, check_begins, precision_of
 
 __all__ = ["MixedLayout", "Run", "cast_views", "find_param_dtypes", "make_mixed_layout", "split_by_dtype", "view_as_bytes"]
 __all__ += ["view_by_dtype", "view_whole_elements"]
@@ -163,6 +163,7 @@ def make_mixed_layout(
     param_dtypes = find_param_dtypes(unit, default)
     if not unit.param_dtypes or len({*param_dtypes}) == 1:
         return None
+    check_begins(unit, default)
     dtypes = iter(param_dtypes)
     runs: list[Run] = []  # not list[Run](), which Dynamo does not trace
     offsets: list[tuple[int, torch.dtype]] = []
@@ -170,11 +171,6 @@ def make_mixed_layout(
     for size, param in (*unit.parts, (padded_numel - unit.span, None)):
         dtype = next(dtypes) if param is not None else runs[-1][1] if runs else default
         if param is not None:
-            if begin % dtype.itemsize and param.numel:
-                raise ValueError(
-                    f"unit '{unit.key}': parameter '{param.name}' of {dtype} would begin at byte {begin}, between two of its "
-                    f"elements, because of {unit.p}: expected P(align={dtype.itemsize}), or a multiple of that"
-                )
             offsets.append((begin, dtype))
         begin += size * dtype.itemsize
         if runs and runs[-1][1] == dtype:

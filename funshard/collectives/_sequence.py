@@ -18,8 +18,9 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.announce import RankError
-from .._core.mesh import Mesh, ProcessAxis
+from .._core.mesh import Mesh
 from ._host_group import HostGroup, host_groups
+from ._world import process_axes
 
 __all__ = [
     "Comparison",
@@ -172,8 +173,7 @@ def find_host_groups(mesh: Mesh) -> list[HostGroup]:
     """Return a host group for each mesh axis of several processes: an empty list while operators are recorded or compiled."""
     if torch.compiler.is_compiling() or _torch.is_traced() or _torch.is_fake(torch.empty(0, device="cpu")):
         return []
-    axes = [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1]
-    return [get_host_group(axis.name) for axis in axes if is_comparable(axis.name)]
+    return [get_host_group(axis.name) for axis in process_axes(mesh).values() if is_comparable(axis.name)]
 
 
 def _lost_rank_error(line: str) -> RuntimeError:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from .. import _torch
 from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 
-__all__ = ["axis_rank", "check_spans_world", "global_rank", "members"]
+__all__ = ["axis_rank", "check_spans_world", "global_rank", "members", "process_axes"]
 
 
 def check_spans_world(mesh: Mesh, where: str) -> None:
@@ -92,3 +92,8 @@ def axis_rank(axis: Axis, global_rank: int) -> int:
     if global_rank not in ranks:
         raise ValueError(f"axis_rank: expected a rank of the world that is on the axis, one of {ranks}, got {global_rank}")
     return ranks.index(global_rank)
+
+
+def process_axes(mesh: Mesh) -> dict[str, ProcessAxis]:
+    """Return the axes of more than one rank that have a process group, by name."""
+    return {name: axis for name, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1}

@@ -137,7 +137,7 @@ def _has_own_state(f: types.FunctionType) -> bool:
 
 
 class UncopiedIterator:
-    """What a run is given in the place of an iterator: it raises TypeError where it is read."""
+    """An object that runs get instead of an iterator: it raises TypeError where it is read."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.name, self.kind = name, kind
@@ -427,7 +427,7 @@ def walk(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class TensorName(NamedTuple):
-    """What stands for a tensor where the outcomes of two runs are compared."""
+    """The name of a tensor where the outcomes of two runs are compared."""
 
     number: int
     text: str
