@@ -90,7 +90,7 @@ assert "write_buffer" in nodes(running, x[0])
 
 GRADIENTS = """
 found = nodes(step, x)
-assert "_apply_route" in found, found
+assert "_flow_in_graph" in found, found
 assert "_attach_probe" in nodes(samples, x[0])
 """
 

@@ -158,6 +158,20 @@ def test_the_check_names_a_rank_that_runs_fewer_units(gloo2: Pool, strategy: str
     gloo2.stop()  # some collectives have started on one rank only
 
 
+def after_other_units(rank: int) -> float:
+    """A value of the world's group after ranks ran other units of a group of their own: one of them gathered one more ahead."""
+    assert "ranks ran different units" in early(rank, 2, "shard", ((0,), (1,)), "no_grad")
+    model = nn.Linear(6, 6, dtype=torch.float64)
+    spec = fs.policies.whole()(model)
+    return fs.functional_call(model, fs.shard(model, spec), (torch.ones(6).double(),), spec=spec).sum().item()
+
+
+def test_another_group_goes_on_after_the_error(gloo2: Pool) -> None:
+    """No call waits for what the other rank has never started."""
+    first, second = gloo2.run(after_other_units)
+    assert first == second
+
+
 def with_unequal_losses(rank: int, strategy: str) -> str:
     """The same forward on all ranks, and on one of them a loss that does not depend on what came last."""
     torch.manual_seed(0)

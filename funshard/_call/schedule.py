@@ -39,7 +39,7 @@ from .._spec.precision import precision_of
 from .._torch.phases import phase
 from .._transforms.saved_tensors import hook_running_node, mark_graph_freed
 from .._units.accumulation import GradReceiver, drop_unweighted
-from .._wire.chain import BufferPool, CollectiveChain, copy_kept_slice, make_route_table
+from .._wire.chain import BufferPool, CollectiveChain, copy_kept_slice, forgetting_on_error, make_route_table
 from .._wire.flow import reduce_unit
 from .._wire.mixed_layout import view_whole_elements
 from .._wire.order_check import OrderCheck
@@ -297,7 +297,8 @@ class Schedule:
 
     def check_forward(self) -> None:
         """Have ranks compare what forward has gathered, and used."""
-        self.order_check.check_forward(self._ahead)
+        with forgetting_on_error(self._ahead.clear):
+            self.order_check.check_forward(self._ahead)
 
     def end_forward(self) -> None:
         """Free what was gathered ahead and not used."""
@@ -331,7 +332,8 @@ class Schedule:
         task = self.backward.run_number()
         self.reductions.begin_backward(task)
         self.run_gradients.reduce_rest(task)
-        self.order_check.check_backward()  # or some reduction might wait for ever
+        with forgetting_on_error(self.reductions.reset):
+            self.order_check.check_backward()  # or some reduction might wait for ever
         with _torch.below_transforms():
             reduced = self.reductions.wait_all()
         self.buffers.clear()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +25,15 @@ from .host import start_copy_to_device
 from .route import Route, find_slice
 from .stages import AllGather, Decode, Join, Move, Names, Replicas, Stage, StartStep, Transit, Wire
 
-__all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "copy_kept_slice", "make_route_table"]
+__all__ = [
+    "BufferPool",
+    "CollectiveChain",
+    "RouteSteps",
+    "RouteTable",
+    "copy_kept_slice",
+    "forgetting_on_error",
+    "make_route_table",
+]
 
 
 class BufferPool:
@@ -56,12 +65,10 @@ class BufferPool:
         if sys.exc_info()[0] is None:
             wait_unclaimed()
         else:  # an error is on its way: what waits now might hang, or fail for the same cause
-            for _ in range(len(_UNCLAIMED)):
-                out = _UNCLAIMED.popleft()
-                _UNCLAIMED.append(weakref.ref(out) if isinstance(out, Tensor) else out)
+            _UNCLAIMED[:] = [weakref.ref(out) if isinstance(out, Tensor) else out for out in _UNCLAIMED]
 
 
-_UNCLAIMED: deque[Tensor | weakref.ref[Tensor]] = deque()
+_UNCLAIMED: list[Tensor | weakref.ref[Tensor]] = []
 """The outputs of running collectives whose chains were freed, or references to them.
 
 The process group holds an output as long as it needs it. Pinned by ``test_gloo_holds_what_it_writes``.
@@ -74,9 +81,20 @@ def wait_unclaimed() -> None:
         return
     with _torch.below_transforms():
         while _UNCLAIMED:
-            out = _UNCLAIMED.popleft()
+            out = _UNCLAIMED.pop()
             if (out := out if isinstance(out, Tensor) else out()) is not None:
                 PendingResult((out,), lambda out: out)()
+
+
+@contextlib.contextmanager
+def forgetting_on_error(drop: Callable[[], None]) -> Generator[None]:
+    """Where ranks disagree, drop what is under way and wait for none of it: another rank will never start some."""
+    try:
+        yield
+    except RuntimeError:
+        drop()
+        _UNCLAIMED.clear()
+        raise
 
 
 class CollectiveChain:
@@ -120,7 +138,7 @@ class CollectiveChain:
             self.copy.wait()
         return self._x if self.decode is None else self.decode(self._x)
 
-    def __del__(self, unwanted: deque[Tensor | weakref.ref[Tensor]] = _UNCLAIMED) -> None:
+    def __del__(self, unwanted: list[Tensor | weakref.ref[Tensor]] = _UNCLAIMED) -> None:
         # Nobody wants it. Not to be waited for in here: after an error other ranks may never come.
         if self._finish is not None:
             unwanted.extend(self._finish.outs)
@@ -159,8 +177,7 @@ class GatherChain:
         """Start to gather the unit from this rank's slice. To be called below all transforms."""
         if not self._has_groups and _torch.is_fake(shard):  # shapes can be computed
             return CollectiveChain(self._route.allocate(shard), ())
-        move = self._move
-        if move is None or move.device is None:
+        if (move := self._move) is None or move.device is None:
             return self._start_gathers(shard, buffers)
         piece, copy = start_copy_to_device(shard, self._key, move.device, move.dtype)
         with copy.queue_behind():  # and beside what is computed with the unit before

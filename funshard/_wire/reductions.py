@@ -29,9 +29,9 @@ class ReductionQueue:
     def __init__(self, in_flight: int, buffers: BufferPool, receiver: GradReceiver | None = None) -> None:
         self._in_flight, self._buffers, self._receiver = in_flight, buffers, receiver
         self._task = -1
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         """Forget all that is under way."""
         self._unscattered: list[tuple[CollectiveChain, Tensor, int]] = []  # whole gradients not yet reduced to slices, and axes
         self._partly_scattered: list[tuple[CollectiveChain, int]] = []  # and those on their way over a second axis, or more
@@ -47,7 +47,7 @@ class ReductionQueue:
         """Begin the run of backward of this number, and drop what another one left that did not end."""
         if self._task != task:
             self._task = task
-            self._reset()
+            self.reset()
 
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None], shard: Tensor, routes: RouteTable) -> None:
         """Start to reduce a unit's gradient, given by parameter. To be called below all transforms."""
@@ -184,7 +184,7 @@ class ReductionQueue:
             for bucket, chain in self._full_buckets:
                 parts += bucket.split(chain.result())
         reduced = self._move_to_final_device(parts)
-        self._reset()
+        self.reset()
         out: dict[str, Tensor] = {}
         for key, grad in reduced:
             out[key] = out[key] + grad if key in out else grad
