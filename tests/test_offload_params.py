@@ -367,7 +367,7 @@ def test_where_the_host_computes_nothing_is_copied() -> None:
     for mesh in ({"shard": 1}, fs.collectives.Mesh((("shard", fs.collectives.ProcessAxis(1, 0)),), "cpu")):
         plain, spec = (fs.by_type(MLP, p=P("shard", offload=to))(model).on(mesh) for to in (None, PARAMS))
         for a, b in zip(plain, spec, strict=True):
-            routes = [Route.for_unit(unit, spec.bound_mesh, Reduction(), None, torch.float64) for unit in (a, b)]
+            routes = [Route.for_unit(unit, spec.bound_mesh, Reduction(), torch.float64) for unit in (a, b)]
             assert routes[0] == routes[1]
             assert not routes[1].has_own_buffer
 

@@ -57,8 +57,8 @@ def scaled() -> Iterator[None]:
     """Within this the buffer of every unit is scaled."""
     plain = Route.for_unit.__func__  # pyright: ignore[reportFunctionMemberAccess]
 
-    def for_unit(cls: type[Route], unit: fs.Unit, *args: Any) -> Route:
-        route = plain(cls, unit, *args)
+    def for_unit(cls: type[Route], unit: fs.Unit, *args: Any, **kwargs: Any) -> Route:
+        route = plain(cls, unit, *args, **kwargs)
         return dataclasses.replace(
             route, stages=(*route.stages, Scale(FACTOR)), has_own_buffer=True, reshard_after_forward=bool(unit.p.reshard)
         )
@@ -179,6 +179,6 @@ def test_constants_are_the_stages(p: P) -> None:
     """What a graph of Dynamo's holds makes the same stages again."""
     spec = fs.policies.whole(p)(nn.Linear(8, 4)).on({"replicate": 2, "shard": 4})
     (unit,) = spec
-    stages = Route.for_unit(unit, spec.bound_mesh, Reduction(), p.precision, torch.float32).stages
+    stages = Route.for_unit(unit, spec.bound_mesh, Reduction(), torch.float32).stages
     assert stages
     assert from_constants(to_constants(stages)) == stages

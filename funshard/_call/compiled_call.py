@@ -111,7 +111,7 @@ def _find_runs(spec: PartitionSpec) -> dict[str, tuple[_Run, ...]]:
 
 def _gather_unit_views(shard: Tensor, spec: PartitionSpec, unit: Unit, reduction: Reduction) -> Sequence[Tensor]:
     """Gather a unit, and return its parameters."""
-    return cast_views(gather_unit(shard, unit, spec.bound_mesh, reduction, precision_of(unit.p)), unit, shard.dtype)
+    return cast_views(gather_unit(shard, unit, spec.bound_mesh, reduction), unit, shard.dtype)
 
 
 @_torch.allow_in_graph

@@ -25,7 +25,6 @@ from .._core.checks import find_full_params
 from .._core.division import Reduction
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._spec.precision import precision_of
 from .._transforms.saved_tensors import RestorableBuffer, TensorRestorer, hook_running_node
 from .._units.accumulation import GradReceiver
 from .._wire.flow import gather_unit, weigh_grad
@@ -258,7 +257,7 @@ class DataFlow:
         mesh, reduction, options = self.spec.bound_mesh, self._reduction, self._options
 
         def gather(shard: Tensor) -> list[Tensor]:
-            buffer = gather_unit(shard, unit, mesh, reduction, precision_of(unit.p), check_order=options.check_order)
+            buffer = gather_unit(shard, unit, mesh, reduction, check_order=options.check_order)
             return split_by_dtype(weigh_grad(buffer, options.weight), unit, shard.dtype)
 
         return gather

@@ -35,7 +35,6 @@ from .._core.division import Reduction
 from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._core.unit import Unit
-from .._spec.precision import precision_of
 from .._torch.phases import phase
 from .._transforms.saved_tensors import hook_running_node, mark_graph_freed
 from .._units.accumulation import GradReceiver, drop_unweighted
@@ -548,7 +547,6 @@ class GatheredUnit:
             self.unit,
             schedule.spec.bound_mesh,
             schedule.reduction,
-            precision_of(self.unit.p),
             self.shard.dtype,
             check_order=schedule.check_order,
         )

@@ -13,7 +13,7 @@ from .._core.flow import resolve_reduction
 from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._spec.precision import check_trainable, precision_of
+from .._spec.precision import check_trainable
 from .._units.accumulation import drop_unweighted
 from .._wire.flow import reduce_slice, reduce_unit
 from ..collectives._functions import sum_over
@@ -59,9 +59,9 @@ def reduce_grads(
     out: Params = {}
     for unit in full:
         buffer = flatten_unit(grads, unit, spec.padded_numel(unit))
-        out[unit.key] = reduce_unit(buffer, unit, mesh, reduction, precision_of(unit.p))
+        out[unit.key] = reduce_unit(buffer, unit, mesh, reduction)
     for unit in slices:
-        out[unit.key] = reduce_slice(grads[unit.key], unit, mesh, reduction, precision_of(unit.p))
+        out[unit.key] = reduce_slice(grads[unit.key], unit, mesh, reduction)
     return {unit.key: out[unit.key] for unit in spec if unit.key in out}
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "pack_bytes",
     "pack_rows",
     "precision_of",
+    "resolve_dtypes",
     "storage_codec",
     "unpack_bytes",
 ]
@@ -324,6 +325,11 @@ def check_begins(unit: Unit, default: torch.dtype) -> None:
 def precision_of(p: P) -> Precision | None:
     """Return ``P(precision=...)``."""
     return cast("Precision | None", p.precision)
+
+
+def resolve_dtypes(p: P, original: torch.dtype) -> Dtypes:
+    """Return the dtypes in which parameters of dtype ``original`` are computed with and reduced."""
+    return (precision_of(p) or Precision())._resolve(original)
 
 
 def _check_reduce_codec(unit: Unit, codec: Codec) -> None:

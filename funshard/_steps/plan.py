@@ -19,7 +19,7 @@ from .._core.flow import resolve_reduction
 from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._spec.precision import Precision, precision_of
+from .._spec.precision import resolve_dtypes
 from .._transforms._recompute.snapshot import find_tensors
 from .._transforms.grad import check_differentiable, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
@@ -87,7 +87,7 @@ class AccumulationPlan:
             return dict(shards)
         mesh, out = self.spec.bound_mesh, {}
         for unit in self._units():
-            buffer = gather_unit(shards[unit.key], unit, mesh, self.reduction, precision_of(unit.p))
+            buffer = gather_unit(shards[unit.key], unit, mesh, self.reduction)
             views = cast_views(buffer, unit, shards[unit.key].dtype)
             out |= zip((param.name for param in unit.params), views, strict=True)
         return out
@@ -192,8 +192,7 @@ class AccumulationPlan:
             if not rest or not self.is_deferred:
                 return grad / count
             reduction, reduce = Reduction("mean" if by == "mean" else "sum", frozenset(rest)), reduce_slice
-        dtypes = (precision_of(p) or Precision())._resolve(shard.dtype)
-        return reduce((grad / count).to(dtypes.reduce), unit, mesh, reduction, precision_of(p), shard.dtype)
+        return reduce((grad / count).to(resolve_dtypes(p, shard.dtype).reduce), unit, mesh, reduction, shard.dtype)
 
     def _units(self) -> Iterator[Unit]:
         """Return the units with parameters in this step."""

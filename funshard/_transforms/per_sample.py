@@ -86,9 +86,8 @@ class SharedSamples(NamedTuple):
 
     def enter(self, buffer: Tensor, unit: Unit) -> Tensor:
         """Return a unit's buffer, whose gradient is that of the mean over the ranks that share a sample."""
-        return (
-            gather_unit(buffer, _replicate_unit(unit), self.mesh, Reduction.make("mean", self.names)) if self.names else buffer
-        )
+        mean = Reduction.make("mean", self.names)
+        return gather_unit(buffer, _replicate_unit(unit), self.mesh, mean, casts=False) if self.names else buffer
 
     def reduce_grads(self, grads: Mapping[str, Tensor], units: Iterable[Unit], spec: PartitionSpec) -> Params:
         """Return gradients by parameter name, [samples, ...], that ranks have computed apart, as those of the mean."""
@@ -100,7 +99,7 @@ class SharedSamples(NamedTuple):
             out: Params = {}
             for unit in units:
                 buffer = flatten_unit(grads, unit, spec.padded_numel(unit))
-                views = unflatten_unit(reduce_unit(buffer, _replicate_unit(unit), self.mesh, reduction), unit)
+                views = unflatten_unit(reduce_unit(buffer, _replicate_unit(unit), self.mesh, reduction, casts=False), unit)
                 out |= zip((param.name for param in unit.params), views, strict=True)
             return out
 
@@ -295,7 +294,7 @@ def _gather_buffers(
     buffers: Params = {}
     for unit in units:
         with _torch.annotate_graph(funshard_unit=unit.key, funshard_reshard=bool(unit.p.reshard)):
-            buffers[unit.key] = gather_unit(params[unit.key], unit, mesh, reduction)
+            buffers[unit.key] = gather_unit(params[unit.key], unit, mesh, reduction, casts=False)
     return buffers
 
 

@@ -19,7 +19,6 @@ from .._core.division import Reduction
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.ops import PendingResult
 from .._core.spec import PartitionSpec
-from .._spec.precision import precision_of
 from ..collectives._sequence import is_comparable
 from .host import start_copy_to_device
 from .route import Route, find_slice
@@ -308,10 +307,7 @@ def make_route_table(
 ) -> RouteTable:
     """Return the routes of a spec's units, whose shards have these dtypes, on its process groups."""
     mesh, recomputed = spec.bound_mesh, {*spec.recomputed}
-    routes = {
-        unit.key: Route.for_unit(unit, mesh, reduction, precision_of(unit.p), dtype)
-        for unit, dtype in zip(spec, dtypes, strict=True)
-    }
+    routes = {unit.key: Route.for_unit(unit, mesh, reduction, dtype) for unit, dtype in zip(spec, dtypes, strict=True)}
 
     def inside(key: str) -> bool:
         paths = spec.by_key[key].paths

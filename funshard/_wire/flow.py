@@ -21,7 +21,7 @@ from .._core.mesh import Axis, Mesh, Simulated
 from .._core.primitive import LinearFunction, linear_map
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._spec.precision import Precision, pack_bytes, precision_of, storage_codec
+from .._spec.precision import pack_bytes, precision_of, storage_codec
 from .._units.accumulation import drop_unweighted
 from ..collectives._functions import reduce_scatter, unvary
 from .host import HOST
@@ -47,9 +47,9 @@ def gather_unit(
     unit: Unit,
     mesh: Mesh,
     reduction: Reduction = REDUCE_MEAN,
-    precision: Precision | None = None,
     *,
     check_order: bool = False,
+    casts: bool = True,
     as_stored: bool = False,
 ) -> Tensor:
     """Return the full buffer of a unit from each rank's slice of it; its gradient is the reduced slice.
@@ -63,12 +63,12 @@ def gather_unit(
         unit: The unit.
         mesh: The mesh that it is sharded on.
         reduction: How its gradient is reduced.
-        precision: The dtypes of the buffer and of the reduction.
         check_order: Whether ranks compare which unit they are about to gather, and in derivatives to reduce: RuntimeError where
             they differ.
+        casts: Whether the buffer and the reduction have the dtypes of the unit's `Precision`.
         as_stored: Whether the buffer is what was sharded, as of gradients and optimizer state, whatever options compute with.
     """
-    route = Route.for_unit(unit, mesh, reduction, precision, piece.dtype)
+    route = Route.for_unit(unit, mesh, reduction, piece.dtype, casts=casts)
     if not unit.numel:  # nothing to send
         return piece.new_empty(0, dtype=route.dtypes.param, device=route.device)
     stages = tuple(stage for stage in route.stages if stage.is_transport) if as_stored else route.stages
@@ -103,25 +103,23 @@ def reduce_unit(
     unit: Unit,
     mesh: Mesh,
     reduction: Reduction = REDUCE_MEAN,
-    precision: Precision | None = None,
     dtype: torch.dtype | None = None,
     *,
     check_order: bool = False,
+    casts: bool = True,
 ) -> Tensor:
     """Return this rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `gather_unit`."""
     dtype = dtype or buffer.dtype
-    route = Route.for_unit(unit, mesh, reduction, precision, dtype)
+    route = Route.for_unit(unit, mesh, reduction, dtype, casts=casts)
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
     return _flow(buffer, route.stages, mesh, unit.key if check_order else None, gathers=False)
 
 
-def reduce_slice(
-    grad: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype | None = None
-) -> Tensor:
+def reduce_slice(grad: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, dtype: torch.dtype | None = None) -> Tensor:
     """Reduce the gradient of a unit's slice, as a slice, over axes that do not split it: there it is as of a whole unit."""
     whole = dataclasses.replace(unit, p=dataclasses.replace(unit.p, axis=None, reshard=True))
-    return reduce_unit(grad, whole, mesh, reduction, precision, dtype)
+    return reduce_unit(grad, whole, mesh, reduction, dtype)
 
 
 def reduce_along(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .._core.layout import from_memory_order, unflatten_unit
 from .._core.unit import Unit
-from .._spec.precision import Precision, check_begins, precision_of
+from .._spec.precision import check_begins, resolve_dtypes
 
 __all__ = ["MixedLayout", "Run", "cast_views", "find_param_dtypes", "make_mixed_layout", "split_by_dtype", "view_as_bytes"]
 __all__ += ["view_by_dtype", "view_whole_elements"]
@@ -222,7 +222,7 @@ def view_by_dtype(buffers: Sequence[Tensor], unit: Unit, shard_dtype: torch.dtyp
 
 def _find_computed_dtypes(unit: Unit, shard_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """Return the dtypes in use of the parameters of a unit whose shard has ``shard_dtype``."""
-    return find_param_dtypes(unit, (precision_of(unit.p) or Precision())._resolve(shard_dtype).param)
+    return find_param_dtypes(unit, resolve_dtypes(unit.p, shard_dtype).param)
 
 
 def _list_part_sizes(buffer: Tensor, unit: Unit) -> list[int]:

@@ -15,7 +15,7 @@ from .._core.flow import UnitAxes
 from .._core.layout import longest_padding, unflatten_unit
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.unit import Unit
-from .._spec.precision import Dtypes, Precision, storage_codec
+from .._spec.precision import Dtypes, Precision, precision_of, storage_codec
 from .host import compute_device
 from .mixed_layout import MixedLayout, find_param_dtypes, make_mixed_layout
 from .stages import AllGather, Bytes, Copy, Decode, Divide, Encode, GatherEncodedBack, GradDtype, Join, Move, Replicas, Stage
@@ -68,18 +68,18 @@ class Route:
     """The number of slices that these axes split its buffer into."""
 
     @classmethod
-    def for_unit(cls, unit: Unit, mesh: Mesh, reduction: Reduction, precision: Precision | None, dtype: torch.dtype) -> Route:
-        """Return the route of a unit whose shard has this dtype.
+    def for_unit(cls, unit: Unit, mesh: Mesh, reduction: Reduction, dtype: torch.dtype, *, casts: bool = True) -> Route:
+        """Return the route of a unit whose shard has this dtype, which its `Precision` ``casts``.
 
         Axes of one rank do not count, and a unit without elements stays where it is.
         """
         dtype = unit.dtype if unit.at_rest else dtype
-        keeps, precision = bool(precision and unit.param_dtypes and unit.numel), precision or Precision()
+        precision = (precision_of(unit.p) if casts else None) or Precision()
         dtypes = precision._resolve(dtype)
         num_slices = count_ranks(unit.p.axes, mesh)
         padded_numel = unit.padded_numel(num_slices)
         slice_numel, device, layout = padded_numel // num_slices, compute_device(unit, mesh), None
-        if keeps:
+        if casts and unit.param_dtypes and unit.numel:
             layout = make_mixed_layout(unit, padded_numel, num_slices, dtypes.param, find_slice(unit.p.axes, mesh))
             if layout is None:
                 dtypes = dtypes._replace(param=find_param_dtypes(unit, dtypes.param)[0])

@@ -81,7 +81,7 @@ def gather_whole(
 
     Over local axes that is a sum, which the route's divisor makes the mean.
     """
-    buffer = gather_unit(piece, unit, mesh, reduction, check_order=check_order, as_stored=as_stored)
+    buffer = gather_unit(piece, unit, mesh, reduction, check_order=check_order, casts=False, as_stored=as_stored)
     for name in reversed(unit.local_axes):
         buffer = gather_slices(buffer, mesh[name], reduce="sum", label=f"unit '{unit.key}'" if check_order else "")
     return buffer
@@ -89,13 +89,13 @@ def gather_whole(
 
 def decode_whole(raw: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     """Return the whole buffer of a unit, as stored, from the joined slices of all ranks, which may be bytes at rest."""
-    stages = Route.for_unit(unit, mesh, Reduction(), None, raw.dtype).stages if unit.at_rest else ()
+    stages = Route.for_unit(unit, mesh, Reduction(), raw.dtype, casts=False).stages if unit.at_rest else ()
     return _apply_by_piece([stage for stage in stages if isinstance(stage, Decode)], raw, unit, mesh)
 
 
 def apply_options(buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     """Return what is computed with, from the whole buffer of a unit's parameters as they are stored."""
-    return _apply_by_piece(Route.for_unit(unit, mesh, Reduction(), None, buffer.dtype).options, buffer, unit, mesh)
+    return _apply_by_piece(Route.for_unit(unit, mesh, Reduction(), buffer.dtype, casts=False).options, buffer, unit, mesh)
 
 
 def _apply_by_piece(stages: Sequence[Stage], buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
@@ -108,7 +108,7 @@ def _apply_by_piece(stages: Sequence[Stage], buffer: Tensor, unit: Unit, mesh: M
 
 def transpose_options(grads: list[Tensor], unit: Unit, mesh: Mesh) -> list[Tensor]:
     """Return the gradients of what was sharded of a unit, full, from those of the full parameters that `unshard` gives."""
-    stages = Route.for_unit(unit, mesh, Reduction(), None, unit.dtype).options
+    stages = Route.for_unit(unit, mesh, Reduction(), unit.dtype, casts=False).options
     if not stages:
         return grads
     named = {param.name: grad for param, grad in zip(unit.params, grads, strict=True)}
