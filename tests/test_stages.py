@@ -40,6 +40,7 @@ STRATEGIES = {
 class Scale(Stage):
     """The buffer times a number: what a new option would be."""
 
+    is_option = True
     factor: float
 
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
@@ -88,14 +89,23 @@ def compare(rank: int, size: int, strategy: str, path: str) -> None:
     v = {name: q.sin() for name, q in full.items()}
     direction = fs.shard(v, spec)
 
-    def plain(full: fs.Params) -> Tensor:
-        out = torch.func.functional_call(model, {name: FACTOR * q for name, q in full.items()}, (x.flatten(0, 1),))
+    def plain_on(full: fs.Params, x: Tensor) -> Tensor:
+        out = torch.func.functional_call(model, {name: FACTOR * q for name, q in full.items()}, (x,))
         return out.square().mean()
+
+    def plain(full: fs.Params) -> Tensor:
+        return plain_on(full, x.flatten(0, 1))
 
     def loss(params: fs.Params) -> Tensor:
         return fs.functional_call(model, params, (x[rank],), spec=spec).square().mean()
 
+    def loss_on(params: fs.Params, x: Tensor) -> Tensor:
+        return fs.functional_call(model, params, (x,), spec=spec).square().mean()
+
     close = LOOSE if strategy == "cast" else EXACT
+    each = torch.vmap(torch.func.grad(plain_on), (None, 0))(full, x.flatten(0, 1))
+    scales = (0.01 / torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)).clamp(max=1)
+    per_sample = fs.shard({name: torch.einsum("n,n...->...", scales, g) / len(scales) for name, g in each.items()}, spec)
     expected = fs.shard(fs.grad(plain)(full), spec)
     second = fs.shard(torch.func.jvp(torch.func.grad(plain), (full,), (v,))[1], spec)
     with scaled():
@@ -125,6 +135,13 @@ def compare(rank: int, size: int, strategy: str, path: str) -> None:
         state = fs.checkpoint.optimizer_state_dict(stepped, spec, torch.optim.Adam, lr=0.1)["state"]
         for name, slots in state.items():
             torch.testing.assert_close(slots["exp_avg"], 0.1 * fs.grad(plain)(full)[name], **close)
+        for keep in ("shards", "full"):
+            summed, _ = fs.accumulate(loss_on, params, [x[rank][:2], x[rank][2:]], spec=spec, keep=keep)
+            for key, g in summed.items():
+                torch.testing.assert_close(g, expected[key], **close)
+        clipped = fs.per_sample_grads(loss_on, params, (x[rank],), spec=spec, clip=0.01)
+        for key, g in clipped.items():
+            torch.testing.assert_close(g, per_sample[key], rtol=1e-4, atol=1e-6)
         compressor = fs.compress.cast(torch.float64)
         grads = torch.func.grad(lambda q: torch.func.functional_call(model, q, (x[rank],)).square().mean())(times)
         compressed, _ = compressor.reduce(grads, compressor.init(spec), spec)

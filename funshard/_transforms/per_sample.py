@@ -22,7 +22,7 @@ from .._core.mesh import Mesh, Simulated
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, whole_shape
 from .._spec.precision import check_trainable
-from .._wire.flow import gather_unit, reduce_unit, weigh_grad
+from .._wire.flow import apply_options, gather_unit, reduce_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from .._wire.whole import flatten_whole, scatter_whole
 from ..collectives._functions import all_reduce, broadcast, sum_over
@@ -87,7 +87,9 @@ class SharedSamples(NamedTuple):
     def enter(self, buffer: Tensor, unit: Unit) -> Tensor:
         """Return a unit's buffer, whose gradient is that of the mean over the ranks that share a sample."""
         mean = Reduction.make("mean", self.names)
-        return gather_unit(buffer, _replicate_unit(unit), self.mesh, mean, casts=False) if self.names else buffer
+        return (
+            gather_unit(buffer, _replicate_unit(unit), self.mesh, mean, casts=False, as_stored=True) if self.names else buffer
+        )
 
     def reduce_grads(self, grads: Mapping[str, Tensor], units: Iterable[Unit], spec: PartitionSpec) -> Params:
         """Return gradients by parameter name, [samples, ...], that ranks have computed apart, as those of the mean."""
@@ -99,8 +101,8 @@ class SharedSamples(NamedTuple):
             out: Params = {}
             for unit in units:
                 buffer = flatten_unit(grads, unit, spec.padded_numel(unit))
-                views = unflatten_unit(reduce_unit(buffer, _replicate_unit(unit), self.mesh, reduction, casts=False), unit)
-                out |= zip((param.name for param in unit.params), views, strict=True)
+                mean = reduce_unit(buffer, _replicate_unit(unit), self.mesh, reduction, casts=False, as_stored=True)
+                out |= zip((param.name for param in unit.params), unflatten_unit(mean, unit), strict=True)
             return out
 
         return torch.vmap(reduce_sample)(dict(grads))
@@ -211,9 +213,10 @@ def per_sample_grads(
 
     def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
         probed = {unit.key: shared.enter(_attach_probe(buffers[unit.key], probes[unit.key]), unit) for unit in units}
-        return f(_unflatten_units(probed, units), *sample)
+        used = {unit.key: apply_options(probed[unit.key], unit, mesh) for unit in units}
+        return f(_unflatten_units(used, units), *sample)
 
-    buffers = _gather_buffers(params, units, mesh)
+    buffers = _gather_buffers(params, units, mesh, as_stored=True)
     probes = {unit.key: _zero_probe(params[unit.key]) for unit in units}
     with contextlib.nullcontext() if compiled else ForbiddenFunctions({REGISTER_HOOK: _HOOK_MESSAGE}):
         squares: Mapping[str, Tensor] = vmap_samples(torch.func.grad(probed_loss), probes)
@@ -288,13 +291,13 @@ def _zero_probe(like: Tensor) -> Tensor:
 
 
 def _gather_buffers(
-    params: Mapping[str, Tensor], units: Iterable[Unit], mesh: Mesh, reduction: Reduction = REDUCE_MEAN
+    params: Mapping[str, Tensor], units: list[Unit], mesh: Mesh, reduction: Reduction = REDUCE_MEAN, *, as_stored: bool = False
 ) -> Params:
     """Return the buffers of the units; fs.compile frees those with ``P(reshard=True)`` between forward and backward."""
     buffers: Params = {}
     for unit in units:
         with _torch.annotate_graph(funshard_unit=unit.key, funshard_reshard=bool(unit.p.reshard)):
-            buffers[unit.key] = gather_unit(params[unit.key], unit, mesh, reduction, casts=False)
+            buffers[unit.key] = gather_unit(params[unit.key], unit, mesh, reduction, casts=False, as_stored=as_stored)
     return buffers
 
 

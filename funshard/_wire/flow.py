@@ -28,7 +28,7 @@ from .host import HOST
 from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 
-__all__ = ["encode_at_rest", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit"]
+__all__ = ["apply_options", "encode_at_rest", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit"]
 __all__ += ["refuse_compiled_step", "weigh_grad"]
 
 
@@ -71,8 +71,13 @@ def gather_unit(
     route = Route.for_unit(unit, mesh, reduction, piece.dtype, casts=casts)
     if not unit.numel:  # nothing to send
         return piece.new_empty(0, dtype=route.dtypes.param, device=route.device)
-    stages = tuple(stage for stage in route.stages if stage.is_transport) if as_stored else route.stages
-    return _flow(piece, stages, mesh, unit.key if check_order else None, gathers=True)
+    return _flow(piece, route.choose(as_stored), mesh, unit.key if check_order else None, gathers=True)
+
+
+def apply_options(buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
+    """Return what options compute with, from a unit's buffer as it is stored; differentiable."""
+    options = Route.for_unit(unit, mesh, REDUCE_MEAN, buffer.dtype, casts=False).options
+    return _flow(buffer, options, mesh, None, gathers=True) if options else buffer
 
 
 def weigh_grad(buffer: Tensor, weight: Tensor | None) -> Tensor:
@@ -107,19 +112,20 @@ def reduce_unit(
     *,
     check_order: bool = False,
     casts: bool = True,
+    as_stored: bool = False,
 ) -> Tensor:
     """Return this rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `gather_unit`."""
     dtype = dtype or buffer.dtype
     route = Route.for_unit(unit, mesh, reduction, dtype, casts=casts)
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
-    return _flow(buffer, route.stages, mesh, unit.key if check_order else None, gathers=False)
+    return _flow(buffer, route.choose(as_stored), mesh, unit.key if check_order else None, gathers=False)
 
 
 def reduce_slice(grad: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, dtype: torch.dtype | None = None) -> Tensor:
     """Reduce the gradient of a unit's slice, as a slice, over axes that do not split it: there it is as of a whole unit."""
     whole = dataclasses.replace(unit, p=dataclasses.replace(unit.p, axis=None, reshard=True))
-    return reduce_unit(grad, whole, mesh, reduction, dtype)
+    return reduce_unit(grad, whole, mesh, reduction, dtype, as_stored=True)
 
 
 def reduce_along(

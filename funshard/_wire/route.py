@@ -131,7 +131,11 @@ class Route:
     @property
     def options(self) -> tuple[Stage, ...]:
         """The last stages, those of options, which make of the buffer as stored what is computed with."""
-        return tuple(stage for stage in self.stages if not stage.is_transport)
+        return tuple(stage for stage in self.stages if stage.is_option)
+
+    def choose(self, as_stored: bool) -> tuple[Stage, ...]:
+        """Return its stages, all or those that bring to the buffer what was sharded."""
+        return tuple(stage for stage in self.stages if not stage.is_option) if as_stored else self.stages
 
     @property
     def bucket_kind(self) -> BucketKind:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -83,15 +83,18 @@ class Transit:
 class Stage:
     """One stage. By itself it is the identity in both directions, and sends nothing."""
 
+    is_option: ClassVar[bool] = False
+    """Whether it is an option's that computes with other values than those that were sharded."""
+    kinds: ClassVar[dict[str, type[Stage]]] = {}
+    """All classes of stages by name."""
+
+    def __init_subclass__(cls) -> None:
+        Stage.kinds[cls.__name__] = cls
+
     @property
     def is_constant(self) -> bool:
         """Whether its result has no derivative."""
         return False
-
-    @property
-    def is_transport(self) -> bool:
-        """Whether it is one of those that bring what was sharded to the buffer, and no option's that computes with another."""
-        return isinstance(self, (*_KINDS, Encode, Decode))
 
     @property
     def changes_values(self) -> bool:
@@ -420,7 +423,6 @@ class Join(Stage):
 # --- Stages as constants: what a graph of Dynamo's holds of them ---
 
 Constants = tuple[tuple[Any, ...], ...]
-_KINDS = (Move, Cast, Divide, GradDtype, Copy, AllGather, Replicas, Bytes, Join)
 
 
 def to_constants(stages: Sequence[Stage]) -> Constants:
@@ -436,6 +438,5 @@ def to_constants(stages: Sequence[Stage]) -> Constants:
 
 def from_constants(constants: Constants) -> tuple[Stage, ...]:
     """Return the stages of `to_constants`."""
-    kinds = {kind.__name__: kind for kind in _KINDS}
-    made = ((kinds[name], values) for name, *values in constants)
-    return tuple(kind(MixedLayout(*values)) if kind in (Bytes, Join) else kind(*values) for kind, values in made)
+    made = ((Stage.kinds[name], values) for name, *values in constants)
+    return tuple(kind(MixedLayout(*values)) if issubclass(kind, Bytes | Join) else kind(*values) for kind, values in made)
