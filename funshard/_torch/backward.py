@@ -18,29 +18,10 @@ from .errors import error_text
 from .levels import current_level, detach_level, is_wrapped, unwrap
 from .storage import storage_id
 
-__all__ = [
-    "DATA",
-    "Function",
-    "LevelFunction",
-    "Versioned",
-    "count_reentrant_checkpoints",
-    "current_graph_task",
-    "current_pack_hook",
-    "current_saved_tensor_hooks",
-    "depends_only_on",
-    "find_nodes",
-    "has_hooks",
-    "is_in_python_node",
-    "is_last_backward",
-    "is_leaf_view",
-    "iter_nodes",
-    "pack_versioned",
-    "pop_saved_tensor_hooks",
-    "prioritize_backward",
-    "push_saved_tensor_hooks",
-    "saved_tensor_hooks",
-    "unpack_versioned",
-]
+__all__ = ["DATA", "Function", "LevelFunction", "Versioned", "count_reentrant_checkpoints", "current_graph_task"]
+__all__ += ["current_pack_hook", "current_saved_tensor_hooks", "depends_only_on", "find_nodes", "has_hooks"]
+__all__ += ["is_in_python_node", "is_last_backward", "is_leaf_view", "iter_nodes", "pack_versioned", "pop_saved_tensor_hooks"]
+__all__ += ["prioritize_backward", "push_saved_tensor_hooks", "saved_tensor_hooks", "unpack_versioned"]
 
 
 class Function(torch.autograd.Function):

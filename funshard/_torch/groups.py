@@ -22,20 +22,8 @@ from .dispatch import OpOverload
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = [
-    "axis_group",
-    "connect_store",
-    "counted_flops",
-    "default_store",
-    "fake_world",
-    "group_timeout",
-    "is_in_backward",
-    "is_no_operator",
-    "make_unregistered_gloo",
-    "named_groups",
-    "real_tensors",
-    "warn_of_tasks",
-]
+__all__ = ["axis_group", "connect_store", "counted_flops", "default_store", "fake_world", "group_timeout", "is_in_backward"]
+__all__ += ["is_no_operator", "make_unregistered_gloo", "named_groups", "real_tensors", "warn_of_tasks"]
 
 
 if dist.is_available() and not dist.is_initialized():

@@ -20,41 +20,12 @@ from torch._functorch.pyfunctorch import (
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 from torch.overrides import TorchFunctionMode
 
-__all__ = [
-    "NoGradInForwardMode",
-    "NoGradInTracedForwardMode",
-    "any_tracked",
-    "at_level",
-    "below_autograd",
-    "below_transforms",
-    "can_replace_saved_tensors",
-    "current_level",
-    "detach_level",
-    "dispatch_keys",
-    "edges_in_graph",
-    "has_only_derivatives",
-    "has_tangent",
-    "hold_until_backward_ends",
-    "is_batched",
-    "is_dead",
-    "is_in_forward_ad",
-    "is_leaf",
-    "is_recorded",
-    "is_tracked",
-    "is_wrapped",
-    "level_of",
-    "materialize_zeros",
-    "needs_graph",
-    "own_edges",
-    "tracking_levels",
-    "unwrap",
-    "unwrap_dead",
-    "unwrap_level",
-    "unwrap_to_level",
-    "unwrap_untracked",
-    "wrap_at_level",
-    "wrap_for_ended_level",
-]
+__all__ = ["NoGradInForwardMode", "NoGradInTracedForwardMode", "any_tracked", "at_level", "below_autograd", "below_transforms"]
+__all__ += ["can_replace_saved_tensors", "current_level", "detach_level", "dispatch_keys", "edges_in_graph"]
+__all__ += ["has_only_derivatives", "has_tangent", "hold_until_backward_ends", "is_batched", "is_dead", "is_in_forward_ad"]
+__all__ += ["is_leaf", "is_recorded", "is_tracked", "is_wrapped", "level_of", "materialize_zeros", "needs_graph", "own_edges"]
+__all__ += ["tracking_levels", "unwrap", "unwrap_dead", "unwrap_level", "unwrap_to_level", "unwrap_untracked", "wrap_at_level"]
+__all__ += ["wrap_for_ended_level"]
 
 
 def current_level() -> int:

@@ -15,29 +15,10 @@ from torch.autograd.function import FunctionCtx
 from .levels import below_transforms, is_batched, is_wrapped, unwrap
 from .tracing import allow_in_graph, is_traced
 
-__all__ = [
-    "backend_name",
-    "bound_device",
-    "concat_into",
-    "has_internal_overlap",
-    "host_bytes",
-    "is_sole_holder",
-    "is_strided",
-    "lazy_clone",
-    "make_storage_info",
-    "make_version_probe",
-    "memory_range",
-    "overwrite",
-    "resolve_group",
-    "shares_counter",
-    "shares_memory",
-    "shares_storage",
-    "storage_id",
-    "storage_id_of",
-    "take_storage",
-    "version",
-    "view_as_dtype",
-]
+__all__ = ["backend_name", "bound_device", "concat_into", "has_internal_overlap", "host_bytes", "is_sole_holder", "is_strided"]
+__all__ += ["lazy_clone", "make_storage_info", "make_version_probe", "memory_range", "overwrite", "resolve_group"]
+__all__ += ["shares_counter", "shares_memory", "shares_storage", "storage_id", "storage_id_of", "take_storage", "version"]
+__all__ += ["view_as_dtype"]
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

@@ -5,23 +5,5 @@ from ._estimates import Eigenpair, TraceEstimate, hutchinson, power_iteration
 from ._krylov import Solution, Spectrum, Tridiagonal, cg, lanczos, slq
 from ._operator import Operator, fisher, ggn, hessian, sample_labels
 
-__all__ = [
-    "ConvexLoss",
-    "Eigenpair",
-    "Operator",
-    "Solution",
-    "Spectrum",
-    "TraceEstimate",
-    "Tridiagonal",
-    "cg",
-    "cross_entropy",
-    "fisher",
-    "ggn",
-    "hessian",
-    "hutchinson",
-    "lanczos",
-    "power_iteration",
-    "sample_labels",
-    "slq",
-    "squared_error",
-]
+__all__ = ["ConvexLoss", "Eigenpair", "Operator", "Solution", "Spectrum", "TraceEstimate", "Tridiagonal", "cg", "cross_entropy"]
+__all__ += ["fisher", "ggn", "hessian", "hutchinson", "lanczos", "power_iteration", "sample_labels", "slq", "squared_error"]
