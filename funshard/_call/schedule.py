@@ -6,9 +6,9 @@ The life of a `GatheredUnit`, from the start of its all-gather until the gradien
     (start)    (forward)                   (free)   |    (start)           (backward)       (free, reduce)
 
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py tells the same of FSDP2. Between forward and backward nothing holds the
-buffer: autograd holds `SavedView`s, which name a `BufferLease` that is empty. To free a buffer is to drop the reference to it.
+buffer: autograd holds `SavedView`s, which name an empty `BackwardBuffer`. To free a buffer is to drop the reference to it.
 
-    SavedView  --holds-->  BufferLease  --holds-->  GatheredUnit  --knows-->  BufferLease
+    SavedView  --holds-->  BackwardBuffer  --holds-->  GatheredUnit  --knows-->  BackwardBuffer
 
 The `Schedule` says when a unit starts. While one unit computes in forward, those that come next in ``spec.order`` are gathered,
 and in backward those that forward resharded before it. This is for real process groups, outside of torch.func or under one
@@ -61,7 +61,7 @@ def check_unmodified(key: str, shard: Tensor, version: int) -> None:
         )
 
 
-class BufferLease:
+class BackwardBuffer:
     """A gathered buffer in backward; None while nobody has asked for it."""
 
     __slots__ = ("__weakref__", "buffer", "kept", "unit")
@@ -72,20 +72,20 @@ class BufferLease:
         self.kept: Tensor | None = None  # the slice of forward's buffer that it is gathered from, if not the shard
 
 
-def _no_lease() -> None:
-    """Return None, as a weak reference to a lease that is gone."""
+def _nothing_held() -> None:
+    """Return None, as a weak reference to a buffer that nothing holds."""
 
 
 class SavedView:
-    """The shape, stride and offset in it of a view of a leased buffer, saved in forward or in a backward that records itself.
+    """The shape, stride and offset of a view of a `BackwardBuffer`, saved in forward or in a backward that records itself.
 
     An object, not a closure: there is one for each weight of each unit, and the garbage collector visits all of them.
     """
 
-    __slots__ = ("by_backward", "dtype", "lease", "offset", "shape", "stride")
+    __slots__ = ("backward_buffer", "by_backward", "dtype", "offset", "shape", "stride")
 
-    def __init__(self, lease: BufferLease, tensor: Tensor, buffer: Tensor, by_backward: bool) -> None:
-        self.lease, self.by_backward = lease, by_backward
+    def __init__(self, backward_buffer: BackwardBuffer, tensor: Tensor, buffer: Tensor, by_backward: bool) -> None:
+        self.backward_buffer, self.by_backward = backward_buffer, by_backward
         self.dtype = tensor.dtype  # not the buffer's, where that is bytes
         self.shape, self.stride = tensor.shape, tensor.stride()
         typed = buffer if buffer.dtype is tensor.dtype else view_whole_elements(buffer, tensor.dtype)
@@ -93,7 +93,7 @@ class SavedView:
 
     def __call__(self) -> Tensor:
         """Return the view of backward's buffer that stands for the saved one; gather it again if it was freed."""
-        lease, gathered = self.lease, self.lease.unit
+        backward_buffer, gathered = self.backward_buffer, self.backward_buffer.unit
         schedule, route = gathered.schedule, gathered.route
         if gathered.restoring != (run := schedule.backward.run_number()):  # once for its first view
             gathered.restoring = run
@@ -101,7 +101,7 @@ class SavedView:
         if self.by_backward:
             schedule.backward.release_oldest_for(gathered)
         is_over = schedule.witness is not None and schedule.is_over()
-        buffer = lease.buffer
+        buffer = backward_buffer.buffer
         if buffer is None:
             buffer = gathered.wait_again()
         if torch.is_grad_enabled() and route.reshard_after_forward:
@@ -375,7 +375,7 @@ class GatheredUnit:
     """A unit that one call has gathered once in forward, and gathers again in backward."""
 
     __slots__ = (
-        "__weakref__", "_lease", "_version", "chain", "dtypes", "forward_buffer", "index", "is_trained",
+        "__weakref__", "_backward_buffer", "_version", "chain", "dtypes", "forward_buffer", "index", "is_trained",
         "recomputed_runs", "restoring", "route", "schedule", "shard", "unit",
     )  # fmt: skip
 
@@ -386,7 +386,9 @@ class GatheredUnit:
         self.dtypes = self.route.view_dtypes
         self.index = -1  # its place among the units that forward has resharded
         self.forward_buffer: Tensor | None = None
-        self._lease: Callable[[], BufferLease | None] = _no_lease  # a weak reference, if anything holds backward's buffer
+        self._backward_buffer: Callable[[], BackwardBuffer | None] = (
+            _nothing_held  # a weak reference, if anything holds backward's buffer
+        )
         self.chain: CollectiveChain | None = None  # the gather, while it is under way
         self.is_trained = False
         self.recomputed_runs = 0  # of modules that forward ran with this buffer, and that backward runs again
@@ -399,8 +401,8 @@ class GatheredUnit:
     def unshard(self) -> None:
         """Start to gather the buffer: from the shards, or from the slices of it that forward has kept."""
         if self.route.has_own_buffer:
-            schedule, lease = self.schedule, self._lease()
-            kept, gather = lease and lease.kept, schedule.routes.steps[self.unit.key].gather
+            schedule, backward_buffer = self.schedule, self._backward_buffer()
+            kept, gather = backward_buffer and backward_buffer.kept, schedule.routes.steps[self.unit.key].gather
             with phase("gather", self.unit.key), _torch.below_transforms():
                 if kept is None:
                     self.chain = gather.start(self.shard, schedule.buffers)
@@ -438,65 +440,67 @@ class GatheredUnit:
         """The gathered buffer, of forward or of backward; it must not have been freed."""
         if self.forward_buffer is not None:
             return self.forward_buffer
-        lease = self._lease()
-        buffer = lease.buffer if lease else None
+        backward_buffer = self._backward_buffer()
+        buffer = backward_buffer.buffer if backward_buffer else None
         assert buffer is not None
         return buffer
 
     def reshard(self, *, keep_for_backward: bool) -> None:
         """End the unit's use in forward: free the buffer but for the slice to keep, or hand it to backward."""
         assert self.forward_buffer is not None
-        lease = self._lease()
-        if keep_for_backward and lease:
-            lease.buffer = self.forward_buffer
+        backward_buffer = self._backward_buffer()
+        if keep_for_backward and backward_buffer:
+            backward_buffer.buffer = self.forward_buffer
         elif self.route.reshard_after_forward:
-            if lease and self.route.kept_axes:
-                lease.kept = copy_kept_slice(self.forward_buffer, self.route, self.schedule.spec.bound_mesh)
+            if backward_buffer and self.route.kept_axes:
+                backward_buffer.kept = copy_kept_slice(self.forward_buffer, self.route, self.schedule.spec.bound_mesh)
             self.schedule.buffers.give(self.forward_buffer)
         self.forward_buffer = None
         self.schedule.add_resharded(self)
 
     # --- between forward and backward ---
 
-    def lease(self) -> BufferLease:
+    def hold_for_backward(self) -> BackwardBuffer:
         """Return what to hold for as long as backward may ask for the buffer."""
-        lease = self._lease()
-        if lease is None:
-            lease = BufferLease(self)
-            self._lease = weakref.ref(lease)
-        return lease
+        backward_buffer = self._backward_buffer()
+        if backward_buffer is None:
+            backward_buffer = BackwardBuffer(self)
+            self._backward_buffer = weakref.ref(backward_buffer)
+        return backward_buffer
 
-    def lease_for_recompute(self) -> BufferLease:
+    def lease_for_recompute(self) -> BackwardBuffer:
         """Return what a module holds that backward recomputes with this buffer."""
-        lease = self.lease()
+        backward_buffer = self.hold_for_backward()
         self.recomputed_runs += 1
         if not self.route.reshard_after_forward:
-            lease.buffer = self.forward_buffer
-        return lease
+            backward_buffer.buffer = self.forward_buffer
+        return backward_buffer
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> SavedView:
         """Return what autograd keeps instead of this view of the buffer."""
         buffer = self.forward_buffer
-        return SavedView(self._lease() or self.lease(), tensor, self.buffer if buffer is None else buffer, by_backward)
+        return SavedView(
+            self._backward_buffer() or self.hold_for_backward(), tensor, self.buffer if buffer is None else buffer, by_backward
+        )
 
     # --- backward ---
 
     def prefetch_again(self) -> bool:
         """Start to gather the buffer for backward unless it is there or under way. Return False if nobody will ask for it."""
-        lease = self._lease()
-        if lease is None or lease.buffer is not None or self.chain is not None:
-            return lease is not None
+        backward_buffer = self._backward_buffer()
+        if backward_buffer is None or backward_buffer.buffer is not None or self.chain is not None:
+            return backward_buffer is not None
         check_unmodified(self.unit.key, self.shard, self._version)
         self.unshard()
         return True
 
     def wait_again(self) -> Tensor:
         """Return the buffer in backward; gather it if it was freed."""
-        lease = self.lease()
-        if lease.buffer is None:
+        backward_buffer = self.hold_for_backward()
+        if backward_buffer.buffer is None:
             self.prefetch_again()
-            lease.buffer = self._wait_chain()
-        return lease.buffer
+            backward_buffer.buffer = self._wait_chain()
+        return backward_buffer.buffer
 
     def parameters_in_backward(self, shard: Tensor) -> Sequence[Tensor]:
         """Return the unit's parameters for backward to recompute its module with."""
@@ -506,11 +510,11 @@ class GatheredUnit:
 
     def release(self) -> None:
         """Free backward's buffer; another use gathers it again."""
-        lease = self._lease()
-        if lease and lease.buffer is not None:
+        backward_buffer = self._backward_buffer()
+        if backward_buffer and backward_buffer.buffer is not None:
             if self.route.has_own_buffer:
-                self.schedule.buffers.give(lease.buffer)
-            lease.buffer = None
+                self.schedule.buffers.give(backward_buffer.buffer)
+            backward_buffer.buffer = None
 
     def reduce_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Free the buffer and reduce the gradients of the parameters.

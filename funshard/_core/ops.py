@@ -64,14 +64,14 @@ def missing_group_error(size: int) -> ValueError:
     )
 
 
-def start_op(op: str, x: Tensor, context: OpContext, own: Tensor | None = None) -> PendingResult:
+def start_op(op: str, x: Tensor, context: OpContext, out: Tensor | None = None) -> PendingResult:
     """Start an op on a process group.
 
     Args:
         op: Its name in `OPS`.
         x: The input.
         context: The process group, and what the op needs beside it.
-        own: The buffer for the result of a gather, which casts to its dtype, or ``x`` itself for an all-reduce in place. None
+        out: The buffer for the result of a gather, which casts to its dtype, or ``x`` itself for an all-reduce in place. None
             while operators are recorded, because a graph has to be functional.
 
     Raises ValueError if the axis has no process group.
@@ -79,11 +79,11 @@ def start_op(op: str, x: Tensor, context: OpContext, own: Tensor | None = None) 
     if not context.name:
         raise missing_group_error(context.size)
     if is_checked() and OPS[op].sends:
-        announce(op, context.name, context.label, x, None if own is None else own.dtype)
+        announce(op, context.name, context.label, x, None if out is None else out.dtype)
     if not x.is_complex():
-        return OPS[op].group(x, context, own)
+        return OPS[op].group(x, context, out)
     # All of this is linear over the reals, which every backend reduces.
-    finish = OPS[op].group(torch.view_as_real(x.resolve_conj()), context, None if own is None else torch.view_as_real(own))
+    finish = OPS[op].group(torch.view_as_real(x.resolve_conj()), context, None if out is None else torch.view_as_real(out))
     return finish.then(torch.view_as_complex)
 
 
@@ -101,31 +101,31 @@ def _return_output(out: Tensor) -> Tensor:
     return out
 
 
-def _all_gather(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
-    """Start to gather from all ranks, into ``own`` if given."""
-    if own is not None and own.itemsize == 1:
-        x = x.to(own.dtype)
+def _all_gather(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
+    """Start to gather from all ranks, into ``out`` if given."""
+    if out is not None and out.itemsize == 1:
+        x = x.to(out.dtype)
     if x.dtype != torch.uint8 and (not x.is_floating_point() or x.itemsize == 1):  # gloo lacks int16 and 8-bit floats
-        raw = _all_gather(x.contiguous().view(torch.uint8), context, None if own is None else own.view(torch.uint8))
+        raw = _all_gather(x.contiguous().view(torch.uint8), context, None if out is None else out.view(torch.uint8))
         return raw.then(lambda out: out.view(x.dtype))
     x = x.contiguous()
-    if own is None:
-        out = torch.ops._c10d_functional.all_gather_into_tensor.default(x, context.size, context.name)
+    if out is None:
+        result = torch.ops._c10d_functional.all_gather_into_tensor.default(x, context.size, context.name)
     elif _torch.backend_name(context.name, x.device) == "gloo":
-        return _gather_by_broadcasts(x, context, own)
+        return _gather_by_broadcasts(x, context, out)
     else:
-        if x.dtype != own.dtype:  # cast on the way to its slice
-            x = own.chunk(context.size)[_torch.resolve_group(context.name).rank()].copy_(x)
-        out = torch.ops._c10d_functional.all_gather_into_tensor_out.default(x, context.size, context.name, out=own)
-    return PendingResult((out,), _return_output)
+        if x.dtype != out.dtype:  # cast on the way to its slice
+            x = out.chunk(context.size)[_torch.resolve_group(context.name).rank()].copy_(x)
+        result = torch.ops._c10d_functional.all_gather_into_tensor_out.default(x, context.size, context.name, out=out)
+    return PendingResult((result,), _return_output)
 
 
-def _gather_by_broadcasts(x: Tensor, context: OpContext, own: Tensor) -> PendingResult:
+def _gather_by_broadcasts(x: Tensor, context: OpContext, out: Tensor) -> PendingResult:
     """Gather by a broadcast in place from each rank. gloo's own all-gather uses another buffer and copies it."""
-    pieces, group = [*own.chunk(context.size)], _torch.resolve_group(context.name)
+    pieces, group = [*out.chunk(context.size)], _torch.resolve_group(context.name)
     pieces[group.rank()].copy_(x)
     under_way = [torch.ops._c10d_functional.broadcast_.default(piece, i, context.name) for i, piece in enumerate(pieces)]
-    return PendingResult(under_way, lambda *_: own)
+    return PendingResult(under_way, lambda *_: out)
 
 
 def _all_gather_stack(x: Tensor, root: int) -> Tensor:
@@ -134,12 +134,12 @@ def _all_gather_stack(x: Tensor, root: int) -> Tensor:
 
 
 def _make_scatter(mean: bool) -> Callable[[Tensor, OpContext, Tensor | None], PendingResult]:
-    def group(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+    def group(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
         if _torch.backend_name(context.name, x.device) == "gloo":
             return _scatter_by_exchange(x, context, mean)
         op = "avg" if mean else "sum"
-        out = torch.ops._c10d_functional.reduce_scatter_tensor.default(x.contiguous(), op, context.size, context.name)
-        return PendingResult((out,), _return_output)
+        result = torch.ops._c10d_functional.reduce_scatter_tensor.default(x.contiguous(), op, context.size, context.name)
+        return PendingResult((result,), _return_output)
 
     return group
 
@@ -182,17 +182,16 @@ def _scatter_stack(mean: bool) -> Callable[[Tensor, int], Tensor]:
 
 
 def _make_all_reduce(op: str) -> Callable[[Tensor, OpContext, Tensor | None], PendingResult]:
-    def group(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+    def group(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
         reduce = (
-            torch.ops._c10d_functional.all_reduce.default if own is None else torch.ops._c10d_functional.all_reduce_.default
+            torch.ops._c10d_functional.all_reduce.default if out is None else torch.ops._c10d_functional.all_reduce_.default
         )
-        out = reduce(x.contiguous(), op, context.name)
-        return PendingResult((out,), _return_output)
+        return PendingResult((reduce(x.contiguous(), op, context.name),), _return_output)
 
     return group
 
 
-def _identity(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+def _identity(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
     return PendingResult((), lambda: x.view_as(x))
 
 
@@ -200,18 +199,18 @@ def _identity_stack(x: Tensor, root: int) -> Tensor:
     return x
 
 
-def _broadcast(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
-    out = torch.ops._c10d_functional.broadcast.default(x.contiguous(), context.root, context.name)
-    return PendingResult((out,), _return_output)
+def _broadcast(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
+    result = torch.ops._c10d_functional.broadcast.default(x.contiguous(), context.root, context.name)
+    return PendingResult((result,), _return_output)
 
 
 def _broadcast_stack(x: Tensor, root: int) -> Tensor:
     return x[root : root + 1].expand_as(x)
 
 
-def _sum_to(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+def _sum_to(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
     """Start a sum over ranks that only the root gets: the others get zeros."""
-    total = _make_all_reduce("sum")(x, context, own)
+    total = _make_all_reduce("sum")(x, context, out)
     is_root = _torch.resolve_group(context.name).rank() == context.root
     return total if is_root else total.then(torch.zeros_like)
 
@@ -222,7 +221,7 @@ def _sum_to_stack(x: Tensor, root: int) -> Tensor:
     return torch.where(is_root, x.sum(0, keepdim=True, dtype=x.dtype), 0)
 
 
-def _all_to_all(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+def _all_to_all(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
     pieces = [len(x) // context.size] * context.size
     return start_exchange(x, context, pieces, pieces)
 
@@ -245,7 +244,7 @@ def start_exchange(x: Tensor, context: OpContext, send: Sequence[int], receive: 
     return PendingResult((out,), _return_output)
 
 
-def _slice(x: Tensor, context: OpContext, own: Tensor | None) -> PendingResult:
+def _slice(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
     """Return a copy of this rank's part; no rank sends."""
     n = len(x) // context.size
     return PendingResult((), lambda: x.narrow(0, context.root * n, n).clone())

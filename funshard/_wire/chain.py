@@ -99,7 +99,7 @@ def forgetting_on_error(drop: Callable[[], None]) -> Generator[None]:
 class CollectiveChain:
     """Collectives one after the other: the next starts when the one before is waited for. The first starts at once.
 
-    To be made and waited for below all transforms. ``own`` is where the result of the last one goes, for the ops that
+    To be made and waited for below all transforms. ``out`` is where the result of the last one goes, for the ops that
     `start_op` can give one.
     """
 
@@ -109,9 +109,9 @@ class CollectiveChain:
     """The function from the last collective's output to the result, if they differ."""
     _finish: PendingResult | None = None
 
-    def __init__(self, x: Tensor, steps: Iterable[StartStep], own: Tensor | None = None) -> None:
+    def __init__(self, x: Tensor, steps: Iterable[StartStep], out: Tensor | None = None) -> None:
         wait_unclaimed()
-        self._x, self._steps, self._out = x, deque(steps), own
+        self._x, self._steps, self._out = x, deque(steps), out
         self.advance()
 
     def advance(self) -> None:
@@ -190,8 +190,8 @@ class GatherChain:
         if not self._has_groups and _torch.is_fake(kept):
             return CollectiveChain(route.allocate(kept), ())
         numel, length = route.num_kept * len(kept), route.buffer_bytes // kept.itemsize
-        own = None if _torch.is_traced() else buffers.take(numel, kept.dtype, kept)
-        chain = CollectiveChain(kept, self._gathers_of_kept, own)
+        out = None if _torch.is_traced() else buffers.take(numel, kept.dtype, kept)
+        chain = CollectiveChain(kept, self._gathers_of_kept, out)
         if numel > length:
             chain.decode = lambda buffer: buffer.narrow(0, 0, length)
         return chain
@@ -268,7 +268,7 @@ class RouteSteps(NamedTuple):
 
 def _append(step: StartStep, stage: Stage) -> StartStep:
     """Return a step whose result passes a stage for gradients."""
-    return lambda x, own: step(x, own).then(stage.transpose_)
+    return lambda x, out: step(x, out).then(stage.transpose_)
 
 
 def copy_kept_slice(buffer: Tensor, route: Route, mesh: Mesh) -> Tensor:

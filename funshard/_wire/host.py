@@ -91,7 +91,7 @@ def make_host_copy_step(key: str) -> Callable[[Tensor, Tensor | None], PendingRe
     `_torch.synchronize_copies` waits for it.
     """
 
-    def step(x: Tensor, own: Tensor | None) -> PendingResult:
+    def step(x: Tensor, out: Tensor | None) -> PendingResult:
         there = _torch.allocate_like(x, HOST)
         with phase("copy gradient to the host", key):
             copy = _torch.AsyncCopy(x, there)

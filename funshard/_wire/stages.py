@@ -280,11 +280,11 @@ class AllGather(_Collective):
     def start(self, names: Names) -> StartStep:
         """Return the function that starts the gather in a chain."""
         context = self.context(names)
-        return lambda x, own: start_op("gather_mean", x, context, own)
+        return lambda x, out: start_op("gather_mean", x, context, out)
 
     def start_transpose(self, names: Names) -> StartStep | None:
         context, op = self.context(names, reduces=True), f"scatter_{self.op}"
-        return lambda x, own: start_op(op, x, context, own)
+        return lambda x, out: start_op(op, x, context, out)
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class GatherEncodedBack(AllGather):
         context = self.context(names, reduces=True)
         context = context._replace(label=context.label + self.encoding)
         start = functools.partial(start_encoded_reduction, codec=self.codec, context=context)
-        return lambda x, own: start(x, numel=self.numel, dtype=self.dtype, mean=self.op == "mean")
+        return lambda x, out: start(x, numel=self.numel, dtype=self.dtype, mean=self.op == "mean")
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class Replicas(_Collective):
 
     def start_transpose(self, names: Names) -> StartStep | None:
         context, op = self.context(names, reduces=True), f"unvary_{self.op}"
-        return lambda x, own: start_op(op, x, context, None if _torch.is_traced() else x)  # in place
+        return lambda x, out: start_op(op, x, context, None if _torch.is_traced() else x)  # in place
 
 
 # --- Around the gathers: what is sent of a slice ---
