@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -71,11 +72,6 @@ def select_rank(tree: Any, rank: int) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x[rank], tree)
 
 
-def is_equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal in every element, whatever their devices are."""
-    return a.shape == b.shape and bool(torch.equal(a.cpu(), b.cpu()))
-
-
 def max_magnitude(x: Tensor) -> float:
     """Return the largest magnitude of finite elements, 0 if there is none."""
     return float(x.detach().abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0
@@ -84,14 +80,9 @@ def max_magnitude(x: Tensor) -> float:
 # --- What assert_exact gives the whole model for a plain run, and restores after it: buffers, attributes and parameters ---
 
 
-def find_modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the model's modules by path, a shared one under each of its paths."""
-    return dict(model.named_modules(remove_duplicate=False))
-
-
 def install_buffers(model: nn.Module, buffers: Params, mesh: Mesh) -> None:
     """Give the model these buffers and this mesh, as a call does; use it within `preserve_model`."""
-    for path, module in find_modules_by_path(model).items():
+    for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SyncBatchNorm):
             vars(module)[MESH] = mesh
         if own := own_tensors(module, "_buffers"):
@@ -109,7 +100,8 @@ def preserve_model(model: nn.Module, seed: int, devices: Iterable[torch.device])
     """Seed the generators; after the ``with`` block restore them and the model's attributes and parameters."""
     values = clone_tensors({name: p.detach() for name, p in model.named_parameters()})
     try:
-        with restore_modules(find_modules_by_path(model), calling_thread()), fixed_seed(seed, devices), torch.enable_grad():
+        modules = dict(model.named_modules(remove_duplicate=False))
+        with restore_modules(modules, calling_thread()), fixed_seed(seed, devices), torch.enable_grad():
             yield
     finally:
         for name, own in model.named_parameters():
@@ -155,32 +147,23 @@ _BY_VMAP = re.compile(r"vmap|[Bb]atching (?:rule|operators)|functorch|torch\.fun
 """torch's words where a function cannot run under its transforms. Pinned by ``test_simulated_ranks_refuse_in_our_words``."""
 
 
-def record_units(spec: PartitionSpec, modules: Mapping[str, nn.Module], visited: list[str]) -> None:
-    """Register hooks that append the keys of a unit to ``visited`` whenever its module runs."""
+def record_units(spec: PartitionSpec, model: nn.Module, visited: list[str]) -> None:
+    """Register hooks that append the key of a unit to ``visited`` whenever its module runs."""
     for unit in spec:
         for path in unit.paths:
-            if not isinstance(modules[path], torch.jit.ScriptModule):
-                modules[path].register_forward_pre_hook(functools.partial(_append_key, visited, unit.key))
-
-
-def _append_key(visited: list[str], key: str, _module: nn.Module, _args: object) -> None:
-    """Append a unit's key: a hook of its module."""
-    visited.append(key)
+            module = model.get_submodule(path)
+            if not isinstance(module, torch.jit.ScriptModule):
+                module.register_forward_pre_hook(lambda *_, key=unit.key: visited.append(key))
 
 
 def check_same_units(visited: Sequence[list[str]]) -> None:
-    """Raise AssertionError unless all ranks ran the modules of the same units in the same order.
-
-    ``visited`` has the units' keys for each rank. On shards such ranks would wait for each other, or mix their units.
-    """
+    """Raise AssertionError unless all ranks, on shards together, run the modules of the same units in the same order."""
     for rank, keys in enumerate(visited):
-        if keys != visited[0]:
-            turn = next((i for i, pair in enumerate(zip(keys, visited[0], strict=False)) if pair[0] != pair[1]), None)
-            turn = min(len(keys), len(visited[0])) if turn is None else turn
-            ours, theirs = (repr(run[turn]) if turn < len(run) else "none" for run in (keys, visited[0]))
+        turns = enumerate(itertools.zip_longest(keys, visited[0], fillvalue="none"))
+        if apart := next(((turn, *pair) for turn, pair in turns if pair[0] != pair[1]), None):
             raise AssertionError(
-                f"assert_exact: rank {rank} runs other units than rank 0: as number {turn} unit {ours}, where rank 0 runs "
-                f"{theirs}; expected the same units in the same order on all ranks, which gather them together; route "
+                f"assert_exact: rank {rank} runs other units than rank 0: as number {apart[0]} unit '{apart[1]}', where rank 0 "
+                f"runs '{apart[2]}'; expected the same units in the same order on all ranks, which gather them together; route "
                 "inside of a unit, or run every unit on every rank"
             )
 
@@ -234,11 +217,6 @@ def differentiate(value: Tensor, trained: Mapping[str, Tensor], *, create_graph:
     return {name: g.to_dense() if g.is_sparse else g for name, g in zip(trained, grads, strict=True)}
 
 
-def multiply_hessian(grads: Params, vector: Params, trained: Mapping[str, Tensor]) -> Params:
-    """Return the Hessian-vector product, from the gradients with their graph."""
-    return differentiate(_inner_product(grads, vector), trained)
-
-
 def multiply_ggn(
     outputs: Tensor, curvature: Callable[[Tensor, Tensor], Tensor], vector: Params, trained: Mapping[str, Tensor]
 ) -> Params:
@@ -249,11 +227,6 @@ def multiply_ggn(
     along = _inner_product(differentiate((outputs * c).sum(), trained, create_graph=True), vector)
     (pushed,) = torch.autograd.grad(along, c, retain_graph=True)
     return differentiate((outputs * curvature(outputs.detach(), pushed)).sum(), trained)
-
-
-def multiply_loss_hessian(loss: Callable[[Tensor], Tensor], outputs: Tensor, u: Tensor) -> Tensor:
-    """Return the product of the loss's Hessian at the outputs with ``u``, as the gradient of a gradient."""
-    return grad(lambda z: (grad(loss)(z) * u).sum())(outputs)
 
 
 def _inner_product(grads: Params, vector: Params) -> Tensor:
@@ -397,10 +370,10 @@ class Case:
         for rank in self.ranks:
             with preserve_model(self.model, seed + rank, self.devices):
                 install_buffers(self.model, clone_tensors(self.buffers), self.spec.bound_mesh)
-                record_units(self.spec, find_modules_by_path(self.model), visited)
+                record_units(self.spec, self.model, visited)
                 batch = clone_tensors(select_rank(self.batch, rank) if self.simulated else self.batch)
                 outputs, value = self._evaluate(self._call, batch)
-                curvature = lambda z, u, batch=batch: multiply_loss_hessian(self._convex_loss(batch), z, u)  # noqa: E731
+                curvature = functools.partial(self._multiply_loss_hessian, batch)
                 derivatives = self._derivatives(order, outputs, value, curvature, vector)
                 own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in find_buffers(self.model, self.buffers).items()}
                 out.append(_PlainRun({key: x.detach() for key, x in own.items()}, derivatives))
@@ -417,7 +390,7 @@ class Case:
             }
 
         def curvature(z: Tensor, u: Tensor) -> Tensor:
-            on_a_rank = lambda mesh, batch, z, u: multiply_loss_hessian(self._convex_loss(batch), z, u)  # noqa: E731
+            on_a_rank = lambda mesh, *args: self._multiply_loss_hessian(*args)  # noqa: E731
             return spmd(on_a_rank, self._sizes)(self.batch, z, u) / len(self.ranks)
 
         with preserve_model(self.model, seed, self.devices):
@@ -435,6 +408,11 @@ class Case:
         assert self.convex is not None
         return self.convex(batch)
 
+    def _multiply_loss_hessian(self, batch: Any, outputs: Tensor, u: Tensor) -> Tensor:
+        """Return the product of the convex loss's Hessian at the outputs with ``u``, as the gradient of a gradient."""
+        loss = self._convex_loss(batch)
+        return grad(lambda z: (grad(loss)(z) * u).sum())(outputs)
+
     def _evaluate(self, call: ModelCall, batch: Any) -> tuple[Tensor, Tensor]:
         """Return a rank's outputs and their loss, which are the same without a convex loss."""
         outputs = self.loss(call, batch)
@@ -447,19 +425,16 @@ class Case:
         grads = differentiate(value, self.trained, create_graph=vector is not None)
         out = {(GRADIENT, name): g.detach() for name, g in grads.items()}
         if vector is not None:
-            hessian = order == 2
-            product = (
-                multiply_hessian(grads, vector, self.trained)
-                if hessian
-                else multiply_ggn(outputs, curvature, vector, self.trained)
-            )
+            if order == 2:
+                product = differentiate(_inner_product(grads, vector), self.trained)
+            else:
+                product = multiply_ggn(outputs, curvature, vector, self.trained)
             out |= {(PRODUCTS[order], name): g for name, g in product.items()}
         return out
 
     def run_sharded(self, seed: int, order: Order, plain: Outcome) -> Outcome:
         """Run `functional_call` on shards. Simulated ranks get their own copies of buffers that the plain run changed."""
-        changed = {n for n, b in self.buffers.items() if not all(is_equal(own[BUFFER, n], b) for own in plain.ranks)}
-        varying = {name: b for name, b in self.buffers.items() if name in changed}
+        varying = {n: b for n, b in self.buffers.items() if not all(torch.equal(own[BUFFER, n], b) for own in plain.ranks)}
         direction = {name: p.detach() for name, p in self.full.items()} | (self.make_vector(seed) if order in PRODUCTS else {})
 
         def run(fn: Callable[[PartitionSpec, Any, Params], Any]) -> list[Any]:
