@@ -34,19 +34,13 @@ class ActivationOffload:
         """Leave these tensors where they are for the length of the call."""
         self._held |= storage_ids(tensors)
 
-    def target(self, path: str) -> OffloadTarget | None:
-        """Return where the module at this path keeps what it saves, None for the device."""
-        return DEFAULT_OFFLOAD if path in self._own else self._around.target if self._around else None
-
-    def hooks(
-        self, path: str, live: Live, module: nn.Module | None = None, args: Any = (), kwargs: Any = None
-    ) -> SavedTensorHooks:
-        """Return the saved-tensor hooks for a run of this module."""
-        to = self.target(path)
-        if to is None:
+    def hooks(self, path: str, live: Live, *held: set[int]) -> SavedTensorHooks:
+        """Return the saved-tensor hooks for a run of the module at this path, which offload what is not ``held``."""
+        target = DEFAULT_OFFLOAD if path in self._own else self._around.target if self._around else None
+        if target is None:
             return SavedTensorHooks({} if live is None else live)
-        held = self._held, storage_ids(module.buffers() if module else ()), constant_storages(args, kwargs)
-        return OffloadHooks({} if live is None else live, to, (*(self._around.held if self._around else ()), *held))
+        around = self._around.held if self._around else ()
+        return OffloadHooks({} if live is None else live, target, (*around, self._held, *held))
 
     def forwards(
         self, modules: Mapping[str, nn.Module], root: str, paths: Iterable[str], live: Live
@@ -64,7 +58,7 @@ class ActivationOffload:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not can_offload():
                 return forward(*args, **kwargs)
-            hooks = self.hooks(path, live, module, args, kwargs)
+            hooks = self.hooks(path, live, storage_ids(module.buffers()), constant_storages(args, kwargs))
             with hooks.activate(hooks.pack):
                 return forward(*args, **kwargs)
 
@@ -80,18 +74,18 @@ def choose_offload(
     """
     own = spec._compute_once(_offloaded_paths)
     around = find_offload_hooks(outer)
-    if not own and around is None:
+    if not (own or around) or not can_offload():
         return None
-    return ActivationOffload(own - {""} if is_recomputing else own, around, params) if can_offload() else None
+    return ActivationOffload(own - {""} if is_recomputing else own, around, params)
 
 
 def _offloaded_paths(spec: PartitionSpec) -> frozenset[str]:
-    """Return the paths of the modules with ``P(offload="activations")``."""
     return frozenset(path for path, p in spec.by_path.items() if "activations" in p.offloads)
 
 
 def choose_hooks(live: Live, offload: ActivationOffload | None) -> SavedTensorHooks | None:
     """Return the saved-tensor hooks of a call's forward, None for none. ``live`` are the buffers whose views are replaced."""
-    if offload is not None and offload.target("") is not None:
-        return offload.hooks("", live)
+    hooks = None if offload is None else offload.hooks("", live)
+    if isinstance(hooks, OffloadHooks):
+        return hooks
     return None if live is None else SavedTensorHooks(live)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -92,27 +91,12 @@ class HostBuffer:
 
 
 class OffloadBatch:
-    """The host buffers of one run of a unit or function, held by autograd's graph."""
+    """The host buffers of one run of a unit or function, held by autograd's graph, as is the ``previous`` batch if any."""
 
     def __init__(self, queue: OffloadQueue, previous: OffloadBatch | None) -> None:
         self.queue, self.bytes = queue, 0
-        self._previous = weakref.ref(previous) if previous else _no_batch
-        self._buffers: list[weakref.ref[HostBuffer]] = []
-
-    def add(self, buffer: HostBuffer, nbytes: int) -> None:
-        """Add a buffer of so many bytes; it may be in other batches as well."""
-        self._buffers.append(weakref.ref(buffer))
-        self.bytes += nbytes
-
-    @property
-    def previous(self) -> OffloadBatch | None:
-        """The batch that was saved before this one, if the graph still holds it."""
-        return self._previous()
-
-    @property
-    def buffers(self) -> Iterator[HostBuffer]:
-        """The buffers that the graph still holds."""
-        return (buffer for ref in self._buffers if (buffer := ref()) is not None)
+        self.previous: Callable[[], OffloadBatch | None] = weakref.ref(previous) if previous else _no_batch
+        self.buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
     def prefetch(self) -> None:
         """Start to copy all buffers back."""
@@ -122,10 +106,8 @@ class OffloadBatch:
 
     def free_device_memory(self, *but: OffloadBatch | None) -> None:
         """Free the device memory of the buffers that are not in the batches ``but`` as well."""
-        others = set(itertools.chain.from_iterable(batch.buffers for batch in but if batch))
-        for buffer in self.buffers:
-            if buffer not in others:
-                buffer.free_device_memory()
+        for buffer in set(self.buffers).difference(*(batch.buffers for batch in but if batch)):
+            buffer.free_device_memory()
 
 
 class OffloadQueue:
@@ -135,39 +117,29 @@ class OffloadQueue:
         self._open: OffloadBatch | None = None
         self._latest: Callable[[], OffloadBatch | None] = _no_batch
         self._reading: Callable[[], OffloadBatch | None] = _no_batch  # the one that backward has reached
-        self._buffers: weakref.WeakValueDictionary[tuple[int, int, int, int], HostBuffer] = weakref.WeakValueDictionary()
+        self._buffers: weakref.WeakValueDictionary[tuple[int, int, int], HostBuffer] = weakref.WeakValueDictionary()
 
     def add(self, source: Tensor, start: int, stop: int, host: torch.device, limit: float) -> tuple[HostBuffer, OffloadBatch]:
         """Start to copy these elements of a tensor's storage, in the open batch, which is complete with ``limit`` bytes."""
-        buffer = self._find_or_copy(source, start, stop, host)
-        if self._open is None:
-            self._open = OffloadBatch(self, self._latest())
-        batch = self._open
-        batch.add(buffer, (stop - start) * source.itemsize)
+        key = _torch.storage_id(source), start, stop
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.storage() is None or not buffer.has_values_of(source):
+            with _torch.below_transforms():
+                buffer = self._buffers[key] = HostBuffer(source.detach().as_strided((stop - start,), (1,), start), host)
+        batch = self._open = self._open or OffloadBatch(self, self._latest())
+        batch.buffers.add(buffer)
+        batch.bytes += (stop - start) * source.itemsize
         if batch.bytes >= limit:
             self.close_batch()
         return buffer, batch
-
-    def _find_or_copy(self, source: Tensor, start: int, stop: int, host: torch.device) -> HostBuffer:
-        """Return a copy of these elements with their present values; a new one if there is none."""
-        for i in itertools.count():  # several: of tensors with version counters of their own, and of before a change
-            key = _torch.storage_id(source), start, stop, i
-            buffer = self._buffers.get(key)
-            if buffer is None or buffer.storage() is None:
-                with _torch.below_transforms():
-                    buffer = self._buffers[key] = HostBuffer(source.detach().as_strided((stop - start,), (1,), start), host)
-                return buffer
-            if buffer.has_values_of(source):
-                return buffer
-        raise AssertionError
 
     def close_batch(self) -> None:
         """Complete the open batch, and free the device memory of the one before it."""
         if self._open is None:
             return
         batch, self._open, self._latest = self._open, None, weakref.ref(self._open)
-        if batch.previous:
-            batch.previous.free_device_memory(batch)
+        if previous := batch.previous():
+            previous.free_device_memory(batch)
 
     def read_batch(self, batch: OffloadBatch) -> None:
         """Fetch a batch that backward reads, and the previous one; free the one that backward has left."""
@@ -175,24 +147,24 @@ class OffloadQueue:
             return
         self._reading = weakref.ref(batch)
         batch.prefetch()
-        if batch.previous:
-            batch.previous.prefetch()
+        if previous := batch.previous():
+            previous.prefetch()
         if left:
-            left.free_device_memory(batch, batch.previous)
+            left.free_device_memory(batch, previous)
 
 
 def _no_batch() -> None:
     """Return None, as a dead weak reference does."""
 
 
-_QUEUES = threading.local()
+class _Queues(threading.local):
+    """The queue of each thread."""
+
+    def __init__(self) -> None:
+        self.of_thread = OffloadQueue()
 
 
-def current_queue() -> OffloadQueue:
-    """Return the queue of the thread that runs."""
-    if not hasattr(_QUEUES, "queue"):
-        _QUEUES.queue = OffloadQueue()
-    return _QUEUES.queue
+_QUEUES = _Queues()
 
 
 @dataclass(frozen=True)
@@ -236,9 +208,9 @@ class OffloadedTensor:
         inner = _torch.unwrap(tensor)
         if _torch.level_of(tensor) or inner.requires_grad != tensor.requires_grad or self.witness is not None:
             return None
-        counter = _torch.make_version_probe(inner)
-        where = tensor.shape, tensor.stride(), self.buffer.offset_of(tensor)
-        return replace(self, shape=where[0], stride=where[1], offset=where[2], counter=counter, version=_torch.version(counter))
+        counter, offset = _torch.make_version_probe(inner), self.buffer.offset_of(tensor)
+        now = {"counter": counter, "version": _torch.version(counter)}
+        return replace(self, shape=tensor.shape, stride=tensor.stride(), offset=offset, **now)
 
 
 # --- offload ---
@@ -249,15 +221,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class OffloadTarget:
-    """The tensors that move: those of at least ``at_least`` bytes, in batches of ``batch_bytes`` or of one run."""
+    """The tensors that move: those of at least ``at_least`` bytes, in batches of ``batch_bytes`` or of one run.
+
+    Without a host those of accelerators move, to the CPU.
+    """
 
     at_least: int = 1 << 20
     batch_bytes: float = math.inf
     host: torch.device | None = None
-
-    def is_source(self, device: torch.device) -> bool:
-        """Return whether tensors of this device move: of any device if a host is named."""
-        return _torch.is_accelerator(device) if self.host is None else True
 
 
 def offload(
@@ -371,7 +342,7 @@ class OffloadHooks(SavedTensorHooks):
         if 2 * (stop - start) >= whole:
             start, stop = 0, whole
         host = self.target.host or torch.device("cpu")
-        buffer, batch = current_queue().add(inner, start, stop, host, self.target.batch_bytes)
+        buffer, batch = _QUEUES.of_thread.add(inner, start, stop, host, self.target.batch_bytes)
         witness = self._witness if _torch.level_of(tensor) else None
         where = tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start
         return OffloadedTensor(buffer, batch, tensor.dtype, *where, buffer.counter, buffer.version, witness)
@@ -381,7 +352,9 @@ class OffloadHooks(SavedTensorHooks):
         if not _is_flat_copyable(tensor) or _torch.is_in_forward_ad():
             return False
         inner = _torch.unwrap(tensor)
-        if not self.target.is_source(inner.device) or any(_torch.storage_id(inner) in held for held in self.held):
+        if self.target.host is None and not _torch.is_accelerator(inner.device):
+            return False
+        if any(_torch.storage_id(inner) in held for held in self.held):
             return False
         start, stop = _storage_span(inner)
         if (stop - start) * inner.itemsize < max(self.target.at_least, 1):
@@ -393,12 +366,12 @@ class OffloadHooks(SavedTensorHooks):
     @contextlib.contextmanager
     def activate(self, pack: Callable[[Tensor], object]) -> Generator[None]:
         """Return the same context; what is saved in it begins a batch."""
-        current_queue().close_batch()
+        _QUEUES.of_thread.close_batch()
         try:
             with _torch.saved_tensor_hooks(pack, unpack, who=_WHO):
                 yield
         finally:
-            current_queue().close_batch()
+            _QUEUES.of_thread.close_batch()
 
 
 _WHO = "offload: what is offloaded", "none inside of it; offload what is inside of the transform"
