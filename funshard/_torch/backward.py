@@ -59,12 +59,9 @@ def has_hooks(tensor: Tensor) -> bool:
 
 
 def is_leaf_view(tensor: Tensor) -> bool:
-    """Return whether the tensor is a leaf that is differentiated with respect to, or a view of one.
-
-    Pinned by ``test_views_of_leaves``.
-    """
+    """Return whether the tensor is a leaf that requires grad, or a view of one. Pinned by ``test_views_of_leaves``."""
     node = tensor.grad_fn
-    for _ in range(_MAX_VIEWS):  # of views, of which backward knows only what they were made of
+    for _ in range(4):  # of views, of which backward knows only what they were made of
         if node is None or len(node.next_functions) != 1:
             break
         node = node.next_functions[0][0]
@@ -72,9 +69,6 @@ def is_leaf_view(tensor: Tensor) -> bool:
             return storage_id(unwrap(leaf)) == storage_id(unwrap(tensor))
     below = unwrap(tensor)._base
     return (tensor.requires_grad and tensor.grad_fn is None) or isinstance(below, torch.nn.Parameter)
-
-
-_MAX_VIEWS = 4
 
 
 Versioned = Tensor | tuple[Tensor, int]
@@ -96,8 +90,7 @@ def unpack_versioned(kept: Versioned, shape_in_error: torch.Size | None = None) 
 def prioritize_backward(tensors: Iterable[Tensor]) -> None:
     """Let backward run the nodes from these tensors to their leaves, along first inputs, as early as it can.
 
-    By default it runs nodes in the reverse order of forward, the first ones last, and until then their gradients wait.
-    Pinned by ``test_backward_early``.
+    By default it runs nodes in the reverse order of forward. Pinned by ``test_backward_early``.
     """
     for tensor in tensors:
         node = tensor.grad_fn
@@ -116,8 +109,7 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 def is_last_backward(level_: int) -> bool:
     """Return whether the running backward is the one that a torch.func.grad of this level ends with.
 
-    It records itself (create_graph) and frees the graph as it goes (no retain_graph), so nobody comes back to it at that
-    level. Pinned by ``test_last_backward``.
+    It records itself, and frees the graph as it goes. Pinned by ``test_last_backward``.
     """
     running = level_ > 0 and level_ == current_level() and torch.is_grad_enabled()
     return running and not torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
@@ -133,9 +125,7 @@ def pack_versioned(tensor: Tensor, inner: Tensor) -> Versioned:
 
     ``inner`` is the tensor from `unwrap`. A node that saves its own output would hold itself, so that output loses its graph;
     autograd adds it again when it unpacks. Of the C++ nodes only the newest can be saving its output; one that Python
-    defines may have made others since.
-
-    Pinned by ``test_saved_outputs_hold_no_graph``.
+    defines may have made others since. Pinned by ``test_saved_outputs_hold_no_graph``.
     """
     version = inner._version
     if inner is not tensor:
@@ -147,20 +137,19 @@ def pack_versioned(tensor: Tensor, inner: Tensor) -> Versioned:
     return (tensor, version) if version else tensor
 
 
-RESHARD = "functional_call: forward", "P(reshard=False) for every unit, which replaces none"
-"""The code that replaces saved tensors, and how to do without it, for an error."""
-
-
 @contextlib.contextmanager
 def saved_tensor_hooks(
-    pack: Callable[[Tensor], object], unpack: Callable[[object], Tensor], *, who: tuple[str, str] = RESHARD
+    pack: Callable[[Tensor], object],
+    unpack: Callable[[object], Tensor],
+    *,
+    what: str = "functional_call: forward",
+    instead: str = "P(reshard=False) for every unit, which replaces none",
 ) -> Generator[None]:
     """Install saved-tensor hooks, also inside torch.func.grad, which disables those of torch.autograd.graph.
 
-    torch.func forbids the hooks because it has not said what a hook sees (pytorch issue 146036). What it sees is the
-    tensor of the level that saves it, which is all that functional_call needs: it takes the storage from `unwrap`, and
-    gathers again from the shard one level below. Pinned by ``test_hooks_work_in_one_transform``. A transform that
-    begins inside is refused by torch, with its error and ours; pinned by ``test_transforms_refuse_hooks_outside``.
+    torch.func has not said what a hook sees (pytorch issue 146036): it is the tensor of the level that saves it. Pinned by
+    ``test_hooks_work_in_one_transform``. torch refuses a transform that begins inside; our error says ``what`` replaces saved
+    tensors, and what to do ``instead``. Pinned by ``test_transforms_refuse_hooks_outside``.
     """
     message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()  # pyright: ignore
     if message is not None:
@@ -172,7 +161,7 @@ def saved_tensor_hooks(
         if "support saved tensor hooks" not in error_text(error):
             raise
         raise RuntimeError(
-            f"{who[0]} uses a torch.func transform, which torch refuses where saved tensors are replaced: expected {who[1]}"
+            f"{what} uses a torch.func transform, which torch refuses where saved tensors are replaced: expected {instead}"
         ) from error
     finally:
         if message is not None:
@@ -180,10 +169,9 @@ def saved_tensor_hooks(
 
 
 def push_saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[object], Tensor]) -> None:
-    """Install saved-tensor hooks for the rest of the running node of a backward.
+    """Install saved-tensor hooks until the running node of a backward ends, which restores thread-local state.
 
-    autograd restores thread-local state after each node, and so removes them. Pinned by
-    ``test_hooks_for_the_rest_of_a_node``.
+    Pinned by ``test_hooks_for_the_rest_of_a_node``.
     """
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:  # pyright: ignore
         torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore
@@ -191,18 +179,14 @@ def push_saved_tensor_hooks(pack: Callable[[Tensor], object], unpack: Callable[[
 
 
 def pop_saved_tensor_hooks() -> None:
-    """Remove the innermost saved-tensor hooks, before a node of a backward differentiates something itself.
-
-    Pinned by ``test_hooks_of_a_node_can_be_taken_away``.
-    """
+    """Remove the innermost saved-tensor hooks. Pinned by ``test_hooks_of_a_node_can_be_taken_away``."""
     torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore
 
 
 def current_pack_hook() -> Callable[[Tensor], object] | None:
     """Return the pack function of the innermost saved-tensor hooks, None without such hooks.
 
-    functional_call must not come between torch.utils.checkpoint and its tensors, and must see one that begins inside
-    it. Pinned by ``test_checkpoint_is_seen_by_its_hooks``.
+    By it functional_call sees a torch.utils.checkpoint around or inside it: ``test_checkpoint_is_seen_by_its_hooks``.
     """
     hooks = current_saved_tensor_hooks(False)
     return None if hooks is None else hooks[0]
@@ -215,9 +199,9 @@ current_saved_tensor_hooks: Callable[[bool], tuple[Callable[[Tensor], object], o
 
 
 def count_reentrant_checkpoints() -> int:
-    """Return how many reentrant torch.utils.checkpoints run their forward here; each leaves no trace but its frame.
+    """Return how many reentrant torch.utils.checkpoints run their forward here: each leaves no trace but its frame.
 
-    functional_call must see one that begins inside it. Pinned by ``test_reentrant_checkpoint_is_seen_by_its_frame``.
+    Pinned by ``test_reentrant_checkpoint_is_seen_by_its_frame``.
     """
     code = CheckpointFunction.forward.__code__
     frame, count = inspect.currentframe(), 0
@@ -236,16 +220,12 @@ Pinned by ``test_right_or_refused.py``'s modules that read it.
 
 def depends_only_on(tensor: Tensor, leaves: Iterable[Tensor]) -> bool:
     """Return whether the tensor's graph begins with these leaves alone, or with leaves that they are views of."""
-    known = {id(_find_leaf(x)) for x in leaves if x.requires_grad}
-    begins = (getattr(node, "variable", None) for node, _ in iter_nodes(tensor))
+    aliased = (x if x.grad_fn is None else x.grad_fn.next_functions[0][0].variable for x in leaves if x.requires_grad)  # pyright: ignore
+    known = {id(leaf) for leaf in aliased}
     if tensor.grad_fn is None:
         return id(tensor) in known
+    begins = (getattr(node, "variable", None) for node, _ in iter_nodes(tensor))
     return all(leaf is None or id(leaf) in known for leaf in begins)
-
-
-def _find_leaf(x: Tensor) -> Tensor:
-    """Return the leaf that a tensor is an alias of, or the leaf itself."""
-    return x if x.grad_fn is None else x.grad_fn.next_functions[0][0].variable  # pyright: ignore
 
 
 def find_nodes(nodes: Iterable[Any], begins: Set[Any] = frozenset()) -> set[Any]:

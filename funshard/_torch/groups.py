@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,9 @@ def default_store() -> Store:
 
 
 def connect_store(prefix: str, timeout: timedelta) -> Store:
-    """Return another connection to the default process group's store, which another thread may use.
+    """Return another connection to the default process group's store, with a prefix of keys and a timeout of waits.
 
-    Pinned by ``test_connect_store``.
-
-    Args:
-        prefix: The prefix of its keys.
-        timeout: The timeout of a wait for a key.
+    Another thread may use it. Pinned by ``test_connect_store``.
     """
     store = dist.PrefixStore(prefix, default_store().clone())  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
     store.set_timeout(timeout)
@@ -53,10 +49,7 @@ def connect_store(prefix: str, timeout: timedelta) -> Store:
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a process group's collectives wait; torch's default where a backend does not say.
-
-    Pinned by ``test_group_timeout``.
-    """
+    """Return how long a process group's collectives wait, by default torch's default. Pinned by ``test_group_timeout``."""
     backends = [group._get_backend(device) for device in group._device_types]  # pyright: ignore
     options: list[Any] = [getattr(backend, "options", None) for backend in backends]
     return max([one._timeout for one in options if one is not None], default=default_pg_timeout)
@@ -65,13 +58,8 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 def make_unregistered_gloo(prefix: str, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a gloo backend that torch.distributed's registry of groups does not list, and connect it.
 
-    Its stub lacks the collectives. Pinned by ``test_an_unregistered_gloo_backend``.
-
-    Args:
-        prefix: The prefix of its keys in the default group's store: equal on its ranks, and of no other group.
-        rank: This process's rank in the backend.
-        size: The number of its ranks.
-        timeout: The timeout of the connection and of every collective.
+    ``prefix`` is that of its keys in the default group's store: equal on its ranks, and of no other group. The timeout is that
+    of the connection and of every collective. Its stub lacks the collectives. Pinned by ``test_an_unregistered_gloo_backend``.
     """
     store = connect_store(prefix, timeout)  # by whose timeout gloo waits for the addresses of the others
     return dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -84,10 +72,7 @@ def make_unregistered_gloo(prefix: str, rank: int, size: int, timeout: timedelta
 def fake_world(size: int) -> Generator[None]:
     """Run inside a process group of so many ranks that exist in name only, of which this process is the first.
 
-    Pinned by ``test_a_world_in_name``.
-
-    Raises:
-        RuntimeError: If this process has a process group already.
+    Raise RuntimeError if this process has a process group already. Pinned by ``test_a_world_in_name``.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # half a second of imports
 
@@ -133,9 +118,8 @@ def named_groups(sizes: Mapping[str, int], device: torch.device) -> Generator[di
             c10d._unregister_process_group(name)
 
 
-def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Return a context outside of the active mode of fake tensors. Pinned by ``test_a_world_in_name``."""
-    return unset_fake_temporarily()
+real_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = unset_fake_temporarily
+"""Return a context outside of the active mode of fake tensors. Pinned by ``test_a_world_in_name``."""
 
 
 def is_in_backward() -> bool:
@@ -161,20 +145,15 @@ _TASKS = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": 
 """The variables in which launchers other than torchrun say how many processes they started."""
 
 
+@functools.cache
 def warn_of_tasks() -> None:
-    """Warn if a launcher started several processes and there is no process group."""
+    """Warn once if a launcher started several processes and there is no process group."""
     for name, launcher in _TASKS.items():
         size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
-            _warn_once(name, launcher, int(size))
-
-
-@functools.cache
-def _warn_once(name: str, launcher: str, size: int) -> None:
-    """Warn that processes of a launcher would train alone."""
-    warnings.warn(
-        f"this process has no process group, and {name}={size}: if {launcher} started it as one of {size}, each trains alone; "
-        "expected torch.distributed.init_process_group(rank=..., world_size=...) before this, or start it by torchrun; where "
-        "one process is meant, .on({'shard': 1}) on the spec says so",
-        stacklevel=3,
-    )
+            warnings.warn(
+                f"this process has no process group, and {name}={size}: if {launcher} started it as one of {size}, each trains "
+                "alone; expected torch.distributed.init_process_group(rank=..., world_size=...) before this, or start it by "
+                "torchrun; where one process is meant, .on({'shard': 1}) on the spec says so",
+                stacklevel=2,
+            )

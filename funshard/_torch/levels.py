@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch._C._functorch import get_unwrapped
 from torch._functorch.eager_transforms import grad_increment_nesting
 from torch._functorch.pyfunctorch import (
     retrieve_all_functorch_interpreters,
@@ -29,22 +28,14 @@ __all__ += ["wrap_for_ended_level"]
 
 
 def current_level() -> int:
-    """Return the number of running torch.func transforms: 0 outside of all.
-
-    functional_call must not hand a tensor of a transform that has ended to one that runs on, and `grad` must know
-    whether it is nested. Pinned by ``test_level_counts_transforms``.
-    """
+    """Return the number of running torch.func transforms: 0 outside of all. Pinned by ``test_level_counts_transforms``."""
     return _functorch.maybe_current_level() or 0
 
 
 def needs_graph() -> bool:
-    """Return whether a backward, or a transform, may later differentiate what is computed now.
-
-    Plain forward-mode AD never does, and inference mode keeps nothing for it.
-    """
-    if torch.is_inference_mode_enabled():
-        return False
-    return current_level() > 0 or (torch.is_grad_enabled() and not is_in_forward_ad())
+    """Return whether a backward, or a transform, may later differentiate what is computed now: plain forward AD never does."""
+    is_recorded = current_level() > 0 or (torch.is_grad_enabled() and not is_in_forward_ad())
+    return is_recorded and not torch.is_inference_mode_enabled()
 
 
 def can_replace_saved_tensors() -> bool:
@@ -91,9 +82,8 @@ def dispatch_keys() -> DispatchKeys:
 def tracking_levels(tensor: Tensor, keys: DispatchKeys) -> frozenset[int]:
     """Return the levels below the tensor's own at which autograd or forward AD tracks the tensor; 0 is plain autograd.
 
-    ``detach`` ends all of them, ``.data`` that of its own level alone, ``no_grad`` those of reverse mode: what it gives a
-    view of says that it requires grad and has no graph. Where autograd saves tensors, the levels below cannot be asked
-    for a tangent but with the ``keys`` of user code. Pinned by ``test_followed_at_which_levels``.
+    ``detach`` ends all of them, ``.data`` that of its own level alone, ``no_grad`` those of reverse mode. Where autograd saves
+    tensors, a tangent can be asked for only with the ``keys`` of user code. Pinned by ``test_followed_at_which_levels``.
     """
     levels: list[int] = []
     while is_wrapped(tensor):
@@ -135,10 +125,7 @@ _FUNCTORCH_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicL
 
 @contextlib.contextmanager
 def at_level(target: int) -> Generator[None]:
-    """Leave the transforms above this level for a while.
-
-    Pinned, with `unwrap_to_level` and `wrap_at_level`, by ``test_weights_of_every_level``.
-    """
+    """Leave the transforms above this level for a while. Pinned by ``test_weights_of_every_level``."""
     with contextlib.ExitStack() as stack:
         while current_level() > max(target, 0):
             stack.enter_context(temporarily_pop_interpreter_stack())
@@ -175,9 +162,7 @@ def is_tracked(tensor: Tensor) -> bool:
 
 def is_leaf(tensor: Tensor) -> bool:
     """Return whether neither autograd nor any transform has computed the tensor. Pinned by ``test_leaves_of_transforms``."""
-    while is_wrapped(tensor):
-        if not tensor.is_leaf:
-            return False
+    while is_wrapped(tensor) and tensor.is_leaf:
         tensor = _functorch.get_unwrapped(tensor)
     return tensor.is_leaf
 
@@ -195,10 +180,9 @@ def is_dead(tensor: Tensor) -> bool:
 
 
 def unwrap_untracked(tensor: Tensor) -> Tensor:
-    """Return the tensor inside the wrappers of transforms that do not differentiate it.
+    """Return the tensor inside the wrappers that ``to`` and the like give to a constant of a transform.
 
-    What returns its argument (``to``, ``contiguous``) returns a constant in a new wrapper there. Pinned by
-    ``test_constants_come_back_wrapped``.
+    Pinned by ``test_constants_come_back_wrapped``.
     """
     while _functorch.is_gradtrackingtensor(tensor) and not tensor.requires_grad:
         tensor = _functorch.get_unwrapped(tensor)
@@ -206,20 +190,16 @@ def unwrap_untracked(tensor: Tensor) -> Tensor:
 
 
 def unwrap_dead(tensor: Tensor) -> Tensor:
-    """Return the tensor inside the wrappers of ended transforms: operators see through one such wrapper, not through two.
-
-    Pinned by ``test_what_has_ended_twice``.
-    """
+    """Return the tensor inside the wrappers of ended transforms: torch sees through one. See ``test_what_has_ended_twice``."""
     while is_dead(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
 class below_transforms:  # noqa: N801  a context, as torch.no_grad
-    """A context without gradients and outside of all transforms, for tensors that `unwrap` returns.
+    """A context without gradients and outside of all transforms, for tensors that `unwrap` returns. Pinned by ``test_beneath``.
 
-    A transform would wrap what is computed from them, and the result would die with it. Pinned by ``test_beneath``. A class,
-    as it is entered some ten times for each unit: a generator takes three times as long.
+    A class, as it is entered some ten times for each unit: a generator takes three times as long.
     """
 
     __slots__ = ("_grad", "_stack")
@@ -238,20 +218,15 @@ class below_transforms:  # noqa: N801  a context, as torch.no_grad
 
 
 def below_autograd() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which operators skip autograd, which for functional collectives is written in Python.
-
-    Use it only within `below_transforms`, where nobody differentiates. Pinned by ``test_below_autograd``.
-    """
+    """Return a context in which operators skip autograd, within `below_transforms`. Pinned by ``test_below_autograd``."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def is_batched(tensor: Tensor) -> bool:
     """Return whether a vmap has batched the tensor. Pinned, as `overwrite`, by ``test_pure_form``."""
-    while is_wrapped(tensor):
-        if _functorch.is_batchedtensor(tensor):
-            return True
+    while is_wrapped(tensor) and not _functorch.is_batchedtensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
-    return False
+    return is_wrapped(tensor)
 
 
 def unwrap_level(tensor: Tensor) -> Tensor:
@@ -260,9 +235,9 @@ def unwrap_level(tensor: Tensor) -> Tensor:
 
 
 def detach_level(tensor: Tensor) -> Tensor:
-    """Detach the tensor from the graph of the running torch.func.grad only, or of plain autograd outside of one.
+    """Detach the tensor from the graph of the running torch.func.grad only, where ``detach`` cuts those of all levels.
 
-    ``detach`` inside a transform cuts those of all levels. Pinned by ``test_without_graph_cuts_one_level``.
+    Pinned by ``test_without_graph_cuts_one_level``.
     """
     if _functorch.is_gradtrackingtensor(tensor):
         return _functorch._wrap_for_grad(unwrap_level(tensor), _functorch.maybe_get_level(tensor))
@@ -270,10 +245,7 @@ def detach_level(tensor: Tensor) -> Tensor:
 
 
 def materialize_zeros(tangent: Tensor) -> Tensor:
-    """Return a tangent that has memory: zeros instead of a ZeroTensor, which has none.
-
-    Pinned by ``test_zero_tangents_arrive_without_memory``.
-    """
+    """Return zeros instead of a ZeroTensor, without memory. Pinned by ``test_zero_tangents_arrive_without_memory``."""
     return torch.zeros_like(tangent) if tangent._is_zerotensor() else tangent  # pyright: ignore[reportPrivateUsage]
 
 
@@ -289,19 +261,14 @@ Edge = tuple[Any, int]
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Return whether torch.func.grad or vjp, or plain autograd, records operations on the tensor now.
-
-    Forward mode does not. Pinned by ``test_what_reverse_mode_records``.
-    """
-    while is_wrapped(tensor):
-        if tensor.requires_grad:
-            return True
-        tensor = get_unwrapped(tensor)
+    """Return whether reverse mode at any level records what uses the tensor. Pinned by ``test_what_reverse_mode_records``."""
+    while is_wrapped(tensor) and not tensor.requires_grad:
+        tensor = _functorch.get_unwrapped(tensor)
     return tensor.requires_grad
 
 
 def hold_until_backward_ends(held: Callable[[], None]) -> None:
-    """Hold an object until the running backward ends, also by an error. The end without one calls it.
+    """Hold an object until the running backward ends, and call it then unless by an error.
 
     Pinned by ``test_held_until_backward_ends``.
     """
@@ -316,7 +283,7 @@ def own_edges(tensor: Tensor) -> list[Edge]:
             edges.append((tensor.grad_fn, tensor.output_nr))
         if not is_wrapped(tensor):
             return edges
-        tensor = get_unwrapped(tensor)
+        tensor = _functorch.get_unwrapped(tensor)
 
 
 def edges_in_graph(tensors: Iterable[Tensor]) -> set[Edge]:
@@ -333,21 +300,11 @@ def edges_in_graph(tensors: Iterable[Tensor]) -> set[Edge]:
 # --- torch.no_grad in forward-mode AD, where torch itself ignores it ---
 
 
-class _ModeCount(threading.local):
-    """The number of the modes that this thread is within."""
-
-    count = 0
-
-
-_MODE_COUNT = _ModeCount()
-
-
 class NoGradInTracedForwardMode(TorchFunctionMode):
     """A mode in which results under ``torch.no_grad`` in a torch.func transform are constants for jvp, too.
 
-    It asks for the mode of gradients at each function of torch and keeps no state: C++ changes that mode, too. A view would
-    ask its base for a tangent later, so results are detached. This one is for torch.compile, as Dynamo cannot trace what the
-    other one asks and counts. Pinned by ``test_no_grad_in_a_compiled_hvp``.
+    A view would ask its base for a tangent later, so results are detached. This one is for torch.compile, as Dynamo cannot
+    trace what the other one asks and counts. Pinned by ``test_no_grad_in_a_compiled_hvp``.
     """
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -364,12 +321,17 @@ class NoGradInTracedForwardMode(TorchFunctionMode):
             return type(out)(_detach_result(x, given) for x in out) if type(out) in (list, tuple) else out
 
 
-class NoGradInForwardMode(NoGradInTracedForwardMode):
-    """The same mode outside of torch.compile.
+class _ModeCount(threading.local):
+    """The number of the modes that this thread is within."""
 
-    Custom Functions run without it: what runs others' code in one enters another where `is_active` was true. Pinned by
-    ``test_no_grad_in_forward_mode``.
-    """
+    count = 0
+
+
+_MODE_COUNT = _ModeCount()
+
+
+class NoGradInForwardMode(NoGradInTracedForwardMode):
+    """The same mode outside of torch.compile. Custom Functions run without it. Pinned by ``test_no_grad_in_forward_mode``."""
 
     @staticmethod
     def is_active() -> bool:

@@ -23,18 +23,15 @@ __all__ += ["view_as_dtype"]
 
 def host_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous host tensor as a writable view, valid while the tensor lives, without NumPy."""
-    return (
-        memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-        if tensor.nbytes
-        else memoryview(b"")
-    )
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def overwrite(target: Tensor, source: Tensor, *, bump_version: bool = True) -> None:
     """Write values into a tensor, as kernels do with buffers: torch.func refuses ``copy_`` to what was made outside of it.
 
-    Without ``bump_version`` the tensor's version stays, as it does when those kernels write. Where vmap has batched one
-    of them, ``copy_`` decides. Pinned by ``test_buffers_of_recomputed_modules``.
+    Where vmap has batched one of them, ``copy_`` decides. Pinned by ``test_buffers_of_recomputed_modules``.
     """
     if is_batched(target) or is_batched(source):
         target.copy_(source.detach())
@@ -57,11 +54,7 @@ def concat_into(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
 
 
 storage_id: Callable[[Tensor], int] = torch._C._storage_address  # pyright: ignore[reportAttributeAccessIssue]
-"""The identity of a live storage, also of fake and meta ones, whose memory has no address.
-
-``untyped_storage()`` would make a Python object that lives as long as the storage does: more for the garbage collector
-to visit. Pinned by ``test_storage_id``.
-"""
+"""The identity of a live storage, also of fake and meta ones, without a Python object. Pinned by ``test_storage_id``."""
 
 
 def storage_id_of(storage: torch.UntypedStorage) -> int:
@@ -75,15 +68,12 @@ def shares_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def is_sole_holder(tensor: Tensor) -> bool:
-    """Return whether nothing else than this tensor holds its storage: no view, no other tensor, no Python object.
-
-    A buffer may be written over only then. Pinned by ``test_alone``.
-    """
+    """Return whether no view, other tensor or Python object holds the tensor's storage. Pinned by ``test_alone``."""
     return _count_references(tensor) == _ONE_REFERENCE
 
 
 def _count_references(tensor: Tensor) -> tuple[int, int]:
-    """Return how many references a tensor's storage has in C++, and in Python."""
+    """Return the numbers of references to a tensor's storage, in C++ and in Python."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
@@ -95,8 +85,7 @@ _ONE_REFERENCE = _count_references(torch.empty(1))
 def lazy_clone(tensor: Tensor) -> Tensor:
     """Return a copy that shares the tensor's memory until one of the two is written to, also through ``.data``.
 
-    It costs less than a microsecond. Memory that torch did not allocate is copied at once. Pinned, with
-    `shares_memory`, by ``test_copies_on_write``.
+    Memory that torch did not allocate is copied at once. Pinned, with `shares_memory`, by ``test_copies_on_write``.
     """
     try:
         return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
@@ -171,19 +160,13 @@ def memory_range(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def has_internal_overlap(tensor: Tensor) -> bool:
-    """Return whether indices share an element, as in a tensor that vmap has expanded: it cannot be written to.
-
-    Pinned by ``test_fuzz.py``'s buffers that are read before and after they change.
-    """
+    """Return whether indices share an element, as in a tensor that vmap has expanded: it cannot be written to."""
     inner = unwrap(tensor)
     return inner.layout is torch.strided and any(n > 1 and s == 0 for n, s in zip(inner.shape, inner.stride(), strict=True))
 
 
 def shares_memory(tensor: Tensor, copy: Tensor) -> bool:
-    """Return whether neither the tensor nor its `lazy_clone` was written to, or passed to a kernel that might write.
-
-    A call of ``data_ptr`` counts as such a kernel.
-    """
+    """Return whether neither the tensor nor its `lazy_clone` was passed to a kernel that might write, or to ``data_ptr``."""
     return torch._C._data_address(tensor) == torch._C._data_address(copy)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -214,10 +197,7 @@ def version(tensor: Tensor) -> int:
 
 
 def make_version_probe(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory that shares this one's `version`, to detect in-place changes after a release.
-
-    Pinned by ``test_counter``.
-    """
+    """Return a tensor without memory that shares this one's `version`. Pinned by ``test_counter``."""
     with below_transforms():
         alike = unwrap(tensor).detach()
         alike.data = alike.new_empty(0)
@@ -227,17 +207,9 @@ def make_version_probe(tensor: Tensor) -> Tensor:
 def shares_counter(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors count their modifications in place together.
 
-    Views of a tensor and ``detach`` share its counter. ``unsafe_chunk``, ``unsafe_split`` (in the cells of GRU and LSTM) and
-    ``.data`` give tensors of the same storage with counters of their own. torch has no question for this, so the counter of
-    ``a`` moves by one while that of ``b`` is read. Pinned by ``test_shares_counter``.
-
-    Args:
-        a: A tensor that is neither a wrapper nor an inference tensor.
-        b: Another one.
-
-    Returns:
-        True if a change in place of the one is seen in the `version` of the other.
-
+    ``unsafe_chunk``, ``unsafe_split`` (in the cells of GRU and LSTM) and ``.data`` give tensors of the same storage with
+    counters of their own. torch has no question for this, so the counter of ``a`` moves by one while that of ``b`` is read.
+    Neither is a wrapper or an inference tensor. Pinned by ``test_shares_counter``.
     """
     now = a._version
     if b._version != now:
@@ -252,14 +224,8 @@ def shares_counter(a: Tensor, b: Tensor) -> bool:
 _set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter  # pyright: ignore
 
 
-# --- Private parts of torch.distributed.checkpoint: the location of an item in its files ---
-
-
 def make_storage_info(file: str, offset: int, length: int) -> Any:
-    """Return the location of an item in a checkpoint, in the class that torch's FileSystemReader expects.
-
-    The class is a part of the format, pickled by its name. Pinned by ``test_stored_at``.
-    """
+    """Return the location of an item in a checkpoint, in the class that is a part of torch's format. See ``test_stored_at``."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # half a second, which only checkpoints need
 
     return _StorageInfo(file, offset, length)

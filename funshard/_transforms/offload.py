@@ -368,13 +368,13 @@ class OffloadHooks(SavedTensorHooks):
         """Return the same context; what is saved in it begins a batch."""
         _QUEUES.of_thread.close_batch()
         try:
-            with _torch.saved_tensor_hooks(pack, unpack, who=_WHO):
+            with _torch.saved_tensor_hooks(pack, unpack, what="offload: what is offloaded", instead=_INSTEAD):
                 yield
         finally:
             _QUEUES.of_thread.close_batch()
 
 
-_WHO = "offload: what is offloaded", "none inside of it; offload what is inside of the transform"
+_INSTEAD = "none inside of it; offload what is inside of the transform"
 
 
 def _storage_span(x: Tensor) -> tuple[int, int]:
