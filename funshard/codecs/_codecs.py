@@ -102,23 +102,10 @@ class _CastBack:
 # --- int8 and nf4: evenly spaced levels, and quantiles of the normal distribution ---
 
 NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 """The 16 values of NormalFloat: quantiles of the normal distribution, with a zero. Appendix E of Dettmers et al., 2023."""
 
 _MIDDLES = tuple((a + b) / 2 for a, b in itertools.pairwise(NF4))
@@ -379,8 +366,5 @@ def _levels_by_key() -> Tensor:
     keys = torch.arange(1 << 16, dtype=torch.int32)
     keys = torch.where(keys < 1 << 15, keys, keys - (1 << 16))  # as a signed 16-bit number
     least = ((keys << 16) | (0xFFFF * (keys < 0).to(torch.int32))).view(torch.float32).nan_to_num(0.0)
-    found = [
-        torch.bucketize(least, torch.tensor(_SMALL_TABLES[name]), out_int32=True) + offset
-        for name, offset in (("signed", 0), ("unsigned", 256))
-    ]
-    return torch.cat(found)
+    bounds = [torch.tensor(_SMALL_TABLES[name]) for name in ("signed", "unsigned")]
+    return torch.cat([torch.bucketize(least, of_kind, out_int32=True) + 256 * i for i, of_kind in enumerate(bounds)])

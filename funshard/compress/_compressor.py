@@ -109,7 +109,7 @@ def reduce_over_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tupl
 
 
 def move_axes_first(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
-    """Reorder the slices of a unit's buffer so that these axes split the buffer first."""
+    """Reorder the slices of a unit's buffer so that these axes split it first."""
     order = sorted(range(len(unit.p.axes)), key=lambda i: unit.p.axes[i] not in over)
     if order == sorted(order):
         return buffer

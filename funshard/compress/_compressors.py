@@ -17,7 +17,7 @@ DistributedDataParallel and FSDP.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,9 +66,8 @@ def exact(axes: Axes = None) -> Compressor[tuple[()]]:
     def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
         spec, over = bind_axes(axes, spec)
         given = check_grads(grads, spec, complex_too=True)
-        return {
-            key: reduce_exactly(to_buffer(given[key], spec.by_key[key], spec), spec.by_key[key], spec, over) for key in given
-        }, state
+        units = [spec.by_key[key] for key in given]
+        return {unit.key: reduce_exactly(to_buffer(given[unit.key], unit, spec), unit, spec, over) for unit in units}, state
 
     return Compressor(lambda spec: (), reduce)
 
@@ -154,11 +153,7 @@ def post_local(start: int, reduce_axes: Axes) -> Compressor[tuple[Tensor, tuple[
     return switch(start, exact(), Compressor(init, reduce))
 
 
-@overload
-def cast(dtype: torch.dtype) -> Compressor[tuple[()]]: ...
-@overload
-def cast(dtype: torch.dtype, inner: Compressor[S]) -> Compressor[S]: ...
-def cast(dtype: torch.dtype, inner: Compressor[S] | None = None) -> Compressor[S] | Compressor[tuple[()]]:
+def cast(dtype: torch.dtype, inner: Compressor[Any] | None = None) -> Compressor[Any]:
     """Return the compressor that gives ``inner`` the gradients in another dtype: half the bytes for 16 bits.
 
     As fp16_compress_hook, bf16_compress_hook and their wrappers.
@@ -177,21 +172,15 @@ def cast(dtype: torch.dtype, inner: Compressor[S] | None = None) -> Compressor[S
     """
     if not dtype.is_floating_point:
         raise TypeError(f"compress.cast: expected a floating point dtype, got {dtype}; for bytes there is quantize()")
-    if inner is None:
-        return _cast(dtype, exact())
-    return _cast(dtype, inner)
+    casted: Compressor[Any] = inner or exact()
 
-
-def _cast(dtype: torch.dtype, inner: Compressor[S]) -> Compressor[S]:
-    """Return a compressor that casts gradients for the one inside it."""
-
-    def reduce(grads: Mapping[str, Tensor], state: S, spec: PartitionSpec) -> tuple[Params, S]:
+    def reduce(grads: Mapping[str, Tensor], state: Any, spec: PartitionSpec) -> tuple[Params, Any]:
         spec = bind_spec(spec)
         given = check_grads(grads, spec)
-        shards, state = inner.reduce({name: grad.to(dtype) for name, grad in grads.items()}, state, spec)
+        shards, state = casted.reduce({name: grad.to(dtype) for name, grad in grads.items()}, state, spec)
         return {key: shard.to(given[key][0].dtype) for key, shard in shards.items()}, state
 
-    return Compressor(inner.init, reduce)
+    return Compressor(casted.init, reduce)
 
 
 def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple[()]]:

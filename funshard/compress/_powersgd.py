@@ -180,19 +180,14 @@ def _sum_ranks(tensors: Params, over: tuple[str, ...], spec: PartitionSpec) -> P
 
 
 def _orthonormalize(matrices: Params) -> Params:
-    """Orthonormal columns that span what the matrices' columns do; those of one shape at once.
-
-    By QR, and one column by its norm. Gram-Schmidt, which torch's hook has for two columns, differs from it by signs, which
-    ``P @ Q.T`` does not have, until columns are dependent; then its columns are not orthogonal.
-    """
+    """Return orthonormal columns that span what the matrices' columns do, by QR, those of one shape at once."""
     out: Params = {}
     for shape in dict.fromkeys(x.shape for x in matrices.values()):
         some = {k: x for k, x in matrices.items() if x.shape == shape}
         x = torch.stack(list(some.values()))
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        if shape[1] == 1:
-            norm = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-            wide = wide / torch.where(norm == 0, 1, norm)
+        if shape[1] == 1:  # by its norm, which is quicker
+            wide = torch.nn.functional.normalize(wide, dim=1, eps=torch.finfo(wide.dtype).tiny)
         else:
             wide = torch.linalg.qr(wide).Q
         out |= zip(some, wide.to(x.dtype).unbind(), strict=True)
@@ -203,8 +198,7 @@ def _draw_normals(like: Params, seed: int, step: Tensor) -> Params:
     """Return normal random numbers in these shapes: a function of seed and step alone, the same on every device."""
     if not like:
         return {}
-    names = sorted(like)
-    total = sum(x.numel() for x in like.values())
+    names, total = sorted(like), sum(x.numel() for x in like.values())
     key = _mix(step + _mix(_mix(seed) + (seed >> 32)))
     bits = _mix(_mix(torch.arange(2 * total, device=step.device)) + key)
     radius, angle = ((bits >> 8).float() + 0.5).div(2**24).split(total)
@@ -249,8 +243,8 @@ def _to_padded_matrix(tensor: Tensor, n: int, m: int) -> Tensor:
 def _check_powersgd_state(state: PowerSGD, shapes: Mapping[str, LowRankShape], error_feedback: bool) -> None:
     """Raise ValueError unless the state has the tensors of these matrices, in their shapes."""
     for key, (n, m, r) in shapes.items():
-        parts = (("q", state.q, (m, r)), *((("error", state.error, (n, m)),) if error_feedback else ()))
-        for part, tensors, shape in parts:
+        parts = ("q", state.q, (m, r)), ("error", state.error, (n, m))
+        for part, tensors, shape in parts[: 1 + error_feedback]:
             if key not in tensors or tuple(tensors[key].shape) != shape:
                 got = list(tensors[key].shape) if key in tensors else "none"
                 raise ValueError(

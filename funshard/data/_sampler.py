@@ -64,27 +64,23 @@ def sampler(
     with report_to_ranks(spec, together):
         chosen = _find_sample_axes(spec, axes)
         index, parts = rank_along(chosen, spec.bound_mesh, rank_coords(spec.bound_mesh, rank))
-        made = BatchSampler(_count_samples(data), batch, seed, shuffle, last, epochs, index, parts)
+        size = (
+            len(data)
+            if isinstance(data, Sized)
+            else _to_int("data", data, "a data set with a length, or its number of samples")
+        )
+        made = BatchSampler(size, batch, seed, shuffle, last, epochs, index, parts)
     if together:
         check_ranks_agree(spec, asked=(f"data.sampler {made.state_dict(0)} epochs={epochs} axes={chosen}",))
     return made
 
 
-def _count_samples(data: Sized | int) -> int:
-    """Return the number of samples of a data set, or the number that is given; raise TypeError for anything else."""
-    if isinstance(data, int):
-        return data
-    if isinstance(data, Sized):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return len(data)
-    raise TypeError(f"data: expected a data set with a length, or its number of samples, got {type(data).__name__}")
-
-
-def _to_int(name: str, value: int) -> int:
+def _to_int(name: str, value: int, expected: str = "a whole number") -> int:
     """Return a whole number as int; raise TypeError, with the option's name, for anything else."""
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}: expected a whole number, got {value!r}") from None
+        raise TypeError(f"{name}: expected {expected}, got {value!r}") from None
 
 
 def _find_sample_axes(spec: PartitionSpec, axes: Iterable[str] | None) -> tuple[str, ...]:
@@ -195,14 +191,7 @@ class BatchSampler:
         Args:
             step: The steps that the loop has taken. Only the loop knows: a DataLoader's workers draw ahead.
         """
-        return {
-            "step": step,
-            "size": self.size,
-            "batch": self.batch,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "last": self.last,
-        }
+        return {"step": step} | {name: getattr(self, name) for name in ("size", "batch", "seed", "shuffle", "last")}
 
     def load_state_dict(self, state: Mapping[str, int | bool | str]) -> None:
         """Begin the next iteration after the steps of a state, which may be of any number of ranks.
@@ -234,10 +223,6 @@ class BatchSampler:
         """Return the order of an epoch, as an int64 tensor [size] on the CPU."""
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator("cpu").manual_seed(self.seed + epoch)  # as torch's DistributedSampler
-            order = (
-                torch.randperm(self.size, generator=generator, device="cpu")
-                if self.shuffle
-                else torch.arange(self.size, device="cpu")
-            )
-            self._order = epoch, order
+            order = torch.arange(self.size, device="cpu")
+            self._order = epoch, torch.randperm(self.size, generator=generator, out=order) if self.shuffle else order
         return self._order[1]
