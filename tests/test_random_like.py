@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
-from funshard._slices.philox import philox
+from funshard._slices.random_slices import philox
 
 MODEL = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7, bias=False), nn.LayerNorm(7))
 FULL = {name: p.detach() for name, p in MODEL.named_parameters()}

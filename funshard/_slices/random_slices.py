@@ -15,10 +15,9 @@ from .._core.layout import concat_padded, from_memory_order, rank_coords
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, whole_shape
 from .._wire.whole import flatten_whole, scatter_whole
-from .philox import MASK, philox
 from .pieces import slice_pieces
 
-__all__ = ["Draw", "draw_like", "draw_uniform", "hash_text"]
+__all__ = ["MASK", "Draw", "draw_like", "draw_uniform", "hash_text", "philox"]
 
 CHUNK = 1 << 16
 """The number of counters drawn at once: four elements each, and some 20 times their memory meanwhile."""
@@ -102,3 +101,37 @@ def hash_text(name: str) -> int:
     for byte in [*name.encode()]:
         number = ((number ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
     return number - (1 << 64) if number >> 63 else number
+
+
+# --- Philox4x32-10: random words as a pure function of a counter and a key, by integer arithmetic on tensors ---
+#
+# Each word depends on its counter alone, so that any part of a stream can be computed by itself, on every device. The generator
+# of torch on CUDA and of numpy. Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011.
+
+MASK = 0xFFFFFFFF
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+KEY_INCREMENTS = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+
+
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int | Tensor, int | Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the four random words of a counter.
+
+    Args:
+        counter: Four words below 2**32, int64 tensors of one shape.
+        key: Two words below 2**32, which choose the stream.
+    """
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(ROUNDS):
+        left, right = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # int64 wraps, and the 64 bits are those of the product
+        a, b, c, d = (
+            ((right >> 32) & MASK) ^ b ^ first,
+            right & MASK,
+            ((left >> 32) & MASK) ^ d ^ second,
+            left & MASK,
+        )
+        first, second = (first + KEY_INCREMENTS[0]) & MASK, (second + KEY_INCREMENTS[1]) & MASK
+    return a, b, c, d

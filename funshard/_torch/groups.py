@@ -145,15 +145,18 @@ _TASKS = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": 
 """The variables in which launchers other than torchrun say how many processes they started."""
 
 
-@functools.cache
 def warn_of_tasks() -> None:
-    """Warn once if a launcher started several processes and there is no process group."""
+    """Warn if a launcher started several processes and there is no process group."""
     for name, launcher in _TASKS.items():
         size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
-            warnings.warn(
+            _warn_once(
                 f"this process has no process group, and {name}={size}: if {launcher} started it as one of {size}, each trains "
                 "alone; expected torch.distributed.init_process_group(rank=..., world_size=...) before this, or start it by "
-                "torchrun; where one process is meant, .on({'shard': 1}) on the spec says so",
-                stacklevel=2,
+                "torchrun; where one process is meant, .on({'shard': 1}) on the spec says so"
             )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=3)

@@ -1,5 +1,6 @@
 """Gradient compression: what is sent in the place of each unit's gradients, with its state passed along."""
 
-from ._compressors import Compressor, PowerSGD, cast, exact, post_local, powersgd, quantize, switch, unreduced
+from ._compressors import Compressor, cast, exact, post_local, quantize, switch, unreduced
+from ._powersgd import PowerSGD, powersgd
 
 __all__ = ["Compressor", "PowerSGD", "cast", "exact", "post_local", "powersgd", "quantize", "switch", "unreduced"]

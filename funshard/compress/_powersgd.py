@@ -16,7 +16,7 @@ from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._units.buckets import Bucket
 from ..collectives._functions import all_reduce
-from ._compressor import (
+from ._compressors import (
     Compressor,
     bind_axes,
     check_grads,

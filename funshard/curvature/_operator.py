@@ -18,7 +18,7 @@ from .._core.unit import whole_shape
 from .._sharding.full import gather_stored
 from .._sharding.random_like import random_like
 from .._sharding.sharding import shard
-from .._slices.philox import MASK, philox
+from .._slices.random_slices import MASK, philox
 from .._transforms.products import fishervp, ggnvp, hvp
 from ..optim._norms import global_norm, vdots
 from ..optim._trees import axpy

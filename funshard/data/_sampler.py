@@ -64,11 +64,7 @@ def sampler(
     with report_to_ranks(spec, together):
         chosen = _find_sample_axes(spec, axes)
         index, parts = rank_along(chosen, spec.bound_mesh, rank_coords(spec.bound_mesh, rank))
-        size = (
-            len(data)
-            if isinstance(data, Sized)
-            else _to_int("data", data, "a data set with a length, or its number of samples")
-        )
+        size = len(data) if isinstance(data, Sized) else _to_int("data", data, "a data set with a length, or its size")
         made = BatchSampler(size, batch, seed, shuffle, last, epochs, index, parts)
     if together:
         check_ranks_agree(spec, asked=(f"data.sampler {made.state_dict(0)} epochs={epochs} axes={chosen}",))

@@ -4,5 +4,7 @@ from .._core.policies import Policy, by_type, whole
 from ._combined import any_of, by_group, full_precision, ignoring, override
 from ._policies import always, by_path, by_size, custom, mark, marked
 
-__all__ = ["Policy", "always", "any_of", "by_group", "by_path", "by_size", "by_type", "custom", "full_precision", "ignoring"]
-__all__ += ["mark", "marked", "override", "whole"]
+__all__ = [
+    "Policy", "always", "any_of", "by_group", "by_path", "by_size", "by_type", "custom", "full_precision", "ignoring", "mark",
+    "marked", "override", "whole",
+]  # fmt: skip
