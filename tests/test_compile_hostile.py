@@ -28,9 +28,6 @@ pytestmark = [
 ]
 """Dynamo asks for it and hides the warning, which the tests' filter makes an error."""
 
-Grad = Callable[[Callable[[fs.Params], Tensor]], Any]
-GRADS: dict[str, Grad] = {"fs.grad": fs.grad, "torch.func.grad": torch.func.grad}
-
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
@@ -53,49 +50,19 @@ class Recurrent(nn.Module):
         return self.gru(x[None])[0][0]
 
 
-def saved_tensor_hooks_are_not_traced(rank: int, how: str) -> None:
+def saved_tensor_hooks_are_not_traced(rank: int) -> None:
     reset()
     net, results = network(Recurrent), []
     for compile in (False, AOT):
         spec = fs.by_type(Recurrent, p=P("shard", compile=compile))(net)
         loss = lambda p, spec=spec: fs.functional_call(net, p, batch(rank), spec=spec).square().sum()  # noqa: E731
-        results.append(GRADS[how](loss)(fs.shard(net, spec)))
+        results.append(fs.grad(loss)(fs.shard(net, spec)))
     torch.testing.assert_close(results[1], results[0], **EXACT)
 
 
-@each
-@pytest.mark.parametrize("how", GRADS)
-def test_saved_tensor_hooks_are_not_traced(gloo2: Pool, how: str) -> None:
+def test_saved_tensor_hooks_are_not_traced(gloo2: Pool) -> None:
     """On several ranks a unit has them; Dynamo compiled their frames, and failed on the version of a tensor."""
-    gloo2.run(saved_tensor_hooks_are_not_traced, how)
-
-
-class Scaled(Leaf):
-    """A buffer that forward reads, and one that it writes to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.full((6,), 2.0))
-        self.register_buffer("runs", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs = self.runs + 1
-        return super().forward(x) * self.scale + self.runs
-
-
-@pytest.mark.filterwarnings("ignore::funshard.BufferWarning")
-@pytest.mark.parametrize("is_given", [False, True])
-def test_buffers_in_a_torch_func_grad(is_given: bool) -> None:
-    """The call's own copies of them belong to the transform, outside of which the compiled code runs."""
-    net, results = network(Scaled), []
-    for compile in (False, AOT):
-        spec = fs.by_type(Scaled, p=P("shard", compile=compile))(net).on({"shard": 1})
-        buffers = {name: b.clone() for name, b in net.named_buffers()} if is_given else None
-        loss = lambda p, spec=spec, b=buffers: fs.functional_call(net, p, batch(), spec=spec, buffers=b).sum()  # noqa: E731
-        results.append((torch.func.grad_and_value(loss)(fs.shard(net, spec)), buffers))
-    torch.testing.assert_close(results[1], results[0], **EXACT)
-    assert not is_given or float(results[1][1]["1.runs"]) == 1
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    gloo2.run(saved_tensor_hooks_are_not_traced)
 
 
 class WritesBuffers(Leaf):
@@ -127,68 +94,6 @@ def test_a_buffer_that_forward_changes_in_place(compile: bool | fs.Compile, rema
     assert int(results[1][1]["1.runs"]) == 2
 
 
-class Appends(Leaf):
-    def forward(self, x: Tensor, results: list[Tensor]) -> Tensor:
-        results.append(self.l(x).sum())
-        return super().forward(x)
-
-
-class Overlaps(Leaf):
-    def forward(self, x: Tensor, results: list[Tensor]) -> tuple[Tensor, Tensor]:
-        out = super().forward(x)
-        return out[:, :3], out
-
-
-class Around(nn.Module):
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.block = kind()
-
-    def forward(self, x: Tensor) -> Tensor:
-        results: list[Tensor] = []
-        out = self.block(x, results)
-        if isinstance(out, tuple):
-            out[0].mul_(2)
-            results.append(out[1])
-        return sum(results, out[-1] if isinstance(out, tuple) else out)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (Appends, "changes a list or dict that it was given inside of a torch.func.grad: expected"),
-        (Overlaps, "returned tensors that share memory .* and one of them was changed in place inside of a torch.func.grad"),
-    ],
-)
-def test_changes_that_a_torch_func_grad_would_miss(kind: type[nn.Module], words: str) -> None:
-    """Outside of which the compiled code runs; fs.grad runs them."""
-    torch.manual_seed(0)
-    net, results = Around(kind).double(), []
-    for compile in (False, AOT):
-        spec = fs.by_type(kind, p=P("shard", compile=compile))(net).on({"shard": 1})
-        loss = lambda p, spec=spec: fs.functional_call(net, p, batch(), spec=spec).square().sum()  # noqa: E731
-        results.append(fs.grad(loss)(fs.shard(net, spec)))
-        if compile:
-            with pytest.raises(RuntimeError, match=rf"module 'block' with P\(compile=True\) {words}"):
-                torch.func.grad(loss)(fs.shard(net, spec))
-    torch.testing.assert_close(results[1], results[0], **EXACT)
-
-
-class KeepsInBuffer(Scaled):
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.scale = out[0]
-        return out
-
-
-@pytest.mark.filterwarnings("ignore::funshard.BufferWarning")
-def test_a_buffer_with_a_derivative_in_a_torch_func_grad() -> None:
-    net = network(KeepsInBuffer)
-    spec = fs.by_type(KeepsInBuffer, p=P("shard", compile=AOT))(net).on({"shard": 1})
-    with pytest.raises(RuntimeError, match=r"module '0' with .* sets its buffer 'scale' to a tensor that has a derivative"):
-        torch.func.grad(lambda p: fs.functional_call(net, p, batch(), spec=spec).sum())(fs.shard(net, spec))
-
-
 @pytest.mark.parametrize("which", ["unit", pytest.param("step", marks=seldom)])
 @pytest.mark.parametrize("inside", [False, True])
 def test_hooks_that_are_registered_later(which: str, inside: bool) -> None:
@@ -212,18 +117,6 @@ def test_hooks_that_are_registered_later(which: str, inside: bool) -> None:
 class Takes(Leaf):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.repeat(len(x), 1)) * len(x)
-
-
-@each
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=seldom)])
-def test_sizes_that_change_in_a_torch_func_grad(backend: str) -> None:
-    """AOTAutograd makes a backward ahead of time there, which refused to run with retain_graph=True."""
-    net, results = network(Takes), []
-    for compile in (False, fs.Compile(backend=backend, dynamic=True)):
-        spec = fs.by_type(Takes, p=P("shard", compile=compile))(net).on({"shard": 1})
-        loss = lambda p, x, spec=spec: fs.functional_call(net, p, x, spec=spec).square().sum()  # noqa: E731
-        results.append([torch.func.grad(loss)(fs.shard(net, spec), batch()[:n]) for n in (3, 2, 3)])
-    torch.testing.assert_close(results[1], results[0], **EXACT)
 
 
 def test_sizes_that_change_where_backward_runs_twice() -> None:

@@ -153,7 +153,7 @@ PS: dict[str, dict[str, Any]] = {
     "activations": {"offload": "activations"},
     "params": {"offload": "params"},
 }
-EAGER = ("jvp", "hvp", "grad of grad")
+EAGER = ("torch.func.grad", "vjp", "jvp", "hvp", "grad of grad")
 """Those in which torch runs no compiled code."""
 
 
@@ -184,7 +184,7 @@ def on_two_ranks(rank: int, name: str, how: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("how", mark_seldom(GRADS, "fs.grad", "torch.func.grad", "vjp", "hvp"))
+@pytest.mark.parametrize("how", mark_seldom(GRADS, "fs.grad", "torch.func.grad"))
 @pytest.mark.parametrize("name", mark_seldom(PS, "shard", "remat", "save a name", "params"))
 def test_on_two_ranks(gloo2: Pool, name: str, how: str) -> None:
     gloo2.run(on_two_ranks, name, how)
@@ -202,7 +202,9 @@ def test_said_once() -> None:
     def loss(p: fs.Params) -> Tensor:
         return fs.functional_call(net, p, batch(), spec=spec).sum()
 
-    with pytest.warns(fs.CompileWarning, match=r"module '0' with .* runs without compilation.*forward-mode AD") as caught:
+    with pytest.warns(
+        fs.CompileWarning, match=r"module '0' with .* runs without compilation.*inside of torch\.func's"
+    ) as caught:
         torch.func.jvp(loss, (params,), (params,))
     assert len([one for one in caught if one.category is fs.CompileWarning]) == 1
     torch.func.jvp(loss, (params,), (params,))
@@ -240,20 +242,19 @@ def test_training_on_two_ranks(gloo2: Pool) -> None:
 # --- the schedule ---
 
 
-def traffic(rank: int, name: str, compile: bool | Compile, how: str) -> list[str]:
+def traffic(rank: int, name: str, compile: bool | Compile) -> list[str]:
     reset()
     net = model()
     spec = fs.by_type(Block, p=P("shard", **PS[name], compile=compile))(net).on(mirror.mesh({"shard": 2}))
     params = fs.shard(net, spec)
     loss = lambda params: fs.functional_call(net, params, (batch(),), spec=spec).sum()  # noqa: E731
-    GRADS[how](loss)(params)  # compiled
-    return mirror.sent(2, lambda: GRADS[how](loss)(params))
+    fs.grad(loss)(params)  # compiled
+    return mirror.sent(2, lambda: fs.grad(loss)(params))
 
 
-@pytest.mark.parametrize("how", ["fs.grad", "torch.func.grad"])
-def test_weights_are_gathered_again_and_not_kept(alone: Pool, how: str) -> None:
+def test_weights_are_gathered_again_and_not_kept(alone: Pool) -> None:
     """What compiled code saves of a weight is the view that was given in, which the schedule replaces as in eager."""
-    eager, compiled = (Counter(alone.run(traffic, "shard", c, how)[0]) for c in (False, AOT))
+    eager, compiled = (Counter(alone.run(traffic, "shard", c)[0]) for c in (False, AOT))
     assert compiled == eager
     assert max(eager.values()) > 4  # gathers of four blocks, and again in backward
 
@@ -280,7 +281,7 @@ def test_saved_results_of_a_compiled_unit(alone: Pool, name: str, compile: Any) 
     """No more bytes than eager saves, but for the state of the random numbers of a dropout; gathers are as many."""
     eager, compiled = (saved_bytes(P("shard", **PS[name], compile=c)) for c in (False, compile))
     assert 6 * 1000 * 6 * 8 <= compiled <= eager + 6 * 5200
-    eager, compiled = (Counter(alone.run(traffic, name, c, "fs.grad")[0]) for c in (False, compile))
+    eager, compiled = (Counter(alone.run(traffic, name, c)[0]) for c in (False, compile))
     assert compiled == eager
 
 
@@ -511,23 +512,15 @@ class Mixed(Leaf):
         return {"y": self.l(x), "x": x, "n": 3, "i": torch.arange(2)}
 
 
-REFUSED: dict[type[nn.Module], tuple[str | None, str | None]] = {
-    Statistics: (None, None),
-    Breaks: (None, None),
-    Branches: (None, None),
-    SpectralNorm: (None, None),
-    SetsBuffer: (None, None),
-    Mixed: (None, None),
-    Keeps: (None, "keeps a tensor that has a derivative"),
-    Borrows: (None, "is read inside of module '1' with P\\(compile=True\\), which does not own it"),
-    Replaces: (None, "sets its parameter 'weight' in forward"),
-    Clamps: ("was changed in place in forward", "was changed in place in forward"),
-    Writes: ("was changed in place in forward", "was changed in place in forward"),
-    Differentiates: ("a gradient with create_graph=True, outside or inside", "a gradient with create_graph=True, outside or"),
-    Lists: ("is the model's own parameter", "is the model's own parameter"),
-    Creates: ("'1.late' is made in forward", "'1.late' is made in forward"),
+RIGHT = [Statistics, Breaks, Branches, SpectralNorm, SetsBuffer, Mixed, Keeps, Borrows, Replaces]
+REFUSED: dict[type[nn.Module], str] = {
+    Clamps: "was changed in place in forward",
+    Writes: "was changed in place in forward",
+    Differentiates: "a gradient with create_graph=True, outside or inside",
+    Lists: "is the model's own parameter",
+    Creates: "'1.late' is made in forward",
 }
-"""What the error says, under fs.grad and under torch.func.grad; None where it is right."""
+"""What the error says."""
 
 
 class Chain(nn.Sequential):
@@ -557,22 +550,17 @@ def leaf_step(
     return grads, buffers
 
 
-@each
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-@pytest.mark.parametrize("how", ["fs.grad", "torch.func.grad"])
 @pytest.mark.parametrize(
-    "kind", mark_seldom(REFUSED, *(kind for kind in REFUSED if kind.__name__ != "SpectralNorm")), ids=lambda kind: kind.__name__
+    "kind", mark_seldom([*RIGHT, *REFUSED], *RIGHT[:3], *RIGHT[4:], *REFUSED), ids=lambda kind: kind.__name__
 )
-def test_what_people_write(kind: type[nn.Module], how: str) -> None:
-    refused = REFUSED[kind][how == "torch.func.grad"]
-    if refused:
+def test_what_people_write(kind: type[nn.Module]) -> None:
+    if kind in REFUSED:
         restores = compare_values() if kind in (Clamps, Writes) else contextlib.nullcontext()
-        with restores, pytest.raises(Exception, match=refused):
-            leaf_step(kind, GRADS[how], AOT)
+        with restores, pytest.raises(Exception, match=REFUSED[kind]):
+            leaf_step(kind, fs.grad, AOT)
         return
-    plain = kind is Statistics and how == "torch.func.grad"  # whose counter eager's torch.func.grad refuses to change
-    expected = leaf_step(kind, GRADS["fs.grad" if plain else how], False)
-    torch.testing.assert_close(leaf_step(kind, GRADS[how], AOT), expected, **EXACT)
+    torch.testing.assert_close(leaf_step(kind, fs.grad, AOT), leaf_step(kind, fs.grad, False), **EXACT)
     assert counted()[0] > 0 or kind is Borrows  # which reads another unit, and that Dynamo runs eagerly
 
 
@@ -606,10 +594,9 @@ def test_clipping_in_backward_reads_saved_tensors_twice(compile: bool | Compile)
 SMALL = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 
-def transformer(rank: int, name: str, how: str) -> None:
+def transformer(rank: int, name: str) -> None:
     reset()
-    runs_eagerly = name == "llama" and how == "torch.func.grad"  # its cache may hold tensors of the transform
-    warnings.simplefilter("ignore" if runs_eagerly else "error", fs.CompileWarning)
+    warnings.simplefilter("error", fs.CompileWarning)
     torch.manual_seed(0)
     if name == "llama":
         config = transformers.LlamaConfig(**SMALL, pad_token_id=0)
@@ -624,15 +611,14 @@ def transformer(rank: int, name: str, how: str) -> None:
         spec = fs.by_type(kind, p=P("shard", compile=compile))(net).bound
         torch.manual_seed(rank)
         call = lambda p, spec=spec: fs.functional_call(net, p, (), {"input_ids": ids, "labels": ids}, spec=spec).loss  # noqa: E731
-        found.append(GRADS[how](call)(fs.shard(net, spec)))
+        found.append(fs.grad(call)(fs.shard(net, spec)))
     torch.testing.assert_close(found[1], found[0], **EXACT)
-    assert (counted()[0] == 0) == runs_eagerly
+    assert counted()[0] > 0
 
 
-@pytest.mark.parametrize("how", mark_seldom(["fs.grad", "torch.func.grad"], "fs.grad"))
 @pytest.mark.parametrize("name", mark_seldom(["llama", "bert"], "llama"))
-def test_transformers_at_their_defaults(gloo2: Pool, name: str, how: str) -> None:
-    gloo2.run(transformer, name, how)
+def test_transformers_at_their_defaults(gloo2: Pool, name: str) -> None:
+    gloo2.run(transformer, name)
 
 
 # --- by .compile() ---
@@ -708,11 +694,6 @@ def test_units_inside_of_a_compiled_one() -> None:
             fs.functional_call(net, fs.shard(net, spec), batch(), spec=spec)
 
 
-def test_a_jacobian_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"module '3' with .* a vmap takes its gradient, as torch\.func\.jacrev does"):
-        trained(model(), P("shard", compile=AOT), torch.func.jacrev)
-
-
 def test_a_second_derivative_of_compiled_code_is_refused() -> None:
     def gradient(f: Loss, params: fs.Params) -> Tensor:
         grads = torch.autograd.grad(f(params), list(params.values()), create_graph=True)
@@ -726,8 +707,6 @@ def test_a_second_derivative_of_compiled_code_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match=r"module '3' with .* a gradient with create_graph=True, outside or inside"):
         trained(model(), P("shard", compile=AOT), double_backward)
-    with pytest.raises(RuntimeError, match=r"module '3' with .* a gradient with create_graph=True inside"):
-        trained(model(), P("shard", compile=AOT), lambda f: torch.func.grad(lambda p: gradient(f, p)))
 
 
 def test_a_graph_break_with_fullgraph_is_an_error() -> None:
@@ -780,27 +759,9 @@ def test_second_derivatives_are_refused(gloo2: Pool) -> None:
 
 
 @seldom
-@pytest.mark.parametrize("how", depth(["fs.grad"], ["fs.grad", "torch.func.grad", "vjp", "no_grad"]))
+@pytest.mark.parametrize("how", depth(["fs.grad"], ["fs.grad", "no_grad"]))
 @pytest.mark.parametrize("name", ["shard", "remat"])
 def test_inductor_draws_the_random_numbers_of_eager(name: str, how: str) -> None:
     expected = trained(model(), P("shard", **PS[name]), GRADS[how])
     torch.testing.assert_close(trained(model(), P("shard", **PS[name], compile=True), GRADS[how]), expected)
     assert counted()[1] == 0
-
-
-@seldom
-def test_a_pullback_of_inductor_runs_twice() -> None:
-    """Also after a torch.func.grad of the same structure, whose backward runs once."""
-    net = model()
-    trained(net, P("shard", compile=True), torch.func.grad)
-
-    def twice(f: Loss) -> Callable[[fs.Params], Any]:
-        def run(params: fs.Params) -> Any:
-            value, pullback = torch.func.vjp(f, params)
-            first = pullback(torch.ones_like(value))[0]
-            torch.testing.assert_close(pullback(torch.ones_like(value))[0], first, rtol=0, atol=0)
-            return first
-
-        return run
-
-    torch.testing.assert_close(trained(net, P("shard", compile=True), twice), trained(net, P("shard"), torch.func.grad))

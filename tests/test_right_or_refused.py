@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import mark_seldom, seldom, some
+from depth import mark_seldom, some
 from models import EXACT, unchanged
 from ranks import Pool
 from torch import Tensor, nn
@@ -354,23 +354,6 @@ def test_a_write_to_a_parameter_given_in_full_names_no_other(copied: bool) -> No
     match = "^parameter 'b' of unit" if copied else "^one of the parameters 'a', 'b' of unit"
     with pytest.raises(RuntimeError, match=match):
         fs.functional_call(model, full, torch.ones(3).double(), spec=spec)
-
-
-class Parametrizes(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        parametrize.register_parametrization(self[0], "weight", nn.Tanh())
-        y = super().forward(x)
-        parametrize.remove_parametrizations(self[0], "weight", leave_parametrized=False)
-        return y
-
-
-@seldom
-def test_parametrize_in_a_compiled_unit_is_refused_by_its_name() -> None:
-    """Under torch.func it writes to the parameter; the error says what did."""
-    model = Parametrizes(nn.Linear(3, 3))
-    spec = fs.policies.whole(P("shard", compile=True))(model)
-    with pytest.raises(RuntimeError, match=r"torch\.nn\.utils\.parametrize in forward counts as such a change: register it"):
-        torch.func.grad(lambda p: fs.functional_call(model, p, torch.ones(2, 3), spec=spec).sum())(fs.shard(model, spec))
 
 
 class StaysParametrized(Base):

@@ -4,26 +4,20 @@ The schedule gathers the unit before the run and frees it after it, as without c
 gathered parameters in plain dicts, which Dynamo makes inputs of the graph: modules of one structure share a compilation. What
 AOTAutograd saves of a parameter is the view that was given in, so saved-tensor hooks replace it as in eager.
 
-In a torch.func.grad, in which torch runs no compiled code, the function is one node of the transform's graph (`CompiledNode`).
-It runs outside of the transform, by plain autograd, on detached tensors. The node keeps that graph, and its backward goes back
-through it.
+Inside of torch.func's transforms, in which torch runs no compiled code, the unit runs as without compilation.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import warnings
-from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
-from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
 from .._core.spec import PartitionSpec
@@ -31,14 +25,13 @@ from .._core.tree import is_within
 from .._core.unit import Unit
 from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of
 from .._spec.precision import precision_of
-from .._transforms._recompute.function import find_attribute_tensors
 from .._transforms._recompute.regions import RecomputeRegions, collect_regions, missing_names_message
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
 from .._units.accumulation import is_backward_repeated
 from .buffers import is_first_warning
 from .casting import has_casts
-from .modes import Scheduled, UnitInUse
-from .module_state import GatheringParameters, ModuleAttributes, own_tensors
+from .modes import UnitInUse
+from .module_state import GatheringParameters, ModuleAttributes
 from .running import Call, Override
 
 __all__ = ["CompileWarning", "can_run_compiled", "compiled_forwards", "is_compiled"]
@@ -168,143 +161,6 @@ def _compile(options: Compile, remat: Remat | None, structure: Hashable, retains
     return out
 
 
-# --- a compiled function as a node in the graph of a torch.func.grad ---
-
-GivenParameter = tuple[dict[str, Any], str, Tensor]
-"""A module's dict of parameters, a name in it, and the tensor there."""
-
-TRANSPARENT = (
-    int, float, complex, str, bytes, type(None), enum.Enum,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
-"""Types of leaves in which no tensor can be."""
-
-
-class CompiledNode:
-    """One run of ``compiled(args, kwargs)`` outside of the torch.func.grad around it, and the graph of that run.
-
-    Args:
-        path: The module's path, for messages.
-        compiled: The compiled function.
-        parameters: The parameters that it finds in modules.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        compiled: Callable[[tuple[Any, ...], dict[str, Any]], Any],
-        parameters: Sequence[GivenParameter],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.path, self._compiled, self._parameters = path, compiled, parameters
-        self._leaves, self._tree = pytree.tree_flatten((args, kwargs))
-        self._positions = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
-        self.tensors = [*(self._leaves[i] for i in self._positions), *(x for _, _, x in parameters)]
-        self.inputs: list[Tensor] = []
-        self.outputs: list[Tensor] = []
-        self._shared: list[tuple[Tensor, int]] = []  # outputs that share memory, and their versions
-        self.result: list[Any] = []
-        self.result_tree: pytree.TreeSpec | None = None
-
-    def apply(self) -> Any:
-        """Run the function, and return its result as that of a node in the transform's graph."""
-        outputs = iter(_Below.apply(self, *self.tensors))
-        leaves = [next(outputs) if isinstance(x, Tensor) else x for x in self.result]
-        assert self.result_tree is not None
-        return pytree.tree_unflatten(leaves, self.result_tree)
-
-    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the function on tensors of plain autograd. Return the tensors of its result, without a graph."""
-        with _torch.below_transforms(), torch.enable_grad():
-            self.inputs = [_torch.unwrap_level(x).detach().requires_grad_(x.requires_grad) for x in tensors]
-            leaves = self._leaves.copy()
-            for i, x in zip(self._positions, self.inputs, strict=False):
-                leaves[i] = x
-            views = self.inputs[len(self._positions) :]
-            for (plain, name, _), view in zip(self._parameters, views, strict=True):
-                plain[name] = view
-            args, kwargs = pytree.tree_unflatten(leaves, self._tree)
-            self.result, self.result_tree = pytree.tree_flatten(self._compiled(args, kwargs))
-            after, tree = pytree.tree_flatten((args, kwargs))
-            if tree != self._tree or any(x is not y for x, y in zip(after, leaves, strict=True)):
-                raise RuntimeError(
-                    f"module '{self.path}' with P(compile=True) changes a list or dict that it was given inside of a "
-                    "torch.func.grad: expected it left alone and the new values returned, no compile, or fs.grad"
-                )
-            for (plain, name, _), view in zip(self._parameters, views, strict=True):
-                if plain.get(name) is not view:
-                    raise RuntimeError(
-                        f"module '{self.path}' with P(compile=True) sets its parameter '{name}' in forward inside of a "
-                        "torch.func.grad: expected it left alone, no compile, or fs.grad"
-                    )
-            if opaque := [x for x in self.result if not isinstance(x, (Tensor, *TRANSPARENT))]:
-                raise RuntimeError(
-                    f"module '{self.path}' with P(compile=True) returns a {type(opaque[0]).__name__} inside of a "
-                    "torch.func.grad, which may hold tensors without their derivatives: expected tensors in tuples, lists, "
-                    "dicts or registered pytrees, no compile, or fs.grad"
-                )
-            self.outputs = [x for x in self.result if isinstance(x, Tensor)]
-            uses = Counter(_torch.storage_id(x) for x in (*self.outputs, *self.inputs))
-            self._shared = [(x, _torch.version(x)) for x in self.outputs if uses[_torch.storage_id(x)] > 1]
-            return [x.detach() for x in self.outputs]
-
-    def pull_back(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the inputs, None for those without."""
-        if any(_torch.version(x) != version for x, version in self._shared):
-            raise RuntimeError(
-                f"module '{self.path}' with P(compile=True) returned tensors that share memory with each other or with its "
-                "arguments, and one of them was changed in place inside of a torch.func.grad, which the others' derivatives "
-                "miss: expected a clone, no compile, or fs.grad"
-            )
-        pairs = [(x, g) for x, g in zip(self.outputs, grads, strict=True) if g is not None and x.requires_grad]
-        wanted = [x for x in self.inputs if x.requires_grad]
-        found: list[Tensor | None] = [None] * len(wanted)
-        if pairs and wanted:
-            outputs, given = zip(*pairs, strict=True)
-            with _torch.keep_saved_tensors():
-                found = [*torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)]
-        left = iter(found)
-        return [next(left) if x.requires_grad else None for x in self.inputs]
-
-
-class _Below(_torch.LevelFunction):
-    """A run of a compiled function as one node in the graph of a torch.func.grad."""
-
-    @staticmethod
-    def forward(below: CompiledNode, *tensors: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        level = _torch.current_level()
-        return tuple(_torch.wrap_at_level(x, level) for x in below.run(tensors))
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.below = inputs[0]  # pyright: ignore[reportAttributeAccessIssue]
-        ctx.mark_non_differentiable(*(out for out, x in zip(output, inputs[0].outputs, strict=True) if not x.requires_grad))
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        below, level = ctx.below, _torch.current_level()
-        if any(g is not None and _torch.is_batched(g) for g in grads):
-            raise RuntimeError(
-                f"module '{below.path}' with P(compile=True): a vmap takes its gradient, as torch.func.jacrev does, where "
-                "compiled code does not run: expected no compile for this unit"
-            )
-        is_last = _torch.is_last_backward(level)
-        if level and torch.is_grad_enabled() and not is_last:
-            raise RuntimeError(
-                f"module '{below.path}' with P(compile=True): a gradient with create_graph=True inside of a torch.func.grad "
-                "differentiates compiled code twice, which torch cannot: expected no compile for this unit"
-            )
-        with _torch.below_transforms():
-            found = below.pull_back([None if g is None else _torch.unwrap_level(g) for g in grads])
-        if is_last:
-            ctx.below = None  # and the graph
-        return None, *(None if g is None else _torch.wrap_at_level(g, level) for g in found)
-
-
 # --- the forward of a compiled module ---
 
 
@@ -377,27 +233,11 @@ def _compile_forward(
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not can_run_compiled(call, path, args, kwargs):
+        if not can_run_compiled(call, path):
             return forward(*args, **kwargs)
-        level = _torch.current_level()
-        retains = level > 0 or is_backward_repeated()
-        compiled = find_compiled_run(path, module, inside, options, remat, retains=retains)
-        with _plain_parameters(call, inside, before, level) as given:
-            if not level:
-                return compiled(path, module, args, kwargs)
-            call.scopes.compiled = path
-            try:
-                below = functools.partial(compiled, path, module)
-                with _plain_buffers(path, inside, level):
-                    out = CompiledNode(path, below, given, args, kwargs).apply()
-            finally:
-                call.scopes.compiled = None
-        if any(x.requires_grad and not _torch.is_wrapped(x) for x in find_attribute_tensors(module)):
-            raise RuntimeError(
-                f"module '{path}' with P(compile=True) keeps a tensor that has a derivative, in an attribute or elsewhere, "
-                "where a torch.func.grad around does not see it: expected it among the results, no compile, or fs.grad"
-            )
-        return out
+        compiled = find_compiled_run(path, module, inside, options, remat, retains=is_backward_repeated())
+        with _plain_parameters(call, inside, before):
+            return compiled(path, module, args, kwargs)
 
     return run
 
@@ -405,13 +245,10 @@ def _compile_forward(
 # --- where compiled code can run ---
 
 
-def can_run_compiled(call: Call, path: str, args: object, kwargs: object) -> bool:
+def can_run_compiled(call: Call, path: str) -> bool:
     """Return whether torch can run the module at ``path`` compiled. Warn, once, of a user's choice that prevents it."""
-    module, reason = call.place.modules[path], _find_obstacle(call)
-    if reason is None and _torch.current_level():
-        reason = _find_opaque(call, path, module, args, kwargs)
-    if reason:
-        _warn_eager(path, module, reason)
+    if reason := _find_obstacle(call):
+        _warn_eager(path, call.place.modules[path], reason)
     return reason is None
 
 
@@ -423,13 +260,12 @@ def _find_obstacle(call: Call) -> str | None:
         return "a TorchDispatchMode is active, which sees no operators of compiled code"
     if _torch.current_attention() is not None:
         return "attention is that of fs.transforms_attention"
+    if _torch.current_level():
+        return "inside of torch.func's transforms torch runs no compiled code; fs.grad and plain autograd run it"
     if _torch.function_modes(own=True):  # Dynamo would trace its handler for each operator
         return "fs.remat inside of torch.func's transforms looks at its operators"
     if _torch.is_in_forward_ad():
         return "forward-mode AD does not run through it"
-    level = _torch.current_level()
-    if level > 1 or (level and not (isinstance(call.mode, Scheduled) and call.mode.is_at_call_level())):
-        return "of torch.func's transforms it runs in a single grad or vjp"
     return None
 
 
@@ -443,32 +279,12 @@ def _warn_eager(path: str, module: nn.Module, reason: str) -> None:
         )
 
 
-def _find_opaque(call: Call, path: str, module: nn.Module, args: object, kwargs: object) -> str | None:
-    """Return what could hold tensors of a torch.func.grad where `CompiledNode` would not find them; None if nothing could."""
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            if _torch.unwrap(leaf).requires_grad:
-                return "an argument is differentiated outside of the transform, too"
-        elif not isinstance(leaf, TRANSPARENT):
-            return f"in a torch.func.grad, an argument of type {type(leaf).__name__} may hold tensors of that transform"
-    buffers = (b for one in call.place.modules_inside(path) for b in own_tensors(one, "_buffers").values())
-    if any(map(_torch.is_wrapped, find_attribute_tensors(module))) or any(b is not None and b.requires_grad for b in buffers):
-        return "in a torch.func.grad, it reads a tensor of that transform that is no argument"
-    return None
-
-
 # --- parameters that Dynamo can read ---
 
 
 @contextlib.contextmanager
-def _plain_parameters(
-    call: Call, inside: Sequence[nn.Module], before: ModuleAttributes, level: int
-) -> Generator[list[GivenParameter]]:
-    """Give modules their gathered parameters in plain dicts, and their own forward, for the length of a run.
-
-    Yields:
-        The dict, name and tensor of each parameter.
-    """
+def _plain_parameters(call: Call, inside: Sequence[nn.Module], before: ModuleAttributes) -> Generator[None]:
+    """Give modules their gathered parameters in plain dicts, and their own forward, for the length of a run."""
     units: dict[str, UnitInUse] = {}
 
     def read(unit: Unit, i: int) -> Tensor:
@@ -479,7 +295,6 @@ def _plain_parameters(
         return units[unit.key].views[i]
 
     restored: list[tuple[nn.Module, GatheringParameters, dict[str, Any], dict[str, Any], Any]] = []
-    given: list[GivenParameter] = []
     try:
         for module in inside:
             attributes = vars(module)
@@ -487,13 +302,11 @@ def _plain_parameters(
             if not isinstance(gathering, GatheringParameters):
                 continue
             plain = gathering.read_with(read)
-            restored.append((module, gathering, plain, plain.copy(), attributes.get("forward")))
+            restored.append((module, gathering, plain, plain.copy(), attributes.pop("forward", None)))
             attributes["_parameters"] = plain
-            given += ((plain, name, x) for name, x in plain.items() if x is not None)
-            attributes.pop("forward", None)
             if "forward" in before[module]:
                 attributes["forward"] = before[module]["forward"]
-        yield given
+        yield
     finally:
         for module, gathering, plain, views, forward in restored:
             attributes = vars(module)
@@ -503,34 +316,6 @@ def _plain_parameters(
             for name in {**views, **plain}:
                 if name not in plain:
                     del gathering[name]
-                elif name not in views or (plain[name] is not views[name] and not level):
+                elif plain[name] is not views.get(name, gathering):
                     gathering[name] = plain[name]
             attributes["_parameters"] = gathering
-
-
-@contextlib.contextmanager
-def _plain_buffers(path: str, inside: Sequence[nn.Module], level: int) -> Generator[None]:
-    """Give modules their buffers without the wrappers of a torch.func.grad, in which the call has copied them."""
-    replaced: list[tuple[nn.Module, dict[str, Tensor | None], dict[str, Tensor | None]]] = []
-    for module in inside:
-        if own := vars(module).get("_buffers"):  # a ScriptModule has none
-            plain = {name: b if b is None else _torch.unwrap_level(b) for name, b in own.items()}
-            replaced.append((module, own, plain))
-            vars(module)["_buffers"] = plain.copy()
-    try:
-        yield
-        for module, own, plain in replaced:
-            now: dict[str, Tensor | None] = vars(module)["_buffers"]
-            for name in own.keys() - now.keys():
-                del own[name]
-            for name, b in now.items():
-                if b is not None and b.requires_grad:
-                    raise RuntimeError(
-                        f"module '{path}' with P(compile=True) sets its buffer '{name}' to a tensor that has a derivative, "
-                        "inside of a torch.func.grad: expected buffer.detach(), no compile, or fs.grad"
-                    )
-                if name not in plain or b is not plain[name]:
-                    own[name] = b if b is None else _torch.wrap_at_level(b, level)
-    finally:
-        for module, own, _ in reversed(replaced):
-            vars(module)["_buffers"] = own

@@ -61,7 +61,7 @@ def _wrap_recomputed(call: Call, path: str, before: ModuleAttributes, scoped: Ca
             call.used_parameters |= {unit.params[i].name for owned in insides()[0].owned.values() for unit, i in owned.values()}
         if call.is_inference or not _torch.needs_graph():
             return scoped(*args, **kwargs)
-        if compiled and can_run_compiled(call, path, args, kwargs):
+        if compiled and can_run_compiled(call, path):
             return scoped(*args, **kwargs)
         place, spec = insides()
         if not isinstance(call.mode, Scheduled) or not call.mode.is_at_call_level():

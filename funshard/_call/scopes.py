@@ -52,7 +52,6 @@ class UnitScopes:
         self.hook = self._outer = _torch.current_pack_hook()  # the first is what replaces saved tensors while forward runs
         self._outer_reentrant = _torch.count_reentrant_checkpoints()
         self._inside = RUNNING.names
-        self.compiled: str | None = None  # the module that runs compiled, outside of the transform around it
         self.active = units_given_full(params, spec, buffers)
         for given in self.active.values():
             allow_set_to_itself(given.unit, given.views)
@@ -72,12 +71,6 @@ class UnitScopes:
         hooks = _torch.current_saved_tensor_hooks(False)
         if (hook := hooks[0] if hooks else None) is not self.hook or not torch.is_grad_enabled():
             self._refuse_checkpoints(unit, hook)
-        if self.compiled is not None:
-            raise RuntimeError(
-                f"unit '{unit.key}' is read inside of module '{self.compiled}' with P(compile=True), which does not own it: "
-                "in a torch.func.grad it would have no gradient there; expected the parameter among the arguments, no compile, "
-                "or fs.grad"
-            )
         gathered = self.active.get(unit.key)
         if gathered is not None and (not gathered.level or gathered.level <= _torch.current_level()):
             if gathered in self._pending:

@@ -129,13 +129,9 @@ def _set_to_itself(unit: Unit, name: str, own: int, source: object = None, *_: o
 
 def write_error(unit: Unit, what: str) -> RuntimeError:
     """Return the error for what `WriteWatch.find_write` has found."""
-    parametrize = (
-        ". In a unit with P(compile=True) under torch.func, torch.nn.utils.parametrize in forward counts as such a change: "
-        "register it before, or use fs.grad"
-    )
     return RuntimeError(
         f"{what} of unit '{unit.key}' was changed in place in forward: expected it left alone, since what is "
         "gathered is let go again and what was given is yours, and has the change; compute with a new tensor "
         "(w = self.weight.clamp(-1, 1)), or change the shards between steps (weight clipping, and in the place of "
-        f"nn.Embedding's max_norm). fs.check() names the parameter{parametrize if unit.p.compile else ''}"
+        "nn.Embedding's max_norm). fs.check() names the parameter"
     )

@@ -128,7 +128,7 @@ def keep_saved_tensors() -> contextlib.AbstractContextManager[None]:
     """Return a context in which backwards of compiled code run twice (retain_graph=True): for compiling, and for the first run.
 
     AOTAutograd makes one ahead of time where sizes are symbols; without this it frees what it reads, and refuses to be kept.
-    Pinned by ``test_sizes_that_change_in_a_torch_func_grad``.
+    Pinned by ``test_sizes_that_change_where_backward_runs_twice``.
     """
     config: Any = sys.modules.get("torch._functorch.config")
     return contextlib.nullcontext() if config is None else config.patch(donated_buffer=False)
