@@ -63,59 +63,36 @@ def count_steps(xs: object) -> int:
     return steps
 
 
-_Kind = tuple[torch.Size, torch.dtype, torch.device] | type
-"""What a leaf is like: shape, dtype and device of a tensor, or a class."""
+_Layout = tuple[pytree.TreeSpec, list[Any]]
+"""A tree, and of each leaf shape, dtype and device, or its class if it is no tensor."""
 
 
-def _kind_of(leaf: object) -> _Kind:
-    """Return a tensor's shape, dtype and device, or the class of any other leaf."""
-    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf)
+def read_layout(tree: object) -> _Layout:
+    """Return the layout of a tree."""
+    leaves, spec = pytree.tree_flatten(tree)
+    return spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in leaves]
 
 
-def _describe(kind: _Kind) -> str:
-    """Return the text for a leaf's kind in an error."""
-    return kind.__name__ if isinstance(kind, type) else f"{list(kind[0])} {kind[1]} on {kind[2]}"
+def check_layout(expected: _Layout, got: _Layout, name: str, hint: str) -> None:
+    """Raise ValueError for the first path that only one tree has, or whose leaves are not alike."""
+    if expected == got:
+        return
+    texts = [_describe_leaves(*layout) for layout in (expected, got)]
+    for path in (*texts[0], *texts[1]):
+        before, after = (text.get(path, "nothing") for text in texts)
+        if before != after:
+            raise ValueError(f"scan: {name}{path}: expected {before}, {hint}, got {after}")
 
 
-def _kinds_by_path(tree: object) -> dict[str, _Kind]:
-    """Return the kind of every leaf of a tree by path."""
-    return {pytree.keystr(path): _kind_of(leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]}
-
-
-def _check_equal(expected: dict[str, _Kind], got: dict[str, _Kind], name: str, hint: str) -> None:
-    """Raise ValueError for the first path that only one tree has, or whose leaves are of different kinds."""
-    for path in (*expected, *got):
-        if expected.get(path) != got.get(path):
-            texts = [_describe(kinds[path]) if path in kinds else "nothing" for kinds in (expected, got)]
-            raise ValueError(f"scan: {name}{path}: expected {texts[0]}, {hint}, got {texts[1]}")
-
-
-@dataclass(frozen=True)
-class StateLayout:
-    """The tree of a state, and the kind of each of its leaves."""
-
-    tree: pytree.TreeSpec
-    leaves: list[_Kind]
-    paths: dict[str, _Kind]
-
-    @classmethod
-    def from_state(cls, state: object) -> StateLayout:
-        """Return the layout of a state."""
-        leaves, tree = pytree.tree_flatten(state)
-        return cls(tree, [_kind_of(leaf) for leaf in leaves], _kinds_by_path(state))
-
-    def check(self, state: object) -> None:
-        """Raise ValueError, with the path, for the state after a step that is not like the one before."""
-        leaves, tree = pytree.tree_flatten(state)
-        if tree != self.tree or [_kind_of(leaf) for leaf in leaves] != self.leaves:
-            _check_equal(self.paths, _kinds_by_path(state), "state", "as before the step")
+def _describe_leaves(tree: pytree.TreeSpec, kinds: list[Any]) -> dict[str, str]:
+    """Return the text for each leaf, by path."""
+    texts = [kind.__name__ if isinstance(kind, type) else f"{list(kind[0])} {kind[1]} on {kind[2]}" for kind in kinds]
+    return {pytree.keystr(path): text for path, text in pytree.tree_flatten_with_path(pytree.tree_unflatten(texts, tree))[0]}
 
 
 def record_versions(*trees: object) -> list[int]:
     """Return each leaf's count of in-place changes, 0 for other objects than tensors; an empty list while torch compiles."""
-    if torch.compiler.is_compiling():
-        return []
-    return [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in pytree.tree_leaves(trees)]
+    return [] if torch.compiler.is_compiling() else [version_of(leaf) for leaf in pytree.tree_leaves(trees)]
 
 
 def check_unchanged(state: object, x: object, versions: list[int]) -> None:
@@ -123,7 +100,7 @@ def check_unchanged(state: object, x: object, versions: list[int]) -> None:
     if record_versions(state, x) == versions:
         return
     for (path, leaf), version in zip(pytree.tree_flatten_with_path({"state": state, "x": x})[0], versions, strict=True):
-        if isinstance(leaf, Tensor) and version_of(leaf) != version:
+        if version_of(leaf) != version:
             name = path[0].key + pytree.keystr(path[1:])  # pyright: ignore
             raise RuntimeError(
                 f"scan: step changes {name} in place, as an update with donate=True does: expected it unchanged, because steps "
@@ -131,10 +108,10 @@ def check_unchanged(state: object, x: object, versions: list[int]) -> None:
             )
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return a tensor's count of in-place changes, -1 if its memory was donated."""
+def version_of(leaf: object) -> int:
+    """Return a tensor's count of in-place changes, -1 if its memory was donated; 0 for another object."""
     try:
-        return _torch.version(tensor)
+        return _torch.version(leaf) if isinstance(leaf, Tensor) else 0
     except RuntimeError:
         return -1
 
@@ -152,62 +129,45 @@ def expand_result(y: Any) -> Any:
 
 def concat_results(ys: Sequence[Any]) -> Any:
     """Concatenate the results of all pieces along dimension 0; raise ValueError, with the path, if two steps' differ."""
-    leaves, tree = pytree.tree_flatten(ys[0])
-    expected = _kinds_by_path(pytree.tree_map(_take_first, ys[0]))
-    columns: list[list[Any]] = [leaves]
-    for y in ys[1:]:
-        _check_equal(expected, _kinds_by_path(pytree.tree_map(_take_first, y)), "y", "as in the steps before")
-        columns.append(pytree.tree_leaves(y))
-    whole = [None if column[0] is None else torch.cat(column) for column in zip(*columns, strict=True)]
-    return pytree.tree_unflatten(whole, tree)
-
-
-def _take_first(leaf: Any) -> Any:
-    """Return the first step's result from a leaf of stacked results; None stays None."""
-    return leaf if leaf is None else leaf[0]
+    first, *others = (read_layout(pytree.tree_map(lambda y: y if y is None else y[0], piece)) for piece in ys)
+    for layout in others:
+        check_layout(first, layout, "y", "as in the steps before")
+    columns = zip(*map(pytree.tree_leaves, ys), strict=True)
+    return pytree.tree_unflatten([None if column[0] is None else torch.cat(column) for column in columns], first[0])
 
 
 # --- Where a scan keeps states: on their device, in host memory, or in files without a name ---
 
 
-@dataclass(frozen=True)
-class StateStore:
-    """A place to keep states: their device (None), host memory (``"host"``) or files in a directory."""
+def check_place(place: object) -> str | None:
+    """Return an argument ``offload`` of `scan`; raise TypeError or ValueError for a directory that is not there."""
+    if place is None or place == "host":
+        return place  # pyright: ignore[reportReturnType]
+    if not isinstance(place, str | os.PathLike):
+        raise TypeError(f"scan: offload: expected 'host', a directory or None, got {place!r}")
+    if not Path(place).is_dir():
+        raise ValueError(f"scan: offload: expected 'host' or a directory, got '{place}', which is none")
+    return str(place)
 
-    place: str | None
 
-    @classmethod
-    def make(cls, offload: str | os.PathLike[str] | None) -> StateStore:
-        """Return the store for an argument of `scan`; raise ValueError for a directory that is not there."""
-        if offload is None or offload == "host":
-            return cls(offload)  # pyright: ignore[reportArgumentType]
-        if not isinstance(offload, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"scan: offload: expected 'host', a directory or None, got {offload!r}")
-        if not Path(offload).is_dir():
-            raise ValueError(f"scan: offload: expected 'host' or a directory, got '{offload}', which is none")
-        return cls(str(offload))
+def store_state(state: Any, place: str) -> Any:
+    """Return the state with its tensors in this place. In host memory are already those of the CPU."""
+    directory = None if place == "host" else place
 
-    def put(self, state: Any) -> Any:
-        """Return the state with its tensors in this place. In host memory are already those of the CPU."""
-        if self.place is None:
-            return state
-        directory = None if self.place == "host" else self.place
+    def move(x: Tensor) -> Tensor:
+        if not x.numel() or x.layout is not torch.strided or (directory is None and not needs_host_copy(x.device)):
+            return x
+        return _StoredTensor.apply(x, directory)
 
-        def move(x: Tensor) -> Tensor:
-            if not x.numel() or x.layout is not torch.strided or (directory is None and not needs_host_copy(x.device)):
-                return x
-            return _StoredTensor.apply(x, directory)
+    return pytree.tree_map_only(Tensor, move, state)
 
-        return pytree.tree_map_only(Tensor, move, state)
 
-    def fetch(self, state: Any, layout: StateLayout) -> Any:
-        """Return the state with its tensors on the devices of the layout."""
-        leaves, tree = pytree.tree_flatten(state)
-        moved = [
-            leaf.to(kind[2], non_blocking=True) if isinstance(kind, tuple) else leaf
-            for leaf, kind in zip(leaves, layout.leaves, strict=True)
-        ]
-        return pytree.tree_unflatten(moved, tree)
+def fetch_state(state: Any, layout: _Layout) -> Any:
+    """Return a stored state with its tensors on the devices of the layout."""
+    leaves, tree = pytree.tree_flatten(state)
+    pairs = zip(leaves, layout[1], strict=True)
+    moved = [x.to(kind[2], non_blocking=True) if isinstance(kind, tuple) else x for x, kind in pairs]
+    return pytree.tree_unflatten(moved, tree)
 
 
 def needs_host_copy(device: torch.device) -> bool:
@@ -309,7 +269,7 @@ def scan(
             with contextlib.suppress(ValueError):
                 _check_ranks_agree(f"an error: {error}", spec)
         raise
-    run = _ScanRun(count, StateLayout.from_state(state), StateStore.make(offload))
+    run = _ScanRun(count, read_layout(state), check_place(offload))
     if spec is not None:
         _check_ranks_agree(f"{steps} steps, segments={segments!r}", spec)
     return run.run_piece(step, state, xs, steps, 0)
@@ -348,8 +308,8 @@ class _ScanRun:
 
     segments: int | None
     """None divides by halves."""
-    layout: StateLayout
-    store: StateStore
+    layout: _Layout
+    place: str | None
 
     def run_piece(self, step: Any, state: Any, xs: Any, count: int, depth: int) -> tuple[Any, Any]:
         """Return the state after so many steps, and their stacked y."""
@@ -381,28 +341,24 @@ class _ScanRun:
         if torch.compiler.is_compiling():
             with mark_region(Remat(), "scan"):
                 return run(step, state, xs)
-        if not is_stored or self.store.place is None:
+        if not is_stored or self.place is None:
             return call_recomputed(run, "scan", {"step": step, "state": state, "xs": xs}, remat=Remat())
-
-        def fetch_and_run(step: Any, state: Any, xs: Any) -> Any:
-            return run(step, self.store.fetch(state, self.layout), xs)
-
-        return call_recomputed(fetch_and_run, "scan", {"step": step, "state": self.store.put(state), "xs": xs}, remat=Remat())
+        fetch_and_run = lambda step, state, xs: run(step, fetch_state(state, self.layout), xs)  # noqa: E731
+        roots = {"step": step, "state": store_state(state, self.place), "xs": xs}
+        return call_recomputed(fetch_and_run, "scan", roots, remat=Remat())
 
     def _run_step(self, step: Any, state: Any, xs: Any) -> tuple[Any, Any]:
         """Run one step, of slices of length 1, and check what it returns."""
         x = pytree.tree_map(lambda leaf: leaf.squeeze(0), xs)
         versions = record_versions(state, x)
-        if torch.compiler.is_compiling():
+        differentiated = _is_recorded(step, state, xs)
+        with contextlib.nullcontext() if torch.compiler.is_compiling() else assume_differentiated(differentiated):
             result = step(state, x)
-        else:
-            with assume_differentiated(_is_recorded(step, state, xs)):
-                result = step(state, x)
         check_unchanged(state, x, versions)
         if not isinstance(result, tuple) or len(result) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise TypeError(f"scan: expected step to return (new state, y), got {type(result).__name__}")  # pyright: ignore[reportUnknownArgumentType]
         new, y = result  # pyright: ignore[reportUnknownVariableType]
-        self.layout.check(new)
+        check_layout(self.layout, read_layout(new), "state", "as before the step")
         return new, expand_result(y)
 
 
