@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -21,7 +21,6 @@ from .._transforms.grad import check_recorded, is_differentiated_outside
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
 from .microbatches import (
     are_positive,
-    check_known,
     check_weight_count,
     iterate_equally,
     make_loss_scales,
@@ -32,7 +31,7 @@ from .microbatches import (
 )
 from .plan import AccumulationPlan, GradSums
 
-__all__ = ["MicrobatchRunner", "accumulate", "add_grad", "replacement_key"]
+__all__ = ["MicrobatchRunner", "accumulate", "add_grad", "replacement_key", "start_batches"]
 
 
 # --- Micro-batches one after the other by plain autograd; gradients are added up as they arrive ---
@@ -44,24 +43,15 @@ class MicrobatchRunner:
     def __init__(self, f: Callable[..., Any], plan: AccumulationPlan) -> None:
         self._f, self.plan = f, plan
         self._within: Accumulation | None = None
-        self._sums = _SumReceiver()
+        self.sums = _SumReceiver()
         check_recorded("accumulate or update_in_backward", plan.params)
         with torch.no_grad():
             shards = {key: p.detach() for key, p in plan.params.items()}
             entered = plan.make_replacements(shards)
-        self.given = {key: _make_leaf(x, self._sums, key) for key, x in shards.items()}
+        self.given = {key: _make_leaf(x, self.sums, key) for key, x in shards.items()}
         with torch.enable_grad():  # known to come from the shards, for a backward inside of the loss
             any_ = next(iter(self.given.values()), None)
-            self.entered = {k: _Replacement.apply(self.given.get(k, any_), x, self._sums, k) for k, x in entered.items()}
-
-    @property
-    def parts(self) -> GradSums:
-        """The sums of gradients, and the values so far."""
-        return self._sums.parts
-
-    @parts.setter
-    def parts(self, parts: GradSums) -> None:
-        self._sums.parts = parts
+            self.entered = {k: _Replacement.apply(self.given.get(k, any_), x, self.sums, k) for k, x in entered.items()}
 
     def forward(
         self, batch: Any, i: int, scales: Tensor | None, receiver: GradReceiver | None = None, *, retains_graph: bool = False
@@ -76,38 +66,33 @@ class MicrobatchRunner:
                 "give a list"
             )
         weight = self.plan.possible_zero(scales, i)
-        self._sums.weight = weight if self.plan.full else None  # what is reduced has parts of other ranks
-        within = self.plan.make_context(self.given, self.entered, weight, receiver or self._sums, retains_graph=retains_graph)
+        self.sums.weight = weight if self.plan.full else None  # what is reduced has parts of other ranks
+        within = self.plan.make_context(self.given, self.entered, weight, receiver or self.sums, retains_graph=retains_graph)
         with within, torch.enable_grad():
-            self._sums.in_loss = True
+            self.sums.in_loss = True
             loss, aux = self.plan.run_loss(self._f, self.given, batch)
-            self._sums.in_loss = False
-            self.parts.values.append(loss.detach())
-            self.parts.auxes.append(pytree.tree_map_only(Tensor, Tensor.detach, aux))
+            self.sums.in_loss = False
+            self.sums.parts.values.append(loss.detach())
+            self.sums.parts.auxes.append(pytree.tree_map_only(Tensor, Tensor.detach, aux))
             loss = loss if scales is None else scale_loss(loss, scales, i)
         self._within = within  # only now: after an error in the loss no backward would end this cycle
         return loss
-
-    def check(self, key: str) -> None:
-        """Raise RuntimeError for a gradient that arrives while the loss runs: it would be counted twice."""
-        self._sums.check(key)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Add the gradients of the loss that `forward` returned last to the sums."""
         within, self._within = self._within, None  # it knows the receiver, which knows this object
         assert within is not None
-        leaves = [*self.given.values()]
-        if loss.requires_grad and leaves:
+        if loss.requires_grad and self.given:
             try:
                 with within:  # for what remat and torch.utils.checkpoint run again
-                    loss.backward(inputs=leaves, retain_graph=retain_graph)
+                    loss.backward(inputs=[*self.given.values()], retain_graph=retain_graph)
             except RuntimeError as error:
                 raise add_hints(error)  # noqa: B904 - the same one
         if retain_graph:
             self._within = within
 
 
-class _SumReceiver:
+class _SumReceiver(GradReceiver):
     """The sums of gradients that have been reduced, unit by unit, while the rest of backward runs."""
 
     def __init__(self) -> None:
@@ -116,18 +101,12 @@ class _SumReceiver:
         self.weight: Tensor | None = None  # of full gradients, if it may be 0
 
     def check(self, key: str) -> None:
-        """Raise RuntimeError for a gradient that arrives while the loss runs, as `MicrobatchRunner.check` says."""
+        """Raise RuntimeError for a gradient that arrives while the loss runs: it would be counted twice."""
         if self.in_loss:
             raise RuntimeError(
                 f"'{key}': accumulate: backward inside of the loss, whose gradients would be added to those of the loss: "
                 "expected a gradient as a value; take it by fs.grad"
             )
-
-    def expect(self, key: str) -> None:
-        """Do nothing: `receive` takes the gradient."""
-
-    def cancel(self, key: str) -> None:
-        """Do nothing: `receive` takes the gradient."""
 
     def receive(self, key: str, grad: Tensor) -> None:
         """Add part of a unit's gradient."""
@@ -239,16 +218,29 @@ def accumulate(
     """
     plan = AccumulationPlan.make(params, bind_spec(spec), keep, has_aux, reduce, reduce_axes)
     batches, known = split_first_batch(microbatches)
-    batches = iterate_equally(batches, plan.spec.bound_mesh, weights, full=plan.full)
-    check_known(known, microbatches, weights)
-    in_place = not is_differentiated_outside((params, weights, known))
-    scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
-    plan = dataclasses.replace(plan, in_place=in_place, positive=are_positive(() if weights is None else weights))
+    plan = dataclasses.replace(plan, in_place=not is_differentiated_outside((params, weights, known)))
+    plan, batches, scales = start_batches(plan, batches, known, weights)
     parts = (_accumulate_in_place if plan.in_place else _accumulate_recorded)(f, plan, batches, scales)
     if scales is not None:
         check_weight_count(scales, len(parts.values))
     value = plan.combine_values(parts.values, scales)
     return plan.finish_grads(parts, scales), ((value, parts.auxes) if has_aux else value)
+
+
+def start_batches(
+    plan: AccumulationPlan, batches: Iterable[Any], known: Sequence[Any], weights: Sequence[float | Tensor] | None
+) -> tuple[AccumulationPlan, Iterator[Any], Tensor | None]:
+    """Return the plan with what is known of the weights, the micro-batches as `iterate_equally`, and their losses' factors."""
+    mesh = plan.spec.bound_mesh
+    equal = iterate_equally(batches, mesh, weights, full=plan.full)
+    if not known:
+        raise ValueError("accumulate: expected one micro-batch at least, got none")
+    if weights is None:
+        return plan, equal, None
+    if known is batches:  # a list
+        check_weight_count(weights, len(known))
+    scales = make_loss_scales(weights, plan.params, mesh, plan.reduction)
+    return dataclasses.replace(plan, positive=are_positive(weights)), equal, scales
 
 
 def _accumulate_in_place(
@@ -258,7 +250,7 @@ def _accumulate_in_place(
     runs = MicrobatchRunner(f, plan)
     for i, batch in enumerate(batches):
         runs.backward(runs.forward(batch, i, scales))
-    return runs.parts
+    return runs.sums.parts
 
 
 def _accumulate_recorded(

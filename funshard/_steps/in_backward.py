@@ -18,9 +18,10 @@ from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._transforms.grad import is_differentiated_outside
+from .._units.accumulation import GradReceiver
 from ..optim._norms import check_max_norm, global_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
-from .accumulate import MicrobatchRunner, accumulate, add_grad, replacement_key
-from .microbatches import are_positive, check_known, check_weight_count, iterate_equally, make_loss_scales, split_first_batch
+from .accumulate import MicrobatchRunner, accumulate, add_grad, replacement_key, start_batches
+from .microbatches import check_weight_count, split_first_batch
 from .plan import AccumulationPlan, GradSums
 
 __all__ = ["StepResult", "update_in_backward"]
@@ -115,10 +116,7 @@ def update_in_backward(
         grads = _clip(grads, max_norm, now if clip == "exact" else norm, plan.spec)
         new = {key: _update_unit(update, key, g, state, params) for key, g in grads.items()}
         return _make_result(plan, new, value, now)
-    batches = iterate_equally(batches, plan.spec.bound_mesh, weights)
-    check_known(known, microbatches, weights)
-    scales = None if weights is None else make_loss_scales(weights, plan.params, plan.spec.bound_mesh, plan.reduction)
-    plan = dataclasses.replace(plan, positive=are_positive(() if weights is None else weights))
+    plan, batches, scales = start_batches(plan, batches, known, weights)
     return _step_in_place(update, f, plan, state, batches, scales, max_norm, clip, norm)
 
 
@@ -137,13 +135,13 @@ def _step_in_place(
     batch, following = next(batches), next(batches, _NONE)
     runs = MicrobatchRunner(f, dataclasses.replace(plan, single=following is _NONE))
     while following is not _NONE:
-        runs.backward(runs.forward(batch, len(runs.parts.values), scales))
+        runs.backward(runs.forward(batch, len(runs.sums.parts.values), scales))
         batch, following = following, next(batches, _NONE)
     last = _LastBackward(runs, scales)
     is_measured = max_norm is not None and clip == "exact"
-    loss = runs.forward(batch, len(runs.parts.values), scales, last, retains_graph=is_measured)
+    loss = runs.forward(batch, len(runs.sums.parts.values), scales, last, retains_graph=is_measured)
     if scales is not None:
-        check_weight_count(scales, len(runs.parts.values))
+        check_weight_count(scales, len(runs.sums.parts.values))
     new: dict[str, tuple[Tensor, Any]] = {}
     squares: Params = {}
 
@@ -165,8 +163,8 @@ def _step_in_place(
         else:
             last.backward(loss, lambda key, grad: (measure(key, grad), step(key, grad)))
             norm = None if max_norm is None else global_norm_from_squares(squares, plan.params, plan.spec)
-    value = plan.combine_values(runs.parts.values, scales)
-    return _make_result(plan, new, (value, runs.parts.auxes) if plan.has_aux else value, norm)
+    value = plan.combine_values(runs.sums.parts.values, scales)
+    return _make_result(plan, new, (value, runs.sums.parts.auxes) if plan.has_aux else value, norm)
 
 
 def _make_result(plan: AccumulationPlan, new: Mapping[str, tuple[Tensor, Any]], value: Any, norm: Tensor | None) -> StepResult:
@@ -177,12 +175,12 @@ def _make_result(plan: AccumulationPlan, new: Mapping[str, tuple[Tensor, Any]], 
 _NONE = object()
 
 
-class _LastBackward:
+class _LastBackward(GradReceiver):
     """The backward of the last micro-batch: each unit's gradient goes on when all that is part of it is there."""
 
     def __init__(self, runs: MicrobatchRunner, scales: Tensor | None) -> None:
         self._runs, self._plan, self._scales = runs, runs.plan, scales
-        self._sums = runs.parts  # of the micro-batches before
+        self._sums = runs.sums.parts  # of the micro-batches before
         self._use: Callable[[str, Tensor], object] | None = None
         self._uses: Counter[str] = Counter()  # of each unit in the graph, that backward has not come to
         self._in_flight: Counter[str] = Counter()
@@ -193,7 +191,7 @@ class _LastBackward:
         """Hand each unit's gradient on. Where the graph is retained the sums are, too, for the backward to come."""
         self._use, self._keeps = use, retain_graph
         self._remaining = {unit.key: unit for unit in self._plan.spec if unit.key in self._plan.params}
-        self._runs.parts = GradSums()
+        self._runs.sums.parts = GradSums()
         self._incomplete = set()
         handles = list(self._watch(loss))
         try:
@@ -201,7 +199,7 @@ class _LastBackward:
         finally:
             for handle in handles:
                 handle.remove()
-            self._runs.parts, of_last = self._sums, self._runs.parts
+            self._runs.sums.parts, of_last = self._sums, self._runs.sums.parts
         for key in list(self._remaining):
             self._finish(key, of_last)
 
@@ -229,24 +227,22 @@ class _LastBackward:
             self._finish_if_complete(key)
 
     def expect(self, key: str) -> None:
-        """Count a part of a unit's gradient that is being reduced."""
         self._in_flight[key] += 1
 
     def cancel(self, key: str) -> None:
-        """Take back one `expect`: that part is in another one, which was expected before this call."""
         self._in_flight[key] -= 1
 
     def receive(self, key: str, grad: Tensor) -> None:
         """Add that part, and hand the gradient on if it is complete."""
-        self._runs.check(key)
+        self._runs.sums.check(key)
         self._in_flight[key] -= 1
-        add_grad(self._runs.parts.through, key, grad)
+        add_grad(self._runs.sums.parts.through, key, grad)
         self._finish_if_complete(key)
 
     def _finish_if_complete(self, key: str) -> None:
         """Update a unit if all parts of its gradient have come."""
         if not (self._uses[key] or self._in_flight[key] or key in self._incomplete):
-            self._finish(key, self._runs.parts)
+            self._finish(key, self._runs.sums.parts)
 
     def _finish(self, key: str, of_last: GradSums) -> None:
         """Hand a unit's gradient of all micro-batches on."""

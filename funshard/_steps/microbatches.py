@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from ..collectives._sequence import Comparison, RankLines, find_difference, find
 __all__ = [
     "PaddedMicrobatches",
     "are_positive",
-    "check_known",
     "check_weight_count",
     "iterate_equally",
     "make_loss_scales",
@@ -37,17 +36,19 @@ __all__ = [
 # --- The weights of micro-batches, as factors of their losses ---
 
 
+def _is_readable(weight: float | Tensor) -> bool:
+    """Return whether the host can read a weight without waiting."""
+    return not isinstance(weight, Tensor) or (_torch.is_eager() and weight.device.type == "cpu")
+
+
 def _check_weights(weights: Sequence[float | Tensor]) -> None:
     """Raise TypeError or ValueError for what is no weight, as far as the host can read it without waiting."""
     for i, weight in enumerate(weights):
-        if isinstance(weight, Tensor):
-            if weight.dim():
-                raise ValueError(f"accumulate: weight {i}: expected a scalar, got shape {list(weight.shape)}")
-            if not (_torch.is_eager() and weight.device.type == "cpu"):
-                continue
-        elif isinstance(weight, bool) or not isinstance(weight, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if isinstance(weight, bool) or not isinstance(weight, int | float | Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"accumulate: weight {i}: expected a number or a scalar tensor, got {type(weight).__name__}")
-        if not 0 <= weight < math.inf:
+        if isinstance(weight, Tensor) and weight.dim():
+            raise ValueError(f"accumulate: weight {i}: expected a scalar, got shape {list(weight.shape)}")
+        if _is_readable(weight) and not 0 <= weight < math.inf:
             raise ValueError(f"accumulate: weight {i}: expected a finite number from 0 on, got {float(weight)}")
 
 
@@ -76,10 +77,7 @@ def make_loss_scales(
 
 def are_positive(weights: Sequence[float | Tensor]) -> tuple[bool, ...]:
     """Return, for each weight, whether the host knows without waiting that it is not 0."""
-    return tuple(
-        bool(weight > 0) if not isinstance(weight, Tensor) or (_torch.is_eager() and weight.device.type == "cpu") else False
-        for weight in weights
-    )
+    return tuple(_is_readable(weight) and bool(weight > 0) for weight in weights)
 
 
 def scale_loss(loss: Tensor, scales: Tensor, i: int) -> Tensor:
@@ -169,8 +167,11 @@ def pad_microbatches(
     _check_iterable("pad_microbatches", microbatches)
     own = list(microbatches)
     given: list[float | Tensor] = [1.0] * len(own) if weights is None else list(weights)
-    counts = [len(own), int(stand_in is None and not own), int(len(given) != len(own))]
-    most, lacks, is_miscounted = _max_over_ranks(counts, mesh)
+    with _torch.below_transforms():
+        maxima = torch.tensor([len(own), stand_in is None and not own, len(given) != len(own)], device="cpu")
+        for group in find_host_groups(mesh):
+            group.all_reduce_max(maxima, f"to compare {_LABEL}").wait()
+        most, lacks, is_miscounted = maxima.tolist()
     check_weight_count(given, len(own))  # after what the others wait for
     if is_miscounted:
         raise ValueError("pad_microbatches: expected a weight for each micro-batch, and another rank has other numbers of them")
@@ -202,17 +203,6 @@ def split_first_batch(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
     return itertools.chain(first, rest), first
 
 
-def check_known(known: Sequence[Any], microbatches: Iterable[Any], weights: Sequence[float | Tensor] | None) -> None:
-    """Raise ValueError unless there is a micro-batch, and a weight for each of a list: where all ranks have as many."""
-    if not known:
-        raise ValueError("accumulate: expected one micro-batch at least, got none")
-    if weights is not None and known is microbatches:
-        check_weight_count(weights, len(known))
-
-
-# --- as many on each rank ---
-
-
 def iterate_equally(
     batches: Iterable[Any], mesh: Mesh, weights: Sequence[float | Tensor] | None, *, full: bool = False
 ) -> Iterator[Any]:
@@ -233,43 +223,41 @@ def iterate_equally(
             check_weight_count(weights, count)
     except (TypeError, ValueError) as error:
         problem = str(error)
-    if full or count is not None:
-        if weights is not None or not full:
-            _start_comparison(problem or ("" if full else f"{count} micro-batches"), mesh).finish()
-        return iter(batches)
+
+    def compare(text: str) -> Comparison:
+        return Comparison([problem or text], find_host_groups(mesh), _make_difference_error, _LABEL)
+
+    if not full and count is None:
+        ahead = _read_ahead(batches)
+        batch, text = next(ahead, (_NONE, "0 micro-batches of a generator"))
+        compare(text).finish()
+        return _iterate_compared(batch, ahead, compare)
+    if weights is not None or not full:
+        compare("" if full else f"{count} micro-batches").finish()
+    return iter(batches)
+
+
+def _read_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+    """Yield each micro-batch of a generator with the text of how many there are, as far as it is known."""
     rest = iter(batches)
-    batch = next(rest, _NONE)
-    if batch is _NONE:
-        _start_comparison(problem or "0 micro-batches of a generator", mesh).finish()
-        return iter(())
-    following = next(rest, _NONE)
-    _start_generator_check(1, mesh, is_last=following is _NONE, problem=problem).finish()
-    return _iterate_compared(batch, following, rest, mesh)
-
-
-def _iterate_compared(batch: Any, following: Any, rest: Iterator[Any], mesh: Mesh) -> Iterator[Any]:
-    """Yield the micro-batches of a generator: the first one, the second one unless it is `_NONE`, and the rest."""
-    yield batch
-    i = 1
+    i, following = 0, next(rest, _NONE)
     while following is not _NONE:
         i, batch, following = i + 1, following, next(rest, _NONE)
-        comparison = _start_generator_check(i, mesh, is_last=following is _NONE)
+        yield batch, f"{i if following is _NONE else f'more than {i}'} micro-batches of a generator"
+
+
+def _iterate_compared(batch: Any, ahead: Iterator[tuple[Any, str]], compare: Callable[[str], Comparison]) -> Iterator[Any]:
+    """Yield the micro-batches of a generator, and compare while each but the first one runs."""
+    if batch is not _NONE:
         yield batch
+    for following, text in ahead:
+        comparison = compare(text)
+        yield following
         comparison.finish()
 
 
 _NONE = object()
 _LABEL = "numbers of micro-batches"
-
-
-def _start_generator_check(i: int, mesh: Mesh, *, is_last: bool, problem: str = "") -> Comparison:
-    """Start to compare, before the i-th micro-batch of a generator, whether it is the last one."""
-    return _start_comparison(problem or f"{i if is_last else f'more than {i}'} micro-batches of a generator", mesh)
-
-
-def _start_comparison(text: str, mesh: Mesh) -> Comparison:
-    """Start to compare a number of micro-batches in words."""
-    return Comparison([text], find_host_groups(mesh), _make_difference_error, _LABEL)
 
 
 def _make_difference_error(everyone: RankLines) -> ValueError:
@@ -281,12 +269,3 @@ def _make_difference_error(everyone: RankLines) -> ValueError:
         f"accumulate: expected as many micro-batches on every rank, got {expected} on rank {rank}, and {got} on rank {other}; "
         "fs.pad_microbatches adds some of weight 0; and lists on all ranks, or generators on all"
     )
-
-
-def _max_over_ranks(counts: list[int], mesh: Mesh) -> list[int]:
-    """Return each count's maximum over the ranks of a mesh."""
-    with _torch.below_transforms():
-        maxima = torch.tensor(counts, device="cpu")
-        for group in find_host_groups(mesh):
-            group.all_reduce_max(maxima, f"to compare {_LABEL}").wait()
-        return maxima.tolist()

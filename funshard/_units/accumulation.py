@@ -6,7 +6,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,20 +25,17 @@ no context variable: Dynamo reads none, and autograd's own threads have none.
 """
 
 
-class GradReceiver(Protocol):
+class GradReceiver:
     """A receiver of reduced gradients while backward runs, instead of at its end."""
 
     def expect(self, key: str) -> None:
         """Note that a gradient of this unit is being reduced."""
-        ...
 
     def cancel(self, key: str) -> None:
         """Take back one `expect` of this unit: that gradient is part of another one, which is expected as well."""
-        ...
 
     def receive(self, key: str, grad: Tensor) -> None:
         """Take that gradient."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
