@@ -349,7 +349,7 @@ def test_floats_that_cannot_be_traced_are_constants() -> None:
 
 def test_floats_recompile_without_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch whose private profile has another form compiles a second time."""
-    from funshard._torch import traced_floats
+    from funshard._torch import compiler
 
-    monkeypatch.setattr(traced_floats, "pgo", None)
+    monkeypatch.setattr(compiler, "pgo", None)
     assert run_with(scaled, RATES) == 2

@@ -149,7 +149,7 @@ def _compile(options: Compile, remat: Remat | None, structure: Hashable, retains
     settings: dict[str, Any] = dict(options.options)
     if options.backend == "inductor":
         # random numbers are those of eager: graphs that record a backward and graphs that do not draw the same ones
-        settings = {"fallback_random": True, **(_torch.inductor_mode_options(options.mode) if options.mode else {}), **settings}
+        settings = {"fallback_random": True, **(_torch.inductor_modes()[options.mode] if options.mode else {}), **settings}
         if retains:
             settings["inplace_buffers"] = False
     kwargs = {"mode": options.mode} if options.mode and options.backend != "inductor" else {}

@@ -49,19 +49,17 @@ class TracedFloats:
         """Tell Dynamo how to take the floats among the arguments. Return whether it will trace some."""
         if not (names := _names_of_floats(args, kwargs)):
             return False
-        from .._torch.traced_floats import forget_floats, trace_floats  # here, because the compiler takes a second to import
+        from .._torch.compiler import trace_floats  # here, because the compiler takes a second to import
 
-        if self._can_be_traced:
-            return trace_floats(self._function, names)
-        forget_floats(self._function, names)
-        return False
+        return trace_floats(self._function, names, traced=self._can_be_traced)
 
     def make_constant(self, error: Exception) -> bool:
         """Make floats constants from the next call on, if the error may be due to them. Return whether it may."""
-        from .._torch.traced_floats import is_compile_error
-
-        self._can_be_traced = not is_compile_error(error.__cause__ or error)  # what the program raises has torch's as its cause
-        return not self._can_be_traced
+        is_dynamo, _ = _torch.classify_compile_error(
+            error.__cause__ or error
+        )  # what the program raises has torch's as its cause
+        self._can_be_traced = not is_dynamo
+        return is_dynamo
 
 
 def _names_of_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -140,7 +138,7 @@ def compile(
         return cast("Step", lambda *args, **kwargs: _run_inside(step, donated_indices, *args, **kwargs))
     if mode or options:
         check_names("compile", "inductor", mode, options or {})
-    compiler = _Backend(backend, prefetch, in_flight, {**_mode_options(mode), **(options or {})})
+    compiler = _Backend(backend, prefetch, in_flight, {**(_torch.inductor_modes()[mode] if mode else {}), **(options or {})})
 
     def run(world: str, /, *args: Any, **kwargs: Any) -> tuple[Any, str]:
         if world < "":  # never; but Dynamo guards a string that is read, and traces again in another world: calls check theirs
@@ -148,7 +146,7 @@ def compile(
         return _run_step(step, donated_indices, *args, **kwargs)
 
     # Dynamo counts recompiles by code object, so every compiled step needs its own.
-    function = FunctionType(run.__code__.replace(), run.__globals__, "run", None, run.__closure__)
+    function = _torch.copy_function(run, "run")
     run = torch.compile(function, backend=compiler, fullgraph=fullgraph, **others)
     floats = TracedFloats(function)
 
@@ -267,7 +265,7 @@ class _Backend:
         # Here, because the compiler takes a second to import.
         from functorch.compile import make_boxed_func
 
-        from .._torch.compiler import aot_autograd, compile_fx, list_options
+        from .._torch.compiler import aot_autograd, compile_fx
         from .graph import annotate_phases
         from .passes import ChoosePass, SchedulePass
 
@@ -278,7 +276,9 @@ class _Backend:
         schedule_pass = SchedulePass(annotate_phases(graph.graph), self.prefetch, self.in_flight)
         if self.compiler == "inductor":
             passes = {_FIRST_PASS: choose_pass, _LAST_PASS: schedule_pass}
-            patches = dict.fromkeys(_SORTING_OPTIONS.intersection(list_options()), False) | self.options | passes
+            patches = (
+                dict.fromkeys(_SORTING_OPTIONS.intersection(_torch.list_inductor_options()), False) | self.options | passes
+            )
             return cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=patches))
 
         def compile_scheduled(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -299,15 +299,6 @@ _SORTING_OPTIONS = {
     "aten_distributed_optimizations.enable_simple_overlap",  # from torch 2.15 on
 }
 """Options of inductor, in any version, for passes that reorder the graph."""
-
-
-def _mode_options(mode: str | None) -> dict[str, Any]:
-    """Return inductor's options for a mode of torch.compile."""
-    if mode is None:
-        return {}
-    from .._torch.compiler import list_mode_options  # here, because the compiler takes a second to import
-
-    return list_mode_options(mode)
 
 
 def _check_donated(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> Counter[int]:

@@ -23,14 +23,13 @@ __all__ = [
     "flat_linear",
     "guard_hooks",
     "has_symbolic_shapes",
-    "inductor_mode_options",
+    "inductor_modes",
     "is_compiler_attribute",
     "is_compiler_variable",
     "is_config_variable",
     "is_in_compiled_function",
     "keep_saved_tensors",
     "list_backends",
-    "list_inductor_modes",
     "list_inductor_options",
     "restore_autograd_state",
     "run_uncompiled",
@@ -66,7 +65,7 @@ def copy_function(function: F, name: str) -> F:
     Pinned by ``test_a_copied_function_compiles_by_itself``.
     """
     code = function.__code__.replace(co_name=name)
-    return types.FunctionType(code, function.__globals__, name)  # pyright: ignore[reportReturnType]
+    return types.FunctionType(code, function.__globals__, name, None, function.__closure__)  # pyright: ignore[reportReturnType]
 
 
 def run_uncompiled(*functions: types.FunctionType) -> None:
@@ -165,11 +164,11 @@ def list_backends() -> list[str]:
     return torch._dynamo.list_backends(exclude_tags=())
 
 
-def list_inductor_modes() -> list[str]:
-    """Return the names of the modes of inductor."""
+def inductor_modes() -> dict[str, dict[str, Any]]:
+    """Return the options that each mode of torch.compile stands for."""
     from torch._inductor import list_mode_options  # takes a second to import
 
-    return [*list_mode_options()]
+    return list_mode_options()
 
 
 def list_inductor_options() -> list[str]:
@@ -177,13 +176,6 @@ def list_inductor_options() -> list[str]:
     from torch._inductor import list_options  # takes a second to import
 
     return list_options()
-
-
-def inductor_mode_options(mode: str) -> dict[str, Any]:
-    """Return the options that a mode of torch.compile stands for."""
-    from torch._inductor import list_mode_options  # takes a second to import
-
-    return list_mode_options(mode)
 
 
 # --- Symbolic shapes in a graph of torch.compile ---

@@ -43,7 +43,7 @@ def is_compiler_file(name: str) -> bool:
 # --- Errors of torch.compile: the program's own error inside of one, and what to do about the known ones ---
 
 
-def classify_compile_error(error: Exception) -> tuple[bool, bool]:
+def classify_compile_error(error: BaseException) -> tuple[bool, bool]:
     """Return whether an error is one of Dynamo's, and whether it is a graph break that ``fullgraph=True`` refuses."""
     from torch._dynamo import exc  # takes a second to import
 
