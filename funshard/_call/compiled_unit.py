@@ -112,7 +112,7 @@ _RUNS: WeakKeyDictionary[nn.Module, dict[tuple[Compile, Remat | None, bool], Com
 def find_compiled_run(
     path: str, module: nn.Module, inside: Sequence[nn.Module], options: Compile, remat: Remat | None, *, retains: bool
 ) -> CompiledRun:
-    """Return the compiled function of a module.
+    """Return the compiled function of a module; ValueError for a name that torch.compile does not know.
 
     Args:
         path: The module's path.
@@ -121,9 +121,6 @@ def find_compiled_run(
         options: How to compile it.
         remat: What it saves for backward, None for what torch chooses.
         retains: Whether a backward may come back to what it saved.
-
-    Raises:
-        ValueError: For a backend, a mode or an option that torch.compile does not know.
     """
     runs = _RUNS.setdefault(module, {})
     run = runs.get((options, remat, retains))
@@ -179,27 +176,16 @@ def compiled_forwards(call: Call, before: ModuleAttributes) -> Iterator[Override
 
 def is_compiled(spec: PartitionSpec, path: str, attributes: Mapping[str, Any]) -> bool:
     """Return whether the module at this path is compiled, by its ``P`` or, as its attributes of before the call say, itself."""
-    return path in spec._compute_once(_compiled_by_spec) or attributes.get("_compiled_call_impl") is not None
+    return path in spec._compute_once(find_compiled) or attributes.get("_compiled_call_impl") is not None
 
 
 def _find_compiled(spec: PartitionSpec, modules: Mapping[str, nn.Module]) -> dict[str, Compile]:
-    """Return how each compiled module is compiled, by path: by ``P(compile=...)`` or, among ``modules``, by its ``.compile()``.
-
-    Raises:
-        ValueError: For a unit inside of a compiled module that has remat, casts or offloaded activations.
-    """
+    """Return how each compiled module is compiled, by path: by its ``P`` or, among ``modules``, by its ``.compile()``."""
     in_place = {path: m._compiled_call_impl for path, m in modules.items() if m._compiled_call_impl is not None}
-    found = {
-        **spec._compute_once(_compiled_by_spec),
-        **{path: Compile(**_torch.compile_options(run)) for path, run in in_place.items()},
-    }
-    if found:
+    options = {path: Compile(**_torch.compile_options(run)) for path, run in in_place.items()}
+    if found := {**spec._compute_once(find_compiled), **options}:
         spec._compute_once(_check_units_inside, *found)
     return found
-
-
-def _compiled_by_spec(spec: PartitionSpec) -> Mapping[str, Compile]:
-    return find_compiled(spec)
 
 
 def _check_units_inside(spec: PartitionSpec, *paths: str) -> bool:
@@ -218,15 +204,7 @@ def _check_units_inside(spec: PartitionSpec, *paths: str) -> bool:
 def _compile_forward(
     call: Call, path: str, options: Compile, before: ModuleAttributes, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return the forward of the module at ``path``: compiled where torch can run compiled code, else ``forward`` itself.
-
-    Args:
-        call: The call that the module runs in.
-        path: The module's path.
-        options: How to compile it.
-        before: The attributes of the model before the call.
-        forward: The forward to run without compilation.
-    """
+    """Return the forward of the module at ``path``: compiled where torch can run compiled code, else ``forward`` itself."""
     module, chosen = call.place.modules[path], call.spec.by_run.get(path)
     remat = remat_of(chosen) if chosen else None
     inside = call.place.modules_inside(path)
@@ -246,9 +224,17 @@ def _compile_forward(
 
 
 def can_run_compiled(call: Call, path: str) -> bool:
-    """Return whether torch can run the module at ``path`` compiled. Warn, once, of a user's choice that prevents it."""
-    if reason := _find_obstacle(call):
-        _warn_eager(path, call.place.modules[path], reason)
+    """Return whether torch can run the module at ``path`` compiled.
+
+    Warn, once for each class of modules and reason, of a user's choice that prevents it.
+    """
+    reason, kind = _find_obstacle(call), type(call.place.modules[path])
+    if reason and is_first_warning(kind, reason):
+        warnings.warn(
+            f"module '{path}' with P(compile=True) runs without compilation, with the same results: {reason}",
+            CompileWarning,
+            stacklevel=2,
+        )
     return reason is None
 
 
@@ -267,16 +253,6 @@ def _find_obstacle(call: Call) -> str | None:
     if _torch.is_in_forward_ad():
         return "forward-mode AD does not run through it"
     return None
-
-
-def _warn_eager(path: str, module: nn.Module, reason: str) -> None:
-    """Warn once for each class of modules and reason that a unit runs without compilation."""
-    if is_first_warning(type(module), reason):
-        warnings.warn(
-            f"module '{path}' with P(compile=True) runs without compilation, with the same results: {reason}",
-            CompileWarning,
-            stacklevel=3,
-        )
 
 
 # --- parameters that Dynamo can read ---

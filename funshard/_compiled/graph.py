@@ -67,35 +67,35 @@ def get_regions(node: Node) -> tuple[int, ...]:
 # --- kinds of nodes in an ATen graph ---
 
 
-def _op_name(node: Node) -> str:
-    """Return the operator that a node calls, "" if it calls none."""
-    return str(node.target) if node.op == "call_function" else ""
+def _calls(node: Node, *ops: str) -> bool:
+    """Return whether a node calls an operator whose name begins so."""
+    return node.op == "call_function" and str(node.target).startswith(ops)
 
 
 def is_wait(node: Node) -> bool:
     """Return whether a node waits for a collective."""
-    return _op_name(node).startswith("_c10d_functional.wait_tensor")
+    return _calls(node, "_c10d_functional.wait_tensor")
 
 
 def _is_all_gather(node: Node) -> bool:
-    return _op_name(node).startswith("_c10d_functional.all_gather_into_tensor")
+    return _calls(node, "_c10d_functional.all_gather_into_tensor")
 
 
 def is_collective_start(node: Node) -> bool:
     """Return whether a node starts a collective."""
-    return _op_name(node).startswith("_c10d_functional.") and not is_wait(node)
+    return _calls(node, "_c10d_functional.") and not is_wait(node)
 
 
 def is_cheap(node: Node) -> bool:
     """Return whether a node is a view or a cast, which costs less to compute again than to keep."""
-    return is_view(node) or _op_name(node).startswith(_CAST_OPS)
+    return is_view(node) or _calls(node, *_CAST_OPS)
 
 
 def is_assembly(node: Node) -> bool:
     """Return whether a node may assemble the input of a reduction from gradients, as early as these are complete."""
     tags = getattr(node.target, "tags", ())
     pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return is_cheap(node) or pointwise or _op_name(node).startswith(_ASSEMBLY_OPS)
+    return is_cheap(node) or pointwise or _calls(node, *_ASSEMBLY_OPS)
 
 
 def is_mutating(node: Node) -> bool:
@@ -105,7 +105,7 @@ def is_mutating(node: Node) -> bool:
 
 def find_written(node: Node) -> list[Node]:
     """Return the inputs that a node writes to."""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or not is_mutating(node):
         return []
     arguments = node.target._schema.arguments
     given = {**{a.name: x for a, x in zip(arguments, node.args, strict=False)}, **node.kwargs}

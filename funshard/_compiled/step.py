@@ -55,11 +55,9 @@ class TracedFloats:
 
     def make_constant(self, error: Exception) -> bool:
         """Make floats constants from the next call on, if the error may be due to them. Return whether it may."""
-        is_dynamo, _ = _torch.classify_compile_error(
-            error.__cause__ or error
-        )  # what the program raises has torch's as its cause
-        self._can_be_traced = not is_dynamo
-        return is_dynamo
+        is_torchs, _ = _torch.classify_compile_error(error.__cause__ or error)  # the cause of what the program raises
+        self._can_be_traced = not is_torchs
+        return is_torchs
 
 
 def _names_of_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
