@@ -124,7 +124,7 @@ def update(
     grown = scale * growth_factor
     kept = torch.where(grows & torch.isfinite(grown), grown, scale)
     zero = torch.zeros_like(good)
-    if not torch.compiler.is_compiling() and LOGGER.isEnabledFor(logging.INFO) and _torch.is_eager() and not finite:
+    if not _torch.is_in_graph() and LOGGER.isEnabledFor(logging.INFO) and _torch.is_eager() and not finite:
         LOGGER.info("loss_scale.update: a step is skipped; its gradients were not finite at a scale of %g", state.scale)
     return LossScale(torch.where(finite, kept, scale * backoff_factor), torch.where(finite & ~grows, good, zero))
 

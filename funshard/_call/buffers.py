@@ -107,7 +107,7 @@ def copy_buffer(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     expands them: its lazy copy could not be written to.
     """
     buffer = _torch.unwrap_dead(buffer)  # forward has left it there inside of transforms
-    seen = torch.compiler.is_compiling() or _torch.is_traced() or _torch.is_batched(buffer)
+    seen = _torch.is_in_graph() or _torch.is_traced() or _torch.is_batched(buffer)
     if seen or dtype != buffer.dtype or not _torch.is_strided(buffer) or _torch.has_internal_overlap(buffer):
         return buffer.to(dtype, copy=True)
     return _torch.lazy_clone(buffer)

@@ -70,7 +70,7 @@ def check_call(
     _check_count("prefetch", options.prefetch, 0)
     _check_count("in_flight", options.in_flight, 1)
     given, place = as_call_arguments(args, kwargs), None
-    if not torch.compiler.is_compiling():
+    if not _torch.is_in_graph():
         place = BoundModule.bind(model, spec)
         check_materialized(model, params, spec, given)
         _check_reduced(model, params, spec, stacklevel + 1)

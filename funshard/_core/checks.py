@@ -175,7 +175,7 @@ def _is_same_value(a: object, b: object) -> bool:
     """Return whether one of two full parameters can be dropped: equal values, and no derivative that only one of them gets."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    if torch.compiler.is_compiling() or _torch.any_tracked((a, b)):
+    if _torch.is_in_graph() or _torch.any_tracked((a, b)):
         return False
     if _torch.shares_storage(a, b) and (a.storage_offset(), a.stride()) == (b.storage_offset(), b.stride()):
         return True

@@ -132,7 +132,7 @@ def apply(op: str, x: Tensor, axis: Axis, root: int = 0, label: Label | None = N
         return x
     if not axis.name:
         raise missing_group_error(axis.size)
-    if torch.compiler.is_compiling():  # a graph is traced on tensors without values, and fs.compile compares the graphs
+    if _torch.is_in_graph():  # a graph is traced on tensors without values, and fs.compile compares the graphs
         label = None
     # A view of x, never the differentiated leaf itself (torch 2.13: Dynamo can otherwise lose a custom backward).
     return _primitive(x.view_as(x), None, op, axis.size, axis.name, root, label)

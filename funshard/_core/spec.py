@@ -81,7 +81,7 @@ class PartitionSpec:
                     f"parameter '{key}' has the name of a unit, and params may hold either: expected a parameter of another "
                     "name, without ':'; rename it in the model"
                 )
-        if self.mesh and all(isinstance(axis, ProcessAxis) for _, axis in self.mesh.axes) and not torch.compiler.is_compiling():
+        if self.mesh and all(isinstance(axis, ProcessAxis) for _, axis in self.mesh.axes) and not _torch.is_in_graph():
             fields = [getattr(self, f.name) for f in dataclasses.fields(self) if f.compare]
             _torch.set_graph_key(self, (*fields, self.mesh, self.names))
 
@@ -108,7 +108,7 @@ class PartitionSpec:
 
     def _compute_once(self, make: Callable[..., Cached], *args: Hashable) -> Cached:
         """Return ``make(self, *args)``, computed once for this object and kept while it lives; it must not hold the spec."""
-        if torch.compiler.is_compiling():  # which has no use for it, and would guard it
+        if _torch.is_in_graph():  # which has no use for it, and would guard it
             return self._compute_constant(make) if self._graph_key and not args else make(self, *args)
         if (cached := self._cache.get((make, args))) is None:
             cached = self._cache[make, args] = make(self, *args)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from .. import _torch
@@ -185,7 +184,7 @@ def unshard(
 
 def _copy_if_shared(buffer: Tensor, shard: Tensor) -> Tensor:
     """Return a copy if nothing was gathered, since the shard may be written to; in eager mode it takes no memory until then."""
-    if not (buffer.numel() == shard.numel() if torch.compiler.is_compiling() else _torch.shares_storage(buffer, shard)):
+    if not (buffer.numel() == shard.numel() if _torch.is_in_graph() else _torch.shares_storage(buffer, shard)):
         return buffer
     return _torch.lazy_clone(buffer) if _torch.is_eager() else buffer.clone()
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
+from torch.utils import _pytree as pytree  # Dynamo traces it, and not optree
 
 from .._core.spec import PartitionSpec
 from .._wire.host import compute_device

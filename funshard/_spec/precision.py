@@ -103,14 +103,14 @@ class Codec(Option):
 
     def _encode_rows(self, rows: Tensor) -> list[Tensor]:
         """Encode slices that are the rows of a matrix; return their tensors stacked in dimension 0."""
-        if not torch.compiler.is_compiling():  # as in _decode_slices
+        if not _torch.is_in_graph():  # as in _decode_slices
             with contextlib.suppress(Exception):  # of torch.vmap, or else encode raises it again
                 return [*torch.vmap(self._encode_slice)(rows)]
         return [torch.stack(parts) for parts in zip(*map(self._encode_slice, rows), strict=True)]
 
     def _describe_encoding(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
         """Return ``(number of bytes, form)`` of an encoded slice of so many elements, from shapes alone."""
-        if torch.compiler.is_compiling():  # as PartitionSpec._compute_once
+        if _torch.is_in_graph():  # as PartitionSpec._compute_once
             return self._find_form(numel, dtype)
         if (numel, dtype) not in self._forms:
             with _torch.below_transforms():
@@ -134,7 +134,7 @@ class Codec(Option):
         """
         decode = functools.partial(self.decode, dtype=dtype) if self.takes_dtype else self.decode
         rows: Sequence[Tensor] | Tensor | None = None
-        if not torch.compiler.is_compiling():  # which fuses what is written out, and recovers from no error
+        if not _torch.is_in_graph():  # which fuses what is written out, and recovers from no error
             with contextlib.suppress(Exception):  # of torch.vmap, or else decode raises it again
                 rows = torch.vmap(decode)(*tensors)
         if rows is None:

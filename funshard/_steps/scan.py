@@ -92,7 +92,7 @@ def _describe_leaves(tree: pytree.TreeSpec, kinds: list[Any]) -> dict[str, str]:
 
 def record_versions(*trees: object) -> list[int]:
     """Return each leaf's count of in-place changes, 0 for other objects than tensors; an empty list while torch compiles."""
-    return [] if torch.compiler.is_compiling() else [version_of(leaf) for leaf in pytree.tree_leaves(trees)]
+    return [] if _torch.is_in_graph() else [version_of(leaf) for leaf in pytree.tree_leaves(trees)]
 
 
 def check_unchanged(state: object, x: object, versions: list[int]) -> None:
@@ -338,7 +338,7 @@ class _ScanRun:
 
     def _recompute(self, run: Callable[..., Any], step: Any, state: Any, xs: Any, *, is_stored: bool) -> Any:
         """Run a piece whose derivatives keep the state that it begins with, and run it again."""
-        if torch.compiler.is_compiling():
+        if _torch.is_in_graph():
             with mark_region(Remat(), "scan"):
                 return run(step, state, xs)
         if not is_stored or self.place is None:
@@ -352,7 +352,7 @@ class _ScanRun:
         x = pytree.tree_map(lambda leaf: leaf.squeeze(0), xs)
         versions = record_versions(state, x)
         differentiated = _is_recorded(step, state, xs)
-        with contextlib.nullcontext() if torch.compiler.is_compiling() else assume_differentiated(differentiated):
+        with contextlib.nullcontext() if _torch.is_in_graph() else assume_differentiated(differentiated):
             result = step(state, x)
         check_unchanged(state, x, versions)
         if not isinstance(result, tuple) or len(result) != 2:  # pyright: ignore[reportUnknownArgumentType]
@@ -364,7 +364,7 @@ class _ScanRun:
 
 def _is_recorded(step: object, state: object, xs: object) -> bool:
     """Return whether autograd records what a step computes from its arguments or from what it closes over."""
-    if torch.compiler.is_compiling():
+    if _torch.is_in_graph():
         return torch.is_grad_enabled()
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False

@@ -32,6 +32,7 @@ __all__ = [
     "fake_mode",
     "is_eager",
     "is_fake",
+    "is_in_graph",
     "is_profiling",
     "is_traced",
     "set_compiling",
@@ -59,6 +60,9 @@ def is_traced() -> bool:
     """
     return get_proxy_mode() is not None
 
+
+is_in_graph: Callable[[], bool] = torch.compiler.is_compiling
+"""Whether torch.compile traces the running code: the function that Dynamo knows, under a name that says what callers ask."""
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 """Whether a profiler records ranges: torch.profiler, emit_nvtx or emit_itt. Pinned by ``test_a_profiler_is_seen``."""

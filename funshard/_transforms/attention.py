@@ -95,7 +95,7 @@ def _attend_by_blocks(
     sizes = [min(block, length - start) for start in starts]
     fn = SlicedFunction(parts, sizes, in_dims, (max(x.dim() for x in xs) - 2,))
     # under no_grad no level may have a graph, which a Function makes in those around the innermost one
-    if torch.compiler.is_compiling() or not _torch.needs_graph() or not torch.is_grad_enabled():
+    if _torch.is_in_graph() or not _torch.needs_graph() or not torch.is_grad_enabled():
         return fn(*xs)[0]
     return apply_recomputed(fn, xs)[0][0]
 
@@ -121,7 +121,7 @@ class _QueryBlock:
             mask = torch.ones(rows, end, dtype=torch.bool, device=query.device).tril(self._start)
         if mask is not None and mask.dtype is torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
-        if not self._dropout_p or torch.compiler.is_compiling():
+        if not self._dropout_p or _torch.is_in_graph():
             return (self._attend(query, key, value, mask),)
         if self._state is not None:
             with self._state.restored():

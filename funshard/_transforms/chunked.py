@@ -94,7 +94,7 @@ def _add_slices(
         [leaf.narrow(dim, start, size) for leaf, dim in zip(leaves, dims, strict=True)]
         for start, size in zip(starts, sizes, strict=True)
     ]
-    if torch.compiler.is_compiling() or not _torch.needs_graph():
+    if _torch.is_in_graph() or not _torch.needs_graph():
         outs: list[tuple[Tensor, Tensor]] = []
         for tensors in taken:
             with mark_region(Remat(), name):  # nothing but in torch.compile
@@ -185,7 +185,7 @@ def _is_forward_gradient_allowed(tensors: Sequence[object]) -> bool:
 
     A transform or a compiler may need another derivative. In float16 a loss is scaled first, so that gradients do not vanish.
     """
-    if torch.compiler.is_compiling() or _torch.current_level() or _torch.is_in_forward_ad() or is_assumed_differentiated():
+    if _torch.is_in_graph() or _torch.current_level() or _torch.is_in_forward_ad() or is_assumed_differentiated():
         return False
     recorded = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad] if torch.is_grad_enabled() else []
     devices = {x.device.type for x in recorded if torch.is_autocast_enabled(x.device.type)}

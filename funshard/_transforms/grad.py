@@ -130,7 +130,7 @@ def is_assumed_differentiated() -> bool:
 
 def is_differentiated_outside(arguments: object) -> bool:
     """Return whether anything outside can differentiate, batch or trace what is computed from these arguments."""
-    if torch.compiler.is_compiling() or _torch.current_level() or _torch.is_in_forward_ad() or is_assumed_differentiated():
+    if _torch.is_in_graph() or _torch.current_level() or _torch.is_in_forward_ad() or is_assumed_differentiated():
         return True
     tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -184,7 +184,7 @@ def check_recorded(who: str, chosen: object) -> None:
 
 def run_loss(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     """Call a loss function that plain autograd differentiates, with `is_in_gradient` set, and return ``(loss, aux)``."""
-    if torch.compiler.is_compiling():
+    if _torch.is_in_graph():
         return split_loss(f(*args, **kwargs), has_aux)
     before, _ASSUMPTION.is_in_gradient = _ASSUMPTION.is_in_gradient, True
     try:

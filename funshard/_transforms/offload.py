@@ -272,7 +272,7 @@ def offload(
 
     @functools.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        if torch.compiler.is_compiling() or not can_offload():
+        if _torch.is_in_graph() or not can_offload():
             return f(*args, **kwargs)
         outer = find_offload_hooks(_torch.current_pack_hook())
         module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)

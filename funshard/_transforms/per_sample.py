@@ -206,7 +206,7 @@ def per_sample_grads(
         return each if samples else {name: grads[:0] for name, grads in each.items()}
 
     params = {unit.key: params[unit.key].detach() for unit in units}
-    compiled = torch.compiler.is_compiling()  # where both passes are in one graph, and nothing is drawn
+    compiled = _torch.is_in_graph()  # where both passes are in one graph, and nothing is drawn
     # drawn and sent before all else, so that the host need not wait for the gradients to know it
     seed = _draw_seed(generator, spec, next(iter(params.values())).device) if noise and params and not compiled else None
     same_random = contextlib.nullcontext() if compiled else AmbientState(pytree.tree_leaves(args)).restored()
@@ -306,7 +306,7 @@ def _unflatten_units(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Pa
     full: Params = {}
     for unit in units:
         views = unflatten_unit(buffers[unit.key], unit)
-        if not torch.compiler.is_compiling():  # the compiler decides the order
+        if not _torch.is_in_graph():  # the compiler decides the order
             _torch.prioritize_backward(views)
         full |= zip((param.name for param in unit.params), views, strict=True)
     return full
@@ -378,7 +378,7 @@ def _check_privacy(clip: float | None, noise: float | None, reduce: ReduceBy, ra
         raise ValueError(f"per_sample_grads: expected a noise of at least 0, in units of clip, got {noise} with clip={clip}")
     if noise and clip == math.inf:
         raise ValueError(f"per_sample_grads: expected a finite clip, of which noise={noise} is a multiple, got clip={clip}")
-    if clip is not None and randomness != "error" and torch.compiler.is_compiling():
+    if clip is not None and randomness != "error" and _torch.is_in_graph():
         raise ValueError(
             f"per_sample_grads: clip with randomness='{randomness}' inside torch.compile: expected 'error', because a graph "
             "draws other numbers in the second pass; call it outside of the compiled function, or have f draw none"

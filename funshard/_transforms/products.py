@@ -189,7 +189,7 @@ def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | 
             results = push_forward(first, params, direction, has_aux=has_aux)
             return results[1:] if has_aux else results[1]
         except RuntimeError as error:  # NotImplementedError is one
-            if forward or torch.compiler.is_compiling() or not is_forward_rule_missing(error):
+            if forward or _torch.is_in_graph() or not is_forward_rule_missing(error):
                 raise add_hints(error)  # noqa: B904 - the same one
             missing = find_hint(error)
 
@@ -205,7 +205,7 @@ def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | 
 
 def push_forward(f: Callable[[Any], Any], params: Any, direction: Any, *, has_aux: bool = False) -> tuple[Any, ...]:
     """Return the results of ``torch.func.jvp``; what ``f`` computes under ``torch.no_grad`` is a constant."""
-    has_graph, is_traced = torch.is_grad_enabled(), torch.compiler.is_compiling()
+    has_graph, is_traced = torch.is_grad_enabled(), _torch.is_in_graph()
 
     def run(p: Any) -> Any:
         mode = _torch.NoGradInTracedForwardMode() if is_traced else _torch.NoGradInForwardMode()

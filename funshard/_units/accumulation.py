@@ -130,7 +130,7 @@ def is_backward_repeated() -> bool:
 
 def _active_in_this_thread() -> list[Accumulation]:
     """Return this thread's accumulations; in a thread of autograd, which runs a checkpoint again, those of all."""
-    if torch.compiler.is_compiling():
+    if _torch.is_in_graph():
         return _ACTIVE_ACCUMULATIONS
     own = [active for active in _ACTIVE_ACCUMULATIONS if active.thread == threading.get_ident()]
     return _ACTIVE_ACCUMULATIONS if not own and isinstance(threading.current_thread(), threading._DummyThread) else own

@@ -144,7 +144,7 @@ def _flow(x: Tensor, stages: tuple[Stage, ...], mesh: Mesh, compared: str | None
 
     With the key of the unit that is ``compared``, ranks compare their collectives.
     """
-    is_compared = compared is not None and not torch.compiler.is_compiling()  # there, nothing is sent yet
+    is_compared = compared is not None and not _torch.is_in_graph()  # there, nothing is sent yet
     label = f"unit '{compared}'" if is_compared else ""
     over = [(stage.axis, mesh[stage.axis]) for stage in stages if isinstance(stage, AllGather | Replicas)]
     simulated = {name: axis.rank for name, axis in over if isinstance(axis, Simulated)}
@@ -156,7 +156,7 @@ def _flow(x: Tensor, stages: tuple[Stage, ...], mesh: Mesh, compared: str | None
         value = _apply_stages(stages, x.detach(), transit) if gathers else None
         stages = tuple([stage for stage in linear if stage is not None])  # a list: Dynamo of torch 2.11 runs no generator here
     ranks = tuple(simulated.values())
-    if torch.compiler.is_compiling():
+    if _torch.is_in_graph():
         return _flow_in_graph(x, value, to_constants(stages), tuple(simulated), ranks, gathers)
     return _flow_as_node(x, value, stages, tuple(simulated), ranks, label, gathers)
 

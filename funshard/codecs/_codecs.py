@@ -325,7 +325,7 @@ def _look_up(name: str, indices: Tensor) -> Tensor:
 
 def _constant(name: str, device: torch.device) -> Tensor:
     """Return a table on a device: kept, but a constant in what is recorded."""
-    if torch.compiler.is_compiling() or _is_recorded(torch.empty(0, device="cpu")):
+    if _torch.is_in_graph() or _is_recorded(torch.empty(0, device="cpu")):
         # a copy of so few bytes does not wait for the device
         return torch.tensor(_SMALL_TABLES[name]).to(device, non_blocking=True)
     return _kept_table(name, device)
@@ -333,7 +333,7 @@ def _constant(name: str, device: torch.device) -> Tensor:
 
 def _is_recorded(tensor: Tensor) -> bool:
     """Return whether operators are recorded, or the tensor has no values."""
-    return torch.compiler.is_compiling() or _torch.is_traced() or _torch.is_fake(_torch.unwrap(tensor))
+    return _torch.is_in_graph() or _torch.is_traced() or _torch.is_fake(_torch.unwrap(tensor))
 
 
 @functools.cache

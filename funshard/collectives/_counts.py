@@ -31,10 +31,10 @@ def resolve_counts(
         RuntimeError: If counts that come from data would be constants of a recorded graph.
     """
     if not isinstance(send, Tensor) and receive is not None and not isinstance(receive, Tensor):
-        if torch.compiler.is_compiling() or _torch.is_traced():
+        if _torch.is_in_graph() or _torch.is_traced():
             check_counts(x, axis.size, send, receive, size)
             return [*send], [*receive]
-    elif not torch.compiler.is_compiling() and _torch.is_traced():
+    elif not _torch.is_in_graph() and _torch.is_traced():
         raise RuntimeError(
             "ragged_all_to_all: the counts come from data, and a recorded graph would keep those of its example: expected "
             "lists of ints for send_counts and receive_counts; or send the same number of rows to each rank by all_to_all"

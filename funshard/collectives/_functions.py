@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from .. import _torch
@@ -343,7 +342,7 @@ def gather_values(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
         [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
     """
     dim = check_dim("gather_values", x, dim)
-    if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1 and not torch.compiler.is_compiling():
+    if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1 and not _torch.is_in_graph():
         what, remedy = f"gather_values of {[*x.shape]} {x.dtype}", "Expected one shape on all ranks: pad rows, and mask them"
         with _torch.below_transforms():
             check_sequence([what], axis.name, _torch.unwrap(x), "ranks are about to join values that do not fit", remedy)

@@ -171,7 +171,7 @@ def get_host_group(name: str) -> HostGroup:
 
 def find_host_groups(mesh: Mesh) -> list[HostGroup]:
     """Return a host group for each mesh axis of several processes: an empty list while operators are recorded or compiled."""
-    if torch.compiler.is_compiling() or _torch.is_traced() or _torch.is_fake(torch.empty(0, device="cpu")):
+    if _torch.is_in_graph() or _torch.is_traced() or _torch.is_fake(torch.empty(0, device="cpu")):
         return []
     return [get_host_group(axis.name) for axis in process_axes(mesh).values() if is_comparable(axis.name)]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
+from torch.utils import _pytree as pytree  # Dynamo traces it, and not optree
 
 from ... import _torch
 from ..._core.layout import Params

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ... import _torch
@@ -33,7 +32,7 @@ def read_flag(flag: Tensor) -> bool | None:
 
     `plan` runs a step with fake tensors, which have no values.
     """
-    if torch.compiler.is_compiling() or _torch.is_traced():
+    if _torch.is_in_graph() or _torch.is_traced():
         return None
     values = _torch.unwrap(flag)
     if _torch.is_fake(values):

@@ -190,7 +190,7 @@ def warn_zero_gradients(
     masks: Mapping[str, Tensor],
 ) -> None:
     """Warn, naming the unit, about elements whose gradients were all zero and are differentiated through a root."""
-    if not issubclass(cls, ADAMS) or getattr(cls, "has_derivative_at_zero", False) or torch.compiler.is_compiling():
+    if not issubclass(cls, ADAMS) or getattr(cls, "has_derivative_at_zero", False) or _torch.is_in_graph():
         return
     for key, grad in grads.items():
         if key not in state or "exp_avg_sq" not in state[key] or not _torch.is_tracked(grad) or _torch.is_batched(grad):

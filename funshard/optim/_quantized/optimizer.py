@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree  # traced by torch.compile, as optree is not
+from torch.utils import _pytree as pytree  # Dynamo traces it, and not optree
 
 from ... import _torch
 from ..._core.checks import bind_spec, check_mapping, check_spec
@@ -348,7 +348,7 @@ def quantized_state(
         check_mapping(params)
         units = state_codec.find_units(state)
         is_donated = donate
-        if not torch.compiler.is_compiling():  # in a graph the optimizer's own update refuses derivatives
+        if not _torch.is_in_graph():  # in a graph the optimizer's own update refuses derivatives
             _refuse_derivatives(_iter_argument_tensors(grads, units, params, rates))
             # memory that vmap has not batched cannot take results that are
             is_donated = donate and not any(

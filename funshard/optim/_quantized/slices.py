@@ -111,7 +111,7 @@ def _decode_chunk(codes: Tensor, scales: Tensor, codec: Codec) -> Tensor:
     _, _, *others = codec._describe_encoding(numel, scales.dtype)[1]
     x = codec.decode(codes, scales, *(codes.new_empty(shape, dtype=dtype) for dtype, shape in others))
     # inductor on the CPU (2.13) computes slices of what is not in memory wrongly; pinned by ``test_a_compiled_step``
-    return x.as_strided((numel,), (1,)) if torch.compiler.is_compiling() else x
+    return x.as_strided((numel,), (1,)) if _torch.is_in_graph() else x
 
 
 def _chunk_length(numel: int, codec: Codec, device: torch.device) -> int:
