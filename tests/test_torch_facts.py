@@ -1438,10 +1438,10 @@ def test_optimizers_ask_is_compiling() -> None:
     param.grad = torch.ones(2)
     optimizer = torch.optim.RAdam([param], capturable=True, foreach=False)
     assert not torch.compiler.is_compiling()
-    with _torch.set_compiling(True):
+    with _torch.set_in_graph(True):
         assert torch.compiler.is_compiling()
         optimizer.step()
-        with _torch.set_compiling(False), pytest.raises(AssertionError, match="capturable=True"):
+        with _torch.set_in_graph(False), pytest.raises(AssertionError, match="capturable=True"):
             optimizer.step()
         assert torch.compiler.is_compiling()
     assert not torch.compiler.is_compiling()
@@ -1500,15 +1500,15 @@ def test_attention_in_plain_operators() -> None:
 
 
 def test_a_compiled_function_runs() -> None:
-    """`_torch.is_in_compiled_function`: after a graph break, too, and not outside of compiled functions."""
+    """`_torch.is_in_traced_function`: after a graph break, too, and not outside of compiled functions."""
     seen: list[bool] = []
 
     def run(x: Tensor) -> Tensor:
         if x.sum() > 0:  # a graph break
-            seen.append(_torch.is_in_compiled_function())
+            seen.append(_torch.is_in_traced_function())
         return x.sin()
 
-    assert not _torch.is_in_compiled_function()
+    assert not _torch.is_in_traced_function()
     torch._dynamo.reset()
     torch.compile(run, backend="eager")(torch.ones(2))
     assert seen == [True]

@@ -17,7 +17,7 @@ from .._core.mesh import ProcessAxis
 from .._core.spec import PartitionSpec
 from .._transforms.error_hints import as_call_arguments, check_materialized
 from .._units.accumulation import GradReceiver, find_accumulation
-from .._wire.flow import refuse_compiled_step
+from .._wire.flow import refuse_reduce_codec_in_graph
 from .._wire.host import check_host_resident
 from .buffers import is_first_warning
 from .module_state import BoundModule
@@ -60,7 +60,7 @@ def check_call(
     spec = bind_spec(spec)
     check_params(params, spec)
     check_host_resident(params, spec)
-    refuse_compiled_step(spec)
+    refuse_reduce_codec_in_graph(spec)
     accumulation, receiver = find_accumulation(params, spec, reduce, reduce_axes), None
     if accumulation:
         params, reduction, receiver = accumulation.replace(params)

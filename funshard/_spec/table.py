@@ -7,8 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 
-import torch
-
+from .. import _torch
 from .._core.mesh import Mesh
 from .._core.spec import FORMATS, PartitionSpec, format_sizes
 from .._torch.phases import LOGGER
@@ -96,7 +95,7 @@ def _format_ranges(numbers: Sequence[int]) -> str:
 
 def log_spec(spec: PartitionSpec) -> None:
     """Log a spec's summary at INFO, the first time that values are sharded by it."""
-    if not torch.compiler.is_compiling() and LOGGER.isEnabledFor(logging.INFO):  # Dynamo traces no logging
+    if not _torch.is_in_graph() and LOGGER.isEnabledFor(logging.INFO):  # Dynamo traces no logging
         spec._compute_once(_log_spec)
 
 

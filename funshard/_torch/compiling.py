@@ -27,7 +27,7 @@ __all__ = [
     "is_compiler_attribute",
     "is_compiler_variable",
     "is_config_variable",
-    "is_in_compiled_function",
+    "is_in_traced_function",
     "keep_saved_tensors",
     "list_backends",
     "list_inductor_options",
@@ -82,7 +82,7 @@ def run_uncompiled(*functions: types.FunctionType) -> None:
         set_code_exec_strategy(function.__code__, skip)
 
 
-def is_in_compiled_function() -> bool:
+def is_in_traced_function() -> bool:
     """Return whether the caller is traced, or runs in Python after a graph break of a compiled function.
 
     Pinned by ``test_a_compiled_function_runs``.

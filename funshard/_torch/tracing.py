@@ -32,10 +32,11 @@ __all__ = [
     "fake_mode",
     "is_eager",
     "is_fake",
+    "is_in_dynamo",
     "is_in_graph",
     "is_profiling",
     "is_traced",
-    "set_compiling",
+    "set_in_graph",
     "write_into",
 ]
 
@@ -63,6 +64,8 @@ def is_traced() -> bool:
 
 is_in_graph: Callable[[], bool] = torch.compiler.is_compiling
 """Whether torch.compile traces the running code: the function that Dynamo knows, under a name that says what callers ask."""
+is_in_dynamo: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+"""Whether Dynamo traces the running code itself, as torch.export may not."""
 
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
 """Whether a profiler records ranges: torch.profiler, emit_nvtx or emit_itt. Pinned by ``test_a_profiler_is_seen``."""
@@ -113,7 +116,7 @@ def assume_constant(fn: F) -> F:
 
 
 @contextlib.contextmanager
-def set_compiling(flag: bool) -> Generator[None]:
+def set_in_graph(flag: bool) -> Generator[None]:
     """Make ``torch.compiler.is_compiling()`` this, which torch's optimizers ask: then they read no numbers on the host.
 
     Torch versions differ in what it is while AOTAutograd records operators. Pinned by ``test_optimizers_ask_is_compiling``.

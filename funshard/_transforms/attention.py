@@ -48,7 +48,7 @@ def transforms_attention(block: int = 128) -> contextlib.AbstractContextManager[
         ...     fs.hvp(loss, x, x).shape
         torch.Size([1, 1, 300, 2])
     """
-    if _torch.is_in_compiled_function():  # which compiles frames of recomputation one by one
+    if _torch.is_in_traced_function():  # which compiles frames of recomputation one by one
         raise RuntimeError("transforms_attention is entered inside of a compiled function: expected it around the call of that")
     if isinstance(block, bool) or not isinstance(block, int) or block < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"transforms_attention: block: expected a number of queries, 1 or more, got {block!r}")

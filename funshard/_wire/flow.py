@@ -29,12 +29,12 @@ from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 
 __all__ = ["apply_options", "encode_at_rest", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit"]
-__all__ += ["refuse_compiled_step", "weigh_grad"]
+__all__ += ["refuse_reduce_codec_in_graph", "weigh_grad"]
 
 
-def refuse_compiled_step(spec: PartitionSpec) -> None:
+def refuse_reduce_codec_in_graph(spec: PartitionSpec) -> None:
     """Raise RuntimeError where Dynamo traces, or has met a graph break: a codec is no constant of its graphs."""
-    for path, p in spec.by_path.items() if _torch.is_in_compiled_function() else ():
+    for path, p in spec.by_path.items() if _torch.is_in_traced_function() else ():
         if p.precision and (precision := precision_of(p)) and precision.reduce_codec:
             raise RuntimeError(
                 f"unit '{path}' has a Precision(reduce_codec=) in a step that is compiled whole: expected the step without "

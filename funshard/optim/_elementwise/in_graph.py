@@ -148,7 +148,7 @@ def flatten_update(config: ElementwiseConfig, update: UpdateFn) -> FlatUpdate:
         if is_branching:
             numbers = config.scalars
             wide = {k: {n: torch.as_tensor(x).double() if n in numbers else x for n, x in v.items()} for k, v in state.items()}
-        with torch.no_grad(), _torch.set_compiling(is_branching), NumbersAsTensors():
+        with torch.no_grad(), _torch.set_in_graph(is_branching), NumbersAsTensors():
             new_params, new_state = update(recorded, grads, wide, params, lr=lr)
         new = [
             *(new_params[key] for key in keys),

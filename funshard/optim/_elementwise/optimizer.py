@@ -130,10 +130,10 @@ def elementwise(
     config = ElementwiseConfig(
         optimizer_class, defaults, initial, donate, at, groups, ranges, names, scalars, lr, spec or derived_by, rank
     )
-    return Optimizer(partial(_init_state, config), _compilable_update(config))
+    return Optimizer(partial(_init_state, config), _traceable_update(config))
 
 
-def _compilable_update(config: ElementwiseConfig) -> Update:
+def _traceable_update(config: ElementwiseConfig) -> Update:
     """Return the update, which inside torch.compile is part of the graph or breaks it."""
     update = partial(_update_in_range, config)
     if reason := reason_for_break(config):
@@ -147,7 +147,7 @@ def _compilable_update(config: ElementwiseConfig) -> Update:
         *,
         lr: float | Tensor | None = None,
     ) -> tuple[Params, State]:
-        if torch.compiler.is_dynamo_compiling():
+        if _torch.is_in_dynamo():
             return run_in_graph(config, flat_update, grads, state, params, lr)
         return update(grads, state, params, lr=lr)
 
