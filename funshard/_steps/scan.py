@@ -23,11 +23,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
 from .._core.checks import bind_spec
+from .._core.primitive import LinearFunction, linear_map
 from .._core.spec import PartitionSpec
 from .._spec.options import Remat
 from .._transforms._recompute.regions import mark_region
@@ -157,7 +157,8 @@ def store_state(state: Any, place: str) -> Any:
     def move(x: Tensor) -> Tensor:
         if not x.numel() or x.layout is not torch.strided or (directory is None and not needs_host_copy(x.device)):
             return x
-        return _StoredTensor.apply(x, directory)
+        device = x.device
+        return LinearFunction.apply(x, None, linear_map(lambda x: _store(x, directory), lambda grad: grad.to(device)))
 
     return pytree.tree_map_only(Tensor, move, state)
 
@@ -175,33 +176,13 @@ def needs_host_copy(device: torch.device) -> bool:
     return _torch.is_accelerator(device)
 
 
-class _StoredTensor(_torch.Function):
-    """The identity, with its result in host memory or, given a directory, in a file; gradients return to the device."""
-
-    @staticmethod
-    def forward(x: Tensor, directory: str | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if directory is not None:
-            return _allocate_in_file(x, directory).copy_(x)
-        out = _torch.allocate_like(x, torch.device("cpu"))
-        _torch.AsyncCopy(x, out).wait()
-        return out
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.device = inputs[0].device  # pyright: ignore[reportAttributeAccessIssue]
-        ctx.host = output.device  # pyright: ignore[reportAttributeAccessIssue]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.to(ctx.device), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tangent.to(ctx.host, copy=True)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, directory: str | None) -> tuple[Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _StoredTensor.apply(x, directory), in_dims[0]
+def _store(x: Tensor, directory: str | None) -> Tensor:
+    """Return a copy of a tensor in host memory or, given a directory, in a file."""
+    if directory is not None:
+        return _allocate_in_file(x, directory).copy_(x)
+    out = _torch.allocate_like(x, torch.device("cpu"))
+    _torch.AsyncCopy(x, out).wait()
+    return out
 
 
 def _allocate_in_file(like: Tensor, directory: str) -> Tensor:
