@@ -89,7 +89,7 @@ def check_names(where: str, backend: object, mode: str | None, options: Mapping[
     known: Sequence[str] = ()
     if isinstance(backend, str) and backend not in (known := _torch.list_backends()):
         raise ValueError(_format_unknown_name(where, "backend", backend, known))
-    if backend == "inductor" and mode is not None and mode not in (known := _torch.inductor_modes()):
+    if backend == "inductor" and mode is not None and mode not in (known := [*_torch.inductor_modes()]):
         raise ValueError(_format_unknown_name(where, "mode", mode, known))
     for name in options if backend == "inductor" else ():
         if name.replace("-", "_") not in (known := _torch.list_inductor_options()):

@@ -206,10 +206,10 @@ def per_sample_grads(
         return each if samples else {name: grads[:0] for name, grads in each.items()}
 
     params = {unit.key: params[unit.key].detach() for unit in units}
-    compiled = _torch.is_in_graph()  # where both passes are in one graph, and nothing is drawn
+    in_graph = _torch.is_in_graph()  # where both passes are in one graph, and nothing is drawn
     # drawn and sent before all else, so that the host need not wait for the gradients to know it
-    seed = _draw_seed(generator, spec, next(iter(params.values())).device) if noise and params and not compiled else None
-    same_random = contextlib.nullcontext() if compiled else AmbientState(pytree.tree_leaves(args)).restored()
+    seed = _draw_seed(generator, spec, next(iter(params.values())).device) if noise and params and not in_graph else None
+    same_random = contextlib.nullcontext() if in_graph else AmbientState(pytree.tree_leaves(args)).restored()
 
     def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
         probed = {unit.key: shared.enter(_attach_probe(buffers[unit.key], probes[unit.key]), unit) for unit in units}
@@ -218,7 +218,7 @@ def per_sample_grads(
 
     buffers = _gather_buffers(params, units, mesh, as_stored=True)
     probes = {unit.key: _zero_probe(params[unit.key]) for unit in units}
-    with contextlib.nullcontext() if compiled else ForbiddenFunctions({REGISTER_HOOK: _HOOK_MESSAGE}):
+    with contextlib.nullcontext() if in_graph else ForbiddenFunctions({REGISTER_HOOK: _HOOK_MESSAGE}):
         squares: Mapping[str, Tensor] = vmap_samples(torch.func.grad(probed_loss), probes)
     buffers.clear()
     norms = shared.sum_squares(squares, units).sqrt()
