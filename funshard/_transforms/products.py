@@ -176,29 +176,31 @@ def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | 
     leaves, treedef = pytree.tree_flatten(params)
     direction = pytree.tree_unflatten(match_vector("hvp", params, v), treedef)
 
-    def loss(p: Any) -> Any:
+    def loss(p: Any) -> tuple[Tensor, Any]:
         value, aux = split_loss(f(p, *args), has_aux)
-        return (value, aux) if has_aux else value
+        return value, aux if has_aux else ()
+
+    def choose(product: Any, aux: Any) -> Any:
+        return (product, aux) if has_aux else product
 
     if not leaves:
-        return (direction, loss(params)[1]) if has_aux else direction
-    first = torch.func.grad(loss, has_aux=has_aux)
+        return choose(direction, loss(params)[1] if has_aux else ())
+    first = torch.func.grad(loss, has_aux=True)
     missing = ""
     if forward is not False:
         try:
-            results = push_forward(first, params, direction, has_aux=has_aux)
-            return results[1:] if has_aux else results[1]
+            return choose(*push_forward(first, params, direction, has_aux=True)[1:])
         except RuntimeError as error:  # NotImplementedError is one
             if forward or _torch.is_in_graph() or not is_forward_rule_missing(error):
                 raise add_hints(error)  # noqa: B904 - the same one
             missing = find_hint(error)
 
-    def along(p: Any) -> Any:
-        grads, aux = first(p) if has_aux else (first(p), None)
-        return (_inner_product(grads, direction), aux) if has_aux else _inner_product(grads, direction)
+    def along(p: Any) -> tuple[Tensor, Any]:
+        grads, aux = first(p)
+        return _inner_product(grads, direction), aux
 
     try:
-        return torch.func.grad(along, has_aux=has_aux)(params)
+        return choose(*torch.func.grad(along, has_aux=True)(params))
     except RuntimeError as error:
         raise add_hints(error, known=missing)  # noqa: B904 - the same one
 
@@ -221,10 +223,14 @@ def match_vector(name: str, params: object, v: object) -> list[Tensor]:
     expected = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(params)[0]}
     got = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(v)[0]}
     for path in (*expected, *got):
-        if path not in expected or path not in got or not _is_like(got[path], expected[path]):
-            texts = [_describe_leaf(tree[path]) if path in tree else "none" for tree in (expected, got)]
+        texts = [_describe_leaf(tree[path]) if path in tree else "none" for tree in (expected, got)]
+        if texts[0] != texts[1]:
             raise ValueError(f"{name}: v{path}: expected {texts[0]} as in params, got {texts[1]}")
     return [got[path] for path in expected]
+
+
+def _describe_leaf(leaf: object) -> str:
+    return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 def _inner_product(a: Any, b: Any) -> Tensor:
@@ -233,18 +239,7 @@ def _inner_product(a: Any, b: Any) -> Tensor:
     return torch.stack([(x.conj() * y).real.sum() if x.is_complex() else (x * y).sum() for x, y in pairs]).sum()
 
 
-def _is_like(leaf: object, other: Tensor) -> bool:
-    return isinstance(leaf, Tensor) and leaf.shape == other.shape and leaf.dtype == other.dtype
-
-
-def _describe_leaf(leaf: object) -> str:
-    return f"{list(leaf.shape)} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
-
-
 # --- ggnvp and fishervp: J' H J v, J by forward-mode AD, H of a loss of few numbers, J' by a gradient ---
-
-Product = Callable[[Any, Any], Any]
-"""A function of outputs and of their tangents that returns the Hessian's product with the tangents."""
 
 TOLERANCE = 1e-2
 """By how much of their largest element outputs may differ between two runs: rounding is far below, another function above."""
@@ -326,7 +321,7 @@ def fishervp(losses: Callable[[Any], Tensor], params: Any, v: Any) -> Any:
     "ggnvp and fishervp run their function twice with the same random numbers, which no graph can set back: expected no "
     "compilation of the product itself; compile the model, or its units by P(compile=True)"
 )
-def _gauss_newton(name: str, f: Callable[[Any], Any], product: Product, params: Any, v: Any) -> Any:
+def _gauss_newton(name: str, f: Callable[[Any], Any], product: Callable[[Any, Any], Any], params: Any, v: Any) -> Any:
     """Return J' H J v by one forward-mode run of ``f``, the ``product`` H u, and one gradient, which runs ``f`` again."""
     check_differentiable(params)
     leaves, treedef = pytree.tree_flatten(params)
@@ -359,7 +354,11 @@ def _gauss_newton(name: str, f: Callable[[Any], Any], product: Product, params: 
                 z, u = _push_by_transposes(run, params, direction)
         if is_plain:
             z, u = pytree.tree_map(Tensor.detach, (z, u))
-        u = _check_product(name, product(z, u), z)
+        u = product(z, u)
+        for got, expected in zip(pytree.tree_leaves(u), pytree.tree_leaves(z), strict=True):
+            texts = _describe_leaf(expected), _describe_leaf(got)
+            if texts[0] != texts[1]:
+                raise ValueError(f"{name}: expected the Hessian's product to be like the outputs, {texts[0]}, got {texts[1]}")
         with ambient.restored():
             return pytree.tree_unflatten(_pull_back(name, run, params, z, u, is_plain=is_plain), treedef)
     except RuntimeError as error:
@@ -390,18 +389,6 @@ def _pull_back(name: str, f: Callable[[Any], Any], params: Any, z: Any, u: Any, 
         outputs, cotangents = zip(*roots, strict=True)
         grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, materialize_grads=True)
     return [g.detach() for g in grads]
-
-
-def _check_product(name: str, u: Any, z: Any) -> Any:
-    """Return the Hessian's product; raise ValueError if a shape or dtype differs from the outputs'."""
-    leaves, others = pytree.tree_leaves(u), pytree.tree_leaves(z)
-    for got, expected in zip(leaves, others, strict=True):
-        if got.shape != expected.shape or got.dtype != expected.dtype:
-            raise ValueError(
-                f"{name}: expected the Hessian's product to be like the outputs, {list(expected.shape)} {expected.dtype}, got "
-                f"{list(got.shape)} {got.dtype}"
-            )
-    return u
 
 
 def _check_repeated(name: str, first: list[Tensor], second: list[Tensor]) -> None:
