@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import funshard as fs
-from funshard._call import activation_offload
 from funshard._transforms import offload as host_buffers
 from funshard._transforms.offload import OffloadTarget
 
@@ -64,15 +63,12 @@ def counted() -> Iterator[Copies]:
 @contextlib.contextmanager
 def everywhere(at_least: int = 0) -> Iterator[Copies]:
     """Within this ``P(offload="activations")`` moves tensors of the CPU, to other memory of the CPU."""
-    to, activation_offload.DEFAULT_OFFLOAD = (
-        activation_offload.DEFAULT_OFFLOAD,
-        OffloadTarget(at_least, host=torch.device("cpu")),
-    )
+    to, host_buffers.DEFAULT_OFFLOAD = host_buffers.DEFAULT_OFFLOAD, OffloadTarget(at_least, host=torch.device("cpu"))
     try:
         with counted() as copies:
             yield copies
     finally:
-        activation_offload.DEFAULT_OFFLOAD = to
+        host_buffers.DEFAULT_OFFLOAD = to
 
 
 def moved(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:

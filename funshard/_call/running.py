@@ -21,8 +21,8 @@ from .._core.division import Reduction
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._transforms._recompute.saved_results import leave_finished_runs
+from .._transforms.offload import choose_hooks, choose_offload
 from .._units.accumulation import GradReceiver
-from .activation_offload import choose_hooks, choose_offload
 from .buffers import CallBuffers
 from .modes import choose_mode
 from .module_state import (

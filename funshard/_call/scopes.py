@@ -22,7 +22,7 @@ from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._transforms._recompute.function import RUNNING
 from .._transforms._recompute.saved_results import run_unrecorded
-from .activation_offload import ActivationOffload
+from .._transforms.offload import ActivationOffload
 from .modes import Mode, UnitInUse, units_given_full
 from .write_watch import allow_set_to_itself, forbid_set_to_itself, write_error
 

@@ -1,4 +1,4 @@
-"""Policies that select modules by size, by a function, or by a mark that they bear."""
+"""Policies that select modules by size, by path, by a function or a mark, and policies made of policies."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from .._core.build import build, build_with_leftovers
 from .._core.policies import SHARD, NamedPolicy, Policy, build_selected, check_classes, check_p, format_call
 from .._core.spec import PartitionSpec
-from .._core.tree import ModuleTree
+from .._core.tree import ModuleTree, Param, natural_key
 from .._core.unit import P
+from .._spec.precision import Precision
+from .._torch.modules import BatchNorm
 
-__all__ = ["always", "by_path", "by_size", "count_literal", "custom", "mark", "marked", "matches_path", "override_p"]
+__all__ = ["always", "any_of", "by_group", "by_path", "by_size", "custom", "full_precision", "ignoring", "mark", "marked"]
+__all__ += ["override"]
 
 _MARK = "_funshard_mark"
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -256,3 +260,238 @@ def override_p(p: P, fields: Mapping[str, Any], where: str) -> P:
         return dataclasses.replace(p, **fields)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from None
+
+
+# --- Policies that take something out of another: parameters that are ignored, classes in full precision ---
+
+
+def drop_ignored(tree: ModuleTree, specs: Iterable[PartitionSpec]) -> ModuleTree:
+    """Return the tree without the parameters that any of the specs ignores."""
+    names = {name for spec in specs for name in spec.ignored}
+    return tree.without(lambda node: False, lambda param: param.name in names) if names else tree
+
+
+def ignoring(
+    policy: Policy, modules: Iterable[str | nn.Module | type[nn.Module]] = (), params: Iterable[str | nn.Parameter] = ()
+) -> Policy:
+    """Return the policy for the model without some modules and parameters.
+
+    Ignored parameters are neither sharded nor synchronised; `functional_call` reads them from the model.
+
+    Args:
+        policy: The policy for the rest of the model.
+        modules: Path patterns (see `by_path`), classes, or the modules themselves; all inside them is ignored too.
+        params: Name patterns, or the parameters themselves.
+
+    Raises:
+        ValueError: From the policy, for a pattern that matches nothing, and if nothing remains.
+        TypeError: For anything else among ``modules`` and ``params``.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> fs.policies.ignoring(fs.policies.whole(), modules=["0"])(model).ignored
+        ('0.bias', '0.weight')
+    """
+    module_items, param_items = check_modules("ignoring", modules), items_to_list("ignoring: params", params)
+    for item in param_items:
+        if not isinstance(item, str | nn.Parameter):
+            raise TypeError(f"ignoring: params: expected name patterns or parameters, got {type(item).__name__}")
+
+    return NamedPolicy(
+        format_call("ignoring", policy, module_items, param_items),
+        functools.partial(_build_ignoring, policy, module_items, param_items),
+    )
+
+
+def _build_ignoring(policy: Policy, modules: list[object], params: list[object], tree: ModuleTree) -> PartitionSpec:
+    """Build the policy's spec of the tree without the modules and parameters that match; refuse what matches nothing."""
+    gone = {node.path for node in tree.nodes() for item in modules if matches_module(item, node)}
+    names = {p.name for node in tree.nodes() for p in node.params for item in params if _matches_param(item, p, node)}
+    for item in modules:
+        if not any(matches_module(item, node) for node in tree.nodes()):
+            raise ValueError(f"ignoring: modules: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
+    for item in params:
+        if not any(_matches_param(item, p, node) for node in tree.nodes() for p in node.params):
+            raise ValueError(f"ignoring: params: {item!r} matches no parameter of the model")
+    if tree.path in gone:
+        raise ValueError("ignoring: modules: the root '' is ignored: expected something left to shard")
+    return policy(tree.without(lambda node: node.path in gone, lambda p: p.name in names))
+
+
+def _matches_param(item: object, param: Param, owner: ModuleTree) -> bool:
+    """Return whether a pattern matches a name of the parameter, or the item is the parameter itself."""
+    if isinstance(item, str):
+        return any(matches_path(item.split("."), name.split(".")) for name in param.names)
+    own = owner.module._parameters
+    return any(own.get(name.rpartition(".")[2]) is item for name in param.names)
+
+
+def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
+    """Return the policy with every instance of the classes as a unit in float32.
+
+    For normalisation layers (``_module_classes_to_ignore`` of MixedPrecision). Inside a unit with a `Precision`, their inputs
+    are cast to float32, and their outputs back to the dtype of the inputs.
+
+    Args:
+        policy: The policy for the rest. The new units have the `P` of the unit around them but for its precision.
+        classes: Module classes; batch norm if none is given.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> low = fs.P("shard", precision=fs.Precision(param=torch.bfloat16))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+        >>> [unit.p.precision for unit in fs.policies.full_precision(fs.policies.whole(low))(model)]
+        [Precision(param=torch.bfloat16), Precision(param=torch.float32, restore_outputs=True)]
+    """
+    check_classes("full_precision", classes)
+    build_spec = functools.partial(_build_full_precision, policy, classes or (BatchNorm,))
+    return NamedPolicy(format_call("full_precision", policy, *classes), build_spec)
+
+
+def _build_full_precision(policy: Policy, classes: tuple[type[nn.Module], ...], tree: ModuleTree) -> PartitionSpec:
+    """Build the policy's spec with modules of these classes as units, in float32 where their parameters are cast."""
+    full = Precision(param=torch.float32, restore_outputs=True)
+    spec = policy(tree)
+    chosen = dict(spec.selected)
+    kept = drop_ignored(tree, [spec])
+    before = {"": spec.root, **chosen}
+    for node in kept.nodes():
+        if issubclass(node.cls, classes):
+            around = before[[path for path in (*kept.dominators(node), node.path) if path in before][-1]]
+            chosen[node.path] = dataclasses.replace(around, precision=full if around.precision else None, unit=None)
+    return build(kept, chosen, spec.root)
+
+
+# --- Policies that combine others ---
+
+
+def any_of(*policies: Policy) -> Policy:
+    """Return the policy with the units of all policies (``_or_policy``); their order does not matter.
+
+    Args:
+        policies: The policies.
+
+    Raises:
+        ValueError: From the policy, if two of them want different `P` for one module; `override` says who is right.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2), torch.nn.PReLU())
+        >>> [unit.path for unit in fs.policies.any_of(fs.by_type(torch.nn.Linear), fs.by_path({"1": fs.P("shard")}))(model)]
+        ['', '0', '1']
+    """
+    return NamedPolicy(format_call("any_of", *policies), functools.partial(_build_any_of, policies))
+
+
+def _build_any_of(policies: tuple[Policy, ...], tree: ModuleTree) -> PartitionSpec:
+    """Return the spec of all modules that some policy selects; raise ValueError where two select one with another `P`."""
+    chosen: dict[str, P] = {}
+    specs = [policy(tree) for policy in policies]
+    if not specs:
+        raise ValueError("any_of: expected at least one policy, got none")
+    for path, p in (entry for spec in specs for entry in spec.selected):
+        if chosen.setdefault(path, p) != p:
+            raise ValueError(f"any_of: module '{path}' is selected as {chosen[path]} and as {p}; use override(base, extra)")
+    roots = {spec.root for spec in specs}
+    if "" not in chosen and len(roots) > 1:
+        raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
+    return build(drop_ignored(tree, specs), chosen, chosen.get("", specs[0].root))
+
+
+def override(base: Policy, extra: Policy) -> Policy:
+    """Return the policy with the units of ``base``, and those of ``extra`` added or in their place.
+
+    Args:
+        base: Its leftovers stay.
+        extra: Its `P` win.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        >>> policy = fs.policies.override(fs.by_type(torch.nn.Linear), fs.by_path({"1": fs.P()}))
+        >>> {unit.path: unit.p for unit in policy(model)}
+        {'0': P('shard'), '1': P()}
+    """
+    return NamedPolicy(format_call("override", base, extra), functools.partial(_build_override, base, extra))
+
+
+def _build_override(base: Policy, extra: Policy, tree: ModuleTree) -> PartitionSpec:
+    """Build a spec of the units of both policies; ``extra`` decides for modules that both choose, ``base`` for the root."""
+    first, second = base(tree), extra(tree)
+    return build(drop_ignored(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
+
+
+# --- by_group: units of several modules ---
+
+
+def by_group(modules: Iterable[str | nn.Module | type[nn.Module]], *, size: int | None = None, p: P = SHARD) -> Policy:
+    """Return the policy with units of several modules, which are gathered together (``fully_shard([a, b])``).
+
+    The modules of a unit should run one after another. If forward gathers another unit between two of them, it frees their
+    unit and gathers it again. The unit's key is the paths with ``+`` between them.
+
+    Args:
+        modules: Path patterns (see `by_path`), classes, or the modules themselves.
+        size: The number of modules in a unit: modules with the same parent, in the order of their names. By default one unit
+            has all of them.
+        p: The `P` of the units. Its remat, casts and compilation are those of each module by itself.
+
+    Raises:
+        ValueError: For a ``size`` below 1. From the policy, for an item that matches no module, and for a module of a unit that
+            is inside another one of it.
+        TypeError: For anything else among ``modules``, or a ``p`` that is no `P`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(5)))
+        >>> [unit.key for unit in fs.policies.by_group([torch.nn.Linear], size=2)(model)]
+        ['0+1', '2+3', '4']
+    """
+    items = check_modules("by_group", modules)
+    check_p("by_group", p)
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"by_group: size: expected a whole number of modules, at least 1, got {size!r}")
+    return NamedPolicy(format_call("by_group", items, p=p, size=size), functools.partial(_build_groups, items, size, p))
+
+
+def _build_groups(items: list[object], size: int | None, p: P, tree: ModuleTree) -> PartitionSpec:
+    """Build the spec whose units are groups of the modules that match."""
+    nodes = [node for node in tree.nodes() if node is not tree]  # which is beside no other module
+    for item in items:
+        if not any(matches_module(item, node) for node in nodes):
+            raise ValueError(f"by_group: {item!r} matches no module: expected some of {[node.path for node in nodes][:8]}")
+    matched = [node for node in nodes if any(matches_module(item, node) for item in items)]
+    matched.sort(key=lambda node: min(map(natural_key, node.names)))
+    siblings: dict[str, list[str]] = {}
+    for node in matched:
+        siblings.setdefault("" if size is None else node.path.rpartition(".")[0], []).append(node.path)
+    chosen: dict[str, P] = {}
+    for paths in siblings.values():
+        length = size or len(paths)
+        for group in (paths[i : i + length] for i in range(0, len(paths), length)):
+            chosen |= dict.fromkeys(group, dataclasses.replace(p, unit="+".join(group) if len(group) > 1 else None))
+    return build_with_leftovers(tree, chosen, p)
+
+
+def items_to_list(what: str, items: object) -> list[object]:
+    """Return the items as a list; raise TypeError for a string, or anything that is not iterable."""
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise TypeError(f"{what}: expected an iterable, got {type(items).__name__}; put it in a list")
+    return list(items)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def check_modules(policy: str, modules: object) -> list[object]:
+    """Return the items as a list; raise TypeError unless they are path patterns, module classes or modules."""
+    items = items_to_list(f"{policy}: modules", modules)
+    for item in items:
+        if not isinstance(item, str | nn.Module) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise TypeError(f"{policy}: modules: expected path patterns, module classes or modules, got {type(item).__name__}")
+    return items
+
+
+def matches_module(item: object, node: ModuleTree) -> bool:
+    """Return whether an item selects a module: a pattern of its path, its class or a base class, or the module itself."""
+    if isinstance(item, str):
+        return any(matches_path(item.split("."), path.split(".")) for path in node.names)
+    return issubclass(node.cls, item) if isinstance(item, type) else node.module is item
