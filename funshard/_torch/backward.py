@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
-from torch._C._functorch import get_single_level_autograd_function_allowed, set_single_level_autograd_function_allowed
+from torch._C._functorch import (
+    get_single_level_autograd_function_allowed,
+    get_unwrapped,
+    set_single_level_autograd_function_allowed,
+)
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -19,9 +23,10 @@ from .levels import current_level, detach_level, is_wrapped, unwrap
 from .storage import storage_id
 
 __all__ = ["DATA", "Function", "LevelFunction", "Versioned", "count_reentrant_checkpoints", "current_graph_task"]
-__all__ += ["current_pack_hook", "current_saved_tensor_hooks", "depends_only_on", "find_nodes", "has_hooks"]
-__all__ += ["is_in_python_node", "is_last_backward", "is_leaf_view", "iter_nodes", "pack_versioned", "pop_saved_tensor_hooks"]
-__all__ += ["prioritize_backward", "push_saved_tensor_hooks", "saved_tensor_hooks", "unpack_versioned"]
+__all__ += ["current_pack_hook", "current_saved_tensor_hooks", "depends_only_on", "edges_in_graph", "find_nodes", "has_hooks"]
+__all__ += ["is_in_python_node", "is_last_backward", "is_leaf_view", "iter_nodes", "own_edges", "pack_versioned"]
+__all__ += ["pop_saved_tensor_hooks", "prioritize_backward", "push_saved_tensor_hooks", "saved_tensor_hooks"]
+__all__ += ["unpack_versioned"]
 
 
 class Function(torch.autograd.Function):
@@ -228,29 +233,42 @@ def depends_only_on(tensor: Tensor, leaves: Iterable[Tensor]) -> bool:
     return all(leaf is None or id(leaf) in known for leaf in begins)
 
 
-def find_nodes(nodes: Iterable[Any], begins: Set[Any] = frozenset()) -> set[Any]:
-    """Return these nodes, and all that lie before them up to ``begins``. Pinned by ``test_nodes_of_a_graph``."""
-    seen = {node for node in nodes if node is not None} | begins
-    waiting = list(seen - begins)
-    while waiting:
-        for node, _ in waiting.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                waiting.append(node)
-    return seen
+Edge = tuple[Any, int]
+"""A node of a graph, and the index of one of its results."""
 
 
-def iter_nodes(tensor: Tensor) -> Iterator[tuple[Any, list[tuple[Any, int]]]]:
+def iter_nodes(tensor: Tensor) -> Iterator[tuple[Any, Sequence[Edge]]]:
     """Yield each node of a tensor's graph once, with the nodes whose results it takes, and the index of each result.
 
     Pinned by ``test_nodes_of_a_graph``.
     """
-    waiting: list[Any] = [] if tensor.grad_fn is None else [tensor.grad_fn]
-    seen: set[Any] = set(waiting)
+    return _walk([tensor.grad_fn])
+
+
+def find_nodes(nodes: Iterable[Any], begins: Set[Any] = frozenset()) -> set[Any]:
+    """Return these nodes, and all that lie before them up to ``begins``. Pinned by ``test_nodes_of_a_graph``."""
+    return {*begins, *(node for node, _ in _walk(nodes, begins))}
+
+
+def _walk(nodes: Iterable[Any], begins: Set[Any] = frozenset()) -> Iterator[tuple[Any, Sequence[Edge]]]:
+    """Yield each node from these up to ``begins`` once, with its edges."""
+    waiting = [node for node in dict.fromkeys(nodes) if node is not None and node not in begins]
+    seen = {*begins, *waiting}
     while waiting:
         node = waiting.pop()
-        following = [(other, i) for other, i in node.next_functions]
-        yield node, following
-        new = [other for other, _ in following if other is not None and other not in seen]
+        yield node, (edges := node.next_functions)
+        new = dict.fromkeys(other for other, _ in edges if other is not None and other not in seen)
         seen.update(new)
-        waiting += dict.fromkeys(new)
+        waiting += new
+
+
+def own_edges(tensor: Tensor) -> list[Edge]:
+    """Return the results of nodes that a tensor is, at each level of transforms. Pinned by ``test_edges_in_a_graph``."""
+    edges: list[Edge] = [] if tensor.grad_fn is None else [(tensor.grad_fn, tensor.output_nr)]
+    return edges + own_edges(get_unwrapped(tensor)) if is_wrapped(tensor) else edges
+
+
+def edges_in_graph(tensors: Iterable[Tensor]) -> set[Edge]:
+    """Return the results of nodes that tensors are, or are computed from. Pinned by ``test_edges_in_a_graph``."""
+    own = {edge for tensor in tensors for edge in own_edges(tensor)}
+    return own.union(*(edges for _, edges in _walk(node for node, _ in own)))

@@ -20,11 +20,10 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled  # pyright: ignore[r
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["NoGradInForwardMode", "NoGradInTracedForwardMode", "any_tracked", "at_level", "below_autograd", "below_transforms"]
-__all__ += ["can_replace_saved_tensors", "current_level", "detach_level", "dispatch_keys", "edges_in_graph"]
-__all__ += ["has_only_derivatives", "has_tangent", "hold_until_backward_ends", "is_batched", "is_dead", "is_in_forward_ad"]
-__all__ += ["is_leaf", "is_recorded", "is_tracked", "is_wrapped", "level_of", "materialize_zeros", "needs_graph", "own_edges"]
-__all__ += ["tracking_levels", "unwrap", "unwrap_dead", "unwrap_level", "unwrap_to_level", "unwrap_untracked", "wrap_at_level"]
-__all__ += ["wrap_for_ended_level"]
+__all__ += ["can_replace_saved_tensors", "current_level", "detach_level", "dispatch_keys", "has_only_derivatives"]
+__all__ += ["has_tangent", "hold_until_backward_ends", "is_batched", "is_dead", "is_in_forward_ad", "is_leaf", "is_recorded"]
+__all__ += ["is_tracked", "is_wrapped", "level_of", "materialize_zeros", "needs_graph", "tracking_levels", "unwrap"]
+__all__ += ["unwrap_dead", "unwrap_level", "unwrap_to_level", "unwrap_untracked", "wrap_at_level", "wrap_for_ended_level"]
 
 
 def current_level() -> int:
@@ -256,9 +255,6 @@ def is_in_forward_ad() -> bool:
 
 # --- What reverse mode records, and when its backward ends ---
 
-Edge = tuple[Any, int]
-"""A node of a graph, and the index of one of its results."""
-
 
 def is_recorded(tensor: Tensor) -> bool:
     """Return whether reverse mode at any level records what uses the tensor. Pinned by ``test_what_reverse_mode_records``."""
@@ -273,28 +269,6 @@ def hold_until_backward_ends(held: Callable[[], None]) -> None:
     Pinned by ``test_held_until_backward_ends``.
     """
     torch.autograd.Variable._execution_engine.queue_callback(held)  # pyright: ignore
-
-
-def own_edges(tensor: Tensor) -> list[Edge]:
-    """Return the results of nodes that a tensor is, at each level of transforms. Pinned by ``test_edges_in_a_graph``."""
-    edges: list[Edge] = []
-    while True:
-        if tensor.grad_fn is not None:
-            edges.append((tensor.grad_fn, tensor.output_nr))
-        if not is_wrapped(tensor):
-            return edges
-        tensor = _functorch.get_unwrapped(tensor)
-
-
-def edges_in_graph(tensors: Iterable[Tensor]) -> set[Edge]:
-    """Return the results of nodes that tensors are, or are computed from. Pinned by ``test_edges_in_a_graph``."""
-    waiting = [edge for tensor in tensors for edge in own_edges(tensor)]
-    seen = set(waiting)
-    while waiting:
-        new = [edge for edge in waiting.pop()[0].next_functions if edge[0] is not None and edge not in seen]
-        seen.update(new)
-        waiting += new
-    return seen
 
 
 # --- torch.no_grad in forward-mode AD, where torch itself ignores it ---
