@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._core.checks import bind_spec
 from ._core.layout import Params
-from ._core.mesh import Axes, Axis, Mesh
+from ._core.mesh import Axes, Mesh
 from ._core.spec import PartitionSpec
 from ._slices.moving_average import is_averaged, update_average
 from ._spec.local import check_axes_are_given, distinct_axes
@@ -274,16 +274,15 @@ def _average_buckets(
         on_host = first.device.type == "cpu" and mesh.device_type not in (None, "cpu")  # as P(offload="params") has shards
         mean = first.to(mesh.device) if on_host else first
         for name in names:
-            mean = _mean_over(mean, mesh[name]) if reduce == "mean" else all_reduce(mean, mesh[name], reduce=reduce)
+            axis = mesh[name]
+            if reduce == "mean" and mean.dtype == torch.float16:  # whose sum overflows where its mean does not
+                mean = all_reduce(mean / axis.size, axis, reduce="sum")
+            else:
+                mean = all_reduce(mean, axis, reduce=reduce)
         mean = mean.to(first.device)
         for key, part in bucket.split(mean):
             out[key] = part.view(params[key].shape) if part is mean else part.view(params[key].shape).clone()
     return out
-
-
-def _mean_over(x: Tensor, axis: Axis) -> Tensor:
-    # A sum of float16 overflows where its mean does not; parameters, unlike gradients, do not vanish when divided first.
-    return all_reduce(x / axis.size, axis, reduce="sum") if x.dtype == torch.float16 else all_reduce(x, axis)
 
 
 def _to_buckets(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Bucket]]:

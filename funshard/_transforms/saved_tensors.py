@@ -97,9 +97,12 @@ def _is_last_reader(level: int) -> bool:
     return _torch.is_last_backward(level) and not _torch.is_in_python_node()
 
 
-def _raise_freed() -> Tensor:
-    """Raise the RuntimeError of a freed graph, instead of returning its saved tensor."""
-    raise _freed_error()
+def _raise_freed(*_: object) -> Any:
+    """Raise the RuntimeError of a graph that a plain autograd.grad inside torch.func.grad has freed."""
+    raise RuntimeError(
+        "the graph of a torch.autograd.grad(..., create_graph=True, retain_graph=False) inside a torch.func.grad was freed: "
+        "expected retain_graph=True, or torch.func.grad inside as well"
+    )
 
 
 def mark_graph_freed(like: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -118,14 +121,4 @@ class _FreedGraph(_torch.Function):
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise _freed_error()
-
-
-def _freed_error() -> RuntimeError:
-    """Return the error for a graph that a plain autograd.grad inside torch.func.grad has freed."""
-    return RuntimeError(
-        "the graph of a torch.autograd.grad(..., create_graph=True, retain_graph=False) inside a torch.func.grad was freed: "
-        "expected retain_graph=True, or torch.func.grad inside as well"
-    )
+    backward = staticmethod(_raise_freed)

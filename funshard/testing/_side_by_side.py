@@ -7,9 +7,9 @@ import functools
 import itertools
 import json
 import re
+import traceback
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -87,12 +87,6 @@ def install_buffers(model: nn.Module, buffers: Params, mesh: Mesh) -> None:
             vars(module)[MESH] = mesh
         if own := own_tensors(module, "_buffers"):
             set_buffers(module, {attr: buffers.get(join_path(path, attr)) for attr in own})
-
-
-def find_buffers(model: nn.Module, names: Iterable[str]) -> Params:
-    """Return the buffers of these names that the model has at present."""
-    now = dict(model.named_buffers(remove_duplicate=False))
-    return {name: now[name] for name in names if name in now}
 
 
 @contextlib.contextmanager
@@ -178,7 +172,8 @@ def explain_vmap(model: nn.Module) -> Generator[None]:
         where = f"module '{path}'" if path is not None else "the loss"
         # transformers' checkpointing also makes the embedding's output a leaf, which fails before any block runs
         checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
-        if checkpoints or _runs_checkpoint(error.__traceback__):
+        frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
+        if checkpoints or "torch.utils.checkpoint" in frames:
             raise RuntimeError(
                 f"assert_exact: {where} uses torch.utils.checkpoint, as the gradient checkpointing of transformers does: "
                 "expected none inside functional_call, where it would recompute with the module's own parameters; give its "
@@ -192,15 +187,6 @@ def explain_vmap(model: nn.Module) -> Generator[None]:
                 "process), or by model.eval() if only training does it"
             ) from error
         raise
-
-
-def _runs_checkpoint(traceback: TracebackType | None) -> bool:
-    """Return whether a traceback has a frame of torch.utils.checkpoint."""
-    while traceback is not None:
-        if traceback.tb_frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            return True
-        traceback = traceback.tb_next
-    return False
 
 
 # --- The derivatives of the plain model that assert_exact compares with: by plain autograd, which records what it records ---
@@ -336,9 +322,8 @@ class Case:
         texts = self.gather_text("" if error is None else f"{type(error).__name__}: {_torch.error_text(error)}")
         if error is not None:
             raise error
-        for rank, text in enumerate(texts):
-            if text:
-                raise AssertionError(f"assert_exact: the plain model raised on rank {rank}: {text}")
+        if raised := next(((rank, text) for rank, text in enumerate(texts) if text), None):
+            raise AssertionError(f"assert_exact: the plain model raised on rank {raised[0]}: {raised[1]}")
         if not self.simulated:
             check_same_units([json.loads(text) for text in self.gather_text(json.dumps(visited))])
         mean = {key: torch.stack([run.derivatives[key] for run in runs]).mean(0) for key in runs[0].derivatives}
@@ -375,8 +360,7 @@ class Case:
                 outputs, value = self._evaluate(self._call, batch)
                 curvature = functools.partial(self._multiply_loss_hessian, batch)
                 derivatives = self._derivatives(order, outputs, value, curvature, vector)
-                own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in find_buffers(self.model, self.buffers).items()}
-                out.append(_PlainRun({key: x.detach() for key, x in own.items()}, derivatives))
+                out.append(_PlainRun({key: x.detach() for key, x in self._own_results(value).items()}, derivatives))
         return out
 
     def _run_stacked(self, seed: int, order: Order, vector: Params | None) -> list[_PlainRun]:
@@ -385,9 +369,7 @@ class Case:
         def rank(mesh: Mesh, batch: Any, buffers: Params) -> tuple[Tensor, dict[Key, Tensor]]:
             install_buffers(self.model, buffers, mesh)
             outputs, value = self._evaluate(self._call, clone_tensors(batch))
-            return outputs, {(LOSS, ""): value} | {
-                (BUFFER, name): b for name, b in find_buffers(self.model, self.buffers).items()
-            }
+            return outputs, self._own_results(value)
 
         def curvature(z: Tensor, u: Tensor) -> Tensor:
             on_a_rank = lambda mesh, *args: self._multiply_loss_hessian(*args)  # noqa: E731
@@ -398,6 +380,11 @@ class Case:
                 outputs, found = spmd(rank, self._sizes)(self.batch, self._stack_buffers(self.buffers))
             derivatives = self._derivatives(order, outputs, found[LOSS, ""].mean(), curvature, vector)
         return [_PlainRun({key: x[r].detach() for key, x in found.items()}, derivatives) for r in self.ranks]
+
+    def _own_results(self, value: Tensor) -> dict[Key, Tensor]:
+        """Return a rank's loss, and the buffers that the model has after it."""
+        now = dict(self.model.named_buffers(remove_duplicate=False))
+        return {(LOSS, ""): value} | {(BUFFER, name): now[name] for name in self.buffers if name in now}
 
     @property
     def _call(self) -> ModelCall:
