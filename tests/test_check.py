@@ -26,7 +26,7 @@ from torch import nn
 import funshard as fs
 from funshard._core import announce
 from funshard.collectives import _rank_check as switch
-from funshard.collectives._rank_monitor import Monitor, Wait, find_user_line, name_ranks
+from funshard.collectives._rank_check import Monitor, Wait, _find_user_line, _name_ranks
 
 RAISED = {"raise_in_forward": "a bad batch", "raise_in_backward": "a bad gradient", "raise_in_update": "a bad update"}
 DIFFERENT = {
@@ -522,9 +522,9 @@ def test_the_variable_takes_no_other_value() -> None:
 
 
 def test_ranks_are_named() -> None:
-    assert name_ranks([3]) == "rank 3"
-    assert name_ranks([0, 2]) == "ranks 0, 2"
-    assert name_ranks(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (20)"
+    assert _name_ranks([3]) == "rank 3"
+    assert _name_ranks([0, 2]) == "ranks 0, 2"
+    assert _name_ranks(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (20)"
 
 
 def test_the_line_is_the_users() -> None:
@@ -532,14 +532,14 @@ def test_the_line_is_the_users() -> None:
 
     class Looks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            line.append(find_user_line())
+            line.append(_find_user_line())
             return x
 
     Looks()(torch.ones(1))
     assert re.search(r"test_check.py:\d+ in (.*Looks.)?forward: line.append", line[0])
     with ThreadPoolExecutor(1) as threads:  # as autograd's, which run backward on an accelerator
-        assert "threads.submit(find_user_line)" in threads.submit(find_user_line).result()
-    scope: dict[str, Any] = {"find": find_user_line}
+        assert "threads.submit(_find_user_line)" in threads.submit(_find_user_line).result()
+    scope: dict[str, Any] = {"find": _find_user_line}
     exec(compile("def look(): return find()", __file__, "exec"), scope)  # code without a hash, as Dynamo makes
     look: Any = FunctionType(scope["look"].__code__.replace(co_consts=({},)), scope)
     assert " in look" in look()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import funshard as fs
-from funshard.collectives._sequence import check_sequence
+from funshard.collectives._agree import check_sequence
 
 torch.manual_seed(0)
 

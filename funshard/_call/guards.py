@@ -280,7 +280,6 @@ def _entries(container: Any) -> list[Any]:
 
 
 def _is_scalar(value: object) -> bool:
-    """Return whether a value is a number or a word, which may say what a buffer holds."""
     return isinstance(value, _SCALARS) or (isinstance(value, Tensor) and value.numel() == 1)
 
 

@@ -41,8 +41,8 @@ from .._units.accumulation import GradReceiver, drop_unweighted
 from .._wire.chain import BufferPool, CollectiveChain, copy_kept_slice, forgetting_on_error, make_route_table
 from .._wire.flow import reduce_unit
 from .._wire.mixed_layout import view_whole_elements
-from .._wire.order_check import OrderCheck
 from .._wire.reductions import ReductionQueue, flat_pieces
+from ..collectives._agree import OrderCheck
 
 __all__ = ["MAX_UNSHARDED_IN_BACKWARD", "CallOptions", "GatheredUnit", "Schedule", "check_unmodified", "find_entered_unit"]
 
@@ -239,7 +239,9 @@ class Schedule:
         self.spec, self.reduction, self.check_order, self.weight = spec, reduction, options.check_order, options.weight
         dtypes = tuple(shard.dtype for shard in self.shards.values())
         self.routes = spec._compute_once(make_route_table, dtypes, reduction, options.check_order)
-        self.order_check = OrderCheck(self.routes, self.shards)
+        has_values = not (_torch.is_traced() or any(map(_torch.is_fake, self.shards.values())))
+        self.order_check = OrderCheck(is_on=self.routes.needs_order_check and has_values)
+        self._has_backward = False  # whether a backward will end in the call's shards
         self.buffers = BufferPool()
         self.receiver = receiver
         self.reductions = ReductionQueue(options.in_flight, self.buffers, receiver)
@@ -256,7 +258,7 @@ class Schedule:
         keys = [key for key in self.shards if shards[key].requires_grad]
         if not keys:
             return dict(shards)
-        self.order_check.has_backward = True
+        self._has_backward = True
         return {**shards, **dict(zip(keys, _Entry.apply(self, keys, *(shards[key] for key in keys)), strict=True))}
 
     # --- forward ---
@@ -297,7 +299,10 @@ class Schedule:
     def check_forward(self) -> None:
         """Have ranks compare what forward has gathered, and used."""
         with forgetting_on_error(self._ahead.clear):
-            self.order_check.check_forward(self._ahead)
+            for key in self._ahead:
+                self.order_check.record(self.routes.steps[key].gather_groups, f"the end of forward without unit '{key}'")
+            self.order_check.compare(self.routes.gather_groups, "the end of forward")
+        self.order_check.compares_each = not self._has_backward
 
     def end_forward(self) -> None:
         """Free what was gathered ahead and not used."""
@@ -321,7 +326,8 @@ class Schedule:
 
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Start to reduce a unit's gradient, given by parameter, which nobody differentiates."""
-        self.order_check.record_reduction(unit.key)
+        steps = self.routes.steps[unit.key]
+        self.order_check.record(steps.reduce_groups, f"the reduction of unit '{unit.key}'{steps.encoding}")
         self.reductions.begin_backward(self.backward.run_number())
         with _torch.below_transforms():
             self.reductions.reduce(unit, grads, self.shards[unit.key], self.routes)
@@ -332,7 +338,7 @@ class Schedule:
         self.reductions.begin_backward(task)
         self.run_gradients.reduce_rest(task)
         with forgetting_on_error(self.reductions.reset):
-            self.order_check.check_backward()  # or some reduction might wait for ever
+            self.order_check.compare(self.routes.groups, "the end of backward")  # or some reduction might wait for ever
         with _torch.below_transforms():
             reduced = self.reductions.wait_all()
         self.buffers.clear()
@@ -402,13 +408,14 @@ class GatheredUnit:
         """Start to gather the buffer: from the shards, or from the slices of it that forward has kept."""
         if self.route.has_own_buffer:
             schedule, backward_buffer = self.schedule, self._backward_buffer()
-            kept, gather = backward_buffer and backward_buffer.kept, schedule.routes.steps[self.unit.key].gather
+            kept, steps = backward_buffer and backward_buffer.kept, schedule.routes.steps[self.unit.key]
             with phase("gather", self.unit.key), _torch.below_transforms():
                 if kept is None:
-                    self.chain = gather.start(self.shard, schedule.buffers)
+                    self.chain = steps.gather.start(self.shard, schedule.buffers)
                 else:
-                    self.chain = gather.start_from_kept(kept, schedule.buffers)
-                schedule.order_check.record_gather(self.unit.key, of_kept=kept is not None)
+                    self.chain = steps.gather.start_from_kept(kept, schedule.buffers)
+                groups = steps.gather_groups if kept is None else steps.gather_kept_groups
+                schedule.order_check.record(groups, f"the gather of unit '{self.unit.key}'")
 
     def wait(self) -> None:
         """Wait for forward's buffer."""

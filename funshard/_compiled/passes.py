@@ -26,7 +26,7 @@ from .. import _torch
 from .._core import ops
 from .._spec.options import Remat
 from .._torch.compiler import CustomGraphPass, get_annotation, get_hash_for_files
-from ..collectives._sequence import check_sequence, is_comparable
+from ..collectives._agree import check_sequence, is_comparable
 from . import graph as graph_file
 from . import recompute as recompute_file
 from .graph import (

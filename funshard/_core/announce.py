@@ -18,13 +18,11 @@ class RankError(RuntimeError):
 
 
 Listener = Callable[[str, str | Sequence[int], str, Tensor | None, torch.dtype | None], None]
-"""A function that is called before a collective starts, with the arguments of `announce`."""
-
 _listener: Listener | None = None
 
 
 def listen(listener: Listener | None) -> None:
-    """Have this function called before each collective; None for no function."""
+    """Have this function called before each collective, with the arguments of `announce`; None for no function."""
     global _listener
     _listener = listener
 

@@ -18,12 +18,14 @@ from .._core.layout import Params, to_memory_order, unflatten_unit
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._core.unit import Unit, whole_shape
-from .._sharding.agree import check_ranks_agree, has_peers, hash_bits, report_to_ranks
+from .._sharding.hashes import hash_bits
 from .._sharding.sharding import check_rank, collect_full_params
 from .._spec.table import log_spec
 from .._wire.flow import encode_at_rest
 from .._wire.host import place_slice
 from .._wire.whole import flatten_whole, scatter_whole
+from ..collectives._agree import check_ranks_agree, report_to_ranks
+from ..collectives._world import has_peers
 from .sandbox import InitFn, Initialiser, InitSandbox, Slot, find_initialisers, find_slots, format_slots
 
 __all__ = ["init", "init_buffers"]

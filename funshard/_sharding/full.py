@@ -28,17 +28,8 @@ from .._wire.host import check_host_resident, compute_device, move, place_slice,
 from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names
 from .._wire.whole import apply_options, decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
-from ..collectives._sequence import (
-    Comparison,
-    check_sequence,
-    find_host_groups,
-    gather_from_ranks,
-    get_host_group,
-    is_comparable,
-    make_order_error,
-)
-from ..collectives._world import process_axes
-from .agree import has_peers, process_group
+from ..collectives._agree import check_sequence, find_host_groups, gather_from_ranks, leave_to_next_call
+from ..collectives._world import has_peers, process_axes
 
 __all__ = ["find_sent_dtype", "gather_full", "gather_stored", "gather_to_first", "scatter_full", "stream_full"]
 
@@ -196,7 +187,7 @@ def _start_gather_along(names: Sequence[str], piece: Tensor, unit: Unit, mesh: M
     """Start to gather to the first rank along the first of these axes. Waiting for it gathers along the others."""
     if not names:
         return lambda: decode_whole(piece, unit, mesh)
-    axis, group = process_group(mesh, names[0])
+    axis, group = _process_group(mesh, names[0])
     if group is None:
         return _start_gather_along(names[1:], piece, unit, mesh)
     raw = view_as_bytes(piece)
@@ -364,9 +355,8 @@ def _start_end_check(used: int, units: Sequence[Unit], mesh: Mesh) -> None:
     except RuntimeError:  # the stream outlived its process groups
         return
     where = f"after {used} of {len(units)} units" + (f", the last one '{units[used - 1].key}'" if used else "")
-    for group in filter(is_comparable, find_gather_groups(units, mesh)):
-        make_error = lambda everyone: make_order_error(everyone, "ranks have ended a stream early", REMEDY)  # noqa: E731
-        Comparison([f"the end of stream_full {where}"], [get_host_group(group)], make_error).leave_to_next_call()
+    groups = find_gather_groups(units, mesh)
+    leave_to_next_call(f"the end of stream_full {where}", groups, "ranks have ended a stream early", REMEDY)
 
 
 # --- gather_full and scatter_full ---
@@ -494,7 +484,7 @@ def _scatter_from(
     here, want = (dict(zip(mesh.names, c, strict=True)) for c in (rank_coords(mesh, None), source))
     rest = list(mesh.names)
     for name in (*unit.distinct_axes, *(n for n in mesh.names if n not in unit.distinct_axes)):
-        axis, group = process_group(mesh, name)
+        axis, group = _process_group(mesh, name)
         rest.remove(name)
         split = name in unit.distinct_axes
         numel = numel // axis.size if split else numel
@@ -536,3 +526,12 @@ def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str
         if name in spec.by_name and tensor.dtype != spec.by_name[name][1].dtype:
             return f"parameter '{name}': expected {spec.by_name[name][1].dtype}, got {tensor.dtype}"
     return ""
+
+
+def _process_group(mesh: Mesh, name: str) -> tuple[ProcessAxis, dist.ProcessGroup | None]:
+    """Return a mesh axis and its process group, None for a single rank; raise ValueError if it has none."""
+    axis = mesh[name]
+    assert isinstance(axis, ProcessAxis)
+    if axis.size > 1 and not axis.name:
+        raise ValueError(f"axis '{name}' of {axis.size} ranks has no process group: bind the spec with .on(mesh)")
+    return axis, _torch.resolve_group(axis.name) if axis.size > 1 else None

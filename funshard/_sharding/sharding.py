@@ -21,8 +21,10 @@ from .._units.accumulation import find_accumulation
 from .._wire.flow import encode_at_rest, gather_unit
 from .._wire.host import check_host_resident, place_slice
 from .._wire.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
-from .agree import check_ranks_agree, has_peers, hash_params, report_to_ranks
+from ..collectives._agree import check_ranks_agree, report_to_ranks
+from ..collectives._world import has_peers
 from .full import scatter_full
+from .hashes import hash_params
 from .skeleton import is_skeleton
 
 __all__ = ["check_rank", "collect_full_params", "combine", "partition", "reshard", "shard", "unshard"]

@@ -16,8 +16,8 @@ from .._core.division import Reduction
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._units.accumulation import drop_unweighted
+from ..collectives._agree import Comparison, RankLines, find_difference, find_host_groups
 from ..collectives._functions import all_reduce
-from ..collectives._sequence import Comparison, RankLines, find_difference, find_host_groups
 
 __all__ = [
     "PaddedMicrobatches",
@@ -264,7 +264,7 @@ def _make_difference_error(everyone: RankLines) -> ValueError:
     """Return the error of ranks that have other numbers of micro-batches than the first one."""
     if wrong := [f"{text} on rank {rank}" for rank, (text,) in everyone if text.startswith("accumulate: ")]:
         return ValueError(wrong[0])
-    _, (rank, expected), (other, got) = find_difference(everyone)
+    (rank, expected), (other, got) = find_difference(everyone)
     return ValueError(
         f"accumulate: expected as many micro-batches on every rank, got {expected} on rank {rank}, and {got} on rank {other}; "
         "fs.pad_microbatches adds some of weight 0; and lists on all ranks, or generators on all"

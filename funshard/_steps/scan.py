@@ -34,7 +34,7 @@ from .._transforms._recompute.regions import mark_region
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.snapshot import find_tensors
 from .._transforms.grad import assume_differentiated
-from ..collectives._sequence import Comparison, RankLines, find_difference, find_host_groups
+from ..collectives._agree import Comparison, RankLines, find_difference, find_host_groups
 
 __all__ = ["scan"]
 
@@ -274,7 +274,7 @@ def _check_ranks_agree(text: str, spec: PartitionSpec) -> None:
     mesh = spec.bound_mesh
 
     def make_error(everyone: RankLines) -> ValueError:
-        _, (first, expected), (other, got) = find_difference(everyone)
+        (first, expected), (other, got) = find_difference(everyone)
         return ValueError(
             f"scan: the ranks of the mesh {mesh.names} run different steps: expected {expected}, as on rank {first}, got {got} "
             f"on rank {other}; give every rank as many slices"

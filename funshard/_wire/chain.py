@@ -19,7 +19,7 @@ from .._core.division import Reduction
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.ops import PendingResult
 from .._core.spec import PartitionSpec
-from ..collectives._sequence import is_comparable
+from ..collectives._agree import is_comparable
 from .host import start_copy_to_device
 from .route import Route, find_slice
 from .stages import AllGather, Decode, Join, Move, Names, Replicas, Stage, StartStep, Transit, Wire

@@ -17,11 +17,12 @@ from .. import _torch
 from .._core.checks import bind_spec, check_mapping, check_params, find_full_params
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, whole_shape
-from .._sharding.agree import check_ranks_agree, has_peers
 from .._sharding.full import find_sent_dtype, gather_to_first
 from .._torch.phases import LOGGER, phase
 from .._wire.host import check_host_resident
 from .._wire.whole import apply_options, unflatten_whole
+from ..collectives._agree import check_ranks_agree
+from ..collectives._world import has_peers
 from ._files.directory import LOCK, StagingDirectory, check_replaceable, copy_access
 from ._files.manifest import MANIFEST
 from ._ranks import TIMEOUT, connect_ranks

@@ -20,9 +20,9 @@ from .. import _torch
 from .._core.announce import announce
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.spec import PartitionSpec
-from .._sharding.agree import check_ranks_agree, has_peers, hash_spec
+from ..collectives._agree import check_ranks_agree, hash_spec
 from ..collectives._host_group import HostGroup, host_groups
-from ..collectives._world import check_spans_world
+from ..collectives._world import check_spans_world, has_peers
 from ._errors import CheckpointError, SavedError
 
 __all__ = ["TIMEOUT", "Ranks", "connect_ranks"]

@@ -5,15 +5,15 @@ gloo ends the process where two ranks expect different numbers of bytes of each 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _torch
 from .._core.mesh import ProcessAxis
-from ._sequence import get_host_group, is_comparable
+from ._agree import get_host_group, is_comparable
 
 __all__ = ["Counts", "check_counts", "resolve_counts"]
 
@@ -24,12 +24,7 @@ Counts = Sequence[int] | Tensor
 def resolve_counts(
     x: Tensor, axis: ProcessAxis, send: Counts, receive: Counts | None, size: int | None
 ) -> tuple[list[int], list[int]]:
-    """Return how many rows this rank sends to each rank, and receives from each.
-
-    Raises:
-        ValueError: On every rank, if the counts of some rank are wrong or differ from another's.
-        RuntimeError: If counts that come from data would be constants of a recorded graph.
-    """
+    """Return how many rows this rank sends to each rank, and receives from each; ValueError on all ranks if they differ."""
     if not isinstance(send, Tensor) and receive is not None and not isinstance(receive, Tensor):
         if _torch.is_in_graph() or _torch.is_traced():
             check_counts(x, axis.size, send, receive, size)
@@ -56,6 +51,14 @@ def check_counts(x: Tensor, ranks: int, send: Sequence[int], receive: Sequence[i
             raise ValueError(f"ragged_all_to_all: {name}: expected {bound}{rows} rows together, got {counts}")
 
 
+class _Row(NamedTuple):
+    error: str
+    kind: tuple[str, list[int]]
+    size: int | None
+    send: list[int]
+    receive: list[int] | None
+
+
 @_torch.disable_in_graph("ranks compare the counts of ragged_all_to_all")
 def _compare_counts(
     x: Tensor, axis: ProcessAxis, send_counts: Counts, receive_counts: Counts | None, size: int | None
@@ -68,28 +71,22 @@ def _compare_counts(
             even = [rows * (i + 1) // n - rows * i // n for i in range(n)]
             send, receive = (even if c is None or isinstance(c, Tensor) else [*c] for c in (send_counts, receive_counts))
             return send, receive
-        is_alone = n == 1 or not is_comparable(axis.name)
+        group = get_host_group(axis.name) if n > 1 and is_comparable(axis.name) else None
         error, send, receive = "", [0] * n, None
         try:
             send = _counts_to_list("send_counts", send_counts)
             receive = None if receive_counts is None else _counts_to_list("receive_counts", receive_counts)
             check_counts(x, n, send, receive, size)
         except ValueError as wrong:
-            if is_alone:
+            if group is None:
                 raise
-            error, send, receive = str(wrong), [0] * n, None
-        if is_alone and n > 1:  # every rank is taken to send what this one does
+            error = str(wrong)
+        if group is None and n > 1:  # every rank is taken to send what this one does
             return send, [send[here]] * n if receive is None else receive
-        unknown, kind = [-1] * n, zlib.crc32(repr((x.dtype, [*x.shape[1:]])).encode())
-        row = [bool(error), kind, -1 if size is None else size, *send, *(unknown if receive is None else receive)]
-        group = None if is_alone else get_host_group(axis.name)
-        rows = [row] if group is None else group.all_gather(torch.tensor(row, device="cpu")).tolist()
-        if group is not None and any(other[0] for other in rows):
-            errors = zip(group.ranks, group.all_gather_object(error), strict=True)
-            raise ValueError("; ".join(f"rank {rank}: {text}" for rank, text in errors if text))
-        if error := _find_difference(rows, (0,) if group is None else group.ranks):
-            raise ValueError(f"ragged_all_to_all: {error}")
-        return send, [other[3 + here] for other in rows]
+        own = _Row(error, (str(x.dtype), [*x.shape[1:]]), size, send, receive)
+        every = [_Row(*row) for row in group.all_gather_object((*own,))] if group else [own]
+        _check_rows(every, group.ranks if group else (0,))
+        return send, [row.send[here] for row in every]
 
 
 def _counts_to_list(name: str, counts: Counts) -> list[int]:
@@ -108,25 +105,21 @@ def _counts_to_list(name: str, counts: Counts) -> list[int]:
     return _torch.unwrap(counts).tolist()
 
 
-def _find_difference(rows: Sequence[Sequence[int]], names: Sequence[int]) -> str:
-    """Return how the counts of ranks contradict each other, or an empty string.
-
-    Args:
-        rows: For each rank: whether it has an error, its kind of rows, its size, its counts to and from every rank.
-        names: The ranks in the world.
-    """
-    n = len(rows)
-    if len({row[1] for row in rows}) > 1:
-        return "expected rows of the same dtype and shape on all ranks"
+def _check_rows(rows: Sequence[_Row], ranks: Sequence[int]) -> None:
+    """Raise ValueError where the counts of these ranks are wrong, or contradict each other."""
+    if errors := [f"rank {rank}: {row.error}" for rank, row in zip(ranks, rows, strict=True) if row.error]:
+        raise ValueError("; ".join(errors))
+    if any(row.kind != rows[0].kind for row in rows):
+        raise ValueError("ragged_all_to_all: expected rows of the same dtype and shape on all ranks")
     for j, receiver in enumerate(rows):
-        total = sum(row[3 + j] for row in rows)
-        if 0 <= receiver[2] < total:
-            return f"size: expected room for the {total} rows that rank {names[j]} receives, got {receiver[2]}"
+        total = sum(row.send[j] for row in rows)
+        if receiver.size is not None and receiver.size < total:
+            wanted = f"room for the {total} rows that rank {ranks[j]} receives"
+            raise ValueError(f"ragged_all_to_all: size: expected {wanted}, got {receiver.size}")
         for i, sender in enumerate(rows):
-            if receiver[3 + n + i] not in (-1, sender[3 + j]):
-                return (
-                    f"rank {names[i]} sends {sender[3 + j]} rows to rank {names[j]}, which expects {receiver[3 + n + i]}: "
-                    "expected receive_counts that are the other ranks' send_counts; leave them out, or get them by "
-                    "all_to_all(send_counts, axis)"
+            if receiver.receive is not None and receiver.receive[i] != sender.send[j]:
+                raise ValueError(
+                    f"ragged_all_to_all: rank {ranks[i]} sends {sender.send[j]} rows to rank {ranks[j]}, which expects "
+                    f"{receiver.receive[i]}: expected receive_counts that are the other ranks' send_counts; leave them out, or "
+                    "get them by all_to_all(send_counts, axis)"
                 )
-    return ""

@@ -20,7 +20,7 @@ from .. import _torch
 from .._core.flow import take_slice
 from .._core.mesh import Axis, Mesh, ProcessAxis
 from .._core.primitive import Label, apply
-from ._sequence import check_sequence
+from ._agree import check_sequence
 
 __all__ = [
     "Reduce",

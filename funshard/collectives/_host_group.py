@@ -25,13 +25,10 @@ __all__ = ["HostGroup", "host_groups"]
 
 
 class HostGroup:
-    """A gloo process group of some ranks, which connects when it is made.
+    """A gloo process group of these global ranks, which connects when it is made.
 
-    Args:
-        ranks: Global ranks, in the order in which they are counted; this process is one of them.
-        name: Distinguishes the groups of the same ranks. Equal on all of them.
-        timeout: Of the connection and of every operation.
-        is_announced: Whether `funshard.check` compares its operations: not those of a thread in the background.
+    The ``name``, equal on all of them, distinguishes groups of the same ranks. `funshard.check` compares what is announced: not
+    the operations of a thread in the background.
     """
 
     def __init__(self, ranks: Sequence[int], name: str, timeout: timedelta, *, is_announced: bool = True) -> None:
@@ -48,13 +45,6 @@ class HostGroup:
         options: Any = dist.AllreduceOptions()  # its stub does not say that the attribute takes ReduceOp.MAX
         options.reduceOp = dist.ReduceOp.MAX
         return self._group.allreduce([x], options)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Return every rank's tensor, stacked by rank. All have the same shape."""
-        self._announce("all-gather")
-        rows = [torch.empty_like(x) for _ in self.ranks]
-        self._group.allgather([rows], [x]).wait()
-        return torch.stack(rows)
 
     def all_gather_object(self, value: object) -> list[Any]:
         """Return every rank's value, by rank."""
@@ -84,7 +74,6 @@ class HostGroup:
         return pickle.loads(buffer)
 
     def _announce(self, op: str, label: str = "") -> None:
-        """Announce a collective to fs.check, unless the group serves the check itself."""
         if self._is_announced:
             announce(op, self.ranks, f"between hosts, {label or f'for {self._name}'}")
 

@@ -1,14 +1,32 @@
-"""The check around a step: ranks compare every collective before it starts, and hear of each other's errors."""
+"""The check around a step: ranks compare every collective before it starts, and hear of each other's errors.
+
+The main thread waits for the other ranks in the key-value store of the process group, without a limit of its own. A thread
+beside it writes twice a second where this rank is, and looks whether a rank has reported an error, or which ranks are missing
+where the main thread waits: one that compiles is waited for; one that has left the check, has ended, or does not come within
+the limit is an error.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import hashlib
+import linecache
 import os
 import sys
-from collections.abc import Generator, Sequence
-from types import TracebackType
-from typing import Any
+import sysconfig
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +34,304 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.announce import RankError, listen
-from ._rank_monitor import Monitor, find_error_line, find_user_line
+from .._torch import TORCH_FOLDER, is_compiler_file
+from ._agree import is_comparable
+
+if TYPE_CHECKING:
+    from .._torch.groups import Store
 
 __all__ = ["check"]
+
+
+# --- The line of user code that a thread runs: the innermost one outside of torch, funshard and Python's own library ---
+
+_LIBRARIES = (TORCH_FOLDER, f"{Path(__file__).parents[1]}/", "<")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + "/"
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_user_file(name: str) -> bool:
+    return not name.startswith(_LIBRARIES) and (not name.startswith(_STANDARD_LIBRARY) or "-packages/" in name)
+
+
+def _describe_line(lines: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the first of these lines that is a user's as "file:number in function: source", '' if none is."""
+    for frame, number in lines:
+        name, code = frame.f_code.co_filename, frame.f_code
+        if _is_user_file(name):
+            source = linecache.getline(name, number).strip()
+            return f"{name}:{number} in {getattr(code, 'co_qualname', code.co_name)}" + (f": {source}" if source else "")
+    return ""
+
+
+def _walk(frame: FrameType | None) -> Generator[tuple[FrameType, int]]:
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _find_user_line() -> str:
+    """Return the line that this thread runs for the user, or the main thread: threads of autograd have no user code below."""
+    return _describe_line(_walk(sys._getframe(1))) or _describe_line(_walk(_main_frame())) or "no line of user code"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks as words, such as "rank 1" or "ranks 0, 2"; many are abridged."""
+    shown = ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)})" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+# --- The comparison of the next collective between some ranks ---
+#
+# The rank that comes first writes what it is about to start. The others compare, and the last one sets a key that the others
+# wait for. Whoever sets that key first decides: a rank that differs or has an error sets it, too. So either all ranks start the
+# collective, or none does.
+
+_START = "start"  # lets ranks start the collective; any other value is an error
+_LAG = 100  # collectives after which keys are deleted: no thread looks at those any more
+
+
+@dataclass
+class Wait:
+    """The wait of the main thread for other ranks, before a collective."""
+
+    ranks: tuple[int, ...]
+    number: int  # of collectives that these ranks have compared before
+    what: str
+    line: str
+    epoch: int
+    check: int = 0  # the number of the check: a rank that has left it, or a later one, does not come
+    begin: float = field(default_factory=time.monotonic)
+    seen: float = 0.0  # when the thread has looked last
+    compiling: float = 0.0  # seconds in which a missing rank compiled
+    beats: dict[int, tuple[str, float]] = field(default_factory=dict)  # the last one of each missing rank, and when it was new
+    has_warned: bool = False
+
+    def key(self, number: int) -> str:
+        """Return the prefix of the keys of these ranks' collective of this number."""
+        return f"{self.epoch}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=12).hexdigest()}/{number}"
+
+    def meet(self, store: Store, rank: int) -> str:
+        """Wait until all ranks are about to start the collective; return an empty string, or an error if they differ."""
+        key, own = self.key(self.number), f"{self.what} ({self.line})"
+        first = store.compare_set(f"{key}/first", "", f"{rank}\n{self.what}\n{own}").decode()
+        other, what, line = first.split("\n", 2)
+        if int(other) == rank and self.number >= _LAG:
+            for name in ("first", "count", "go"):
+                store.delete_key(f"{self.key(self.number - _LAG)}/{name}")
+        if what != self.what:
+            each = "; ".join(f"rank {number} {text}" for number, text in sorted([(int(other), line), (rank, own)]))
+            where = f"collective {self.number + 1} of {_name_ranks(self.ranks)}"
+            answer = self.decide(f"fs.check: ranks disagree on {where}. Each was about to start: {each}", store)
+        elif store.add(f"{key}/count", 1) == len(self.ranks):
+            answer = self.decide(_START, store)
+        else:
+            answer = store.get(f"{key}/go").decode()
+        return "" if answer == _START else answer
+
+    def decide(self, answer: str, store: Store) -> str:
+        """Say that ranks start the collective, or what is wrong, unless some rank has said it before; return what was said."""
+        return store.compare_set(f"{self.key(self.number)}/go", "", answer).decode()
+
+
+# --- One process's part in the check ---
+
+TICK = 0.5  # seconds between two looks at the store
+SLOW = 5.0  # after which a rank that waits warns, or a third of the limit if that is less
+MUTE = 10.0  # after which a rank that writes nothing has ended or is stopped
+FAREWELL = 5.0  # the most that a rank with an error waits until the others know of it
+
+
+class Monitor:
+    """The check's connection of this process to the other ranks of the default process group.
+
+    The last one of ``timeouts`` is the limit of the innermost check.
+    """
+
+    def __init__(self, world: dist.ProcessGroup, timeouts: Sequence[float]) -> None:
+        self.world, self._timeouts = weakref.ref(world), timeouts
+        self.rank, self.ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
+        self.error = ""  # that this rank has heard of or reported; it is raised at the next collective, too
+        self.check = 0  # the number of checks that this process has entered
+        self._epoch = 0  # the number of errors before: each has keys of its own
+        self._numbers: dict[tuple[int, ...], int] = {}  # of collectives that some ranks have compared
+        self._by_name: dict[str, tuple[int, ...]] = {}
+        self._wait: Wait | None = None
+        self._beat = 0
+        self._lock = threading.Lock()
+        self._store, self._side_store = (self._connect() for _ in range(2))
+        self._look()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="funshard.check", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _connect() -> Store:
+        """Return a connection to the store that never times out."""
+        return _torch.connect_store("funshard/check", timedelta(days=7))  # the thread ends a wait
+
+    # --- main thread ---
+
+    def ranks_of(self, group: str | Sequence[int]) -> tuple[int, ...]:
+        """Return the global ranks of a process group, () if there is nobody to compare with."""
+        if not isinstance(group, str):
+            return tuple(group)
+        if group not in self._by_name:
+            ranks = dist.get_process_group_ranks(_torch.resolve_group(group)) if is_comparable(group) else ()
+            self._by_name[group] = tuple(ranks)
+        return self._by_name[group]
+
+    def compare(self, what: str, ranks: tuple[int, ...], line: str, *, is_end: bool = False) -> None:
+        """Wait until all of these ranks are about to start the same collective; raise RankError if they are not."""
+        if self.error:
+            raise RankError(self.error)
+        number = self._numbers.get(ranks, 0)
+        self._wait = Wait(ranks, number, what, line, self._epoch, self.check + is_end)
+        try:
+            error = self._wait.meet(self._store, self.rank)
+        except RuntimeError as lost:
+            text = f"fs.check: the store of the default process group has ended, with its process: {str(lost).splitlines()[0]}"
+            error = self.error or text
+        finally:
+            self._wait = None
+        self._numbers[ranks] = number + 1
+        if error:
+            self._declare(error, self._store, self._epoch)
+            raise RankError(self.error)
+
+    def report(self, error: BaseException, trace: TracebackType | None) -> None:
+        """Tell all ranks that this one has raised, if it is the first; wait for a short time until they know; begin anew."""
+        if not self.error:
+            first = (_torch.error_text(error).strip() or "no message").splitlines()[0][:500]
+            line = _describe_line(reversed([*traceback.walk_tb(trace)])) or "no line of user code"
+            text = f"fs.check: rank {self.rank} raised {type(error).__name__}: {first} ({line})"
+            self._declare(text, self._store, self._epoch)
+        self._wait_for_count(f"{self._epoch}/heard", len(self.ranks))
+        with self._lock:
+            self._epoch, self.error, self.check = self._epoch + 1, "", 0
+            self._numbers.clear()
+
+    def leave(self, how: str) -> None:
+        """Say that this rank does not come to collectives of this check any more."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self._epoch}/left/{self.rank}", f"{self.check}\n{how}")
+
+    def compare_end(self, line: str) -> None:
+        """Compare that all ranks have come to the end of the check. The first one waits until all know: it has the store."""
+        self.compare(f"the end of fs.check(), block {self.check}", self.ranks, line, is_end=True)
+        self._store.add(f"{self._epoch}/past", 1)
+        if self.rank == 0:
+            self._wait_for_count(f"{self._epoch}/past", self.check * len(self.ranks))
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join(FAREWELL)  # a thread that is left in a call of the store aborts an interpreter that ends
+
+    def end_process(self) -> None:
+        """Say that this process ends, and end the thread."""
+        if self.world() is not None:  # else the store may be gone, which torch reports at length
+            self.check = 1 << 62
+            self.leave("ended")
+            with contextlib.suppress(RuntimeError):
+                self._store.add("ended", 1)
+            if self.rank == 0:
+                self._wait_for_count("ended", len(self.ranks))
+        self.stop()
+
+    def _wait_for_count(self, key: str, count: int) -> None:
+        """Wait for a short time until all ranks have added to a counter: the store may end with this process."""
+        end = time.monotonic() + FAREWELL
+        with contextlib.suppress(RuntimeError):
+            while self._store.add(key, 0) < count and time.monotonic() < end:
+                time.sleep(TICK / 100)
+
+    # --- both threads ---
+
+    def _declare(self, error: str, store: Store, epoch: int) -> None:
+        """Say that something is wrong, unless another rank has said it before, and keep what was said."""
+        with contextlib.suppress(RuntimeError):  # the store has ended with its rank: this rank hears of it alone
+            error = store.compare_set(f"{epoch}/error", "", error).decode()
+        with self._lock:
+            if self.error or epoch != self._epoch:
+                return
+            self.error = error
+        with contextlib.suppress(RuntimeError):
+            store.add(f"{epoch}/heard", 1)
+
+    # --- the thread beside ---
+
+    def _watch(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has ended with its rank
+            while not self._stopped.wait(TICK) and self.world() is not None:
+                self._look()
+
+    def _look(self) -> None:
+        """Write where this rank is, read a new error, if any, and look at who is waited for."""
+        store, wait, epoch = self._side_store, self._wait, self._epoch
+        self._beat += 1
+        is_compiling = wait is None and any(is_compiler_file(frame.f_code.co_filename) for frame, _ in _walk(_main_frame()))
+        if wait is not None:
+            key, doing = wait.key(wait.number), f"waits to start {wait.what} ({wait.line})"
+        else:
+            line = _describe_line(_walk(_main_frame())) or "no line of user code"
+            key, doing = "", f"{'compiles' if is_compiling else 'is'} at {line}"
+        store.set(f"where/{self.rank}", f"{self._beat}\n{int(is_compiling)}\n{key}\n{doing}")
+        if not self.error and store.check([f"{epoch}/error"]):
+            self._declare(store.get(f"{epoch}/error").decode(), store, epoch)
+        if wait is None:
+            return
+        if self.error and wait.epoch == epoch:
+            wait.decide(self.error, store)  # which ends the wait, on all ranks
+        elif (error := self._find_missing(wait, store)) and wait.decide(error, store) == error:  # else all have come meanwhile
+            self._declare(error, store, wait.epoch)
+
+    def _find_missing(self, wait: Wait, store: Store) -> str:
+        """Return the error of ranks that do not come, an empty string as long as they may; warn of slow ones."""
+        now, limit = time.monotonic(), self._timeouts[-1]
+        step, wait.seen = now - (wait.seen or now), now
+        begin, goal = f"fs.check: rank {self.rank} has waited", f"to start {wait.what} ({wait.line})"
+        is_compiling, is_mute, places = False, False, []
+        for rank in wait.ranks:
+            number, how = _read(store, f"{wait.epoch}/left/{rank}", "-1\n").split("\n", 1)
+            if int(number) >= wait.check:
+                return f"{begin} {goal}, and rank {rank} does not come: it has {how}"
+            where = _read(store, f"where/{rank}", "\n\n\nhas not entered fs.check()")
+            beat, compiles, waits_for, doing = where.split("\n", 3)
+            if waits_for == wait.key(wait.number):
+                continue
+            if rank not in wait.beats or wait.beats[rank][0] != beat:
+                wait.beats[rank] = beat, now
+            is_compiling |= compiles == "1"
+            if beat and now - wait.beats[rank][1] > MUTE:
+                is_mute, doing = True, f"does not answer: it has ended or is stopped; its last answer: it {doing}"
+            places.append(f"rank {rank}, which {doing}")
+        wait.compiling += step * is_compiling
+        if not places or now - wait.begin < min(SLOW, limit / 3):
+            return ""
+        text = f"{begin} {now - wait.begin:.0f} s {goal} for {'; '.join(places)}"
+        if now - wait.begin - wait.compiling > limit:
+            return f"{text}. The limit is fs.check(timeout={limit:g})"
+        if not is_mute and not wait.has_warned:
+            wait.has_warned = True
+            _warn_now(text)
+        return text if is_mute else ""
+
+
+def _read(store: Store, key: str, default: str) -> str:
+    return store.get(key).decode() if store.check([key]) else default
+
+
+def _warn_now(text: str) -> None:
+    """Warn now, in this thread: the main thread waits."""
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=1)
+    except RuntimeWarning:  # a filter makes errors of warnings, which nobody would see in this thread
+        print(text, file=sys.stderr, flush=True)
 
 
 # --- `check` ---
@@ -70,6 +383,7 @@ class _State:
 
 _state = _State()
 os.register_at_fork(after_in_child=_state.leave_to_parent)
+atexit.register(lambda: _state.monitor and _state.monitor.end_process())
 
 
 def _compare_on_ranks(op: str, group: str | Sequence[int], label: str, sent: Tensor | None, dtype: torch.dtype | None) -> None:
@@ -80,7 +394,7 @@ def _compare_on_ranks(op: str, group: str | Sequence[int], label: str, sent: Ten
     if monitor is None or len(ranks := monitor.ranks_of(group)) < 2:
         return
     size = "" if sent is None else f" of {sent.numel():,} x {str(dtype or sent.dtype).removeprefix('torch.')}"
-    monitor.compare(f"{_NAMES.get(op, op)}{size}{label and ', ' + label}", ranks, find_user_line())
+    monitor.compare(f"{_NAMES.get(op, op)}{size}{label and ', ' + label}", ranks, _find_user_line())
 
 
 @contextlib.contextmanager
@@ -124,13 +438,14 @@ def check(timeout: float = TIMEOUT) -> Generator[None]:
             monitor.check += 1
         yield
         if is_outermost and (monitor := _state.monitor) is not None:
-            line = find_user_line()
-            monitor.leave(f"left fs.check() ({line})")
+            line = _find_user_line()
+            if not _state.is_always:
+                monitor.leave(f"left fs.check() ({line})")
             if _state.find_monitor() is monitor:
                 monitor.compare_end(line)
     except BaseException as error:
-        if is_outermost:
-            _report(error, error.__traceback__)
+        if is_outermost and _state.monitor is not None:
+            _state.monitor.report(error, error.__traceback__)
         raise
     finally:
         _state.timeouts.pop()
@@ -138,19 +453,8 @@ def check(timeout: float = TIMEOUT) -> Generator[None]:
             listen(None)
 
 
-def _report(error: BaseException, traceback: TracebackType | None) -> None:
-    """Tell the other ranks of an error, and be ready for another check."""
-    if (monitor := _state.monitor) is not None:
-        first = (_torch.error_text(error).strip() or "no message").splitlines()[0][:500]
-        monitor.report(f"fs.check: rank {monitor.rank} raised {type(error).__name__}: {first} ({find_error_line(traceback)})")
-
-
 def _start_from_environment() -> None:
-    """Turn the check on for the whole process if ``FUNSHARD_CHECK=1``.
-
-    Raises:
-        ValueError: If the variable is something else than 0 or 1.
-    """
+    """Turn the check on for the whole process if ``FUNSHARD_CHECK=1``; raise ValueError unless the variable is 0 or 1."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}: expected 0 or 1, got {value!r}")
@@ -160,19 +464,12 @@ def _start_from_environment() -> None:
     listen(_compare_on_ranks)
     show = sys.excepthook
 
-    def report_and_show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
-        if not isinstance(error, RankError):
-            _report(error, traceback)
-        return show(kind, error, traceback)
+    def report_and_show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        if _state.monitor is not None and not isinstance(error, RankError):
+            _state.monitor.report(error, trace)
+        return show(kind, error, trace)
 
     sys.excepthook = report_and_show
-
-
-@atexit.register
-def _stop() -> None:
-    """End the monitor with the process."""
-    if _state.monitor is not None:
-        _state.monitor.end_process()
 
 
 _start_from_environment()

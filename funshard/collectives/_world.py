@@ -9,7 +9,7 @@ import torch.distributed as dist
 from .. import _torch
 from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 
-__all__ = ["axis_rank", "check_spans_world", "global_rank", "members", "process_axes"]
+__all__ = ["axis_rank", "check_spans_world", "global_rank", "has_peers", "members", "process_axes"]
 
 
 def check_spans_world(mesh: Mesh, where: str) -> None:
@@ -97,3 +97,8 @@ def axis_rank(axis: Axis, global_rank: int) -> int:
 def process_axes(mesh: Mesh) -> dict[str, ProcessAxis]:
     """Return the axes of more than one rank that have a process group, by name."""
     return {name: axis for name, axis in mesh.axes if isinstance(axis, ProcessAxis) and axis.name and axis.size > 1}
+
+
+def has_peers(mesh: Mesh) -> bool:
+    """Return whether the mesh has other processes and process groups to reach them."""
+    return len(process_axes(mesh)) > 0  # Dynamo of torch 2.11 traces no bool() of a list

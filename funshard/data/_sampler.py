@@ -13,7 +13,8 @@ from torch import Tensor
 from .._core.checks import bind_spec
 from .._core.layout import rank_along, rank_coords
 from .._core.spec import PartitionSpec
-from .._sharding.agree import check_ranks_agree, has_peers, report_to_ranks
+from ..collectives._agree import check_ranks_agree, report_to_ranks
+from ..collectives._world import has_peers
 
 __all__ = ["BatchSampler", "sampler"]
 

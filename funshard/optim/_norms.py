@@ -18,8 +18,8 @@ from .._core.unit import Unit
 from .._slices.padding import check_slice, map_unpadded, split_by_param
 from .._spec.local import distinct_axes
 from .._wire.host import compute_device
+from ..collectives._agree import Comparison, RankLines, find_host_groups
 from ..collectives._functions import gather_slices, sum_shards, vary
-from ..collectives._sequence import Comparison, RankLines, find_host_groups
 from ..collectives._world import check_spans_world
 from ._checks import check_tensors
 from ._trees import check_same_keys

@@ -14,9 +14,11 @@ from .._call.write_watch import compare_values
 from .._core.checks import bind_spec
 from .._core.mesh import ProcessAxis
 from .._core.spec import PartitionSpec
-from .._sharding.agree import check_ranks_agree, has_peers, hash_params, report_to_ranks
+from .._sharding.hashes import hash_params
 from .._sharding.sharding import collect_full_params
 from .._spec.precision import Precision, precision_of
+from ..collectives._agree import check_ranks_agree, report_to_ranks
+from ..collectives._world import has_peers
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCTS, Case, Convex, Loss, Order, Outcome
 
 __all__ = ["assert_exact"]

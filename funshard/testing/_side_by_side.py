@@ -31,8 +31,8 @@ from .._slices.pieces import param_views
 from .._transforms.error_hints import find_running_module
 from .._transforms.grad import grad_and_value
 from .._transforms.products import ggnvp, hvp
+from ..collectives._agree import find_host_groups, gather_from_ranks
 from ..collectives._functions import all_reduce
-from ..collectives._sequence import find_host_groups, gather_from_ranks
 from ._simulated import spmd
 
 __all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCTS", "Case", "Convex", "Loss", "ModelCall", "Order", "Outcome", "find_tensors"]

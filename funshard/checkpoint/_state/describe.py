@@ -16,7 +16,7 @@ from torch import Tensor
 from ... import _torch
 from ..._core.spec import PartitionSpec
 from ..._core.tree import NAMESPACE, Param
-from ..._sharding.agree import hash_bits
+from ..._sharding.hashes import hash_bits
 from ..._spec.local import stack_dims
 from ..._spec.unit_state import UnitState
 from ...compress._powersgd import PowerSGD
