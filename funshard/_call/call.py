@@ -102,7 +102,7 @@ def functional_call(
     try:
         run = _run_call(Call(*given, wrappers=_WRAPPERS), inputs.args, inputs.kwargs, buffers, method, returned)
     except (TypeError, AttributeError, RuntimeError) as error:
-        add_argument_hints(error, model, inputs.params, inputs.spec, args, (inputs.args, inputs.kwargs))
+        add_argument_hints(error, model, inputs.params, inputs.spec, args)
         raise add_hints(error, model)  # noqa: B904 - the same one
     for guard in run.guards:
         guard.report(run, stacklevel=2)

@@ -5,13 +5,13 @@ The error stays torch's own, with its type and traceback, so that what catches i
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
@@ -26,121 +26,90 @@ E = TypeVar("E", bound=BaseException)
 
 _PREFIX = "funshard: "
 _NO_FORWARD_RULE = re.compile(r"forward AD with (\S+) that|jvp function for custom (autograd\.Function)")
-_WRITES_TANGENT = "ZeroTensors are immutable"
+_WRITES_TANGENT = re.compile(r"^ZeroTensors are immutable")
 """torch's words where a rule writes into a tangent that is zero, as that of mse_loss's backward does."""
-_NO_SECOND_OF_ATTENTION = re.compile(r"derivative for (\S*attention\S*) is not implemented")
-_NO_SECOND_OF_BAG = re.compile(r"derivative for '_embedding_bag\w*' is not implemented|Autograd not support dtype: Long")
-_NO_SETUP_CONTEXT = "must override the setup_context staticmethod"
-"""torch's words about an autograd.Function, such as that of a custom operator, which it does not name."""
+_HINTS = (
+    (
+        re.compile(r"derivative for '_embedding_bag\w*' is not implemented|Autograd not support dtype: Long"),
+        "torch's EmbeddingBag has no second derivative: expected nn.Embedding and a sum or mean over the bag where a gradient "
+        "is differentiated again",
+    ),
+    (
+        re.compile("must override the setup_context staticmethod"),  # torch does not name the function
+        "an autograd.Function has no setup_context, or is a custom operator, and torch.func does not take it: expected "
+        "setup_context in it (and a vmap rule for per_sample_grads); or second derivatives by plain double backward, "
+        "torch.autograd.grad(..., create_graph=True), and samples one by one",
+    ),
+    (
+        _WRITES_TANGENT,
+        "torch's forward-mode rule of an operator, such as F.mse_loss, fails: expected a gradient of a gradient, as "
+        "fs.hvp(..., forward=False)",
+    ),
+    (
+        re.compile(r"(forward AD with|derivative for) \S*attention\S* (that|is not implemented)"),
+        "torch's fused attention kernels have neither second derivatives nor forward-mode ones: call it under "
+        "funshard.transforms_attention(), or, for short sequences, the math kernel: "
+        "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)",
+    ),
+    (_NO_FORWARD_RULE, "torch has no forward-mode rule for {}: a gradient of a gradient may do, as fs.hvp(..., forward=False)"),
+)
+"""torch's words, and what to do; the first that fits."""
 _ABOUT_DTYPES = re.compile(r"dtype|scalar type|datatype|Input type \(|\bbe the same\b")
-"""torch's words about tensors of two dtypes. Pinned by ``test_input_of_another_dtype``."""
-_EXPECTS_INTEGERS = re.compile(r"(scalar types?:?|dtype to be) Long")
-"""torch's words about a tensor that is to hold integers. Pinned by ``test_inputs_that_are_no_integers``."""
+"""torch's words about tensors of two dtypes."""
 
 
 def is_forward_rule_missing(error: BaseException) -> bool:
     """Return whether torch says that it has no forward-mode rule. Pinned by ``test_what_has_no_forward_mode_rule``."""
+    pattern = _NO_FORWARD_RULE if isinstance(error, NotImplementedError) else _WRITES_TANGENT
+    return isinstance(error, RuntimeError) and pattern.search(_torch.error_text(error)) is not None
+
+
+def add_hints(error: E, model: nn.Module | None = None) -> E:
+    """Return the same error; with a note, which names the module of ``model``, if it is about a missing derivative."""
     text = _torch.error_text(error)
-    if isinstance(error, NotImplementedError):
-        return _NO_FORWARD_RULE.search(text) is not None
-    return isinstance(error, RuntimeError) and text.startswith(_WRITES_TANGENT)
-
-
-def add_hints(error: E, model: nn.Module | None = None, *, known: str = "") -> E:
-    """Return the same error; with a note, which names the module of ``model``, if it is about a missing derivative.
-
-    ``known`` is the note of an earlier error, which names the module where a traceback through backward does not.
-    """
-    if find_hint(error):
+    if find_hint(error) or not (hints := [(found, hint) for words, hint in _HINTS if (found := words.search(text))]):
         return error
-    text = _torch.error_text(error)
-    if _NO_SECOND_OF_BAG.search(text):
-        hint = "expected nn.Embedding and a sum or mean over the bag where a gradient is differentiated again"
-        return _add_note(error, f"{_PREFIX}torch's EmbeddingBag has no second derivative: {hint}")
-    if _NO_SETUP_CONTEXT in text:
-        hint = (
-            "torch.func does not take it: expected setup_context in it (and a vmap rule for per_sample_grads); or second "
-            "derivatives by plain double backward, torch.autograd.grad(..., create_graph=True), and samples one by one"
-        )
-        name = _find_function(error.__traceback__)
-        return _add_note(error, f"{_PREFIX}{name} is an autograd.Function without setup_context, or a custom operator: {hint}")
-    if text.startswith(_WRITES_TANGENT):
-        hint = "expected a gradient of a gradient, as fs.hvp(..., forward=False)"
-        return _add_note(error, f"{_PREFIX}torch's forward-mode rule of an operator, such as F.mse_loss, fails: {hint}")
-    found = _NO_FORWARD_RULE.search(text) or _NO_SECOND_OF_ATTENTION.search(text)
-    if found is None:
-        return error
-    if "attention" in found.group() and "attention" in known:
-        return _add_note(error, known)
-    if "attention" in found.group():
-        hint = (
-            "torch's fused attention kernels have neither second derivatives nor forward-mode ones: call it under "
-            "funshard.transforms_attention(), or, for short sequences, the math kernel: "
-            "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
-        )
-    else:
-        op = next(filter(None, found.groups()))
-        hint = f"torch has no forward-mode rule for {op}: a gradient of a gradient may do, as fs.hvp(..., forward=False)"
+    found, hint = hints[0]
     path = find_running_module(error.__traceback__, model)
-    return _add_note(error, _PREFIX + ("" if path is None else f"module '{path}': ") + hint)
+    return _add_note(error, ("" if path is None else f"module '{path}': ") + hint.format(*filter(None, found.groups())))
 
 
 def add_compile_hint(error: E, compile_error: BaseException) -> E:
     """Return an error, with a note that says what to do if torch.compile has raised ``compile_error`` because of it."""
     if find_hint(add_hints(error)) or not (hint := _torch.find_compile_hint(compile_error)):
         return error
-    return _add_note(error, _PREFIX + hint)
+    return _add_note(error, hint)
 
 
 def add_argument_hints(
-    error: Exception, model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, args: object, given: object
+    error: Exception, model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, args: object
 ) -> None:
-    """Add to torch's message about an argument, a dtype or a device what may be wrong in the call."""
+    """Add to torch's message about an argument or a dtype what may be wrong in the call."""
     hints: list[str] = []
     if isinstance(args, list):
         hints.append("args is a list, which is the model's only argument: for several, or for one tensor, give a tuple")
-    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
-    devices = [{str(x.device) for x in given} for given in (params.values(), tensors)]
-    if len(devices[0] | devices[1]) > 1:
-        hints.append(f"params are on {', '.join(sorted(devices[0]))}, the arguments on {', '.join(sorted(devices[1]))}")
-    used = {(precision_of(unit.p) or Precision())._resolve(unit.dtype).param for unit in spec}
-    used |= {dtype for unit in spec for dtype in unit.param_dtypes if dtype}
-    text = _torch.error_text(error)
-    floats = {x.dtype for x in tensors if x.is_floating_point() or "Long" in text}  # whole numbers are often right
-    shown = ", ".join(sorted({str(x.dtype) for x in tensors if x.is_floating_point()}))
-    if shown and _EXPECTS_INTEGERS.search(text):
-        hints.append(f"arguments are of {shown}, and torch expects integers of one of them, such as ids or labels: x.long()")
-    elif _ABOUT_DTYPES.search(text) and (others := floats - used):
-        shown = ", ".join(sorted(map(str, others)))
-        hints.append(
-            f"arguments are of {shown}, units compute in {', '.join(sorted(map(str, used)))}; cast the arguments, or give the "
-            "model the other dtype before the spec is made"
-        )
-    elif _ABOUT_DTYPES.search(text) and (hint := _find_kept_hint(error, model, spec)):
-        hints.append(hint)
+    if _ABOUT_DTYPES.search(_torch.error_text(error)):
+        hints += _find_dtype_hints(error, model, params, spec)
+    if hints and error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\nfunctional_call: {'; '.join(hints)}", *error.args[1:])
+
+
+def _find_dtype_hints(error: Exception, model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec) -> list[str]:
+    """Return which unit has been given in another dtype, or which cast is missing beside one of ``Precision(keep=)``."""
     for unit in spec:
         if unit.key in params and params[unit.key].dtype not in (unit.dtype, spec.stored(unit)[1]) and not unit.p.precision:
-            hints.append(f"unit '{unit.key}' is given in {params[unit.key].dtype}, in the model it is {unit.dtype}")
-            break
-    _extend_message(error, hints)
-
-
-def _find_kept_hint(error: Exception, model: nn.Module, spec: PartitionSpec) -> str:
-    """Return which cast is missing beside a parameter of ``Precision(keep=)``, next to the module that failed; or nothing."""
-    kept = {x.name: (dtype, unit) for unit in spec for x, dtype in zip(unit.params, unit.param_dtypes, strict=False) if dtype}
-    if not kept or (path := find_running_module(error.__traceback__, model)) is None:
-        return ""
-    own = next((name for name in kept if name.rpartition(".")[0] == path), None)
-    name = own or max(kept, key=lambda name: [a == b for a, b in zip(name.split("."), path.split("."), strict=False)])
-    dtype, unit = kept[name]
+            return [f"unit '{unit.key}' is given in {params[unit.key].dtype}, in the model it is {unit.dtype}"]
+    kept = [(x.name, dtype, unit) for unit in spec for x, dtype in zip(unit.params, unit.param_dtypes, strict=False) if dtype]
+    path = find_running_module(error.__traceback__, model)
+    if path is None or not kept:
+        return []
+    name, dtype, unit = max(kept, key=lambda one: len(os.path.commonprefix([one[0], path])))
     low = (precision_of(unit.p) or Precision())._resolve(unit.dtype).param
-    where = f"module '{path}' failed, and Precision(keep=) has '{name}' in {dtype}"
-    if own:
-        return f"{where}, while inputs are cast to {low}: expected its forward to cast its input, as x.to(self.weight.dtype)"
-    return (
-        f"{where}, so that what is computed with it is, too: expected its module to return .to({low}), as nn.RMSNorm does; "
-        "or policies.full_precision(policy, type(norm)) instead of keep"
-    )
+    return [
+        f"module '{path}' failed, and Precision(keep=) has parameters such as '{name}' in {dtype}, while inputs are cast to "
+        f"{low}: expected forward to cast its input, as x.to(self.weight.dtype), or the module of the parameter to return "
+        f".to({low}), as nn.RMSNorm does; or policies.full_precision(policy, type(module)) instead of keep"
+    ]
 
 
 def check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, given: object) -> None:
@@ -167,36 +136,19 @@ def check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: Par
         )
 
 
-def _extend_message(error: Exception, hints: list[str]) -> None:
-    """Append hints to the message of an error."""
-    if hints and error.args and isinstance(error.args[0], str):
-        error.args = (f"{error.args[0]}\nfunctional_call: {'; '.join(hints)}", *error.args[1:])
-
-
 def find_hint(error: BaseException) -> str:
     """Return the note that `add_hints` has added to an error; empty for none."""
     notes = *getattr(error, "__notes__", ()), *_torch.error_text(error).split("\n")
     return next((note for note in notes if note.startswith(_PREFIX)), "")
 
 
-def _add_note(error: E, note: str) -> E:
+def _add_note(error: E, hint: str) -> E:
     """Return the same error with a note; before Python 3.11, at the end of its message."""
     if sys.version_info >= (3, 11):
-        error.add_note(note)
+        error.add_note(_PREFIX + hint)
     else:
-        error.args = f"{error}\n{note}", *error.args[1:]
+        error.args = f"{error}\n{_PREFIX}{hint}", *error.args[1:]
     return error
-
-
-def _find_function(traceback: TracebackType | None) -> str:
-    """Return the name of the innermost autograd.Function in a traceback: of a custom operator, torch's name with its own."""
-    name = "what forward calls"
-    while traceback is not None:
-        cls = traceback.tb_frame.f_locals.get("cls")
-        if isinstance(cls, type) and issubclass(cls, torch.autograd.Function):
-            name = f"'{cls.__qualname__}'"
-        traceback = traceback.tb_next
-    return name
 
 
 def find_running_module(traceback: TracebackType | None, model: nn.Module | None) -> str | None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 from .. import _torch
 from .._core.division import ReduceBy, Reduction
 from ._recompute.ambient import AmbientState
-from .error_hints import add_hints, find_hint, is_forward_rule_missing
+from .error_hints import add_hints, is_forward_rule_missing
 from .grad import check_differentiable, check_recorded, is_differentiated_outside, split_loss
 
 __all__ = ["ConvexLoss", "cross_entropy", "fishervp", "ggnvp", "hvp", "squared_error"]
@@ -186,14 +186,12 @@ def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | 
     if not leaves:
         return choose(direction, loss(params)[1] if has_aux else ())
     first = torch.func.grad(loss, has_aux=True)
-    missing = ""
     if forward is not False:
         try:
             return choose(*push_forward(first, params, direction, has_aux=True)[1:])
         except RuntimeError as error:  # NotImplementedError is one
             if forward or _torch.is_in_graph() or not is_forward_rule_missing(error):
                 raise add_hints(error)  # noqa: B904 - the same one
-            missing = find_hint(error)
 
     def along(p: Any) -> tuple[Tensor, Any]:
         grads, aux = first(p)
@@ -202,7 +200,7 @@ def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | 
     try:
         return choose(*torch.func.grad(along, has_aux=True)(params))
     except RuntimeError as error:
-        raise add_hints(error, known=missing)  # noqa: B904 - the same one
+        raise add_hints(error)  # noqa: B904 - the same one
 
 
 def push_forward(f: Callable[[Any], Any], params: Any, direction: Any, *, has_aux: bool = False) -> tuple[Any, ...]:
@@ -333,7 +331,7 @@ def _gauss_newton(name: str, f: Callable[[Any], Any], product: Callable[[Any, An
     params, direction = (pytree.tree_unflatten(x, treedef) for x in (leaves, vector))
     if not leaves:
         return params
-    ambient, missing = AmbientState(leaves), ""
+    ambient = AmbientState(leaves)
 
     def run(p: Any) -> Any:
         z = f(p)
@@ -349,7 +347,6 @@ def _gauss_newton(name: str, f: Callable[[Any], Any], product: Callable[[Any, An
         except RuntimeError as error:
             if not is_forward_rule_missing(error):
                 raise
-            missing = find_hint(error)
             with ambient.restored():
                 z, u = _push_by_transposes(run, params, direction)
         if is_plain:
@@ -362,7 +359,7 @@ def _gauss_newton(name: str, f: Callable[[Any], Any], product: Callable[[Any, An
         with ambient.restored():
             return pytree.tree_unflatten(_pull_back(name, run, params, z, u, is_plain=is_plain), treedef)
     except RuntimeError as error:
-        raise add_hints(error, known=missing)  # noqa: B904 - the same one
+        raise add_hints(error)  # noqa: B904 - the same one
 
 
 def _push_by_transposes(f: Callable[[Any], Any], params: Any, direction: Any) -> tuple[Any, Any]:
