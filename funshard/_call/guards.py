@@ -1,13 +1,7 @@
 """What watches a call for what it would get wrong without a word: each is an error or a warning, which names the path.
 
-- Parameters that a module reaches past its own attributes, such as ``self.weights = [self.linear.weight]`` (`StandIns`). A call
-  replaces what is in ``_parameters``. A list or another object of the module still holds the model's own tensor, whose values
-  are those from before training, or none. For the length of the call stand-ins replace such tensors and raise an error where
-  forward computes with them. What forward does not read, or makes itself as nn.LSTM does, is no error.
-- What forward writes to attributes of its modules, and into their dicts, lists and sets (`AttributeWrites`): it is put back,
-  returned, or refused.
-- Changes of buffers that are thrown away, and outdated running statistics (`BufferChanges`): a warning.
-- Modules that a custom backward runs after their call (`BackwardGuard`): they have the model's own parameters again.
+A call replaces what is in ``_parameters``. A list or another object of a module, as ``self.weights = [self.linear.weight]``,
+still holds the model's own tensor, whose values are those from before training, or none.
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ import copy
 import functools
 import operator
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 from typing import Any
@@ -101,11 +95,14 @@ _HOOKS: WeakValueDictionary[tuple[int, nn.Module], _BackwardHook] = WeakValueDic
 """The hooks of backwards that run, by the number of the backward and the model."""
 
 
+def _real_tensors(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, _torch.StandIn)]
+
+
 def _find_tensors(out: Any) -> Iterator[Tensor]:
     """Yield the tensors in a tree of results, and in the attributes of other objects in it."""
     for leaf in pytree.tree_leaves(out):
-        inside = [leaf] if isinstance(leaf, Tensor) else pytree.tree_leaves(getattr(leaf, "__dict__", ()))
-        yield from (x for x in inside if isinstance(x, Tensor) and not isinstance(x, _torch.StandIn))
+        yield from _real_tensors(leaf if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", ()))
 
 
 _CONTAINERS = (dict, list, set, deque)
@@ -117,7 +114,7 @@ _MADE_ANEW = _OF_NN_MODULE | {"_flat_weights"}
 
 
 class AttributeWrites(Guard):
-    """The attributes of the modules of a call, and the contents of containers in them, before forward."""
+    """What forward writes to attributes of modules, and into their dicts, lists and sets: put back, returned, or refused."""
 
     def __init__(self, run: ForwardRun) -> None:
         self._modules = run.call.place.modules
@@ -129,7 +126,6 @@ class AttributeWrites(Guard):
         self._entries = [(container, _entries(container)) for container in found.values()]
 
     def restore(self) -> None:
-        """Give the containers what was in them before forward."""
         for container, entries in self._changed_containers:
             container.clear()
             if isinstance(container, dict):
@@ -156,8 +152,7 @@ class AttributeWrites(Guard):
             if (name := join_path(path, attr)) in run.attributes:
                 continue
             before = self._before[path].get(attr)
-            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and not isinstance(x, _torch.StandIn)]
-            tensors = [x for x in tensors if x.numel() == 1 or before is not None]
+            tensors = [x for x in _real_tensors(value) if x.numel() == 1 or before is not None]
             tensors = [x for x in tensors if _torch.is_recorded(x) or _torch.has_tangent(x)]
             if any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(before)):
                 tensors = []
@@ -170,7 +165,8 @@ class AttributeWrites(Guard):
                     "back as it was before, so whoever reads it later would get another value and no gradient: expected "
                     f"attributes=('{name}',), which returns it, or the tensor detached, or in the result of forward"
                 )
-            if path in replaced_buffers and attr in self._before[path] and _is_scalar(value):
+            is_number = isinstance(value, _SCALARS) or (isinstance(value, Tensor) and value.numel() == 1)
+            if path in replaced_buffers and attr in self._before[path] and is_number:
                 raise RuntimeError(
                     f"forward sets attribute '{attr}' of module '{path}' and registers its buffer '{replaced_buffers[path]}' "
                     "again: the call keeps the buffer, which is in buffers=, and puts the attribute back as it was before; "
@@ -180,7 +176,7 @@ class AttributeWrites(Guard):
 
     def _find(self, globs: Collection[str]) -> dict[str, Any]:
         """Return the attributes that these globs match, by dotted name; raise ValueError for a glob that matches none."""
-        found = {join_path(path, attr): value for path, attr, value in _attributes(self._modules)} if globs else {}
+        found = {join_path(path, attr): value for path, attr, value in self._attributes()} if globs else {}
         for glob in globs:
             if not any(fnmatchcase(name, glob) for name in found):
                 raise ValueError(f"attributes: {glob!r} matches no attribute of a module after forward; expected '*.aux_loss'")
@@ -198,20 +194,20 @@ class AttributeWrites(Guard):
         pairs = zip(self._names, self._values, strict=True)
         return {path: dict(islice(pairs, n)) for path, n in zip(self._modules, self._lengths, strict=True)}
 
+    def _attributes(self) -> Iterator[tuple[str, str, Any]]:
+        for path, module in self._modules.items():
+            yield from ((path, attr, value) for attr, value in vars(module).items() if attr not in _MADE_ANEW)
+
     def _changed(self) -> Iterator[tuple[str, str, Any]]:
         """Yield the attributes that forward has set, or whose containers it has changed: path, name, value."""
         lengths, names, values = self._now()
-        is_same = (lengths, names) == (self._lengths, self._names) and all(map(operator.is_, values, self._values))
-        for path, before in () if is_same else self._before.items():
-            now = vars(self._modules[path])
-            if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
-                continue
-            by_hooks = _torch.attributes_of_hooks(self._modules[path])
-            for attr, value in now.items():
-                if value is not before.get(attr, before) and attr not in _MADE_ANEW and attr not in by_hooks:
+        if (lengths, names) != (self._lengths, self._names) or not all(map(operator.is_, values, self._values)):
+            for path, attr, value in self._attributes():
+                before = self._before[path]
+                if value is not before.get(attr, before) and attr not in _torch.attributes_of_hooks(self._modules[path]):
                     yield path, attr, value
         if changed := {id(container) for container, _ in self._changed_containers}:
-            for path, attr, value in _attributes(self._modules):
+            for path, attr, value in self._attributes():
                 inside: dict[int, Any] = {}
                 _collect_containers(value, inside)
                 if not changed.isdisjoint(inside):
@@ -246,7 +242,7 @@ def _find_held(run: ForwardRun) -> list[tuple[nn.Module, str, str]]:
 
 
 def _known_tables(spec: PartitionSpec) -> dict[int, int]:
-    """Return a place to record the lengths of long tables of numbers and words, such as vocabularies, by their ids."""
+    """Return a place for the lengths of long tables of numbers and words, such as vocabularies, by their ids."""
     return {}
 
 
@@ -258,12 +254,6 @@ def _is_table(value: Any, known: dict[int, int]) -> bool:
     if is_table:
         known[id(value)] = len(value)
     return is_table
-
-
-def _attributes(modules: Mapping[str, nn.Module], but: Collection[str] = _MADE_ANEW) -> Iterator[tuple[str, str, Any]]:
-    """Yield the attributes of modules, but for these names: path, name, value."""
-    for path, module in modules.items():
-        yield from ((path, attr, value) for attr, value in vars(module).items() if attr not in but)
 
 
 def _collect_containers(value: Any, found: dict[int, Any]) -> None:
@@ -279,103 +269,90 @@ def _entries(container: Any) -> list[Any]:
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, _SCALARS) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
 class StandIns(Guard):
-    """Stand-ins for the model's own parameters in other attributes of its modules.
+    """Tensors that raise an error where forward computes with them, for parameters in other attributes of the modules.
 
-    The caller restores the attributes of the modules; `restore` restores other objects.
+    The caller restores the attributes of the modules; `restore` restores other objects. What forward does not read, or makes
+    itself as nn.LSTM does, is no error.
     """
 
     def __init__(self, run: ForwardRun) -> None:
-        self._call: Call | None = run.call  # until all is replaced: the run, and so its graph, holds this
         self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._seen: dict[int, Any] = {}  # by the id of an object, what stands in its place
+        names = functools.cache(functools.partial(_names_by_storage, run.call))
         for module, path, attr in _find_held(run):
-            vars(module)[attr] = self._replace(vars(module)[attr], join_path(path, attr))
-        self._call = None
-
-    @functools.cached_property
-    def _names(self) -> Mapping[int, str]:
-        """The names of the parameters that the call replaces, by storage."""
-        assert self._call is not None
-        return _names_by_storage(self._call.place, self._call.spec, self._call.params)
+            vars(module)[attr] = self._replace(vars(module)[attr], join_path(path, attr), names)
 
     def restore(self) -> None:
-        """Restore what was replaced in objects, but for what forward has written since."""
         for attributes, attr, before, now in self._undo:
-            if attributes.get(attr) is now:
+            if attributes.get(attr) is now:  # else forward has written to it since
                 attributes[attr] = before
 
-    def _replace(self, value: Any, where: str, *, inside: bool = False) -> Any:
+    def _replace(self, value: Any, where: str, names: Callable[[], Mapping[int, str]], *, inside: bool = False) -> Any:
         """Return the value, or a copy of the container, with stand-ins; ``inside`` an object, look into no other object."""
         if type(value) in _ATOMIC_TYPES or isinstance(value, nn.Module | type):
             return value
         if isinstance(value, Tensor):
-            return self._make_stand_in(value, where)
-        if id(value) not in self._seen:
-            self._seen[id(value)] = value  # a container may hold itself
-            if isinstance(value, _REPLACED_INSIDE):
-                self._seen[id(value)] = self._copy_container(value, where, inside=inside)
-            elif not inside and (attributes := _user_attributes(value)):
-                for attr, before in list(attributes.items()):
-                    now = self._replace(before, f"{where}.{attr}", inside=True)
-                    if now is not before:
-                        attributes[attr] = now
-                        self._undo.append((attributes, attr, before, now))
+            return _make_stand_in(value, where, names)
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        self._seen[id(value)] = value  # a container may hold itself
+        if isinstance(value, _REPLACED_INSIDE):
+            if _ATOMIC_TYPES.issuperset(map(type, dict.values(value) if isinstance(value, dict) else value)):
+                return value
+            items = list(dict.items(value)) if isinstance(value, dict) else list(enumerate(value))
+            new = {k: self._replace(x, f"{where}[{k!r}]", names, inside=inside) for k, x in items}
+            if any(new[k] is not x for k, x in items):
+                self._seen[id(value)] = _rebuild(value, new)
+        elif not inside and (attributes := _user_attributes(value)):
+            for attr, before in list(attributes.items()):
+                now = self._replace(before, f"{where}.{attr}", names, inside=True)
+                if now is not before:
+                    attributes[attr] = now
+                    self._undo.append((attributes, attr, before, now))
         return self._seen[id(value)]
 
-    def _copy_container(self, value: Any, where: str, *, inside: bool) -> Any:
-        """Return a copy of a container with stand-ins in it, or itself where there is none."""
-        if _ATOMIC_TYPES.issuperset(map(type, dict.values(value) if isinstance(value, dict) else value)):
-            return value
-        items = list(dict.items(value)) if isinstance(value, dict) else list(enumerate(value))
-        new = {k: self._replace(x, f"{where}[{k!r}]", inside=inside) for k, x in items}
-        changed = {k: new[k] for k, x in items if new[k] is not x}
-        if not changed:
-            return value
-        if isinstance(value, tuple | set | frozenset):
-            make: Any = getattr(value, "_make", type(value))  # of a named tuple
-            return make(new.values())
-        out = copy.copy(value)
-        for k, x in changed.items():
-            out[k] = x
-        return out
 
-    def _make_stand_in(self, tensor: Tensor, where: str) -> Tensor:
-        """Return a tensor that raises when it is used if this one is, or was computed from, a parameter of the model."""
-        inner = _torch.unwrap(tensor)
-        if inner.layout is not torch.strided or isinstance(tensor, _torch.StandIn):
-            return tensor
-        relation, name = "is", self._names.get(_torch.storage_id(inner))
-        if name is None and inner.requires_grad and not inner.is_leaf:
-            relation, name = "was computed from", self._find_source(inner)
-        if name is None:
-            return tensor
-        return _torch.StandIn.replace(
-            tensor,
-            f"'{where}' {relation} the model's own parameter '{name}', with the values from before training and no gradient: "
-            "functional_call replaces a parameter in the module that registers it, and nowhere else; expected forward to read "
-            "it there, or to make the list, dict or object itself",
-        )
+def _rebuild(container: Any, entries: Mapping[Any, Any]) -> Any:
+    """Return a copy of a container with these entries."""
+    if isinstance(container, tuple | set | frozenset):
+        make: Any = getattr(container, "_make", type(container))  # of a named tuple
+        return make(entries.values())
+    out = copy.copy(container)
+    for k, x in entries.items():
+        out[k] = x
+    return out
 
-    def _find_source(self, tensor: Tensor) -> str | None:
-        """Return the name of a parameter from which a module's tensor was computed, as a view in the memory before a cast."""
-        nodes = (node for node, _ in islice(_torch.iter_nodes(tensor), _MAX_NODES))  # a state may have a graph of many calls
+
+def _make_stand_in(tensor: Tensor, where: str, names: Callable[[], Mapping[int, str]]) -> Tensor:
+    """Return a tensor that raises when it is used if this one is, or was computed from, a parameter of the model."""
+    inner = _torch.unwrap(tensor)
+    if inner.layout is not torch.strided or isinstance(tensor, _torch.StandIn):
+        return tensor
+    relation, name = "is", names().get(_torch.storage_id(inner))
+    if name is None and inner.requires_grad and not inner.is_leaf:  # such as a view in the memory before a cast
+        nodes = (node for node, _ in islice(_torch.iter_nodes(inner), _MAX_NODES))  # a state may have a graph of many calls
         leaves = (leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), Tensor))
-        return next((name for leaf in leaves if (name := self._names.get(_torch.storage_id(leaf)))), None)
+        relation = "was computed from"
+        name = next((name for leaf in leaves if (name := names().get(_torch.storage_id(leaf)))), None)
+    if name is None:
+        return tensor
+    return _torch.StandIn.replace(
+        tensor,
+        f"'{where}' {relation} the model's own parameter '{name}', with the values from before training and no gradient: "
+        "functional_call replaces a parameter in the module that registers it, and nowhere else; expected forward to read "
+        "it there, or to make the list, dict or object itself",
+    )
 
 
-def _names_by_storage(place: BoundModule, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[int, str]:
+def _names_by_storage(call: Call) -> dict[int, str]:
     """Return the names of the model's parameters that the call replaces, by storage."""
-    ignored = {name for name in spec.ignored if name in given}
+    ignored = call.params.keys() & call.spec.ignored
     return {
         _torch.storage_id(tensor): name
-        for path, module in place.modules.items()
+        for path, module in call.place.modules.items()
         for attr, tensor in own_tensors(module, "_parameters").items()
-        if tensor is not None and ((name := join_path(path, attr)) in ignored or attr in place.owned[module])
+        if tensor is not None and ((name := join_path(path, attr)) in ignored or attr in call.place.owned[module])
     }
 
 

@@ -103,7 +103,7 @@ def _find_dtype_hints(error: Exception, model: nn.Module, params: Mapping[str, T
     path = find_running_module(error.__traceback__, model)
     if path is None or not kept:
         return []
-    name, dtype, unit = max(kept, key=lambda one: len(os.path.commonprefix([one[0], path])))
+    name, dtype, unit = max(kept, key=lambda one: len(os.path.commonprefix([one[0], path])))  # noqa: RUF071 - of names
     low = (precision_of(unit.p) or Precision())._resolve(unit.dtype).param
     return [
         f"module '{path}' failed, and Precision(keep=) has parameters such as '{name}' in {dtype}, while inputs are cast to "
