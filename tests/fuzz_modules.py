@@ -956,16 +956,6 @@ class SavedOnCpu(One):
 
 
 @piece
-class Scripted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.script, self.l = torch.jit.script(linear_()), linear_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.script(torch.tanh(self.l(x)))
-
-
-@piece
 class InPlaceActivation(Two):
     def forward(self, x: Tensor) -> Tensor:
         y = self.l(x)

@@ -313,17 +313,6 @@ def test_what_is_rounding_is_said_to_be() -> None:
     assert_exact(loss, model, spec, values(2, 5, 3), order=2, tolerance=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, values(5, 4))], ids=["script", "trace"])
-def test_a_model_with_a_script_module(make: Callable[[nn.Module], nn.Module]) -> None:
-    """Whose parameters, buffers and submodules are no dicts of Python's; a traced one has none in its __dict__."""
-    model = nn.Sequential(nn.Linear(3, 4).double(), make(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double()))
-    with unchanged(model):
-        assert_exact(
-            lambda call, x: call(x).pow(2).mean(), model, fs.policies.always()(model).on({"shard": 2}), values(2, 5, 3)
-        )
-
-
 def test_another_method_and_a_tree_of_batches() -> None:
     class Two(nn.Linear):
         def halved(self, x: Tensor, *, factor: float) -> Tensor:

@@ -93,7 +93,6 @@ FOUND = [
     one("silu", "remat", "hvp"),
     one("Sparse", "shard", "fs.grad"),
     one("Sparse", "keep", "grad of grad"),
-    one("Scripted", "shard", "fs.grad", leaves=True),
     # what this file took for the reference
     Case(("NormWithoutGrad", "Table"), ("shard", "shard"), "hvp"),
 ]
@@ -166,7 +165,6 @@ def test_real_ranks(gloo2: Pool) -> None:
 
 PER_SAMPLE = [
     (one("ClampsWithoutGrad", "replicated", "per_sample"), None),
-    (one("Scripted", "shard", "per_sample"), None),
     (one("TensorHook", "shard", "per_sample"), 0.5),
     (one("BufferBeforeAndAfter", "remat", "per_sample"), None),
     (one("BufferBeforeAndAfter", "remat", "per_sample", order=(0, 0)), 0.5),

@@ -387,30 +387,6 @@ def test_no_grad_in_forward(what: str, p: P, remat: bool) -> None:
     assert not any(x.requires_grad for x in got.values())
 
 
-class WithScript(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.l, self.script = nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.script(torch.tanh(self.l(x))).sin().sum()
-
-
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P(), P("shard", remat=True)], ids=str)
-def test_a_scripted_module(p: P) -> None:
-    """TorchScript runs with gradients switched off, and has tensors saved there."""
-    torch.manual_seed(0)
-    model, x = WithScript().double(), torch.randn(3, 4).double()
-    spec = fs.policies.whole(p)(model)
-    params = fs.shard(model, spec)
-    v = {key: torch.linspace(-1, 1, shard.numel()).double() for key, shard in params.items()}
-
-    def loss(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (x,), spec=spec)
-
-    torch.testing.assert_close(fs.hvp(loss, params, v), fs.hvp(loss, params, v, forward=False))
-
-
 class Squared(torch.autograd.Function):
     """In the old form, which torch.func does not take."""
 

@@ -30,7 +30,6 @@ __all__ = [
     "check_statistics",
     "copy_buffer",
     "is_first_warning",
-    "set_buffers",
     "warn_discarded",
     "warn_discarded_in_graph",
     "was_warned",
@@ -113,15 +112,6 @@ def copy_buffer(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     return _torch.lazy_clone(buffer)
 
 
-def set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
-    """Replace all of a module's own buffers; the mapping becomes the module's, except for a ScriptModule."""
-    if isinstance(module, torch.jit.ScriptModule):
-        for attr, buffer in buffers.items():
-            setattr(module, attr, buffer)
-    else:
-        vars(module)["_buffers"] = buffers
-
-
 class CallBuffers:
     """The buffers of a call's modules: every module gets its own ``_buffers`` of the given ones, and lazy copies of the rest.
 
@@ -183,7 +173,7 @@ class CallBuffers:
         if left:
             raise ValueError(f"buffer '{next(iter(left))}' is not in the model: expected its buffers' names")
         for module, mine in fresh.items():
-            set_buffers(module, mine)
+            vars(module)["_buffers"] = mine
 
     def updated(self) -> dict[str, Tensor]:
         """Return the given buffers as they are now, in their own dtypes."""

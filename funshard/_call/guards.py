@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -54,45 +54,35 @@ class BackwardGuard(Guard):
 
         def arm(_: object) -> None:
             key = _torch.current_graph_task(), place.modules[""]
-            if key not in _HOOKS:
-                _HOOKS[key] = hook = _BackwardHook(place, params)
-                _torch.hold_until_backward_ends(hook)
+            if key not in _ARMED:
+                _ARMED[key] = until_end = lambda: None
+                hook = register_module_forward_pre_hook(functools.partial(_check_in_backward, place, params))
+                weakref.finalize(until_end, hook.remove)
+                _torch.hold_until_backward_ends(until_end)
 
         tensors = _find_tensors((run.out, run.attributes))
         for node in {node for tensor in tensors for node, _ in _torch.own_edges(tensor)}:
             node.register_prehook(arm)
 
 
-class _BackwardHook:
-    """The hook, until this object is freed."""
-
-    def __init__(self, place: BoundModule, params: Mapping[str, Tensor]) -> None:
-        def check(module: nn.Module, _: object) -> None:
-            own = vars(module).get("_parameters") if module in place.owned else None
-            if type(own) is not dict or _torch.current_graph_task() < 0:  # in a call, or in a thread without a backward
-                return
-            path = next(path for path, one in place.modules.items() if one is module)
-            for attr in place.owned[module]:
-                name = join_path(path, attr)
-                if isinstance(own.get(attr), nn.Parameter) and own[attr] is not params.get(name):
-                    raise RuntimeError(
-                        f"module '{path}' runs in backward, after its functional_call, and would read the model's own "
-                        f"parameter '{name}', with the values from before training and no gradient: expected a custom "
-                        "autograd.Function to take the parameters as arguments, and to run torch.func.functional_call(module, "
-                        "params, x) in its backward; or P(remat=True) instead of it"
-                    )
-
-        self._handle = register_module_forward_pre_hook(check)
-
-    def __call__(self) -> None:
-        """Do nothing at the end of backward, which then frees this object."""
-
-    def __del__(self) -> None:
-        self._handle.remove()
+_ARMED: weakref.WeakValueDictionary[tuple[int, nn.Module], Callable[[], None]] = weakref.WeakValueDictionary()
+"""What each backward that runs holds, by its number and the model: the hook is removed with it."""
 
 
-_HOOKS: WeakValueDictionary[tuple[int, nn.Module], _BackwardHook] = WeakValueDictionary()
-"""The hooks of backwards that run, by the number of the backward and the model."""
+def _check_in_backward(place: BoundModule, params: Mapping[str, Tensor], module: nn.Module, _: object) -> None:
+    own = vars(module).get("_parameters") if module in place.owned else None
+    if type(own) is not dict or _torch.current_graph_task() < 0:  # in a call, or in a thread without a backward
+        return
+    path = next(path for path, one in place.modules.items() if one is module)
+    for attr in place.owned[module]:
+        name = join_path(path, attr)
+        if isinstance(own.get(attr), nn.Parameter) and own[attr] is not params.get(name):
+            raise RuntimeError(
+                f"module '{path}' runs in backward, after its functional_call, and would read the model's own "
+                f"parameter '{name}', with the values from before training and no gradient: expected a custom "
+                "autograd.Function to take the parameters as arguments, and to run torch.func.functional_call(module, "
+                "params, x) in its backward; or P(remat=True) instead of it"
+            )
 
 
 def _real_tensors(tree: Any) -> list[Tensor]:

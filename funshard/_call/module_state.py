@@ -159,16 +159,11 @@ def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[
         before: ModuleAttributes = {module: module.__dict__ for module in modules.values()}
         classes = [*map(type, before)]  # torch.nn.utils.parametrize makes new ones
         contents = {id(one): (one, one.copy()) for one in _nonempty_containers(before.values())}
-        scripts = find_instances(modules, torch.jit.ScriptModule).values()  # whose own code asks no mapping of Python's
-        scripted = {module: own_tensors(module, "_parameters") | own_tensors(module, "_buffers") for module in scripts}
         _set_attributes(before, map(dict.copy, before.values()))
     try:
         yield before
     finally:
         with MODEL_LOCK:
-            for module, tensors in scripted.items():
-                for name, tensor in tensors.items():
-                    setattr(module, name, tensor)
             _set_attributes(before, before.values())
             for module, cls in zip(before, classes, strict=True):
                 if type(module) is not cls:
@@ -225,8 +220,6 @@ def own_tensors(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
     mapping = vars(module).get(kind)
     if type(mapping) is dict:  # as they are, outside of calls
         return mapping
-    if isinstance(module, torch.jit.ScriptModule):  # a traced one has none in its __dict__
-        return dict(getattr(module, kind).items())
     return dict(dict.items(mapping or {}))
 
 
@@ -245,17 +238,16 @@ class BoundModule:
     modules: Mapping[str, nn.Module]
     owned: Owned
 
-    @property
-    def scripted_parameters(self) -> Iterator[tuple[nn.Module, str, Unit, int]]:
-        """The parameters of each ScriptModule, which reads no Python mapping: module, attribute, unit, position in it."""
-        for module in dict.fromkeys(find_instances(self.modules, torch.jit.ScriptModule).values()):  # in one order on all ranks
-            yield from ((module, attr, unit, i) for attr, (unit, i) in self.owned[module].items())
-
     @classmethod
     def bind(cls, model: nn.Module, spec: PartitionSpec) -> BoundModule:
-        """Return a whole model. Raise ValueError unless the spec was made for it."""
+        """Return a whole model. Raise ValueError unless the spec was made for it, TypeError for a ScriptModule in it."""
         with MODEL_LOCK:
             modules = _find_modules(model, "", {})
+            for path in find_instances(modules, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"module '{path}' is a ScriptModule, whose code reads its own parameters and not those of a call: expected "
+                    "the module that torch.jit was given; P(compile=True) compiles it"
+                )
             paths = spec.by_run
             for path, module in modules.items():
                 if module._compiled_call_impl is not None or "_orig_mod" in module._modules:

@@ -31,7 +31,6 @@ from .module_state import (
     GatheringParameters,
     ModuleAttributes,
     calling_thread,
-    find_instances,
     restore_modules,
 )
 from .schedule import CallOptions
@@ -147,8 +146,6 @@ class Call:
                 with hooks, self.scopes.forward():
                     for unit in () if self.place.path in self.spec.recomputed else self.units_at(self.place.path):
                         self.scopes.gather(unit)
-                    for module, attr, unit, i in self.place.scripted_parameters:
-                        setattr(module, attr, self.read(unit, i))
                     yield run
                 self.mode.check_forward()
             finally:
@@ -161,10 +158,9 @@ class Call:
     def _install_parameters(self) -> None:
         """Put the gathering mappings into the modules."""
         modules, owned = self.place.modules, self.place.owned
-        scripts = find_instances(modules, torch.jit.ScriptModule)
         for path, module in modules.items():
             own = module._parameters
-            if path in scripts or (type(own) is GatheringParameters and own.call is self):  # at its second path
+            if type(own) is GatheringParameters and own.call is self:  # at its second path
                 continue
             attributes = module.__dict__
             attributes["_parameters"] = given = GatheringParameters(own)

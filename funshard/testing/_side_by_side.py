@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._batchnorm import MESH, SyncBatchNorm
-from .._call.buffers import set_buffers
 from .._call.call import functional_call
 from .._call.module_state import calling_thread, own_tensors, restore_modules
 from .._core.layout import Params, rank_coords
@@ -86,7 +85,7 @@ def install_buffers(model: nn.Module, buffers: Params, mesh: Mesh) -> None:
         if isinstance(module, SyncBatchNorm):
             vars(module)[MESH] = mesh
         if own := own_tensors(module, "_buffers"):
-            set_buffers(module, {attr: buffers.get(join_path(path, attr)) for attr in own})
+            vars(module)["_buffers"] = {attr: buffers.get(join_path(path, attr)) for attr in own}
 
 
 @contextlib.contextmanager
@@ -145,9 +144,7 @@ def record_units(spec: PartitionSpec, model: nn.Module, visited: list[str]) -> N
     """Register hooks that append the key of a unit to ``visited`` whenever its module runs."""
     for unit in spec:
         for path in unit.paths:
-            module = model.get_submodule(path)
-            if not isinstance(module, torch.jit.ScriptModule):
-                module.register_forward_pre_hook(lambda *_, key=unit.key: visited.append(key))
+            model.get_submodule(path).register_forward_pre_hook(lambda *_, key=unit.key: visited.append(key))
 
 
 def check_same_units(visited: Sequence[list[str]]) -> None:

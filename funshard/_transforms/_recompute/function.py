@@ -139,7 +139,7 @@ def _read_versions(module: nn.Module) -> list[tuple[int, int]]:
 
 
 def _own_tensors(module: nn.Module, kind: str) -> list[Tensor]:
-    """Return a module's own parameters or buffers; nothing is gathered for that. A ScriptModule has another mapping."""
+    """Return a module's own parameters or buffers; nothing is gathered for that."""
     own = vars(module).get(kind)
     return [x for x in dict.values(own) if x is not None] if isinstance(own, dict) else []
 
