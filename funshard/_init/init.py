@@ -3,183 +3,334 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree  # arguments of operators
 
 from .. import _torch
+from .._call.buffers import copy_buffer
 from .._call.module_state import calling_thread, restore_modules
 from .._core.checks import bind_spec
 from .._core.layout import Params, to_memory_order, unflatten_unit
 from .._core.spec import PartitionSpec
-from .._core.tree import join_path
+from .._core.tree import check_not_compiled, join_path
 from .._core.unit import Unit, whole_shape
 from .._sharding.hashes import hash_bits
 from .._sharding.sharding import check_rank, collect_full_params
 from .._spec.table import log_spec
+from .._torch.modules import find_reset
 from .._wire.flow import encode_at_rest
 from .._wire.host import place_slice
 from .._wire.whole import flatten_whole, scatter_whole
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
-from .sandbox import InitFn, Initialiser, InitSandbox, Slot, find_initialisers, find_slots, format_slots
 
 __all__ = ["init", "init_buffers"]
+
+InitFn = Callable[[nn.Module], object]
+META = torch.device("meta")
+
+
+# --- The parameters and buffers of a model on the meta device, and the functions that initialise them ---
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A parameter or buffer without values: once, however many modules share it."""
+
+    name: str
+    tensor: Tensor
+    is_param: bool
+    modules: list[nn.Module] = field(default_factory=list)
+    reached_by: list[int] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.itemsize
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether NaN marks elements that nobody wrote. torch has no test for NaN in dtypes of 8 bits."""
+        return (self.tensor.is_floating_point() or self.tensor.is_complex()) and self.tensor.itemsize > 1
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_like(self.tensor, device=device, requires_grad=False)
+
+    def make_tensor(self, values: Tensor) -> Tensor:
+        """Return a tensor on the memory of ``values``, with the type and the attributes of the slot's own."""
+        tensor = nn.Parameter(values, self.tensor.requires_grad) if self.is_param else values.detach()
+        vars(tensor).update(vars(self.tensor))
+        return tensor
+
+    def __str__(self) -> str:
+        return f"{'parameter' if self.is_param else 'buffer'} '{self.name}'"
+
+    @property
+    def owner(self) -> str:
+        return f"module '{self.name.rpartition('.')[0]}' ({type(self.modules[0]).__name__})"
+
+
+@dataclass(eq=False)
+class _Initialiser:
+    """A function that gives a module's parameters and buffers their values, and maybe those of modules inside it."""
+
+    path: str
+    module: nn.Module
+    run: Callable[[], object]
+    own: set[_Slot]
+    reach: set[_Slot]
+    """The slots of its module, and all others that it touches."""
+
+    def __str__(self) -> str:
+        return f"the initialiser of module '{self.path}' ({type(self.module).__name__})"
+
+
+def _copy_own_tensors(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
+    """Give a module new dicts of parameters and of buffers, within `restore_modules`. Return these with their names."""
+    names = ("_parameters", "_buffers")
+    vars(module).update({name: dict(vars(module)[name]) for name in names})
+    return [(vars(module)[name], name) for name in names]
+
+
+def _find_slots(model: nn.Module) -> dict[int, _Slot]:
+    """Return the slots by the ids of their tensors. Give the modules copies of tensors that have values."""
+    copies: dict[int, Tensor] = {}
+    slots: dict[int, _Slot] = {}
+    for path, module in model.named_modules():
+        check_not_compiled(path, module)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(f"init: module '{path}' is a ScriptModule: expected one whose parameters Python can give it")
+        for tensors, kind in _copy_own_tensors(module):
+            for attr, tensor in ((attr, tensor) for attr, tensor in tensors.items() if tensor is not None):
+                slot = _Slot(join_path(path, attr), tensor, kind == "_parameters")
+                if not tensor.is_meta:
+                    if id(tensor) not in copies:
+                        copies[id(tensor)] = slot.make_tensor(copy_buffer(tensor.detach(), tensor.dtype))
+                    tensors[attr] = copies[id(tensor)]
+                    continue
+                if tensor.layout is not torch.strided or (slot.is_param and type(tensor) is not nn.Parameter):
+                    what = type(tensor).__name__
+                    raise TypeError(f"init: '{slot.name}': expected a dense nn.Parameter or buffer, got {what}")
+                slots.setdefault(id(tensor), slot).modules.append(module)
+    return slots
+
+
+def _find_initialisers(model: nn.Module, init_fn: InitFn | None, slots: Iterable[_Slot]) -> list[_Initialiser]:
+    """Return the initialisers in the order of ``nn.Module.apply``: ``init_fn`` of each module, or its reset_parameters."""
+    own: dict[nn.Module, set[_Slot]] = defaultdict(set)
+    for slot in slots:
+        for module in slot.modules:
+            own[module].add(slot)
+    paths, children_first = {module: path for path, module in model.named_modules()}, list[nn.Module]()
+    nn.Module.apply(model, children_first.append)
+    runs = ((x, find_reset(x) if init_fn is None else partial(init_fn, x)) for x in dict.fromkeys(children_first))
+    return [_Initialiser(paths[x], x, run, own[x], set(own[x])) for x, run in runs if run is not None]
+
+
+class _TouchedSlots(TorchFunctionMode):
+    """A mode that collects the slots that functions of torch read or write, by their storages.
+
+    A question for the device counts: ``trunc_normal_`` and others of torch write nothing to a meta tensor.
+    """
+
+    DEVICE_READS = tuple(getattr(Tensor, name).__get__ for name in ("device", "is_meta", "is_cpu", "is_cuda"))
+
+    def __init__(self, storages: Mapping[int, _Slot]) -> None:
+        super().__init__()
+        self._storages = storages
+        self.slots: set[_Slot] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__" or func in self.DEVICE_READS:
+            tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and _torch.is_plain(x))
+            self.slots.update(slot for x in tensors if (slot := self._storages.get(_torch.storage_id(x))))
+        return func(*args, **(kwargs or {}))
 
 
 # --- The values that a model's initialisers compute from a seed, a few tensors at a time, as often as they are needed ---
 
 
-class WiderReachError(Exception):
-    """An initialiser touched a slot outside its known reach, which now includes it: values made before must be made again."""
-
-
 @contextlib.contextmanager
-def open_values(model: nn.Module, init_fn: InitFn | None, seed: int, device: torch.device) -> Generator[InitialValues]:
-    """Yield the model's `InitialValues`; afterwards restore the model's tensors and torch's random state."""
-    slots, runs = find_slots(model), find_initialisers(model, init_fn)
+def _open_values(
+    model: nn.Module, spec: PartitionSpec, init_fn: InitFn | None, seed: int, device: torch.device
+) -> Generator[_InitialValues]:
+    """Yield the model's values; afterwards restore the model's tensors and torch's random state."""
     devices = [device] if _torch.is_accelerator(device) else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"))
         stack.enter_context(restore_modules(dict(model.named_modules(remove_duplicate=False)), calling_thread()))
+        stack.enter_context(torch.inference_mode(False))  # so that writes are counted
         if torch.get_default_device().type == "meta":  # as within `with torch.device("meta")`, where the model was made
             stack.enter_context(device)
         with _torch.below_transforms():
-            values = InitialValues(runs, slots.values(), InitSandbox(model, slots, seed, device), device)
+            values = _InitialValues(model, spec, init_fn, seed, device)
         yield values
 
 
-class InitialValues:
-    """The values that a model's initialisers give its slots, within `open_values`.
+class _InitialValues:
+    """The values that initialisers give slots, within `_open_values`.
 
-    An initialiser's *reach* is the slots of its module and all others that it touches; only they have values when it runs. A
-    first run on the meta device finds the reach. A slot's value is the result of all initialisers that reach it, in order:
-    it depends on the model alone, not on which slots are filled together.
+    Each initialiser runs on the meta device first, which shows its reach; only slots in its reach have values when it runs
+    again. A slot's value is the result of all initialisers that reach it, in order: it depends on the model alone, not on
+    which slots are filled together.
     """
 
-    def __init__(self, runs: list[Initialiser], slots: Collection[Slot], sandbox: InitSandbox, device: torch.device) -> None:
-        self.slots, self._runs, self._sandbox, self._device = slots, runs, sandbox, device
-        self._own: dict[nn.Module, set[Slot]] = defaultdict(set)
-        for slot in slots:
-            for module in slot.modules:
-                self._own[module].add(slot)
-        self._reach: list[set[Slot]] = [set() for _ in runs]
-        self._reached_by: dict[Slot, set[int]] = {slot: set() for slot in slots}
-        self._unsure: set[int] = set()
-        """The initialisers that failed on the meta device and did not yet run with values: they may reach further."""
-        for i, one in enumerate(runs):
+    def __init__(self, model: nn.Module, spec: PartitionSpec, init_fn: InitFn | None, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._by_tensor = _find_slots(model)
+        self.slots = [*self._by_tensor.values()]
+        self._storages = {_torch.storage_id(slot.tensor): slot for slot in self.slots}
+        self._runs = _find_initialisers(model, init_fn, self.slots)
+        sizes = [sum(slot.nbytes for slot in one.own) for one in self._runs]
+        self._most = max(*sizes, *(unit.numel * unit.dtype.itemsize for unit in spec), 0, 0)
+        """The bytes of the largest unit, or of the largest module's own tensors."""
+        for i, one in enumerate(self._runs):
             with warnings.catch_warnings():  # which come again when it runs with values
                 warnings.simplefilter("ignore")
-                run = sandbox.run(one, {})
-            self._widen(i, self._own[one.module] | run.touched)
-            if run.error:
-                self._unsure.add(i)
+                touched, _, error = self._run(one, {})
+            inside = set(one.module.modules())
+            if error and (not one.own or any(not inside.isdisjoint(slot.modules) for slot in {*self.slots} - one.own)):
+                raise RuntimeError(
+                    f"init: {one} failed: {type(error).__name__}: {error}; it runs on the meta device first, without values, "
+                    "which shows the modules that it writes to: expected one that runs there, or init_fn=, a function that "
+                    "initialises each module by itself"
+                ) from error
+            one.reach |= touched
+            for slot in one.reach:
+                slot.reached_by.append(i)
 
-    def _widen(self, i: int, slots: set[Slot]) -> None:
-        """Add slots to the reach of an initialiser."""
-        self._reach[i] |= slots
-        for slot in slots:
-            self._reached_by[slot].add(i)
-
-    @property
-    def largest_module_nbytes(self) -> int:
-        """The most bytes that one module owns."""
-        return max((sum(slot.nbytes for slot in own) for own in self._own.values()), default=0)
-
-    def check_reached(self, slots: Iterable[Slot]) -> None:
+    def check_reached(self, slots: Iterable[_Slot]) -> None:
         """Raise ValueError, naming the module, for a slot that is in no initialiser's reach."""
-        for slot in slots:
-            if not self._reached_by[slot]:
-                raise ValueError(
-                    f"init: {slot.kind} '{slot.name}': {slot.owner} has no reset_parameters, and that of no module around it "
-                    "gives it values: expected one, or init_fn=, a function that is called with every module and initialises it"
-                )
+        if slot := next((slot for slot in slots if not slot.reached_by), None):
+            raise ValueError(
+                f"init: {slot}: {slot.owner} has no reset_parameters, and that of no module around it gives it values: "
+                "expected one, or init_fn=, a function that is called with every module and initialises it"
+            )
 
-    def fill(self, wanted: Mapping[Slot, Tensor], most: int) -> None:
-        """Write the values of these slots into these tensors.
-
-        Others that have to be made with one of them are held beside them, of ``most`` bytes at most: ValueError where it
-        would be more, and for a slot that was left without values. Raises `WiderReachError`.
-        """
+    def fill(self, wanted: Mapping[_Slot, Tensor]) -> None:
+        """Write the values of these slots into these tensors, and meanwhile hold others that are made with them."""
         left = dict(wanted)
         with _torch.below_transforms():
             while left:
                 runs, slots = self._find_connected(next(iter(left)))
-                self._check_held_bytes([slot for slot in slots if slot not in wanted], runs, most)
-                values = {slot: self._allocate_unset(slot, wanted.get(slot)) for slot in slots}
-                written: set[Slot] = set()
-                for i in runs:
-                    written |= self._run(i, values)
+                self._check_held_bytes([slot for slot in slots if slot not in wanted], runs)
+                values = {slot: wanted[slot] if slot in wanted else slot.empty(self._device) for slot in slots}
+                for value in (value for slot, value in values.items() if slot.has_nan):
+                    value.fill_(torch.nan)  # which shows what is never written
+                written: set[_Slot] = set()
+                for one in runs:
+                    touched, wrote, error = self._run(one, {slot: values[slot] for slot in one.reach})
+                    if beyond := touched - one.reach:
+                        raise ValueError(
+                            f"init: {one} touches {_format_slots(beyond)}, which it did not on the meta device: expected one "
+                            "that writes to the same tensors whatever their values, or init_fn="
+                        )
+                    if error:
+                        raise RuntimeError(f"init: {one} failed: {type(error).__name__}: {error}") from error
+                    written |= wrote
                 for slot in [slot for slot in slots if slot in left]:
-                    self._check_set(slot, values[slot], written)
-                    if values[slot] is not wanted[slot]:
-                        wanted[slot].copy_(values[slot])
-                    del left[slot]
+                    _check_set(slot, left.pop(slot), slot in written)
 
-    def run_unsure(self, most: int) -> None:
-        """Run the initialisers that failed on the meta device and did not run since. Call it last; it raises as `fill` does."""
-        for i in sorted(self._unsure):
-            self.fill({slot: slot.empty(self._device) for slot in self._reach[i]}, most)
-            if not self._reach[i]:
-                self._run(i, {})
-
-    def _find_connected(self, first: Slot) -> tuple[list[int], list[Slot]]:
+    def _find_connected(self, first: _Slot) -> tuple[list[_Initialiser], list[_Slot]]:
         """Return the initialisers that must run for this slot, in their order, and all slots in their reach."""
         runs: set[int] = set()
         slots, new = {first: None}, [first]
         while new:
-            more = {i for slot in new for i in self._reached_by[slot]} - runs
-            new = [slot for i in sorted(more) for slot in self._reach[i] if slot not in slots]
+            more = {i for slot in new for i in slot.reached_by} - runs
+            new = [slot for i in sorted(more) for slot in self._runs[i].reach if slot not in slots]
             runs, slots = runs | more, slots | dict.fromkeys(new)
-        return sorted(runs), list(slots)
+        return [self._runs[i] for i in sorted(runs)], list(slots)
 
-    def _run(self, i: int, values: Mapping[Slot, Tensor]) -> set[Slot]:
-        """Run an initialiser on the slots in its reach and return those that it wrote."""
-        run = self._sandbox.run(self._runs[i], {slot: values[slot] for slot in self._reach[i]})
-        if run.touched - self._reach[i]:
-            self._widen(i, run.touched)
-            raise WiderReachError
-        if run.error:
-            what = f"{type(run.error).__name__}: {run.error}"
-            raise RuntimeError(f"init: the initialiser of {self._runs[i]} failed: {what}") from run.error
-        self._unsure.discard(i)
-        return run.written
-
-    def _allocate_unset(self, slot: Slot, given: Tensor | None) -> Tensor:
-        """Return memory for a slot, filled with NaN if that shows what is never written."""
-        if not slot.uses_nan:
-            return slot.empty(self._device)  # in memory of its own, so that a write to it is seen
-        return (slot.empty(self._device) if given is None else given).fill_(torch.nan)
-
-    def _check_set(self, slot: Slot, value: Tensor, written: set[Slot]) -> None:
-        """Raise ValueError if a slot was left without values."""
-        if not value.numel() or _torch.is_fake(value):
-            return
-        pieces = value.reshape(-1).split(1 << 24) if slot.uses_nan else ()  # a mask of all of it would be memory
-        if slot not in written if not slot.uses_nan else torch.stack([piece.isnan().any() for piece in pieces]).any():
-            hint = "an init_fn is all that initialises a module, and may call its reset_parameters"
-            if isinstance(slot.modules[0], ParametrizationList):
-                hint = "an init_fn can assign the weight that is computed from it: recipes.md, 'A model that does not fit'"
-            raise ValueError(
-                f"init: {slot.kind} '{slot.name}' of {slot.owner} was left without values, or has some that are NaN: expected "
-                f"its initialiser to write all of it; {hint}"
-            )
-
-    def _check_held_bytes(self, beside: list[Slot], runs: list[int], most: int) -> None:
+    def _check_held_bytes(self, beside: list[_Slot], runs: list[_Initialiser]) -> None:
         """Raise ValueError if initialisers that touch other units would hold more than the largest unit."""
-        if (nbytes := sum(slot.nbytes for slot in beside)) > most:
-            foreign = {i: self._reach[i] - self._own[self._runs[i].module] for i in runs}
-            widest = max(runs, key=lambda i: sum(slot.nbytes for slot in foreign[i]))
-            what = f"touches {format_slots(foreign[widest])}" if foreign[widest] else f"is tied to {format_slots(beside)}"
+        if (nbytes := sum(slot.nbytes for slot in beside)) > self._most:
+            widest = max(runs, key=lambda one: sum(slot.nbytes for slot in one.reach - one.own))
             raise ValueError(
-                f"init: the initialiser of {self._runs[widest]} {what}, in other units: with it "
-                f"{nbytes:,} bytes would be held beside a unit, and the largest unit has {most:,}; expected an init_fn that "
-                "leaves each module to itself, or a policy with one unit around them"
+                f"init: {widest} touches {_format_slots(widest.reach - widest.own or beside)}, in other units: with it "
+                f"{nbytes:,} bytes would be held beside a unit, and the largest unit has {self._most:,}; expected an init_fn "
+                "that leaves each module to itself, or a policy with one unit around them"
             )
+
+    def _run(self, one: _Initialiser, values: Mapping[_Slot, Tensor]) -> tuple[set[_Slot], set[_Slot], Exception | None]:
+        """Run an initialiser on these values, others on the meta device. Return what it touched, what it wrote, its error.
+
+        torch's generators are seeded by the seed and the path of its module. Afterwards the modules are as before.
+        """
+        modules = dict(one.module.named_modules(prefix=one.path))
+        modules |= {f"{slot.name} {i}": module for slot in values for i, module in enumerate(slot.modules)}
+        memory, put = {slot: value.data for slot, value in values.items()}, dict[_Slot, Tensor]()  # which count writes anew
+        placed: list[tuple[dict[str, Tensor | None], str, _Slot]] = []
+        error: Exception | None = None
+        with restore_modules(modules, calling_thread()):
+            for tensors, _ in (own for module in dict.fromkeys(modules.values()) for own in _copy_own_tensors(module)):
+                for attr, tensor in tensors.items():
+                    if slot := self._by_tensor.get(id(tensor)):
+                        if slot not in put:
+                            put[slot] = slot.make_tensor(memory.setdefault(slot, slot.empty(META)))
+                        placed.append((tensors, attr, slot))
+                        tensors[attr] = put[slot]
+            on_meta = {_torch.storage_id(x): slot for slot, x in put.items() if slot not in values}
+            self._seed_generators(one.path)
+            try:
+                with _TouchedSlots({**self._storages, **on_meta}) as touched:
+                    one.run()
+            except Exception as failed:
+                error = failed
+            for tensors, attr, slot in placed:
+                now, value = tensors.get(attr), memory[slot]  # another tensor, or one that was given other memory (``.data``)
+                if now is put[slot] and _is_same_view(now, value):
+                    continue
+                if slot not in values:
+                    touched.slots.add(slot)
+                elif isinstance(now, Tensor) and (now.shape, now.dtype) == (value.shape, value.dtype):
+                    value.copy_(now.detach().clone())
+                else:
+                    got = f"{list(now.shape)} {now.dtype}" if isinstance(now, Tensor) else type(now).__name__
+                    error = ValueError(f"expected {list(value.shape)} {value.dtype} in the place of '{slot.name}', got {got}")
+        written = {slot for slot in values if _torch.version(memory[slot]) or _torch.version(put[slot])}
+        return touched.slots, written, error
+
+    def _seed_generators(self, path: str) -> None:
+        """Seed the generators that initialisers draw from: the CPU's and the device's."""
+        number = int.from_bytes(hashlib.sha256(f"{self._seed} {path}".encode()).digest()[:7], "big")
+        torch.default_generator.manual_seed(number)
+        if _torch.is_accelerator(self._device):
+            torch.get_device_module(self._device.type).default_generators[self._device.index].manual_seed(number)
+
+
+def _check_set(slot: _Slot, value: Tensor, is_written: bool) -> None:
+    """Raise ValueError if a slot was left without values."""
+    if not value.numel() or _torch.is_fake(value):
+        return
+    pieces = value.reshape(-1).split(1 << 24) if slot.has_nan else ()  # a mask of all of it would be memory
+    if not is_written or any(piece.isnan().any() for piece in pieces):
+        hint = "an init_fn is all that initialises a module, and may call its reset_parameters"
+        if isinstance(slot.modules[0], ParametrizationList):
+            hint = "an init_fn can assign the weight that is computed from it: recipes.md, 'A model that does not fit'"
+        raise ValueError(
+            f"init: {slot} of {slot.owner} was left without values, or has some that are NaN: expected its initialiser to "
+            f"write all of it; {hint}"
+        )
+
+
+def _is_same_view(a: Tensor, b: Tensor) -> bool:
+    places = [(_torch.storage_id(x), x.storage_offset(), x.stride()) for x in (a, b)]
+    return places[0] == places[1]
+
+
+def _format_slots(slots: Iterable[_Slot]) -> str:
+    every = sorted(slot.name for slot in slots)
+    return ", ".join(f"'{name}'" for name in every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
 # --- init and init_buffers ---
@@ -235,10 +386,8 @@ def init(
     together = rank is None and has_peers(mesh) and _torch.is_eager()
     with report_to_ranks(spec, together):
         check_rank("init", spec, rank)
-        where = _resolve_device(spec, device)
-        number = _resolve_seed(seed, init_fn)
+        where, number = _resolve_device(spec, device), _resolve_seed(seed, init_fn)
         full = collect_full_params(model, spec)
-        _check_whole(full, spec)
         for name in (name for name in spec.by_name if not full[name].is_meta):
             raise ValueError(
                 f"init: parameter '{name}' is on {full[name].device}: expected it on the meta device; shard(model, spec) takes "
@@ -247,79 +396,55 @@ def init(
     if together:
         check_ranks_agree(spec, asked=(f"init(seed={number})",))
     digest = None
-    with report_to_ranks(spec, together), open_values(model, init_fn, number, where) as values:
-        slots = {name: slot for slot in values.slots for name in _unit_param_name(slot, spec)}
-        values.check_reached(slots.values())
-        while True:
-            try:
-                params, digests = _init_units(values, slots, spec, rank, where, together and check_values)
-                break
-            except WiderReachError:
-                continue
-        digest = torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)
+    with report_to_ranks(spec, together), _open_values(model, spec, init_fn, number, where) as values:
+        params, digest = _init_units(values, spec, rank, where, compared=together and check_values)
     if together:
-        check_ranks_agree(spec, digest if check_values else None, hint=INITIALIZER_HINT)
+        hint = (
+            "expected initialisers that depend on the module and torch's default generators alone; or give check_values=False"
+        )
+        check_ranks_agree(spec, digest, hint=hint)
     log_spec(spec)
     return params
 
 
-INITIALIZER_HINT = (
-    "expected initialisers that depend on the module and torch's default generators alone; or give check_values=False"
-)
-
-
 def _init_units(
-    values: InitialValues, slots: dict[str, Slot], spec: PartitionSpec, rank: int | None, device: torch.device, compared: bool
-) -> tuple[Params, list[Tensor]]:
+    values: _InitialValues, spec: PartitionSpec, rank: int | None, device: torch.device, *, compared: bool
+) -> tuple[Params, Tensor | None]:
     """Return each unit's slice, and the fingerprints of its parameters if ``compared``."""
-    most = _largest_nbytes(values, spec)
-    out: Params = {}
+    owned = ((slot, spec.by_name.get(slot.name)) for slot in values.slots if slot.is_param)
+    slots = {unit_and_param[1].name: slot for slot, unit_and_param in owned if unit_and_param is not None}
+    values.check_reached(slots.values())
     digests: list[Tensor] = []
-    sizes = dict(spec.bound_mesh.sizes)
-    numels = {unit.key: 0 if unit.local_axes else spec.padded_numel(unit) for unit in spec}
-    shared = set[str]() if spec.bound_mesh.is_simulated else {unit.key for unit in spec if unit.p.axes}
+    mesh = spec.bound_mesh
+    numels = {unit.key: spec.padded_numel(unit) for unit in spec if not unit.local_axes}
+    shared = {key for key in numels if spec.by_key[key].p.axes and not mesh.is_simulated}
     longest = max((numels[key] * spec.by_key[key].dtype.itemsize for key in shared), default=0)
     with _torch.below_transforms():  # one buffer for all split units: between slices of many buffers, malloc keeps memory
         workspace = torch.empty(longest, dtype=torch.uint8, device=device)
 
     def init_slice(unit: Unit) -> Tensor:
-        numel = numels[unit.key]
+        buffer: Tensor | None = None
         with _torch.below_transforms():
-            if unit.key in shared:
-                buffer = workspace[: numel * unit.dtype.itemsize].zero_().view(unit.dtype)
+            if unit.local_axes:
+                shapes = [whole_shape(param, dict(mesh.sizes)) for param in unit.params]
+                full = [torch.zeros(shape, dtype=unit.dtype, device=device) for shape in shapes]
+            elif unit.key in shared:
+                buffer = workspace[: numels[unit.key] * unit.dtype.itemsize].zero_().view(unit.dtype)
+                full = unflatten_unit(buffer, unit)
             else:
-                buffer = torch.zeros(numel, dtype=unit.dtype, device=device)
-        full = _empty_whole(unit, sizes, device) if unit.local_axes else unflatten_unit(buffer, unit)
-        values.fill({slots[param.name]: x for param, x in zip(unit.params, full, strict=True)}, most)
+                buffer = torch.zeros(numels[unit.key], dtype=unit.dtype, device=device)
+                full = unflatten_unit(buffer, unit)
+        values.fill({slots[param.name]: x for param, x in zip(unit.params, full, strict=True)})
         if compared:
             digests.extend(hash_bits(to_memory_order(x, param)).cpu() for x, param in zip(full, unit.params, strict=True))
-        if unit.local_axes:
+        if buffer is None:
             buffer = flatten_whole({param.name: x for param, x in zip(unit.params, full, strict=True)}, unit, spec)
-        return scatter_whole(buffer, unit, spec.bound_mesh, rank)
+        return scatter_whole(buffer, unit, mesh, rank)
 
-    for unit in spec:
-        out[unit.key] = place_slice(encode_at_rest(init_slice(unit), unit), unit, spec.bound_mesh)
-    values.run_unsure(most)
-    return out, digests
-
-
-def _check_whole(full: Mapping[str, Tensor], spec: PartitionSpec) -> None:
-    """Raise ValueError for a local parameter of which ``full`` has one rank's piece."""
-    sizes = dict(spec.bound_mesh.sizes)
-    for param in (param for unit in spec for param in unit.params if param.local):
-        shape = whole_shape(param, sizes)
-        if tuple(full[param.name].shape) != shape:
-            raise ValueError(
-                f"init: parameter '{param.name}': expected the whole one, {list(shape)}, got this rank's piece, "
-                f"{list(param.shape)}: initialisers of pieces would give every rank the same; give the whole model on the meta "
-                "device"
-            )
-
-
-def _empty_whole(unit: Unit, sizes: Mapping[str, int], device: torch.device) -> list[Tensor]:
-    """Return memory for the whole parameters of which ranks have pieces."""
-    with _torch.below_transforms():
-        return [torch.zeros(whole_shape(param, sizes), dtype=param.dtype, device=device) for param in unit.params]
+    out = {unit.key: place_slice(encode_at_rest(init_slice(unit), unit), unit, mesh) for unit in spec}
+    if not compared:
+        return out, None
+    return out, torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)
 
 
 def init_buffers(
@@ -354,34 +479,16 @@ def init_buffers(
         tensor([1., 1.])
     """
     spec = bind_spec(spec)
-    where = _resolve_device(spec, device)
-    number = _resolve_seed(seed, init_fn)
-    with open_values(model, init_fn, number, where) as values:
-        wanted = [slot for slot in values.slots if not slot.param]
+    where, number = _resolve_device(spec, device), _resolve_seed(seed, init_fn)
+    with _open_values(model, spec, init_fn, number, where) as values:
+        wanted = {slot: slot.empty(where) for slot in values.slots if not slot.is_param}
         values.check_reached(wanted)
-        while True:
-            made = {id(slot.tensor): slot.empty(where) for slot in wanted}
-            try:
-                values.fill({slot: made[id(slot.tensor)] for slot in wanted}, _largest_nbytes(values, spec))
-                values.run_unsure(_largest_nbytes(values, spec))
-                break
-            except WiderReachError:
-                continue
+        values.fill(wanted)
+    made = {id(slot.tensor): x for slot, x in wanted.items()}
     named = {join_path(path, attr): x for path, module in model.named_modules() for attr, x in module._buffers.items()}
     for tensor in (x for x in named.values() if x is not None and not x.is_meta):
         made.setdefault(id(tensor), tensor.detach().to(where, copy=True))
     return {name: made[id(tensor)] for name, tensor in named.items() if tensor is not None}
-
-
-def _unit_param_name(slot: Slot, spec: PartitionSpec) -> tuple[str, ...]:
-    """Return the name that a unit has for a slot, in a tuple; an empty tuple if no unit owns it."""
-    owned = spec.by_name.get(slot.name) if slot.param else None
-    return () if owned is None else (owned[1].name,)
-
-
-def _largest_nbytes(values: InitialValues, spec: PartitionSpec) -> int:
-    """Return the bytes of the largest unit, or of the largest module's own tensors if they are more."""
-    return max(values.largest_module_nbytes, *(unit.numel * unit.dtype.itemsize for unit in spec), 0)
 
 
 def _resolve_device(spec: PartitionSpec, device: torch.device | str | None) -> torch.device:
