@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import funshard as fs
-from funshard import _torch
-from funshard._plan.record import StepRecorder
-from funshard._plan.timeline import Timeline
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -146,42 +141,3 @@ def planned(case: Case, p: P, optimizer: Any, mesh: dict[str, int], batch: tuple
     model = case.make()
     spec = case.policy(p)(model).on({"expert": 1, **mesh} if case.value is moe_value else mesh)
     return fs.plan(spec, batch=batch, step=step_of(case, fs.skeleton(model), optimizer), optimizer=optimizer)
-
-
-def fsdp2_step(case: Case, model: nn.Module, mesh: dist.DeviceMesh, *, keep: bool) -> Callable[..., None]:
-    """A step of FSDP2 up to gradients, with the policy's modules as units."""
-    paths = {unit.path for unit in case.policy(P("shard"))(model)} | {""}
-    for path in sorted(paths, key=len, reverse=True):
-        fully_shard(model.get_submodule(path), mesh=mesh, reshard_after_forward=not keep)
-
-    def step(*batch: Tensor) -> None:
-        case.plain_value(model, batch).backward()
-        model.zero_grad()
-
-    return step
-
-
-def measured_fsdp2_peak(case: Case, ranks: int, batch: tuple[Tensor, ...], *, keep: bool) -> int:
-    """The most bytes that its tensors hold, by the profiler."""
-    with common.fake_world(ranks):
-        mesh = init_device_mesh("cpu", (ranks,))
-        return measured.peak_bytes(lambda model: fsdp2_step(case, model, mesh, keep=keep), case.make, batch)
-
-
-def planned_fsdp2_peak(case: Case, ranks: int, batch: tuple[Tensor, ...], *, keep: bool) -> int:
-    """What `fs.plan` counts of the same step on fake tensors, as it does of a user's step."""
-    with common.fake_world(ranks):
-        mesh = init_device_mesh("cpu", (ranks,))
-        with _torch.fake_mode():
-            model = case.make()
-            step = fsdp2_step(case, model, mesh, keep=keep)
-            fake = tuple(torch.empty_like(x) for x in batch)
-            with StepRecorder({}, {}):
-                step(*fake)  # the first one makes what FSDP2 keeps
-            held = [param.to_local() for param in model.parameters()]  # pyright: ignore
-            recorder = StepRecorder({}, {})
-            recorder.hold((held, [*model.buffers()], fake))
-            with recorder, _torch.report_resizes(recorder.resize):
-                step(*fake)
-    at_rest = sum(x.nbytes for x in (*held, *model.buffers()))
-    return sum(Timeline(recorder.events, {"parameters": at_rest}, fs.Hardware()).peak.values())

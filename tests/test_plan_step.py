@@ -15,11 +15,9 @@ from plan_cases import (
     MIXED,
     P,
     common,
-    measured_fsdp2_peak,
     measured_peak,
     optimizer_of,
     planned,
-    planned_fsdp2_peak,
     step_of,
 )
 from torch import nn
@@ -61,16 +59,6 @@ def test_peaks_are_the_profilers(name: str, what: str, p: P, optimizer: str, mes
     plan = planned(CASES[name], p, optimizer_of(optimizer), mesh, batch)
     peak = measured_peak(CASES[name], p, optimizer_of(optimizer), mesh, batch)
     assert plan.peak - plan.batch_bytes == pytest.approx(peak, rel=0.03)
-
-
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
-@pytest.mark.parametrize("keep", mark_seldom([False, True], False), ids=["reshard", "keep"])
-@pytest.mark.parametrize("name", mark_seldom(CASES, "gpt"))
-def test_the_peak_of_fsdp2(name: str, keep: bool) -> None:
-    """What is counted of any step holds for FSDP2's, too, which frees and allocates the storages of live tensors."""
-    batch = tuple(torch.randint(256, (2, *BATCH), generator=torch.Generator().manual_seed(0)).unbind())
-    peak = measured_fsdp2_peak(CASES[name], 4, batch, keep=keep)
-    assert planned_fsdp2_peak(CASES[name], 4, batch, keep=keep) == pytest.approx(peak, rel=0.03)
 
 
 @seldom

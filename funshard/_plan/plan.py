@@ -20,9 +20,8 @@ from .._core.spec import PartitionSpec
 from .._core.unit import P
 from .._spec.precision import Precision, precision_of
 from .at_rest import StateBytes, UnitBytes, count_per_slice, device_bytes, map_p, optimizer_init, state_bytes, unit_bytes
-from .forecast import count_tokens, forecast
 from .picture import draw_plan
-from .record import has_parameter, record_step
+from .record import has_parameter, record_schedule, record_step
 from .timeline import (
     CATEGORIES,
     Category,
@@ -154,6 +153,19 @@ def _iter_layouts(plan: Plan) -> Iterator[tuple[dict[str, int] | None, tuple[str
 
 
 # --- `Plan` and plan ---
+
+
+def count_tokens(batch: Any) -> int:
+    """Return the number of tokens of a batch: a number, or tensors; 0 for None."""
+    if batch is None or (type(batch) is int and batch > 0):
+        return batch or 0
+    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    if not tensors:
+        error = ValueError if isinstance(batch, int | float) else TypeError
+        raise error(f"plan: batch: expected a number of tokens, at least 1, or tensors, or None, got {batch!r:.80}")
+    integers = [x for x in tensors if not x.is_floating_point() and not x.is_complex()]
+    return integers[0].numel() if integers else tensors[0].numel() // max(tensors[0].shape[-1] if tensors[0].dim() else 1, 1)
+
 
 FIGURES = ["peak", "peaks", "has_activations", "padding", "balance", "largest_unit", "tokens", "seconds", "exposed_seconds"]
 
@@ -392,7 +404,7 @@ def plan(
     units = unit_bytes(spec, state)
     tokens = count_tokens(batch)
     if step is None:
-        events, batch_bytes = forecast(spec, units, tokens), 0
+        events, batch_bytes = record_schedule(spec, units, tokens), 0
     else:
         events, batch_bytes = record_step(step, spec, batch, init)
     return Plan(spec, hardware or Hardware(), events, units, state, tokens, batch_bytes, batch, step, optimizer)

@@ -1,27 +1,31 @@
-"""The events of a user's step that runs on fake tensors, on a process group of ranks in name only."""
+"""The events of a step that runs on shapes alone: a user's step, or that of a model which only reads its parameters."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import _torch
+from .._call.call import functional_call
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.spec import PartitionSpec
+from .._core.tree import is_within
+from .._core.unit import Unit
 from .._wire.host import HOST
-from .at_rest import Init, is_on_host, make_shard
+from .at_rest import Init, UnitBytes, is_on_host, make_shard, map_p
 from .timeline import Category, Collective, Event, EventKind, Phase
 
-__all__ = ["StepRecorder", "has_parameter", "record_step"]
+__all__ = ["StepRecorder", "has_parameter", "record_schedule", "record_step"]
 
 
 # --- Values for indices that a model computes from its data, such as each token's experts, where tensors have shapes alone ---
@@ -32,35 +36,30 @@ MOST_VALUES = 2**20
 _RANKING = {"topk", "sort", "argmax", "argmin", "max", "min", "multinomial"}
 
 
-def give_even_indices(name: str, args: Any, out: Any) -> Any:
+def _give_even_indices(name: str, args: Any, out: Any) -> Any:
     """Return an operator's results, with indices that it chose among spread evenly: a router then loads all experts alike."""
     if name not in _RANKING:
         return out
-    many = isinstance(out, tuple | list)
-    results: list[Any] = list(out) if many else [out]
-    for i, x in enumerate(results):
-        if not isinstance(x, Tensor) or not _torch.is_fake(x) or x.numel() > MOST_VALUES:
+    results: list[Any] = list(out) if isinstance(out, tuple | list) else [out]
+    x = args[0]
+    dim = args[2] if name == "topk" and len(args) > 2 else args[1] if name != "topk" and len(args) > 1 else -1
+    choices = max(x.shape[dim] if x.dim() and isinstance(dim, int) and not isinstance(dim, bool) else x.numel(), 1)
+    for i, out_i in enumerate(results):
+        if not isinstance(out_i, Tensor) or not _torch.is_fake(out_i) or out_i.numel() > MOST_VALUES:
             continue
-        if (x.dtype == torch.int64 and args[0].is_floating_point()) or (name == "sort" and i == 1):
+        if (out_i.dtype == torch.int64 and x.is_floating_point()) or (name == "sort" and i == 1):
             with _torch.real_tensors():
-                results[i] = (torch.arange(x.numel(), device=x.device) % _count_choices(name, args)).view(x.shape)
-    return tuple(results) if many else results[0]
+                results[i] = (torch.arange(out_i.numel(), device=out_i.device) % choices).view(out_i.shape)
+    return tuple(results) if isinstance(out, tuple | list) else results[0]
 
 
-def has_known_integers(name: str, out: Any) -> bool:
+def _has_known_integers(name: str, out: Any) -> bool:
     """Return whether an operator without inputs makes a tensor of integers, such as positions: models look at their values."""
     known = name in ("arange", "full", "ones", "zeros") and isinstance(out, Tensor) and not out.is_floating_point()
     return known and not out.is_meta and not out.is_complex() and out.numel() <= MOST_VALUES
 
 
-def _count_choices(name: str, args: Any) -> int:
-    """Return how many elements an operator chose among, and at least 1."""
-    dim = args[2] if name == "topk" and len(args) > 2 else args[1] if name != "topk" and len(args) > 1 else -1
-    x = args[0]
-    return max(x.shape[dim] if x.dim() and isinstance(dim, int) and not isinstance(dim, bool) else x.numel(), 1)
-
-
-def fill_collective(op: str, sent: Tensor, out: Tensor, ranks: int) -> None:
+def _fill_collective(op: str, sent: Tensor, out: Tensor, ranks: int) -> None:
     """Write what a collective gives where every rank has the values of this one."""
     if op == "all_reduce":
         out.mul_(ranks)
@@ -82,68 +81,86 @@ _COLLECTIVES = {
     "broadcast": "broadcast",
     "broadcast_": "broadcast",
 }
+_OUTPUT_CATEGORIES: dict[str, Category] = {"all_gather": "gathered", "reduce_scatter": "gradients", "all_reduce": "gradients"}
+
+
+@dataclasses.dataclass
+class _Storage:
+    """The memory of a tensor of the step."""
+
+    category: Category
+    nbytes: int
+    """The bytes that are counted: none of what is held between steps."""
+    is_on_host: bool = False
+    unit: str | None = None
+    """The unit whose shard or gathered buffer it is."""
+    shard_numel: int | None = None
+    copy: int | None = None
+    """The event of the copy between host and device that fills it, unless something waited for it."""
+    collective: int | None = None
 
 
 class StepRecorder(_torch.DispatchMode):
     """A mode that records the events of the step inside it, and follows every storage from its allocation until it is freed.
 
-    A unit's name is that of the last weights or gathered buffer that was read.
+    A unit's name is that of the last weights or gathered buffer that was read. Without ``has_layers`` nothing but gathered
+    parameters and gradients is allocated, and ``tensor.to("cpu")`` gives tensors of the device that count as the host's.
     """
 
-    _counts_moves = True
-    _output_category: ClassVar[Mapping[str, Category]] = {
-        "all_gather": "gathered",
-        "reduce_scatter": "gradients",
-        "all_reduce": "gradients",
-    }
-
-    def __init__(self, shards: Mapping[str, Tensor], axes: Mapping[str, tuple[str, int]], device: torch.device = HOST) -> None:
+    def __init__(
+        self,
+        shards: Mapping[str, Tensor],
+        axes: Mapping[str, tuple[str, int]],
+        device: torch.device = HOST,
+        *,
+        has_layers: bool = True,
+    ) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.phase: Phase = "forward"
-        self._axes = axes  # by name of process group, the mesh axis and its size
-        self._device = device
-        self._on_host = set[int]()  # the storages in host memory, where the device has its own
-        self._copying: dict[int, int] = {}  # the event of the copy between host and device that fills a storage
-        self._storages: dict[int, tuple[Category, int]] = {}
-        self._units = {_torch.storage_id(shard): key for key, shard in shards.items()}
-        self._shards = {_torch.storage_id(shard): shard.numel() for shard in shards.values()}
-        self._lazy: dict[int, int] = {}  # the bytes of storages that copies share until they are written to
-        self._sending: dict[int, int] = {}  # the event of the collective that fills a storage
         self.unit = ""
-        self._was_backward = False
+        self._axes = axes  # by name of process group, the mesh axis and its size
+        self._device, self._has_layers = device, has_layers
+        self._allocates_on_host = self._was_backward = False
+        self._storages = {
+            _torch.storage_id(shard): _Storage("parameters", 0, unit=key, shard_numel=shard.numel())
+            for key, shard in shards.items()
+        }
 
     def add(self, kind: EventKind, memory: Mapping[Category, int] | None = None, **fields: Any) -> int:
         """Add an event of the unit that is worked on, and return its index."""
         self.events.append(Event(kind, self.phase, self.unit, memory or {}, **fields))
         return len(self.events) - 1
 
-    def hold(self, tree: Any, on_host: Iterable[Tensor] = ()) -> None:
+    def hold(self, tree: Any, *, on_host: bool | None = None) -> None:
         """Leave out the tensors in a tree: they are held between steps."""
-        self._on_host.update(map(_torch.storage_id, on_host))
-        for x in pytree.tree_leaves(tree):
-            if isinstance(x, Tensor):
-                at = _torch.storage_id(x)
-                self._storages[at] = "parameters", 0
-                if self._is_on_host(x):
-                    self._on_host.add(at)
+        for x in (x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)):
+            storage = self._storages.setdefault(_torch.storage_id(x), _Storage("parameters", 0))
+            storage.is_on_host = x.device.type == HOST.type != self._device.type if on_host is None else on_host
 
     def _is_on_host(self, x: Tensor) -> bool:
         """Return whether a tensor is in host memory, and the step computes elsewhere."""
-        return x.device.type == HOST.type != self._device.type
+        storage = self._storages.get(_torch.storage_id(x))
+        return storage.is_on_host if storage else self._has_layers and x.device.type == HOST.type != self._device.type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _torch.is_no_operator(func):
             return func(*args, **kwargs)
+        self._allocates_on_host = not self._has_layers and kwargs.get("device") == HOST != self._device
+        if self._allocates_on_host:
+            kwargs = {**kwargs, "device": self._device}
         name = func._schema.name.partition("::")[2]
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self._place(name, inputs)
         traits, is_sent = _torch.op_traits(func), func.namespace == "_c10d_functional"
-        if self._copying and not (is_sent or traits.is_view or name.startswith("new_")):
+        if not (is_sent or traits.is_view or name.startswith("new_")):
             self.wait(inputs)  # which is read; a collective waits itself, and the device goes on
         if name == "wait_tensor":
-            self.wait(inputs, self._sending)
+            storage = self._storages.get(_torch.storage_id(args[0]))
+            if storage is not None and storage.collective is not None:
+                self.add("wait", after=(storage.collective,))
+                storage.collective = None
             if not _torch.is_fake(args[0]):
                 with _torch.real_tensors():
                     func(*args, **kwargs)
@@ -153,27 +170,25 @@ class StepRecorder(_torch.DispatchMode):
             out = func(*args, **kwargs)
         if is_sent:
             out = args[0] if name.endswith("_") else kwargs.get("out", out)
-            self._send(name, args, args[0], out)
+            self._send(_COLLECTIVES[name], args[-1], args[0], out)
             if not _torch.is_fake(out):
                 with _torch.real_tensors():
-                    fill_collective(_COLLECTIVES[name], args[0], out, self._axes[args[-1]][1])
+                    _fill_collective(_COLLECTIVES[name], args[0], out, self._axes[args[-1]][1])
             return out
-        if not inputs and has_known_integers(name, out):
+        if not inputs and _has_known_integers(name, out):
             with _torch.real_tensors():
                 out = func(*args, **kwargs)
-        out = give_even_indices(name, args, out)
+        out = _give_even_indices(name, args, out)
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         memory = Counter[Category]()
         for x in outputs:
             self._allocate(x, memory, self._category_of(inputs), is_lazy=name == "_lazy_clone")
-        for x in _torch.mutated_args(func, args, kwargs):
-            self._write(x, memory)
         if name in ("copy_", "_to_copy") and self._is_on_host(source := inputs[-1]) != self._is_on_host(outputs[0]):
             at = _torch.storage_id(outputs[0])
-            self._copying[at] = self.add("copy", memory, moved_bytes=source.nbytes)
+            self._storages[at].copy = self.add("copy", memory, moved_bytes=source.nbytes)
             return out
         flops = _torch.counted_flops(func, args, kwargs, out)
-        moved = 0 if flops or traits.is_view or not self._counts_moves else sum(x.nbytes for x in (*inputs, *outputs))
+        moved = 0 if flops or traits.is_view or not self._has_layers else sum(x.nbytes for x in (*inputs, *outputs))
         if memory or flops or moved:
             self.add("compute", memory, flops=flops, moved_bytes=moved)
         return out
@@ -185,96 +200,71 @@ class StepRecorder(_torch.DispatchMode):
         elif self._was_backward and self.phase == "backward":
             self.phase = "update"
         for x in inputs:
-            storage = _torch.storage_id(x)
-            if (key := self._units.get(storage)) is not None:
-                self.unit = key
-                is_read = self._shards.get(storage) != x.numel() or name.startswith("all_gather")
-                if is_read and self.phase == "update":
+            storage = self._storages.get(_torch.storage_id(x))
+            if storage is not None and storage.unit is not None:
+                self.unit = storage.unit
+                if self.phase == "update" and (storage.shard_numel != x.numel() or name.startswith("all_gather")):
                     self.phase = "forward"  # of another micro-batch
 
-    def _category_of(self, inputs: list[Tensor]) -> Category:
+    def _category_of(self, inputs: Iterable[Tensor]) -> Category:
         """Return the category of what an operator on these allocates; a collective that takes it may know better."""
-        return "optimizer" if self.phase == "update" else "activations"
+        if self._has_layers:
+            return "optimizer" if self.phase == "update" else "activations"
+        known = {self._storages[at].category for at in map(_torch.storage_id, inputs) if at in self._storages}
+        return "gathered" if self.phase == "forward" or known - {"gradients"} else "gradients"
 
     def _allocate(self, x: Tensor, memory: Counter[Category], category: Category, *, is_lazy: bool = False) -> None:
-        """Follow the storage of a result, if it is new. A lazy copy has no memory of its own before something writes to it."""
+        """Follow the storage of a result, if it is new. A lazy copy, as of buffers, counts none, though something may write."""
         storage = x.untyped_storage()
         at = _torch.storage_id_of(storage)
         if at in self._storages:
             return
-        size = storage.nbytes()
-        if self._is_on_host(x):
-            self._on_host.add(at)
-            size = 0
-        if is_lazy:
-            self._lazy[at], size = size, 0
-        self._storages[at] = category, size
+        on_host = self._allocates_on_host or self._is_on_host(x)
+        size = 0 if on_host or is_lazy else storage.nbytes()
+        self._storages[at] = _Storage(category, size, on_host)
         memory[category] += size
         weakref.finalize(storage, self._free, at).atexit = False
 
-    def _write(self, x: Tensor, memory: Counter[Category]) -> None:
-        """Count the memory of a lazy copy that an operator writes to."""
-        if (size := self._lazy.pop(at := _torch.storage_id(x), 0)) and at in self._storages:
-            category = self._storages[at][0]
-            self._storages[at] = category, size
-            memory[category] += size
-
-    def resize(self, storage: UntypedStorage, nbytes: int) -> None:
-        """Follow a storage that is freed or allocated while tensors have it, as FSDP2's gathered buffers are."""
-        at = _torch.storage_id_of(storage)
-        if at not in self._storages:
-            self._storages[at] = "gathered", storage.nbytes()
-            weakref.finalize(storage, self._free, at).atexit = False
-        category, size = self._storages[at]
-        change = nbytes - storage.nbytes()
-        self._storages[at] = category, size + change
-        if change:
-            self.add("memory", {category: change})
-
     def _free(self, at: int) -> None:
         """Add the release of a storage."""
-        category, size = self._storages.pop(at, ("activations", 0))
-        self._units.pop(at, None)
-        self._lazy.pop(at, None)
-        self._sending.pop(at, None)
-        self._copying.pop(at, None)
-        self._on_host.discard(at)
-        if size:
-            self.add("memory", {category: -size})
+        if (storage := self._storages.pop(at, None)) and storage.nbytes:
+            self.add("memory", {storage.category: -storage.nbytes})
 
-    def wait(self, inputs: Iterable[Tensor], pending: dict[int, int] | None = None) -> None:
-        """Add the wait for the copies that fill these tensors, or for what else is pending."""
-        pending = self._copying if pending is None else pending
-        for at in map(_torch.storage_id, inputs):
-            if (index := pending.pop(at, None)) is not None:
-                self.add("wait", after=(index,))
+    def wait(self, inputs: Iterable[Tensor]) -> None:
+        """Add the wait for the copies that fill these tensors."""
+        for storage in (self._storages.get(_torch.storage_id(x)) for x in inputs):
+            if storage is not None and storage.copy is not None:
+                self.add("wait", after=(storage.copy,))
+                storage.copy = None
 
-    def _send(self, name: str, args: Any, sent: Tensor, out: Tensor) -> None:
+    def _send(self, op: str, group: str, sent: Tensor, out: Tensor) -> None:
         """Add the start of a collective, with the memory of its output."""
-        op = _COLLECTIVES[name]
-        axis, ranks = self._axes.get(args[-1], (str(args[-1]), 1))
+        axis, ranks = self._axes.get(group, (group, 1))
         memory = Counter[Category]()
-        category = self._output_category.get(op)
+        category = "gradients" if op == "all_to_all" and not self._has_layers else _OUTPUT_CATEGORIES.get(op)
         self._allocate(out, memory, category or self._category_of([sent]))
         for x in (out, sent) if category == "gradients" else (out,) if category else ():
             self._move(_torch.storage_id(x), category, memory)
         kind: EventKind = "gather" if op == "all_gather" else "reduce" if category else "exchange"
-        at, copy = _torch.storage_id(out), self._copying.pop(_torch.storage_id(sent), None)
-        if op == "all_gather" and _torch.storage_id(sent) in self._units:
-            self._units[at] = self._units[_torch.storage_id(sent)]
-        one, after = Collective(op, axis, ranks, sent.nbytes, out.nbytes), () if copy is None else (copy,)
-        self._sending[at] = self.add(kind, memory, collective=one, after=after)
+        source, target = self._storages.get(_torch.storage_id(sent)), self._storages[_torch.storage_id(out)]
+        after: tuple[int, ...] = ()
+        if source is not None and source.copy is not None:
+            after, source.copy = (source.copy,), None
+        if source is not None and source.unit is not None and op == "all_gather":
+            target.unit = source.unit
+        one = Collective(op, axis, ranks, sent.nbytes, out.nbytes)
+        target.collective = self.add(kind, memory, collective=one, after=after)
 
     def _move(self, at: int, category: Category | None, memory: Counter[Category]) -> None:
         """Count a storage as another category, now that its use is known."""
-        old, size = self._storages.get(at, ("parameters", 0))
-        if size and category and old != category:
-            self._storages[at] = category, size
-            memory[old] -= size
-            memory[category] += size
+        storage = self._storages.get(at)
+        if storage is not None and storage.nbytes and category and storage.category != category:
+            memory[storage.category] -= storage.nbytes
+            memory[category] += storage.nbytes
+            storage.category = category
 
 
-# --- A user's step run on shapes alone: fake tensors, on a process group of ranks in name only ---
+# --- A user's step, on a process group of ranks in name only ---
 
 
 def has_parameter(step: Callable[..., Any], name: str) -> bool:
@@ -282,9 +272,7 @@ def has_parameter(step: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(step).parameters
 
 
-def record_step(
-    step: Callable[..., Any], spec: PartitionSpec, batch: Any, init: Init | None, **options: Any
-) -> tuple[list[Event], int]:
+def record_step(step: Callable[..., Any], spec: PartitionSpec, batch: Any, init: Init | None) -> tuple[list[Event], int]:
     """Return the events of ``step(params, state, batch)``, run on fake tensors, and the bytes of its batch.
 
     Raises:
@@ -292,7 +280,7 @@ def record_step(
         NotImplementedError: Naming the unit, for offloading where the device is the host.
     """
     sizes = dict(spec.bound_mesh.sizes)
-    device = next((x.device for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and not x.is_meta), torch.device("cpu"))
+    device = next((x.device for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and not x.is_meta), HOST)
     if device.type == "cpu" and (unit := next((unit for unit in spec if unit.p.offloads), None)):
         raise NotImplementedError(
             f"unit '{unit.key}' has {unit.p}, and where the device is the host nothing is copied: expected a batch on an "
@@ -305,15 +293,14 @@ def record_step(
             groups[_torch.axis_group(range(0, size * stride, stride))] = axis, size
         axes = ((axis, ProcessAxis(size, 0, group)) for group, (axis, size) in groups.items())
         bound = spec.on(Mesh(tuple(axes), device.type))
-        if has_parameter(step, "spec"):
-            options["spec"] = bound
+        options = {"spec": bound} if has_parameter(step, "spec") else {}
         with _torch.fake_mode():
             params = {unit.key: make_shard(bound, unit, HOST if is_on_host(unit, bound) else device) for unit in bound}
             state: Any = init({key: x for key, x in params.items() if bound.by_key[key].requires_grad}) if init else {}
             fake_batch = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), batch)
             recorder = StepRecorder(params, groups, device)
             recorder.hold((params, state, fake_batch))
-            with recorder, _torch.report_resizes(recorder.resize):
+            with recorder:
                 result = step(params, state, fake_batch, **options)
             size = sum(x.nbytes for x in pytree.tree_leaves(fake_batch) if isinstance(x, Tensor))
             events = list(recorder.events)
@@ -324,3 +311,154 @@ def record_step(
             "functional_call, or one whose spec is bound to no mesh"
         )
     return events, size
+
+
+# --- The step of a model that has the modules and parameters of a spec, and whose forward only reads them, in its order ---
+
+META = torch.device("meta")
+
+
+class _Skeleton(nn.Module):
+    """A module whose forward reads the parameters of its units, and runs modules inside it."""
+
+    def forward(self, x: Tensor, run: _ModuleRun) -> Tensor:
+        """Run as a run says. ``x`` has no elements: it is there for autograd."""
+        reads_last = not run.path and bool(run.inner)  # the root has layers before and after the others
+        x = run.read(x, saves=not reads_last)
+        for inner in run.inner:
+            x = inner.module(x, inner)
+        return run.read(x) if reads_last else x
+
+
+class _ModuleRun:
+    """One run of a module: what it reads itself, and the runs of modules inside it, in the order of forward."""
+
+    def __init__(self, path: str, units: Sequence[Unit], modules: Mapping[str, _Skeleton], recorder: StepRecorder, tokens: int):
+        self.path, self.module, self.inner, self.recorder = path, modules[path], list[_ModuleRun](), recorder
+        self.name, self.params, self.flops = units[0].key if units else path, list[tuple[nn.Module, str]](), [0, 0]
+        for unit in units:
+            for param in unit.params:
+                inside = [at for at, name in zip(param.locations, param.names, strict=True) if is_within(name, path)]
+                if inside or len(unit.paths) == 1:  # else it is of another module of the unit
+                    where, attr = (inside or param.locations)[0]
+                    self.params.append((modules[where], attr))
+                    flops = 2 * tokens * param.numel if len(param.shape) > 1 else 0  # one product for each matrix
+                    self.flops[0] += flops
+                    self.flops[1] += flops * (2 if unit.requires_grad else 1)
+
+    def read(self, x: Tensor, *, saves: bool = True) -> Tensor:
+        """Return ``x`` as if it was computed with the parameters. With ``saves`` backward reads them again."""
+        return _Read.apply(x, self, saves, *(getattr(module, attr) for module, attr in self.params))
+
+    def compute(self, params: Iterable[Tensor], *, backward: bool = False) -> None:
+        self.recorder.unit = self.name
+        self.recorder.wait(params)
+        self.recorder.add("compute", flops=self.flops[backward])
+
+
+class _Read(torch.autograd.Function):
+    """The use of parameters: forward saves them, and backward allocates their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: _ModuleRun, saves: bool, *params: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.run, ctx.saves, ctx.forms = run, saves, [(p.shape, p.stride(), p.dtype) for p in params]
+        if saves:
+            ctx.save_for_backward(*params)
+            run.compute(params)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grads: list[Tensor | None] = [None] * len(ctx.forms)
+        if ctx.saves:
+            ctx.run.compute(ctx.saved_tensors, backward=True)
+            for i, (shape, stride, dtype) in enumerate(ctx.forms):
+                if ctx.needs_input_grad[i + 3]:
+                    grads[i] = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device)
+        return grad, None, None, *grads
+
+
+def _make_modules(spec: PartitionSpec) -> dict[str, _Skeleton]:
+    """Return the modules of the model by path, with parameters of shapes alone."""
+    params = [param for unit in spec for param in unit.params]
+    paths = {"", *spec.paths, *(path for unit in spec for path in unit.paths)}
+    for path in [*paths, *(path for param in params for path, _ in param.locations)]:
+        parts = path.split(".")
+        paths |= {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
+    modules = {path: _Skeleton() for path in sorted(paths)}
+    for path, module in modules.items():
+        above, _, name = path.rpartition(".")
+        if path:
+            modules[above].add_module(name, module)
+    for param in params:
+        tensor = torch.empty(param.shape, dtype=param.dtype, device=META)
+        for path, attr in param.locations:
+            modules[path].register_parameter(attr, nn.Parameter(tensor, requires_grad=False))
+    return modules
+
+
+def _make_runs(spec: PartitionSpec, recorder: StepRecorder, tokens: int) -> _ModuleRun:
+    """Return the run of the model, whose modules run in the order of ``spec.order``; those that it leaves out come last."""
+    modules, units_at = _make_modules(spec), dict[str, list[Unit]]()
+    for unit in spec:
+        for path in unit.paths:
+            units_at.setdefault(path, []).append(unit)
+    latest = {"": _ModuleRun("", units_at.get("", ()), modules, recorder, tokens)}  # by path
+
+    def add_run(path: str) -> None:
+        above = path
+        while above == path or above not in spec.by_path:
+            above = above.rpartition(".")[0]
+        if above not in latest:
+            add_run(above)
+        latest[path] = _ModuleRun(path, units_at.get(path, ()), modules, recorder, tokens)
+        latest[above].inner.append(latest[path])
+
+    order = (*spec.order, *(key for key in spec.by_key if key not in spec.order))
+    seen, total, added = Counter[str](), Counter(order), list[Unit]()
+    for key in order:
+        unit = spec.by_key[key]
+        if unit.path and unit not in added:  # else it runs with the unit before, at the same module
+            seen[key] += 1
+            # one of its modules runs after each of its gathers, and after the last one all that are left
+            paths = unit.paths[seen[key] - 1 : None if seen[key] == total[key] else seen[key]] or unit.paths
+            for path in paths:
+                add_run(path)
+            added = [other for path in paths for other in units_at[path]]
+    return latest[""]
+
+
+def record_schedule(spec: PartitionSpec, units: Mapping[str, UnitBytes], tokens: int) -> list[Event]:
+    """Return the events of a step of that model: `functional_call` and its backward, and an update in place."""
+    device = HOST if spec.bound_mesh.device_type == "cpu" else META
+    sizes = dict(spec.bound_mesh.sizes)
+    # without what the model has no layers for
+    bare = map_p(spec, lambda p: dataclasses.replace(p, compile=False, offload="params" if "params" in p.offloads else None))
+    with (
+        _torch.named_groups(sizes, device) as names,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _torch.fake_mode() if device == HOST else contextlib.nullcontext(),
+    ):
+        mesh = Mesh(tuple((axis, ProcessAxis(size, 0, names[axis])) for axis, size in sizes.items()), device.type)
+        spec = dataclasses.replace(bare, ignored=()).on(mesh)
+        shards = {unit.key: make_shard(spec, unit, device) for unit in spec}
+        x = torch.empty(0, device=device)
+        recorder = StepRecorder(shards, {names[axis]: (axis, sizes[axis]) for axis in sizes}, device, has_layers=False)
+        recorder.hold(x, on_host=False)
+        for key, shard in shards.items():
+            recorder.hold(shard, on_host=units[key].on_host)
+        run = _make_runs(spec, recorder, tokens)
+        trained = {unit.key: shards[unit.key].requires_grad_() for unit in spec if unit.requires_grad}
+        with recorder:
+            out = functional_call(run.module, shards, (x, run), spec=spec, check_order=False)
+            found = torch.autograd.grad(out, [*trained.values()], x, allow_unused=True) if trained else ()
+            grads = dict(zip(trained, found, strict=True))
+            del out, found
+            recorder.phase = "update"
+            for key in trained:
+                recorder.unit, unit = key, units[key]
+                if not unit.on_host:
+                    recorder.add("update", moved_bytes=3 * unit.parameters + 2 * unit.optimizer)
+                del grads[key]
+    return recorder.events

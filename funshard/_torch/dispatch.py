@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -32,7 +31,6 @@ __all__ = [
     "is_pure_op",
     "mutated_args",
     "op_traits",
-    "report_resizes",
 ]
 
 
@@ -72,25 +70,6 @@ def function_modes(*, own: bool) -> list[TorchFunctionMode]:
     """
     packages = [(type(mode).__module__.partition(".")[0], mode) for mode in _get_current_function_mode_stack()]
     return [mode for package, mode in packages if package != "torch" and (package == "funshard") is own]
-
-
-@contextlib.contextmanager
-def report_resizes(report: Callable[[torch.UntypedStorage, int], object]) -> Generator[None]:
-    """Call ``report(storage, nbytes)`` before each resize of a storage: FSDP2 frees and allocates its buffers by resizes.
-
-    No mode sees that. As in torch/distributed/_tools/mem_tracker.py; pinned by ``test_report_resizes``.
-    """
-    resize = torch.UntypedStorage.resize_
-
-    def report_and_resize(self: torch.UntypedStorage, size: int) -> Any:
-        report(self, size)
-        return resize(self, size)
-
-    torch.UntypedStorage.resize_ = report_and_resize
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize
 
 
 COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
