@@ -121,4 +121,4 @@ class _FreedGraph(_torch.Function):
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
-    backward = staticmethod(_raise_freed)
+    backward = staticmethod(_raise_freed)  # pyright: ignore[reportAssignmentType]
