@@ -59,7 +59,7 @@ without an underscore is public.
 import typing as _typing
 from importlib import import_module as _import_module
 
-from . import averaging, codecs, collectives, compress, curvature, data, loss_scale, optim, policies, testing
+from . import collectives, loss_scale, optim, policies
 from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from ._call.buffers import BufferWarning
 from ._call.call import functional_call, trace_order
@@ -94,7 +94,7 @@ from .collectives._rank_check import check
 from .policies import Policy, by_path, by_size, by_type
 
 if _typing.TYPE_CHECKING:
-    from . import checkpoint
+    from . import averaging, checkpoint, codecs, compress, curvature, data, testing
     from ._plan.picture import visualize
     from ._plan.plan import Plan, plan
     from ._plan.timeline import Hardware
@@ -177,12 +177,14 @@ __all__ = [
 
 
 _LAZY = {"Hardware": "_plan.timeline", "Plan": "_plan.plan", "plan": "_plan.plan", "visualize": "_plan.picture"}
-"""The public names of modules that training does not need, by module."""
+"""The public names of modules that a step of training does not need, by module."""
+_LAZY_MODULES = {"averaging", "checkpoint", "codecs", "compress", "curvature", "data", "testing"}
+"""The public modules that it does not need."""
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name == "checkpoint":  # half a second of imports, which training does not need
-        return _import_module(".checkpoint", __name__)
+    if name in _LAZY_MODULES:
+        return _import_module(f".{name}", __name__)
     if name in _LAZY:
         return getattr(_import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
