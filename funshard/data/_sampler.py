@@ -94,17 +94,8 @@ def _find_sample_axes(spec: PartitionSpec, axes: Iterable[str] | None) -> tuple[
 class BatchSampler:
     """The indices of one rank's samples in each step. `sampler` makes it.
 
-    Steps count from 0 over all epochs. ``sampler[step]`` gives the indices of a step.
-
-    Args:
-        size: Samples of the data set.
-        batch: Samples of a step, on all ranks together.
-        seed: The seed of the order.
-        shuffle: Whether each epoch is shuffled.
-        last: What happens to the last samples of an epoch.
-        epochs: The epochs of an iteration; None for no end.
-        index: The number of this rank among those with different samples.
-        parts: The number of those ranks.
+    Steps count from 0 over all epochs. ``sampler[step]`` gives the indices of a step. This rank is number ``index`` of the
+    ``parts`` ranks with different samples.
     """
 
     def __init__(
@@ -158,11 +149,7 @@ class BatchSampler:
             yield self[step]
 
     def __getitem__(self, step: int) -> list[int]:
-        """Return the indices of this rank's samples in a step.
-
-        Args:
-            step: The step, counted from 0 over all epochs. IndexError if it is negative.
-        """
+        """Return the indices of this rank's samples in a step; IndexError if it is negative."""
         if step < 0:
             raise IndexError(f"step: expected at least 0, got {step}")
         epoch, i = divmod(step, self.steps_per_epoch)

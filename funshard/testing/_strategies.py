@@ -68,7 +68,7 @@ class OtherResidualNode(ResidualNode):
 def modules(
     *, max_depth: int = 3, tied: bool = True, frozen: bool = False, dtype: torch.dtype = torch.float64
 ) -> SearchStrategy[nn.Module]:
-    """Draw random module trees with odd, empty and 0-dim parameters, shared modules, tied and frozen parameters.
+    """Return a strategy of module trees with odd, empty and 0-dim parameters, shared modules, tied and frozen parameters.
 
     Each maps a 0-dim tensor to a 0-dim tensor, by sums and products: exact on small whole numbers.
 
@@ -77,9 +77,6 @@ def modules(
         tied: Whether modules are shared and parameters tied.
         frozen: Whether some parameters do not require gradients.
         dtype: The dtype of all parameters.
-
-    Returns:
-        A hypothesis strategy.
 
     Example:
         >>> from hypothesis import given
@@ -117,13 +114,10 @@ def modules(
 
 
 def policies(model: nn.Module) -> SearchStrategy[Policy]:
-    """Draw random policies for a model: of every kind, and of random paths with random `P`.
+    """Return a hypothesis strategy of policies for a model: of every kind, and of random paths with random `P`.
 
     Args:
         model: The model that the policies fit.
-
-    Returns:
-        A hypothesis strategy.
 
     Example:
         >>> import torch, funshard as fs
@@ -158,13 +152,10 @@ def _unify_aliases(model: nn.Module, paths: Mapping[str, P]) -> dict[str, P]:
 
 
 def meshes(max_size: int = 5) -> SearchStrategy[dict[str, int]]:
-    """Draw random mesh shapes: ("shard",), or ("replicate", "shard") for HSDP.
+    """Return a hypothesis strategy of mesh shapes: ("shard",), or ("replicate", "shard") for HSDP.
 
     Args:
         max_size: The largest size of a mesh of one axis.
-
-    Returns:
-        A hypothesis strategy.
 
     Example:
         >>> from hypothesis import given
