@@ -11,17 +11,6 @@ from ._save import Saving, save
 from ._state.describe import per_rank
 
 __all__ = [
-    "CheckpointError",
-    "Saving",
-    "clean",
-    "clean_name",
-    "export",
-    "from_optimizer_state_dict",
-    "latest",
-    "load",
-    "optimizer_state_dict",
-    "per_rank",
-    "read_safetensors",
-    "rekey",
-    "save",
-]
+    "CheckpointError", "Saving", "clean", "clean_name", "export", "from_optimizer_state_dict", "latest", "load",
+    "optimizer_state_dict", "per_rank", "read_safetensors", "rekey", "save",
+]  # fmt: skip

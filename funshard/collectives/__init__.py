@@ -18,25 +18,7 @@ from ._functions import (
 from ._world import axis_rank, global_rank, members
 
 __all__ = [
-    "Axis",
-    "Mesh",
-    "ProcessAxis",
-    "Reduce",
-    "Simulated",
-    "all_reduce",
-    "all_to_all",
-    "axis_rank",
-    "broadcast",
-    "gather_slices",
-    "gather_values",
-    "global_rank",
-    "members",
-    "permute",
-    "ragged_all_to_all",
-    "reduce_scatter",
-    "scatter",
-    "sum_over",
-    "sum_shards",
-    "unvary",
-    "vary",
-]
+    "Axis", "Mesh", "ProcessAxis", "Reduce", "Simulated", "all_reduce", "all_to_all", "axis_rank", "broadcast", "gather_slices",
+    "gather_values", "global_rank", "members", "permute", "ragged_all_to_all", "reduce_scatter", "scatter", "sum_over",
+    "sum_shards", "unvary", "vary",
+]  # fmt: skip
