@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._core.flow import scatter_unit
-from .._core.layout import concat_padded, from_memory_order, rank_coords
+from .._core.layout import from_memory_order, rank_coords
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, whole_shape
 from .._wire.whole import flatten_whole, scatter_whole
@@ -41,16 +40,12 @@ def draw_like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor,
         owner = dataclasses.replace(owner, shape=tuple(tensor.shape))
         return from_memory_order(_draw_ranges([_Range(owner.name, 0, owner.numel)], seed, draw, tensor)[0], owner)
     mesh = spec.bound_mesh
-    if owner.local_axes:
+    if owner.local_axes or (rank is None and mesh.is_simulated):
         sizes = dict(mesh.sizes)
         params = [dataclasses.replace(param, shape=whole_shape(param, sizes)) for param in owner.params]
         drawn = _draw_ranges([_Range(param.name, 0, param.numel) for param in params], seed, draw, tensor)
         full = {param.name: from_memory_order(x, param) for x, param in zip(drawn, params, strict=True)}
         return scatter_whole(flatten_whole(full, owner, spec), owner, mesh, rank)
-    if rank is None and mesh.is_simulated:
-        whole = [_Range(param.name, 0, param.numel) for param in owner.params]
-        buffer = concat_padded(_draw_ranges(whole, seed, draw, tensor), owner, spec.padded_numel(owner))
-        return scatter_unit(buffer, owner, mesh)
     at = rank_coords(mesh, rank) if owner.p.axes else (0,) * len(mesh.axes)
     found = [*slice_pieces(owner, spec, at)]
     drawn = _draw_ranges([_Range(p.param.name, p.begin, p.begin + p.high - p.low) for p in found], seed, draw, tensor)

@@ -15,5 +15,4 @@ from .levels import *
 from .modules import *
 from .stand_in import *
 from .storage import *
-from .streams import *
 from .tracing import *
