@@ -17,19 +17,8 @@ from .. import _torch
 from .._core.tree import Param
 from .._core.unit import Option, P, Unit, add_keyword
 
-__all__ = [
-    "Codec",
-    "Dtypes",
-    "Form",
-    "Precision",
-    "check_trainable",
-    "pack_bytes",
-    "pack_rows",
-    "precision_of",
-    "resolve_dtypes",
-    "storage_codec",
-    "unpack_bytes",
-]
+__all__ = ["Codec", "Dtypes", "Form", "Precision", "check_trainable", "pack_bytes", "pack_rows", "precision_of"]
+__all__ += ["resolve_dtypes", "storage_codec", "unpack_bytes"]
 
 
 # --- Codec: the encoding of a unit's slices for their gather, and of their gradients for the reduction ---

@@ -12,16 +12,8 @@ from torch import Tensor
 from .. import _torch
 from .._core.checks import check_mapping
 
-__all__ = [
-    "StateMapping",
-    "break_message",
-    "check_rate",
-    "check_tensors",
-    "named_tensors",
-    "refuse_pickle",
-    "refuse_shared_memory",
-    "same_pair",
-]
+__all__ = ["StateMapping", "break_message", "check_rate", "check_tensors", "named_tensors", "refuse_pickle"]
+__all__ += ["refuse_shared_memory", "same_pair"]
 
 Pair = TypeVar("Pair")
 StateMapping = Mapping[str, Mapping[str, Tensor]]

@@ -24,18 +24,8 @@ from ..collectives._world import check_spans_world
 from ._checks import check_tensors
 from ._trees import check_same_keys
 
-__all__ = [
-    "check_max_norm",
-    "clip_by_global_norm",
-    "global_norm",
-    "global_norm_from_squares",
-    "norms",
-    "scale_to_norm",
-    "sum_of_squares",
-    "upcast",
-    "vdot",
-    "vdots",
-]
+__all__ = ["check_max_norm", "clip_by_global_norm", "global_norm", "global_norm_from_squares", "norms", "scale_to_norm"]
+__all__ += ["sum_of_squares", "upcast", "vdot", "vdots"]
 
 
 def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2.0) -> Tensor:

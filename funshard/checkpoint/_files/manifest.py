@@ -28,16 +28,8 @@ from .._state.json_tree import check_fields, check_tree, raise_damaged
 from .._state.leaves import MAX_DIMS
 from .untrusted import SIZE_LIMIT, PickledName, PickledObject, checksum, read_pickle, read_regular
 
-__all__ = [
-    "MANIFEST",
-    "MAX_SEQUENCE",
-    "METADATA",
-    "Manifest",
-    "is_plain_name",
-    "read_manifest",
-    "read_metadata",
-    "write_manifest",
-]
+__all__ = ["MANIFEST", "MAX_SEQUENCE", "METADATA", "Manifest", "is_plain_name", "read_manifest", "read_metadata"]
+__all__ += ["write_manifest"]
 
 
 MANIFEST = "funshard.json"

@@ -21,17 +21,8 @@ import torch
 
 from .._errors import DamagedError
 
-__all__ = [
-    "SIZE_LIMIT",
-    "PickledName",
-    "PickledObject",
-    "Record",
-    "checksum",
-    "open_regular",
-    "read_pickle",
-    "read_record",
-    "read_regular",
-]
+__all__ = ["SIZE_LIMIT", "PickledName", "PickledObject", "Record", "checksum", "open_regular", "read_pickle", "read_record"]
+__all__ += ["read_regular"]
 
 
 # --- Read files that somebody else may have written: only regular files are opened ---

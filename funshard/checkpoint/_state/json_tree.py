@@ -34,17 +34,8 @@ from .tree import (
     plain_to_json,
 )
 
-__all__ = [
-    "FALLBACK",
-    "check_fields",
-    "check_rank_count",
-    "check_tree",
-    "iter_plain_values",
-    "raise_damaged",
-    "select_part",
-    "tree_from_json",
-    "tree_to_json",
-]
+__all__ = ["FALLBACK", "check_fields", "check_rank_count", "check_tree", "iter_plain_values", "raise_damaged", "select_part"]
+__all__ += ["tree_from_json", "tree_to_json"]
 
 
 # --- The state of an optimizer by matrix as JSON: an entry for each parameter, whatever units and owners there are ---

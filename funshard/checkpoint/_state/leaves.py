@@ -21,25 +21,9 @@ from ..._spec.local import piece_offsets
 from ..._wire.flow import encode_at_rest
 from ..._wire.host import place_slice
 
-__all__ = [
-    "MAX_DIMS",
-    "Box",
-    "Leaf",
-    "OwnedLeaf",
-    "RangeSharer",
-    "ScalarLeaf",
-    "SliceLeaf",
-    "StoredLeaf",
-    "TensorLeaf",
-    "TensorRange",
-    "ValueLeaf",
-    "check_storable",
-    "check_tiles",
-    "is_uniform",
-    "leaf_names",
-    "range_to_boxes",
-    "split_range",
-]
+__all__ = ["MAX_DIMS", "Box", "Leaf", "OwnedLeaf", "RangeSharer", "ScalarLeaf", "SliceLeaf", "StoredLeaf", "TensorLeaf"]
+__all__ += ["TensorRange", "ValueLeaf", "check_storable", "check_tiles", "is_uniform", "leaf_names", "range_to_boxes"]
+__all__ += ["split_range"]
 
 
 # --- Divide flat ranges of tensors into N-d boxes, and among the ranks that hold them ---

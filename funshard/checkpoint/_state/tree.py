@@ -23,35 +23,10 @@ from ...optim import AccumulationState, EmaState, FiniteState, MatrixState, Quan
 from .._errors import DamagedError
 from .leaves import Leaf, SliceLeaf
 
-__all__ = [
-    "FACTORIES",
-    "MAPPINGS",
-    "MAX_DEPTH",
-    "SEQUENCES",
-    "TUPLES",
-    "ContainerNode",
-    "Node",
-    "StatePath",
-    "UnitsNode",
-    "build_state",
-    "container_to_json",
-    "file_entries",
-    "get_fields",
-    "get_kind",
-    "is_container",
-    "is_plain_value",
-    "iter_leaves",
-    "make_container_node",
-    "make_dict_node",
-    "make_matrix_state_node",
-    "make_units_node",
-    "open_container",
-    "parameter_slice",
-    "plain_from_json",
-    "plain_to_json",
-    "stored_names",
-    "walk",
-]
+__all__ = ["FACTORIES", "MAPPINGS", "MAX_DEPTH", "SEQUENCES", "TUPLES", "ContainerNode", "Node", "StatePath", "UnitsNode"]
+__all__ += ["build_state", "container_to_json", "file_entries", "get_fields", "get_kind", "is_container", "is_plain_value"]
+__all__ += ["iter_leaves", "make_container_node", "make_dict_node", "make_matrix_state_node", "make_units_node"]
+__all__ += ["open_container", "parameter_slice", "plain_from_json", "plain_to_json", "stored_names", "walk"]
 
 
 # --- Plain values (numbers, strings, bytes, dtypes, None) as JSON ---

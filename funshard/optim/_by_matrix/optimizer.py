@@ -25,17 +25,8 @@ from .._matrices.matrices import Matrices, matrices
 from .rule import Fallback, MatrixConfig, MatrixInit, MatrixOptions, MatrixRule, MatrixUpdate, OwnedShapes, rule_from_update
 from .step import MatrixState, MatrixStep, init_state, place_like
 
-__all__ = [
-    "Fallback",
-    "MatrixOptimizer",
-    "break_graphs",
-    "by_matrix",
-    "check_nonnegative",
-    "optimizer_from_rule",
-    "optimizer_with_fallback",
-    "resolve_options",
-    "resolve_real_matrices",
-]
+__all__ = ["Fallback", "MatrixOptimizer", "break_graphs", "by_matrix", "check_nonnegative", "optimizer_from_rule"]
+__all__ += ["optimizer_with_fallback", "resolve_options", "resolve_real_matrices"]
 
 
 # --- Checks of a step of an optimizer of matrices: they name the unit, and run before anything is sent ---

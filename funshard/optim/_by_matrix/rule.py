@@ -13,19 +13,8 @@ from ..._core.layout import Params
 from .._elementwise.options import SharedOptions, scale_lr
 from .._matrices.matrices import Matrices
 
-__all__ = [
-    "Fallback",
-    "MatrixConfig",
-    "MatrixInit",
-    "MatrixOptions",
-    "MatrixRule",
-    "MatrixUpdate",
-    "OwnedShapes",
-    "OwnedState",
-    "Payload",
-    "Slots",
-    "rule_from_update",
-]
+__all__ = ["Fallback", "MatrixConfig", "MatrixInit", "MatrixOptions", "MatrixRule", "MatrixUpdate", "OwnedShapes", "OwnedState"]
+__all__ += ["Payload", "Slots", "rule_from_update"]
 
 
 MatrixOptions = Mapping[str, Any]

@@ -11,17 +11,8 @@ from ... import _torch
 from ..._core.layout import Params
 from .._checks import refuse_pickle, same_pair
 
-__all__ = [
-    "AnyOptimizer",
-    "ComposedOptimizer",
-    "GradientTransformation",
-    "InitFn",
-    "check_optimizer",
-    "check_state",
-    "is_pair",
-    "read_count",
-    "read_flag",
-]
+__all__ = ["AnyOptimizer", "ComposedOptimizer", "GradientTransformation", "InitFn", "check_optimizer", "check_state", "is_pair"]
+__all__ += ["read_count", "read_flag"]
 
 
 # --- Numbers and flags that the host reads, because Python branches on them: the same on all ranks ---

@@ -34,16 +34,8 @@ from .pairs import (
     read_flag,
 )
 
-__all__ = [
-    "AccumulationState",
-    "EmaState",
-    "FiniteState",
-    "accumulate_steps",
-    "apply_if_finite",
-    "chain",
-    "clip_gradients",
-    "ema",
-]
+__all__ = ["AccumulationState", "EmaState", "FiniteState", "accumulate_steps", "apply_if_finite", "chain", "clip_gradients"]
+__all__ += ["ema"]
 
 
 # --- accumulate_steps: an optimizer that takes one step for the mean of k updates' gradients ---

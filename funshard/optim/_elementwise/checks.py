@@ -15,18 +15,8 @@ from .._checks import StateMapping, check_rate
 from .._quantized.slices import refuse_encoded
 from .options import OptionRanges
 
-__all__ = [
-    "ELEMENTWISE_CLASSES",
-    "InitialState",
-    "check_arguments",
-    "check_class",
-    "check_fits",
-    "check_options",
-    "find_ranges",
-    "is_updated",
-    "refuse_derivatives",
-    "refuse_lost_rates",
-]
+__all__ = ["ELEMENTWISE_CLASSES", "InitialState", "check_arguments", "check_class", "check_fits", "check_options"]
+__all__ += ["find_ranges", "is_updated", "refuse_derivatives", "refuse_lost_rates"]
 
 
 InitialState = Callable[[Tensor], Mapping[str, Tensor]]

@@ -19,23 +19,9 @@ from ..._slices.padding import padding_mask
 from ..._slices.pieces import param_views
 from ...collectives._functions import vary
 
-__all__ = [
-    "OptionRanges",
-    "ParamOptions",
-    "SharedOptions",
-    "expand_numbers",
-    "fill_padding",
-    "group_by_options",
-    "join_ranges",
-    "option_ranges",
-    "padding_masks",
-    "refuse_without_spec",
-    "scale_lr",
-    "scatter_range",
-    "split_axes",
-    "split_by_options",
-    "state_of_range",
-]
+__all__ = ["OptionRanges", "ParamOptions", "SharedOptions", "expand_numbers", "fill_padding", "group_by_options", "join_ranges"]
+__all__ += ["option_ranges", "padding_masks", "refuse_without_spec", "scale_lr", "scatter_range", "split_axes"]
+__all__ += ["split_by_options", "state_of_range"]
 
 
 ParamOptions = Callable[[str, Param], Mapping[str, Any]]

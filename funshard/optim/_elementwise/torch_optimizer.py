@@ -15,17 +15,8 @@ from ..._core.spec import PartitionSpec
 from .checks import ELEMENTWISE_CLASSES, InitialState
 from .options import OptionRanges, SharedOptions, scale_lr
 
-__all__ = [
-    "ElementwiseConfig",
-    "add_eps_root",
-    "build_optimizer",
-    "init_vector_state",
-    "share_options",
-    "state_to_step",
-    "tensor_options",
-    "warn_zero_gradients",
-    "write_state",
-]
+__all__ = ["ElementwiseConfig", "add_eps_root", "build_optimizer", "init_vector_state", "share_options", "state_to_step"]
+__all__ += ["tensor_options", "warn_zero_gradients", "write_state"]
 
 
 STATE_FROM_RATE: Mapping[type[torch.optim.Optimizer], str] = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}

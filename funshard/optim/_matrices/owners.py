@@ -17,20 +17,8 @@ from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
 from ..._core.unit import LocalDims, Unit, whole_shape
 
-__all__ = [
-    "Cost",
-    "Matrix",
-    "Owner",
-    "Select",
-    "all_coords",
-    "assign_owners",
-    "batch_matrices",
-    "count_chunks",
-    "format_owners",
-    "hidden",
-    "largest_unit_numel",
-    "select_matrices",
-]
+__all__ = ["Cost", "Matrix", "Owner", "Select", "all_coords", "assign_owners", "batch_matrices", "count_chunks"]
+__all__ += ["format_owners", "hidden", "largest_unit_numel", "select_matrices"]
 
 
 # --- Which parameters are matrices: their shapes, and what an owner has of each ---
