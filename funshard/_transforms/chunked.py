@@ -131,26 +131,21 @@ class _ChunkFunction(RecomputedFunction):
 
 def _check_rows(name: str, rows: Any, dim: int) -> tuple[list[Tensor], list[int]]:
     """Return the tensors of the rows and the dimension, >= 0, that slices each; raise TypeError or ValueError for others."""
-    leaves = pytree.tree_leaves(rows)
-    if not leaves:
-        raise TypeError(f"{name}: rows: expected tensors, got none")
-    if all(isinstance(x, Tensor) and -x.dim() <= dim < x.dim() for x in leaves):
-        dims = [dim % x.dim() for x in leaves]
-        if all(x.shape[d] == leaves[0].shape[dims[0]] for x, d in zip(leaves, dims, strict=True)):
-            return leaves, dims
-    first: Tensor | None = None
+    leaves: list[Tensor] = []
     for path, x in pytree.tree_flatten_with_path(rows)[0]:
         where = f"{name}: rows{pytree.keystr(path)}"
         if not isinstance(x, Tensor):
             raise TypeError(f"{where}: expected a tensor, got {type(x).__name__}; give what all slices share by w or a closure")
         if not -x.dim() <= dim < x.dim():
             raise ValueError(f"{where}: expected a tensor with a dimension {dim}, got shape {list(x.shape)}")
-        first = x if first is None else first
-        if x.shape[dim] != first.shape[dim]:
+        leaves.append(x)
+        if (length := leaves[0].shape[dim]) != x.shape[dim]:
             raise ValueError(
-                f"{where}: expected {first.shape[dim]} rows along dimension {dim}, as in the first tensor, got {x.shape[dim]}"
+                f"{where}: expected {length} rows along dimension {dim}, as in the first tensor, got {x.shape[dim]}"
             )
-    raise AssertionError("no leaf differs")
+    if not leaves:
+        raise TypeError(f"{name}: rows: expected tensors, got none")
+    return leaves, [dim % x.dim() for x in leaves]
 
 
 def _run_slice(f: Callable[..., Any], w: Any, rows: Any, name: str) -> tuple[Tensor, Tensor]:

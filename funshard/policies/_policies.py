@@ -306,13 +306,14 @@ def ignoring(
 
 def _build_ignoring(policy: Policy, modules: list[object], params: list[object], tree: ModuleTree) -> PartitionSpec:
     """Build the policy's spec of the tree without the modules and parameters that match; refuse what matches nothing."""
-    gone = {node.path for node in tree.nodes() for item in modules if matches_module(item, node)}
-    names = {p.name for node in tree.nodes() for p in node.params for item in params if _matches_param(item, p, node)}
+    gone, names = set[str](), set[str]()
     for item in modules:
-        if not any(matches_module(item, node) for node in tree.nodes()):
+        gone |= (found := {node.path for node in tree.nodes() if matches_module(item, node)})
+        if not found:
             raise ValueError(f"ignoring: modules: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
     for item in params:
-        if not any(_matches_param(item, p, node) for node in tree.nodes() for p in node.params):
+        names |= (found := {p.name for node in tree.nodes() for p in node.params if _matches_param(item, p, node)})
+        if not found:
             raise ValueError(f"ignoring: params: {item!r} matches no parameter of the model")
     if tree.path in gone:
         raise ValueError("ignoring: modules: the root '' is ignored: expected something left to shard")
@@ -462,9 +463,8 @@ def _build_groups(items: list[object], size: int | None, p: P, tree: ModuleTree)
         if not any(matches_module(item, node) for node in nodes):
             raise ValueError(f"by_group: {item!r} matches no module: expected some of {[node.path for node in nodes][:8]}")
     matched = [node for node in nodes if any(matches_module(item, node) for item in items)]
-    matched.sort(key=lambda node: min(map(natural_key, node.names)))
     siblings: dict[str, list[str]] = {}
-    for node in matched:
+    for node in sorted(matched, key=lambda node: min(map(natural_key, node.names))):
         siblings.setdefault("" if size is None else node.path.rpartition(".")[0], []).append(node.path)
     chosen: dict[str, P] = {}
     for paths in siblings.values():

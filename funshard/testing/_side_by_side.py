@@ -421,25 +421,26 @@ class Case:
         varying = {n: b for n, b in self.buffers.items() if not all(torch.equal(own[BUFFER, n], b) for own in plain.ranks)}
         direction = {name: p.detach() for name, p in self.full.items()} | (self.make_vector(seed) if order in PRODUCTS else {})
 
-        def run(fn: Callable[[PartitionSpec, Any, Params], Any]) -> list[Any]:
-            """Return ``fn(spec, batch, buffers)`` of each rank."""
+        def run(fn: Callable[..., Any]) -> list[Any]:
+            """Return ``fn(results, trained, spec, batch)`` of each rank, where ``results`` is a function of trained shards."""
+
+            def on_rank(spec: PartitionSpec, batch: Any, own: Params) -> Any:
+                trained, frozen = partition(shard(self.model, spec), spec)
+                return fn(self._results_on(spec, frozen, batch, own), trained, spec, batch)
+
             with fixed_seed(seed + (0 if self.simulated else self.ranks[0]), self.devices):
                 if not self.simulated:
-                    return [fn(self.spec, self.batch, varying)]
-                on_a_rank = lambda mesh, batch, own: fn(self.spec.on(mesh), batch, own)  # noqa: E731
+                    return [on_rank(self.spec, self.batch, varying)]
+                simulated = spmd(lambda mesh, *args: on_rank(self.spec.on(mesh), *args), self._sizes)
                 with explain_vmap(self.model):
-                    out = spmd(on_a_rank, self._sizes)(self.batch, self._stack_buffers(varying))
+                    out = simulated(self.batch, self._stack_buffers(varying))
                 return [select_rank(out, rank) for rank in self.ranks]
 
-        def gradient(spec: PartitionSpec, batch: Any, own: Params) -> Any:
-            trained, frozen = partition(shard(self.model, spec), spec)
-            results = self._results_on(spec, frozen, batch, own)
+        def gradient(results: Callable[..., Any], trained: Params, *_: Any) -> Any:
             return grad_and_value(lambda p: results(p)[1:], has_aux=True)(trained)
 
-        def product(spec: PartitionSpec, batch: Any, own: Params) -> Params:
-            trained, frozen = partition(shard(self.model, spec), spec)
+        def product(results: Callable[..., Any], trained: Params, spec: PartitionSpec, batch: Any) -> Params:
             along, _ = partition(shard(direction, spec), spec)
-            results = self._results_on(spec, frozen, batch, own)
             if order == 2:
                 return hvp(lambda p: results(p)[1:], trained, along, has_aux=True)[0]
             return ggnvp(lambda p: results(p)[0], self._convex_loss(batch), trained, along)
