@@ -121,4 +121,6 @@ class _FreedGraph(_torch.Function):
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
         pass
 
-    backward = staticmethod(_raise_freed)  # pyright: ignore[reportAssignmentType]
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _raise_freed()
