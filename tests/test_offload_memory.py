@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import P, _torch
-from funshard._torch import streams
+from funshard._torch import storage
 from funshard._transforms import offload as host_buffers
 
 under_a_mode = pytest.mark.skipif(
@@ -201,9 +201,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the host tells an accelerator, of which the CPU plays the part."""
     log: list[str] = []
     computes = Stream(log, "compute")
-    monkeypatch.setattr(streams, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(storage, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: computes)
-    monkeypatch.setattr(streams, "_copy_stream", lambda device, towards: Stream(log, "in"))
+    monkeypatch.setattr(storage, "_copy_stream", lambda device, towards: Stream(log, "in"))
     monkeypatch.setattr(host_buffers._torch, "allocate_like", lambda like, device: torch.empty_like(like))
     return log
 

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import funshard as fs
 from funshard import P, _torch
 from funshard._core.ops import PendingResult
-from funshard._torch import streams
+from funshard._torch import storage
 from funshard._wire.chain import BufferPool
 from funshard._wire.reductions import ReductionQueue
 
@@ -276,9 +276,9 @@ def test_copies_have_a_unit_to_run_beside(monkeypatch: pytest.MonkeyPatch) -> No
         grad = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())
         expected = grad(shards)
         log.clear()
-        monkeypatch.setattr(streams, "is_accelerator", lambda device: True)
+        monkeypatch.setattr(storage, "is_accelerator", lambda device: True)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: computes)
-        monkeypatch.setattr(streams, "_copy_stream", lambda device, towards: ways[towards])
+        monkeypatch.setattr(storage, "_copy_stream", lambda device, towards: ways[towards])
         monkeypatch.setattr(_torch, "allocate_like", lambda like, device, **_: torch.empty_like(like))
         got = grad(shards)
     for key, g in got.items():
@@ -320,10 +320,10 @@ def test_the_host_memory_of_units_is_pinned(world: None, monkeypatch: pytest.Mon
     model, x = nn.Sequential(Block(), Block()), torch.empty(4, WIDTH, dtype=torch.float64, device="meta")
     spec = fs.by_type(Block, p=P("shard", offload="params"))(model).bound
     stream, pinned = Stream([], "any"), PinnedMemory(monkeypatch)
-    monkeypatch.setattr(streams, "is_accelerator", lambda device: device.type == "meta")
-    monkeypatch.setattr(streams, "is_fake", lambda tensor: False)
+    monkeypatch.setattr(storage, "is_accelerator", lambda device: device.type == "meta")
+    monkeypatch.setattr(storage, "is_fake", lambda tensor: False)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr(streams, "_copy_stream", lambda device, towards: stream)
+    monkeypatch.setattr(storage, "_copy_stream", lambda device, towards: stream)
     shards = fs.shard(model, spec, rank=0)
     init, update = fs.optim.from_torch(torch.optim.AdamW, device="meta", foreach=False)
     state = init(shards)

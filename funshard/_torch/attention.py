@@ -91,20 +91,9 @@ def _copy_multi_head(function: AttentionFunction) -> Callable[..., Any]:
     return copy
 
 
-def math_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    *,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+def math_attention(*args: Any, **options: Any) -> Tensor:
     """Compute attention by torch's math kernel, which consists of operators that have every derivative.
 
     `sdpa_kernel` would choose it for all threads. Pinned by ``test_attention_in_plain_operators``.
     """
-    return torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    return torch.ops.aten._scaled_dot_product_attention_math(*args, **options)[0]
