@@ -21,26 +21,18 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def map_unpadded(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *slices: Tensor) -> Tensor:
-    """Apply an elementwise ``f`` to slices of a unit and leave the padding out, whatever its values are.
+    """Apply an elementwise ``f`` to slices of a unit, and leave out the padding, whatever its values are.
 
-    Args:
-        f: Maps as many tensors as there are slices, of one shape, to a tensor of that shape.
-        unit: The unit.
-        spec: The unit's spec, bound to a mesh.
-        slices: This rank's, one element for each of the unit's slice.
-
-    Returns:
-        The values of ``f``, 1-D. On simulated ranks, which have one shape, they are zero where there is padding, and so are
-        their derivatives.
-
+    On simulated ranks, which have one shape, the results are zero where there is padding, and so are their derivatives.
     """
     if spec.bound_mesh.is_simulated:
         mask = padding_mask(unit, spec, slices[0].device)
         return torch.where(mask, 0, f(*(torch.where(mask, 1, x) for x in slices)))
     ranges = spec._compute_once(_parameter_ranges)[unit.key]
-    if ranges == ((0, spec.shard_numel(unit)),):
-        return f(*slices)
-    return f(*(_concat_ranges(x, ranges) for x in slices))
+    if len(ranges) > 1:
+        return f(*(torch.cat([x[low:high] for low, high in ranges]) for x in slices))
+    ((low, high),) = ranges
+    return f(*(x if len(x) == high - low else x[low:high] for x in slices))
 
 
 def zero_padding(piece: Tensor, unit: Unit, spec: PartitionSpec, rank: int | None = None) -> Tensor:
@@ -94,12 +86,6 @@ def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> N
             f"unit '{unit.key}': expected this rank's slice of {spec.shard_numel(unit)} elements, got shape "
             f"{list(tensor.shape)}; is it of another spec or another mesh?"
         )
-
-
-def _concat_ranges(piece: Tensor, ranges: Ranges) -> Tensor:
-    """Return these ranges of a piece, end to end: a view if there is one range."""
-    parts = [piece[low:high] for low, high in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _param_bounds(spec: PartitionSpec) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:

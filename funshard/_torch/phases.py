@@ -21,12 +21,9 @@ _NO_RANGE: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 def phase(action: str, subject: str | None = None) -> AbstractContextManager[Any]:
-    """Return a context whose block a trace shows as ``funshard::action subject``, and whose start is logged at DEBUG.
+    """Return a context whose block a profiler shows as ``funshard::action subject``, and whose start is logged at DEBUG.
 
-    The subject is most often the key of a unit; that of the root, an empty string, is shown as ''.
-
-    Without a profiler it does nothing. A profiler is torch.profiler, torch.autograd.profiler.emit_nvtx or emit_itt. Graphs that
-    are compiled or recorded have no ranges: they would be operators in them.
+    The subject is most often the key of a unit. Graphs that are compiled or recorded have no ranges, which would be operators.
     """
     if torch.compiler.is_compiling():
         return _NO_RANGE

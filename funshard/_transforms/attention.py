@@ -103,10 +103,7 @@ def _attend_by_blocks(
 class _QueryBlock:
     """Attention of one block of queries, with the same dropout whenever it runs again.
 
-    Args:
-        start: The number of the first of them if each attends to no later key; None if it attends to all.
-        dropout_p: The probability with which a score is dropped.
-        options: More arguments of the kernel.
+    ``start`` is the number of the first of them if each attends to no later key; None if it attends to all.
     """
 
     def __init__(self, start: int | None, dropout_p: float, **options: Any) -> None:
