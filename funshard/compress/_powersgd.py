@@ -14,13 +14,13 @@ from .._core.layout import Params, flatten_unit, unflatten_unit
 from .._core.mesh import Axes
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
+from .._slices.padding import zero_padding
 from .._units.buckets import Bucket
 from ..collectives._functions import all_reduce
 from ._compressors import (
     Compressor,
     bind_axes,
     check_grads,
-    move_axes_first,
     move_to_rest,
     other_axes,
     reduce_exactly,
@@ -144,13 +144,8 @@ def powersgd(
         for key, parts in pieces.items():
             unit = spec.by_key[key]
             buffer = sent[key] if key in parts else flatten_unit(sent, unit, spec.padded_numel(unit))
-            if key in units[key] and unit.numel < spec.padded_numel(unit):
-                own = torch.zeros(spec.padded_numel(unit), dtype=torch.bool, device=buffer.device)
-                for view in unflatten_unit(own, unit):
-                    view.fill_(True)
-                own = scatter_axes(move_axes_first(own, unit, spec, other_axes(over, spec)), unit, spec, other_axes(over, spec))
-                buffer = torch.where(own, buffer, 0)
-            shards[key] = move_to_rest(scatter_axes(buffer, unit, spec, over), unit, spec)
+            shard = scatter_axes(buffer, unit, spec, over)
+            shards[key] = move_to_rest(zero_padding(shard, unit, spec) if key in units[key] else shard, unit, spec)
         return {key: shards[key] for key in given}, PowerSGD(state.step + 1, q, error)
 
     return Compressor(init, reduce)
