@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -17,22 +18,15 @@ from .._core.unit import P, Unit
 from ..optim import from_torch
 
 __all__ = [
-    "Init",
-    "StateBytes",
-    "UnitBytes",
-    "count_per_slice",
-    "device_bytes",
-    "find_optimizer",
-    "is_on_host",
-    "make_shard",
-    "map_p",
-    "optimizer_init",
-    "state_bytes",
-    "unit_bytes",
-]
+    "Init", "StateBytes", "UnitBytes", "count_per_slice", "device_bytes", "find_optimizer", "is_on_host", "make_shard",
+    "map_p", "optimizer_init", "state_bytes", "unit_bytes",
+]  # fmt: skip
 
 Init = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 """The function of an optimizer that returns its state before the first step."""
+
+StateBytes = dict[str, dict[str, int]]
+"""By unit key, then by kind and dtype of state such as "exp_avg float32", bytes."""
 
 
 class UnitBytes(NamedTuple):
@@ -48,11 +42,6 @@ class UnitBytes(NamedTuple):
     optimizer: int
     """Bytes of its optimizer state."""
     on_host: bool
-    """Whether it lives in host memory."""
-
-
-StateBytes = dict[str, dict[str, int]]
-"""By unit key, then by kind and dtype of state such as "exp_avg float32", bytes."""
 
 
 def is_on_host(unit: Unit, spec: PartitionSpec) -> bool:
@@ -70,12 +59,7 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def optimizer_init(optimizer: object) -> Init | None:
-    """Return the ``init`` of an optimizer that is given by name, by class, or as a pair of functions; None for None.
-
-    Raises:
-        ValueError: For a name that torch.optim does not have.
-        TypeError: For anything else.
-    """
+    """Return the ``init`` of an optimizer that is given by name, by class, or as a pair of functions; None for None."""
     if optimizer is None:
         return None
     if isinstance(optimizer, str):
@@ -93,12 +77,15 @@ def optimizer_init(optimizer: object) -> Init | None:
 
 def map_p(spec: PartitionSpec, change: Callable[[P], P]) -> PartitionSpec:
     """Return a spec with another `P` for each of its units."""
-    return dataclasses.replace(
-        spec,
-        selected=tuple((path, change(p)) for path, p in spec.selected),
-        root=change(spec.root),
-        units=tuple(dataclasses.replace(unit, p=change(unit.p)) for unit in spec.units),
-    )
+    units = tuple(dataclasses.replace(unit, p=change(unit.p)) for unit in spec.units)
+    selected = tuple((path, change(p)) for path, p in spec.selected)
+    return dataclasses.replace(spec, selected=selected, root=change(spec.root), units=units)
+
+
+def make_shard(spec: PartitionSpec, unit: Unit, device: torch.device | None = None) -> Tensor:
+    """Return an empty shard of a unit."""
+    length, dtype = spec.stored(unit)
+    return torch.empty(length, dtype=dtype, device=device)
 
 
 def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
@@ -108,25 +95,17 @@ def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
     with _torch.fake_mode():
         shards = {unit.key: make_shard(spec, unit) for unit in spec if not unit.at_rest}
         states = init({key: shard.requires_grad_(spec.by_key[key].requires_grad) for key, shard in shards.items()})
-    found: StateBytes = {}
+    found: dict[str, Counter[str]] = {}
     for path, x in pytree.tree_flatten_with_path(states)[0]:
         keys: list[Any] = [part.key if isinstance(part, pytree.MappingKey) else None for part in path]
         at = next((i for i, key in enumerate(keys) if key in spec.by_key), None)
-        if at is None or not isinstance(x, Tensor) or not x.dim():
-            continue
-        # Of a composed optimizer's state the names of its fields, such as "average", but for those that lead to another state.
-        fields = [part.name for part in path[:at] if isinstance(part, pytree.GetAttrKey) and part.name != "inner"]
-        slots = [*fields, *(str(getattr(part, "key", getattr(part, "name", part))) for part in path[at + 1 :])]
-        name = f"{'.'.join(slots)} {str(x.dtype).removeprefix('torch.')}"
-        kinds = found.setdefault(keys[at], {})
-        kinds[name] = kinds.get(name, 0) + x.nbytes
-    return found
-
-
-def make_shard(spec: PartitionSpec, unit: Unit, device: torch.device | None = None) -> Tensor:
-    """Return an empty shard of a unit."""
-    length, dtype = spec.stored(unit)
-    return torch.empty(length, dtype=dtype, device=device)
+        if at is not None and isinstance(x, Tensor) and x.dim():
+            # Of a composed optimizer's state the fields' names, such as "average", but for those that lead to another state.
+            fields = [part.name for part in path[:at] if isinstance(part, pytree.GetAttrKey) and part.name != "inner"]
+            slots = [*fields, *(str(getattr(part, "key", getattr(part, "name", part))) for part in path[at + 1 :])]
+            name = f"{'.'.join(slots)} {str(x.dtype).removeprefix('torch.')}"
+            found.setdefault(keys[at], Counter())[name] += x.nbytes
+    return {key: dict(kinds) for key, kinds in found.items()}
 
 
 def unit_bytes(spec: PartitionSpec, state: StateBytes) -> dict[str, UnitBytes]:
@@ -134,14 +113,9 @@ def unit_bytes(spec: PartitionSpec, state: StateBytes) -> dict[str, UnitBytes]:
     found: dict[str, UnitBytes] = {}
     for unit in spec:
         length, dtype = spec.stored(unit)
-        found[unit.key] = UnitBytes(
-            spec.size(unit),
-            unit.numel,
-            spec.padded_numel(unit) - unit.numel,
-            length * dtype.itemsize,
-            sum(state.get(unit.key, {}).values()) if unit.requires_grad else 0,
-            is_on_host(unit, spec),
-        )
+        padding, optimizer = spec.padded_numel(unit) - unit.numel, sum(state.get(unit.key, {}).values())
+        sizes = padding, length * dtype.itemsize, optimizer if unit.requires_grad else 0
+        found[unit.key] = UnitBytes(spec.size(unit), unit.numel, *sizes, is_on_host(unit, spec))
     return found
 
 
@@ -151,9 +125,9 @@ def device_bytes(units: Mapping[str, UnitBytes]) -> tuple[int, int]:
     return sum(unit.parameters for unit in there), sum(unit.optimizer for unit in there)
 
 
-def count_per_slice(unit: Unit, slices: int, length: int) -> Tensor:
+def count_per_slice(unit: Unit, spec: PartitionSpec) -> Tensor:
     """Return the number of elements of parameters in each slice of a unit."""
-    bounds, start = torch.arange(slices + 1) * length, 0
+    bounds, start = torch.arange(spec.size(unit) + 1) * spec.shard_numel(unit), 0
     below = torch.zeros_like(bounds)  # elements of parameters before each bound
     for size, param in unit.parts:
         if param is not None:

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan_of(args: argparse.Namespace) -> Plan:
-    """Return the plan that the command line asks for."""
     sys.path.insert(0, os.getcwd())
     module, _, name = args.model.partition(":")
     if not name:
@@ -84,53 +84,42 @@ def _plan_of(args: argparse.Namespace) -> Plan:
         model: nn.Module = make()
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{args.model}: expected it to return a module, got {type(model).__name__}")
-    spec = _find_policy(args.policy, model, _read_p(args.p))(model).on(_read_mesh(args.mesh))
+    sizes = re.findall(r"(\w+)=(\d+)(?:,|$)", args.mesh)
+    if ",".join(f"{axis}={size}" for axis, size in sizes) != args.mesh:
+        raise ValueError(f"--mesh: expected axes and sizes such as replicate=2,shard=8, got {args.mesh!r}")
+    spec = _find_policy(args.policy, model, _read_p(args.p))(model).on({axis: int(size) for axis, size in sizes})
     if not args.batch:
         return plan(spec, batch=args.tokens, optimizer=args.optimizer)
+    shape = re.fullmatch(r"(\d+(?:x\d+)*)(?::(\w+))?", args.batch)
+    dtype = getattr(torch, shape[2] or "int64", None) if shape else None
+    if not shape or not isinstance(dtype, torch.dtype):
+        raise ValueError(f"--batch: expected a shape such as 8x1024 or 8x1024:float32, got {args.batch!r}")
+    batch = torch.empty([int(size) for size in shape[1].split("x")], dtype=dtype, device="meta")
     optimizer = from_torch(find_optimizer(args.optimizer), lr=1e-3, donate=True)
-    return plan(spec, batch=_read_batch(args.batch), step=_make_step(model, optimizer), optimizer=optimizer)
+    return plan(spec, batch=batch, step=_make_step(model, optimizer), optimizer=optimizer)
 
 
 def _read_p(text: str) -> P:
-    """Parse a `P` such as ``P('shard')``."""
     value = eval(text, {"__builtins__": {}, "P": P, "True": True, "False": False})  # the user's own command line
     if not isinstance(value, P):
         raise TypeError(f"expected a P such as P('shard'), got {text!r}")
     return value
 
 
-def _read_mesh(text: str) -> dict[str, int]:
-    """Parse a mesh such as ``replicate=2,shard=8``."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name and size.isdecimal() for name, _, size in pairs):
-        raise ValueError(f"--mesh: expected axes and sizes such as replicate=2,shard=8, got {text!r}")
-    return {name: int(size) for name, _, size in pairs}
-
-
-def _read_batch(text: str) -> Tensor:
-    """Return the tensor on the meta device that a text such as ``8x1024:float32`` describes."""
-    shape, _, dtype = text.partition(":")
-    sizes = shape.split("x")
-    kind = getattr(torch, dtype or "int64", None)
-    if not all(size.isdecimal() for size in sizes) or not isinstance(kind, torch.dtype):
-        raise ValueError(f"--batch: expected a shape such as 8x1024 or 8x1024:float32, got {text!r}")
-    return torch.empty([int(size) for size in sizes], dtype=kind, device="meta")
-
-
 def _find_policy(text: str, model: nn.Module, p: P) -> Callable[[nn.Module], PartitionSpec]:
-    """Return the policy that a text such as ``by_type:Block`` names."""
     kind, _, value = text.partition(":")
     if kind == "whole":
         return policies.whole(p)
     if kind == "by_size":
         return policies.by_size(int(value), p=p)
-    if kind == "by_type":
-        types = {type(module) for module in model.modules() if type(module).__name__ in value.split(",")}
-        if types:
-            return policies.by_type(*types, p=p)
-        known = sorted({type(module).__name__ for module in model.modules()})
+    if kind != "by_type":
+        raise ValueError(f"--policy: expected whole, by_type:NAME or by_size:BYTES, got {text!r}")
+    types = {type(module) for module in model.modules()}
+    chosen = [cls for cls in types if cls.__name__ in value.split(",")]
+    if not chosen:
+        known = sorted(cls.__name__ for cls in types)
         raise ValueError(f"--policy: the model has no module of type {value!r}: expected some of {known}")
-    raise ValueError(f"--policy: expected whole, by_type:NAME or by_size:BYTES, got {text!r}")
+    return policies.by_type(*chosen, p=p)
 
 
 def _make_step(model: nn.Module, optimizer: Any) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._core.checks import bind_spec, check_buffers
 from .._core.spec import PartitionSpec
 from .at_rest import UnitBytes, count_per_slice
-from .timeline import CATEGORIES, Category, Event, Held, Timeline, format_bytes, format_numel, format_seconds
+from .timeline import CATEGORIES, Category, Event, Held, Timeline, format_bytes, format_seconds
 
 __all__ = ["draw_plan", "visualize"]
 
@@ -50,35 +50,32 @@ STREAMS = {
 # --- Parts of an SVG file: colours are attributes, which the style sheet overrides in dark mode ---
 
 
-def draw_text(
+def _text(
     x: float, y: float, text: str, *, ink: str = "ink", size: float = 11, anchor: str = "start", weight: str = "normal"
 ) -> str:
-    """Return a line of text; ``anchor`` says which of its ends, or its middle, is at ``x``."""
     style = f'font-size="{size:g}" text-anchor="{anchor}" font-weight="{weight}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{ink}" fill="{LIGHT[ink]}" {style}>{escape(text)}</text>'
 
 
-def draw_box(x: float, y: float, end: float, *, height: float = STRIP, fill: str = "", title: str = "") -> str:
+def _box(x: float, y: float, end: float, *, height: float = STRIP, fill: str = "", title: str = "") -> str:
     """Return a rectangle up to ``end``, in a colour or that of its group, with a tooltip."""
     color = f' fill="{fill}"' if fill else ""
     shape = f'<rect x="{x:.2f}" y="{y:g}" width="{max(end - x, 0):.2f}" height="{height:g}"{color}'
     return f"{shape}><title>{escape(title)}</title></rect>" if title else f"{shape}/>"
 
 
-def draw_group(boxes: Iterable[str], attributes: str) -> str:
-    """Return boxes as a group with common attributes."""
+def _group(boxes: Iterable[str], attributes: str) -> str:
     return "\n".join([f"<g {attributes}>", *boxes, "</g>"])
 
 
-def draw_line(x: float, y: float, x2: float, y2: float, *, is_mark: bool = False) -> str:
+def _line(x: float, y: float, x2: float, y2: float, *, is_mark: bool = False) -> str:
     """Return a line of the grid, or a dashed mark."""
     role, dash = ("hatch", ' stroke-dasharray="3 3"') if is_mark else ("grid", "")
     color = LIGHT["muted" if is_mark else "grid"]
     return f'<path d="M{x:.1f} {y:.1f}L{x2:.1f} {y2:.1f}" class="{role}" stroke="{color}"{dash} fill="none"/>'
 
 
-def make_document(height: float, title: str, body: Iterable[str]) -> str:
-    """Return the text of an SVG file."""
+def _document(height: float, title: str, body: Iterable[str]) -> str:
     dark = "".join(f".{role}{{{'stroke' if role == 'grid' else 'fill'}:{color}}}" for role, color in DARK.items())
     width, fonts = LEFT + WIDTH + RIGHT, "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
     dark += f".hatch{{stroke:{DARK['muted']}}}.cut{{stroke:{DARK['page']}}}"
@@ -94,7 +91,7 @@ def make_document(height: float, title: str, body: Iterable[str]) -> str:
     return "\n".join([*head, *body, "</svg>\n"])
 
 
-class Panel(NamedTuple):
+class _Panel(NamedTuple):
     """A part of the picture, and the value that its full width stands for."""
 
     top: float
@@ -103,20 +100,18 @@ class Panel(NamedTuple):
 
     @property
     def bottom(self) -> float:
-        """The y coordinate of the bottom edge."""
         return self.top + self.height
 
     def x(self, value: float) -> float:
-        """Return the x coordinate of a value."""
         return LEFT + WIDTH * value / (self.total or 1)
 
 
-def has_room(text: str, width: float, size: float = 11) -> bool:
+def _has_room(text: str, width: float, size: float = 11) -> bool:
     """Return whether a text fits into a width: a character takes 0.6 of its size on average."""
     return len(text) * size * 0.6 + 4 <= width
 
 
-def round_up(size: float) -> float:
+def _round_up(size: float) -> float:
     """Return the smallest of 1, 2, 2.5 and 5 times a power of ten that is not below a size, for the ticks of a scale."""
     power = 10.0 ** math.floor(math.log10(size))
     return next(power * part for part in (1, 2, 2.5, 5, 10) if power * part >= size * (1 - 1e-9))
@@ -140,7 +135,7 @@ class Moment(NamedTuple):
     total: int
 
 
-def iter_moments(timeline: Timeline) -> Iterator[Moment]:
+def _iter_moments(timeline: Timeline) -> Iterator[Moment]:
     """Yield a moment for each event; one of another stream gets the time that computation has reached."""
     now = 0.0
     for event, held, (start, end) in zip(timeline.events, timeline.held(), timeline.spans, strict=True):
@@ -149,16 +144,16 @@ def iter_moments(timeline: Timeline) -> Iterator[Moment]:
         now = end if is_computed else now
 
 
-def draw_memory(panel: Panel, moments: Sequence[Moment], limit: int) -> Iterable[str]:
+def _draw_memory(panel: _Panel, moments: Sequence[Moment], limit: int) -> Iterable[str]:
     """Yield the stacked areas of memory by category, a scale, a mark at the peak, and a legend with the bytes held then."""
     nothing = Moment(0, Event("memory", "forward", "", {}), {}, 0)
     peak = max(moments, key=lambda moment: moment.total, default=nothing)
-    tick = round_up(max(peak.total, 1) / 5)
+    tick = _round_up(max(peak.total, 1) / 5)
     most = math.ceil(peak.total / tick) * tick or tick
     for i in range(round(most / tick) + 1):
         y = panel.bottom - panel.height * i * tick / most
-        yield draw_line(LEFT, y, LEFT + WIDTH, y)
-        yield draw_text(LEFT - 8, y + 4, format_bytes(i * tick, digits=3), ink="muted", anchor="end")
+        yield _line(LEFT, y, LEFT + WIDTH, y)
+        yield _text(LEFT - 8, y + 4, format_bytes(i * tick, digits=3), ink="muted", anchor="end")
     columns = [nothing] * COLUMNS  # of each its fullest moment
     for i, moment in enumerate(moments):
         end = moments[i + 1].time if i + 1 < len(moments) else panel.total
@@ -174,30 +169,30 @@ def draw_memory(panel: Panel, moments: Sequence[Moment], limit: int) -> Iterable
         yield f'<path d="{path}V{panel.bottom:g}Z" fill="{CATEGORY_COLORS[shown[i]]}" {EDGES}/>'
     if limit <= most:
         y = panel.bottom - panel.height * limit / most
-        yield draw_line(LEFT, y, LEFT + WIDTH, y, is_mark=True)
-        yield draw_text(LEFT + 4, y - 4, f"memory of the device: {format_bytes(limit)}")
+        yield _line(LEFT, y, LEFT + WIDTH, y, is_mark=True)
+        yield _text(LEFT + 4, y - 4, f"memory of the device: {format_bytes(limit)}")
     x, right = panel.x(peak.time), LEFT + WIDTH + RIGHT - EDGE
-    yield draw_line(x, panel.top - 6, x, panel.bottom, is_mark=True)
+    yield _line(x, panel.top - 6, x, panel.bottom, is_mark=True)
     where = f"peak: {peak.event.phase} of {peak.event.unit or 'the root'}"
-    yield draw_text(x, panel.top - 10, where, anchor="start" if x < LEFT + WIDTH / 2 else "end")
+    yield _text(x, panel.top - 10, where, anchor="start" if x < LEFT + WIDTH / 2 else "end")
     x = LEFT + WIDTH + 14
-    yield draw_text(x, panel.top + 10, "at the peak", ink="muted")
+    yield _text(x, panel.top + 10, "at the peak", ink="muted")
     rows = [(category, CATEGORY_COLORS[category], peak.held[category], "normal") for category in reversed(shown)]
     for i, (name, color, size, weight) in enumerate([*rows, ("total", "none", peak.total, "bold")]):
         y = panel.top + 32 + 20 * i
-        yield draw_box(x, y - 9, x + 10, height=10, fill=color)
-        yield draw_text(x + 15, y, name, weight=weight)
-        yield draw_text(right, y, format_bytes(size, digits=3), anchor="end", weight=weight)
+        yield _box(x, y - 9, x + 10, height=10, fill=color)
+        yield _text(x + 15, y, name, weight=weight)
+        yield _text(right, y, format_bytes(size, digits=3), anchor="end", weight=weight)
 
 
 # --- The time of a step: its phases, the units that the device works on, and what is computed, gathered and reduced ---
 
 
-def draw_runs(panel: Panel, moments: Sequence[Moment]) -> Iterable[str]:
+def _draw_runs(panel: _Panel, moments: Sequence[Moment]) -> Iterable[str]:
     """Yield a box for each phase of the step and, below, for each unit that the device works on or waits for."""
     prefix, free = find_prefix(moment.event.unit for moment in moments), 0.0
-    yield draw_text(LEFT - 8, panel.top + 12, "phase", ink="muted", anchor="end")
-    yield draw_text(LEFT - 8, panel.top + 28, "unit", ink="muted", anchor="end")
+    yield _text(LEFT - 8, panel.top + 12, "phase", ink="muted", anchor="end")
+    yield _text(LEFT - 8, panel.top + 28, "unit", ink="muted", anchor="end")
     for is_phase in (True, False):
         begin, names = 0, [moment.event.phase if is_phase else moment.event.unit for moment in moments]
         for i in range(1, len(names) + 1):
@@ -208,19 +203,19 @@ def draw_runs(panel: Panel, moments: Sequence[Moment]) -> Iterable[str]:
             begin, width, middle = i, end - start, (start + end) / 2
             label = name if is_phase else name.removeprefix(prefix) or "root"
             if is_phase:
-                yield draw_box(start, panel.top, end - 1, fill=COMPUTE)
-                if has_room(label, width):
-                    yield draw_text(middle, panel.top + 12, label, ink="on-color", anchor="middle")
+                yield _box(start, panel.top, end - 1, fill=COMPUTE)
+                if _has_room(label, width):
+                    yield _text(middle, panel.top + 12, label, ink="on-color", anchor="middle")
                 elif i == len(names):
-                    yield draw_text(end + 6, panel.top + 12, label)
+                    yield _text(end + 6, panel.top + 12, label)
             elif width >= 0.8:
-                yield draw_box(start, panel.top + 20, end - 0.8, height=STRIP / 2, fill=COMPUTE, title=name or "the root")
+                yield _box(start, panel.top + 20, end - 0.8, height=STRIP / 2, fill=COMPUTE, title=name or "the root")
                 if middle - len(label) * 3 >= free:
-                    yield draw_text(middle, panel.top + 39, label, ink="muted", size=10, anchor="middle")
+                    yield _text(middle, panel.top + 39, label, ink="muted", size=10, anchor="middle")
                     free = middle + len(label) * 3 + 6
 
 
-def find_spans(timeline: Timeline) -> dict[tuple[str, str], list[tuple[float, float]]]:
+def _find_spans(timeline: Timeline) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """Return when each stream is busy, by its name and colour; computation is always among them."""
     spans: dict[tuple[str, str], list[tuple[float, float]]] = {("compute", COMPUTE): []}
     for event, (start, end) in zip(timeline.events, timeline.spans, strict=True):
@@ -229,41 +224,41 @@ def find_spans(timeline: Timeline) -> dict[tuple[str, str], list[tuple[float, fl
     return spans
 
 
-def draw_streams(panel: Panel, timeline: Timeline) -> Iterable[str]:
+def _draw_streams(panel: _Panel, timeline: Timeline) -> Iterable[str]:
     """Yield a row for each stream, with its busy time at the right end, and the scale of time below."""
-    for i, ((name, color), spans) in enumerate(find_spans(timeline).items()):
+    for i, ((name, color), spans) in enumerate(_find_spans(timeline).items()):
         y, boxes, start, end = panel.top + i * ROW, list[str](), 0.0, 0.0
         for first, last in [*spans, (math.inf, math.inf)]:
             if first - end > panel.total / WIDTH / 2:  # else the gap cannot be seen
-                boxes += [draw_box(panel.x(start), y, panel.x(end), height=ROW - 4)] if end else []
+                boxes += [_box(panel.x(start), y, panel.x(end), height=ROW - 4)] if end else []
                 start = first
             end = last
         busy = format_seconds(sum(end - start for start, end in spans), digits=3)
         idle = f", {format_seconds(timeline.exposed_seconds, digits=3)} idle" if name == "compute" else ""
-        yield draw_text(LEFT - 8, y + 13, name, ink="muted", anchor="end")
-        yield draw_group([draw_box(LEFT, y, LEFT + WIDTH, height=ROW - 4)], f'class="track" fill="{LIGHT["track"]}"')
-        yield draw_group(boxes, f'fill="{color}"')
-        yield draw_text(LEFT + WIDTH + RIGHT - EDGE, y + 13, busy + idle, anchor="end")
-    tick = round_up(panel.total / 8) if panel.total else 1.0
+        yield _text(LEFT - 8, y + 13, name, ink="muted", anchor="end")
+        yield _group([_box(LEFT, y, LEFT + WIDTH, height=ROW - 4)], f'class="track" fill="{LIGHT["track"]}"')
+        yield _group(boxes, f'fill="{color}"')
+        yield _text(LEFT + WIDTH + RIGHT - EDGE, y + 13, busy + idle, anchor="end")
+    tick = _round_up(panel.total / 8) if panel.total else 1.0
     for i in range(int(panel.total / tick * (1 + 1e-9)) + 1):
         x = panel.x(i * tick)
-        yield draw_line(x, panel.bottom, x, panel.bottom + 4)
-        yield draw_text(x, panel.bottom + 17, format_seconds(i * tick, digits=3), ink="muted", anchor="middle")
+        yield _line(x, panel.bottom, x, panel.bottom + 4)
+        yield _text(x, panel.bottom + 17, format_seconds(i * tick, digits=3), ink="muted", anchor="middle")
 
 
 # --- The slices of parameters on the ranks: units to scale, padding hatched ---
 
 
-def draw_ranks(panel: Panel, spec: PartitionSpec, ranks: int, padding: int) -> Iterable[str]:
+def _draw_ranks(panel: _Panel, spec: PartitionSpec, ranks: int, padding: int) -> Iterable[str]:
     """Yield a row with the slices of each of the first ranks; a row equal to an earlier one is a copy of it."""
     right, prefix, drawn = LEFT + WIDTH + RIGHT - EDGE, find_prefix(spec.by_key), dict[tuple[int, ...], int]()
-    counts = [count_per_slice(unit, spec.size(unit), spec.shard_numel(unit)) for unit in spec]
-    yield draw_text(LEFT, panel.top - 12, "Parameters on the ranks, unit by unit", size=12, weight="bold")
-    yield draw_text(right, panel.top - 12, "elements", ink="muted", anchor="end")
+    counts = [count_per_slice(unit, spec) for unit in spec]
+    yield _text(LEFT, panel.top - 12, "Parameters on the ranks, unit by unit", size=12, weight="bold")
+    yield _text(right, panel.top - 12, "elements", ink="muted", anchor="end")
     for rank in range(min(ranks, MOST_RANKS)):
         y, numels = panel.top + ROW * rank, tuple(int(some[rank % len(some)]) for some in counts)
-        yield draw_text(LEFT - 8, y + 12, f"rank {rank}" if ranks > 1 else "each rank", ink="muted", anchor="end")
-        yield draw_text(right, y + 12, f"{sum(numels):,}", anchor="end")
+        yield _text(LEFT - 8, y + 12, f"rank {rank}" if ranks > 1 else "each rank", ink="muted", anchor="end")
+        yield _text(right, y + 12, f"{sum(numels):,}", anchor="end")
         if (first := drawn.setdefault(numels, rank)) < rank:
             yield f'<use href="#rank{first}" y="{ROW * (rank - first)}"/>'
             continue
@@ -272,41 +267,40 @@ def draw_ranks(panel: Panel, spec: PartitionSpec, ranks: int, padding: int) -> I
             length, label = spec.shard_numel(unit), unit.key.removeprefix(prefix) or "root"
             x, middle, end = (panel.x(start + part) for part in (0, numel, length))
             title = f"{unit.key or 'the root'}: {numel:,} of {length:,} elements"
-            slices += [draw_box(x, y, middle, title=title)] if numel else []
-            gaps += [draw_box(middle, y, end, title=title)] if numel < length else []
-            if has_room(label, middle - x, 10):
-                labels.append(draw_text((x + middle) / 2, y + 12, label, ink="on-color", size=10, anchor="middle"))
+            slices += [_box(x, y, middle, title=title)] if numel else []
+            gaps += [_box(middle, y, end, title=title)] if numel < length else []
+            if _has_room(label, middle - x, 10):
+                labels.append(_text((x + middle) / 2, y + 12, label, ink="on-color", size=10, anchor="middle"))
             start += length
-        parts = [
-            draw_group(slices, f'fill="{CATEGORY_COLORS["parameters"]}" {EDGES}'),
-            draw_group(gaps, 'fill="url(#padding)"'),
-        ]
-        yield draw_group([*parts, *labels], f'id="rank{rank}"')
+        groups = _group(slices, f'fill="{CATEGORY_COLORS["parameters"]}" {EDGES}'), _group(gaps, 'fill="url(#padding)"')
+        yield _group([*groups, *labels], f'id="rank{rank}"')
     note = f"hatched: padding, {padding:,} elements" if padding else "no padding"
     more = f"and {ranks - MOST_RANKS:,} more ranks; " if ranks > MOST_RANKS else ""
-    yield draw_text(LEFT, panel.bottom, more + note, ink="muted")
+    yield _text(LEFT, panel.bottom, more + note, ink="muted")
 
 
 def draw_plan(timeline: Timeline, spec: PartitionSpec, units: Mapping[str, UnitBytes], notes: Sequence[str]) -> str:
     """Return the text of an SVG file: memory by category, units and streams over time, ranks with their slices."""
-    moments, ranks = [*iter_moments(timeline)], max((unit.slices for unit in units.values()), default=1)
-    memory = Panel(92, 210, timeline.step_seconds)
+    moments, ranks = [*_iter_moments(timeline)], max((unit.slices for unit in units.values()), default=1)
+    memory = _Panel(92, 210, timeline.step_seconds)
     runs = memory._replace(top=memory.bottom + 8, height=44)
-    streams = runs._replace(top=runs.bottom + 4, height=ROW * len(find_spans(timeline)))
-    slices = Panel(streams.bottom + 64, ROW * min(ranks, MOST_RANKS) + 14, sum(spec.shard_numel(unit) for unit in spec))
-    peak, seconds = sum(timeline.peak.values()), format_seconds(timeline.step_seconds)
-    title = f"A training step of one rank: {format_bytes(peak)} at the peak, {seconds}"
+    streams = runs._replace(top=runs.bottom + 4, height=ROW * len(_find_spans(timeline)))
+    slices = _Panel(streams.bottom + 64, ROW * min(ranks, MOST_RANKS) + 14, sum(spec.shard_numel(unit) for unit in spec))
+    peak = max(sum(held.values()) for held in timeline.peaks.values())
+    title = f"A training step of one rank: {format_bytes(peak)} at the peak, {format_seconds(timeline.step_seconds)}"
     sizes, numel = " x ".join(f"{name}={size:,}" for name, size in spec.bound_mesh.sizes), sum(unit.numel for unit in spec)
-    facts = [f"mesh {sizes}", f"{format_numel(numel)} parameters in {len(spec):,} unit{'s' * (len(spec) != 1)}", *notes]
+    scale, word = next(((n, word) for n, word in ((1e9, " billion"), (1e6, " million")) if numel >= n), (1, ""))
+    count = f"{numel / scale:.3g}{word}" if word else f"{numel:,}"
+    facts = [f"mesh {sizes}", f"{count} parameters in {len(spec):,} unit{'s' * (len(spec) != 1)}", *notes]
     body = [
-        draw_text(LEFT, 36, title, size=16, weight="bold"),
-        draw_text(LEFT, 56, " · ".join(facts), ink="muted", size=12),
-        *draw_memory(memory, moments, timeline.hardware.memory_bytes),
-        *draw_runs(runs, [moment for moment in moments if timeline.stream(moment.event) == "compute"]),
-        *draw_streams(streams, timeline),
-        *draw_ranks(slices, spec, ranks, sum(unit.padding for unit in units.values())),
+        _text(LEFT, 36, title, size=16, weight="bold"),
+        _text(LEFT, 56, " · ".join(facts), ink="muted", size=12),
+        *_draw_memory(memory, moments, timeline.hardware.memory_bytes),
+        *_draw_runs(runs, [moment for moment in moments if timeline.stream(moment.event) == "compute"]),
+        *_draw_streams(streams, timeline),
+        *_draw_ranks(slices, spec, ranks, sum(unit.padding for unit in units.values())),
     ]
-    return make_document(slices.bottom + EDGE, title, body)
+    return _document(slices.bottom + EDGE, title, body)
 
 
 # --- A sharding drawn in a terminal ---
@@ -345,19 +339,15 @@ def visualize(params: Mapping[str, Tensor], spec: PartitionSpec, *, width: int =
     """
     spec = bind_spec(spec)
     check_buffers(params, spec, {unit.key: spec.stored(unit)[0] for unit in spec})
-    sizes, lines = dict(spec.bound_mesh.sizes), []
+    sizes, lines = dict(spec.bound_mesh.sizes), list[str]()
     for unit in spec:
         slices, length = spec.size(unit), spec.shard_numel(unit)
-        counts = count_per_slice(unit, slices, length).tolist()
         shown = min(slices, MOST_RANKS)
         cell = max((width - 1) // (shown + (slices > shown)) - 1, 6)
-        boxes: list[str] = []
-        for rank in range(shown):
-            padding = round(cell * (length - counts[rank]) / length) if length else 0
-            name = "all" if slices == 1 else str(rank)
-            boxes.append(name.center(cell)[: cell - padding] + "." * padding)
-        if slices > shown:
-            boxes.append(f"... {slices - 1}".center(cell))
+        boxes = [f"... {slices - 1}".center(cell)] if slices > shown else []
+        for rank, numel in reversed([*enumerate(count_per_slice(unit, spec).tolist())][:shown]):
+            padding = round(cell * (length - numel) / length) if length else 0
+            boxes.insert(0, ("all" if slices == 1 else str(rank)).center(cell)[: cell - padding] + "." * padding)
         edge = "+" + "+".join("-" * cell for _ in boxes) + "+"
         axes = " x ".join(f"{axis}={sizes[axis]}" for axis in unit.p.axes) or "replicated"
         lines += [f"{unit.key or repr('')}  {axes}  {unit.numel:,}", edge, "|" + "|".join(boxes) + "|", edge]

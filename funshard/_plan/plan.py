@@ -39,26 +39,23 @@ from .timeline import (
 __all__ = ["Plan", "plan"]
 
 
-# --- The printed form of a plan ---
+# --- The printed form of a plan, and of several ---
 
 
 def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table whose first row is its head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
+    padded = (zip(row, widths, strict=True) for row in rows)
+    lines = ["  ".join([cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(cells)]) for cells in padded]
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
 def format_plan(plan: Plan) -> str:
     """Format a plan: memory by phase, communication by axis, time, and what is worth knowing of the units."""
-    rest = {category: plan.at_rest.get(category, 0) for category in CATEGORIES}
     shown = CATEGORIES if plan.has_activations else CATEGORIES[:-1]
     memory = [["bytes per rank", *shown, "total"]]
-    for name, held in (("at rest", rest), *plan.peaks.items()):
-        memory.append([name, *(format_bytes(held[c]) for c in shown), format_bytes(sum(held.values()))])
+    for name, held in (("at rest", plan.at_rest), *plan.peaks.items()):
+        memory.append([name, *(format_bytes(held.get(c, 0)) for c in shown), format_bytes(sum(held.values()))])
     notes = [] if plan.has_activations else ["without activations: those need step="]
     if plan.host_bytes:
         notes.append(f"{format_bytes(plan.host_bytes)} in host memory")
@@ -79,24 +76,24 @@ def format_plan(plan: Plan) -> str:
     return "\n".join([*format_rows(memory), *notes, "", *sent, "", *facts])
 
 
-# --- Plans of other choices: given ones compared, and those found that fit into the memory ---
-
-MICROBATCHES = (1, 2, 4, 8)
-BF16 = Precision(param=torch.bfloat16, reduce=torch.float32)
-
-
 class Comparison(dict[str, "Plan"]):
     """Plans by name, fastest first; ``print`` shows their peaks and times."""
+
+    def __init__(self, plans: Mapping[str, Plan]) -> None:
+        super().__init__(sorted(plans.items(), key=lambda item: (item[1].seconds, item[1].peak)))
 
     def __str__(self) -> str:
         rows = [["choice", "peak", "at rest", "step", "waiting"]]
         for name, plan in self.items():
-            rest, times = sum(plan.at_rest.values()), (plan.seconds, plan.exposed_seconds)
-            rows.append([name, format_bytes(plan.peak), format_bytes(rest), *map(format_seconds, times)])
+            sizes = map(format_bytes, (plan.peak, sum(plan.at_rest.values())))
+            rows.append([name, *sizes, *map(format_seconds, (plan.seconds, plan.exposed_seconds))])
         return "\n".join(format_rows(rows)) if len(rows) > 1 else "nothing fits"
 
-    def __init__(self, plans: Mapping[str, Plan]) -> None:
-        super().__init__(sorted(plans.items(), key=lambda item: (item[1].seconds, item[1].peak)))
+
+# --- Other choices: those of `Plan.compare` for the main units, and those that `Plan.fit` tries ---
+
+MICROBATCHES = (1, 2, 4, 8)
+BF16 = Precision(param=torch.bfloat16, reduce=torch.float32)
 
 
 def main_p(spec: PartitionSpec) -> P:
@@ -114,7 +111,7 @@ def replace_p(spec: PartitionSpec, p: P) -> PartitionSpec:
     return map_p(spec, lambda one: new if one == old else one)
 
 
-def candidates(plan: Plan) -> Iterator[tuple[str, PartitionSpec, dict[str, int]]]:
+def iter_choices(plan: Plan) -> Iterator[tuple[str, PartitionSpec, dict[str, int]]]:
     """Yield what `Plan.fit` tries, by name: axes, reshard, remat, offload and precision, and micro-batches of the step."""
     spec, base = plan.spec, main_p(plan.spec)
     dtype = max(spec, key=lambda unit: unit.numel).dtype if len(spec) else torch.float32
@@ -122,34 +119,29 @@ def candidates(plan: Plan) -> Iterator[tuple[str, PartitionSpec, dict[str, int]]
     precisions = (base.precision,) if base.precision or dtype != torch.float32 else (None, BF16)
     devices = {x.device.type for x in pytree.tree_leaves(plan.batch) if isinstance(x, Tensor) and not x.is_meta}
     offloads = (base.offload,) if devices <= {"cpu"} else dict.fromkeys((base.offload, "params"))
-    for mesh, axes in _iter_layouts(plan):
-        bound = spec.on(mesh) if mesh else spec
-        for reshard, remat, precision, offload, count in itertools.product(
-            (True, False), dict.fromkeys((base.remat, False, True)), precisions, offloads, counts
-        ):
-            if not axes and not reshard:
-                continue  # nothing is gathered
-            axis, many = axes[0] if len(axes) == 1 else axes or None, {"microbatches": count} if count > 1 else {}
+    others = (True, False), dict.fromkeys((base.remat, False, True)), precisions, offloads, counts
+    for (bound, axes), choice in itertools.product(_iter_layouts(plan), [*itertools.product(*others)]):
+        reshard, remat, precision, offload, count = choice
+        if axes or reshard:  # else nothing is gathered
+            axis = axes[0] if len(axes) == 1 else axes or None
             p = dataclasses.replace(base, axis=axis, reshard=reshard, remat=remat, precision=precision, offload=offload)
-            sizes = " x ".join(f"{name}={size}" for name, size in bound.bound_mesh.sizes)
-            name = f"{p}, {sizes}" + (f", {count} micro-batches" if many else "")
-            yield name, replace_p(bound, p), many
+            name = f"{p}, " + " x ".join(f"{name}={size}" for name, size in bound.bound_mesh.sizes)
+            many = {"microbatches": count} if count > 1 else {}
+            yield name + (f", {count} micro-batches" if many else ""), replace_p(bound, p), many
 
 
-def _iter_layouts(plan: Plan) -> Iterator[tuple[dict[str, int] | None, tuple[str, ...]]]:
-    """Yield meshes of as many ranks, None for the plan's own, and the axes to split units over."""
+def _iter_layouts(plan: Plan) -> Iterator[tuple[PartitionSpec, tuple[str, ...]]]:
+    """Yield the spec on meshes of as many ranks, and the axes to split units over."""
     sizes = dict(plan.spec.bound_mesh.sizes)
     local = {axis for unit in plan.spec for axis in unit.local_axes}
     names = [name for name in sizes if name not in local]
     for i in range(len(names) + 1):
-        yield None, tuple(names[i:])
-    if len(sizes) > 1 or not names:
-        return
-    bandwidth, ((name, ranks),) = plan.hardware.bandwidth, sizes.items()
-    if isinstance(bandwidth, Mapping) and "replicate" not in bandwidth:
-        return
-    for size in (2**i for i in range(1, ranks.bit_length()) if 2**i < ranks and ranks % 2**i == 0):
-        yield {"replicate": ranks // size, name: size}, (name,)
+        yield plan.spec, tuple(names[i:])
+    bandwidth = plan.hardware.bandwidth
+    if len(sizes) == len(names) == 1 and not (isinstance(bandwidth, Mapping) and "replicate" not in bandwidth):
+        ((name, ranks),) = sizes.items()
+        for size in (2**i for i in range(1, ranks.bit_length()) if 2**i < ranks and ranks % 2**i == 0):
+            yield plan.spec.on({"replicate": ranks // size, name: size}), (name,)
 
 
 # --- `Plan` and plan ---
@@ -165,9 +157,6 @@ def count_tokens(batch: Any) -> int:
         raise error(f"plan: batch: expected a number of tokens, at least 1, or tensors, or None, got {batch!r:.80}")
     integers = [x for x in tensors if not x.is_floating_point() and not x.is_complex()]
     return integers[0].numel() if integers else tensors[0].numel() // max(tensors[0].shape[-1] if tensors[0].dim() else 1, 1)
-
-
-FIGURES = ["peak", "peaks", "has_activations", "padding", "balance", "largest_unit", "tokens", "seconds", "exposed_seconds"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +203,7 @@ class Plan:
     @property
     def peak(self) -> int:
         """The most bytes that are on the device at once."""
-        return sum(self.timeline.peak.values())
+        return max(sum(held.values()) for held in self.peaks.values())
 
     @property
     def peaks(self) -> dict[Phase, Held]:
@@ -242,14 +231,13 @@ class Plan:
     @cached_property
     def balance(self) -> tuple[int, int]:
         """The fewest and the most elements of parameters, without padding, that a rank has."""
-        spec, sizes = self.spec, self.spec.bound_mesh.sizes
-        names = [name for name, _ in sizes]
-        totals = torch.zeros([size for _, size in sizes], dtype=torch.int64)
-        for unit in spec:
-            counts = count_per_slice(unit, spec.size(unit), spec.shard_numel(unit))
-            dims = [names.index(axis) for axis in unit.p.axes]
-            counts = counts.view([totals.shape[d] for d in dims]).permute(sorted(range(len(dims)), key=dims.__getitem__))
-            totals += counts.reshape([n if d in dims else 1 for d, n in enumerate(totals.shape)])
+        sizes = dict(self.spec.bound_mesh.sizes)
+        totals = torch.zeros([*sizes.values()], dtype=torch.int64)
+        for unit in self.spec:
+            axes = unit.p.axes
+            counts = count_per_slice(unit, self.spec).view([sizes[axis] for axis in axes])
+            counts = counts.permute([axes.index(axis) for axis in sizes if axis in axes])
+            totals += counts.reshape([size if axis in axes else 1 for axis, size in sizes.items()])
         return int(totals.min()), int(totals.max())
 
     @property
@@ -270,13 +258,10 @@ class Plan:
         return self.timeline.exposed_seconds
 
     def compare(self, choices: Mapping[str, PartitionSpec | P]) -> Comparison:
-        """Return the plans of other choices for the same step, batch, optimizer and hardware.
+        """Return the plans of other choices for the same step, batch, optimizer and hardware, fastest first.
 
         Args:
             choices: By name a spec, on a mesh or else on this plan's, or a `P` for the units that have this plan's main one.
-
-        Returns:
-            The plans by name, fastest first; ``print`` shows a table.
 
         Raises:
             ValueError: If the step takes no ``spec``, so that it would run as before.
@@ -296,9 +281,6 @@ class Plan:
             memory: Bytes, such as "80GB"; by default those of the plan's hardware.
             headroom: The part of them that is left to fragmentation, the libraries, and what kernels allocate.
 
-        Returns:
-            The plans by choice; ``print`` shows a table.
-
         Raises:
             ValueError: Without ``step``, as activations are not counted then, and if the step takes no ``spec``.
         """
@@ -309,7 +291,7 @@ class Plan:
         hardware = self.hardware if memory is None else dataclasses.replace(self.hardware, memory=memory)
         limit = hardware.memory_bytes * (1 - headroom)
         plans, init = dict[str, Plan](), optimizer_init(self.optimizer)
-        for name, spec, options in candidates(self):
+        for name, spec, options in iter_choices(self):
             if sum(device_bytes(unit_bytes(spec, state_bytes(spec, init)))) > limit:
                 continue  # whatever the step does
             if (found := self._replan(spec, options)).peak <= limit:
@@ -325,13 +307,24 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as plain dicts, lists, numbers and strings."""
+        figures = (
+            "peak",
+            "peaks",
+            "has_activations",
+            "padding",
+            "balance",
+            "largest_unit",
+            "tokens",
+            "seconds",
+            "exposed_seconds",
+        )
         return {
             "mesh": dict(self.spec.bound_mesh.sizes),
             "hardware": dataclasses.asdict(self.hardware),
             "at_rest": {**self.at_rest, "host": self.host_bytes},
             "optimizer_state": dict(sum(map(Counter, self.optimizer_state.values()), Counter[str]())),
             "traffic": [dataclasses.asdict(one) for one in self.traffic],
-            **{name: getattr(self, name) for name in FIGURES},
+            **{name: getattr(self, name) for name in figures},
             "units": {key: {**unit._asdict(), "peak": self.peaks_by_unit.get(key, 0)} for key, unit in self.units.items()},
         }
 
@@ -399,12 +392,8 @@ def plan(
         raise ValueError("plan: the spec is on simulated ranks: expected a mesh of processes, or sizes such as {'shard': 8}")
     if not isinstance(hardware, Hardware | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"plan: hardware: expected a Hardware such as fs.Hardware(memory='80GB'), or None, got {hardware!r}")
-    init = optimizer_init(optimizer)
+    init, tokens = optimizer_init(optimizer), count_tokens(batch)
     state = state_bytes(spec, init)
     units = unit_bytes(spec, state)
-    tokens = count_tokens(batch)
-    if step is None:
-        events, batch_bytes = record_schedule(spec, units, tokens), 0
-    else:
-        events, batch_bytes = record_step(step, spec, batch, init)
+    events, batch_bytes = record_step(step, spec, batch, init) if step else (record_schedule(spec, units, tokens), 0)
     return Plan(spec, hardware or Hardware(), events, units, state, tokens, batch_bytes, batch, step, optimizer)

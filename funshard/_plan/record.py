@@ -8,7 +8,7 @@ import inspect
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,8 +111,9 @@ class StepRecorder(_torch.DispatchMode):
         self,
         shards: Mapping[str, Tensor],
         axes: Mapping[str, tuple[str, int]],
-        device: torch.device = HOST,
+        device: torch.device,
         *,
+        on_host: Collection[str] = (),
         has_layers: bool = True,
     ) -> None:
         super().__init__()
@@ -122,26 +123,33 @@ class StepRecorder(_torch.DispatchMode):
         self._axes = axes  # by name of process group, the mesh axis and its size
         self._device, self._has_layers = device, has_layers
         self._allocates_on_host = self._was_backward = False
-        self._storages = {
-            _torch.storage_id(shard): _Storage("parameters", 0, unit=key, shard_numel=shard.numel())
-            for key, shard in shards.items()
-        }
+        self._storages: dict[int, _Storage] = {}
+        self.hold([*shards.values()])
+        for key, shard in shards.items():
+            storage = self._find(shard)
+            storage.unit, storage.shard_numel, storage.is_on_host = key, shard.numel(), storage.is_on_host or key in on_host
 
     def add(self, kind: EventKind, memory: Mapping[Category, int] | None = None, **fields: Any) -> int:
         """Add an event of the unit that is worked on, and return its index."""
         self.events.append(Event(kind, self.phase, self.unit, memory or {}, **fields))
         return len(self.events) - 1
 
-    def hold(self, tree: Any, *, on_host: bool | None = None) -> None:
+    def hold(self, tree: Any) -> None:
         """Leave out the tensors in a tree: they are held between steps."""
         for x in (x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)):
-            storage = self._storages.setdefault(_torch.storage_id(x), _Storage("parameters", 0))
-            storage.is_on_host = x.device.type == HOST.type != self._device.type if on_host is None else on_host
+            self._storages.setdefault(_torch.storage_id(x), self._find(x))
 
-    def _is_on_host(self, x: Tensor) -> bool:
-        """Return whether a tensor is in host memory, and the step computes elsewhere."""
-        storage = self._storages.get(_torch.storage_id(x))
-        return storage.is_on_host if storage else self._has_layers and x.device.type == HOST.type != self._device.type
+    def wait(self, inputs: Iterable[Tensor]) -> None:
+        """Add the wait for the copies that fill these tensors."""
+        for storage in map(self._find, inputs):
+            if storage.copy is not None:
+                self.add("wait", after=(storage.copy,))
+                storage.copy = None
+
+    def _find(self, x: Tensor) -> _Storage:
+        """Return the storage of a tensor; for one from outside of the step a new one."""
+        on_host = self._has_layers and x.device.type == HOST.type != self._device.type
+        return self._storages.get(_torch.storage_id(x)) or _Storage("parameters", 0, on_host)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -157,8 +165,8 @@ class StepRecorder(_torch.DispatchMode):
         if not (is_sent or traits.is_view or name.startswith("new_")):
             self.wait(inputs)  # which is read; a collective waits itself, and the device goes on
         if name == "wait_tensor":
-            storage = self._storages.get(_torch.storage_id(args[0]))
-            if storage is not None and storage.collective is not None:
+            storage = self._find(args[0])
+            if storage.collective is not None:
                 self.add("wait", after=(storage.collective,))
                 storage.collective = None
             if not _torch.is_fake(args[0]):
@@ -183,9 +191,8 @@ class StepRecorder(_torch.DispatchMode):
         memory = Counter[Category]()
         for x in outputs:
             self._allocate(x, memory, self._category_of(inputs), is_lazy=name == "_lazy_clone")
-        if name in ("copy_", "_to_copy") and self._is_on_host(source := inputs[-1]) != self._is_on_host(outputs[0]):
-            at = _torch.storage_id(outputs[0])
-            self._storages[at].copy = self.add("copy", memory, moved_bytes=source.nbytes)
+        if name in ("copy_", "_to_copy") and self._find(inputs[-1]).is_on_host != self._find(outputs[0]).is_on_host:
+            self._find(outputs[0]).copy = self.add("copy", memory, moved_bytes=inputs[-1].nbytes)
             return out
         flops = _torch.counted_flops(func, args, kwargs, out)
         moved = 0 if flops or traits.is_view or not self._has_layers else sum(x.nbytes for x in (*inputs, *outputs))
@@ -199,9 +206,8 @@ class StepRecorder(_torch.DispatchMode):
             self.phase, self._was_backward = "backward", True
         elif self._was_backward and self.phase == "backward":
             self.phase = "update"
-        for x in inputs:
-            storage = self._storages.get(_torch.storage_id(x))
-            if storage is not None and storage.unit is not None:
+        for x, storage in zip(inputs, map(self._find, inputs), strict=True):
+            if storage.unit is not None:
                 self.unit = storage.unit
                 if self.phase == "update" and (storage.shard_numel != x.numel() or name.startswith("all_gather")):
                     self.phase = "forward"  # of another micro-batch
@@ -217,25 +223,16 @@ class StepRecorder(_torch.DispatchMode):
         """Follow the storage of a result, if it is new. A lazy copy, as of buffers, counts none, though something may write."""
         storage = x.untyped_storage()
         at = _torch.storage_id_of(storage)
-        if at in self._storages:
-            return
-        on_host = self._allocates_on_host or self._is_on_host(x)
-        size = 0 if on_host or is_lazy else storage.nbytes()
-        self._storages[at] = _Storage(category, size, on_host)
-        memory[category] += size
-        weakref.finalize(storage, self._free, at).atexit = False
+        if at not in self._storages:
+            on_host = self._allocates_on_host or self._find(x).is_on_host
+            self._storages[at] = _Storage(category, 0 if on_host or is_lazy else storage.nbytes(), on_host)
+            memory[category] += self._storages[at].nbytes
+            weakref.finalize(storage, self._free, at).atexit = False
 
     def _free(self, at: int) -> None:
         """Add the release of a storage."""
         if (storage := self._storages.pop(at, None)) and storage.nbytes:
             self.add("memory", {storage.category: -storage.nbytes})
-
-    def wait(self, inputs: Iterable[Tensor]) -> None:
-        """Add the wait for the copies that fill these tensors."""
-        for storage in (self._storages.get(_torch.storage_id(x)) for x in inputs):
-            if storage is not None and storage.copy is not None:
-                self.add("wait", after=(storage.copy,))
-                storage.copy = None
 
     def _send(self, op: str, group: str, sent: Tensor, out: Tensor) -> None:
         """Add the start of a collective, with the memory of its output."""
@@ -243,25 +240,18 @@ class StepRecorder(_torch.DispatchMode):
         memory = Counter[Category]()
         category = "gradients" if op == "all_to_all" and not self._has_layers else _OUTPUT_CATEGORIES.get(op)
         self._allocate(out, memory, category or self._category_of([sent]))
-        for x in (out, sent) if category == "gradients" else (out,) if category else ():
-            self._move(_torch.storage_id(x), category, memory)
+        source, target = self._find(sent), self._find(out)
+        for storage in (target, source) if category == "gradients" else (target,):
+            if category and storage.nbytes and storage.category != category:  # now its use is known
+                memory[storage.category] -= storage.nbytes
+                memory[category] += storage.nbytes
+                storage.category = category
         kind: EventKind = "gather" if op == "all_gather" else "reduce" if category else "exchange"
-        source, target = self._storages.get(_torch.storage_id(sent)), self._storages[_torch.storage_id(out)]
-        after: tuple[int, ...] = ()
-        if source is not None and source.copy is not None:
-            after, source.copy = (source.copy,), None
-        if source is not None and source.unit is not None and op == "all_gather":
+        after, source.copy = () if source.copy is None else (source.copy,), None
+        if op == "all_gather" and source.unit is not None:
             target.unit = source.unit
         one = Collective(op, axis, ranks, sent.nbytes, out.nbytes)
         target.collective = self.add(kind, memory, collective=one, after=after)
-
-    def _move(self, at: int, category: Category | None, memory: Counter[Category]) -> None:
-        """Count a storage as another category, now that its use is known."""
-        storage = self._storages.get(at)
-        if storage is not None and storage.nbytes and category and storage.category != category:
-            memory[storage.category] -= storage.nbytes
-            memory[category] += storage.nbytes
-            storage.category = category
 
 
 # --- A user's step, on a process group of ranks in name only ---
@@ -299,7 +289,7 @@ def record_step(step: Callable[..., Any], spec: PartitionSpec, batch: Any, init:
             state: Any = init({key: x for key, x in params.items() if bound.by_key[key].requires_grad}) if init else {}
             fake_batch = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), batch)
             recorder = StepRecorder(params, groups, device)
-            recorder.hold((params, state, fake_batch))
+            recorder.hold((state, fake_batch))
             with recorder:
                 result = step(params, state, fake_batch, **options)
             size = sum(x.nbytes for x in pytree.tree_leaves(fake_batch) if isinstance(x, Tensor))
@@ -444,10 +434,12 @@ def record_schedule(spec: PartitionSpec, units: Mapping[str, UnitBytes], tokens:
         spec = dataclasses.replace(bare, ignored=()).on(mesh)
         shards = {unit.key: make_shard(spec, unit, device) for unit in spec}
         x = torch.empty(0, device=device)
-        recorder = StepRecorder(shards, {names[axis]: (axis, sizes[axis]) for axis in sizes}, device, has_layers=False)
-        recorder.hold(x, on_host=False)
-        for key, shard in shards.items():
-            recorder.hold(shard, on_host=units[key].on_host)
+        axes, on_host = (
+            {names[axis]: (axis, size) for axis, size in sizes.items()},
+            [key for key in units if units[key].on_host],
+        )
+        recorder = StepRecorder(shards, axes, device, on_host=on_host, has_layers=False)
+        recorder.hold(x)
         run = _make_runs(spec, recorder, tokens)
         trained = {unit.key: shards[unit.key].requires_grad_() for unit in spec if unit.requires_grad}
         with recorder:

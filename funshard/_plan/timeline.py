@@ -9,32 +9,13 @@ from typing import Literal, NamedTuple
 
 from .._spec.byte_size import parse_bytes
 
-__all__ = [
-    "CATEGORIES",
-    "Category",
-    "Collective",
-    "Event",
-    "EventKind",
-    "Hardware",
-    "Held",
-    "Phase",
-    "Timeline",
-    "Traffic",
-    "format_bytes",
-    "format_numel",
-    "format_seconds",
-    "sum_traffic",
-]
+__all__ = ["CATEGORIES", "Category", "Collective", "Event", "EventKind", "Hardware", "Held", "Phase", "Timeline", "Traffic"]
 
 
 # --- The events of a step: what each one holds, sends and computes ---
 
 Category = Literal["parameters", "optimizer", "gathered", "gradients", "activations"]
-"""The use of a tensor's memory."""
-
 Phase = Literal["forward", "backward", "update"]
-"""The part of a step."""
-
 EventKind = Literal["gather", "compute", "reduce", "exchange", "copy", "wait", "memory", "update"]
 """The action of an event. An exchange is a collective of the model's own; "memory" only allocates or frees."""
 
@@ -172,23 +153,15 @@ class Timeline:
         return peaks
 
     @cached_property
-    def peak(self) -> Held:
-        """The bytes by category at the moment of the step at which the most are held."""
-        return max(self.peaks.values(), key=lambda held: sum(held.values()))
-
-    @cached_property
     def spans(self) -> list[tuple[float, float]]:
         """When each event starts and ends, in seconds from the start of the step."""
         free = {"compute": 0.0, "network": 0.0, "host": 0.0}
         spans: list[tuple[float, float]] = []
         for event in self.events:
             stream = self.stream(event)
-            start = max([free[stream], *(spans[i][1] for i in event.after)])
-            if stream != "compute":
-                start = max(start, free["compute"])
-            end = start + self.seconds(event)
-            free[stream] = end
-            spans.append((start, end))
+            start = max([free[stream], free["compute"] if stream != "compute" else 0.0, *(spans[i][1] for i in event.after)])
+            free[stream] = start + self.seconds(event)
+            spans.append((start, free[stream]))
         return spans
 
     @staticmethod
@@ -233,26 +206,28 @@ class Traffic:
 def sum_traffic(events: Iterable[Event], hardware: Hardware) -> tuple[Traffic, ...]:
     """Return the sums of a step's collectives."""
     found: dict[tuple[str, str], list[Collective]] = {}
-    for event in events:
-        if (one := event.collective) is not None:
-            found.setdefault((one.axis, one.op), []).append(one)
-    sums: list[Traffic] = []
-    for (axis, op), some in found.items():
-        into, out, sent = (sum(getattr(one, name) for one in some) for name in ("input_bytes", "output_bytes", "sent_bytes"))
-        sums.append(Traffic(axis, op, len(some), into, out, sent, sum(map(hardware.collective_seconds, some))))
-    return tuple(sums)
+    for one in (event.collective for event in events if event.collective):
+        found.setdefault((one.axis, one.op), []).append(one)
+
+    def sum_one(axis: str, op: str, some: list[Collective]) -> Traffic:
+        sizes = (
+            sum(sizes) for sizes in zip(*((one.input_bytes, one.output_bytes, one.sent_bytes) for one in some), strict=True)
+        )
+        return Traffic(axis, op, len(some), *sizes, sum(map(hardware.collective_seconds, some)))
+
+    return tuple(sum_one(axis, op, some) for (axis, op), some in found.items())
 
 
-# --- Bytes, times and numbers of elements as a plan writes them ---
+# --- Bytes and times as a plan writes them ---
 
 
 def format_bytes(size: float, *, digits: int | None = None) -> str:
     """Format a number of bytes with a decimal unit, and two digits after the point or so many in all: "1.23 GB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{_round(size, digits)} {unit}"
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while abs(size) >= 1000 and len(units) > 1:
         size /= 1000
-    return f"{_round(size, digits)} TB"
+        del units[0]
+    return f"{size:.0f} B" if units[0] == "B" else f"{_round(size, digits)} {units[0]}"
 
 
 def format_seconds(seconds: float, *, digits: int | None = None) -> str:
@@ -260,14 +235,6 @@ def format_seconds(seconds: float, *, digits: int | None = None) -> str:
     is_short = digits is not None and 0 < seconds < 1e-3
     unit, size = ("µs", 1e-6) if is_short else ("s", 1.0) if seconds >= 1 or (digits and not seconds) else ("ms", 1e-3)
     return f"{_round(seconds / size, digits)} {unit}"
-
-
-def format_numel(numel: int) -> str:
-    """Format a number of elements: "6.74 billion"."""
-    for size, name in ((10**9, "billion"), (10**6, "million")):
-        if numel >= size:
-            return f"{numel / size:.3g} {name}"
-    return f"{numel:,}"
 
 
 def _round(number: float, digits: int | None) -> str:
