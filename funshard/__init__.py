@@ -95,7 +95,7 @@ from .policies import Policy, by_path, by_size, by_type
 
 if _typing.TYPE_CHECKING:
     from . import averaging, checkpoint, codecs, compress, curvature, data, testing
-    from ._plan.picture import visualize
+    from ._plan.at_rest import visualize
     from ._plan.plan import Plan, plan
     from ._plan.timeline import Hardware
 
@@ -111,7 +111,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-_LAZY = {"Hardware": "_plan.timeline", "Plan": "_plan.plan", "plan": "_plan.plan", "visualize": "_plan.picture"}
+_LAZY = {"Hardware": "_plan.timeline", "Plan": "_plan.plan", "plan": "_plan.plan", "visualize": "_plan.at_rest"}
 """The public names of modules that a step of training does not need, by module."""
 _LAZY_MODULES = {"averaging", "checkpoint", "codecs", "compress", "curvature", "data", "testing"}
 """The public modules that it does not need."""

@@ -281,14 +281,15 @@ class _InitialValues:
                         tensors[attr] = put[slot]
             on_meta = {_torch.storage_id(x): slot for slot, x in put.items() if slot not in values}
             self._seed_generators(one.path)
+            touched = _TouchedSlots({**self._storages, **on_meta})
             try:
-                with _TouchedSlots({**self._storages, **on_meta}) as touched:
+                with touched:
                     one.run()
             except Exception as failed:
                 error = failed
             for tensors, attr, slot in placed:
                 now, value = tensors.get(attr), memory[slot]  # another tensor, or one that was given other memory (``.data``)
-                if now is put[slot] and _is_same_view(now, value):
+                if now is put[slot] and _is_same_view(put[slot], value):
                     continue
                 if slot not in values:
                     touched.slots.add(slot)

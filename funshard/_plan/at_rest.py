@@ -1,4 +1,4 @@
-"""The bytes that a rank holds between steps: parameters as they are stored, and the optimizer's state."""
+"""What a rank holds between steps: the bytes of parameters as they are stored and of the optimizer's state; its slices."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import _torch
+from .._core.checks import bind_spec, check_buffers
 from .._core.spec import PartitionSpec
 from .._core.unit import P, Unit
 from ..optim import from_torch
 
 __all__ = [
-    "Init", "StateBytes", "UnitBytes", "count_per_slice", "device_bytes", "find_optimizer", "is_on_host", "make_shard",
-    "map_p", "optimizer_init", "state_bytes", "unit_bytes",
+    "MOST_RANKS", "Init", "StateBytes", "UnitBytes", "count_per_slice", "device_bytes", "find_optimizer", "is_on_host",
+    "make_shard", "map_p", "optimizer_init", "state_bytes", "unit_bytes", "visualize",
 ]  # fmt: skip
 
 Init = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 """The function of an optimizer that returns its state before the first step."""
+
+MOST_RANKS = 8
+"""The ranks whose slices are drawn."""
 
 StateBytes = dict[str, dict[str, int]]
 """By unit key, then by kind and dtype of state such as "exp_avg float32", bytes."""
@@ -134,3 +138,52 @@ def count_per_slice(unit: Unit, spec: PartitionSpec) -> Tensor:
             below += (bounds - start).clamp(0, size)
         start += size
     return below.diff()
+
+
+# --- A sharding drawn in a terminal ---
+
+
+def visualize(params: Mapping[str, Tensor], spec: PartitionSpec, *, width: int = 72) -> str:
+    """Return a drawing of sharded parameters: a row for each unit, with the slice of every rank that splits it.
+
+    After ``jax.debug.visualize_array_sharding``. A box is a slice, and says which rank has it; the dots at its end are
+    its share of padding.
+
+    Args:
+        params: The shards, as `shard` gives them.
+        spec: Their spec.
+        width: The characters of a row.
+
+    Raises:
+        ValueError: Naming the unit, for shards that are not those of the spec.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+        >>> spec = fs.by_type(torch.nn.Linear)(model).on({"shard": 2})
+        >>> print(fs.visualize(fs.shard(model, spec, rank=0), spec, width=30))
+        0  shard=2  72
+        +-------------+-------------+
+        |      0      |      1   ...|
+        +-------------+-------------+
+        1  shard=2  27
+        +-------------+-------------+
+        |      0  ....|      1      |
+        +-------------+-------------+
+    """
+    spec = bind_spec(spec)
+    check_buffers(params, spec, {unit.key: spec.stored(unit)[0] for unit in spec})
+    sizes, lines = dict(spec.bound_mesh.sizes), list[str]()
+    for unit in spec:
+        slices, length = spec.size(unit), spec.shard_numel(unit)
+        shown = min(slices, MOST_RANKS)
+        cell = max((width - 1) // (shown + (slices > shown)) - 1, 6)
+        boxes: list[str] = []
+        for rank, numel in enumerate(count_per_slice(unit, spec).tolist()[:shown]):
+            padding = round(cell * (length - numel) / length) if length else 0
+            boxes.append(("all" if slices == 1 else str(rank)).center(cell)[: cell - padding] + "." * padding)
+        boxes += [f"... {slices - 1}".center(cell)] if slices > shown else []
+        edge = "+" + "+".join("-" * cell for _ in boxes) + "+"
+        axes = " x ".join(f"{axis}={sizes[axis]}" for axis in unit.p.axes) or "replicated"
+        lines += [f"{unit.key or repr('')}  {axes}  {unit.numel:,}", edge, "|" + "|".join(boxes) + "|", edge]
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The picture of a plan as an SVG file: memory, units and streams over time, slices on the ranks; and these in a terminal."""
+"""The picture of a plan as an SVG file: memory, units and streams over time, and slices on the ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from torch import Tensor
-
-from .._core.checks import bind_spec, check_buffers
 from .._core.spec import PartitionSpec
-from .at_rest import UnitBytes, count_per_slice
+from .at_rest import MOST_RANKS, UnitBytes, count_per_slice
 from .timeline import CATEGORIES, Category, Event, Held, Timeline, format_bytes, format_seconds
 
-__all__ = ["draw_plan", "visualize"]
+__all__ = ["draw_plan"]
 
 LEFT, WIDTH, RIGHT, EDGE = 92, 730, 178, 24
 """The widths of the names at the left, of what is to scale, of the figures at the right, and of the margin."""
@@ -23,7 +20,6 @@ STRIP, ROW = 16, 22
 """The height of a box, and of a row with the gap below it."""
 COLUMNS = 365
 """The steps of the curves of memory."""
-MOST_RANKS = 8
 
 LIGHT = {"page": "#ffffff", "ink": "#1f2328", "muted": "#59636e", "on-color": "#ffffff", "track": "#eef1f4", "grid": "#d1d9e0"}
 DARK = {"page": "#0d1117", "ink": "#e6edf3", "muted": "#9198a1", "on-color": "#ffffff", "track": "#1c2128", "grid": "#3d444d"}
@@ -301,54 +297,3 @@ def draw_plan(timeline: Timeline, spec: PartitionSpec, units: Mapping[str, UnitB
         *_draw_ranks(slices, spec, ranks, sum(unit.padding for unit in units.values())),
     ]
     return _document(slices.bottom + EDGE, title, body)
-
-
-# --- A sharding drawn in a terminal ---
-
-
-def visualize(params: Mapping[str, Tensor], spec: PartitionSpec, *, width: int = 72) -> str:
-    """Return a drawing of sharded parameters: a row for each unit, with the slice of every rank that splits it.
-
-    After ``jax.debug.visualize_array_sharding``. A box is a slice, and says which rank has it; the dots at its end are
-    its share of padding.
-
-    Args:
-        params: The shards, as `shard` gives them.
-        spec: Their spec.
-        width: The characters of a row.
-
-    Returns:
-        The text, to be printed.
-
-    Raises:
-        ValueError: Naming the unit, for shards that are not those of the spec.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
-        >>> spec = fs.by_type(torch.nn.Linear)(model).on({"shard": 2})
-        >>> print(fs.visualize(fs.shard(model, spec, rank=0), spec, width=30))
-        0  shard=2  72
-        +-------------+-------------+
-        |      0      |      1   ...|
-        +-------------+-------------+
-        1  shard=2  27
-        +-------------+-------------+
-        |      0  ....|      1      |
-        +-------------+-------------+
-    """
-    spec = bind_spec(spec)
-    check_buffers(params, spec, {unit.key: spec.stored(unit)[0] for unit in spec})
-    sizes, lines = dict(spec.bound_mesh.sizes), list[str]()
-    for unit in spec:
-        slices, length = spec.size(unit), spec.shard_numel(unit)
-        shown = min(slices, MOST_RANKS)
-        cell = max((width - 1) // (shown + (slices > shown)) - 1, 6)
-        boxes = [f"... {slices - 1}".center(cell)] if slices > shown else []
-        for rank, numel in reversed([*enumerate(count_per_slice(unit, spec).tolist())][:shown]):
-            padding = round(cell * (length - numel) / length) if length else 0
-            boxes.insert(0, ("all" if slices == 1 else str(rank)).center(cell)[: cell - padding] + "." * padding)
-        edge = "+" + "+".join("-" * cell for _ in boxes) + "+"
-        axes = " x ".join(f"{axis}={sizes[axis]}" for axis in unit.p.axes) or "replicated"
-        lines += [f"{unit.key or repr('')}  {axes}  {unit.numel:,}", edge, "|" + "|".join(boxes) + "|", edge]
-    return "\n".join(lines)

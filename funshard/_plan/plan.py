@@ -353,12 +353,10 @@ def plan(
 
     The mesh may have any sizes (``spec.on({"replicate": 32, "shard": 512})``), and no process group is needed.
 
-    Without ``step`` the plan is made from the spec alone: `functional_call` runs on shapes with a model that only reads its
-    parameters, in the order of ``spec.order``. The update writes in place, as with ``donate=True``; nothing counts activations.
-
-    With ``step`` the step runs once on fake tensors, on a process group of ranks in name only, and all that it allocates,
-    computes and sends is counted. Indices that a model computes from its data, such as a router's, are spread evenly.
-    See ``examples/guide/planning.md``.
+    Without ``step`` `functional_call` runs on shapes, with a model that only reads its parameters, in the order of
+    ``spec.order``. The update writes in place, as with ``donate=True``; nothing counts activations. With ``step`` the step runs
+    once on fake tensors, on a process group of ranks in name only, and all that it allocates, computes and sends is counted.
+    Indices that a model computes from its data, such as a router's, are spread evenly. See ``examples/guide/planning.md``.
 
     Args:
         spec: The spec, on a mesh.
@@ -368,9 +366,6 @@ def plan(
             leave ``spec`` out where its own is bound to no mesh, and the mesh here is one axis "shard". ``batch`` are tensors.
         optimizer: The name of a class of torch.optim, such as "adamw", such a class, the pair ``(init, update)``, or None.
         hardware: The rates that times are computed from; a `Hardware` with its defaults if not given.
-
-    Returns:
-        A `Plan`: print it, or ask for `Plan.peak`, `Plan.traffic`, `Plan.seconds`.
 
     Raises:
         ValueError: For simulated ranks, a batch of no tokens, an axis without a bandwidth, and an unknown optimizer.

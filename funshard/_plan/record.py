@@ -71,16 +71,7 @@ def _fill_collective(op: str, sent: Tensor, out: Tensor, ranks: int) -> None:
 
 # --- The events of a step that runs on fake tensors: every operator that allocates, computes or sends ---
 
-_COLLECTIVES = {
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-    "broadcast_": "broadcast",
-}
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 _OUTPUT_CATEGORIES: dict[str, Category] = {"all_gather": "gathered", "reduce_scatter": "gradients", "all_reduce": "gradients"}
 
 
@@ -177,11 +168,11 @@ class StepRecorder(_torch.DispatchMode):
         with _torch.real_tensors() if has_values else contextlib.nullcontext():
             out = func(*args, **kwargs)
         if is_sent:
-            out = args[0] if name.endswith("_") else kwargs.get("out", out)
-            self._send(_COLLECTIVES[name], args[-1], args[0], out)
+            out, op = args[0] if name.endswith("_") else kwargs.get("out", out), next(filter(name.startswith, _COLLECTIVES))
+            self._send(op, args[-1], args[0], out)
             if not _torch.is_fake(out):
                 with _torch.real_tensors():
-                    _fill_collective(_COLLECTIVES[name], args[0], out, self._axes[args[-1]][1])
+                    _fill_collective(op, args[0], out, self._axes[args[-1]][1])
             return out
         if not inputs and _has_known_integers(name, out):
             with _torch.real_tensors():
@@ -434,10 +425,8 @@ def record_schedule(spec: PartitionSpec, units: Mapping[str, UnitBytes], tokens:
         spec = dataclasses.replace(bare, ignored=()).on(mesh)
         shards = {unit.key: make_shard(spec, unit, device) for unit in spec}
         x = torch.empty(0, device=device)
-        axes, on_host = (
-            {names[axis]: (axis, size) for axis, size in sizes.items()},
-            [key for key in units if units[key].on_host],
-        )
+        axes = {names[axis]: (axis, size) for axis, size in sizes.items()}
+        on_host = [key for key in units if units[key].on_host]
         recorder = StepRecorder(shards, axes, device, on_host=on_host, has_layers=False)
         recorder.hold(x)
         run = _make_runs(spec, recorder, tokens)

@@ -209,13 +209,11 @@ def sum_traffic(events: Iterable[Event], hardware: Hardware) -> tuple[Traffic, .
     for one in (event.collective for event in events if event.collective):
         found.setdefault((one.axis, one.op), []).append(one)
 
-    def sum_one(axis: str, op: str, some: list[Collective]) -> Traffic:
-        sizes = (
-            sum(sizes) for sizes in zip(*((one.input_bytes, one.output_bytes, one.sent_bytes) for one in some), strict=True)
-        )
-        return Traffic(axis, op, len(some), *sizes, sum(map(hardware.collective_seconds, some)))
+    def add_up(axis: str, op: str, some: list[Collective]) -> Traffic:
+        into, out, sent = (sum(getattr(one, name) for one in some) for name in ("input_bytes", "output_bytes", "sent_bytes"))
+        return Traffic(axis, op, len(some), into, out, sent, sum(map(hardware.collective_seconds, some)))
 
-    return tuple(sum_one(axis, op, some) for (axis, op), some in found.items())
+    return tuple(add_up(axis, op, some) for (axis, op), some in found.items())
 
 
 # --- Bytes and times as a plan writes them ---
