@@ -19,6 +19,7 @@ from .._core.checks import bind_spec, check_spec
 from .._core.spec import PartitionSpec
 from .._core.unit import P
 from .._spec.precision import Precision, precision_of
+from .._spec.table import format_rows
 from .at_rest import StateBytes, UnitBytes, count_per_slice, device_bytes, map_p, optimizer_init, state_bytes, unit_bytes
 from .picture import draw_plan
 from .record import has_parameter, record_schedule, record_step
@@ -40,14 +41,6 @@ __all__ = ["Plan", "plan"]
 
 
 # --- The printed form of a plan, and of several ---
-
-
-def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose first row is its head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    padded = (zip(row, widths, strict=True) for row in rows)
-    lines = ["  ".join([cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(cells)]) for cells in padded]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
 def format_plan(plan: Plan) -> str:

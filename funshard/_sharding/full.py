@@ -508,23 +508,19 @@ def _scatter_from(
 
 def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str:
     """Return why a source's parameters cannot be sharded; an empty string if they can."""
-    if full is None and not len(spec):
-        return ""  # full or None, of a model without parameters
     if full is None:
-        return "expected a dict of full parameters, got None"
-    if not isinstance(full, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return f"expected a dict of full parameters, got {type(full).__name__}"
-    for name, tensor in full.items():
-        if not isinstance(tensor, Tensor) or tensor.is_meta:  # pyright: ignore[reportUnnecessaryIsInstance]
-            kind = "a meta tensor" if isinstance(tensor, Tensor) else type(tensor).__name__  # pyright: ignore
+        return "expected a dict of full parameters, got None" if len(spec) else ""
+    for name, x in full.items() if isinstance(full, Mapping) else ():  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(x, Tensor) or x.is_meta:  # pyright: ignore[reportUnnecessaryIsInstance]
+            kind = "a meta tensor" if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore
             return f"parameter '{name}': expected a tensor with data, got {kind}"
     try:
         check_full(full, spec, whole=True)
     except (ValueError, TypeError) as error:
         return str(error)
-    for name, tensor in full.items():
-        if name in spec.by_name and tensor.dtype != spec.by_name[name][1].dtype:
-            return f"parameter '{name}': expected {spec.by_name[name][1].dtype}, got {tensor.dtype}"
+    for name, x in full.items():
+        if name in spec.by_name and x.dtype != spec.by_name[name][1].dtype:
+            return f"parameter '{name}': expected {spec.by_name[name][1].dtype}, got {x.dtype}"
     return ""
 
 

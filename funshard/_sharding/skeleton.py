@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from types import FunctionType
@@ -59,10 +60,8 @@ def skeleton(model: M) -> M:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"skeleton: module '{path}' is a ScriptModule, which cannot be copied without its parameters")
         for name, param in module._parameters.items():
-            if param is not None:
-                memo[id(param)] = (
-                    memo.get(id(param)) if id(param) in memo else _make_meta_parameter(param, join_path(path, name))
-                )
+            if param is not None and id(param) not in memo:
+                memo[id(param)] = _make_meta_parameter(param, join_path(path, name))
     storages = {_torch.storage_id(p): name for name, p in model.named_parameters()}
     inside = {id(x) for x in (*model.modules(), *model.parameters())}
     for path, module in model.named_modules():
@@ -152,18 +151,9 @@ def _own_functions(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
 
 def _captured_objects(function: FunctionType) -> Iterator[object]:
     """Yield the objects that a function holds: its closure, its defaults, and the owners of bound methods there."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    for value in (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        yield value
-        owner = getattr(value, "__self__", None)  # a bound method, such as the forward that was there before
-        if owner is not None:
-            yield owner
-
-
-def _is_filled(cell: Any) -> bool:
-    """Return whether a cell of a closure has a value."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # of a cell without a value
+            values.append(cell.cell_contents)
+    for value in values:
+        yield from (value, getattr(value, "__self__", None))  # of a method, such as the forward that was there before

@@ -12,7 +12,7 @@ from .._core.mesh import Mesh
 from .._core.spec import FORMATS, PartitionSpec, format_sizes
 from .._torch.phases import LOGGER
 
-__all__ = ["HEAD", "MIN_MERGED_ROWS", "format_table", "log_spec"]
+__all__ = ["HEAD", "MIN_MERGED_ROWS", "format_rows", "format_table", "log_spec"]
 
 HEAD = ("unit", "P", "parameters", "numel", "padding", "bytes per rank")
 MIN_MERGED_ROWS = 3
@@ -39,13 +39,18 @@ def format_table(spec: PartitionSpec) -> str:
     body = [(name, p, *(f"{n} x {c}" if n > 1 else c for c in counts)) for name, n, (p, *counts) in _merge_rows(cells)]
     mesh = format_sizes(sizes) if known else "unbound: as on one rank"
     rows = [HEAD, *body, ("total", mesh, *(f"{c:,}" for c in totals))]
-    widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    lines = [
-        "  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
     rest = [f"ignored: {', '.join(spec.ignored)}"] if spec.ignored else []
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *rest])
+    return "\n".join([*format_rows(rows, names=2), *rest])
+
+
+def format_rows(rows: Sequence[Sequence[str]], *, names: int = 1) -> list[str]:
+    """Return the lines of a table whose first row is its head. All columns but the first ones, of names, are aligned right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [
+        [x.ljust(w) if i < names else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))] for row in rows
+    ]
+    head, *lines = map("  ".join, padded)
+    return [head, "-" * len(head), *lines]
 
 
 def _world_sizes() -> tuple[tuple[str, int], ...]:
@@ -84,13 +89,9 @@ def _common_name(keys: Sequence[str]) -> str | None:
 
 def _format_ranges(numbers: Sequence[int]) -> str:
     """Format rising numbers; those without a gap between them as the first and the last one."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ",".join(f"{a}" if a == b else f"{a}..{b}" for a, b in zip(starts, ends, strict=True))
 
 
 def log_spec(spec: PartitionSpec) -> None:
@@ -100,7 +101,6 @@ def log_spec(spec: PartitionSpec) -> None:
 
 
 def _log_spec(spec: PartitionSpec) -> bool:
-    """Log a spec's summary and return True, which the spec caches."""
     LOGGER.info("sharded by %r", spec)
     return True
 
