@@ -59,17 +59,7 @@ class SyncBatchNorm(BatchNorm):
         self.axes = axes
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input, normalised by channel.
-
-        Args:
-            input: ``[samples, num_features, ...]``, this rank's samples, of which there may be none.
-
-        Returns:
-            A tensor of the input's shape and dtype.
-
-        Raises:
-            ValueError: For an input of other channels or dimensions, and in training for one value per channel on one rank.
-        """
+        """Return the input, this rank's samples of which there may be none, normalised by channel."""
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ValueError(
                 f"SyncBatchNorm: expected an input [samples, {self.num_features}, ...], got shape {list(input.shape)}"
@@ -126,11 +116,8 @@ def convert_sync_batchnorm(model: nn.Module, *, axes: Axes = None) -> nn.Module:
     """Return the model with a `SyncBatchNorm` instead of every BatchNorm.
 
     Args:
-        model: Any module. It does not change.
+        model: Any module. It does not change; the result has modules of its own, and the same parameters and buffers.
         axes: The mesh axes to take statistics over, all by default.
-
-    Returns:
-        A model with modules of its own, and with the same parameters and buffers (the same tensors) under the same names.
 
     Raises:
         ValueError: For a BatchNorm with a forward of its own, which would be lost, and for one whose parameters are not

@@ -180,7 +180,6 @@ class AttributeWrites(Guard):
 
     @functools.cached_property
     def _before(self) -> dict[str, dict[str, Any]]:
-        """The attributes before forward, by path."""
         pairs = zip(self._names, self._values, strict=True)
         return {path: dict(islice(pairs, n)) for path, n in zip(self._modules, self._lengths, strict=True)}
 
@@ -232,12 +231,10 @@ def _find_held(run: ForwardRun) -> list[tuple[nn.Module, str, str]]:
 
 
 def _known_tables(spec: PartitionSpec) -> dict[int, int]:
-    """Return a place for the lengths of long tables of numbers and words, such as vocabularies, by their ids."""
-    return {}
+    return {}  # the lengths of long tables of numbers and words, such as vocabularies, by their ids
 
 
 def _is_table(value: Any, known: dict[int, int]) -> bool:
-    """Return whether a value is a long table of numbers and words; its entries are looked at once for each length."""
     if not isinstance(value, _CONTAINERS) or len(value) < 100:
         return False
     is_table = known.get(id(value)) == len(value) or all(isinstance(x, _SCALARS) for x in _entries(value))
@@ -304,7 +301,6 @@ class StandIns(Guard):
 
 
 def _rebuild(container: Any, entries: Mapping[Any, Any]) -> Any:
-    """Return a copy of a container with these entries."""
     if isinstance(container, tuple | set | frozenset):
         make: Any = getattr(container, "_make", type(container))  # of a named tuple
         return make(entries.values())

@@ -18,18 +18,8 @@ from .._core.spec import PartitionSpec
 from .._core.tree import check_not_compiled, join_path
 from .._core.unit import Unit
 
-__all__ = [
-    "MODEL_LOCK",
-    "BoundModule",
-    "GatheringParameters",
-    "ModuleAttributes",
-    "Replaced",
-    "calling_thread",
-    "find_instances",
-    "own_tensors",
-    "restore_modules",
-]
-
+__all__ = ["MODEL_LOCK", "BoundModule", "GatheringParameters", "ModuleAttributes", "Replaced", "calling_thread"]
+__all__ += ["find_instances", "own_tensors", "restore_modules"]
 
 ModuleAttributes = dict[nn.Module, dict[str, Any]]
 """The attributes (``vars``) of each module."""
@@ -134,7 +124,6 @@ class GatheringParameters(dict[str, Any]):
 
 
 def _creation_error(what: str) -> RuntimeError:
-    """Return the error for a parameter or buffer that forward creates."""
     return RuntimeError(
         f"{what} is made in forward: a call puts the model back as it was, so it would be made again in each call and never "
         "trained; expected all of them made before the spec, in __init__ or by running the model once"
@@ -145,8 +134,7 @@ def _creation_error(what: str) -> RuntimeError:
 def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[ModuleAttributes]:
     """Restore the class and every attribute of the modules after they were changed inside. Yield the attributes of before.
 
-    Raises:
-        RuntimeError: Naming the module, where another thread has one in a call, or one with parameters was made or replaced.
+    Raise RuntimeError, with the path, where another thread has a module in a call, or one with parameters was made or replaced.
     """
     changed: list[tuple[Any, Any]] = []
     with MODEL_LOCK:
@@ -178,7 +166,6 @@ def restore_modules(modules: Mapping[str, nn.Module], thread: int) -> Generator[
 
 
 def _set_attributes(modules: Iterable[nn.Module], attributes: Iterable[dict[str, Any]]) -> None:
-    """Give modules these attributes."""
     deque(map(object.__setattr__, modules, itertools.repeat("__dict__"), attributes), maxlen=0)
 
 

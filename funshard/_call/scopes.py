@@ -1,12 +1,8 @@
 """Scopes: the units that are gathered while forward runs, and the runs of modules that they are freed after.
 
-A unit is gathered when its module is entered (or, used from outside, when first touched), and freed when the module that
-was running then is left. To free is to drop the reference: nothing is ever resized, so what user code still holds stays
-readable.
-
-Autograd, which saves weights, would hold the buffer until backward. Saved-tensor hooks keep instead which view of which unit
-was saved (schedule.py). When backward asks for it, the unit is gathered again, once, and freed when the gradient of its
-buffer is complete, which is also when that gradient is reduce-scattered.
+A unit is gathered when its module is entered (or, used from outside, when first touched), and freed when the module that was
+running then is left. To free is to drop the reference: what user code still holds stays readable. Saved-tensor hooks keep for
+autograd which view of which unit was saved (schedule.py).
 """
 
 from __future__ import annotations

@@ -39,10 +39,9 @@ def compare_values() -> Generator[None]:
 
 
 class WriteWatch:
-    """The versions of one unit's parameters when the watch began: in one buffer, or each by itself.
+    """The versions of one unit's parameters when the watch began: in one buffer (of bytes if it has a layout), or of each.
 
     ``views`` are the parameters where they are views of the buffer, which ``weight.data = other`` would take elsewhere.
-    ``layout`` is that of a buffer of bytes.
     """
 
     __slots__ = ("_layout", "_unit", "_watched", "views")
@@ -94,13 +93,11 @@ class WriteWatch:
 
 
 def _copy(x: Tensor) -> Tensor | None:
-    """Return a copy of a tensor that has values in memory of its own, None of another."""
     with _torch.below_transforms():
         return x.clone() if x.layout is torch.strided and not x.is_meta and not _torch.is_fake(x) else None
 
 
 def _bits_equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal bit by bit, NaN included."""
     with _torch.below_transforms():
         return torch.equal(a, b) or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
 
@@ -121,7 +118,6 @@ def forbid_set_to_itself(unit: Unit, views: Sequence[Any]) -> str | None:
 
 
 def _set_to_itself(unit: Unit, name: str, own: int, source: object = None, *_: object) -> object:
-    """Return the parameter, which ``source`` has to be."""
     if id(source) != own:
         raise write_error(unit, f"parameter '{name}'")
     return source

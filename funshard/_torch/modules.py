@@ -81,7 +81,6 @@ def undo_module_writes(model: nn.Module) -> Generator[None]:
 
 @assume_constant
 def _note_writes() -> None:
-    """Copy the tables, and note the modules of the marked model."""
     graph, tables = _writes_of_graph()
     model = next(variable for variable, attributes in tables[0].items() if _MARK in attributes)
     for table in tables:

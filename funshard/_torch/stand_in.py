@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 __all__ = ["StandIn"]
 
@@ -32,19 +32,10 @@ class StandIn(Tensor):
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in _QUESTIONS:
             return func(args[0]._original, *args[1:], **(kwargs or {}))
-        raise RuntimeError(next(_stand_ins((args, kwargs)))._message)
+        raise RuntimeError(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, StandIn))._message)
 
     def __repr__(self, **_: object) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"<{self._message}>"
-
-
-def _stand_ins(value: Any) -> Iterator[StandIn]:
-    """Yield the stand-ins in a value and in the lists, tuples and dicts inside it."""
-    if isinstance(value, StandIn):
-        yield value
-    elif isinstance(value, list | tuple | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _stand_ins(one)
 
 
 _EMPTY = torch.empty(0)

@@ -106,7 +106,6 @@ def _counts_to_list(name: str, counts: Counts) -> list[int]:
 
 
 def _check_rows(rows: Sequence[_Row], ranks: Sequence[int]) -> None:
-    """Raise ValueError where the counts of these ranks are wrong, or contradict each other."""
     if errors := [f"rank {rank}: {row.error}" for rank, row in zip(ranks, rows, strict=True) if row.error]:
         raise ValueError("; ".join(errors))
     if any(row.kind != rows[0].kind for row in rows):

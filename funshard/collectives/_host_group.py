@@ -78,7 +78,6 @@ class HostGroup:
             announce(op, self.ranks, f"between hosts, {label or f'for {self._name}'}")
 
     def _broadcast(self, x: Tensor) -> Tensor:
-        """Overwrite a tensor with the first rank's."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._group.broadcast([x], options).wait()

@@ -171,7 +171,6 @@ class Monitor:
 
     @staticmethod
     def _connect() -> Store:
-        """Return a connection to the store that never times out."""
         return _torch.connect_store("funshard/check", timedelta(days=7))  # the thread ends a wait
 
     # --- main thread ---
