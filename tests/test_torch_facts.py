@@ -1136,14 +1136,15 @@ def test_operators_that_were_taken_apart() -> None:
     assert seen["aten.sigmoid.default" if "aten.sigmoid.default" in seen else "aten.neg.default"] is torch.ops.aten.silu.default
 
 
-def test_a_stand_in() -> None:
-    """It is made in any mode, answers questions about the tensor that it stands for, and computes nothing."""
+def test_a_forbidden_tensor() -> None:
+    """In any mode it answers questions, and computes nothing until it is allowed again."""
 
     def check(x: Tensor) -> Tensor:
-        stands = _torch.StandIn.replace(x, "the message")
-        assert stands.shape == x.shape
-        assert stands.dtype is x.dtype
-        assert len(stands) == stands.size(0) == 2
+        tensor = torch.ones(2)
+        allow = _torch.forbid([tensor])
+        assert tensor.shape == tensor.size() == (2,)
+        assert len(tensor) == 2
+        assert {tensor: 1}[tensor] == 1
         for use in (
             lambda s: s + 1,
             lambda s: torch.ones(2) @ s,
@@ -1153,16 +1154,27 @@ def test_a_stand_in() -> None:
             lambda s: torch.ops.aten.neg(s),
         ):
             with pytest.raises(RuntimeError, match="the message"):
-                use(stands)
+                use(tensor)
+        allow()
+        assert tensor.sum() == 2
         return x.sum()
 
-    check(torch.ones(2))
-    torch.func.grad(check)(torch.ones(2))
-    torch.func.vmap(check)(torch.ones(3, 2))
-    with _torch.fake_mode():
+    explain: Callable[[Tensor], str] = lambda _: "the message"  # noqa: E731
+    _torch.ForbiddenTensor.explain.append(explain)
+    try:
         check(torch.ones(2))
-    assert isinstance(_torch.StandIn.replace(nn.Parameter(torch.ones(2)), ""), nn.Parameter)
-    assert not isinstance(_torch.StandIn.replace(torch.ones(2), ""), nn.Parameter)
+        torch.func.grad(check)(torch.ones(2))
+        torch.func.vmap(check)(torch.ones(3, 2))
+        weight = nn.Parameter(torch.ones(2))
+        allow = _torch.forbid([weight])
+        assert isinstance(weight, nn.Parameter)
+        with pytest.raises(RuntimeError, match="the message"):
+            weight * 2
+        allow()
+        assert type(weight) is nn.Parameter
+        (weight * 2).sum().backward()
+    finally:
+        _torch.ForbiddenTensor.explain.remove(explain)
 
 
 LATE = """

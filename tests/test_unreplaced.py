@@ -193,14 +193,15 @@ def test_recurrent_layers(kind: Callable[..., nn.Module], policy: fs.Policy) -> 
         torch.testing.assert_close(fs.gather_full(got, spec), expected)
 
 
-def test_what_is_not_found() -> None:
-    """A limit: what a function closes over is the model's own."""
-    model = Holds(lambda w: lambda: w, lambda held: held())
-    spec, params, loss = setting(model, "whole")
-    moved = {key: shard + 1 for key, shard in params.items()}
-    full = fs.gather_full(moved, spec)
-    out = nn.functional.linear(torch.ones(2, 4).double(), full["linear.weight"], full["linear.bias"])
-    torch.testing.assert_close(loss(moved), (out @ model.linear.weight).sum())
+@pytest.mark.parametrize("way", ["read", "returned"])
+def test_what_a_closure_holds(way: str) -> None:
+    """Wherever forward finds a parameter of the model itself."""
+    model: Any = Holds(lambda w: lambda: w, (lambda held: held()) if way == "read" else None)
+    if way == "returned":
+        model.forward = lambda x: model.held()
+    _, params, loss = setting(model, "whole")
+    with pytest.raises(RuntimeError, match=r"^forward reads the model's own parameter 'linear\.weight', with the values from"):
+        loss(params)
 
 
 # --- what forward makes ---

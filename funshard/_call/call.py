@@ -21,7 +21,7 @@ from . import compiled_call
 from .casting import module_overrides, wrap_in_casts
 from .compiled_unit import compiled_forwards
 from .entry import check_call
-from .guards import AttributeWrites, BackwardGuard, BufferChanges, StandIns
+from .guards import AttributeWrites, BackwardGuard, BufferChanges, OwnParameters
 from .modes import Scheduled
 from .module_state import BoundModule, ModuleAttributes, find_instances
 from .recompute import recomputed_forwards
@@ -139,7 +139,7 @@ def _offloaded_forwards(call: Call, _: ModuleAttributes) -> Iterable[Override]:
 _WRAPPERS: tuple[Wrapper, ...] = (compiled_forwards, scoped_forwards, recomputed_forwards, _cast_forwards, _offloaded_forwards)
 """What surrounds the forwards of modules: each wrapper is around those before it."""
 
-_GUARDS: tuple[type[Guard], ...] = (StandIns, AttributeWrites, BackwardGuard, BufferChanges)
+_GUARDS: tuple[type[Guard], ...] = (AttributeWrites, OwnParameters, BackwardGuard, BufferChanges)
 """What watches a call, in the order in which it is made and asked."""
 
 

@@ -6,15 +6,14 @@ still holds the model's own tensor, whose values are those from before training,
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +25,10 @@ from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._transforms._recompute.function import CALL_ATTRIBUTES
 from .buffers import check_statistics, warn_discarded
-from .module_state import BoundModule, own_tensors
-from .running import Call, ForwardRun, Guard
+from .module_state import BoundModule, calling_thread
+from .running import ForwardRun, Guard
 
-__all__ = ["AttributeWrites", "BackwardGuard", "BufferChanges", "StandIns"]
+__all__ = ["AttributeWrites", "BackwardGuard", "BufferChanges", "OwnParameters"]
 
 
 class BufferChanges(Guard):
@@ -86,7 +85,7 @@ def _check_in_backward(place: BoundModule, params: Mapping[str, Tensor], module:
 
 
 def _real_tensors(tree: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, _torch.StandIn)]
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor) and not isinstance(x, _torch.ForbiddenTensor)]
 
 
 def _find_tensors(out: Any) -> Iterator[Tensor]:
@@ -109,14 +108,11 @@ class AttributeWrites(Guard):
     def __init__(self, run: ForwardRun) -> None:
         self._modules = run.call.place.modules
         self._lengths, self._names, self._values = self._now()
-        found: dict[int, Any] = {}
-        for module, _, attr in _find_held(run):
-            if attr not in _MADE_ANEW:
-                _collect_containers(vars(module).get(attr), found)
-        self._entries = [(container, _entries(container)) for container in found.values()]
+        containers = (held for held in _find_held(run) if isinstance(held.value, _CONTAINERS) and not held.is_in_object)
+        self._entries = [(held, _entries(held.value)) for held in containers if held.attr not in _MADE_ANEW]
 
     def restore(self) -> None:
-        for container, entries in self._changed_containers:
+        for (_, _, _, container, _), entries in self._changed_containers:
             container.clear()
             if isinstance(container, dict):
                 half = len(entries) // 2
@@ -195,38 +191,58 @@ class AttributeWrites(Guard):
                 before = self._before[path]
                 if value is not before.get(attr, before) and attr not in _torch.attributes_of_hooks(self._modules[path]):
                     yield path, attr, value
-        if changed := {id(container) for container, _ in self._changed_containers}:
-            for path, attr, value in self._attributes():
-                inside: dict[int, Any] = {}
-                _collect_containers(value, inside)
-                if not changed.isdisjoint(inside):
-                    yield path, attr, value
+        for path, attr in dict.fromkeys((held.path, held.attr) for held, _ in self._changed_containers):
+            yield path, attr, vars(self._modules[path]).get(attr)
 
     @functools.cached_property
-    def _changed_containers(self) -> list[tuple[Any, list[Any]]]:
+    def _changed_containers(self) -> list[tuple[_Held, list[Any]]]:
         """The containers that have other entries than before, with those of before, if there are tensors among them.
 
         Without tensors, logs of names or shapes stay, as in a call of the module itself: they hold nothing of the parameters.
         """
-        changed: list[tuple[Any, list[Any]]] = []
-        for container, before in self._entries:
-            now = _entries(container)
+        changed: list[tuple[_Held, list[Any]]] = []
+        for held, before in self._entries:
+            now = _entries(held.value)
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
-                changed.append((container, before))
-        leaves = pytree.tree_leaves([(_entries(container), before) for container, before in changed])
+                changed.append((held, before))
+        leaves = pytree.tree_leaves([(_entries(held.value), before) for held, before in changed])
         return changed if any(isinstance(x, Tensor) for x in leaves) else []
 
 
-def _find_held(run: ForwardRun) -> list[tuple[nn.Module, str, str]]:
-    """Return the attributes that may hold tensors, but for those of nn.Module and long tables: module, path, name."""
-    if run.held is None:
-        tables = run.call.spec._compute_once(_known_tables)
-        run.held = [
-            (module, path, attr)
-            for path, module in run.call.place.modules.items()
-            for attr, value in vars(module).items()
-            if type(value) not in _ATOMIC_TYPES and attr not in _OF_NN_MODULE and not _is_table(value, tables)
-        ]
+class _Held(NamedTuple):
+    path: str
+    attr: str
+    where: str  # with what is around it in the attribute
+    value: Any
+    is_in_object: bool
+
+
+def _find_held(run: ForwardRun) -> Sequence[_Held]:
+    """Return what attributes of modules hold, but for those of nn.Module, and what containers and users' objects there do."""
+    if run.held:
+        return run.held
+    tables = run.call.spec._compute_once(_known_tables)
+    queue = [
+        _Held(path, attr, join_path(path, attr), value, False)
+        for path, module in run.call.place.modules.items()
+        for attr, value in vars(module).items()
+        if type(value) not in _ATOMIC_TYPES and attr not in _OF_NN_MODULE
+    ]
+    seen: set[int] = set()
+    for held in queue:
+        path, attr, where, value, is_in_object = held
+        if id(value) in seen or isinstance(value, nn.Module | type) or _is_table(value, tables):
+            continue
+        seen.add(id(value))
+        run.held.append(held)
+        items: Iterable[tuple[str, Any]] = ()
+        if isinstance(value, dict):
+            items = ((f"[{k!r}]", x) for k, x in dict.items(value) if type(x) not in _ATOMIC_TYPES)
+        elif isinstance(value, list | tuple | deque | set | frozenset):
+            items = ((f"[{i}]", x) for i, x in enumerate(value) if type(x) not in _ATOMIC_TYPES)
+        elif not is_in_object and (attributes := _user_attributes(value)):
+            items, is_in_object = ((f".{name}", x) for name, x in attributes.items() if type(x) not in _ATOMIC_TYPES), True
+        queue += [_Held(path, attr, where + place, x, is_in_object) for place, x in items]
     return run.held
 
 
@@ -243,103 +259,76 @@ def _is_table(value: Any, known: dict[int, int]) -> bool:
     return is_table
 
 
-def _collect_containers(value: Any, found: dict[int, Any]) -> None:
-    """Add a container, and those in it, by their ids."""
-    if isinstance(value, _CONTAINERS) and id(value) not in found:
-        found[id(value)] = value
-        for entry in _entries(value):
-            _collect_containers(entry, found)
-
-
 def _entries(container: Any) -> list[Any]:
     """Return the entries of a container; of a dict its keys, then its values."""
     return [*container, *container.values()] if isinstance(container, dict) else [*container]
 
 
-class StandIns(Guard):
-    """Tensors that raise an error where forward computes with them, for parameters in other attributes of the modules.
+class OwnParameters(Guard):
+    """The model's own parameters, and tensors in attributes that share their memory or were computed from them.
 
-    The caller restores the attributes of the modules; `restore` restores other objects. What forward does not read, or makes
-    itself as nn.LSTM does, is no error.
+    Forward finds those of the call in ``_parameters``. It is an error to compute with the others, or to return one.
     """
 
     def __init__(self, run: ForwardRun) -> None:
-        self._undo: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._seen: dict[int, Any] = {}  # by the id of an object, what stands in its place
-        names = functools.cache(functools.partial(_names_by_storage, run.call))
-        for module, path, attr in _find_held(run):
-            vars(module)[attr] = self._replace(vars(module)[attr], join_path(path, attr), names)
+        call, self._before, self._held = run.call, run.before, [x for x in _find_held(run) if isinstance(x.value, Tensor)]
+        self._modules, self._thread = call.place.modules, call.thread
+        replaced: list[tuple[nn.Module, Iterable[str]]] = [*call.place.owned.items()]
+        for name in call.params.keys() & call.spec.ignored:
+            path, _, attr = name.rpartition(".")
+            replaced.append((self._modules[path], (attr,)))
+        given = {*map(id, call.params.values())}
+        own: dict[int, Tensor] = {}
+        for module, attrs in replaced:
+            if attrs and type(mine := self._before[module]["_parameters"]) is dict:  # else a call around this one sees to it
+                own |= {id(x): x for attr in attrs if type(x := mine[attr]) is nn.Parameter and id(x) not in given}
+        others = [held for held in self._held if id(held.value) not in own and id(held.value) not in given]
+        by_storage = {_torch.storage_id(x): x for x in own.values()} if others else {}
+        self._own = own
+        self._others = {id(held.value): text for held in others if (text := self._describe_source(held, by_storage))}
+        self._allow = _torch.forbid([*own.values(), *(held.value for held in others if id(held.value) in self._others)])
+        _torch.ForbiddenTensor.explain.append(self._explain)
+
+    def check(self, run: ForwardRun) -> None:
+        for x in pytree.tree_leaves(run.out):
+            if isinstance(x, _torch.ForbiddenTensor) and (text := self._explain(x)):
+                raise RuntimeError(text)
 
     def restore(self) -> None:
-        for attributes, attr, before, now in self._undo:
-            if attributes.get(attr) is now:  # else forward has written to it since
-                attributes[attr] = before
+        _torch.ForbiddenTensor.explain.remove(self._explain)
+        self._allow()
 
-    def _replace(self, value: Any, where: str, names: Callable[[], Mapping[int, str]], *, inside: bool = False) -> Any:
-        """Return the value, or a copy of the container, with stand-ins; ``inside`` an object, look into no other object."""
-        if type(value) in _ATOMIC_TYPES or isinstance(value, nn.Module | type):
-            return value
-        if isinstance(value, Tensor):
-            return _make_stand_in(value, where, names)
-        if id(value) in self._seen:
-            return self._seen[id(value)]
-        self._seen[id(value)] = value  # a container may hold itself
-        if isinstance(value, _REPLACED_INSIDE):
-            if _ATOMIC_TYPES.issuperset(map(type, dict.values(value) if isinstance(value, dict) else value)):
-                return value
-            items = list(dict.items(value)) if isinstance(value, dict) else list(enumerate(value))
-            new = {k: self._replace(x, f"{where}[{k!r}]", names, inside=inside) for k, x in items}
-            if any(new[k] is not x for k, x in items):
-                self._seen[id(value)] = _rebuild(value, new)
-        elif not inside and (attributes := _user_attributes(value)):
-            for attr, before in list(attributes.items()):
-                now = self._replace(before, f"{where}.{attr}", names, inside=True)
-                if now is not before:
-                    attributes[attr] = now
-                    self._undo.append((attributes, attr, before, now))
-        return self._seen[id(value)]
+    def _explain(self, tensor: Tensor) -> str:
+        """Return the error of using a tensor; an empty string in another thread, or if this call has not forbidden it."""
+        if calling_thread(self._thread) != self._thread:
+            return ""
+        if id(tensor) not in self._own:
+            return self._others.get(id(tensor), "")
+        where = next((f"'{held.where}' is" for held in self._held if held.value is tensor), "forward reads")
+        return f"{where} the model's own parameter '{self._name(tensor)}'{_ADVICE}"
 
+    def _name(self, own: Tensor) -> str:
+        mappings = ((path, self._before[module]["_parameters"]) for path, module in self._modules.items())
+        return next(join_path(path, attr) for path, mine in mappings for attr, x in dict.items(mine) if x is own)
 
-def _rebuild(container: Any, entries: Mapping[Any, Any]) -> Any:
-    if isinstance(container, tuple | set | frozenset):
-        make: Any = getattr(container, "_make", type(container))  # of a named tuple
-        return make(entries.values())
-    out = copy.copy(container)
-    for k, x in entries.items():
-        out[k] = x
-    return out
+    def _describe_source(self, held: _Held, by_storage: Mapping[int, Tensor]) -> str:
+        """Return the error of using another tensor, an empty string if it has nothing of the parameters."""
+        inner = _torch.unwrap(held.value)
+        if inner.layout is not torch.strided or _torch.is_fake(inner) or isinstance(held.value, _torch.ForbiddenTensor):
+            return ""
+        relation, source = "is", by_storage.get(_torch.storage_id(inner))
+        if source is None and inner.requires_grad and not inner.is_leaf:  # such as a view in the memory before a cast
+            nodes = (node for node, _ in islice(_torch.iter_nodes(inner), _MAX_NODES))  # a state may have that of many calls
+            leaves = (leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), Tensor))
+            found = [by_storage[at] for leaf in leaves if (at := _torch.storage_id(leaf)) in by_storage]
+            relation, source = "was computed from", found[0] if found else None
+        return "" if source is None else f"'{held.where}' {relation} the model's own parameter '{self._name(source)}'{_ADVICE}"
 
 
-def _make_stand_in(tensor: Tensor, where: str, names: Callable[[], Mapping[int, str]]) -> Tensor:
-    """Return a tensor that raises when it is used if this one is, or was computed from, a parameter of the model."""
-    inner = _torch.unwrap(tensor)
-    if inner.layout is not torch.strided or isinstance(tensor, _torch.StandIn):
-        return tensor
-    relation, name = "is", names().get(_torch.storage_id(inner))
-    if name is None and inner.requires_grad and not inner.is_leaf:  # such as a view in the memory before a cast
-        nodes = (node for node, _ in islice(_torch.iter_nodes(inner), _MAX_NODES))  # a state may have a graph of many calls
-        leaves = (leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), Tensor))
-        relation = "was computed from"
-        name = next((name for leaf in leaves if (name := names().get(_torch.storage_id(leaf)))), None)
-    if name is None:
-        return tensor
-    return _torch.StandIn.replace(
-        tensor,
-        f"'{where}' {relation} the model's own parameter '{name}', with the values from before training and no gradient: "
-        "functional_call replaces a parameter in the module that registers it, and nowhere else; expected forward to read "
-        "it there, or to make the list, dict or object itself",
-    )
-
-
-def _names_by_storage(call: Call) -> dict[int, str]:
-    """Return the names of the model's parameters that the call replaces, by storage."""
-    ignored = call.params.keys() & call.spec.ignored
-    return {
-        _torch.storage_id(tensor): name
-        for path, module in call.place.modules.items()
-        for attr, tensor in own_tensors(module, "_parameters").items()
-        if tensor is not None and ((name := join_path(path, attr)) in ignored or attr in call.place.owned[module])
-    }
+_ADVICE = (
+    ", with the values from before training and no gradient: functional_call replaces a parameter in the module that registers "
+    "it, and nowhere else; expected forward to read it there, or to make the list, dict or object itself"
+)
 
 
 def _user_attributes(value: object) -> dict[str, Any] | None:
@@ -354,5 +343,4 @@ def _user_attributes(value: object) -> dict[str, Any] | None:
 
 
 _MAX_NODES = 1000
-_REPLACED_INSIDE = (list, tuple, dict, deque, set, frozenset)
 _ATOMIC_TYPES = frozenset({int, float, bool, str, bytes, complex, type(None)})

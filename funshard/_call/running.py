@@ -52,10 +52,10 @@ around them.
 class ForwardRun:
     """A run of forward in a call: its result, and what watches it. No call holds it, since graphs hold calls."""
 
-    def __init__(self, call: Call, buffers: CallBuffers, returned: Collection[str]) -> None:
-        self.call, self.buffers, self.returned = call, buffers, returned
+    def __init__(self, call: Call, buffers: CallBuffers, returned: Collection[str], before: ModuleAttributes) -> None:
+        self.call, self.buffers, self.returned, self.before = call, buffers, returned, before
         self.guards: list[Guard] = []
-        self.held: list[tuple[nn.Module, str, str]] | None = None  # what guards have found on the modules
+        self.held: list[Any] = []  # what guards have found on the modules
         self.out: Any = None
         self.attributes: dict[str, Any] = {}  # those of the globs in ``returned``
 
@@ -134,7 +134,8 @@ class Call:
                     vars(module).clear()
                     vars(module).update(others)
                 cast_by = None if attributes else self.spec  # a run inside finds them cast
-                run = ForwardRun(self, CallBuffers(self.place.modules, buffers, cast_by, valued=self.has_values), returned)
+                of_call = CallBuffers(self.place.modules, buffers, cast_by, valued=self.has_values)
+                run = ForwardRun(self, of_call, returned, before)
                 self._install_parameters()
                 for wrapper in self.wrappers:
                     for module, name, value in wrapper(self, attributes or before):

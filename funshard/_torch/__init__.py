@@ -9,10 +9,10 @@ from .backward import *
 from .compiling import *
 from .dispatch import *
 from .errors import *
+from .forbidden import *
 from .graph_keys import *
 from .groups import *
 from .levels import *
 from .modules import *
-from .stand_in import *
 from .storage import *
 from .tracing import *

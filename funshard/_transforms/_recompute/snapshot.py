@@ -67,7 +67,7 @@ _REDUCE = (
     OrderedDict.__reduce__,
     defaultdict.__reduce__,
 )  # not one of ours that refuses
-_REFERENCES = (nn.Module, type, _torch.StandIn, weakref.ref, contextvars.ContextVar, *ATOMS - {type(None), type(...)})
+_REFERENCES = (nn.Module, type, weakref.ref, contextvars.ContextVar, *ATOMS - {type(None), type(...)})
 
 
 @functools.lru_cache(maxsize=4096)
