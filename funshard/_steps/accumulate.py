@@ -38,10 +38,10 @@ __all__ = ["MicrobatchRunner", "accumulate", "add_grad", "replacement_key", "sta
 
 
 class MicrobatchRunner:
-    """The runs of a loss on the shards of a plan, and the sums of their values and gradients."""
+    """The runs of a loss, by its factors, on the shards of a plan, and the sums of their values and gradients."""
 
-    def __init__(self, f: Callable[..., Any], plan: AccumulationPlan) -> None:
-        self._f, self.plan = f, plan
+    def __init__(self, f: Callable[..., Any], plan: AccumulationPlan, scales: Tensor | None) -> None:
+        self._f, self.plan, self.scales = f, plan, scales
         self._within: Accumulation | None = None
         self.sums = _SumReceiver()
         check_recorded("accumulate or update_in_backward", plan.params)
@@ -53,19 +53,18 @@ class MicrobatchRunner:
             any_ = next(iter(self.given.values()), None)
             self.entered = {k: _Replacement.apply(self.given.get(k, any_), x, self.sums, k) for k, x in entered.items()}
 
-    def forward(
-        self, batch: Any, i: int, scales: Tensor | None, receiver: GradReceiver | None = None, *, retains_graph: bool = False
-    ) -> Tensor:
-        """Return the scaled loss of a micro-batch.
+    def forward(self, batch: Any, receiver: GradReceiver | None = None, *, retains_graph: bool = False) -> Tensor:
+        """Return the scaled loss of the next micro-batch.
 
         Reduced gradients go to ``receiver``, or else to the sums. With ``retains_graph`` backward runs more than once.
         """
+        i = len(self.sums.parts.values)
         if i and is_differentiated_outside(batch):
             raise ValueError(
                 f"accumulate: micro-batch {i} requires grad and the first one does not: expected all of them or none; "
                 "give a list"
             )
-        weight = self.plan.possible_zero(scales, i)
+        weight = self.plan.possible_zero(self.scales, i)
         self.sums.weight = weight if self.plan.full else None  # what is reduced has parts of other ranks
         within = self.plan.make_context(self.given, self.entered, weight, receiver or self.sums, retains_graph=retains_graph)
         with within, torch.enable_grad():
@@ -74,7 +73,7 @@ class MicrobatchRunner:
             self.sums.in_loss = False
             self.sums.parts.values.append(loss.detach())
             self.sums.parts.auxes.append(pytree.tree_map_only(Tensor, Tensor.detach, aux))
-            loss = loss if scales is None else scale_loss(loss, scales, i)
+            loss = loss if self.scales is None else scale_loss(loss, self.scales, i)
         self._within = within  # only now: after an error in the loss no backward would end this cycle
         return loss
 
@@ -247,9 +246,9 @@ def _accumulate_in_place(
     f: Callable[..., Any], plan: AccumulationPlan, batches: Iterable[Any], scales: Tensor | None
 ) -> GradSums:
     """Run the micro-batches by plain autograd, which nothing differentiates, and add up gradients in place."""
-    runs = MicrobatchRunner(f, plan)
-    for i, batch in enumerate(batches):
-        runs.backward(runs.forward(batch, i, scales))
+    runs = MicrobatchRunner(f, plan, scales)
+    for batch in batches:
+        runs.backward(runs.forward(batch))
     return runs.sums.parts
 
 

@@ -133,36 +133,33 @@ def _step_in_place(
 ) -> StepResult:
     """Run the step by plain autograd, which nothing differentiates."""
     batch, following = next(batches), next(batches, _NONE)
-    runs = MicrobatchRunner(f, dataclasses.replace(plan, single=following is _NONE))
+    runs = MicrobatchRunner(f, dataclasses.replace(plan, single=following is _NONE), scales)
     while following is not _NONE:
-        runs.backward(runs.forward(batch, len(runs.sums.parts.values), scales))
+        runs.backward(runs.forward(batch))
         batch, following = following, next(batches, _NONE)
-    last = _LastBackward(runs, scales)
-    is_measured = max_norm is not None and clip == "exact"
-    loss = runs.forward(batch, len(runs.sums.parts.values), scales, last, retains_graph=is_measured)
+    last, clips = _LastBackward(runs), max_norm is not None
+    loss = runs.forward(batch, last, retains_graph=clips and clip == "exact")
     if scales is not None:
         check_weight_count(scales, len(runs.sums.parts.values))
     new: dict[str, tuple[Tensor, Any]] = {}
     squares: Params = {}
 
     def measure(key: str, grad: Tensor) -> None:
-        if max_norm is not None:
-            squares[key] = sum_of_squares(key, grad, plan.spec)
+        squares[key] = sum_of_squares(key, grad, plan.spec)
 
     def step(key: str, grad: Tensor) -> None:
-        new[key] = _update_unit(update, key, _clip({key: grad}, max_norm, by, plan.spec)[key], state, plan.params)
+        if clips and clip == "previous":
+            measure(key, grad)
+        new[key] = _update_unit(update, key, _clip({key: grad}, max_norm, norm, plan.spec)[key], state, plan.params)
 
     with torch.no_grad():
-        if is_measured:
+        if clips and clip == "exact":
             with _torch.keep_saved_tensors():
                 last.backward(loss, measure, retain_graph=True)
             norm = global_norm_from_squares(squares, plan.params, plan.spec)
-        by = norm
-        if clip == "exact":
-            last.backward(loss, step)
-        else:
-            last.backward(loss, lambda key, grad: (measure(key, grad), step(key, grad)))
-            norm = None if max_norm is None else global_norm_from_squares(squares, plan.params, plan.spec)
+        last.backward(loss, step)
+        if clips and clip == "previous":
+            norm = global_norm_from_squares(squares, plan.params, plan.spec)
     value = plan.combine_values(runs.sums.parts.values, scales)
     return _make_result(plan, new, (value, runs.sums.parts.auxes) if plan.has_aux else value, norm)
 
@@ -178,8 +175,8 @@ _NONE = object()
 class _LastBackward(GradReceiver):
     """The backward of the last micro-batch: each unit's gradient goes on when all that is part of it is there."""
 
-    def __init__(self, runs: MicrobatchRunner, scales: Tensor | None) -> None:
-        self._runs, self._plan, self._scales = runs, runs.plan, scales
+    def __init__(self, runs: MicrobatchRunner) -> None:
+        self._runs, self._plan = runs, runs.plan
         self._sums = runs.sums.parts  # of the micro-batches before
         self._use: Callable[[str, Tensor], object] | None = None
         self._uses: Counter[str] = Counter()  # of each unit in the graph, that backward has not come to
@@ -257,7 +254,7 @@ class _LastBackward(GradReceiver):
                 add_grad(mine, key, last.pop(key))
         assert self._use is not None
         with torch.no_grad():
-            self._use(key, self._plan.finish_grad(unit, whole, len(self._sums.values), self._scales))
+            self._use(key, self._plan.finish_grad(unit, whole, len(self._sums.values), self._runs.scales))
 
 
 def _update_unit(

@@ -17,7 +17,6 @@ from torch.utils._config_module import ConfigModule
 from .tracing import assume_constant
 
 __all__ = [
-    "CompileOptions",
     "compile_options",
     "copy_function",
     "flat_linear",
@@ -36,14 +35,11 @@ __all__ = [
 ]
 
 
-CompileOptions = dict[str, Any]
-"""Keyword arguments of torch.compile: backend, options, dynamic and fullgraph."""
-
 F = TypeVar("F", bound=types.FunctionType)
 
 
-def compile_options(compiled: Callable[..., Any]) -> CompileOptions:
-    """Return the options with which torch.compile made this function; those of a mode are among inductor's options.
+def compile_options(compiled: Callable[..., Any]) -> dict[str, Any]:
+    """Return the backend, options, dynamic and fullgraph of torch.compile's function; a mode is among inductor's options.
 
     Pinned by ``test_options_of_a_compiled_module``.
     """
