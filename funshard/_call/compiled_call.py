@@ -110,7 +110,6 @@ def _find_runs(spec: PartitionSpec) -> dict[str, tuple[_Run, ...]]:
 
 
 def _gather_unit_views(shard: Tensor, spec: PartitionSpec, unit: Unit, reduction: Reduction) -> Sequence[Tensor]:
-    """Gather a unit, and return its parameters."""
     return cast_views(gather_unit(shard, unit, spec.bound_mesh, reduction), unit, shard.dtype)
 
 
@@ -200,7 +199,6 @@ def _swap_tensors(swaps: Sequence[tuple[dict[str, Any], dict[str, Tensor]]]) -> 
 
 @contextlib.contextmanager
 def _drop_new_entries(modules: Mapping[str, nn.Module]) -> Generator[None]:
-    """Remove the buffers and submodules that forward makes."""
     dicts: list[dict[str, Any]] = []
     for module in modules.values():
         dicts.append(module._buffers)

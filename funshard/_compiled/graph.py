@@ -180,7 +180,6 @@ def _find_views(gathered: Node) -> list[Node]:
 
 
 def _is_gathered(node: Node) -> bool:
-    """Return whether a node waits for a gather."""
     return is_wait(node) and _is_all_gather(node.all_input_nodes[0])
 
 

@@ -329,7 +329,6 @@ def _gloo_all_gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
 
 @_gloo_all_gather.register_fake
 def _gloo_all_gather_fake(shard: Tensor, num_ranks: int, group: str) -> Tensor:
-    """Return an empty buffer for the shards of all ranks of the group."""
     return shard.new_empty(num_ranks * len(shard), *shard.shape[1:])
 
 

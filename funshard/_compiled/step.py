@@ -245,7 +245,6 @@ def _run_inside(step: Callable[..., Any], donate_argnums: tuple[int, ...], *args
 
 
 def _can_write_into(old: Any, new: Any) -> bool:
-    """Return whether a result fits the donated tensor that it would overwrite."""
     return isinstance(new, Tensor) and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
 
 

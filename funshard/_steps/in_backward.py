@@ -165,7 +165,6 @@ def _step_in_place(
 
 
 def _make_result(plan: AccumulationPlan, new: Mapping[str, tuple[Tensor, Any]], value: Any, norm: Tensor | None) -> StepResult:
-    """Return the result in the order of the params."""
     return StepResult({key: new[key][0] for key in plan.params}, {key: new[key][1] for key in plan.params}, value, norm)
 
 
@@ -201,7 +200,6 @@ class _LastBackward(GradReceiver):
             self._finish(key, of_last)
 
     def _watch(self, loss: Tensor) -> Iterator[Any]:
-        """Watch every use of a unit in the graph of the loss."""
         leaves = {id(x): key for key, x in self._runs.given.items()}
         self._uses.clear()
         for node, following in _torch.iter_nodes(loss):
@@ -237,7 +235,6 @@ class _LastBackward(GradReceiver):
         self._finish_if_complete(key)
 
     def _finish_if_complete(self, key: str) -> None:
-        """Update a unit if all parts of its gradient have come."""
         if not (self._uses[key] or self._in_flight[key] or key in self._incomplete):
             self._finish(key, self._runs.sums.parts)
 
@@ -260,7 +257,6 @@ class _LastBackward(GradReceiver):
 def _update_unit(
     update: UnitUpdateFn, key: str, grad: Tensor, state: Mapping[str, Any], params: Mapping[str, Tensor]
 ) -> tuple[Tensor, Any]:
-    """Return the new shard and state of one unit."""
     new, states = update({key: grad}, {key: state[key]}, {key: params[key]})
     for what, tree in (("param", new), ("state", states)):
         if not isinstance(tree, Mapping) or key not in tree:  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -85,7 +85,6 @@ def check_layout(expected: _Layout, got: _Layout, name: str, hint: str) -> None:
 
 
 def _describe_leaves(tree: pytree.TreeSpec, kinds: list[Any]) -> dict[str, str]:
-    """Return the text for each leaf, by path."""
     texts = [kind.__name__ if isinstance(kind, type) else f"{list(kind[0])} {kind[1]} on {kind[2]}" for kind in kinds]
     return {pytree.keystr(path): text for path, text in pytree.tree_flatten_with_path(pytree.tree_unflatten(texts, tree))[0]}
 
@@ -310,7 +309,6 @@ class _ScanRun:
         return state, concat_results(ys)
 
     def _divide(self, count: int, depth: int) -> list[int]:
-        """Return the sizes of the pieces of so many steps."""
         if self.segments is None:
             return [count // 2, count - count // 2]
         if depth:
