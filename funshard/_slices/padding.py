@@ -31,7 +31,7 @@ def map_unpadded(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *sli
     ranges = spec._compute_once(_parameter_ranges)[unit.key]
     if len(ranges) > 1:
         return f(*(torch.cat([x[low:high] for low, high in ranges]) for x in slices))
-    ((low, high),) = ranges
+    low, high = ranges[0]
     return f(*(x if len(x) == high - low else x[low:high] for x in slices))
 
 
