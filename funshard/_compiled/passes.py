@@ -16,7 +16,7 @@ both.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -108,37 +108,33 @@ def _gather_again_in_backward(graph: Graph) -> None:
     for unit in filter(lambda unit: unit.needs_reshard, gathers):
         others = [some for key, some in places.items() if key != unit.unit_key]
         users = [user for user in unit.users if user.op != "output" and not is_mutating(user)]
-        second: _SecondGather | None = None
+        copy: Callable[[Node], Node] | None = None
         for before, user in itertools.pairwise(users):
             between = range(position[before] + 1, position[user])
             may_gather = phases[user] > phases[before] or phases[user] > phases[unit.wait] + 1
             if may_gather and sum(any(i in between for i in other) for other in others) > 1:
-                second = _SecondGather(unit, user)
-            if second:
+                copy = _copy_gather(unit, user)
+            if copy:
                 for node in user.all_input_nodes:
-                    user.replace_input_with(node, second.copy(node))
+                    user.replace_input_with(node, copy(node))
     for view in (view for unit in gathers for view in reversed(unit.views)):
         if not view.users:
             graph.erase_node(view)
 
 
-class _SecondGather:
-    """A second gather of a unit, before a node, and the views of it that are needed."""
+def _copy_gather(unit: GatherNodes, before: Node) -> Callable[[Node], Node]:
+    """Return a function that copies a node of a gather, with what it needs of it, to before a node; others it returns."""
+    originals, copies = {unit.wait, *unit.producers, *unit.views}, dict[Node, Node]()
 
-    def __init__(self, unit: GatherNodes, before: Node) -> None:
-        self.originals, self.before = {unit.wait, *unit.producers, *unit.views}, before
-        self.copies: dict[Node, Node] = {}
-
-    def copy(self, node: Node) -> Node:
-        """Return the copy of a node of the first gather; any other node itself."""
-        if node not in self.originals:
-            return node
-        if node not in self.copies:
+    def copy(node: Node) -> Node:
+        if node in originals and node not in copies:
             for needed in node.all_input_nodes:
-                self.copy(needed)
-            with self.before.graph.inserting_before(self.before):
-                self.copies[node] = self.before.graph.node_copy(node, lambda n: self.copies.get(n, n))
-        return self.copies[node]
+                copy(needed)
+            with before.graph.inserting_before(before):
+                copies[node] = before.graph.node_copy(node, lambda n: copies.get(n, n))
+        return copies.get(node, node)
+
+    return copy
 
 
 def _clone_overwritten_inputs(graph: Graph) -> None:
