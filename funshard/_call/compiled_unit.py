@@ -109,19 +109,10 @@ _RUNS: WeakKeyDictionary[nn.Module, dict[tuple[Compile, Remat | None, bool], Com
 """The compiled functions of each module that has run."""
 
 
-def find_compiled_run(
+def _find_run(
     path: str, module: nn.Module, inside: Sequence[nn.Module], options: Compile, remat: Remat | None, *, retains: bool
 ) -> CompiledRun:
-    """Return the compiled function of a module; ValueError for a name that torch.compile does not know.
-
-    Args:
-        path: The module's path.
-        module: The module.
-        inside: All modules in it, itself included.
-        options: How to compile it.
-        remat: What it saves for backward, None for what torch chooses.
-        retains: Whether a backward may come back to what it saved.
-    """
+    """Return the compiled function of a module with these inside; ``retains`` if a backward may come back to what it saved."""
     runs = _RUNS.setdefault(module, {})
     run = runs.get((options, remat, retains))
     if run is None:
@@ -213,7 +204,7 @@ def _compile_forward(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not can_run_compiled(call, path):
             return forward(*args, **kwargs)
-        compiled = find_compiled_run(path, module, inside, options, remat, retains=is_backward_repeated())
+        compiled = _find_run(path, module, inside, options, remat, retains=is_backward_repeated())
         with _plain_parameters(call, inside, before):
             return compiled(path, module, args, kwargs)
 
