@@ -46,7 +46,7 @@ def full(seed: int = 0) -> fs.Params:
 
 def poisoned(shards: fs.Params, spec: fs.PartitionSpec) -> fs.Params:
     """The padding, which is no parameter's, is NaN."""
-    from funshard._slices.padding import padding_mask
+    from funshard._slices.pieces import padding_mask
 
     return {key: torch.where(padding_mask(spec.by_key[key], spec, x.device), math.nan, x) for key, x in shards.items()}
 

@@ -13,7 +13,7 @@ from .._core.checks import bind_spec, check_mapping
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, whole_shape
-from .._slices.padding import check_slice
+from .._slices.pieces import check_slice
 from .._slices.random_slices import draw_like
 
 __all__ = ["random_like"]

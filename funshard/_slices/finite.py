@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree  # Dynamo traces it, and not optree
 from .._core.spec import PartitionSpec
 from .._wire.host import compute_device
 from ..collectives._functions import sum_over
-from .padding import map_unpadded
+from .pieces import map_unpadded
 
 __all__ = ["agree_finite", "find_nonfinite", "select_if_finite"]
 

@@ -1,13 +1,15 @@
-"""param_views: the part of each parameter that lies in a slice of its unit."""
+"""The part of each parameter that lies in a slice of its unit, and the padding, which lies in none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .._core.checks import bind_spec, check_buffers
+from .._core.flow import scatter_unit
 from .._core.layout import Params, rank_along, rank_coords
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
@@ -16,7 +18,8 @@ from .._core.unit import Unit
 from .._spec.precision import check_trainable
 from .._wire.host import check_host_resident
 
-__all__ = ["Piece", "param_views", "slice_index", "slice_pieces"]
+__all__ = ["Piece", "check_slice", "map_unpadded", "padding_mask", "param_views", "slice_index", "slice_pieces"]
+__all__ += ["split_by_param", "zero_padding"]
 
 
 def param_views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None = None) -> Params:
@@ -82,3 +85,101 @@ def slice_pieces(unit: Unit, spec: PartitionSpec, at: Sequence[int]) -> Iterator
 def slice_index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
     """Return which slice of the unit the rank at these mesh coordinates owns."""
     return rank_along(unit.p.axes, mesh, coordinates)[0]
+
+
+# --- A slice without its padding: a sum over elements counts those of parameters alone ---
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def map_unpadded(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *slices: Tensor) -> Tensor:
+    """Apply an elementwise ``f`` to slices of a unit, and leave out the padding, whatever its values are.
+
+    On simulated ranks, which have one shape, the results are zero where there is padding, and so are their derivatives.
+    """
+    if spec.bound_mesh.is_simulated:
+        mask = padding_mask(unit, spec, slices[0].device)
+        return torch.where(mask, 0, f(*(torch.where(mask, 1, x) for x in slices)))
+    ranges = spec._compute_once(_parameter_ranges)[unit.key]
+    if len(ranges) > 1:
+        return f(*(torch.cat([x[low:high] for low, high in ranges]) for x in slices))
+    low, high = ranges[0]
+    return f(*(x if len(x) == high - low else x[low:high] for x in slices))
+
+
+def zero_padding(piece: Tensor, unit: Unit, spec: PartitionSpec, rank: int | None = None) -> Tensor:
+    """Return this rank's slice, or ``rank``'s, with its padding set to 0: the same tensor if it has none."""
+    if unit.numel == spec.padded_numel(unit):
+        return piece
+    if rank is None and spec.bound_mesh.is_simulated:
+        return torch.where(padding_mask(unit, spec, piece.device), 0, piece)
+    ranges = spec._compute_once(_parameter_ranges, rank)[unit.key]
+    ends = [0, *(high for _, high in ranges)]
+    starts = [*(low for low, _ in ranges), len(piece)]
+    gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+    if not gaps:
+        return piece
+    piece = piece.clone()
+    for end, start in gaps:
+        piece[end:start] = 0
+    return piece
+
+
+def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: int | None = None) -> Tensor:
+    """Return which elements of this rank's slice, or ``rank``'s, are padding: bool, as long as the slice."""
+    parts = [(size, param is None) for size, param in unit.parts]
+    rest = (spec.padded_numel(unit) - unit.span, True)
+    whole = torch.cat([torch.full((size,), is_padding, device=device) for size, is_padding in (*parts, rest)])
+    return scatter_unit(whole, unit, spec.bound_mesh, rank)
+
+
+def split_by_param(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Iterator[tuple[Param, Tensor]]:
+    """Yield each of the unit's parameters with its elements in this rank's slice: 1-D, possibly empty.
+
+    On simulated ranks, which have one shape, they are the whole slice with zeros elsewhere.
+    """
+    if not spec.bound_mesh.is_simulated:
+        for param, low, high in zip(unit.params, *spec._compute_once(_param_bounds)[unit.key], strict=True):
+            yield param, piece[low:high]
+        return
+    sizes = [*(size for size, _ in unit.parts), spec.padded_numel(unit) - unit.span]
+    numbers = torch.cat([torch.full((size,), i, device=piece.device) for i, size in enumerate(sizes)])
+    owners = scatter_unit(numbers, unit, spec.bound_mesh)
+    for i, (_, param) in enumerate(unit.parts):
+        if param is not None:
+            yield param, torch.where(owners == i, piece, 0)
+
+
+def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> None:
+    """Raise ValueError, naming the unit, unless the tensor has the shape of this rank's slice and is not in a codec."""
+    check_trainable([unit], what)
+    if tuple(tensor.shape) != (spec.shard_numel(unit),):
+        raise ValueError(
+            f"unit '{unit.key}': expected this rank's slice of {spec.shard_numel(unit)} elements, got shape "
+            f"{list(tensor.shape)}; is it of another spec or another mesh?"
+        )
+
+
+def _param_bounds(spec: PartitionSpec) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return, by unit key, the begins and the ends of its parameters in this rank's slice."""
+    pieces = {unit.key: [*slice_pieces(unit, spec, _own_coords(unit, spec))] for unit in spec}
+    return {key: (tuple(p.low for p in some), tuple(p.high for p in some)) for key, some in pieces.items()}
+
+
+def _own_coords(unit: Unit, spec: PartitionSpec, rank: int | None = None) -> tuple[int, ...]:
+    """Return this rank's coordinates, or ``rank``'s; zeros for an unsplit unit, because the mesh may not know its rank."""
+    return rank_coords(spec.bound_mesh, rank) if unit.p.axes else (0,) * len(spec.bound_mesh.axes)
+
+
+def _parameter_ranges(spec: PartitionSpec, rank: int | None = None) -> dict[str, Ranges]:
+    """Return by unit key where parameters lie in a rank's slice: neighbours as one range, and at least one range."""
+    out: dict[str, Ranges] = {}
+    for unit in spec:
+        ranges: list[tuple[int, int]] = []
+        for piece in slice_pieces(unit, spec, _own_coords(unit, spec, rank)):
+            if ranges and ranges[-1][1] == piece.low:
+                ranges[-1] = ranges[-1][0], piece.high
+            elif piece.high > piece.low:
+                ranges.append((piece.low, piece.high))
+        out[unit.key] = tuple(ranges) or ((0, 0),)
+    return out

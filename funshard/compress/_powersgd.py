@@ -14,7 +14,7 @@ from .._core.layout import Params, flatten_unit, unflatten_unit
 from .._core.mesh import Axes
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._slices.padding import zero_padding
+from .._slices.pieces import zero_padding
 from .._units.buckets import Bucket
 from ..collectives._functions import all_reduce
 from ._compressors import (

@@ -15,7 +15,7 @@ from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
-from .._slices.padding import check_slice, map_unpadded, split_by_param
+from .._slices.pieces import check_slice, map_unpadded, split_by_param
 from .._spec.local import distinct_axes
 from .._wire.host import compute_device
 from ..collectives._agree import Comparison, RankLines, find_host_groups

@@ -15,8 +15,7 @@ from ..._core.mesh import Simulated
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
 from ..._core.unit import Unit
-from ..._slices.padding import padding_mask
-from ..._slices.pieces import param_views
+from ..._slices.pieces import padding_mask, param_views
 from ...collectives._functions import vary
 
 __all__ = ["OptionRanges", "ParamOptions", "SharedOptions", "expand_numbers", "fill_padding", "group_by_options", "join_ranges"]

@@ -15,7 +15,7 @@ from ..._core.checks import bind_spec, check_mapping, check_spec
 from ..._core.layout import Params
 from ..._core.spec import PartitionSpec
 from ..._core.unit import Unit
-from ..._slices.padding import zero_padding
+from ..._slices.pieces import zero_padding
 from ..._slices.random_slices import draw_like, draw_uniform, hash_text
 from ..._spec.precision import Codec
 from ..._spec.unit_state import UnitState, replace_values
