@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -208,10 +208,7 @@ def slq(operator: Operator, *, steps: int, probes: int, seed: int = 0, reorthogo
         >>> round(fs.curvature.slq(operator, steps=2, probes=1).trace(lambda x: x).item(), 4)
         18.0
     """
-    if probes < 1:
-        raise ValueError(f"slq: probes: expected a whole number from 1 on, got {probes}")
-    seeds = [probe_seed(seed, i) for i in range(probes)]
-    starts = (random_like(operator.params, operator.spec, s, distribution="rademacher") for s in seeds)
+    starts = _draw_signs("slq", operator, probes, seed)
     found = [lanczos(operator, start, steps, reorthogonalize=reorthogonalize) for start in starts]
     return Spectrum(torch.cat([t.values for t in found]), torch.cat([t.weights for t in found]) / probes, operator.numel)
 
@@ -460,15 +457,20 @@ def hutchinson(operator: Operator, *, probes: int, seed: int = 0) -> TraceEstima
         >>> estimate.trace, estimate.diagonal
         (tensor(18.), {'': tensor([ 6., 12.])})
     """
-    if probes < 1:
-        raise ValueError(f"hutchinson: probes: expected a whole number from 1 on, got {probes}")
     diagonal = {key: torch.zeros_like(x) for key, x in operator.params.items()}
     traces: list[Tensor] = []
-    for i in range(probes):
-        v = random_like(operator.params, operator.spec, probe_seed(seed, i), distribution="rademacher")
+    for v in _draw_signs("hutchinson", operator, probes, seed):
         av = operator @ v
         diagonal = axpy(1 / probes, {key: v[key] * x for key, x in av.items()}, diagonal)
         traces.append(vdot(v, av, operator.spec))
     each = torch.stack(traces)
     spread = (each - each.mean()).square().sum() / (probes - 1) if probes > 1 else each.mean() * math.nan
     return TraceEstimate(each.mean(), (spread / probes).sqrt(), diagonal)
+
+
+def _draw_signs(function: str, operator: Operator, probes: int, seed: int) -> Iterator[Params]:
+    """Return so many vectors of random signs; raise ValueError for less than one."""
+    if probes < 1:
+        raise ValueError(f"{function}: probes: expected a whole number from 1 on, got {probes}")
+    seeds = (probe_seed(seed, i) for i in range(probes))
+    return (random_like(operator.params, operator.spec, s, distribution="rademacher") for s in seeds)

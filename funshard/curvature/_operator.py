@@ -90,12 +90,12 @@ class Operator:
     @property
     def numel(self) -> int:
         """The number of rows: elements of the whole parameters, without padding."""
-        sizes = dict(self.spec.bound_mesh.sizes)
-        return sum(math.prod(whole_shape(param, sizes)) for key in self.params for param in self._owned(key))
+        return sum(map(math.prod, self._shapes().values()))
 
-    def _owned(self, key: str) -> Any:
-        owner = self.spec.owner(key)
-        return getattr(owner, "params", (owner,))
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        sizes = dict(self.spec.bound_mesh.sizes)
+        owners: list[Any] = [self.spec.owner(key) for key in self.params]
+        return {param.name: whole_shape(param, sizes) for x in owners for param in getattr(x, "params", (x,))}
 
     def check_vector(self, v: Mapping[str, Tensor], what: str = "the vector") -> None:
         """Raise ValueError or TypeError, naming the unit, unless a tree has the keys, shapes and dtypes of params.
@@ -148,9 +148,7 @@ class Operator:
         from scipy.sparse.linalg import LinearOperator  # no other part of the package needs it
 
         _check_host("to_scipy", self.spec)
-        sizes = dict(self.spec.bound_mesh.sizes)
-        shapes = {param.name: whole_shape(param, sizes) for key in self.params for param in self._owned(key)}
-        names = [*self.spec._to_model_order(shapes).items()]
+        names = [*self.spec._to_model_order(self._shapes()).items()]
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in self.params.values()) else torch.float32
 
         def product(vector: Any) -> Any:
