@@ -37,14 +37,10 @@ class UnitBytes(NamedTuple):
     """One unit at rest on one rank."""
 
     slices: int
-    numel: int
-    """Elements of its parameters, on all ranks together."""
-    padding: int
-    """Elements of its buffer that are no parameter's."""
-    parameters: int
-    """Bytes of this rank's slice as it is stored."""
-    optimizer: int
-    """Bytes of its optimizer state."""
+    numel: int  # of its parameters, on all ranks together
+    padding: int  # elements of its buffer that are no parameter's
+    parameters: int  # bytes of this rank's slice as it is stored
+    optimizer: int  # bytes of its optimizer state
     on_host: bool
 
 

@@ -80,15 +80,12 @@ class _Storage:
     """The memory of a tensor of the step."""
 
     category: Category
-    nbytes: int
-    """The bytes that are counted: none of what is held between steps."""
+    nbytes: int  # that are counted: none of what is held between steps
     is_on_host: bool = False
-    unit: str | None = None
-    """The unit whose shard or gathered buffer it is."""
+    unit: str | None = None  # whose shard or gathered buffer it is
     shard_numel: int | None = None
-    copy: int | None = None
-    """The event of the copy between host and device that fills it, unless something waited for it."""
-    collective: int | None = None
+    copy: int | None = None  # the event of the copy that fills it, unless something waited for it
+    collective: int | None = None  # likewise
 
 
 class StepRecorder(_torch.DispatchMode):

@@ -25,8 +25,7 @@ CATEGORIES: tuple[Category, ...] = ("parameters", "optimizer", "gathered", "grad
 class Collective(NamedTuple):
     """One collective of a rank along one mesh axis."""
 
-    op: str
-    """"all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"."""
+    op: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"
     axis: str
     ranks: int
     input_bytes: int
@@ -45,14 +44,11 @@ class Event(NamedTuple):
     kind: EventKind
     phase: Phase
     unit: str
-    memory: Mapping[Category, int]
-    """The bytes that it allocates, or frees where negative, by category."""
+    memory: Mapping[Category, int]  # the bytes that it allocates, or frees where negative
     collective: Collective | None = None
     flops: int = 0
-    moved_bytes: int = 0
-    """The bytes that it reads and writes: of device memory for an update, between host and device for a copy."""
-    after: tuple[int, ...] = ()
-    """The indices of the collectives and copies that must end before it starts."""
+    moved_bytes: int = 0  # that it reads and writes: in device memory for an update, between host and device for a copy
+    after: tuple[int, ...] = ()  # the indices of the collectives and copies that must end before it starts
 
 
 # --- Hardware: the rates that turn bytes and FLOPs into seconds ---
@@ -106,13 +102,10 @@ class Hardware:
         return parse_bytes(self.memory)
 
     def collective_seconds(self, collective: Collective) -> float:
-        """Return the time of one collective.
+        """Return the time of one collective; ValueError where its axis has no bandwidth.
 
         Args:
             collective: One of ``Plan.events``.
-
-        Raises:
-            ValueError: Where its axis has no bandwidth.
         """
         rate = self.bandwidth.get(collective.axis) if isinstance(self.bandwidth, Mapping) else self.bandwidth
         if rate is None:
@@ -193,14 +186,11 @@ class Traffic:
 
     axis: str
     op: str
-    """"all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"."""
     count: int
     input_bytes: int
     output_bytes: int
-    sent_bytes: int
-    """The bytes that this rank sends over the axis."""
-    seconds: float
-    """Their time, hidden behind computation or not."""
+    sent_bytes: int  # by this rank over the axis
+    seconds: float  # hidden behind computation or not
 
 
 def sum_traffic(events: Iterable[Event], hardware: Hardware) -> tuple[Traffic, ...]:
