@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 __all__ = ["ForbiddenTensor", "forbid"]
@@ -24,7 +25,9 @@ class ForbiddenTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _QUESTIONS:
+        if torch.compiler.is_compiling():  # which has read past the mapping that gathers: run it, and see
+            torch._dynamo.graph_break()
+        if func not in _QUESTIONS and TracingContext.try_get() is None:  # else the compiler asks
             for tensor in [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ForbiddenTensor)]:
                 if text := next(filter(None, (explain(tensor) for explain in cls.explain)), ""):
                     raise RuntimeError(text)
