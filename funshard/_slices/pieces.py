@@ -101,9 +101,9 @@ def map_unpadded(f: Callable[..., Tensor], unit: Unit, spec: PartitionSpec, *sli
         mask = padding_mask(unit, spec, slices[0].device)
         return torch.where(mask, 0, f(*(torch.where(mask, 1, x) for x in slices)))
     ranges = spec._compute_once(_parameter_ranges)[unit.key]
-    if len(ranges) > 1:
+    if len(ranges) != 1:
         return f(*(torch.cat([x[low:high] for low, high in ranges]) for x in slices))
-    low, high = ranges[0]
+    ((low, high),) = ranges
     return f(*(x if len(x) == high - low else x[low:high] for x in slices))
 
 
