@@ -613,6 +613,11 @@ def unless_meta(weight: Tensor) -> None:
         weight.fill_(3)
 
 
+@torch.jit.script
+def fill_by_script(weight: Tensor) -> Tensor:
+    return weight.fill_(3)
+
+
 class WritesChildren(nn.Sequential):
     """As torchtitan's blocks: init_weights of a parent writes its children's weights."""
 
@@ -629,6 +634,7 @@ WRITES: dict[str, tuple[Callable[[Tensor], object], Callable[[], nn.Module]]] = 
     "sparse_": (lambda w: nn.init.sparse_(w, 0.5), lambda: nn.Linear(4, 4)),
     "dirac_": (nn.init.dirac_, lambda: nn.Conv1d(4, 4, 1)),
     "one that skips the meta device": (unless_meta, lambda: nn.Linear(4, 4)),
+    "one that is no function of Python's": (fill_by_script, lambda: nn.Linear(4, 4)),
 }
 
 

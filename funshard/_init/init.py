@@ -298,8 +298,8 @@ class _InitialValues:
                 else:
                     got = f"{list(now.shape)} {now.dtype}" if isinstance(now, Tensor) else type(now).__name__
                     error = ValueError(f"expected {list(value.shape)} {value.dtype} in the place of '{slot.name}', got {got}")
-        written = {slot for slot in values if _torch.version(memory[slot]) or _torch.version(put[slot])}
-        return touched.slots, written, error
+        written = {slot for slot in put if _torch.version(memory[slot]) or _torch.version(put[slot])}
+        return touched.slots | written, written, error  # a function of C++ or of TorchScript is not seen, but what it writes
 
     def _seed_generators(self, path: str) -> None:
         """Seed the generators that initialisers draw from: the CPU's and the device's."""
