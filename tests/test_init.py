@@ -161,7 +161,7 @@ def test_slices_of_one_model(name: str, policy: str, sizes: dict[str, int]) -> N
 
 def draw(module: nn.Module) -> None:
     for x in module.parameters(recurse=False):
-        x.copy_(torch.randn(x.shape))
+        x.data.copy_(torch.randn(x.shape))  # as initialisers of old do
 
 
 def draw_and_halve(module: nn.Module) -> None:
@@ -529,6 +529,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         ValueError,
         r"'0\.weight' of module '0' \(Counts\) was left without",
     ),
+    "whole numbers by .data": (
+        lambda: nn.Sequential(Counts()),
+        {"init_fn": lambda m: m.weight.data.zero_() if isinstance(m, Counts) else None},
+        ValueError,
+        r"'0\.weight' of module '0' \(Counts\) was left without",
+    ),
     "init_fn of some": (
         lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)),
         {"init_fn": lambda m: reset(m) if isinstance(m, nn.Linear) else None},
@@ -634,6 +640,7 @@ WRITES: dict[str, tuple[Callable[[Tensor], object], Callable[[], nn.Module]]] = 
     "sparse_": (lambda w: nn.init.sparse_(w, 0.5), lambda: nn.Linear(4, 4)),
     "dirac_": (nn.init.dirac_, lambda: nn.Conv1d(4, 4, 1)),
     "one that skips the meta device": (unless_meta, lambda: nn.Linear(4, 4)),
+    "one by .data": (lambda w: w.data.normal_(), lambda: nn.Linear(4, 4)),
     "one that is no function of Python's": (fill_by_script, lambda: nn.Linear(4, 4)),
 }
 

@@ -313,8 +313,8 @@ def _check_set(slot: _Slot, value: Tensor, is_written: bool) -> None:
     """Raise ValueError if a slot was left without values."""
     if not value.numel() or _torch.is_fake(value):
         return
-    pieces = value.reshape(-1).split(1 << 24) if slot.has_nan else ()  # a mask of all of it would be memory
-    if not is_written or any(piece.isnan().any() for piece in pieces):
+    pieces = value.reshape(-1).split(1 << 24)  # a mask of all of it would be memory
+    if any(piece.isnan().any() for piece in pieces) if slot.has_nan else not is_written:
         hint = "an init_fn is all that initialises a module, and may call its reset_parameters"
         if isinstance(slot.modules[0], ParametrizationList):
             hint = "an init_fn can assign the weight that is computed from it: recipes.md, 'A model that does not fit'"
