@@ -195,7 +195,8 @@ class RecomputedFunction:
         variables = {k: v for k, v in compared_variables().items() if isinstance(v, _IN_CONTEXT)}
         self._constants = {id(x) for module in self._modules for x in _own_tensors(module, "_parameters")}
         left = pytree.tree_leaves([[*own.values()] for own in copied])
-        self._constants |= {id(x) for x in left if isinstance(x, _torch.ForbiddenTensor)}  # no run computes with them
+        self._forbidden = [x for x in left if isinstance(x, _torch.ForbiddenTensor)]  # no run computes with them
+        self._constants.update(map(id, self._forbidden))
         self._before = self._freeze([*roots.values(), variables, {i: own for i, own in enumerate(copied) if own}])
         self._shared = [] if owned else [(m, dict(vars(m)), _read_versions(m)) for m in self._reached_modules()]
         tensors = self._before.tensors

@@ -238,7 +238,7 @@ class _Pickler(pickle.Pickler):
             return types.MethodType, (obj.__func__, obj.__self__)
         if kind is _Kind.VALUE:
             return NotImplemented
-        if kind is _Kind.TENSOR and not (cls is nn.Parameter and self._snapshot.is_constant(obj)):
+        if kind is _Kind.TENSOR and not self._snapshot.is_constant(obj):
             return _tensor, (self._snapshot.number_tensor(obj),)
         if kind is _Kind.FUNCTION:
             if obj in _OWN:
@@ -337,7 +337,7 @@ class Snapshot:
         self._tensor_numbers, self._numbers, self._constants = {}, {}, ()
 
     def is_constant(self, x: Tensor) -> bool:
-        """Return whether a parameter is one of the constants, and not in the first part."""
+        """Return whether a tensor is one of the constants, and not in the first part."""
         return id(x) in self._constants and id(x) not in self._tensor_numbers
 
     def number(self, obj: Any) -> int:
