@@ -191,6 +191,7 @@ def test_recurrent_layers(kind: Callable[..., nn.Module], policy: fs.Policy) -> 
     for one in (model, fs.skeleton(model)):
         got = fs.grad(lambda p, m=one: fs.functional_call(m, p, (x,), spec=spec)[0].sum())(fs.shard(model, spec))
         torch.testing.assert_close(fs.gather_full(got, spec), expected)
+        assert all(held is own for held, own in zip(one._flat_weights, one.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("way", ["read", "returned"])

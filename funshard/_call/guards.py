@@ -109,7 +109,7 @@ class AttributeWrites(Guard):
         self._modules = run.call.place.modules
         self._lengths, self._names, self._values = self._now()
         containers = (held for held in _find_held(run) if isinstance(held.value, _CONTAINERS) and not held.is_in_object)
-        self._entries = [(held, _entries(held.value)) for held in containers if held.attr not in _MADE_ANEW]
+        self._entries = [(held, _entries(held.value)) for held in containers]
 
     def restore(self) -> None:
         for (_, _, _, container, _), entries in self._changed_containers:
@@ -192,7 +192,8 @@ class AttributeWrites(Guard):
                 if value is not before.get(attr, before) and attr not in _torch.attributes_of_hooks(self._modules[path]):
                     yield path, attr, value
         for path, attr in dict.fromkeys((held.path, held.attr) for held, _ in self._changed_containers):
-            yield path, attr, vars(self._modules[path]).get(attr)
+            if attr not in _MADE_ANEW:
+                yield path, attr, vars(self._modules[path]).get(attr)
 
     @functools.cached_property
     def _changed_containers(self) -> list[tuple[_Held, list[Any]]]:
