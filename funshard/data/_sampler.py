@@ -207,6 +207,7 @@ class BatchSampler:
         """Return the order of an epoch, as an int64 tensor [size] on the CPU."""
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator("cpu").manual_seed(self.seed + epoch)  # as torch's DistributedSampler
-            order = torch.arange(self.size, device="cpu")
-            self._order = epoch, torch.randperm(self.size, generator=generator, out=order) if self.shuffle else order
+            with torch.device("cpu"):
+                order = torch.randperm(self.size, generator=generator) if self.shuffle else torch.arange(self.size)
+            self._order = epoch, order
         return self._order[1]
