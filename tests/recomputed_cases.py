@@ -315,7 +315,6 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "replaced": lambda: Model(replaced, dict, lambda model, state: (state["again"] ** 2).sum()),
     "generator": lambda: Model(in_generator, lambda: torch.Generator().manual_seed(3)),
     "python's random": lambda: Model(in_python_random),
-    "own random": lambda: Model(in_own_random, lambda: random.Random(3)),
     "aux loss on itself": lambda: Model(aux_attribute, read=lambda model, state: sum(b.aux for b in model.blocks)),
     "list on itself": lambda: Model(
         kept_list, read=lambda model, state: sum(b.kept.pop().sum() for b in model.blocks), kept=[]

@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import copy
 import functools
-import itertools
 import random
 import threading
 import types
@@ -22,7 +21,7 @@ from depth import depth, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
-from recomputed_cases import CASES, REMAT, WIDTH, Block, Hyper, Model
+from recomputed_cases import CASES, REMAT, WIDTH, Block, Hyper, Model, in_own_random
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -374,27 +373,26 @@ DIFFERENT = {
     "shape": (
         other_shape,
         None,
-        r"its result\[0\] was torch.float64 of shape \[4, 3\], now it is .* of shape \[4, 1, 3\]",
+        r"its result\[0\] was torch.float64 of shape \[4, 3\] on cpu, now it is .* of shape \[4, 1, 3\] on cpu",
     ),
-    "number": (
-        other_number,
-        None,
-        r"its result\[0\]\[1\] was (nothing|torch.float64 .*), now it is (nothing|torch.float64 .*)",
-    ),
+    "number": (other_number, None, r"its result\[0\] has other items: .*\[1\]"),
     "parameter": (other_parameter, None, "reads other parameters in one of its runs .*: 'block.lin.bias' in one of them only"),
     "random": (other_random, None, "does not draw in every run as many random numbers"),
     "value": (other_value, None, r"module 'block'.seen was \d, now it is \d"),
     "type": (other_type, None, r"its result\[0\] was a dict, now it is a list"),
     "argument in place": (argument_in_place, None, r"changed in place a tensor that it was given: args\[0\]"),
-    "state in place": (
-        state_in_place,
-        lambda: {"h": torch.ones(WIDTH).double()},
-        r"that it was given: args\[1\]\['h'\]",
+    "state in place": (state_in_place, lambda: {"h": torch.ones(WIDTH).double()}, r"that it was given: args\[1\];"),
+    "iterator": (
+        consumed,
+        lambda: iter([2.0, 3.0, 4.0]),
+        "changes an object that cannot be copied .a list_iterator that it ch",
     ),
-    "iterator": (consumed, lambda: iter([2.0, 3.0, 4.0]), "given a list_iterator that it changes.* next.. or read.. outside"),
-    "generator": (consumed, lambda: (i + 1.0 for i in range(9)), "given a generator that it changes"),
-    "count": (consumed, lambda: itertools.count(1), "given a count that it changes"),
-    "zip": (lambda self, x, state: self.lin(x) * next(state)[0], lambda: zip([2.0], [3.0], strict=True), "given a zip that"),
+    "generator": (consumed, lambda: (i + 1.0 for i in range(9)), r"another run, args\[1\] .cannot pickle 'generator' object"),
+    "own random": (
+        in_own_random,
+        lambda: random.Random(3),
+        "changes an object that cannot be copied .a Random that it changes",
+    ),
 }
 
 
@@ -563,13 +561,12 @@ def of_a_thread(w: Tensor) -> Tensor:
     return fs.remat(lambda: X @ local.w)()
 
 
-REACHED = [defaults, keyword_defaults, defaults_of_a_function_inside, attributes, partial_keywords]
+REACHED = [defaults, keyword_defaults, defaults_of_a_function_inside, attributes, partial_keywords, weak_keys]
 HIDDEN = {
     dict_values: r"given an object that cannot be copied for another run, args\[0\] \(cannot pickle 'dict_values' object\)",
     dict_items: r"given an object that cannot be copied for another run, args\[0\] \(cannot pickle 'odict_items' object\)",
     read_only: r"given an object that cannot be copied for another run, args\[0\] \(cannot pickle 'mappingproxy' object\)",
-    weak_keys: "reads a tensor of .*neither an argument nor reached from one",
-    of_a_thread: "reads a tensor of .*neither an argument nor reached from one",
+    of_a_thread: r"cannot be copied for another run, 'local' in the function \(cannot pickle '_thread._local' object\)",
 }
 
 
@@ -585,7 +582,7 @@ def test_tensors_that_a_function_reaches_are_arguments(function: Callable[[Tenso
 
 @pytest.mark.parametrize("function", HIDDEN, ids=lambda f: f.__name__)
 def test_tensors_that_no_copy_reaches_are_refused(function: Callable[[Tensor], Tensor]) -> None:
-    """Views of dicts, weak mappings and attributes of threads; the dict itself is exact."""
+    """Views of dicts, and attributes of threads; the dict itself is exact."""
     for key in ("fs.grad", "torch.func.grad", "backward", "hvp", "double backward"):
         with pytest.raises((TypeError, RuntimeError), match=HIDDEN[function]):
             WAYS[key](lambda p: function(p["w"]).sin().sum(), {"w": W}, {"w": W.cos()})
@@ -628,11 +625,8 @@ def tensor_in_a_context() -> Callable[[Tensor], Tensor]:
     return f
 
 
-CHANGING = [in_defaults, in_attributes, in_a_context, tensor_in_a_context]
-
-
-@pytest.mark.parametrize("case", CHANGING, ids=lambda f: f.__name__)
-def test_state_of_functions_and_contexts_changes_once(case: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+@pytest.mark.parametrize("case", [in_defaults, in_attributes], ids=lambda f: f.__name__)
+def test_state_of_functions_changes_once(case: Callable[[], Callable[[Tensor], Tensor]]) -> None:
     """Two calls; each later run finds what its first one found."""
 
     def loss(wrap: Callable[..., Any]) -> Loss:
@@ -641,7 +635,40 @@ def test_state_of_functions_and_contexts_changes_once(case: Callable[[], Callabl
             again = wrap(f)
             return (again(params["w"]) * again(params["w"]) * f(params["w"])).sum()
 
-        return lambda params: contextvars.copy_context().run(run, params)
+        return run
+
+    for key in ("fs.grad", "torch.func.grad", "backward", "hvp", "double backward"):
+        want = WAYS[key](loss(lambda f: f), {"w": W}, {"w": W.cos()})
+        assert_close(WAYS[key](loss(fs.remat), {"w": W}, {"w": W.cos()}), want, **EXACT)
+
+
+@pytest.mark.parametrize("case", [in_a_context, tensor_in_a_context], ids=lambda f: f.__name__)
+def test_a_context_variable_that_is_set_is_refused(case: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+    for key in ("fs.grad", "torch.func.grad", "backward", "hvp", "double backward"):
+        with pytest.raises(
+            RuntimeError, match=r"sets context variable '\w+', which each run would set again: expected it in the"
+        ):
+            contextvars.copy_context().run(WAYS[key], lambda p: fs.remat(case())(p["w"]).sum(), {"w": W}, {"w": W.cos()})
+
+
+def test_containers_in_context_variables_are_arguments() -> None:
+    """As transformers collects outputs of layers: what is read and appended has a gradient, at every order."""
+    taken: contextvars.ContextVar[Any] = contextvars.ContextVar("taken", default=None)
+
+    def f(x: Tensor) -> Tensor:
+        taken.get()["layers"].append(x.sin())
+        return x.cos() * taken.get()["layers"][0]
+
+    def loss(wrap: Callable[..., Any]) -> Loss:
+        def run(params: Any) -> Tensor:
+            token = taken.set({"layers": []})
+            out = wrap(f)(wrap(f)(params["w"]))
+            layers = taken.get()["layers"]
+            taken.reset(token)
+            assert len(layers) == 2
+            return (out * layers[1]).sum()
+
+        return run
 
     for key in ("fs.grad", "torch.func.grad", "backward", "hvp", "double backward"):
         want = WAYS[key](loss(lambda f: f), {"w": W}, {"w": W.cos()})

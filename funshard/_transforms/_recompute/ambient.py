@@ -1,4 +1,4 @@
-"""The ambient state of a run: random number generators, autocast, defaults, attention's kernels, context variables."""
+"""The ambient state of a run: random number generators, autocast, torch's defaults, attention's kernels, context variables."""
 
 from __future__ import annotations
 
@@ -12,43 +12,73 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ... import _torch
 
-__all__ = ["AmbientState", "compared_variables", "context_variables", "set_context_variables"]
+__all__ = ["AmbientState", "find_variables", "set_variables"]
+
+
+def _get_python_states() -> tuple[Any, Any]:
+    """Return the states of Python's generator and, if NumPy is imported, of NumPy's."""
+    numpy: Any = sys.modules.get("numpy")
+    return random.getstate(), numpy and pickle.dumps(numpy.random.get_state(legacy=False))
+
+
+def _set_python_states(states: tuple[Any, Any]) -> None:
+    python, numpy = states
+    random.setstate(python)
+    if numpy:
+        sys.modules["numpy"].random.set_state(pickle.loads(numpy))
+
+
+_ATTENTION = torch.backends.cuda
+_SETTINGS = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_ATTENTION.flash_sdp_enabled, _ATTENTION.enable_flash_sdp),
+    (_ATTENTION.mem_efficient_sdp_enabled, _ATTENTION.enable_mem_efficient_sdp),
+    (_ATTENTION.math_sdp_enabled, _ATTENTION.enable_math_sdp),
+    (_ATTENTION.cudnn_sdp_enabled, _ATTENTION.enable_cudnn_sdp),
+)
+"""Functions that get and set what every run is to find as the first one did."""
 
 
 class AmbientState:
-    """The state of random number generators, autocast, `sdpa_kernel`, deterministic mode and torch's defaults where it is made.
+    """The ambient state where it is made.
 
     Args:
         leaves: The arguments; the generators of their devices are among those that count.
+        generators: More generators.
     """
 
-    def __init__(self, leaves: Iterable[object]) -> None:
+    def __init__(self, leaves: Iterable[object], generators: Iterable[torch.Generator] = ()) -> None:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
         self._devices = sorted((device.type, device.index) for device in devices if device.type not in ("cpu", "meta"))
+        self._generators = list(generators)
         self._start = self.get_random_states()
         self._end: list[Tensor] = []
         self._python_start: tuple[Any, Any] | None = _get_python_states()
-        self._kernels, self._modes = _allowed_kernels(), _torch.function_modes(own=False)
-        self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
-        self._deterministic = torch.get_deterministic_debug_mode()
-        self._casts = [
-            torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self._values = [get() for get, _ in _SETTINGS]
+        self._modes, self._device = _torch.function_modes(own=False), torch.get_default_device()
+        self._casts = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in sorted({"cpu", *(kind for kind, _ in self._devices)})
-        ]
+        }
 
     def get_random_states(self) -> list[Tensor]:
-        """Return the states of torch's generators now, on the CPU and on the devices."""
-        return [torch.get_rng_state(), *(torch.get_device_module(kind).get_rng_state(index) for kind, index in self._devices)]
+        """Return the states of torch's generators now."""
+        devices = [torch.get_device_module(kind).get_rng_state(index) for kind, index in self._devices]
+        with _torch.below_transforms() if self._generators else contextlib.nullcontext():
+            return [torch.get_rng_state(), *devices, *(generator.get_state() for generator in self._generators)]
 
     def set_random_states(self, states: Sequence[Tensor]) -> None:
         """Set the states of torch's generators."""
-        torch.set_rng_state(states[0])
-        for (kind, index), state in zip(self._devices, states[1:], strict=True):
+        cpu, *others = states
+        torch.set_rng_state(cpu)
+        for (kind, index), state in zip(self._devices, others, strict=False):
             torch.get_device_module(kind).set_rng_state(state, index)
+        for generator, state in zip(self._generators, others[len(self._devices) :], strict=True):
+            generator.set_state(state)
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
@@ -59,20 +89,19 @@ class AmbientState:
             if self._python_start is not None:
                 stack.callback(_set_python_states, _get_python_states())
                 _set_python_states(self._python_start)
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(self._dtype)
-            stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
-            torch.set_deterministic_debug_mode(self._deterministic)
-            for cast in self._casts:
-                stack.enter_context(cast)
+            for (get_value, set_value), value in zip(_SETTINGS, self._values, strict=True):
+                if (now := get_value()) != value:
+                    stack.callback(set_value, now)
+                    set_value(value)
+            for kind, (enabled, dtype) in self._casts.items():
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
             if self._device != torch.get_default_device():
                 stack.enter_context(self._device)
             active = _torch.function_modes(own=False)  # none of them: torch calls their handlers for backward() as well
             for mode in self._modes:
                 if mode not in active:
                     stack.enter_context(mode)
-            if self._kernels != _allowed_kernels():
-                stack.enter_context(sdpa_kernel(self._kernels))
             yield
 
     def record_end(self) -> None:
@@ -92,53 +121,39 @@ class AmbientState:
             )
 
 
-def _allowed_kernels() -> list[SDPBackend]:
-    """Return the kernels that torch.nn.attention.sdpa_kernel allows now."""
-    allowed = {
-        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
-        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
-        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
-        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
-    }
-    return [kernel for kernel, is_on in allowed.items() if is_on]
-
-
-def _get_python_states() -> tuple[Any, Any]:
-    """Return the states of Python's generator and, if NumPy is imported, of NumPy's."""
-    numpy: Any = sys.modules.get("numpy")
-    return random.getstate(), numpy and pickle.dumps(numpy.random.get_state(legacy=False))
-
-
-def _set_python_states(states: tuple[Any, Any]) -> None:
-    """Set the random states of Python and NumPy."""
-    python, numpy = states
-    random.setstate(python)
-    if numpy:
-        sys.modules["numpy"].random.set_state(pickle.loads(numpy))
-
-
 def _states_equal(a: Tensor, b: Tensor) -> bool:
     """Return whether two random states are equal; True for fake tensors."""
     with _torch.below_transforms():
         return _torch.is_fake(a) or torch.equal(a, b)
 
 
-def context_variables() -> dict[contextvars.ContextVar[Any], Any]:
-    """Return all context variables that are set, with their values, except for the compiler's own."""
-    return {var: value for var, value in contextvars.copy_context().items() if not _torch.is_compiler_variable(var)}
+# --- Context variables, by which transformers collects outputs of its layers ---
+
+_COPIED = (Tensor, list, dict, tuple, int, float, str)
+"""The classes of values that each run gets a copy of."""
 
 
-def compared_variables() -> dict[contextvars.ContextVar[Any], Any]:
-    """Return the context variables that every run must leave alike: torch changes its configuration while it compiles."""
-    return {var: value for var, value in context_variables().items() if not _torch.is_config_variable(var)}
+def find_variables() -> dict[contextvars.ContextVar[Any], Any]:
+    """Return the context variables that hold numbers, texts, tensors and containers, with their values, but for torch's own."""
+    return {var: value for var, value in contextvars.copy_context().items() if isinstance(value, _COPIED) and _is_users(var)}
 
 
 @contextlib.contextmanager
-def set_context_variables(values: dict[contextvars.ContextVar[Any], Any]) -> Generator[None]:
-    """Set context variables to these values within this context."""
-    tokens = [(var, var.set(value)) for var, value in values.items() if var.get(values) is not value]
+def set_variables(values: dict[contextvars.ContextVar[Any], Any], name: str) -> Generator[None]:
+    """Set context variables within this context; RuntimeError if what runs in it, which errors call ``name``, sets others."""
+    tokens = [(var, var.set(value)) for var, value in values.items()]
+    before = contextvars.copy_context()
     try:
         yield
+        for var, value in contextvars.copy_context().items():
+            if before.get(var, values) is not value and _is_users(var):
+                raise RuntimeError(
+                    f"{name} sets context variable '{var.name}', which each run would set again: expected it in the result"
+                )
     finally:
         for var, token in reversed(tokens):
             var.reset(token)
+
+
+def _is_users(var: contextvars.ContextVar[Any]) -> bool:
+    return not (_torch.is_compiler_variable(var) or _torch.is_config_variable(var))

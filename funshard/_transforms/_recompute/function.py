@@ -7,16 +7,19 @@ copies is then written into the caller's objects; tensors that it has left in th
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import functools
+import inspect
 import operator
+import random
 import threading
+import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ... import _torch
 from ..._batchnorm import MESH, WEIGHT
@@ -24,7 +27,7 @@ from ..._spec.options import Remat
 from ..._torch import DATA
 from ..grad import assume_differentiated, is_assumed_differentiated
 from ..saved_tensors import SavedTensorHooks
-from .ambient import AmbientState, compared_variables, context_variables, set_context_variables
+from .ambient import AmbientState, find_variables, set_variables
 from .checks import (
     QUERY_GETTERS,
     REGISTER_HOOK,
@@ -35,20 +38,7 @@ from .checks import (
     describe_parameter,
 )
 from .saved_results import SavedResults
-from .snapshot import (
-    ATOMS,
-    DeferredError,
-    Merge,
-    Snapshot,
-    TensorName,
-    find_difference,
-    find_tensors,
-    find_uncopied,
-    is_copied,
-    is_watched,
-    load,
-    walk,
-)
+from .snapshot import ATOMS, Snapshot, TensorText, find_difference, find_tensors, has_own_state, load, merge, take_snapshot
 
 __all__ = ["CALL_ATTRIBUTES", "RUNNING", "RecomputedFunction", "find_attribute_tensors", "recomputing_names", "set_attributes"]
 
@@ -71,11 +61,14 @@ def recomputing_names() -> tuple[str, ...]:
     return RUNNING.names
 
 
+# --- A module's attributes ---
+
 CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH, WEIGHT)
 """The attributes of a module that functional_call replaces."""
 _SKIPPED = frozenset({*CALL_ATTRIBUTES, "_modules"})
 _HOOK_DICTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)} - _SKIPPED
 """The names of a module's dicts of hooks; most are empty."""
+_MISSING = object()
 
 
 def _read_attributes(module: nn.Module) -> dict[str, Any]:
@@ -103,6 +96,13 @@ def set_attributes(module: nn.Module, new: Mapping[str, Any]) -> None:
             own[name] = value
 
 
+def _set_all(modules: Iterable[nn.Module], now: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> None:
+    """Give modules their attributes, which nearly always they have."""
+    for module, own, attributes in zip(modules, now, new, strict=True):
+        if not _is_same(own, attributes):
+            set_attributes(module, attributes)
+
+
 def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Return whether two modules' attributes are the same objects, in one order; False where hooks were copied."""
     return a is b or (len(a) == len(b) and all(map(operator.is_, a.values(), b.values())) and a.keys() == b.keys())
@@ -119,36 +119,30 @@ def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[di
     return changed, sorted(before.keys() - now.keys())
 
 
-def _list_inside(obj: Any) -> dict[str, tuple[Any, int]]:
-    """Return the attributes of an object, and how long the containers among them are."""
-    return {k: (v, len(v) if isinstance(v, list | dict | set) else 0) for k, v in vars(obj).items()}  # pyright: ignore
+def _read_constants(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that all runs share, and how often each of its buffers was changed in place."""
+    own = {k: v for k, v in vars(module).items() if k not in _SKIPPED and k not in _HOOK_DICTS}
+    return own | {"a buffer": [(id(x), _torch.version(x)) for x in _own_tensors(module, "_buffers")]}
 
 
-def _find_change_inside(obj: Any, before: Mapping[str, tuple[Any, int]]) -> str:
-    """Return the name of an attribute that has changed. A new one may be a cached property, unless it is a tensor."""
-    for name, (value, length) in _list_inside(obj).items():
-        was = before.get(name, (None if isinstance(value, Tensor) else value, length))
-        same = was[0] is value or (type(value) in ATOMS and was[0] == value)
-        if not same or was[1] != length:
-            return name
-    return ""
+_COPIED = (Tensor, tuple, list, dict, set, deque, functools.partial, torch.Generator, random.Random)
+"""The classes of attributes of which each run has its own copy, or its own state."""
 
 
-def _read_versions(module: nn.Module) -> list[tuple[int, int]]:
-    """Return which buffers a module has, and how often each was changed in place."""
-    return [(id(x), _torch.version(x)) for x in _own_tensors(module, "_buffers")]
+def _is_copied(value: Any) -> bool:
+    """Return whether each run gets its own copy of an attribute of a module."""
+    if isinstance(value, tuple) and all(type(x) in ATOMS for x in value):  # pyright: ignore[reportUnknownVariableType]
+        return False
+    return has_own_state(value) if isinstance(value, types.FunctionType) else isinstance(value, _COPIED)
 
 
 def _own_tensors(module: nn.Module, kind: str) -> list[Tensor]:
-    """Return a module's own parameters or buffers; nothing is gathered for that."""
+    """Return a module's own parameters or buffers; nothing is gathered for that. A ScriptModule has another mapping."""
     own = vars(module).get(kind)
     return [x for x in dict.values(own) if x is not None] if isinstance(own, dict) else []
 
 
-_MISSING = object()
-_IN_CONTEXT = (Tensor, list, dict, tuple, int, float, str)
-"""The classes of values of context variables that each run gets a copy of."""
-
+# --- The function ---
 
 _SEEN_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules whose first call in a transform has shown which tensors they read."""
@@ -179,26 +173,14 @@ class RecomputedFunction:
     def __init__(
         self, call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Mapping[str, nn.Module], remat: Remat
     ) -> None:
-        self._call, self.name, self._names = call, name, [*roots, "a context variable", "an attribute"]
+        self._call, self.name, self._names = call, name, [*roots, "context variables", "attributes"]
         self._modules, self._module_names = list(owned.values()), list(owned)
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         self._attention = _torch.current_attention()
         self._attributes = [_read_attributes(module) for module in self._modules]
-        copied = [{k: v for k, v in own.items() if type(v) not in ATOMS and is_copied(v)} for own in self._attributes]
-        self._watched = [
-            (i, k, v, _list_inside(v))
-            for i, own in enumerate(self._attributes)
-            for k, v in own.items()
-            if type(v) not in ATOMS and is_watched(v)
-        ]
-        self._context = context_variables()
-        variables = {k: v for k, v in compared_variables().items() if isinstance(v, _IN_CONTEXT)}
-        self._constants = {id(x) for module in self._modules for x in _own_tensors(module, "_parameters")}
-        left = pytree.tree_leaves([[*own.values()] for own in copied])
-        self._forbidden = [x for x in left if isinstance(x, _torch.ForbiddenTensor)]  # no run computes with them
-        self._constants.update(map(id, self._forbidden))
-        self._before = self._freeze([*roots.values(), variables, {i: own for i, own in enumerate(copied) if own}])
-        self._shared = [] if owned else [(m, dict(vars(m)), _read_versions(m)) for m in self._reached_modules()]
+        copied = [{k: v for k, v in own.items() if type(v) not in ATOMS and _is_copied(v)} for own in self._attributes]
+        self._before = self._freeze([*roots.values(), find_variables(), {i: own for i, own in enumerate(copied) if own}])
+        self._shared = [] if owned else [(m, _read_constants(m)) for m in self._reached_modules()]
         tensors = self._before.tensors
         levels = _torch.current_level() + _torch.is_in_forward_ad()  # plain autograd is another one, where it records
         levels += self._grad and any(_torch.unwrap(x).requires_grad for x in tensors)
@@ -237,17 +219,29 @@ class RecomputedFunction:
     def _freeze(self, roots: list[Any]) -> Snapshot:
         """Return the snapshot of the arguments; raise TypeError for one that cannot be copied."""
         self._caller: list[Any] | None = roots
+        self._constants = constants = {id(x) for module in self._modules for x in _own_tensors(module, "_parameters")}
         with contextlib.suppress(Exception):
-            return Snapshot([roots[:-1], roots[-1]], constants=self._constants, name=self.name)
+            return take_snapshot([roots[:-1], roots[-1]], constants=constants)
         for own in roots[-1].values():
-            for key in [key for key, value in own.items() if find_uncopied(value, "")]:
+            for key in [key for key, value in own.items() if _find_error(value)]:
                 del own[key]  # as a list of locks
-        if not (path := find_uncopied(dict(zip(self._names, roots, strict=True)), "")):
-            return Snapshot([roots[:-1], roots[-1]], constants=self._constants, name=self.name, by_value=False)
-        raise TypeError(
-            f"{self.name} was given an object that cannot be copied for another run, {path}: expected tensors, and containers "
-            "of them"
-        )
+        for path, value in self._arguments(roots[:-1]).items():
+            if error := _find_error(value):
+                raise TypeError(
+                    f"{self.name} was given an object that cannot be copied for another run, {path} ({error}): expected "
+                    "tensors, and containers of them"
+                )
+        return take_snapshot([roots[:-1], roots[-1]], constants=constants)
+
+    def _arguments(self, roots: Sequence[Any]) -> dict[str, Any]:
+        """Return the arguments by the names that errors give them."""
+        out: dict[str, Any] = {}
+        for name, value in zip(self._names, roots, strict=False):
+            items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple | list) else ()
+            out |= {f"{name}[{key!r}]": item for key, item in items} or {name: value}
+            if isinstance(value, types.FunctionType):
+                out = {f"'{key}' in {name}": item for key, item in inspect.getclosurevars(value).nonlocals.items()} | out
+        return out
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -264,14 +258,6 @@ class RecomputedFunction:
         finally:
             self._is_last = False
 
-    def _save_or_reuse(self, ambient: AmbientState) -> contextlib.AbstractContextManager[None]:
-        """Save results of operators in the first run, and reuse them in the last one."""
-        if self._saved_results is None or _torch.current_level() or not (self._first is None or self._is_last):
-            return contextlib.nullcontext()
-        if self._first is None:
-            return self._saved_results.first_run(ambient)
-        return self._saved_results.last_run(ambient, retained=self._is_graph_kept)
-
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Run the function, and return all tensors that can be reached afterwards and are no operands."""
         is_first, begins = self._first is None, set[Any]()
@@ -280,40 +266,35 @@ class RecomputedFunction:
             begins = {x.grad_fn for x in xs} - {None}
         elif not is_first and self._grad and not _torch.current_level():  # no leaves, as in the first run
             xs = tuple([x.view_as(x) if x.requires_grad and x.is_leaf else x for x in xs])
-        for i, attributes in self._tensor_attributes.items():
-            xs = (*xs[:i], _with_attributes(xs[i], attributes), *xs[i + 1 :])
+        if self._tensor_attributes:
+            with torch.enable_grad():  # views, because the caller's tensors have other attributes by now
+                xs = tuple([x.view_as(x) if i in self._tensor_attributes else x for i, x in enumerate(xs)])
+            for i, attributes in self._tensor_attributes.items():
+                vars(xs[i]).update(attributes)
         versions = [(_torch.version(x), len(x._backward_hooks or ())) for x in xs]
-        (arguments, held), made = load(self._before.parts, xs, self._before.others)
-        given = [*arguments, held]
+        (arguments, held), made = load(self._before, xs)
         targets = [{**own, **held[i]} if i in held else own for i, own in enumerate(self._attributes)]
         around = self._attributes if is_first else [*map(_read_attributes, self._modules)]
         try:
-            self._set_attributes(around, targets)
-            out, variables = self._run(given[:-2], given[-2], xs)
+            _set_all(self._modules, around, targets)
+            out = self._run(arguments, xs)
             now = [*map(_read_attributes, self._modules)]
             pairs = enumerate(zip(targets, now, strict=True))
             changes = {i: change for i, (a, b) in pairs if not _is_same(a, b) and any(change := _find_changes(a, b))}
-            self._check_operands(xs, versions, given)
-            new = {k: v for k, v in variables.items() if given[-2].get(k, _MISSING) is not v and isinstance(v, _IN_CONTEXT)}
-            after = self._dump([arguments, held, [new, changes, out]], xs, made)
+            self._check_operands(xs, versions, [*arguments, held])
+            after = self._snapshot_after([arguments, held, [changes, out]], xs, made)
         finally:
-            self._set_attributes(map(_read_attributes, self._modules), around)
+            _set_all(self._modules, map(_read_attributes, self._modules), around)
         results = after.tensors[len(xs) :]
         layouts = [(x.dtype, x.shape, x.device) for x in results]
         if is_first:
             self._check_results(results, begins)
-            self.has_changed_objects = bool(changes or new or after.parts[:2] != self._before.parts)
+            self.has_changed_objects = bool(changes or after.parts[:2] != self._before.parts)
             self._first, self._left = (after.parts, layouts), (after, out, len(xs))
             return tuple(r.detach() for r in results)  # autograd writes on what a Function returns; it may be a constant
         if self._first != (after.parts, layouts) and (text := self._find_difference(after, layouts, len(xs))):
             raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {text}")
         return tuple(results)
-
-    def _set_attributes(self, now: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> None:
-        """Give the modules their attributes, which nearly always they have."""
-        for module, own, attributes in zip(self._modules, now, new, strict=True):
-            if not _is_same(own, attributes):
-                set_attributes(module, attributes)
 
     def _begin_graph(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return operands that require grad as the caller's do, by nodes that lead to those where plain autograd has them."""
@@ -323,82 +304,63 @@ class RecomputedFunction:
             begun = iter(_BeginGraph.apply(self.name, *sources))
         return tuple(next(begun) if flag else x for x, flag in zip(xs, self._flags, strict=True))
 
-    def _dump(self, parts: list[Any], xs: Sequence[Tensor], made: list[tuple[Any, int]]) -> Snapshot:
+    def _snapshot_after(self, parts: list[Any], xs: Sequence[Tensor], made: list[tuple[Any, int]]) -> Snapshot:
         """Return the snapshot of what a run has left; raise TypeError for what cannot be copied."""
-        for by_value in (True, False):
-            try:
-                by_value = by_value and self._before.by_value
-                return Snapshot(parts, xs, self._before.others, self._constants, made, is_after=True, by_value=by_value)
-            except DeferredError as error:  # noqa: PERF203
-                raise TypeError(
-                    f"{self.name} returns or stores a {error}, which gives tensors after the function has ended, where they "
-                    "have no gradient: expected the tensors themselves, as in list(...)"
-                ) from None
-            except Exception as error:
-                last = error
-        raise self._uncopied_result(last) from last
+        try:
+            return take_snapshot(parts, xs, self._before.others, made, self._constants)
+        except Exception as error:
+            raise self._uncopied_result(error) from error
 
     def _uncopied_result(self, error: Exception) -> TypeError:
-        return TypeError(f"{self.name} returns or stores an object that cannot be copied ({error}): expected tensors")
+        return TypeError(
+            f"{self.name} returns, stores or changes an object that cannot be copied ({error}): expected tensors, and "
+            "containers of them"
+        )
 
-    def _run(self, roots: Sequence[Any], variables: dict[Any, Any], xs: Sequence[Tensor]) -> tuple[Any, dict[Any, Any]]:
-        """Run the function in the surroundings of its first run. Return its result, and the context variables then."""
+    def _run(self, arguments: Sequence[Any], xs: Sequence[Tensor]) -> Any:
+        """Run the function in the surroundings of its first run, and return its result."""
+        *roots, variables = arguments
+        ambient, is_first = self._ambient, self._ambient is None
         before = RUNNING.names, RUNNING.in_stack, RUNNING.is_first
-        RUNNING.names, RUNNING.in_stack = (*before[0], self.name), self._in_stack
-        RUNNING.is_first = self._ambient is None
+        RUNNING.names, RUNNING.in_stack, RUNNING.is_first = (*before[0], self.name), self._in_stack, is_first
         try:
-            if self._ambient is None:
-                self._ambient = AmbientState(xs)
-                saving = self._save_or_reuse(self._ambient)
-                hooks = SavedTensorHooks({})  # those around would offload what nobody reads again
-                with (
-                    assume_differentiated(False),
-                    torch.set_grad_enabled(self._grad),
-                    set_context_variables(variables),
-                    self._in_transforms(),
-                    saving,
-                    self._outer_tensors or contextlib.nullcontext(),
-                    hooks.activate(hooks.pack) if _torch.current_pack_hook() else contextlib.nullcontext(),
-                ):
-                    out = self._call(*roots), compared_variables()
-                self._ambient.record_end()
-                return out
-            with assume_differentiated(self._in_transform), self._ambient.restored(), torch.set_grad_enabled(self._grad):
-                with self._in_transforms(), self._save_or_reuse(self._ambient):
-                    # a new context, where variables that only the first run has set are not set
-                    out = contextvars.Context().run(self._run_in_context, roots, {**self._context, **variables})
-                self._ambient.check_end(self.name)
+            with contextlib.ExitStack() as stack:
+                if ambient is None:
+                    generators = (x for x in self._before.others if isinstance(x, torch.Generator))
+                    self._ambient = ambient = AmbientState(xs, generators)
+                else:
+                    stack.enter_context(ambient.restored())
+                stack.enter_context(assume_differentiated(self._in_transform and not is_first))
+                stack.enter_context(torch.set_grad_enabled(self._grad))
+                if self._forward_mode:  # the last mode sees a function first, and by whose code it is called
+                    stack.enter_context(_torch.NoGradInForwardMode())
+                stack.enter_context(_torch.use_attention(self._attention))
+                if self._in_stack:
+                    stack.enter_context(ForbiddenFunctions(self._messages_in_stack()))
+                if self._saved_results is not None and not _torch.current_level() and (is_first or self._is_last):
+                    stack.enter_context(self._saved_results.run(ambient, is_first=is_first, retained=self._is_graph_kept))
+                if is_first and self._outer_tensors:
+                    stack.enter_context(self._outer_tensors)
+                if is_first and _torch.current_pack_hook():  # which would offload what nobody reads again
+                    hooks = SavedTensorHooks({})
+                    stack.enter_context(hooks.activate(hooks.pack))
+                with set_variables(variables, self.name):
+                    out = self._call(*roots)
+                ambient.record_end() if is_first else ambient.check_end(self.name)
                 return out
         finally:
             RUNNING.names, RUNNING.in_stack, RUNNING.is_first = before
 
-    def _run_in_context(self, roots: Sequence[Any], variables: dict[Any, Any]) -> tuple[Any, dict[Any, Any]]:
-        with set_context_variables(variables):
-            return self._call(*roots), compared_variables()
-
-    @contextlib.contextmanager
-    def _in_transforms(self) -> Generator[None]:
-        """Run the function as all transforms around its first run expect."""
-        # the last mode sees a function first, and by whose code it is called
-        mode = _torch.NoGradInForwardMode() if self._forward_mode else contextlib.nullcontext()
-        with mode, _torch.use_attention(self._attention), self._refuse_level_queries():
-            yield
-
-    def _refuse_level_queries(self) -> contextlib.AbstractContextManager[object]:
-        """Refuse what concerns one derivative of a stack: which one that is differs between runs."""
-        if not self._in_stack:
-            return contextlib.nullcontext()
+    def _messages_in_stack(self) -> dict[Callable[..., Any], str]:
+        """Return the errors for what concerns one derivative of a stack: which one that is differs between runs."""
         end = f"which in a stack of transforms means one of them, and not the same one when {self.name} runs again"
-        return ForbiddenFunctions(
-            {
-                DATA: f"{self.name} reads tensor.data, {end}: expected tensor.detach(), which means all of them",
-                **{
-                    getter: f"{self.name} reads tensor.{name}, {end}: expected it not to, or no remat"
-                    for name, getter in QUERY_GETTERS.items()
-                },
-                REGISTER_HOOK: f"{self.name} calls tensor.register_hook, {end}: expected an autograd.Function, or no remat",
-            }
-        )
+        return {
+            DATA: f"{self.name} reads tensor.data, {end}: expected tensor.detach(), which means all of them",
+            REGISTER_HOOK: f"{self.name} calls tensor.register_hook, {end}: expected an autograd.Function, or no remat",
+        } | {
+            getter: f"{self.name} reads tensor.{name}, {end}: expected it not to, or no remat"
+            for name, getter in QUERY_GETTERS.items()
+        }
 
     # --- checks ---
 
@@ -415,30 +377,28 @@ class RecomputedFunction:
                     f"{self.name} calls register_hook on a tensor that it was given, {self._path_of(x, given)}, where the hook "
                     "would miss the gradient from outside: expected it on x.view_as(x), or where the tensor comes from"
                 )
-            if (now := vars(x)) and not _attributes_equal(now, self._tensor_attributes.get(i, {})):
-                raise RuntimeError(
-                    f"{self.name} sets an attribute of a tensor that it was given: {self._path_of(x, given)} has {[*now]}; "
-                    "expected the tensor unchanged, because the function runs again"
-                )
-        for i, key, obj, before in self._watched if self._first is None else ():
-            if changed := _find_change_inside(obj, before):
-                raise RuntimeError(
-                    f"{self.name} changes '{changed}' of the {type(obj).__name__} in {self._module_names[i]}.{key}, which "
-                    "each run would change again: expected the object among the arguments of forward, or a list or dict"
-                )
+            self._check_attributes(x, self._tensor_attributes.get(i, {}))
+        for module, before in self._shared if self._first is None else ():
+            for key, value in _read_constants(module).items():
+                if (was := before.get(key, _MISSING)) is not value and (key != "a buffer" or was != value):
+                    raise RuntimeError(
+                        f"{self.name} changes {key if key == 'a buffer' else repr(key)} of a {type(module).__name__}, which "
+                        "each run would change again: expected P(remat=True) of a unit, or its buffers among the arguments"
+                    )
 
-        for module, before, versions in self._shared if self._first is None else ():
-            now = {k: v for k, v in vars(module).items() if k not in _SKIPPED and k not in _HOOK_DICTS}
-            changed = [k for k, v in now.items() if before.get(k, _MISSING) is not v]
-            if changed or versions != _read_versions(module):
+    def _check_attributes(self, x: Tensor, before: Mapping[str, Any]) -> None:
+        """Raise RuntimeError for attributes of Python that a run has set on a tensor, but Dynamo's and a running call's."""
+        for key, value in vars(x).items():
+            if before.get(key, _MISSING) is not value and key != "set_" and not _torch.is_compiler_attribute(key):
                 raise RuntimeError(
-                    f"{self.name} changes {repr(changed[0]) if changed else 'a buffer'} of a {type(module).__name__}, which "
-                    "each run would change again: expected P(remat=True) of a unit, or its buffers among the arguments"
+                    f"{self.name} sets the attribute '{key}' of a tensor, which outside is another tensor: expected it "
+                    "returned beside the result"
                 )
 
     def _path_of(self, x: Tensor, given: list[Any]) -> str:
         """Return the path of a tensor in the arguments of a run."""
-        return next((path for path, value in walk(dict(zip(self._names, given, strict=True))) if value is x), "a tensor")
+        arguments = self._arguments(given).items()
+        return next((path for path, value in arguments if any(x is y for y in find_tensors(value))), "a tensor")
 
     def _check_results(self, results: Sequence[Tensor], begins: set[Any]) -> None:
         """Find leaves that results have a derivative by and that are no operands: `finish` refuses those still there."""
@@ -451,13 +411,8 @@ class RecomputedFunction:
         if foreign := [x for x in leaves if x is not None]:
             self._foreign = [*map(weakref.ref, foreign)]
             self._foreign_name = describe_parameter(set(map(id, (*foreign, *nodes))), self._reached_modules())
-        for attributes in filter(None, map(vars, results)):
-            for key, value in attributes.items():
-                if find_tensors(value):
-                    raise RuntimeError(
-                        f"{self.name} sets the attribute '{key}' of a result to a tensor or an object with one, where it would "
-                        "have no gradient: expected it returned beside the result"
-                    )
+        for x in results:
+            self._check_attributes(x, {})
 
     def _refuse_foreign(self, parameter: str) -> NoReturn:
         """Raise RuntimeError for a tensor, maybe a parameter, that a result depends on and that is no operand."""
@@ -472,17 +427,16 @@ class RecomputedFunction:
         assert self._first is not None
         outcomes: list[dict[str, Any]] = []
         for parts, own in ((self._first[0], self._first[1]), (now.parts, layouts)):
-            names = [TensorName(i, "one of the tensors it was given") for i in range(operands)]
-            names += [TensorName(i, f"{dtype} of shape {list(shape)}") for i, (dtype, shape, _) in enumerate(own)]
-            try:
-                (arguments, held, (variables, changes, out)), _ = load(parts, names, now.others)
-            except Exception:
-                return "it returns or stores other objects"
-            stored = {f"{self._module_names[i]}.{k}": v for i, (values, _) in changes.items() for k, v in values.items()} | {
-                f"context variable '{var.name}'": value for var, value in variables.items()
-            }
+            texts = [TensorText(f"operand {i}") for i in range(operands)]
+            texts += [TensorText(f"{dtype} of shape {list(shape)} on {device}") for dtype, shape, device in own]
+            (arguments, held, (changes, out)), _ = load(now._replace(parts=parts), texts)
+            stored = {f"{self._module_names[i]}.{k}": v for i, (values, _) in changes.items() for k, v in values.items()}
             outcomes.append({"its result": out, **stored, **dict(zip(self._names, [*arguments, held], strict=True))})
-        return find_difference(*outcomes)
+        first, last = outcomes
+        both = ((name, first.get(name), last.get(name)) for name in (*last, *first))
+        return next((text for name, a, b in both if (text := find_difference(a, b, name, {}))), "")
+
+    # --- what the first run has left ---
 
     def finish(self, outputs: Sequence[Tensor]) -> Any:
         """Write what the first run has changed into the caller's objects, with these results, and return its result."""
@@ -491,15 +445,17 @@ class RecomputedFunction:
             self._outer_tensors.check()
             self._outer_tensors = None
         (after, out, count), caller = self._left, self._caller
-        outputs = _copy_attributes(after.tensors[count:], outputs)
+        classes = map(type, after.tensors[count:])
+        outputs = [y.as_subclass(c) if _torch.is_attribute_subclass(c) else y for c, y in zip(classes, outputs, strict=True)]
         tensors = [*self._before.tensors, *outputs]
+        del classes
         self._left = self._caller = None
-        self._before.tensors, self._watched, self._shared = [], [], []
-        *_, variables, held = caller  # what later runs get copies of is not kept
+        self._shared = []
+        self._before = self._before._replace(tensors=[])
+        held = caller[-1]  # what later runs get copies of is not kept
         self._attributes = [
             {k: v for k, v in own.items() if k not in held.get(i, ())} for i, own in enumerate(self._attributes)
         ]
-        self._context = {k: v for k, v in self._context.items() if k not in variables}
         if (
             self.has_changed_objects
             or (value := _replace(out, {id(x): y for x, y in zip(after.tensors, tensors, strict=True)})) is _MISSING
@@ -512,19 +468,26 @@ class RecomputedFunction:
 
     def _write_back(self, after: Snapshot, tensors: Sequence[Tensor], caller: list[Any]) -> Any:
         """Write what the first run has changed into the caller's objects, and return its result."""
-        merge = Merge()
+        done: dict[int, tuple[Any, Any]] = {}
         try:
-            (arguments, held, (variables, changes, out)), _ = load(after.parts, tensors, after.others)
+            (arguments, held, (changes, out)), _ = load(after, tensors)
+            merge(caller, [*arguments, held], done)
         except Exception as error:
             raise self._uncopied_result(error) from error
-        merge(caller, [*arguments, held])
         for i, (values, removed) in changes.items():
             module = self._modules[i]
             own = {k: v for k, v in _read_attributes(module).items() if k not in removed}
-            set_attributes(module, own | {k: merge(vars(module).get(k), v) for k, v in values.items()})
-        for var, new in variables.items():
-            var.set(merge(var.get(None), new))
-        return merge(None, out)
+            set_attributes(module, own | {k: merge(vars(module).get(k), v, done) for k, v in values.items()})
+        return merge(None, out, done)
+
+
+def _find_error(value: Any) -> str:
+    """Return why a value cannot be copied; empty if it can."""
+    try:
+        take_snapshot([value])
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _replace(out: Any, tensors: Mapping[int, Tensor]) -> Any:
@@ -535,34 +498,3 @@ def _replace(out: Any, tensors: Mapping[int, Tensor]) -> Any:
         parts = tuple([_replace(x, tensors) for x in out])
         return _MISSING if any(x is _MISSING for x in parts) else parts
     return out if type(out) in ATOMS else _MISSING
-
-
-# --- Attributes of Python that tensors have, such as ``y.tag = 1``: autograd gives and returns other tensors ---
-
-
-def _with_attributes(x: Tensor, attributes: Mapping[str, Any]) -> Tensor:
-    """Return an operand with these attributes: a view if it is the caller's tensor, which has others by now."""
-    if _attributes_equal(vars(x), attributes):
-        return x
-    if vars(x):
-        with torch.enable_grad():
-            x = x.view_as(x)
-    vars(x).update(attributes)
-    return x
-
-
-def _attributes_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Return whether two tensors have the same attributes, by identity, but for Dynamo's own and a running call's ``set_``."""
-    names = {name for name in (*a, *b) if name != "set_" and not _torch.is_compiler_attribute(name)}
-    return all(name in a and name in b and a[name] is b[name] for name in names)
-
-
-def _copy_attributes(results: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the outputs, which autograd has made, with the first run's classes and attributes of Python."""
-    out = [
-        output.as_subclass(type(r)) if _torch.is_attribute_subclass(type(r)) else output
-        for r, output in zip(results, outputs, strict=True)
-    ]
-    for result, output in zip(results, out, strict=True):
-        vars(output).update(vars(result))
-    return out

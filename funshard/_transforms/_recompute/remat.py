@@ -229,7 +229,8 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     Raises:
         RuntimeError: ``f`` changes in place a tensor that it was given or that it saves (but by ``.data``), reads parameters
             of a module or functional_call around it, or does not do the same in every run.
-        TypeError: An argument cannot be copied; or ``f`` reads an iterator that it was given, or returns one.
+        TypeError: pickle cannot copy an argument or a result; or ``f`` changes an argument otherwise than in lists, dicts, sets
+            and attributes.
         ValueError: ``f`` gives none of the names to save.
 
     Example:

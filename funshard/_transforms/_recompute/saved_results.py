@@ -133,6 +133,10 @@ class SavedResults:
         self.name, self._remat = name, remat
         self.by_call: dict[Call, _SavedResult] = {}
 
+    def run(self, ambient: AmbientState, *, is_first: bool, retained: bool) -> contextlib.AbstractContextManager[None]:
+        """Return the context of the first run, which saves results, or of the last one, which reuses them."""
+        return self.first_run(ambient) if is_first else self.last_run(ambient, retained=retained)
+
     @contextlib.contextmanager
     def first_run(self, ambient: AmbientState) -> Generator[None]:
         """Save results within this context; ValueError if the function gives none of the names to save."""

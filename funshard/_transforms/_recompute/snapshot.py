@@ -5,21 +5,16 @@ Loaded with other tensors, the bytes give each run objects of its own. Runs that
 
 from __future__ import annotations
 
-import array
-import contextlib
 import contextvars
-import enum
+import copyreg
 import functools
 import io
 import itertools
 import pickle
-import random
-import sys
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections import OrderedDict, deque
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +22,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ... import _torch
-from ..._core.mesh import Mesh, Simulated
+from ..._core.mesh import Mesh, ProcessAxis, Simulated
 from ..._core.spec import PartitionSpec
-from ..._spec.unit_state import UnitState
 
 __all__ = [
-    "ATOMS", "DeferredError", "Merge", "Snapshot", "TensorName", "find_difference", "find_tensors", "find_uncopied",
-    "is_copied", "is_watched", "load", "walk",
-]  # fmt: skip
+    "ATOMS",
+    "Snapshot",
+    "TensorText",
+    "find_difference",
+    "find_tensors",
+    "has_own_state",
+    "load",
+    "merge",
+    "take_snapshot",
+]
 
 ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), type(...), type, range, slice, torch.dtype, torch.device, torch.Size}
@@ -42,507 +43,317 @@ ATOMS = frozenset(
 )
 """The types of values that nothing can change, and that contain no tensor."""
 
-
-# --- Which way an object goes: by its class ---
-
-
-class _Kind(enum.Enum):
-    TENSOR = "by number"
-    REFERENCE = "itself, by number"
-    RANKED = "itself, with other ranks if vmap simulates those"
-    FUNCTION = "a function with a closure of its own"
-    CELL = "a cell of closures"
-    GENERATOR = "a torch.Generator with the same state"
-    DEFERRED = "an iterator, which nothing sets back"
-    VALUE = "as pickle does"
-
-
-_OPAQUE_PACKAGES = {
-    "funshard", "logging", "threading", "concurrent", "multiprocessing", "asyncio", "weakref", "contextvars", "_thread",
-}  # fmt: skip
-_REDUCE = (
-    object.__reduce__,
-    set.__reduce__,
-    deque.__reduce__,
-    OrderedDict.__reduce__,
-    defaultdict.__reduce__,
-)  # not one of ours that refuses
-_REFERENCES = (nn.Module, type, weakref.ref, contextvars.ContextVar, *ATOMS - {type(None), type(...)})
+_SHARED = (nn.Module, types.FunctionType, weakref.ref, contextvars.ContextVar, *ATOMS - {type(None), type(...)})
+_CONTAINERS = (tuple, list, dict, set, Mesh, ProcessAxis, Simulated)
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind_of(cls: type) -> _Kind:
-    """Return how objects of a class are handed to a run."""
-    if issubclass(cls, _REFERENCES):
-        return _Kind.REFERENCE
-    if cls is UncopiedIterator:
-        return _Kind.VALUE
-    for base, kind in _KINDS.items():
-        if issubclass(cls, base):
-            return kind
+def _is_shared(cls: type) -> bool:
+    """Return whether all runs share an object of this class, as those of torch and of this library, but for containers."""
     package, _, module = cls.__module__.partition(".")
-    is_opaque = package in _OPAQUE_PACKAGES or (package == "torch" and module.partition(".")[0] != "distributions")
-    is_iterator = hasattr(cls, "__next__") and (is_opaque or package == "_io" or not cls.__dictoffset__)
-    if is_iterator or issubclass(cls, types.CoroutineType | types.AsyncGeneratorType):
-        return _Kind.DEFERRED
-    is_container = (issubclass(cls, tuple | list | dict | set | deque) and cls.__reduce__ in _REDUCE) or cls is UnitState
-    return _Kind.REFERENCE if is_opaque and not is_container else _Kind.VALUE
+    is_opaque = package == "funshard" or (package == "torch" and not module.startswith("distributions"))
+    is_container = issubclass(cls, _CONTAINERS) and not (
+        issubclass(cls, tuple) and isinstance(cls.__reduce__, types.FunctionType)
+    )
+    return issubclass(cls, _SHARED) or (is_opaque and not is_container)
 
 
-_KINDS = {
-    Tensor: _Kind.TENSOR,
-    PartitionSpec: _Kind.RANKED,
-    Mesh: _Kind.RANKED,
-    Simulated: _Kind.RANKED,
-    types.FunctionType: _Kind.FUNCTION,
-    types.CellType: _Kind.CELL,
-    torch.Generator: _Kind.GENERATOR,
-}
-
-
-def is_deferred(value: object) -> bool:
-    """Return whether a value is an iterator or a coroutine, which computes later."""
-    return _kind_of(type(value)) is _Kind.DEFERRED
-
-
-def is_copied(value: Any) -> bool:
-    """Return whether each run gets its own copy of an attribute of a module: a container, or a state of random numbers."""
-    cls = type(value)
-    if cls in ATOMS or (cls is tuple and all(type(x) in ATOMS for x in value)):
-        return False
-    if cls is types.FunctionType:
-        return _has_own_state(value)
-    if cls.__module__.partition(".")[0] == "numpy":
-        return getattr(value, "nbytes", 0) <= _MAX_BYTES
-    return isinstance(value, _COPIED) or _kind_of(cls) is _Kind.DEFERRED
-
-
-_COPIED = (Tensor, tuple, list, dict, set, deque, functools.partial, torch.Generator, random.Random, bytearray, array.array)
-_MAX_BYTES = 1 << 16
-"""The size of the largest NumPy array among the attributes of a module that is copied."""
-
-
-def is_watched(value: Any) -> bool:
-    """Return whether an attribute of a module is an object that all runs share, and that one of them could change."""
-    return _kind_of(type(value)) is _Kind.VALUE and not is_copied(value) and hasattr(value, "__dict__")
-
-
-def _has_own_state(f: types.FunctionType) -> bool:
+def has_own_state(f: types.FunctionType) -> bool:
     """Return whether a function has a closure or defaults, and is none of torch or of this library."""
     has_state = bool(f.__closure__ or f.__defaults__ or f.__kwdefaults__)
     return has_state and str(f.__globals__.get("__name__", "")).partition(".")[0] not in ("funshard", "torch")
 
 
-# --- Functions that the bytes name, which a load replaces by its own (`_Unpickler.find_class`) ---
+# --- The bytes ---
 
 
-class UncopiedIterator:
-    """An object that runs get instead of an iterator: it raises TypeError where it is read."""
+class Snapshot(NamedTuple):
+    """Objects as bytes, in parts that know each other's objects; the tensors in them, and what all runs share, by number."""
 
-    def __init__(self, name: str, kind: str) -> None:
-        self.name, self.kind = name, kind
+    parts: list[bytes]
+    tensors: list[Tensor]
+    others: list[Any]
 
-    def __reduce__(self) -> Any:
-        return UncopiedIterator, (self.name, self.kind)
 
-    def __next__(self) -> Any:
-        raise TypeError(
-            f"{self.name} was given a {self.kind} that it changes, which cannot be copied for another run: expected its "
-            "values; call next() or read() outside"
-        )
+def take_snapshot(
+    parts: Iterable[Any],
+    tensors: Iterable[Tensor] = (),
+    others: Iterable[Any] = (),
+    made: Iterable[tuple[Any, int]] = (),
+    constants: Container[int] = (),
+) -> Snapshot:
+    """Return the snapshot of some objects; an error of pickle for what it cannot copy.
 
-    def __getattr__(self, name: str) -> Any:
-        return self.__next__()
+    Args:
+        parts: The objects.
+        tensors: Tensors that have the first numbers.
+        others: Shared objects that have the first numbers.
+        made: Objects that a load has made in the place of others, with the numbers of those.
+        constants: The ids of parameters that all parts but the first share.
+    """
+    snapshot = Snapshot([], list(tensors), list(others))
+    pickler = _Pickler(file := io.BytesIO(), snapshot, made)
+    for part in parts:
+        start = file.tell()
+        pickler.dump(part)
+        snapshot.parts.append(file.getvalue()[start:])
+        pickler.constants = constants
+    return snapshot
 
-    __iter__ = __next__
+
+class _Pickler(pickle.Pickler):
+    """Pickles objects, and lists tensors and shared objects in a snapshot."""
+
+    def __init__(self, file: io.BytesIO, snapshot: Snapshot, made: Iterable[tuple[Any, int]]) -> None:
+        super().__init__(file, protocol=5)
+        self._tensors, self._others, self.constants = snapshot.tensors, snapshot.others, ()
+        self._tensor_numbers = {id(x): i for i, x in enumerate(self._tensors)}
+        self._numbers = {id(x): i for x, i in (*zip(self._others, itertools.count()), *made)}
+
+    def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return how an object is made again, if it is none of Python's containers and atoms."""
+        cls: Any = type(obj)
+        if isinstance(obj, Tensor) and not isinstance(obj, _torch.ForbiddenTensor):
+            if cls is not nn.Parameter or id(obj) not in self.constants or id(obj) in self._tensor_numbers:
+                return _tensor, (self._number_tensor(obj),)
+        elif cls is types.FunctionType:
+            if obj.__module__ == __name__:
+                return NotImplemented
+            if has_own_state(obj):
+                state = obj.__defaults__, obj.__kwdefaults__, vars(obj)
+                return _function, (self._number(obj), obj.__closure__), state, None, None, _fill_function
+        elif cls is types.MethodType:  # pickle would look it up by its name, and super().f is another one
+            return types.MethodType, (obj.__func__, obj.__self__)
+        elif cls is types.CellType:
+            return types.CellType, (), _read_cell(obj), None, None, _fill_cell
+        elif cls is PartitionSpec and any(isinstance(axis, Simulated) for _, axis in obj.bound_mesh.axes):
+            return _spec, (self._number(obj), obj.bound_mesh)
+        elif not _is_shared(cls):
+            return NotImplemented
+        return _shared, (self._number(obj),)
+
+    def _number(self, obj: Any) -> int:
+        i = self._numbers.setdefault(id(obj), len(self._others))
+        if i == len(self._others):
+            self._others.append(obj)
+        return i
+
+    def _number_tensor(self, x: Tensor) -> int:
+        """Return the number of a tensor; an operand may be inside of other wrappers."""
+        if (i := self._tensor_numbers.get(id(x))) is None:
+            i = self._tensor_numbers.get(id(_torch.unwrap_untracked(x)), len(self._tensors))
+            self._tensor_numbers[id(x)] = i
+            if i == len(self._tensors):
+                self._tensors.append(x)
+        return i
+
+
+# The bytes name these functions, in the place of which `load` puts its own.
 
 
 def _tensor(i: int) -> Any: ...
 
 
-def _reference(i: int) -> Any: ...
-
-
-def _ranked(i: int, ranks: Any) -> Any: ...
+def _shared(i: int) -> Any: ...
 
 
 def _function(i: int, closure: Any) -> Any: ...
 
 
-_NOT_SET = UncopiedIterator  # a cell without contents
+def _spec(i: int, mesh: Any) -> Any: ...
 
 
 def _fill_function(f: Any, state: Any) -> None:
-    """Give a function its defaults, attributes and the contents of its closure."""
-    f.__defaults__, f.__kwdefaults__, attributes, contents = state
+    f.__defaults__, f.__kwdefaults__, attributes = state
     vars(f).update(attributes)
-    for cell, value in zip(f.__closure__ or (), contents, strict=True):
-        if value is not _NOT_SET:
-            cell.cell_contents = value
 
 
-def _contents_of(f: Any) -> list[Any]:
-    """Return what is in the cells of a function's closure."""
-    out: list[Any] = []
-    for cell in f.__closure__ or ():
-        try:
-            out.append(cell.cell_contents)
-        except ValueError:  # noqa: PERF203
-            out.append(_NOT_SET)
-    return out
+def _fill_cell(cell: Any, state: Any) -> None:
+    (cell.cell_contents,) = state
 
 
-def _make_generator(device: torch.device, state: bytes) -> torch.Generator:
-    """Return a torch.Generator with this state."""
-    generator = torch.Generator(device)
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    return generator
-
-
-_OWN = {_tensor, _reference, _ranked, _function, _fill_function, _make_generator}
-
-
-def find_simulated_ranks(obj: PartitionSpec | Mesh | Simulated) -> list[Tensor]:
-    """Return the ranks in a spec, a mesh or an axis that vmap simulates, each a tensor."""
-    if isinstance(obj, Simulated):
-        return [obj.rank]
-    mesh = obj.mesh if isinstance(obj, PartitionSpec) else obj
-    return [axis.rank for _, axis in mesh.axes if isinstance(axis, Simulated)] if mesh else []
-
-
-def _replace_ranks(obj: Any, ranks: Iterator[Tensor]) -> Any:
-    """Return the same spec, mesh or axis with other tensors as its simulated ranks."""
-    if isinstance(obj, PartitionSpec):
-        return obj.on(_replace_ranks(obj.bound_mesh, ranks))
-    if isinstance(obj, Mesh):
-        return replace(obj, axes=tuple((name, _replace_ranks(axis, ranks)) for name, axis in obj.axes))
-    return replace(obj, rank=next(ranks)) if isinstance(obj, Simulated) else obj
-
-
-# --- The bytes ---
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles objects; it lists tensors, and what is handed on itself."""
-
-    def __init__(self, snapshot: Snapshot, *, by_value: bool) -> None:
-        self.file = io.BytesIO()
-        super().__init__(self.file, protocol=5)
-        self._snapshot, self._by_value = snapshot, by_value
-
-    def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return how an object is made again, if it is none of Python's containers and atoms."""
-        cls: Any = type(obj)
-        kind, number = _kind_of(cls), self._snapshot.number
-        if cls is types.MethodType:  # pickle would look it up by its name, and super().f is another one
-            return types.MethodType, (obj.__func__, obj.__self__)
-        if kind is _Kind.VALUE:
-            return NotImplemented
-        if kind is _Kind.TENSOR and not self._snapshot.is_constant(obj):
-            return _tensor, (self._snapshot.number_tensor(obj),)
-        if kind is _Kind.FUNCTION:
-            if obj in _OWN:
-                return NotImplemented
-            if self._by_value and _has_own_state(obj):
-                state = obj.__defaults__, obj.__kwdefaults__, vars(obj), _contents_of(obj)
-                return _function, (number(obj), obj.__closure__), state, None, None, _fill_function
-        elif kind is _Kind.CELL:
-            return types.CellType, ()
-        elif kind is _Kind.RANKED and (ranks := find_simulated_ranks(obj)):
-            return _ranked, (number(obj), ranks)
-        elif kind is _Kind.GENERATOR:
-            with _torch.below_transforms():
-                return _make_generator, (obj.device, obj.get_state().numpy().tobytes())
-        elif kind is _Kind.DEFERRED:
-            if self._snapshot.is_after:
-                raise DeferredError(cls.__name__)
-            return UncopiedIterator, (self._snapshot.name, cls.__name__)
-        return _reference, (number(obj),)
-
-
-class DeferredError(TypeError):
-    """A run has made an iterator."""
+def _read_cell(cell: Any) -> tuple[Any] | None:
+    """Return what is in a cell of a closure, None for an empty one."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return None
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes the objects again, with these tensors."""
-
-    def __init__(self, data: bytes, tensors: Sequence[Any], others: Sequence[Any]) -> None:
+    def __init__(self, data: bytes, own: dict[str, Any]) -> None:
         super().__init__(io.BytesIO(data))
-        self._tensors, self._others = tensors, others
-        self.made: list[tuple[Any, int]] = []
+        self._own = own
 
     def find_class(self, module: str, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return a function that the bytes name."""
-        if module != __name__:
-            return super().find_class(module, name)
-        if name == "_tensor":
-            return self._tensors.__getitem__
-        if name == "_reference":
-            return self._others.__getitem__
-        own = {"_ranked": self._make_ranked, "_function": self._make_function}
-        return own.get(name) or super().find_class(module, name)
-
-    def _make_ranked(self, i: int, ranks: list[Tensor]) -> Any:
-        made = _replace_ranks(self._others[i], iter(ranks))
-        self.made.append((made, i))
-        return made
-
-    def _make_function(self, i: int, closure: Any) -> Any:
-        f = self._others[i]
-        made = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, closure)
-        made.__qualname__, made.__module__ = f.__qualname__, f.__module__
-        self.made.append((made, i))
-        return made
+        return (module == __name__ and self._own.get(name)) or super().find_class(module, name)
 
 
-class Snapshot:
-    """Objects as bytes, in parts that know each other's objects.
+def load(snapshot: Snapshot, tensors: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, int]]]:
+    """Return the parts with other tensors in them, and what was made in the place of shared objects, with their numbers."""
+    made: list[tuple[Any, int]] = []
+    others = snapshot.others
 
-    Args:
-        parts: The objects.
-        tensors: Tensors that have the first numbers; a part that contains one contains an operand.
-        others: Objects that have the first numbers.
-        made: Objects that a load has made in the place of others, with the numbers of those.
-        constants: The ids of parameters that all parts but the first hand on themselves.
-        name: What errors call the function that is given the objects.
-        is_after: Whether a run has left these objects, which may not contain an iterator then.
-        by_value: Whether functions have closures of their own.
-    """
+    def function(i: int, closure: Any) -> Any:
+        f = others[i]
+        new = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, closure)
+        new.__qualname__, new.__module__ = f.__qualname__, f.__module__
+        made.append((new, i))
+        return new
 
-    def __init__(
-        self,
-        parts: Iterable[Any],
-        tensors: Iterable[Tensor] = (),
-        others: Iterable[Any] = (),
-        constants: Container[int] = (),
-        made: Iterable[tuple[Any, int]] = (),
-        *,
-        name: str = "",
-        is_after: bool = False,
-        by_value: bool = True,
-    ) -> None:
-        self.name = name
-        self.tensors, self.others, self.is_after, self.by_value = list(tensors), list(others), is_after, by_value
-        self._tensor_numbers = {id(x): i for i, x in enumerate(self.tensors)}
-        self._numbers = {id(x): i for x, i in (*zip(self.others, itertools.count()), *made)}
-        self._constants: Container[int] = ()
-        pickler = _Pickler(self, by_value=by_value)
-        self.parts: list[bytes] = []
-        for part in parts:
-            start = pickler.file.tell()
-            pickler.dump(part)
-            self.parts.append(pickler.file.getvalue()[start:])
-            self._constants = constants
-        self._tensor_numbers, self._numbers, self._constants = {}, {}, ()
+    def spec(i: int, mesh: Mesh) -> Any:
+        made.append((others[i].on(mesh), i))
+        return made[-1][0]
 
-    def is_constant(self, x: Tensor) -> bool:
-        """Return whether a tensor is one of the constants, and not in the first part."""
-        return id(x) in self._constants and id(x) not in self._tensor_numbers
-
-    def number(self, obj: Any) -> int:
-        """Return the number of an object that is handed on itself."""
-        i = self._numbers.setdefault(id(obj), len(self.others))
-        if i == len(self.others):
-            self.others.append(obj)
-        return i
-
-    def number_tensor(self, x: Tensor) -> int:
-        """Return the number of a tensor; an operand may be inside of other wrappers."""
-        if (i := self._tensor_numbers.get(id(x))) is None:
-            i = self._tensor_numbers.get(id(_torch.unwrap_untracked(x)), len(self.tensors))
-            self._tensor_numbers[id(x)] = i
-            if i == len(self.tensors):
-                self.tensors.append(x)
-        return i
-
-
-def load(parts: Sequence[bytes], tensors: Sequence[Any], others: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, int]]]:
-    """Return the objects that the bytes stand for, and what was made in the place of others, with their numbers."""
-    unpickler = _Unpickler(b"".join(parts), tensors, others)
-    return [unpickler.load() for _ in parts], unpickler.made
+    own = {"_tensor": tensors.__getitem__, "_shared": others.__getitem__, "_function": function, "_spec": spec}
+    unpickler = _Unpickler(b"".join(snapshot.parts), own)
+    return [unpickler.load() for _ in snapshot.parts], made
 
 
 def find_tensors(*values: Any) -> list[Tensor]:
     """Return the tensors that can be reached from some values; those alone in values that cannot be copied."""
     try:
-        return Snapshot(values).tensors
+        return take_snapshot(values).tensors
     except Exception:
         return [x for value in values for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
-# --- What is in an object, by the text that follows its name ---
+# --- Where two runs differ ---
+
+
+class TensorText(str):
+    """The words for a tensor, which stand for it where what two runs have left is compared."""
+
+    __slots__ = ()
+
+
+def find_difference(was: Any, now: Any, path: str, seen: dict[tuple[int, int], Any]) -> str:
+    """Return what differs between what two runs have left, with its path; empty if nothing does."""
+    is_atom = isinstance(was, TensorText) or type(was) in ATOMS
+    if type(was) is not type(now) or (is_atom and repr(was) != repr(now)):
+        return f"{path} was {_describe(was)}, now it is {_describe(now)}"
+    if is_atom or (id(was), id(now)) in seen:
+        return ""
+    seen[id(was), id(now)] = was, now
+    for (name, a), (other, b) in itertools.zip_longest(_items_of(was), _items_of(now), fillvalue=("", None)):
+        if name != other:
+            return f"{path} has other items: {name or 'no more'}, now {other or 'no more'}"
+        if text := find_difference(a, b, path + name, seen):
+            return text
+    return ""
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, TensorText):
+        return str(value)
+    return repr(value) if type(value) in ATOMS else f"a {type(value).__name__}"
 
 
 def _items_of(obj: Any) -> list[tuple[str, Any]]:
     """Return what an object contains, and the text that follows the object's name for each."""
     if isinstance(obj, types.FunctionType):
-        return [(f".{name}", value) for name, value in zip(obj.__code__.co_freevars, _contents_of(obj), strict=True)]
-    if type(obj) in ATOMS or _kind_of(type(obj)) is not _Kind.VALUE:
+        state = obj.__defaults__, obj.__kwdefaults__, vars(obj), *map(_read_cell, obj.__closure__ or ())
+        return [(f"'s {i}", value) for i, value in enumerate(state)]
+    if _is_shared(type(obj)):
         return []
-    out: list[tuple[str, Any]] = []
+    out = [(f".{name}", value) for name, value in _read_attributes(obj).items()]
     if isinstance(obj, dict):
-        out += [(f"[{k!r}]", v) for k, v in dict.items(obj)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    elif isinstance(obj, list | tuple | deque | set):
-        out += [(f"[{i}]", v) for i, v in enumerate(obj)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return out + [(f".{name}", value) for name, value in _read_attributes(obj).items()]
-
-
-def _read_attributes(obj: Any) -> dict[str, Any]:
-    """Return the attributes of an object, and its slots that are set."""
-    out: dict[str, Any] = {}
-    for name in _slots_of(type(obj)):
-        with contextlib.suppress(AttributeError):
-            out[name] = getattr(obj, name)
-    return {**out, **getattr(obj, "__dict__", {})}
-
-
-@functools.lru_cache(maxsize=4096)
-def _slots_of(cls: type) -> list[str]:
-    """Return the names of the slots that a class has."""
-    own = ((name, value) for base in reversed(cls.__mro__) if base.__flags__ & 1 << 9 for name, value in vars(base).items())
-    return [name for name, value in own if isinstance(value, types.MemberDescriptorType) and not name.startswith("__")]
-
-
-def find_uncopied(value: Any, path: str) -> str:
-    """Return the path of what cannot be copied, and why; empty if all can. Functions are copied without their closures."""
-    try:
-        Snapshot([value], by_value=False)
-    except Exception as error:
-        items = value.items() if not path and type(value) is dict else _items_of(value)  # pyright: ignore
-        inside = (text for name, item in items if (text := find_uncopied(item, path + name)))
-        return next(inside, f"{path} ({error})")
-    return ""
-
-
-def walk(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield all that can be reached, by path, such as ``args[0].layers[1].keys``, each object once; the nearest first."""
-    todo, seen = deque(values.items()), {id(values): values}
-    while todo:
-        path, value = todo.popleft()
-        yield path, value
-        if id(value) not in seen:
-            seen[id(value)] = value
-            todo.extend((path + name, item) for name, item in _items_of(value))
-
-
-class TensorName(NamedTuple):
-    """The name of a tensor where the outcomes of two runs are compared."""
-
-    number: int
-    text: str
-
-
-def find_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return what differs between what two runs have left, loaded with `TensorName`, with its path; empty if nothing does."""
-    texts = [{path: _describe(value) for path, value in walk(values)} for values in (before, now)]
-    for path in (*texts[1], *texts[0]):
-        was, is_now = (text.get(path, ("nothing",)) for text in texts)
-        if was != is_now:
-            return f"{path} was {was[-1]}, now it is {is_now[-1]}"
-    return ""
-
-
-def _describe(value: Any) -> tuple[Any, ...]:
-    """Return what a value is, and the words for it last; the length of a container belongs to it."""
-    if isinstance(value, TensorName):
-        return value
-    if type(value) in ATOMS:
-        return type(value), repr(value)
-    return type(value), f"a {type(value).__name__}"
+        return out + [(f"[{k!r}]", v) for k, v in dict.items(obj)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return out + [(f"[{i}]", v) for i, v in enumerate(obj if isinstance(obj, list | tuple | deque | set) else ())]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
 # --- What a run has changed goes into the caller's objects ---
 
 
-_CALLABLES = {
-    UncopiedIterator: (),
-    types.MethodType: ("__self__",),
-    functools.partial: ("func", "args", "keywords"),
-}
-"""The classes whose attributes are not set, and the attributes that contain what a run may have changed."""
+def merge(old: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    """Return what stands for a run's object, loaded with the caller's tensors: the caller's at the same place, filled anew.
+
+    Only an object of the same class is filled. ``done`` has, by the id of a run's object, what stands for it, and the object.
+    """
+    cls: Any = type(new)
+    if new is old or cls in ATOMS or isinstance(new, Tensor):
+        return old if cls in ATOMS and type(old) is cls and old == new else new
+    if id(new) in done:
+        return done[id(new)][0]
+    if isinstance(new, tuple):
+        out = _merge_tuple(old if type(old) is cls else (), new, done)
+    elif _is_shared(cls) and not (cls is types.FunctionType and has_own_state(new)):
+        out = new
+    elif cls is types.MethodType:
+        out = types.MethodType(new.__func__, merge(getattr(old, "__self__", None), new.__self__, done))
+    else:
+        is_same = type(old) is cls and getattr(old, "__code__", None) is getattr(new, "__code__", None)
+        out = old if is_same else new
+        done[id(new)] = out, new
+        _merge_contents(out, new, done)
+    done[id(new)] = out, new
+    return out
 
 
-class Merge:
-    """Puts what a run has left in its copies, loaded with the caller's tensors, into the caller's objects."""
+def _merge_tuple(old: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    parts = _merge_elements(old, new, done)
+    for whole in (old, new):
+        if len(whole) == len(parts) and all(a is b for a, b in zip(parts, whole, strict=True)):
+            return whole
+    return type(new)(parts) if hasattr(new, "n_sequence_fields") else tuple.__new__(type(new), parts)
 
-    def __init__(self) -> None:
-        self._done: dict[int, tuple[Any, Any]] = {}  # by the id of a run's object: what stands for it, and the object
 
-    def __call__(self, old: Any, new: Any) -> Any:
-        """Return what stands for a run's object: the caller's at the same place if it is of the same class, filled anew."""
-        cls = type(new)
-        if new is old or cls in ATOMS or isinstance(new, Tensor):
-            return old if cls in ATOMS and type(old) is cls and old == new else new
-        if id(new) in self._done:
-            return self._done[id(new)][0]
-        is_same = type(old) is cls
-        if (names := _CALLABLES.get(cls)) is not None:
-            out = old if is_same or is_deferred(old) else new
-            for name in names if is_same else ():
-                self(getattr(old, name), getattr(new, name))
-        elif isinstance(new, tuple):
-            out = self._merge_tuple(old if is_same else (), new)
+def _merge_elements(old: Iterable[Any], new: Iterable[Any], done: dict[int, tuple[Any, Any]]) -> list[Any]:
+    return [merge(a, b, done) for a, b in zip(itertools.chain(old, itertools.repeat(None)), [*new])]  # noqa: B905
+
+
+def _merge_contents(out: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> None:
+    """Fill an object with what another one of its class contains; TypeError for a change of what is in no attribute."""
+    if isinstance(new, types.FunctionType):
+        states = [(f.__defaults__, f.__kwdefaults__, dict(vars(f)), f.__closure__) for f in (out, new)]
+        _fill_function(out, merge(*states, done)[:3])
+    elif isinstance(new, types.CellType):
+        if state := merge(_read_cell(out), _read_cell(new), done):
+            _fill_cell(out, state)
+    elif isinstance(new, functools.partial):
+        states = [(f.func, f.args, f.keywords, vars(f)) for f in (out, new)]
+        out.__setstate__(merge(*states, done))  # pyright: ignore
+    elif isinstance(new, dict):
+        base: Any = OrderedDict if isinstance(new, OrderedDict) else dict
+        items = [(merge(None, k, done), merge(base.get(out, k), v, done)) for k, v in base.items(new)]
+        base.clear(out)
+        for key, value in items:
+            base.__setitem__(out, key, value)
+        _merge_attributes(out, new, done)
+    elif isinstance(new, list | deque | set):
+        elements = _merge_elements(() if isinstance(new, set) else out, new, done)
+        out.clear()
+        (out.update if isinstance(out, set) else out.extend)(elements)
+        _merge_attributes(out, new, done)
+    elif _is_plain(type(new)):
+        _merge_attributes(out, new, done)
+    elif out is not new:
+        before, now = take_snapshot([out]), take_snapshot([new])
+        if before.parts != now.parts or any(a is not b for a, b in zip(before.tensors, now.tensors, strict=True)):
+            raise TypeError(f"a {type(new).__name__} that it changes")
+
+
+def _is_plain(cls: Any) -> bool:
+    """Return whether pickle copies an object of this class by its attributes alone."""
+    own = cls.__reduce_ex__, getattr(cls, "__getstate__", None), getattr(cls, "__setstate__", None)
+    default = object.__reduce_ex__, getattr(object, "__getstate__", None), None
+    return cls.__reduce__ in (object.__reduce__, types.SimpleNamespace.__reduce__) and own == default
+
+
+def _read_attributes(obj: Any) -> dict[str, Any]:
+    """Return the attributes of an object, and its slots that are set."""
+    slots = {name: getattr(obj, name) for name in copyreg._slotnames(type(obj)) if hasattr(obj, name)}  # pyright: ignore
+    return slots | getattr(obj, "__dict__", {})
+
+
+def _merge_attributes(out: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> None:
+    before, now, own = _read_attributes(out), _read_attributes(new), getattr(out, "__dict__", {})
+    for name in before.keys() - now.keys():
+        own.pop(name) if name in own else object.__delattr__(out, name)
+    for name, value in now.items():
+        value = merge(before.get(name), value, done)
+        if name in copyreg._slotnames(type(out)):  # pyright: ignore
+            object.__setattr__(out, name, value)
         else:
-            out = old if is_same else new
-            self._done[id(new)] = out, new
-            if cls is types.FunctionType:
-                self._merge_function(old if is_same else new, new)
-            elif _kind_of(cls) is _Kind.REFERENCE or _kind_of(cls) is _Kind.RANKED:
-                out = new
-            else:
-                self._merge_items(out, new)
-        self._done[id(new)] = out, new
-        return out
-
-    def _merge_tuple(self, old: Any, new: Any) -> Any:
-        parts = [self(a, b) for a, b in zip(itertools.chain(old, itertools.repeat(None)), new)]  # noqa: B905
-        for made in (old, new):
-            if len(made) == len(parts) and all(a is b for a, b in zip(parts, made, strict=True)):
-                return made
-        return type(new)(parts) if hasattr(new, "n_sequence_fields") else tuple.__new__(type(new), parts)
-
-    def _merge_function(self, f: Any, new: Any) -> None:
-        """Fill the closure, the defaults and the attributes of a function."""
-        contents = [self(a, b) for a, b in zip(_contents_of(f), _contents_of(new), strict=True)]
-        defaults, keywords = self(f.__defaults__, new.__defaults__), self(f.__kwdefaults__, new.__kwdefaults__)
-        _fill_function(f, (defaults, keywords, self(dict(vars(f)), vars(new)), contents))
-
-    def _merge_items(self, out: Any, new: Any) -> None:
-        """Fill an object with what another one of its class contains."""
-        if (get := getattr(type(new), "getstate", None) or getattr(type(new), "get_state", None)) is not None:
-            (getattr(out, "setstate", None) or out.set_state)(get(new))
-        elif hasattr(new, "bit_generator"):
-            out.bit_generator.state = new.bit_generator.state
-        elif isinstance(new, bytearray | array.array):
-            out[:] = new
-        elif (numpy := sys.modules.get("numpy")) and isinstance(new, numpy.ndarray):
-            out[...] = new
-        elif isinstance(new, dict):
-            base: Any = OrderedDict if isinstance(new, OrderedDict) else dict
-            items = [(self(None, k), self(base.get(out, k), v)) for k, v in base.items(new)]
-            base.clear(out)
-            for key, value in items:
-                base.__setitem__(out, key, value)
-        elif isinstance(new, list | deque):
-            values = [self(a, b) for a, b in zip(itertools.chain(out, itertools.repeat(None)), list(new))]  # noqa: B905
-            out.clear()
-            out.extend(values)
-        elif isinstance(new, set):
-            elements = [self(None, value) for value in new]  # pyright: ignore[reportUnknownVariableType]
-            out.clear()
-            out.update(elements)
-        self._merge_attributes(out, new)
-
-    def _merge_attributes(self, out: Any, new: Any) -> None:
-        """Set the attributes of an object; those that a class of its own leaves out of its state stay."""
-        before = _read_attributes(out)
-        values = {name: self(before.get(name), value) for name, value in _read_attributes(new).items()}
-        is_whole = getattr(type(new), "__getstate__", None) is getattr(object, "__getstate__", None)
-        own = getattr(out, "__dict__", {})
-        for name in before.keys() - values.keys() if is_whole else ():
-            own.pop(name) if name in own else object.__delattr__(out, name)
-        for name in _slots_of(type(new)):
-            if name in values:
-                object.__setattr__(out, name, values.pop(name))
-        own.update(values)
+            own[name] = value
