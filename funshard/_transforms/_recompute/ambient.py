@@ -59,6 +59,7 @@ class AmbientState:
         self._end: list[Tensor] = []
         self._python_start: tuple[Any, Any] | None = _get_python_states()
         self._values = [get() for get, _ in _SETTINGS]
+        self._config = {var: value for var, value in contextvars.copy_context().items() if _torch.is_config_variable(var)}
         self._modes, self._device = _torch.function_modes(own=False), torch.get_default_device()
         self._casts = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -98,6 +99,8 @@ class AmbientState:
                     stack.enter_context(torch.autocast(kind, dtype, enabled))
             if self._device != torch.get_default_device():
                 stack.enter_context(self._device)
+            for var, value in self._config.items():
+                stack.callback(var.reset, var.set(value))
             active = _torch.function_modes(own=False)  # none of them: torch calls their handlers for backward() as well
             for mode in self._modes:
                 if mode not in active:

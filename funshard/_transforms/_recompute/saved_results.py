@@ -99,70 +99,53 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
 
 @dataclass
 class _SavedResult:
-    """The results of one call of an operator."""
+    """The results of one call of an operator.
 
-    op: Any
-    value: Any
-    random_states: list[Tensor] | None
-    """Those after the call, if it drew random numbers."""
-    layout: Any
-    """Of its arguments."""
-    versions: tuple[int, ...] = ()
-    """Of its tensors at the end of the first run, which sees every write until then."""
-
-    def current_versions(self) -> tuple[int, ...]:
-        """Return the versions of its tensors now."""
-        return tuple(map(_torch.version, result_tensors(self.value)))
-
-
-@dataclass
-class _Maker:
-    """The call that made a storage, whose results are saved if the storage gets a name."""
+    Args:
+        call: The call.
+        value: The results.
+        random_states: Those after the call, if it drew random numbers.
+        layout: That of the call's arguments.
+        versions: Those of the results at the end of the first run, which sees every write until then.
+    """
 
     call: Call
-    result: _SavedResult
-    view: tuple[Any, ...]
-    """The dtype, shape, strides and offset of the first result, which is not held; its storage's end frees the others."""
-    storage: weakref.ref[Any]
+    value: Any
+    random_states: list[Tensor] | None
+    layout: list[Any]
+    versions: tuple[int, ...] = ()
+
+    def current_versions(self) -> tuple[int, ...]:
+        return tuple(map(_torch.version, result_tensors(self.value)))
 
 
 class SavedResults:
     """The results that the first run of a function has saved for the last one."""
 
     def __init__(self, remat: Remat, name: str) -> None:
-        self.name, self._remat = name, remat
+        self.name, self.remat = name, remat
         self.by_call: dict[Call, _SavedResult] = {}
 
-    def run(self, ambient: AmbientState, *, is_first: bool, retained: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the context of the first run, which saves results, or of the last one, which reuses them."""
-        return self.first_run(ambient) if is_first else self.last_run(ambient, retained=retained)
-
     @contextlib.contextmanager
-    def first_run(self, ambient: AmbientState) -> Generator[None]:
-        """Save results within this context; ValueError if the function gives none of the names to save."""
-        names, run = self._remat.names, _SavingRun(self, ambient, self._remat)
-        with run.active():
-            yield
-        for result in self.by_call.values():
-            result.versions = result.current_versions()
-        if names and not names & run.seen_names:
-            raise ValueError(missing_names_message(self.name, names, run.seen_names))
+    def run(self, ambient: AmbientState, *, is_first: bool, retained: bool) -> Generator[None]:
+        """Save results within this context in the first run, reuse them in the last one, and free them then.
 
-    @contextlib.contextmanager
-    def last_run(self, ambient: AmbientState, *, retained: bool) -> Generator[None]:
-        """Reuse results within this context, and free them unless the graph is ``retained`` for another backward."""
-        if not self.by_call:
+        ``retained`` says that the graph is kept for another backward. ValueError if the function gives none of the names.
+        """
+        if not (is_first or self.by_call):
             yield
             return
-        run = _ReusingRun(self, ambient, retained=retained)
+        run, before = (_SavingRun if is_first else _ReusingRun)(self, ambient, retained=retained), active_runs()
+        _THREAD.runs = (*before, run)
+        run.enter()
         try:
-            with run.active():
-                yield
+            yield
         finally:
-            if not retained:
+            _THREAD.runs = before
+            run.leave()
+            if not (is_first or retained):
                 self.by_call.clear()
-        for traits, count in run.left:
-            raise self.differs(traits.op, f"called {count} times, now {run.counts.get(traits, 0)}")
+        run.finish()
 
     def differs(self, op: object, how: str) -> RuntimeError:
         """Return the error for runs that do not call the same operators."""
@@ -182,11 +165,11 @@ class SavedResults:
 class _Run(_torch.DispatchMode):
     """A mode around one run that counts the calls of each operator."""
 
-    def __init__(self, saved: SavedResults, ambient: AmbientState) -> None:
+    def __init__(self, saved: SavedResults, ambient: AmbientState, *, retained: bool) -> None:
         super().__init__()
         self.paused = self.is_done = self._is_entered = False
         self.counts: dict[_torch.OpTraits, int] = {}
-        self._saved, self._ambient = saved, ambient
+        self._saved, self._ambient, self._retained = saved, ambient, retained
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -202,20 +185,11 @@ class _Run(_torch.DispatchMode):
         self.counts[traits] = count = self.counts.get(traits, 0) + 1
         return self.run_op((traits, count), args, kwargs)
 
-    @contextlib.contextmanager
-    def active(self) -> Generator[None]:
-        """Make the run active within this context; it may leave its mode before the end."""
-        before = active_runs()
-        _THREAD.runs = (*before, self)
+    def enter(self) -> None:
         self.__enter__()
         self._is_entered = True
-        try:
-            yield
-        finally:
-            _THREAD.runs = before
-            self._leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         if self._is_entered:
             self._is_entered = False
             self.__exit__(None, None, None)
@@ -223,7 +197,7 @@ class _Run(_torch.DispatchMode):
     def leave_if_done(self) -> None:
         """Leave the mode before the run ends, unless another mode or a transform is inside of it."""
         if self.is_done and not _torch.current_level() and self.is_innermost():
-            self._leave()
+            self.leave()
 
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the results of a call."""
@@ -235,15 +209,19 @@ class _Run(_torch.DispatchMode):
     def add_name(self, x: Tensor, name: str) -> None:
         """Save what made a tensor of this name."""
 
+    def finish(self) -> None:
+        """Check the run."""
+
 
 class _SavingRun(_Run):
     """The first run. It saves the results of the chosen operators, and those that are named."""
 
-    def __init__(self, saved: SavedResults, ambient: AmbientState, remat: Remat) -> None:
-        super().__init__(saved, ambient)
-        self._names, self.seen_names = remat.names, set[str]()
+    def __init__(self, saved: SavedResults, ambient: AmbientState, *, retained: bool) -> None:
+        super().__init__(saved, ambient, retained=retained)
+        self._names, self._seen_names, remat = saved.remat.names, set[str](), saved.remat
         self._is_chosen = None if remat.save == remat.names else remat._choose_operators()
-        self._makers: dict[int, _Maker] = {}  # by storage
+        # by storage: what made it, saved if it gets a name; and the first tensor's view, which is not held, of the storage
+        self._makers: dict[int, tuple[_SavedResult, tuple[Any, ...], weakref.ref[Any]]] = {}
         self._ops: dict[int, _torch.OpOverload] = {}  # by the storages that are saved, the operators that made them
 
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -256,17 +234,16 @@ class _SavingRun(_Run):
         is_chosen = self._is_chosen is not None and self._is_chosen(op, args, kwargs, out)
         if is_chosen or self._names:
             states = self._ambient.get_random_states() if call[0].draws else None
-            value = tree_map_only(Tensor, _torch.detach_in_dispatch, out)
-            result = _SavedResult(op, value, states, _layout_of(args))
+            result = _SavedResult(call, tree_map_only(Tensor, _torch.detach_in_dispatch, out), states, _layout_of(args))
             if is_chosen:
-                self._save(call, result)
+                self._save(result)
             elif _torch.storage_id(tensors[0]) not in self._makers:  # else `_unsafe_view` and the like give a view
-                self._add_maker(call, result)
+                self._add_maker(result)
         return out
 
-    def _save(self, call: Call, result: _SavedResult) -> None:
-        self._saved.by_call[call] = result
-        self._ops |= {_torch.storage_id(x): result.op for x in result_tensors(result.value)}
+    def _save(self, result: _SavedResult) -> None:
+        self._saved.by_call[result.call] = result
+        self._ops |= {_torch.storage_id(x): result.call[0].op for x in result_tensors(result.value)}
 
     def check_write(self, x: Tensor, op: _torch.OpOverload) -> None:
         """Raise RuntimeError if this tensor is saved: the last run would reuse it as it was before the write."""
@@ -274,7 +251,7 @@ class _SavingRun(_Run):
         if (maker := self._ops.get(_torch.storage_id(x))) is not None:
             raise self._saved.changed(maker, f", by {op}")
 
-    def _add_maker(self, call: Call, result: _SavedResult) -> None:
+    def _add_maker(self, result: _SavedResult) -> None:
         """Hold results but for the first, until its storage is gone or has a name."""
         first, *_ = result_tensors(result.value)
         if first is not result.value and all(first is not x for x in result.value):
@@ -282,60 +259,67 @@ class _SavingRun(_Run):
         key, storage = _torch.storage_id(first), first.untyped_storage()
         view = first.dtype, first.shape, first.stride(), first.storage_offset()
         result.value = tree_map_only(Tensor, lambda x: None if x is first else x, result.value)
-        self._makers[key] = _Maker(call, result, view, weakref.ref(storage, functools.partial(self._free, key)))
+        self._makers[key] = result, view, weakref.ref(storage, functools.partial(self._free, key))
 
     def _free(self, key: int, storage: weakref.ref[Any]) -> None:
-        if (maker := self._makers.get(key)) is not None and maker.storage is storage:
+        if key in self._makers and self._makers[key][2] is storage:
             del self._makers[key]
 
     def add_name(self, x: Tensor, name: str) -> None:
         """Save what made a tensor of this name, if the name is to be saved and the tensor is unchanged."""
-        self.seen_names.add(name)
+        self._seen_names.add(name)
         x = _torch.unwrap(x)
         if name not in self._names or not _torch.is_plain(x):
             return
-        maker = self._makers.pop(_torch.storage_id(x), None)
-        if maker is None or maker.view[0] != x.dtype:
+        if (maker := self._makers.pop(_torch.storage_id(x), None)) is None or maker[1][0] != x.dtype:
             return
+        result, (_, *view), _ = maker
         with _torch.below_transforms():
-            first = x.detach().as_strided(*maker.view[1:])
-        value = maker.result.value
-        if isinstance(value, tuple | list):
-            at = next(i for i, item in enumerate(value) if item is None)
-            items = [*value[:at], first, *value[at + 1 :]]
-            maker.result.value = type(value)(items)
+            first = x.detach().as_strided(*view)
+        if isinstance(result.value, tuple | list):
+            result.value = type(result.value)([first if item is None else item for item in result.value])
         else:
-            maker.result.value = first
-        self._save(maker.call, maker.result)
+            result.value = first
+        self._save(result)
+
+    def finish(self) -> None:
+        """Note the versions of what is saved; ValueError if the function gave none of the names."""
+        for result in self._saved.by_call.values():
+            result.versions = result.current_versions()
+        if self._names and not self._names & self._seen_names:
+            raise ValueError(missing_names_message(self._saved.name, self._names, self._seen_names))
 
 
 class _ReusingRun(_Run):
     """The last run, which reuses what was saved."""
 
     def __init__(self, saved: SavedResults, ambient: AmbientState, *, retained: bool) -> None:
-        super().__init__(saved, ambient)
-        self._retained = retained
-        self.left = set(saved.by_call)
+        super().__init__(saved, ambient, retained=retained)
+        self._left = set(saved.by_call)
 
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the saved results and set the random state as after the call; run the operator if there are none."""
-        results = self._saved.by_call
+        results, op = self._saved.by_call, call[0].op
         result = results.get(call) if self._retained else results.pop(call, None)
         if result is None:
-            return call[0].op(*args, **kwargs)
-        self.left.discard(call)
-        self.is_done = not self.left  # no call that follows is counted
+            return op(*args, **kwargs)
+        self._left.discard(call)
+        self.is_done = not self._left  # no call that follows is counted
         if result.layout != _layout_of(args):
-            raise self._saved.differs(result.op, f"given {result.layout}, now {_layout_of(args)}")
+            raise self._saved.differs(op, f"given {result.layout}, now {_layout_of(args)}")
         if result.versions != result.current_versions():
-            raise self._saved.changed(result.op)
+            raise self._saved.changed(op)
         if result.random_states is not None:
             self._ambient.set_random_states(result.random_states)
         return tree_map_only(Tensor, Tensor.detach, result.value)
 
+    def finish(self) -> None:
+        """Raise RuntimeError for a saved call that the run did not make."""
+        for traits, count in self._left:
+            raise self._saved.differs(traits.op, f"called {count} times, now {self.counts.get(traits, 0)}")
+
 
 def _layout_of(args: tuple[Any, ...]) -> list[Any]:
-    """Return what the arguments of an operator are like."""
     return [(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else type(x) for x in args]
 
 
