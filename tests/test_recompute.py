@@ -378,7 +378,7 @@ DIFFERENT = {
     "number": (other_number, None, r"its result\[0\] has other items: .*\[1\]"),
     "parameter": (other_parameter, None, "reads other parameters in one of its runs .*: 'block.lin.bias' in one of them only"),
     "random": (other_random, None, "does not draw in every run as many random numbers"),
-    "value": (other_value, None, r"module 'block'.seen was \d, now it is \d"),
+    "value": (other_value, None, r"its result\[2\]\['block'\]\[0\]\['seen'\] was \d, now it is \d"),
     "type": (other_type, None, r"its result\[0\] was a dict, now it is a list"),
     "argument in place": (argument_in_place, None, r"changed in place a tensor that it was given: args\[0\]"),
     "state in place": (state_in_place, lambda: {"h": torch.ones(WIDTH).double()}, r"that it was given: args\[1\];"),

@@ -23,10 +23,14 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
-from .._transforms._recompute.function import CALL_ATTRIBUTES
 from .buffers import check_statistics, warn_discarded
+<<<<<<< HEAD
 from .module_state import BoundModule, calling_thread
 from .running import ForwardRun, Guard
+=======
+from .module_state import CALL_ATTRIBUTES, BoundModule, own_tensors
+from .running import Call, ForwardRun, Guard
+>>>>>>> 59c5f3e (A recomputed module's attributes are an argument and a result of its run)
 
 __all__ = ["AttributeWrites", "BackwardGuard", "BufferChanges", "OwnParameters"]
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _torch
 from .._core.layout import Params
@@ -21,13 +22,13 @@ from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._spec.options import RECOMPUTE_ALL, remat_of
 from .._torch.phases import phase
-from .._transforms._recompute.function import CALL_ATTRIBUTES, set_attributes
+from .._transforms._recompute.function import is_copied
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import run_unrecorded
 from .buffers import copy_buffer
 from .compiled_unit import can_run_compiled, is_compiled
 from .modes import Scheduled
-from .module_state import BoundModule, ModuleAttributes, Replaced
+from .module_state import CALL_ATTRIBUTES, BoundModule, ModuleAttributes, Replaced, kept_attributes
 from .running import Call, Override
 from .schedule import GatheredUnit
 
@@ -115,14 +116,23 @@ def _recompute_module(
         "forward": {path: before[module]["forward"] for path, module in place.modules.items() if "forward" in before[module]},
         "args": args,
         "kwargs": kwargs,
+        "attribute": {
+            path: {name: value for name, value in kept_attributes(module).items() if is_copied(value)}
+            for path, module in place.distinct.items()
+        },
     }
-    out, written = call_recomputed(
+    out, written, changes = call_recomputed(
         run,
         f"module '{place.path}' with P(remat=True)",
         roots,
-        {f"module '{path}'": module for path, module in place.modules.items()},
+        list(place.distinct.values()),
         remat=remat_of(outer.spec.by_path[place.path]) or RECOMPUTE_ALL,
     )
+    for path, (values, removed) in (changes or {}).items():
+        own = vars(place.distinct[path])
+        for name in removed:
+            own.pop(name, None)
+        own.update(values)
     for i, buffer, is_new in written:
         before_it = list(buffers)[i]
         # a vmap around has batched all results, and can only write those into what it has batched
@@ -173,21 +183,27 @@ class _ModuleRun:
         forwards: Mapping[str, Any],
         args: Args,
         kwargs: Kwargs,
-    ) -> tuple[Any, tuple[tuple[int, Tensor, bool], ...]]:
+        copied: Mapping[str, dict[str, Any]],
+    ) -> tuple[Any, tuple[tuple[int, Tensor, bool], ...], dict[str, Any] | None]:
         copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
         now = {name: copy for copy, names in zip(copies, self.buffers, strict=True) for name in names}
-        own: dict[nn.Module, dict[str, Any]] = {
-            self._place.modules[path]: {"forward": forward} for path, forward in forwards.items()
-        }
-        attributes: ModuleAttributes = {
-            module: {name: value for name, value in vars(module).items() if name not in CALL_ATTRIBUTES}
-            | ({} if parameters is None else {"_parameters": parameters, "_buffers": module._buffers})
-            | own.get(module, {})
-            for module, parameters in self._parameters.items()
-        }
+        modules = self._place.distinct
+        if self._first:  # what later runs get copies of is not kept
+            self._constants = {
+                path: {k: v for k, v in vars(module).items() if k not in CALL_ATTRIBUTES and k not in copied[path]}
+                for path, module in modules.items()
+            }
+        attributes: ModuleAttributes = {}
+        for path, module in modules.items():
+            own = attributes[module] = self._constants[path] | copied[path]
+            if (parameters := self._parameters[module]) is not None:
+                own |= {"_parameters": parameters, "_buffers": module._buffers}
+            if path in forwards:
+                own["forward"] = forwards[path]
         with phase("run" if self._first else "recompute", self._place.path):
-            out, used = self._run(attributes, *self._insert_gathered(params), spec, now, replaced, args, kwargs)
+            gathered = self._insert_gathered(params)
+            out, used, changes = self._run(attributes, *gathered, spec, now, replaced, args, kwargs)
         first, self._first = self._first, False
         written = {
             i: now[names[0]] is not copy
@@ -201,7 +217,7 @@ class _ModuleRun:
             quiet = (i for i, x in enumerate(copies) if x.is_floating_point() and _may_be_written(given[i], x))
             self._written = dict.fromkeys(quiet, False) | written
         self._check(used, written, now)
-        return out, tuple((i, now[self.buffers[i][0]], is_new) for i, is_new in self._written.items())
+        return out, tuple((i, now[self.buffers[i][0]], is_new) for i, is_new in self._written.items()), changes
 
     def _run(
         self,
@@ -213,19 +229,22 @@ class _ModuleRun:
         replaced: Replaced,
         args: Args,
         kwargs: Kwargs,
-    ) -> tuple[Any, list[str]]:
-        """Return the result of one run, and the names of the parameters that it read; update buffers and replaced ones."""
+    ) -> tuple[Any, list[str], dict[str, tuple[dict[str, Any], list[str]]] | None]:
+        """Return the result of one run, the names of the parameters that it read, and the attributes that it set and removed.
+
+        Buffers and replaced parameters are updated.
+        """
         place = self._place
         call = self._outer.make_inner(place, params, spec, gathered)
         with call.install(buffers, attributes):
             for (path, attr), tensor in replaced.items():
                 place.modules[path]._parameters[attr] = tensor
+            before = [kept_attributes(module) for module in place.distinct.values()]
             out = place.modules[place.path].forward(*args, **kwargs)
             replaced.update(place.replaced_parameters(attributes))
-            after = {module: dict(vars(module)) for module in place.owned}
-        for module, new in after.items():
-            set_attributes(module, new)
-        return out, sorted(call.used_parameters or ())
+            pairs = zip(place.distinct.items(), before, strict=True)
+            changes = {path: change for (path, module), own in pairs if (change := _find_changes(own, kept_attributes(module)))}
+        return out, sorted(call.used_parameters or ()), changes or None
 
     def _check(self, used: list[str], written: Mapping[int, bool], now: Params) -> None:
         """Raise RuntimeError for a run that reads other parameters or writes other buffers than the first one."""
@@ -280,6 +299,14 @@ class _ModuleRun:
                 yield
         finally:
             self._last = False
+
+
+def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]] | None:
+    """Return the attributes that a run has set, and the names of those that it has deleted."""
+    if before.keys() == now.keys() and all(map(operator.is_, before.values(), map(now.__getitem__, before))):
+        return None
+    new = {k: v for k, v in now.items() if before.get(k, before) is not v}
+    return new, sorted(before.keys() - now.keys())
 
 
 class _LinkToShard(_torch.Function):

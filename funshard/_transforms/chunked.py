@@ -103,7 +103,7 @@ def _add_slices(
         return functools.reduce(torch.add, totals), functools.reduce(torch.add, counts)
     call = functools.partial(_run_slice, name=name)
     parts = [
-        _ChunkFunction(call, name, {"the function": f, "w": w, "rows": pytree.tree_unflatten(tensors, treedef)}, {}, Remat())
+        _ChunkFunction(call, name, {"the function": f, "w": w, "rows": pytree.tree_unflatten(tensors, treedef)}, (), Remat())
         for tensors in taken
     ]
     position = {id(x): i for i, x in enumerate(taken[0])}  # the others are shared: w, and what f closes over

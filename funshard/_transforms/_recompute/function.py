@@ -9,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 import random
 import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ... import _torch
-from ..._batchnorm import MESH, WEIGHT
 from ..._spec.options import Remat
 from ..._torch import DATA
 from ..grad import assume_differentiated, is_assumed_differentiated
@@ -40,7 +38,7 @@ from .checks import (
 from .saved_results import SavedResults
 from .snapshot import ATOMS, Snapshot, TensorText, find_difference, find_tensors, has_own_state, load, merge, take_snapshot
 
-__all__ = ["CALL_ATTRIBUTES", "RUNNING", "RecomputedFunction", "find_attribute_tensors", "recomputing_names", "set_attributes"]
+__all__ = ["RUNNING", "RecomputedFunction", "is_copied", "recomputing_names"]
 
 
 class _Running(threading.local):
@@ -61,75 +59,11 @@ def recomputing_names() -> tuple[str, ...]:
     return RUNNING.names
 
 
-# --- A module's attributes ---
-
-CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH, WEIGHT)
-"""The attributes of a module that functional_call replaces."""
-_SKIPPED = frozenset({*CALL_ATTRIBUTES, "_modules"})
-_HOOK_DICTS = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)} - _SKIPPED
-"""The names of a module's dicts of hooks; most are empty."""
-_MISSING = object()
-
-
-def _read_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that forward may change, but for hooks that it has none of."""
-    own = {k: v for k, v in vars(module).items() if k not in _SKIPPED and (k not in _HOOK_DICTS or v)}
-    return own | {k: own[k].copy() for k in own.keys() & _HOOK_DICTS}
-
-
-def find_attribute_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the tensors in the attributes of a module, but for parameters, buffers and other modules."""
-    return find_tensors(*_read_attributes(module).values())
-
-
-def set_attributes(module: nn.Module, new: Mapping[str, Any]) -> None:
-    """Replace the attributes that forward may change; dicts of hooks stay the same objects."""
-    own, now = vars(module), _read_attributes(module)
-    for name in now.keys() - new.keys():
-        own[name].clear() if name in _HOOK_DICTS else own.pop(name)
-    for name, value in new.items():
-        if name in _HOOK_DICTS:
-            hooks = value.copy()
-            own[name].clear()
-            own[name].update(hooks)
-        elif name not in _SKIPPED:
-            own[name] = value
-
-
-def _set_all(modules: Iterable[nn.Module], now: Iterable[dict[str, Any]], new: Iterable[dict[str, Any]]) -> None:
-    """Give modules their attributes, which nearly always they have."""
-    for module, own, attributes in zip(modules, now, new, strict=True):
-        if not _is_same(own, attributes):
-            set_attributes(module, attributes)
-
-
-def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Return whether two modules' attributes are the same objects, in one order; False where hooks were copied."""
-    return a is b or (len(a) == len(b) and all(map(operator.is_, a.values(), b.values())) and a.keys() == b.keys())
-
-
-def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the attributes that a run has set, and the names of those that it has deleted."""
-    changed = {
-        k: v
-        for k, v in now.items()
-        if (was := before.get(k, _MISSING)) is not v
-        and not ((type(v) in ATOMS or k in _HOOK_DICTS) and type(was) is type(v) and was == v)
-    }
-    return changed, sorted(before.keys() - now.keys())
-
-
-def _read_constants(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that all runs share, and how often each of its buffers was changed in place."""
-    own = {k: v for k, v in vars(module).items() if k not in _SKIPPED and k not in _HOOK_DICTS}
-    return own | {"a buffer": [(id(x), _torch.version(x)) for x in _own_tensors(module, "_buffers")]}
-
-
 _COPIED = (Tensor, tuple, list, dict, set, deque, functools.partial, torch.Generator, random.Random)
 """The classes of attributes of which each run has its own copy, or its own state."""
 
 
-def _is_copied(value: Any) -> bool:
+def is_copied(value: Any) -> bool:
     """Return whether each run gets its own copy of an attribute of a module."""
     if isinstance(value, tuple) and all(type(x) in ATOMS for x in value):  # pyright: ignore[reportUnknownVariableType]
         return False
@@ -142,7 +76,12 @@ def _own_tensors(module: nn.Module, kind: str) -> list[Tensor]:
     return [x for x in dict.values(own) if x is not None] if isinstance(own, dict) else []
 
 
-# --- The function ---
+def _read_constants(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that all runs share, and how often each of its buffers was changed in place."""
+    return {**vars(module), "a buffer": [(id(x), _torch.version(x)) for x in _own_tensors(module, "_buffers")]}
+
+
+_MISSING = object()
 
 _SEEN_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules whose first call in a transform has shown which tensors they read."""
@@ -168,18 +107,18 @@ class _BeginGraph(_torch.Function):
 
 
 class RecomputedFunction:
-    """``call(*roots)`` as a function of all the tensors in its arguments, the same in every run."""
+    """``call(*roots)`` as a function of all the tensors in its arguments, the same in every run.
+
+    ``owned`` are the modules that it runs, whose attributes are the last root: by module, and then by name.
+    """
 
     def __init__(
-        self, call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Mapping[str, nn.Module], remat: Remat
+        self, call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Sequence[nn.Module], remat: Remat
     ) -> None:
-        self._call, self.name, self._names = call, name, [*roots, "context variables", "attributes"]
-        self._modules, self._module_names = list(owned.values()), list(owned)
+        self._call, self.name, self._names, self._modules = call, name, ["context variables", *roots], owned
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         self._attention = _torch.current_attention()
-        self._attributes = [_read_attributes(module) for module in self._modules]
-        copied = [{k: v for k, v in own.items() if type(v) not in ATOMS and _is_copied(v)} for own in self._attributes]
-        self._before = self._freeze([*roots.values(), find_variables(), {i: own for i, own in enumerate(copied) if own}])
+        self._before = self._freeze([find_variables(), *roots.values()])
         self._shared = [] if owned else [(m, _read_constants(m)) for m in self._reached_modules()]
         tensors = self._before.tensors
         levels = _torch.current_level() + _torch.is_in_forward_ad()  # plain autograd is another one, where it records
@@ -219,19 +158,20 @@ class RecomputedFunction:
     def _freeze(self, roots: list[Any]) -> Snapshot:
         """Return the snapshot of the arguments; raise TypeError for one that cannot be copied."""
         self._caller: list[Any] | None = roots
-        self._constants = constants = {id(x) for module in self._modules for x in _own_tensors(module, "_parameters")}
+        self._constants = {id(x) for module in self._modules for x in _own_tensors(module, "_parameters")}
+        parts = [roots[:-1], roots[-1]]
         with contextlib.suppress(Exception):
-            return take_snapshot([roots[:-1], roots[-1]], constants=constants)
-        for own in roots[-1].values():
+            return take_snapshot(parts, constants=self._constants)
+        for own in roots[-1].values() if self._modules else ():
             for key in [key for key, value in own.items() if _find_error(value)]:
                 del own[key]  # as a list of locks
-        for path, value in self._arguments(roots[:-1]).items():
+        for path, value in self._arguments(roots).items():
             if error := _find_error(value):
                 raise TypeError(
                     f"{self.name} was given an object that cannot be copied for another run, {path} ({error}): expected "
                     "tensors, and containers of them"
                 )
-        return take_snapshot([roots[:-1], roots[-1]], constants=constants)
+        return take_snapshot(parts, constants=self._constants)
 
     def _arguments(self, roots: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments by the names that errors give them."""
@@ -272,24 +212,18 @@ class RecomputedFunction:
             for i, attributes in self._tensor_attributes.items():
                 vars(xs[i]).update(attributes)
         versions = [(_torch.version(x), len(x._backward_hooks or ())) for x in xs]
-        (arguments, held), made = load(self._before, xs)
-        targets = [{**own, **held[i]} if i in held else own for i, own in enumerate(self._attributes)]
-        around = self._attributes if is_first else [*map(_read_attributes, self._modules)]
+        (first, last), made = load(self._before, xs)
+        out = self._run([*first, last], xs)
+        self._check_operands(xs, versions, [*first, last])
         try:
-            _set_all(self._modules, around, targets)
-            out = self._run(arguments, xs)
-            now = [*map(_read_attributes, self._modules)]
-            pairs = enumerate(zip(targets, now, strict=True))
-            changes = {i: change for i, (a, b) in pairs if not _is_same(a, b) and any(change := _find_changes(a, b))}
-            self._check_operands(xs, versions, [*arguments, held])
-            after = self._snapshot_after([arguments, held, [changes, out]], xs, made)
-        finally:
-            _set_all(self._modules, map(_read_attributes, self._modules), around)
+            after = take_snapshot([first, last, out], xs, self._before.others, made, self._constants)
+        except Exception as error:
+            raise self._uncopied_result(error) from error
         results = after.tensors[len(xs) :]
         layouts = [(x.dtype, x.shape, x.device) for x in results]
         if is_first:
             self._check_results(results, begins)
-            self.has_changed_objects = bool(changes or after.parts[:2] != self._before.parts)
+            self.has_changed_objects = after.parts[:2] != self._before.parts
             self._first, self._left = (after.parts, layouts), (after, out, len(xs))
             return tuple(r.detach() for r in results)  # autograd writes on what a Function returns; it may be a constant
         if self._first != (after.parts, layouts) and (text := self._find_difference(after, layouts, len(xs))):
@@ -304,13 +238,6 @@ class RecomputedFunction:
             begun = iter(_BeginGraph.apply(self.name, *sources))
         return tuple(next(begun) if flag else x for x, flag in zip(xs, self._flags, strict=True))
 
-    def _snapshot_after(self, parts: list[Any], xs: Sequence[Tensor], made: list[tuple[Any, int]]) -> Snapshot:
-        """Return the snapshot of what a run has left; raise TypeError for what cannot be copied."""
-        try:
-            return take_snapshot(parts, xs, self._before.others, made, self._constants)
-        except Exception as error:
-            raise self._uncopied_result(error) from error
-
     def _uncopied_result(self, error: Exception) -> TypeError:
         return TypeError(
             f"{self.name} returns, stores or changes an object that cannot be copied ({error}): expected tensors, and "
@@ -319,7 +246,7 @@ class RecomputedFunction:
 
     def _run(self, arguments: Sequence[Any], xs: Sequence[Tensor]) -> Any:
         """Run the function in the surroundings of its first run, and return its result."""
-        *roots, variables = arguments
+        variables, *roots = arguments
         ambient, is_first = self._ambient, self._ambient is None
         before = RUNNING.names, RUNNING.in_stack, RUNNING.is_first
         RUNNING.names, RUNNING.in_stack, RUNNING.is_first = (*before[0], self.name), self._in_stack, is_first
@@ -429,12 +356,10 @@ class RecomputedFunction:
         for parts, own in ((self._first[0], self._first[1]), (now.parts, layouts)):
             texts = [TensorText(f"operand {i}") for i in range(operands)]
             texts += [TensorText(f"{dtype} of shape {list(shape)} on {device}") for dtype, shape, device in own]
-            (arguments, held, (changes, out)), _ = load(now._replace(parts=parts), texts)
-            stored = {f"{self._module_names[i]}.{k}": v for i, (values, _) in changes.items() for k, v in values.items()}
-            outcomes.append({"its result": out, **stored, **dict(zip(self._names, [*arguments, held], strict=True))})
-        first, last = outcomes
-        both = ((name, first.get(name), last.get(name)) for name in (*last, *first))
-        return next((text for name, a, b in both if (text := find_difference(a, b, name, {}))), "")
+            (first, last, out), _ = load(now._replace(parts=parts), texts)
+            outcomes.append({"its result": out, **dict(zip(self._names, [*first, last], strict=True))})
+        before, after = outcomes
+        return next((text for name in before if (text := find_difference(before[name], after[name], name, {}))), "")
 
     # --- what the first run has left ---
 
@@ -452,10 +377,6 @@ class RecomputedFunction:
         self._left = self._caller = None
         self._shared = []
         self._before = self._before._replace(tensors=[])
-        held = caller[-1]  # what later runs get copies of is not kept
-        self._attributes = [
-            {k: v for k, v in own.items() if k not in held.get(i, ())} for i, own in enumerate(self._attributes)
-        ]
         if (
             self.has_changed_objects
             or (value := _replace(out, {id(x): y for x, y in zip(after.tensors, tensors, strict=True)})) is _MISSING
@@ -470,15 +391,11 @@ class RecomputedFunction:
         """Write what the first run has changed into the caller's objects, and return its result."""
         done: dict[int, tuple[Any, Any]] = {}
         try:
-            (arguments, held, (changes, out)), _ = load(after, tensors)
-            merge(caller, [*arguments, held], done)
+            (first, last, out), _ = load(after, tensors)
+            merge(caller, [*first, last], done)
+            return merge(None, out, done)
         except Exception as error:
             raise self._uncopied_result(error) from error
-        for i, (values, removed) in changes.items():
-            module = self._modules[i]
-            own = {k: v for k, v in _read_attributes(module).items() if k not in removed}
-            set_attributes(module, own | {k: merge(vars(module).get(k), v, done) for k, v in values.items()})
-        return merge(None, out, done)
 
 
 def _find_error(value: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -255,15 +255,14 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
 
 
 def call_recomputed(
-    call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Mapping[str, nn.Module] | None = None, *, remat: Remat
+    call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Sequence[nn.Module] = (), *, remat: Remat
 ) -> Any:
     """Return ``call(*roots.values())``, and keep only tensors that can be reached from the roots, and what ``remat`` saves.
 
-    ``name`` is what errors call it, and the keys of ``roots`` and ``owned`` what they call its arguments and modules, whose
-    parameters, buffers and forward ``call`` sets itself. If ``call`` has a context manager ``last_run``, the
-    last run and its backward are within that.
+    ``name`` and the keys of ``roots`` are what errors call it and its arguments; ``owned`` is that of `RecomputedFunction`. If
+    ``call`` has a context manager ``last_run``, the last run and its backward are within that.
     """
-    fn = RecomputedFunction(call, name, roots, owned or {}, remat)
+    fn = RecomputedFunction(call, name, roots, owned, remat)
     outputs, operands = apply_recomputed(fn, fn.tensors)
     return fn.finish(_protect_aliases(outputs, operands))
 
