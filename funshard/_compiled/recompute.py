@@ -13,7 +13,7 @@ Some values are always saved, so that no number can change: random numbers (indu
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from .._spec.options import Remat
 from .._torch.compiler import OpOverload, view_base
 from .._transforms._recompute.regions import NAME_KEY
-from .._transforms._recompute.saved_nodes import is_chosen
+from .._transforms._recompute.saved_nodes import find_saved
 from .graph import (
     annotate,
     find_phases,
@@ -45,21 +45,13 @@ _SAVED_KEY = "funshard_keep"
 
 def mark_saved(graph: Graph, remats: Sequence[Remat]) -> None:
     """Annotate each node with the regions that save its value, and erase the views that carry names."""
-    chosen = [remat._choose_operators() for remat in remats]
+    for region, remat in enumerate(remats):
+        for node in find_saved([node for node in graph.nodes if region in get_regions(node)], remat):
+            annotate(node, **{_SAVED_KEY: (*(get_annotation(node, _SAVED_KEY) or ()), region)})
     for node in list(graph.nodes):
-        regions, name = get_regions(node), get_annotation(node, NAME_KEY)
-        if name is not None and is_view(node):
-            (named,) = node.all_input_nodes
-            _save_in_regions(view_base(named), [r for r in regions if name in remats[r].names])
-            node.replace_all_uses_with(named)
+        if get_annotation(node, NAME_KEY) is not None and is_view(node):
+            node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
-        elif regions and isinstance(node.target, OpOverload) and not is_view(node):
-            _save_in_regions(node, [r for r in regions if is_chosen(node, chosen[r])])
-
-
-def _save_in_regions(node: Node, regions: Iterable[int]) -> None:
-    """Note on a node that these regions save its result."""
-    annotate(node, **{_SAVED_KEY: (*(get_annotation(node, _SAVED_KEY) or ()), *regions)})
 
 
 # --- recomputation ---

@@ -57,12 +57,9 @@ class RecomputeRegions:
 
 def missing_names_message(name: str, names: Collection[str], seen: Collection[str]) -> str:
     """Return the error message for a function that gives none of the names that are to be saved."""
-    some = f"some of {_quote_names(seen)}" if seen else "funshard.checkpoint_name(x, name) in it"
-    return f"{name} is to save {_quote_names(names)}, and gave none of these names while it ran: expected {some}"
-
-
-def _quote_names(names: Collection[str]) -> str:
-    return ", ".join(sorted(map(repr, names)))
+    wanted, given = (", ".join(sorted(map(repr, some))) for some in (names, seen))
+    expected = f"some of {given}" if seen else "funshard.checkpoint_name(x, name) in it"
+    return f"{name} is to save {wanted}, and gave none of these names while it ran: expected {expected}"
 
 
 _COLLECTING = threading.local()

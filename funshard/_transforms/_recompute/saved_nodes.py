@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ... import _torch
-from ..._spec.options import Chosen, Remat
+from ..._spec.options import Remat
 from ..._torch.compiler import (
     CustomGraphPass,
     OpOverload,
@@ -31,17 +31,24 @@ from ..._torch.compiler import (
 )
 from .regions import NAME_KEY
 
-__all__ = ["UnitBackend", "is_chosen"]
+__all__ = ["UnitBackend", "find_saved"]
 
 
 _FIRST_PASS, _LAST_PASS = "joint_custom_pre_pass", "joint_custom_post_pass"
 """Inductor's options for a pass over the graph of forward and backward before its own, which replace nodes, and after them."""
 
 
-def is_chosen(node: Node, chosen: Chosen) -> bool:
-    """Return whether the results of a node's operator are to be saved."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    return chosen(original_op(node), tuple(args), dict(kwargs), node.meta.get("val"))
+def find_saved(nodes: Iterable[Node], remat: Remat) -> Iterator[Node]:
+    """Yield the nodes whose results are to be saved: what made a named tensor, and calls of chosen operators."""
+    chosen = remat._choose_operators()
+    for node in nodes:
+        if is_view(node):
+            if get_annotation(node, NAME_KEY) in remat.names:
+                yield view_base(node)
+        elif isinstance(node.target, OpOverload):
+            args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+            if chosen(original_op(node), tuple(args), dict(kwargs), node.meta.get("val")):
+                yield node
 
 
 class UnitBackend:
@@ -102,19 +109,14 @@ class UnitBackend:
 
 
 class _SavePass(CustomGraphPass):
-    """A pass that tags the nodes to save: their operators are chosen, or their results have names."""
+    """A pass that tags the nodes to save."""
 
     def __init__(self, remat: Remat) -> None:
         self._remat = remat
 
     def __call__(self, graph: Graph) -> None:
-        chosen = self._remat._choose_operators()
-        for node in _forward_nodes(graph):
-            name = get_annotation(node, NAME_KEY)
-            if name in self._remat.names and is_view(node):
-                _tag(_with_elements(view_base(node)), CheckpointPolicy.MUST_SAVE)
-            elif isinstance(node.target, OpOverload) and not is_view(node) and is_chosen(node, chosen):
-                _tag(_with_elements(node), CheckpointPolicy.MUST_SAVE)
+        for node in find_saved(_forward_nodes(graph), self._remat):
+            _tag([node, *(user for user in node.users if user.target is operator.getitem)], CheckpointPolicy.MUST_SAVE)
 
     def uuid(self) -> object:
         """Return the cache key of this pass; None, so that nothing is cached, if a user's function chooses what to save."""
@@ -122,21 +124,16 @@ class _SavePass(CustomGraphPass):
 
 
 class _RecomputePass(CustomGraphPass):
-    """A graph pass that saves copies of written inputs, and optionally recomputes the rest of forward except collectives.
-
-    Args:
-        is_recomputing: Whether to tag that rest; torch chooses what to recompute of what has no tag.
-    """
+    """A pass that saves copies of written inputs; it may tag the rest of forward, except collectives, to be recomputed."""
 
     def __init__(self, *, is_recomputing: bool) -> None:
         self._is_recomputing = is_recomputing
 
     def __call__(self, graph: Graph) -> None:
         _tag(_copy_written_inputs(graph), CheckpointPolicy.MUST_SAVE)
-        if not self._is_recomputing:
-            return
-        others = [node for node in _forward_nodes(graph) if "recompute" not in node.meta and _is_recomputable(node)]
-        _tag(others, CheckpointPolicy.MUST_RECOMPUTE)
+        if self._is_recomputing:
+            others = [node for node in _forward_nodes(graph) if "recompute" not in node.meta and _is_recomputable(node)]
+            _tag(others, CheckpointPolicy.MUST_RECOMPUTE)
 
     def uuid(self) -> object:
         """Return the cache key of this pass."""
@@ -175,11 +172,6 @@ def _forward_nodes(graph: Graph) -> Iterator[Node]:
             backward.add(node)
         elif node.op == "call_function":
             yield node
-
-
-def _with_elements(node: Node) -> list[Node]:
-    """Return a node and the elements of its result, if that is a tuple."""
-    return [node, *(user for user in node.users if user.target is operator.getitem)]
 
 
 def _is_recomputable(node: Node) -> bool:
