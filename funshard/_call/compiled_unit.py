@@ -52,7 +52,7 @@ class CompiledRun:
         self._path, self._names = "", frozenset[str]() if remat is None else remat.names
         self._regions = RecomputeRegions()
         if remat is not None:
-            self._regions.enter(remat)
+            self._regions.enter(remat, "")
 
     def __call__(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the module at ``path``. Raises ValueError if it gives none of the names to save."""
@@ -64,7 +64,7 @@ class CompiledRun:
             if (explained := _explain(error, path)) is error:
                 raise
             raise explained from error
-        if self._names and self._names.isdisjoint(seen := self._regions.names_in(0)):
+        if self._names and self._names.isdisjoint(seen := self._regions.seen):
             raise ValueError(missing_names_message(f"module '{path}' with P(compile=True)", self._names, seen))
         return out
 

@@ -89,16 +89,8 @@ def _recompute_module(
     """Return the result of a module that backward runs again. Only its arguments are kept, and what its remat saves.
 
     What the first run changes in its arguments, in the modules' attributes and buffers, and in place of parameters, is changed
-    once; another run finds it as the first one did.
-
-    Args:
-        outer: The call that the module runs in.
-        place: The module.
-        spec: The units in it.
-        before: The attributes of the model before ``outer``.
-        gathered: The module's own units, where the schedule has gathered them.
-        args: The module's positional arguments.
-        kwargs: Its keyword arguments.
+    once; another run finds it as the first one did. ``before`` are the attributes of the model before ``outer``, ``gathered``
+    the module's own units, where the schedule has gathered them.
     """
     buffers: dict[Tensor, list[str]] = {}
     for path, module in place.modules.items():
@@ -113,11 +105,14 @@ def _recompute_module(
         "its buffers": [copy_buffer(buffer, buffer.dtype) for buffer in buffers],
         "its spec": spec,
         "what was put in the place of its parameters": now,
-        "forward": {path: before[module]["forward"] for path, module in place.modules.items() if "forward" in before[module]},
         "args": args,
         "kwargs": kwargs,
         "attribute": {
-            path: {name: value for name, value in kept_attributes(module).items() if is_copied(value)}
+            path: {
+                name: value
+                for name, value in (*kept_attributes(module).items(), ("forward", before[module].get("forward")))
+                if is_copied(value)
+            }
             for path, module in place.distinct.items()
         },
     }
@@ -151,6 +146,10 @@ def _recompute_module(
     return out
 
 
+_Changes = dict[str, tuple[dict[str, Any], list[str]]]
+"""By a module's path, the attributes that a run has set, and the names of those that it has removed."""
+
+
 class _ModuleRun:
     """The module as a function of everything that it is made of. ``buffers`` are the names of each of its buffers."""
 
@@ -163,6 +162,8 @@ class _ModuleRun:
         gathered: Sequence[GatheredUnit],
     ) -> None:
         self._outer, self._place, self.buffers = outer, place, buffers
+        forwards = ((path, before[module].get("forward")) for path, module in place.distinct.items())
+        self._forwards = {path: {"forward": forward} for path, forward in forwards if forward is not None}
         self._parameters = {module: before[module].get("_parameters") for module in place.owned}  # a traced one has none
         self._first, self._last = True, False
         self._level = _torch.current_level()
@@ -180,30 +181,28 @@ class _ModuleRun:
         given: Sequence[Tensor],
         spec: PartitionSpec,
         replaced: Replaced,
-        forwards: Mapping[str, Any],
         args: Args,
         kwargs: Kwargs,
         copied: Mapping[str, dict[str, Any]],
-    ) -> tuple[Any, tuple[tuple[int, Tensor, bool], ...], dict[str, Any] | None]:
+    ) -> tuple[Any, tuple[tuple[int, Tensor, bool], ...], _Changes | None]:
+        """Return the module's result, the buffers that it has written, and the attributes that it has set and removed."""
+        place = self._place
         copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
         now = {name: copy for copy, names in zip(copies, self.buffers, strict=True) for name in names}
-        modules = self._place.distinct
-        if self._first:  # what later runs get copies of is not kept
-            self._constants = {
-                path: {k: v for k, v in vars(module).items() if k not in CALL_ATTRIBUTES and k not in copied[path]}
-                for path, module in modules.items()
-            }
-        attributes: ModuleAttributes = {}
-        for path, module in modules.items():
-            own = attributes[module] = self._constants[path] | copied[path]
-            if (parameters := self._parameters[module]) is not None:
-                own |= {"_parameters": parameters, "_buffers": module._buffers}
-            if path in forwards:
-                own["forward"] = forwards[path]
-        with phase("run" if self._first else "recompute", self._place.path):
-            gathered = self._insert_gathered(params)
-            out, used, changes = self._run(attributes, *gathered, spec, now, replaced, args, kwargs)
+        attributes = self._make_attributes(copied)
+        with phase("run" if self._first else "recompute", place.path):
+            params, gathered = self._insert_gathered(params)
+            call = self._outer.make_inner(place, params, spec, gathered)
+            with call.install(now, attributes):
+                for (path, attr), tensor in replaced.items():
+                    place.modules[path]._parameters[attr] = tensor
+                before = [kept_attributes(module) for module in place.distinct.values()]
+                out = place.modules[place.path].forward(*args, **kwargs)
+                replaced.update(place.replaced_parameters(attributes))
+                pairs = zip(place.distinct.items(), before, strict=True)
+                changes = {path: new for (path, module), own in pairs if (new := _find_changes(own, kept_attributes(module)))}
+            used = sorted(call.used_parameters or ())
         first, self._first = self._first, False
         written = {
             i: now[names[0]] is not copy
@@ -217,34 +216,22 @@ class _ModuleRun:
             quiet = (i for i, x in enumerate(copies) if x.is_floating_point() and _may_be_written(given[i], x))
             self._written = dict.fromkeys(quiet, False) | written
         self._check(used, written, now)
-        return out, tuple((i, now[self.buffers[i][0]], is_new) for i, is_new in self._written.items()), changes
+        return out, tuple((i, now[self.buffers[i][0]], is_new) for i, is_new in self._written.items()), changes or None
 
-    def _run(
-        self,
-        attributes: ModuleAttributes,
-        params: Mapping[str, Tensor],
-        gathered: Mapping[str, Tensor],
-        spec: PartitionSpec,
-        buffers: Params,
-        replaced: Replaced,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> tuple[Any, list[str], dict[str, tuple[dict[str, Any], list[str]]] | None]:
-        """Return the result of one run, the names of the parameters that it read, and the attributes that it set and removed.
-
-        Buffers and replaced parameters are updated.
-        """
-        place = self._place
-        call = self._outer.make_inner(place, params, spec, gathered)
-        with call.install(buffers, attributes):
-            for (path, attr), tensor in replaced.items():
-                place.modules[path]._parameters[attr] = tensor
-            before = [kept_attributes(module) for module in place.distinct.values()]
-            out = place.modules[place.path].forward(*args, **kwargs)
-            replaced.update(place.replaced_parameters(attributes))
-            pairs = zip(place.distinct.items(), before, strict=True)
-            changes = {path: change for (path, module), own in pairs if (change := _find_changes(own, kept_attributes(module)))}
-        return out, sorted(call.used_parameters or ()), changes or None
+    def _make_attributes(self, copied: Mapping[str, dict[str, Any]]) -> ModuleAttributes:
+        """Return the attributes of each module for a run, with its own copies of some of them."""
+        distinct = self._place.distinct
+        if self._first:  # what later runs get copies of is not kept
+            self._constants = {
+                path: {k: v for k, v in vars(module).items() if k not in CALL_ATTRIBUTES and k not in copied[path]}
+                | self._forwards.get(path, {})
+                for path, module in distinct.items()
+            }
+        out: ModuleAttributes = {module: self._constants[path] | copied[path] for path, module in distinct.items()}
+        for module, parameters in self._parameters.items():
+            if parameters is not None:
+                out[module] |= {"_parameters": parameters, "_buffers": module._buffers}
+        return out
 
     def _check(self, used: list[str], written: Mapping[int, bool], now: Params) -> None:
         """Raise RuntimeError for a run that reads other parameters or writes other buffers than the first one."""

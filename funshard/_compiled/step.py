@@ -267,8 +267,8 @@ class _Backend:
         from .passes import ChoosePass, SchedulePass
 
         regions = current_regions()
-        if regions and regions.problem:
-            raise ValueError(regions.problem)
+        if regions:
+            regions.check()
         choose_pass = ChoosePass(regions.remats if regions else ())
         schedule_pass = SchedulePass(annotate_phases(graph.graph), self.prefetch, self.in_flight)
         if self.compiler == "inductor":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -32,7 +31,7 @@ def check_backward_hooks(modules: Iterable[nn.Module], name: str) -> None:
 
 
 def describe_parameter(ids: set[int], modules: Iterable[nn.Module]) -> str:
-    """Return a description of the first parameter of these modules that has, or whose node has, one of these ids."""
+    """Return the words for the first parameter of these modules that has, or whose node has, one of these ids."""
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None and (id(parameter) in ids or id(parameter.grad_fn) in ids):
@@ -59,11 +58,7 @@ QUERY_GETTERS: Mapping[str, Callable[..., Any]] = {
 
 
 class ForbiddenFunctions(TorchFunctionMode):
-    """A mode that refuses functions of tensors, except the queries of torch and of this library.
-
-    Args:
-        messages: By function, the message of the RuntimeError that it raises.
-    """
+    """A mode that refuses functions of tensors by a RuntimeError with its message, but for queries of torch and of funshard."""
 
     def __init__(self, messages: Mapping[Callable[..., Any], str]) -> None:
         super().__init__()
@@ -73,17 +68,14 @@ class ForbiddenFunctions(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         message = self._messages.get(func)
-        if message is not None and not (func in _GETTERS and _is_own_code(sys._getframe(1))):
-            raise RuntimeError(message)
+        if message is not None:
+            caller = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
+            if func not in _GETTERS or caller not in ("torch", "funshard"):
+                raise RuntimeError(message)
         return func(*args, **(kwargs or {}))
 
 
 _GETTERS = frozenset(QUERY_GETTERS.values())
-
-
-def _is_own_code(frame: types.FrameType) -> bool:
-    """Return whether a frame runs code of torch or of this library."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "funshard")
 
 
 # --- Tensors of the transforms around a run that the run reads without having been given them ---
@@ -96,9 +88,7 @@ _DETACH = frozenset({torch.detach, torch.Tensor.detach})
 class OuterTensors(TorchFunctionMode):
     """A mode that records the tensors of outer transforms that functions with tensors as results are given.
 
-    Args:
-        name: The function that runs, for errors.
-        modules: What it reaches, whose parameters errors name.
+    Errors name what runs in it, and the parameters of the modules that it reaches.
     """
 
     def __init__(self, name: str, modules: Iterable[nn.Module]) -> None:
@@ -109,8 +99,7 @@ class OuterTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if kwargs is None:
-            kwargs = {}
+        kwargs = kwargs or {}
         if not any(map(_may_be_outer, (*args, *kwargs.values()))):  # nearly always
             return func(*args, **kwargs)
         level = _torch.current_level()
@@ -130,7 +119,6 @@ class OuterTensors(TorchFunctionMode):
                 self._refuse(x)
 
     def _refuse(self, x: Tensor) -> NoReturn:
-        """Raise RuntimeError for a tensor that is neither an argument nor reached from one."""
         check_not_read(self._name, describe_parameter({id(x)}, self._modules))
         raise RuntimeError(
             f"{self._name} reads a tensor of shape {list(x.shape)} that is neither an argument nor reached from one, as in a "

@@ -27,32 +27,28 @@ class RecomputeRegions:
 
     def __init__(self) -> None:
         self.remats: list[Remat] = []
-        self.problem = ""  # the message of an error that the caller raises after the trace
-        self._open: list[tuple[int, set[str]]] = []
+        self._names: list[str] = []
+        self.seen: set[str] = set()
+        """The names that tensors were given."""
+        self.problem = ""
 
-    def enter(self, remat: Remat) -> int:
-        """Begin a region, and return its number."""
-        self._open.append((len(self.remats), set()))
+    def enter(self, remat: Remat, name: str) -> int:
+        """Begin a region, which errors call ``name``, and return its number."""
         self.remats.append(remat)
+        self._names.append(name)
         return len(self.remats) - 1
 
-    def leave(self, number: int, name: str) -> None:
-        """End a region. Others that are open inside it are left over from a trace that Dynamo has given up."""
-        while (last := self._open.pop())[0] > number:
-            pass
-        names = self.remats[number].names
-        if names and not names & last[1]:
-            self.problem = missing_names_message(name, names, last[1])
-
-    def names_in(self, number: int) -> set[str]:
-        """Return the names seen so far in an open region."""
-        return next(seen for region, seen in self._open if region == number)
-
     def is_saved(self, name: str) -> bool:
-        """Note a name that a tensor is given, and return whether an open region saves it."""
-        for _, seen in self._open:
-            seen.add(name)
-        return any(name in self.remats[number].names for number, _ in self._open)
+        """Note a name that a tensor is given, and return whether a region saves it."""
+        self.seen.add(name)
+        return any(name in remat.names for remat in self.remats)
+
+    def check(self) -> None:
+        """Note and raise a ValueError for a region that is to save names, where none of them was given."""
+        for name, remat in zip(self._names, self.remats, strict=True):
+            if remat.names and not remat.names & self.seen:
+                self.problem = missing_names_message(name, remat.names, self.seen)
+                raise ValueError(self.problem)
 
 
 def missing_names_message(name: str, names: Collection[str], seen: Collection[str]) -> str:
@@ -83,20 +79,16 @@ def current_regions() -> RecomputeRegions | None:
 
 @_torch.assume_constant
 def is_collecting_regions() -> bool:
-    """Return whether regions are collected now."""
+    """Return whether there is such a place."""
     return current_regions() is not None
 
 
 @contextlib.contextmanager
 def mark_region(remat: Remat, name: str) -> Generator[None]:
     """Annotate what torch.compile traces within this context as a region; ``name`` is what errors call it."""
-    number = _enter_region(remat.save)  # Dynamo may know only the fields of a Remat that was made in what is traced
-    if number < 0:
+    number = _enter_region(remat.save, name)  # Dynamo may know only the fields of a Remat that was made in what is traced
+    with contextlib.nullcontext() if number < 0 else _torch.annotate_graph(**{f"{REGION_PREFIX}{number}": True}):
         yield
-        return
-    with _torch.annotate_graph(**{f"{REGION_PREFIX}{number}": True}):
-        yield
-    _leave_region(number, name)
 
 
 def mark_name(x: Tensor, name: str) -> Tensor:
@@ -108,15 +100,8 @@ def mark_name(x: Tensor, name: str) -> Tensor:
 
 
 @_torch.assume_constant
-def _enter_region(save: Save | None) -> int:
-    return -1 if (regions := current_regions()) is None else regions.enter(Remat(save))
-
-
-@_torch.assume_constant
-def _leave_region(number: int, name: str) -> None:
-    regions = current_regions()
-    assert regions is not None
-    regions.leave(number, name)
+def _enter_region(save: Save | None, name: str) -> int:
+    return -1 if (regions := current_regions()) is None else regions.enter(Remat(save), name)
 
 
 @_torch.assume_constant

@@ -43,7 +43,7 @@ Dims = tuple[int | None, ...]
 
 
 def make_vjp(fn: TensorFunction, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> Vjp | SlicedVjp:
-    """Return ``(*xs, *cotangents) -> gradients`` of the wanted arguments, from the cotangents that are given."""
+    """Return the `Vjp` of a function, slice by slice if that is sliced."""
     if not isinstance(fn, SlicedFunction):
         return Vjp(fn, wanted, given)
     in_dims = *fn.in_dims, *itertools.compress(fn.out_dims, given)
@@ -116,15 +116,12 @@ class Vjp:
             return torch.autograd.grad(outs, free, cotangents, create_graph=recorded, allow_unused=True)
 
     def _split(self, operands: Sequence[Tensor]) -> tuple[TensorFunction, list[Tensor], tuple[Tensor, ...]]:
-        """Return the function of the wanted arguments, these arguments, and the cotangents."""
         xs, cotangents = operands[: len(self.wanted)], operands[len(self.wanted) :]
         part = _restrict_arguments(self.fn, xs, self.wanted, self.given)
         return part, [x for x, wanted in zip(xs, self.wanted, strict=True) if wanted], tuple(cotangents)
 
 
 def _make_jvp(fn: TensorFunction, given: Sequence[bool], differentiable: Sequence[bool]) -> TensorFunction:
-    """Return the jvp of a function that is not a `SlicedFunction`, as `make_jvp` does."""
-
     def jvp(*operands: Tensor) -> tuple[Tensor, ...]:
         if not any(differentiable):  # torch.func.jvp asks for results
             return ()
@@ -136,10 +133,9 @@ def _make_jvp(fn: TensorFunction, given: Sequence[bool], differentiable: Sequenc
 
 
 class SlicedFunction:
-    """A function of tensors that runs on one slice of its arguments after another, and concatenates or sums the results.
+    """A function of tensors that runs on one slice of its arguments after another, and joins or adds up the results.
 
-    Each part is a function of one slice. Of its results, some are joined again, and the others are added up: those of
-    16 bits in float32. What is alive is the sums, and what one part needs.
+    Sums of 16 bits are in float32. What is alive is the sums, and what one part needs.
 
     Args:
         parts: The functions of the slices, with the same arguments and results.
@@ -156,7 +152,6 @@ class SlicedFunction:
         return tuple(result for result in results if result is not None)
 
     def _slices(self, xs: Sequence[Tensor]) -> Iterator[tuple[TensorFunction, list[Tensor]]]:
-        """Yield each part with its arguments."""
         start = 0
         for part, size in zip(self.parts, self.sizes, strict=True):
             yield part, [x if d is None else x.narrow(d, start, size) for x, d in zip(xs, self.in_dims, strict=True)]
@@ -179,9 +174,7 @@ class SlicedFunction:
                     else:
                         sums[k] = total + x if _torch.any_tracked((total, x)) else total.add_(x)
             out = x = None  # frees the gradients of one part before the next one runs
-        added = [
-            total if dtype is None or total is None else total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True)
-        ]
+        added = [None if total is None else total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True)]
         return [total if dim is None else torch.cat(x, dim) for total, x, dim in zip(added, slices, self.out_dims, strict=True)]
 
 
@@ -196,7 +189,6 @@ class SlicedVjp(SlicedFunction):
         return self._combine(self._run_part(part, given) for part, given in self._slices(operands))
 
     def _run_part(self, part: TensorFunction, given: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of one slice, with zeros for those that are to be joined."""
         assert isinstance(part, Vjp)
         wanted = itertools.compress(given, part.wanted)
         triples = zip(part.run_by_autograd(given), wanted, self.out_dims, strict=True)
@@ -291,7 +283,6 @@ def _protect_aliases(outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> l
 
 
 def _memory_of(x: Tensor) -> tuple[int, int, int] | None:
-    """Return the memory of a tensor's elements, None for none."""
     x = _torch.unwrap(x)
     return _torch.memory_range(x) if x.layout is torch.strided and x.numel() else None
 
