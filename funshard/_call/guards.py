@@ -24,13 +24,8 @@ from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .buffers import check_statistics, warn_discarded
-<<<<<<< HEAD
-from .module_state import BoundModule, calling_thread
+from .module_state import CALL_ATTRIBUTES, BoundModule, calling_thread
 from .running import ForwardRun, Guard
-=======
-from .module_state import CALL_ATTRIBUTES, BoundModule, own_tensors
-from .running import Call, ForwardRun, Guard
->>>>>>> 59c5f3e (A recomputed module's attributes are an argument and a result of its run)
 
 __all__ = ["AttributeWrites", "BackwardGuard", "BufferChanges", "OwnParameters"]
 

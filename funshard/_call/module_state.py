@@ -20,44 +20,28 @@ from .._core.spec import PartitionSpec
 from .._core.tree import check_not_compiled, join_path
 from .._core.unit import Unit
 
-<<<<<<< HEAD
-__all__ = ["MODEL_LOCK", "BoundModule", "GatheringParameters", "ModuleAttributes", "Replaced", "calling_thread"]
-__all__ += ["find_instances", "own_tensors", "restore_modules"]
-=======
-__all__ = [
-    "CALL_ATTRIBUTES",
-    "MODEL_LOCK",
-    "BoundModule",
-    "GatheringParameters",
-    "ModuleAttributes",
-    "Replaced",
-    "calling_thread",
-    "find_instances",
-    "kept_attributes",
-    "own_tensors",
-    "restore_modules",
-]
+__all__ = ["CALL_ATTRIBUTES", "MODEL_LOCK", "MODULE_CONTAINERS", "BoundModule", "GatheringParameters", "ModuleAttributes"]
+__all__ += ["Replaced", "calling_thread", "find_instances", "kept_attributes", "own_tensors", "restore_modules"]
 
->>>>>>> 59c5f3e (A recomputed module's attributes are an argument and a result of its run)
 
 ModuleAttributes = dict[nn.Module, dict[str, Any]]
 """The attributes (``vars``) of each module."""
 
 CALL_ATTRIBUTES = ("_parameters", "_buffers", "forward", MESH, WEIGHT)
 """The attributes of a module that functional_call replaces."""
+_SKIPPED = frozenset({*CALL_ATTRIBUTES, "_modules"})
 
 _CONTAINER_TYPES = (dict, set)
-_MODULE_CONTAINERS = tuple(
+MODULE_CONTAINERS = tuple(
     name for name, value in vars(nn.Module()).items() if isinstance(value, _CONTAINER_TYPES) and name != "_parameters"
 )
 """The attributes for hooks, submodules and buffers, which forward may change in place (transformers 5 adds hooks)."""
 
 
-def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module but for parameters, buffers, submodules and hooks that it has none of."""
-    own = vars(module).items()
-    skipped = *CALL_ATTRIBUTES, "_modules"
-    return {name: value for name, value in own if name not in skipped and (name not in _MODULE_CONTAINERS or value)}
+def kept_attributes(module: nn.Module, before: ModuleAttributes | None = None) -> dict[str, Any]:
+    """Return a module's attributes but for what a call replaces, with a forward of its own from ``before`` the call."""
+    own = {k: v for k, v in vars(module).items() if k not in _SKIPPED and (k not in MODULE_CONTAINERS or v)}
+    return own | {"forward": before[module]["forward"]} if before and "forward" in before[module] else own
 
 
 MODEL_LOCK = threading.RLock()
@@ -225,11 +209,11 @@ def _nonempty_containers(attributes: Collection[dict[str, Any]]) -> list[Any]:
     try:
         found = [*filter(None, itertools.chain.from_iterable(map(_get_containers, attributes)))]
     except KeyError:
-        found = [one for own in attributes for name in _MODULE_CONTAINERS if (one := own.get(name))]
+        found = [one for own in attributes for name in MODULE_CONTAINERS if (one := own.get(name))]
     return [one for one in found if isinstance(one, _CONTAINER_TYPES)]
 
 
-_get_containers: Callable[[dict[str, Any]], Sequence[Any]] = operator.itemgetter(*_MODULE_CONTAINERS)
+_get_containers: Callable[[dict[str, Any]], Sequence[Any]] = operator.itemgetter(*MODULE_CONTAINERS)
 
 
 def own_tensors(module: nn.Module, kind: str) -> dict[str, Tensor | None]:
@@ -255,20 +239,11 @@ class BoundModule:
     modules: Mapping[str, nn.Module]
     owned: Owned
 
-<<<<<<< HEAD
-=======
     @functools.cached_property
     def distinct(self) -> dict[str, nn.Module]:
         """Each module by one of its paths."""
         return {path: module for module, path in {module: path for path, module in self.modules.items()}.items()}
 
-    @property
-    def scripted_parameters(self) -> Iterator[tuple[nn.Module, str, Unit, int]]:
-        """The parameters of each ScriptModule, which reads no Python mapping: module, attribute, unit, position in it."""
-        for module in dict.fromkeys(find_instances(self.modules, torch.jit.ScriptModule).values()):  # in one order on all ranks
-            yield from ((module, attr, unit, i) for attr, (unit, i) in self.owned[module].items())
-
->>>>>>> 59c5f3e (A recomputed module's attributes are an argument and a result of its run)
     @classmethod
     def bind(cls, model: nn.Module, spec: PartitionSpec) -> BoundModule:
         """Return a whole model. Raise ValueError unless the spec was made for it, TypeError for a ScriptModule in it."""

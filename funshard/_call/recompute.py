@@ -28,7 +28,7 @@ from .._transforms._recompute.saved_results import run_unrecorded
 from .buffers import copy_buffer
 from .compiled_unit import can_run_compiled, is_compiled
 from .modes import Scheduled
-from .module_state import CALL_ATTRIBUTES, BoundModule, ModuleAttributes, Replaced, kept_attributes
+from .module_state import MODULE_CONTAINERS, BoundModule, ModuleAttributes, Replaced, kept_attributes
 from .running import Call, Override
 from .schedule import GatheredUnit
 
@@ -36,6 +36,9 @@ __all__ = ["recomputed_forwards"]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+_Inside = tuple[BoundModule, PartitionSpec]
+_Own = Mapping[str, dict[str, Any]]
+"""By a module's path, the attributes of which each run has its own copies."""
 
 
 def recomputed_forwards(call: Call, before: ModuleAttributes) -> Iterator[Override]:
@@ -50,7 +53,7 @@ def _wrap_recomputed(call: Call, path: str, before: ModuleAttributes, scoped: Ca
     compiled = is_compiled(call.spec, path, before[call.place.modules[path]])
 
     @functools.cache  # it may run often in one call
-    def insides() -> tuple[BoundModule, PartitionSpec]:
+    def insides() -> _Inside:
         place = call.place.submodule(path)
         keys = {unit.key for owned in place.owned.values() for unit, _ in owned.values()}
         return place, call.spec._restrict_to_units(path, keys)
@@ -60,17 +63,14 @@ def _wrap_recomputed(call: Call, path: str, before: ModuleAttributes, scoped: Ca
         # in one run of a module around it this one may run again, in another not: what it reads counts alike
         if call.used_parameters is not None:
             call.used_parameters |= {unit.params[i].name for owned in insides()[0].owned.values() for unit, i in owned.values()}
-        if call.is_inference or not _torch.needs_graph():
+        if call.is_inference or not _torch.needs_graph() or (compiled and can_run_compiled(call, path)):
             return scoped(*args, **kwargs)
-        if compiled and can_run_compiled(call, path):
-            return scoped(*args, **kwargs)
-        place, spec = insides()
         if not isinstance(call.mode, Scheduled) or not call.mode.is_at_call_level():
-            return _recompute_module(call, place, spec, before, (), args, kwargs)
+            return _recompute_module(call, insides(), before, (), args, kwargs)
         call.scopes.enter(call.units_at(path))
         try:
             gathered = [in_use.gathered_unit for in_use in call.scopes.innermost() if in_use.gathered_unit]
-            return _recompute_module(call, place, spec, before, gathered, args, kwargs)
+            return _recompute_module(call, insides(), before, gathered, args, kwargs)
         finally:
             call.scopes.leave()
 
@@ -78,13 +78,7 @@ def _wrap_recomputed(call: Call, path: str, before: ModuleAttributes, scoped: Ca
 
 
 def _recompute_module(
-    outer: Call,
-    place: BoundModule,
-    spec: PartitionSpec,
-    before: ModuleAttributes,
-    gathered: Sequence[GatheredUnit],
-    args: Args,
-    kwargs: Kwargs,
+    outer: Call, inside: _Inside, before: ModuleAttributes, gathered: Sequence[GatheredUnit], args: Args, kwargs: Kwargs
 ) -> Any:
     """Return the result of a module that backward runs again. Only its arguments are kept, and what its remat saves.
 
@@ -92,6 +86,7 @@ def _recompute_module(
     once; another run finds it as the first one did. ``before`` are the attributes of the model before ``outer``, ``gathered``
     the module's own units, where the schedule has gathered them.
     """
+    place, spec = inside
     buffers: dict[Tensor, list[str]] = {}
     for path, module in place.modules.items():
         for attr, buffer in module._buffers.items():
@@ -108,11 +103,7 @@ def _recompute_module(
         "args": args,
         "kwargs": kwargs,
         "attribute": {
-            path: {
-                name: value
-                for name, value in (*kept_attributes(module).items(), ("forward", before[module].get("forward")))
-                if is_copied(value)
-            }
+            path: {name: value for name, value in kept_attributes(module, before).items() if is_copied(value)}
             for path, module in place.distinct.items()
         },
     }
@@ -124,10 +115,9 @@ def _recompute_module(
         remat=remat_of(outer.spec.by_path[place.path]) or RECOMPUTE_ALL,
     )
     for path, (values, removed) in (changes or {}).items():
-        own = vars(place.distinct[path])
+        vars(place.distinct[path]).update(values)
         for name in removed:
-            own.pop(name, None)
-        own.update(values)
+            del vars(place.distinct[path])[name]
     for i, buffer, is_new in written:
         before_it = list(buffers)[i]
         # a vmap around has batched all results, and can only write those into what it has batched
@@ -146,62 +136,47 @@ def _recompute_module(
     return out
 
 
-_Changes = dict[str, tuple[dict[str, Any], list[str]]]
-"""By a module's path, the attributes that a run has set, and the names of those that it has removed."""
-
-
 class _ModuleRun:
     """The module as a function of everything that it is made of. ``buffers`` are the names of each of its buffers."""
 
     def __init__(
-        self,
-        outer: Call,
-        place: BoundModule,
-        before: ModuleAttributes,
-        buffers: list[list[str]],
-        gathered: Sequence[GatheredUnit],
+        self, outer: Call, place: BoundModule, before: ModuleAttributes, buffers: list[list[str]], units: Sequence[GatheredUnit]
     ) -> None:
         self._outer, self._place, self.buffers = outer, place, buffers
-        forwards = ((path, before[module].get("forward")) for path, module in place.distinct.items())
-        self._forwards = {path: {"forward": forward} for path, forward in forwards if forward is not None}
+        # functional_call has replaced their forwards
+        self._constants = {path: kept_attributes(module, before) for path, module in place.distinct.items()}
         self._parameters = {module: before[module].get("_parameters") for module in place.owned}  # a traced one has none
         self._first, self._last = True, False
         self._level = _torch.current_level()
-        self._gathered_units = gathered
+        self._gathered_units = units
         # a backward that nobody comes back to runs it with these
-        self._leases = [one.lease_for_recompute() for one in gathered]
+        self._leases = [one.lease_for_recompute() for one in units]
         self._read: list[str] = []
         self._written: dict[int, bool] = {}
         self.bumped: set[int] = set()
         """The buffers whose version the first run has moved; others may have changed all the same."""
 
     def __call__(
-        self,
-        params: Mapping[str, Tensor],
-        given: Sequence[Tensor],
-        spec: PartitionSpec,
-        replaced: Replaced,
-        args: Args,
-        kwargs: Kwargs,
-        copied: Mapping[str, dict[str, Any]],
-    ) -> tuple[Any, tuple[tuple[int, Tensor, bool], ...], _Changes | None]:
+        self, params: Params, given: Sequence[Tensor], spec: PartitionSpec, new: Replaced, args: Args, kwargs: Kwargs, own: _Own
+    ) -> tuple[Any, tuple[tuple[int, Tensor, bool], ...], dict[str, Any] | None]:
         """Return the module's result, the buffers that it has written, and the attributes that it has set and removed."""
         place = self._place
         copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
         now = {name: copy for copy, names in zip(copies, self.buffers, strict=True) for name in names}
-        attributes = self._make_attributes(copied)
+        attributes = self._make_attributes(own)
         with phase("run" if self._first else "recompute", place.path):
             params, gathered = self._insert_gathered(params)
             call = self._outer.make_inner(place, params, spec, gathered)
             with call.install(now, attributes):
-                for (path, attr), tensor in replaced.items():
+                for (path, attr), tensor in new.items():
                     place.modules[path]._parameters[attr] = tensor
                 before = [kept_attributes(module) for module in place.distinct.values()]
                 out = place.modules[place.path].forward(*args, **kwargs)
-                replaced.update(place.replaced_parameters(attributes))
-                pairs = zip(place.distinct.items(), before, strict=True)
-                changes = {path: new for (path, module), own in pairs if (new := _find_changes(own, kept_attributes(module)))}
+                new.update(place.replaced_parameters(attributes))
+                now_and_before = zip(place.distinct.items(), before, strict=True)
+                found = ((path, _find_changes(old, kept_attributes(module))) for (path, module), old in now_and_before)
+                changes = {path: change for path, change in found if change}
             used = sorted(call.used_parameters or ())
         first, self._first = self._first, False
         written = {
@@ -218,16 +193,16 @@ class _ModuleRun:
         self._check(used, written, now)
         return out, tuple((i, now[self.buffers[i][0]], is_new) for i, is_new in self._written.items()), changes or None
 
-    def _make_attributes(self, copied: Mapping[str, dict[str, Any]]) -> ModuleAttributes:
-        """Return the attributes of each module for a run, with its own copies of some of them."""
-        distinct = self._place.distinct
-        if self._first:  # what later runs get copies of is not kept
-            self._constants = {
-                path: {k: v for k, v in vars(module).items() if k not in CALL_ATTRIBUTES and k not in copied[path]}
-                | self._forwards.get(path, {})
-                for path, module in distinct.items()
-            }
-        out: ModuleAttributes = {module: self._constants[path] | copied[path] for path, module in distinct.items()}
+    def _make_attributes(self, copied: _Own) -> ModuleAttributes:
+        for path, constants in self._constants.items() if self._first else ():
+            for name in copied[path]:
+                del constants[name]  # which would be kept for later runs
+        out: ModuleAttributes = {
+            module: {name: value for name, value in vars(module).items() if name in MODULE_CONTAINERS}
+            | self._constants[path]
+            | copied[path]
+            for path, module in self._place.distinct.items()
+        }
         for module, parameters in self._parameters.items():
             if parameters is not None:
                 out[module] |= {"_parameters": parameters, "_buffers": module._buffers}

@@ -7,7 +7,7 @@ import contextvars
 import pickle
 import random
 import sys
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def _set_python_states(states: tuple[Any, Any]) -> None:
 
 
 _ATTENTION = torch.backends.cuda
-_SETTINGS = (
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (_ATTENTION.flash_sdp_enabled, _ATTENTION.enable_flash_sdp),

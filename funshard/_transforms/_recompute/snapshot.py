@@ -106,14 +106,15 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, snapshot: Snapshot, made: Iterable[tuple[Any, int]]) -> None:
         super().__init__(file, protocol=5)
-        self._tensors, self._others, self.constants = snapshot.tensors, snapshot.others, ()
+        self._tensors, self._others = snapshot.tensors, snapshot.others
+        self.constants: Container[int] = ()
         self._tensor_numbers = {id(x): i for i, x in enumerate(self._tensors)}
         self._numbers = {id(x): i for x, i in (*zip(self._others, itertools.count()), *made)}
 
     def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return how an object is made again, if it is none of Python's containers and atoms."""
         cls: Any = type(obj)
-        if isinstance(obj, Tensor) and not isinstance(obj, _torch.ForbiddenTensor):
+        if issubclass(cls, Tensor) and not issubclass(cls, _torch.ForbiddenTensor):
             if cls is not nn.Parameter or id(obj) not in self.constants or id(obj) in self._tensor_numbers:
                 return _tensor, (self._number_tensor(obj),)
         elif cls is types.FunctionType:
@@ -307,13 +308,13 @@ def _merge_contents(out: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> Non
     """Fill an object with what another one of its class contains; TypeError for a change of what is in no attribute."""
     if isinstance(new, types.FunctionType):
         states = [(f.__defaults__, f.__kwdefaults__, dict(vars(f)), f.__closure__) for f in (out, new)]
-        _fill_function(out, merge(*states, done)[:3])
+        _fill_function(out, merge(states[0], states[1], done)[:3])
     elif isinstance(new, types.CellType):
         if state := merge(_read_cell(out), _read_cell(new), done):
             _fill_cell(out, state)
     elif isinstance(new, functools.partial):
         states = [(f.func, f.args, f.keywords, vars(f)) for f in (out, new)]
-        out.__setstate__(merge(*states, done))  # pyright: ignore
+        getattr(out, "__setstate__")(merge(states[0], states[1], done))  # noqa: B009
     elif isinstance(new, dict):
         base: Any = OrderedDict if isinstance(new, OrderedDict) else dict
         items = [(merge(None, k, done), merge(base.get(out, k), v, done)) for k, v in base.items(new)]
