@@ -49,7 +49,6 @@ def recomputed_forwards(call: Call, before: ModuleAttributes) -> Iterator[Overri
 
 
 def _wrap_recomputed(call: Call, path: str, before: ModuleAttributes, scoped: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a module with ``P(remat=...)``, which runs again in backward."""
     compiled = is_compiled(call.spec, path, before[call.place.modules[path]])
 
     @functools.cache  # it may run often in one call
@@ -212,9 +211,9 @@ class _ModuleRun:
         """Raise RuntimeError for a run that reads other parameters or writes other buffers than the first one."""
         name = f"module '{self._place.path}' with P(remat=True)"
         if used != self._read:
-            differ = sorted(set(used) ^ set(self._read))
+            differ = min(set(used) ^ set(self._read))
             raise RuntimeError(
-                f"{name} reads other parameters in one of its runs than in the first one: {differ[0]!r} in one of them only; "
+                f"{name} reads other parameters in one of its runs than in the first one: {differ!r} in one of them only; "
                 "expected the same control flow in each run"
             )
         for i, is_new in written.items():
@@ -231,10 +230,7 @@ class _ModuleRun:
                 )
 
     def _insert_gathered(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return full parameters instead of the shards that the schedule gathers, in the first and in the last run.
-
-        The second result is the buffers that they are views of, by unit.
-        """
+        """Return parameters, full where the schedule has gathered them for the first and the last run, and their buffers."""
         params, buffers = dict(params), dict[str, Tensor]()
         for gathered in self._gathered_units if self._first or self._last else ():
             shard = params.pop(gathered.unit.key)
@@ -252,12 +248,9 @@ class _ModuleRun:
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
         """Make the run inside the last one, by plain autograd's backward: units are gathered ahead and reduced behind."""
-        if not self._leases:
-            yield
-            return
-        self._last = True
+        self._last = bool(self._leases)
         try:
-            with self._gathered_units[0].schedule.backward.inner_run():
+            with self._gathered_units[0].schedule.backward.inner_run() if self._last else contextlib.nullcontext():
                 yield
         finally:
             self._last = False
@@ -284,7 +277,7 @@ class _LinkToShard(_torch.Function):
 
 
 def _may_be_written(buffer: Tensor, copy: Tensor) -> bool:
-    """Return whether a kernel may have written to the copy of a buffer without telling its version."""
+    """Return whether a kernel may have written to the copy without telling its version."""
     if _torch.current_level():
         return _torch.is_batched(copy)
     return not (_torch.is_strided(buffer) and _torch.is_strided(copy) and _torch.shares_memory(buffer, copy))

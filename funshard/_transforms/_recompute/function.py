@@ -143,10 +143,8 @@ class RecomputedFunction:
 
     def _watches_outer_tensors(self) -> bool:
         """Return whether to look for tensors of outer transforms: each time in a function, for a module in its first call."""
-        if not _torch.current_level():
-            return False
-        if not self._modules:
-            return True
+        if not _torch.current_level() or not self._modules:
+            return _torch.current_level() > 0
         is_new = self._modules[0] not in _SEEN_MODULES
         _SEEN_MODULES.add(self._modules[0])
         return is_new
@@ -323,7 +321,6 @@ class RecomputedFunction:
                 )
 
     def _path_of(self, x: Tensor, given: list[Any]) -> str:
-        """Return the path of a tensor in the arguments of a run."""
         arguments = self._arguments(given).items()
         return next((path for path, value in arguments if any(x is y for y in find_tensors(value))), "a tensor")
 
@@ -399,7 +396,7 @@ class RecomputedFunction:
 
 
 def _find_error(value: Any) -> str:
-    """Return why a value cannot be copied; empty if it can."""
+    """Return why pickle cannot copy a value; empty if it can."""
     try:
         take_snapshot([value])
     except Exception as error:

@@ -99,21 +99,13 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
 
 @dataclass
 class _SavedResult:
-    """The results of one call of an operator.
-
-    Args:
-        call: The call.
-        value: The results.
-        random_states: Those after the call, if it drew random numbers.
-        layout: That of the call's arguments.
-        versions: Those of the results at the end of the first run, which sees every write until then.
-    """
+    """The results of one call of an operator."""
 
     call: Call
     value: Any
-    random_states: list[Tensor] | None
-    layout: list[Any]
-    versions: tuple[int, ...] = ()
+    random_states: list[Tensor] | None  # after the call, if it drew random numbers
+    layout: list[Any]  # of its arguments
+    versions: tuple[int, ...] = ()  # of its results at the end of the first run, which sees every write until then
 
     def current_versions(self) -> tuple[int, ...]:
         return tuple(map(_torch.version, result_tensors(self.value)))
@@ -200,17 +192,13 @@ class _Run(_torch.DispatchMode):
             self.leave()
 
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the results of a call."""
         raise NotImplementedError
 
-    def check_write(self, x: Tensor, op: _torch.OpOverload) -> None:
-        """Check a tensor that an operator has changed in place."""
+    def check_write(self, x: Tensor, op: _torch.OpOverload) -> None: ...
 
-    def add_name(self, x: Tensor, name: str) -> None:
-        """Save what made a tensor of this name."""
+    def add_name(self, x: Tensor, name: str) -> None: ...
 
-    def finish(self) -> None:
-        """Check the run."""
+    def finish(self) -> None: ...
 
 
 class _SavingRun(_Run):
