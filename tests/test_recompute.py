@@ -482,6 +482,22 @@ def test_a_state_that_is_an_error_is_as_before() -> None:
 
 # --- remat of a function ---
 
+
+def test_objects_in_results_are_the_callers() -> None:
+    """Not copies, wherever they stand in a result or in another object."""
+    state, held = Node(), {}
+
+    def f(x: Tensor, state: Any, held: Any) -> Any:
+        state.count = 1
+        held["inside"] = [state, {"again": state}]
+        return x.sin(), [state], {"a": {"b": held}}
+
+    _, first, second = fs.remat(f)(torch.ones(2, requires_grad=True), state, held)
+    assert state.count == 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(x is state for x in (first[0], held["inside"][0], held["inside"][1]["again"]))
+    assert second["a"]["b"] is held
+
+
 W = torch.randn(WIDTH, WIDTH, dtype=torch.float64)
 X = torch.randn(4, WIDTH, dtype=torch.float64)
 
