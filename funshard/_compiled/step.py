@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._spec.options import check_names
-from .._transforms._recompute.function import recomputing_names
+from .._transforms._recompute.function import RUNNING
 from .._transforms._recompute.regions import collect_regions, current_regions
 from .._transforms.error_hints import add_compile_hint
 from .._transforms.grad import is_in_gradient
@@ -176,7 +176,7 @@ def compile(
                 "compile: the compiled step is called inside of a torch.func transform, in which torch runs no compiled code: "
                 "expected the transform inside of the step, or the step without compile"
             )
-        if recomputing_names() or is_in_gradient((args, kwargs)):
+        if RUNNING.names or is_in_gradient((args, kwargs)):
             raise RuntimeError(
                 "compile: the compiled step is called inside of a loss or a recomputed function, where its results are "
                 "constants: expected the gradient inside of the step, or the step without compile"

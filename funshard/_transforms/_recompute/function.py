@@ -38,11 +38,11 @@ from .checks import (
 from .saved_results import SavedResults
 from .snapshot import ATOMS, Snapshot, TensorText, find_difference, find_tensors, has_own_state, load, merge, take_snapshot
 
-__all__ = ["RUNNING", "RecomputedFunction", "is_copied", "recomputing_names"]
+__all__ = ["RUNNING", "RecomputedFunction", "is_copied"]
 
 
 class _Running(threading.local):
-    """The recomputed functions that this thread runs."""
+    """The recomputed functions that this thread runs, by name, the innermost last."""
 
     names: tuple[str, ...] = ()
     in_stack = False
@@ -51,13 +51,6 @@ class _Running(threading.local):
 
 
 RUNNING = _Running()
-"""The names are what `recomputing_names` returns, to be read for each parameter that forward reads."""
-
-
-def recomputing_names() -> tuple[str, ...]:
-    """Return the names of the recomputed functions that run now, the innermost last."""
-    return RUNNING.names
-
 
 _COPIED = (Tensor, tuple, list, dict, set, deque, functools.partial, torch.Generator, random.Random)
 """The classes of attributes of which each run has its own copy, or its own state."""

@@ -57,9 +57,7 @@ class UnitBackend:
     It refuses options of inductor for its own passes, by a ValueError.
 
     Args:
-        backend: The backend.
-        options: Its options.
-        kwargs: Its other keyword arguments, for another backend than inductor.
+        backend: The backend, with ``options`` and other keyword arguments ``kwargs``, for another one than inductor.
         remat: What to save; None for what torch chooses.
         make_prehook: Returns, for a run of the code, what to call before its backward.
         retains: Whether a backward may come back to what forward saved.
