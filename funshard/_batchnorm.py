@@ -59,7 +59,14 @@ class SyncBatchNorm(BatchNorm):
         self.axes = axes
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the input, this rank's samples of which there may be none, normalised by channel."""
+        """Return the input, normalised by channel.
+
+        Args:
+            input: ``[samples, num_features, ...]``, this rank's samples, of which there may be none.
+
+        Returns:
+            A tensor of the input's shape and dtype.
+        """
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ValueError(
                 f"SyncBatchNorm: expected an input [samples, {self.num_features}, ...], got shape {list(input.shape)}"
