@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from .._core.checks import bind_spec, check_spec
 from .._core.spec import PartitionSpec
 from .._core.unit import P
-from .._spec.precision import Precision, precision_of
+from .._spec.precision import Precision, resolve_dtypes
 from .._spec.table import format_rows
 from .at_rest import StateBytes, UnitBytes, count_per_slice, device_bytes, map_p, optimizer_init, state_bytes, unit_bytes
 from .picture import draw_plan
@@ -236,7 +236,7 @@ class Plan:
     @property
     def largest_unit(self) -> str:
         """The key of the unit whose gathered buffer is the largest."""
-        dtypes = {unit.key: (precision_of(unit.p) or Precision())._resolve(unit.dtype) for unit in self.spec}
+        dtypes = {unit.key: resolve_dtypes(unit.p, unit.dtype) for unit in self.spec}
         sizes = {unit.key: self.spec.padded_numel(unit) * dtypes[unit.key].param.itemsize for unit in self.spec}
         return max(sizes, key=sizes.__getitem__, default="")
 

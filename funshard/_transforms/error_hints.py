@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
 from .._core.spec import PartitionSpec, abridge
-from .._spec.precision import Precision, precision_of
+from .._spec.precision import resolve_dtypes
 
 __all__ = ["add_argument_hints", "add_compile_hint", "add_hints", "as_call_arguments", "check_materialized", "find_hint"]
 __all__ += ["find_running_module", "is_forward_rule_missing"]
@@ -36,7 +37,7 @@ _HINTS = (
     ),
     (
         re.compile("must override the setup_context staticmethod"),  # torch does not name the function
-        "an autograd.Function has no setup_context, or is a custom operator, and torch.func does not take it: expected "
+        "{function} is an autograd.Function without setup_context, or a custom operator: torch.func does not take it: expected "
         "setup_context in it (and a vmap rule for per_sample_grads); or second derivatives by plain double backward, "
         "torch.autograd.grad(..., create_graph=True), and samples one by one",
     ),
@@ -71,7 +72,19 @@ def add_hints(error: E, model: nn.Module | None = None) -> E:
         return error
     found, hint = hints[0]
     path = find_running_module(error.__traceback__, model)
-    return _add_note(error, ("" if path is None else f"module '{path}': ") + hint.format(*filter(None, found.groups())))
+    hint = hint.format(*filter(None, found.groups()), function=_find_function(error.__traceback__))
+    return _add_note(error, hint if path is None else f"module '{path}': {hint}")
+
+
+def _find_function(traceback: TracebackType | None) -> str:
+    """Return the name of the innermost autograd.Function in a traceback: of a custom operator, torch's name with its own."""
+    name = "what forward calls"
+    while traceback is not None:
+        cls = traceback.tb_frame.f_locals.get("cls")
+        if isinstance(cls, type) and issubclass(cls, Function):
+            name = f"'{cls.__qualname__}'"
+        traceback = traceback.tb_next
+    return name
 
 
 def add_compile_hint(error: E, compile_error: BaseException) -> E:
@@ -104,7 +117,7 @@ def _find_dtype_hints(error: Exception, model: nn.Module, params: Mapping[str, T
     if path is None or not kept:
         return []
     name, dtype, unit = max(kept, key=lambda one: len(os.path.commonprefix([one[0], path])))  # noqa: RUF071 - of names
-    low = (precision_of(unit.p) or Precision())._resolve(unit.dtype).param
+    low = resolve_dtypes(unit.p, unit.dtype).param
     return [
         f"module '{path}' failed, and Precision(keep=) has parameters such as '{name}' in {dtype}, while inputs are cast to "
         f"{low}: expected forward to cast its input, as x.to(self.weight.dtype), or the module of the parameter to return "

@@ -16,7 +16,7 @@ from .._core.mesh import ProcessAxis
 from .._core.spec import PartitionSpec
 from .._sharding.hashes import hash_params
 from .._sharding.sharding import collect_full_params
-from .._spec.precision import Precision, precision_of
+from .._spec.precision import resolve_dtypes
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCTS, Case, Convex, Loss, Order, Outcome
@@ -147,7 +147,7 @@ def _check_batch_is_stacked(case: Case) -> None:
 
 def _choose_tolerance(spec: PartitionSpec) -> float:
     """Return the tolerance of the coarsest dtype in which a unit is stored, computed with or reduced."""
-    dtypes = {d for unit in spec for d in (unit.dtype, *(precision_of(unit.p) or Precision())._resolve(unit.dtype))}
+    dtypes = {d for unit in spec for d in (unit.dtype, *resolve_dtypes(unit.p, unit.dtype))}
     return max(map(_dtype_tolerance, dtypes), default=0.0)
 
 
