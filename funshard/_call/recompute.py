@@ -22,9 +22,9 @@ from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._spec.options import RECOMPUTE_ALL, remat_of
 from .._torch.phases import phase
-from .._transforms._recompute.function import is_copied
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import run_unrecorded
+from .._transforms._recompute.snapshot import is_copied
 from .buffers import copy_buffer
 from .compiled_unit import can_run_compiled, is_compiled
 from .modes import Scheduled

@@ -7,13 +7,9 @@ copies is then written into the caller's objects; tensors that it has left in th
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import random
 import threading
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -36,9 +32,9 @@ from .checks import (
     describe_parameter,
 )
 from .saved_results import SavedResults
-from .snapshot import ATOMS, Snapshot, TensorText, find_difference, find_tensors, has_own_state, load, merge, take_snapshot
+from .snapshot import ATOMS, Snapshot, TensorText, find_difference, find_tensors, load, merge, read_cell, take_snapshot
 
-__all__ = ["RUNNING", "RecomputedFunction", "is_copied"]
+__all__ = ["RUNNING", "RecomputedFunction"]
 
 
 class _Running(threading.local):
@@ -51,16 +47,6 @@ class _Running(threading.local):
 
 
 RUNNING = _Running()
-
-_COPIED = (Tensor, tuple, list, dict, set, deque, functools.partial, torch.Generator, random.Random)
-"""The classes of attributes of which each run has its own copy, or its own state."""
-
-
-def is_copied(value: Any) -> bool:
-    """Return whether each run gets its own copy of an attribute of a module."""
-    if isinstance(value, tuple) and all(type(x) in ATOMS for x in value):  # pyright: ignore[reportUnknownVariableType]
-        return False
-    return has_own_state(value) if isinstance(value, types.FunctionType) else isinstance(value, _COPIED)
 
 
 def _own_tensors(module: nn.Module, kind: str) -> list[Tensor]:
@@ -171,7 +157,8 @@ class RecomputedFunction:
             items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple | list) else ()
             out |= {f"{name}[{key!r}]": item for key, item in items} or {name: value}
             if isinstance(value, types.FunctionType):
-                out = {f"'{key}' in {name}": item for key, item in inspect.getclosurevars(value).nonlocals.items()} | out
+                cells = zip(value.__code__.co_freevars, map(read_cell, value.__closure__ or ()), strict=True)
+                out = {f"'{key}' in {name}": content[0] for key, content in cells if content} | out
         return out
 
     @property

@@ -11,6 +11,7 @@ import functools
 import io
 import itertools
 import pickle
+import random
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -25,17 +26,8 @@ from ... import _torch
 from ..._core.mesh import Mesh, ProcessAxis, Simulated
 from ..._core.spec import PartitionSpec
 
-__all__ = [
-    "ATOMS",
-    "Snapshot",
-    "TensorText",
-    "find_difference",
-    "find_tensors",
-    "has_own_state",
-    "load",
-    "merge",
-    "take_snapshot",
-]
+__all__ = ["ATOMS", "Snapshot", "TensorText", "find_difference", "find_tensors", "is_copied", "load", "merge", "read_cell"]
+__all__ += ["take_snapshot"]
 
 ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), type(...), type, range, slice, torch.dtype, torch.device, torch.Size}
@@ -58,10 +50,21 @@ def _is_shared(cls: type) -> bool:
     return issubclass(cls, _SHARED) or (is_opaque and not is_container)
 
 
-def has_own_state(f: types.FunctionType) -> bool:
+def _has_own_state(f: types.FunctionType) -> bool:
     """Return whether a function has a closure or defaults, and is none of torch or of this library."""
     has_state = bool(f.__closure__ or f.__defaults__ or f.__kwdefaults__)
     return has_state and str(f.__globals__.get("__name__", "")).partition(".")[0] not in ("funshard", "torch")
+
+
+_COPIED = (Tensor, tuple, list, dict, set, deque, functools.partial, torch.Generator, random.Random)
+"""The classes of attributes of which each run has its own copy, or its own state."""
+
+
+def is_copied(value: Any) -> bool:
+    """Return whether each run gets its own copy of an attribute of a module."""
+    if isinstance(value, tuple) and all(type(x) in ATOMS for x in value):  # pyright: ignore[reportUnknownVariableType]
+        return False
+    return _has_own_state(value) if isinstance(value, types.FunctionType) else isinstance(value, _COPIED)
 
 
 # --- The bytes ---
@@ -120,13 +123,13 @@ class _Pickler(pickle.Pickler):
         elif cls is types.FunctionType:
             if obj.__module__ == __name__:
                 return NotImplemented
-            if has_own_state(obj):
+            if _has_own_state(obj):
                 state = obj.__defaults__, obj.__kwdefaults__, vars(obj)
                 return _function, (self._number(obj), obj.__closure__), state, None, None, _fill_function
         elif cls is types.MethodType:  # pickle would look it up by its name, and super().f is another one
             return types.MethodType, (obj.__func__, obj.__self__)
         elif cls is types.CellType:
-            return types.CellType, (), _read_cell(obj), None, None, _fill_cell
+            return types.CellType, (), read_cell(obj), None, None, _fill_cell
         elif cls is PartitionSpec and any(isinstance(axis, Simulated) for _, axis in obj.bound_mesh.axes):
             return _spec, (self._number(obj), obj.bound_mesh)
         elif not _is_shared(cls):
@@ -173,7 +176,7 @@ def _fill_cell(cell: Any, state: Any) -> None:
     (cell.cell_contents,) = state
 
 
-def _read_cell(cell: Any) -> tuple[Any] | None:
+def read_cell(cell: Any) -> tuple[Any] | None:
     """Return what is in a cell of a closure, None for an empty one."""
     try:
         return (cell.cell_contents,)
@@ -254,7 +257,7 @@ def _describe(value: Any) -> str:
 def _items_of(obj: Any) -> list[tuple[str, Any]]:
     """Return what an object contains, and the text that follows the object's name for each."""
     if isinstance(obj, types.FunctionType):
-        state = obj.__defaults__, obj.__kwdefaults__, vars(obj), *map(_read_cell, obj.__closure__ or ())
+        state = obj.__defaults__, obj.__kwdefaults__, vars(obj), *map(read_cell, obj.__closure__ or ())
         return [(f"'s {i}", value) for i, value in enumerate(state)]
     if _is_shared(type(obj)):
         return []
@@ -279,7 +282,7 @@ def merge(old: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> Any:
         return done[id(new)][0]
     if isinstance(new, tuple):
         out = _merge_tuple(old if type(old) is cls else (), new, done)
-    elif _is_shared(cls) and not (cls is types.FunctionType and has_own_state(new)):
+    elif _is_shared(cls) and not (cls is types.FunctionType and _has_own_state(new)):
         out = new
     elif cls is types.MethodType:
         out = types.MethodType(new.__func__, merge(getattr(old, "__self__", None), new.__self__, done))
@@ -310,7 +313,7 @@ def _merge_contents(out: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> Non
         states = [(f.__defaults__, f.__kwdefaults__, dict(vars(f)), f.__closure__) for f in (out, new)]
         _fill_function(out, merge(states[0], states[1], done)[:3])
     elif isinstance(new, types.CellType):
-        if state := merge(_read_cell(out), _read_cell(new), done):
+        if state := merge(read_cell(out), read_cell(new), done):
             _fill_cell(out, state)
     elif isinstance(new, functools.partial):
         states = [(f.func, f.args, f.keywords, vars(f)) for f in (out, new)]
