@@ -98,6 +98,7 @@ class RecomputedFunction:
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         self._attention = _torch.current_attention()
         self._before = self._freeze([find_variables(), *roots.values()])
+        self._constants |= {id(x) for x in self._before.others if isinstance(x, _torch.ForbiddenTensor)}  # in this run alone
         self._shared = [] if owned else [(m, _read_constants(m)) for m in self._reached_modules()]
         tensors = self._before.tensors
         levels = _torch.current_level() + _torch.is_in_forward_ad()  # plain autograd is another one, where it records

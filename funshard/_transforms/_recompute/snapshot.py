@@ -92,7 +92,7 @@ def take_snapshot(
         tensors: Tensors that have the first numbers.
         others: Shared objects that have the first numbers.
         made: Objects that a load has made in the place of others, with the numbers of those.
-        constants: The ids of parameters that all parts but the first share.
+        constants: The ids of tensors that all parts but the first share.
     """
     snapshot = Snapshot([], list(tensors), list(others))
     pickler = _Pickler(file := io.BytesIO(), snapshot, made)
@@ -118,7 +118,7 @@ class _Pickler(pickle.Pickler):
         """Return how an object is made again, if it is none of Python's containers and atoms."""
         cls: Any = type(obj)
         if issubclass(cls, Tensor) and not issubclass(cls, _torch.ForbiddenTensor):
-            if cls is not nn.Parameter or id(obj) not in self.constants or id(obj) in self._tensor_numbers:
+            if id(obj) not in self.constants or id(obj) in self._tensor_numbers:
                 return _tensor, (self._number_tensor(obj),)
         elif cls is types.FunctionType:
             if obj.__module__ == __name__:
