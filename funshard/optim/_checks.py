@@ -21,7 +21,6 @@ StateMapping = Mapping[str, Mapping[str, Tensor]]
 
 
 def check_rate(lr: object, what: str, *, optional: bool = True) -> None:
-    """Raise TypeError, with ``what`` as its subject, unless ``lr`` is a number, a tensor or, if ``optional``, None."""
     if not isinstance(lr, numbers.Real | Tensor) and not (optional and lr is None):
         raise TypeError(
             f"{what}: expected a number or a tensor of one, got {type(lr).__name__}; a schedule is a function of the step: "
@@ -38,26 +37,22 @@ def refuse_pickle(self: object) -> NoReturn:
 
 
 def same_pair(optimizer: Pair, memo: object = None, /) -> Pair:
-    """Return the pair: its ``__copy__`` and ``__deepcopy__``."""
     return optimizer
 
 
 def break_message(name: str, why: str) -> str:
-    """Return the reason that torch.compile gives where an update breaks its graph."""
     return f"{name}'s update cannot be part of a graph: {why}. Compile the gradients, and call update outside"
 
 
 def named_tensors(
     grads: Mapping[str, Tensor], state: StateMapping, params: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name for an error, tensor)`` for every tensor of the trees."""
     yield from ((f"params['{key}']", tensor) for key, tensor in params.items())
     yield from ((f"grads['{key}']", tensor) for key, tensor in grads.items())
     yield from ((f"state['{key}']['{name}']", t) for key, values in state.items() for name, t in values.items())
 
 
 def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]], by: str = "donate=True") -> None:
-    """Raise ValueError if two of the tensors overlap in memory that will be written."""
     bases = ((what, _torch.unwrap(tensor)) for what, tensor in tensors)
     ranges = sorted((*_torch.memory_range(base), what) for what, base in bases if base.numel())
     for (storage, _, end, what), (other, begin, _, second) in itertools.pairwise(ranges):
@@ -66,7 +61,6 @@ def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]], by: str = "donat
 
 
 def check_tensors(tree: Mapping[str, Tensor], what: str) -> None:
-    """Raise TypeError, naming the key, unless this is a mapping of tensors."""
     check_mapping(tree, what)
     for key, x in tree.items():
         if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]

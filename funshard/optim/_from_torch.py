@@ -100,7 +100,6 @@ def from_torch(
 def _muon(
     spec: PartitionSpec | Matrices, options: ParamOptions | None, donate: bool, defaults: Mapping[str, Any]
 ) -> MatrixOptimizer:
-    """Return `muon` with torch's options."""
     of_torch = torch.optim.Muon([torch.empty(1, 1)], **defaults).defaults
     lr, adjust = of_torch["lr"], of_torch["adjust_lr_fn"]
     return muon(
@@ -118,7 +117,6 @@ def _muon(
 def _adafactor(
     spec: PartitionSpec | Matrices, options: ParamOptions | None, donate: bool, defaults: Mapping[str, Any]
 ) -> MatrixOptimizer:
-    """Return Adafactor as an optimizer of matrices, of which every parameter is one."""
     known = spec if isinstance(spec, Matrices) else matrices(spec, select=lambda name, param: True, gather_stacks=True)
     of_torch = torch.optim.Adafactor([torch.empty(1, 1)], **defaults).defaults
 

@@ -148,7 +148,6 @@ def clip_by_global_norm(
 
 
 def check_max_norm(function: str, max_norm: float | Tensor) -> None:
-    """Raise ValueError unless the limit is >= 0, as far as the host can tell without waiting for a device."""
     if isinstance(max_norm, Tensor) and not (_torch.is_eager() and max_norm.device.type == "cpu"):
         return
     if not max_norm >= 0:
@@ -231,7 +230,6 @@ def compare_trees(tree: Mapping[str, Tensor], spec: PartitionSpec) -> None:
 
 
 def _make_difference_error(everyone: RankLines) -> ValueError:
-    """Return the error of ranks whose trees have other keys than that of the first one."""
     (rank, expected), *others = everyone
     other, got = next(one for one in others if one[1] != expected)
     only = next(((key, rank, other) for key in expected if key not in got), None)

@@ -50,7 +50,6 @@ def scale(a: float | Tensor, x: Mapping[str, Tensor]) -> Params:
 
 
 def check_same_keys(function: str, a_name: str, a: Mapping[str, Tensor], b_name: str, b: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless two trees have the same keys, and tensors of the same shapes."""
     for key in [*a, *b]:
         if key not in a or key not in b:
             only = a_name if key in a else b_name

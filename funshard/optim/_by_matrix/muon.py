@@ -167,7 +167,6 @@ def _power_of_two(x: Tensor) -> Tensor:
 
 
 def lr_scale(shape: tuple[int, ...], adjust_lr: str) -> float:
-    """Return the factor of a matrix's learning rate for its shape."""
     n, m = shape[-2:]
     return math.sqrt(max(1, n / m)) if adjust_lr == "original" else 0.2 * math.sqrt(max(n, m))
 
@@ -181,7 +180,6 @@ def _check_options(
     coefficients: Sequence[float],
     dtype: torch.dtype,
 ) -> None:
-    """Raise ValueError or TypeError for an option that muon does not take."""
     check_nonnegative("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
     if steps not in range(1, 100):
         raise ValueError(f"muon: steps: expected 1 to 99, got {steps}")

@@ -80,7 +80,6 @@ def check_step(
 
 
 def _check_slice(what: str, tensor: object, like: Tensor, numel: int) -> None:
-    """Raise TypeError or ValueError unless this is a slice of ``numel`` elements with the dtype and device of ``like``."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what}: expected a tensor, got {type(tensor).__name__}; what is not used has gradient zeros")
     if tuple(tensor.shape) != (numel,) or tensor.dtype != like.dtype or tensor.device != like.device:
@@ -89,7 +88,6 @@ def _check_slice(what: str, tensor: object, like: Tensor, numel: int) -> None:
 
 
 def _check_unit_state(known: Matrices, slots: Sequence[str], owned: OwnedShapes, key: str, state: object) -> None:
-    """Raise TypeError or ValueError unless the state of a unit is that of its matrices."""
     if not isinstance(state, MatrixState):
         raise TypeError(f"state of unit '{key}': expected a MatrixState, got {type(state).__name__}; make it by init(params)")
     names = known._names_in(key)
@@ -207,13 +205,11 @@ def break_graphs(optimizer: MatrixOptimizer, name: str, why: str) -> MatrixOptim
 
 
 def _owned_shapes(rule: MatrixRule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that only a matrix's owner has, by their names in the state."""
     state = rule.init_owned(torch.empty(shape, dtype=dtype, device="meta"))
     return {name: tuple(x.shape) for name, x in state.items() if name not in rule.slots}
 
 
 def _init(config: MatrixConfig, params: Mapping[str, Tensor]) -> dict[str, MatrixState]:
-    """Check the parameters, and return the state before the first step."""
     check_step(config.matrices, config.rule.slots, config.owned, params)
     return init_state(config, params)
 
@@ -227,7 +223,6 @@ def _update(
     lr: float | Tensor | None = None,
     fallback_lr: float | Tensor | None = None,
 ) -> tuple[Params, dict[str, MatrixState]]:
-    """Check the arguments, and run a step, tracked if a transform or graph needs it."""
     check_step(config.matrices, config.rule.slots, config.owned, params, grads=grads, state=state)
     check_rate(lr, "lr")
     check_rate(fallback_lr, "fallback_lr")
@@ -259,7 +254,6 @@ def _update_units(
     tracked: bool,
     donate: bool,
 ) -> tuple[Params, dict[str, MatrixState]]:
-    """Return parameters and state after a step of the matrices and of the fallback."""
     if donate:
         if any(map(_torch.is_pinned, params.values())):
             _torch.synchronize_copies()  # what a gather may still read
@@ -321,7 +315,6 @@ ADAMW_OPTIONS = ("lr", "weight_decay")
 
 
 def check_nonnegative(who: str, **values: float) -> None:
-    """Raise ValueError, naming it, for an option below 0, and TypeError for a learning rate that is not a number."""
     for name, value in values.items():
         if name == "lr":
             check_rate(value, f"{who}: lr", optional=False)
@@ -332,7 +325,6 @@ def check_nonnegative(who: str, **values: float) -> None:
 def resolve_options(
     who: str, known: Matrices, defaults: Mapping[str, Any], options: ParamOptions | None
 ) -> dict[str, Mapping[str, Any]]:
-    """Return each matrix's options. Raise ValueError, naming the matrix, for an unknown option or one below 0."""
     out: dict[str, Mapping[str, Any]] = {}
     for matrix in known.chosen:
         overrides = {} if options is None else dict(options(matrix.name, matrix.param))
@@ -366,7 +358,6 @@ def optimizer_with_fallback(
 
 
 def _fallback_adamw(known: Matrices, lr: float, weight_decay: float, options: ParamOptions | None, *, donate: bool) -> Fallback:
-    """Return AdamW for what is not a matrix, with the parameters' own options that it has."""
     if options is None:
         return elementwise(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, donate=donate, derived_by=known.spec)
 

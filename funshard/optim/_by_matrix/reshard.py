@@ -118,14 +118,12 @@ def _keep_names(tensors: Params, names: set[str]) -> Params:
 
 
 def _common_number(numbers: Tensor, what: str) -> Tensor:
-    """Return the number that all parameters of a unit share; raise ValueError if theirs differ."""
     if numbers.dim() and bool((numbers != numbers[0]).any()):
         raise ValueError(f"reshard: {what}: expected one number for all parameters of a unit, got {numbers.tolist()}")
     return numbers if not numbers.dim() else numbers[0]
 
 
 def _build_state(unit: Unit, olds: Mapping[str, _GatheredState], old: Matrices, new: Matrices) -> MatrixState:
-    """Return a new unit's state from those of the old units."""
     names = new._names_in(unit.key)
     states = {name: olds[old.spec.by_name[name][0].key] for name in (param.name for param in unit.params)}
     steps = torch.stack([state.step for state, *_ in olds.values()])

@@ -53,9 +53,7 @@ class MatrixRule:
 class MatrixInit(Protocol):
     """``init(param) -> state``, a dict of tensors. It also runs on a meta tensor, for names and shapes."""
 
-    def __call__(self, param: Tensor, /) -> Mapping[str, Tensor]:
-        """Return the state before the first step."""
-        ...
+    def __call__(self, param: Tensor, /) -> Mapping[str, Tensor]: ...
 
 
 class MatrixUpdate(Protocol):
@@ -63,9 +61,7 @@ class MatrixUpdate(Protocol):
 
     def __call__(
         self, grad: Tensor, state: Mapping[str, Tensor], param: Tensor, /, **options: Any
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Run one step without changing the arguments."""
-        ...
+    ) -> tuple[Tensor, Mapping[str, Tensor]]: ...
 
 
 def rule_from_update(
@@ -139,8 +135,6 @@ def _try_init(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dt
 
 
 def _check_result(of: str, new: object, param: Tensor, state: Mapping[str, object], given: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a result or state has another shape or dtype than before."""
-
     def describe(x: object) -> str:
         return f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
 

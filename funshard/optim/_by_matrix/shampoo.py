@@ -44,7 +44,6 @@ def gram(grad: Tensor, side: str) -> Tensor:
 
 
 def multiply_side(x: Tensor, factor: Tensor, side: str) -> Tensor:
-    """Multiply a matrix with a factor, on its left or right side."""
     return factor @ x if side == "left" else x @ factor
 
 

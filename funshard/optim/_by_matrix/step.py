@@ -64,7 +64,6 @@ def init_state(config: MatrixConfig, params: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _init_slice(layout: SliceLayout, parts: Params, shard: Tensor) -> Tensor:
-    """Return a shard of elementwise state: the given parts, and zeros elsewhere."""
     zeros = torch.zeros_like(shard, dtype=next(iter(parts.values()), shard).dtype)
     return layout.join(parts, zeros) if parts else zeros
 
@@ -87,7 +86,6 @@ def _init_batch(config: MatrixConfig, batch: MatrixBatch, params: Mapping[str, T
 
 
 def place_like(old: Tensor, new: Tensor) -> Tensor:
-    """Return ``new`` in pinned memory if ``old`` is."""
     return copy_like(old, new) if _torch.is_pinned(old) else new
 
 
@@ -175,13 +173,11 @@ class MatrixStep:
         return arrived
 
     def _store_slots(self, old: Slots, new: Slots) -> Slots:
-        """Return the new slots, in the old memory if that is donated."""
         if not self._donate:
             return new
         return {slot: old[slot] if x is old[slot] else old[slot].copy_(x) for slot, x in new.items()}
 
     def _options_of(self, matrix: Matrix) -> MatrixOptions:
-        """Return the options of a matrix, its step among them."""
         return {**self._options[matrix.name], "step": self.steps[matrix.unit.key]}
 
     def _compute_owned(self, batch: MatrixBatch, sent: Mapping[str, Payload]) -> list[Params]:

@@ -111,12 +111,10 @@ AnyOptimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Mapping[str, Tens
 
 
 def is_pair(value: object) -> bool:
-    """Return whether this is a tuple of two functions."""
     return isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def check_optimizer(who: str, optimizer: object) -> None:
-    """Raise TypeError for a gradient transformation, and for anything else than a pair of functions."""
     if isinstance(optimizer, GradientTransformation):
         raise TypeError(
             f"{who}: a gradient transformation returns gradients: expected an optimizer, whose update returns parameters; "
@@ -127,7 +125,6 @@ def check_optimizer(who: str, optimizer: object) -> None:
 
 
 def check_state(who: str, state: object, kind: type[object]) -> None:
-    """Raise TypeError unless this is a state of the optimizer that ``who`` makes: not that of the optimizer inside it."""
     if not isinstance(state, kind):
         got = type(state).__name__
         raise TypeError(f"{who}: state: expected {kind.__name__}, as init(params) or an update returns, got {got}")

@@ -48,7 +48,6 @@ LR_DIFFERENTIABLE_CLASSES = (
 
 
 def check_class(cls: object, initial: InitialState | None) -> None:
-    """Raise ValueError for an optimizer not known to be elementwise, TypeError for what is not an optimizer class."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(f"from_torch: expected a class of optimizers such as torch.optim.AdamW, got {cls!r}")
     of_torch = cls.__module__.startswith("torch.optim")
@@ -62,12 +61,10 @@ def check_class(cls: object, initial: InitialState | None) -> None:
 
 
 def is_updated(tensor: Tensor) -> bool:
-    """Return whether an optimizer changes the tensor: integers stay as they are."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def find_ranges(ranges: Mapping[str, OptionRanges] | None, key: str, tensor: object) -> OptionRanges:
-    """Return a unit's option ranges. ValueError or TypeError, naming the unit, if the tensor is not a shard of it."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"unit '{key}': expected a tensor, got {type(tensor).__name__}")
     if ranges is None:
@@ -85,14 +82,12 @@ def find_ranges(ranges: Mapping[str, OptionRanges] | None, key: str, tensor: obj
 
 
 def check_arguments(grads: object, params: object, lr: object) -> None:
-    """Raise TypeError unless the first two are mappings, and ``lr`` is a number, a tensor or None."""
     check_mapping(params)
     check_mapping(grads, "grads")
     check_rate(lr, "lr")
 
 
 def check_options(defaults: Mapping[str, Any], *, donate: bool, device: object) -> None:
-    """Raise ValueError or TypeError for options of an elementwise optimizer that exclude each other, or a bad ``lr``."""
     check_rate(defaults.get("lr"), "from_torch: lr")
     if not defaults.get("differentiable"):
         return
@@ -114,7 +109,6 @@ def check_fits(
     names: Iterable[frozenset[str]],
     scalars: frozenset[str],
 ) -> None:
-    """Raise ValueError or TypeError, naming the unit, unless each unit of the params has a gradient and a state that fit it."""
     of_group = [*names]
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
@@ -152,7 +146,6 @@ def check_fits(
 
 
 def _check_like(what: str, grad: object, param: Tensor) -> None:
-    """Raise TypeError or ValueError unless a gradient is dense and has its parameter's shape, dtype and device."""
     if not isinstance(grad, Tensor):
         raise TypeError(f"{what}: expected a tensor, got {type(grad).__name__}; an unused parameter has gradient zeros")
     if grad.layout != torch.strided:
@@ -173,7 +166,6 @@ def refuse_derivatives(tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def refuse_lost_rates(cls: type[torch.optim.Optimizer], rates: Iterable[tuple[str, Tensor]], *, differentiable: bool) -> None:
-    """Raise RuntimeError for a differentiated or batched learning rate that torch would turn into a number silently."""
     for what, rate in rates:
         if not (_torch.is_wrapped(rate) or _torch.is_tracked(rate)):
             continue

@@ -134,7 +134,6 @@ def elementwise(
 
 
 def _traceable_update(config: ElementwiseConfig) -> Update:
-    """Return the update, which inside torch.compile is part of the graph or breaks it."""
     update = partial(_update_in_range, config)
     if reason := reason_for_break(config):
         return _torch.disable_in_graph(reason)(update)
@@ -155,7 +154,6 @@ def _traceable_update(config: ElementwiseConfig) -> Update:
 
 
 def _init_state(config: ElementwiseConfig, params: Mapping[str, Tensor]) -> State:
-    """Return the state before the first step, by unit key."""
     check_mapping(params)
     state: State = {}
     for key, tensor in params.items():
@@ -185,7 +183,6 @@ def _update(
     *,
     lr: float | Tensor | None = None,
 ) -> tuple[Params, State]:
-    """Check the arguments, and return parameters and state after a step."""
     check_arguments(grads, params, lr)
     ranges = {key: find_ranges(config.ranges, key, tensor) for key, tensor in params.items()}
     ranges = {key: unit_ranges for key, unit_ranges in ranges.items() if is_updated(params[key])}
@@ -293,7 +290,6 @@ def _choose_batchable_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _has_tensor_rate(config: ElementwiseConfig, lr: float | Tensor | None) -> bool:
-    """Return whether an option of SGD, of which torch makes a number, is differentiated or batched."""
     options = tensor_options(config, lr) if config.cls is torch.optim.SGD else ()
     return any(_torch.is_wrapped(x) or _torch.is_tracked(x) for _, x in options)
 

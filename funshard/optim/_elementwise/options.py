@@ -218,12 +218,10 @@ class SharedOptions:
         return self._entered[key][1]
 
     def for_matrix(self, options: Mapping[str, Any], axes: tuple[str, ...]) -> Mapping[str, Any]:
-        """Return all options of a matrix for these axes."""
         return {name: self.over_axes(option, axes) for name, option in options.items()}
 
 
 def split_axes(spec: PartitionSpec | None, key: str) -> tuple[str, ...]:
-    """Return the mesh axes over which a unit, or a parameter's unit, is split; none without a spec."""
     if spec is None:
         return ()
     unit = spec.by_key.get(key) or spec.by_name[key][0]

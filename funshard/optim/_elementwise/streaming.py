@@ -18,7 +18,6 @@ StepFn = Callable[[Mapping[str, Tensor], StateMapping, Mapping[str, Tensor]], tu
 
 
 def is_on_device(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether the tensor needs no copy."""
     return tensor.device == device
 
 

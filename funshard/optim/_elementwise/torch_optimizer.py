@@ -46,7 +46,6 @@ class ElementwiseConfig(NamedTuple):
 
     @property
     def differentiable(self) -> bool:
-        """Whether torch's kernels record derivatives."""
         return bool(self.defaults.get("differentiable"))
 
 

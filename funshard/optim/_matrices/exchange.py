@@ -40,7 +40,6 @@ Chunk = tuple[int, int]
 
 
 def chunk_slice(numel: int, chunk: int, chunks: int) -> slice:
-    """Return the range of one chunk among ``numel`` elements."""
     return slice(numel * chunk // chunks, numel * (chunk + 1) // chunks)
 
 
@@ -117,7 +116,6 @@ class PendingExchange(NamedTuple):
     """Waits for the first all-to-all."""
 
     def __call__(self) -> list[Tensor]:
-        """Wait, run the remaining steps, and return the tensor of each matrix."""
         flat = self.finish()
         for step in self.plan.steps[1:]:
             flat = _send(_select_pieces([flat], step), step)()
@@ -146,7 +144,6 @@ def _select_pieces(tensors: Sequence[Tensor], step: AllToAll) -> Tensor:
 
 
 def _send(flat: Tensor, step: AllToAll) -> PendingResult:
-    """Start the all-to-all of a step, if it sends anything."""
     if not step.group:
         return PendingResult((), lambda: flat)
     announce("all-to-all of matrices", step.group)
@@ -273,7 +270,6 @@ class _ExchangePlanner:
         return ExchangePlan(tuple(begin), (*routes, AllToAll(self._sizes(held), tuple(where[p] for p in last))), tuple(end))
 
     def _sizes(self, pieces: Sequence[SliceIndex]) -> tuple[int, ...]:
-        """Return the elements of these slices, (0,) if there are none."""
         return tuple(self.sizes[i][s] for i, s in pieces) or (0,)
 
     def _numel(self, pieces: Sequence[SliceIndex]) -> int:
@@ -340,7 +336,6 @@ class MatrixBatch(NamedTuple):
 
     @property
     def owned_matrices(self) -> list[Matrix]:
-        """The matrices that this rank owns; all of them on simulated ranks."""
         return [m for m, n in zip(self.matrices, self.to_owners.end, strict=True) if n] if self.to_owners else [*self.matrices]
 
     def collect(self, parts: Mapping[str, Tensor]) -> Params:
@@ -350,7 +345,6 @@ class MatrixBatch(NamedTuple):
         return self._as_matrices(exchange_matrices(self._move_to_device(parts), self.to_owners, self.from_owners))
 
     def spread(self, whole: Mapping[str, Tensor]) -> Params:
-        """Return the parts of whole matrices on all replicas. Inverse of `collect`."""
         if self.to_owners is None or self.from_owners is None:
             return {matrix.name: self._scatter_simulated(whole[matrix.name], matrix) for matrix in self.matrices}
         return self._name_parts(exchange_matrices(self._flatten_matrices(whole), self.from_owners, self.to_owners))
@@ -364,7 +358,6 @@ class MatrixBatch(NamedTuple):
         return lambda: self._as_matrices(pending())
 
     def chunk_count(self, whole: Sequence[Mapping[str, Tensor]]) -> int:
-        """Return the number of chunks in which `start_spread` returns the matrices."""
         return len(self.from_owners_in_chunks) if self.from_owners_in_chunks and all(map(_can_overlap, whole)) else 1
 
     def start_spread(self, whole: Mapping[str, Tensor], chunk: Chunk) -> Callable[[], Params]:
@@ -394,22 +387,18 @@ class MatrixBatch(NamedTuple):
         return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
 
     def _move_to_device(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the parts of all matrices, on the device that computes."""
         device = compute_device(self.matrices[0].unit, self.spec.bound_mesh)
         tensors = [parts[matrix.name] for matrix in self.matrices]
         return tensors if device is None else [x.to(device, non_blocking=True) for x in tensors]
 
     def _as_matrices(self, flat: Sequence[Tensor]) -> Params:
-        """Return flat tensors as matrices, by name; empty ones as they are."""
         return {m.name: self._view_matrix(x, m) if len(x) else x for m, x in zip(self.matrices, flat, strict=True)}
 
     def _flatten_matrices(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the matrices as flat tensors, in order; empty ones stay empty."""
         tensors = ((whole[matrix.name], matrix) for matrix in self.matrices)
         return [self._flatten_matrix(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
 
     def _name_parts(self, flat: Sequence[Tensor]) -> Params:
-        """Return the tensors of all matrices by name."""
         return {matrix.name: x for matrix, x in zip(self.matrices, flat, strict=True)}
 
     def _gather_simulated(self, piece: Tensor, matrix: Matrix) -> Tensor:
@@ -435,7 +424,6 @@ class MatrixBatch(NamedTuple):
         return reduce_along(buffers.flatten(), split, others, "sum")
 
     def _is_owner(self, matrix: Matrix, device: torch.device) -> Tensor:
-        """Return whether this rank owns the matrix, as a tensor."""
         here = torch.ones((), dtype=torch.bool, device=device)
         for (_, axis), at in zip(self.spec.bound_mesh.axes, matrix.owner, strict=True):
             if at is None:

@@ -47,7 +47,6 @@ class SliceLayout(NamedTuple):
 
     @staticmethod
     def for_unit(unit: Unit, spec: PartitionSpec) -> SliceLayout:
-        """Return the layout of a unit of a bound spec."""
         if spec.bound_mesh.is_simulated:
             return SliceLayout(unit, spec, None)
         at = rank_coords(spec.bound_mesh, None)
@@ -171,11 +170,9 @@ class Matrices:
         return out
 
     def _names_in(self, key: str) -> tuple[str, ...]:
-        """Return the names of a unit's matrices."""
         return tuple(matrix.name for matrix in self._of_unit.get(key, ()))
 
     def _slice_layout(self, key: str) -> SliceLayout:
-        """Return where a unit's parameters lie in this rank's slice."""
         if key not in self._layouts:
             self._layouts[key] = SliceLayout.for_unit(self.spec.by_key[key], self.spec)
         return self._layouts[key]
@@ -186,7 +183,6 @@ class Matrices:
         return mesh.is_simulated or self.by_name[name].is_owned_by(rank_coords(mesh, None))
 
     def _select_parts(self, tree: Mapping[str, Tensor], key: str) -> Params:
-        """Return the parts of a unit's matrices in its slice; raise ValueError for another spec's."""
         if key not in self.spec.by_key:
             raise ValueError(f"unit '{key}' is not in the spec: expected some of {list(self.spec.by_key)[:8]}")
         unit = self.spec.by_key[key]
@@ -198,7 +194,6 @@ class Matrices:
         return {name: self._slice_layout(key).select(tree[key], name) for name in self._names_in(key)}
 
     def _check_whole(self, whole: Mapping[str, Tensor], keys: Mapping[str, None]) -> None:
-        """Raise ValueError unless these are the units' matrices, whole at their owners and empty elsewhere."""
         for name in whole:
             if name not in self.by_name:
                 raise ValueError(f"'{name}' is no matrix of these: expected some of {[*self.by_name][:8]}")
@@ -211,7 +206,6 @@ class Matrices:
                 raise ValueError(f"matrix '{matrix.name}': expected {expected}, got {list(shape)}")
 
     def _check_sent_together(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for a matrix whose dtype or device differs from that of the matrices it is sent with."""
         for names in self.groups:
             some = [name for name in names if name in tensors]
             for name in some[1:]:
@@ -223,13 +217,11 @@ class Matrices:
                     )
 
     def _batches_of(self, keys: Mapping[str, object]) -> Iterator[MatrixBatch]:
-        """Yield the batches of some units."""
         for names in self.groups:
             if some := tuple(name for name in names if self.by_name[name].unit.key in keys):
                 yield self._batch(some)
 
     def _batch(self, names: tuple[str, ...]) -> MatrixBatch:
-        """Return the batch of matrices that are sent together."""
         if names not in self._batches:
             self._batches[names] = MatrixBatch.plan(
                 [self.by_name[name] for name in names], self.spec, largest_unit_numel(self.chosen)

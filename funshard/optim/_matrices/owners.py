@@ -57,12 +57,10 @@ class Matrix(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The parameter's name."""
         return self.param.name
 
     @property
     def numel(self) -> int:
-        """The number of elements that an owner has."""
         return math.prod(self.shape)
 
     @property
@@ -81,7 +79,6 @@ class Matrix(NamedTuple):
         return tuple(axis for axis, _ in self.stack)
 
     def is_owned_by(self, coords: Sequence[int]) -> bool:
-        """Return whether the rank at these coordinates is the owner, or one of the owners."""
         return all(at is None or at == coord for at, coord in zip(self.owner, coords, strict=True))
 
 
@@ -161,12 +158,10 @@ def _make_matrix(
 
 
 def _default_cost(shape: tuple[int, ...]) -> float:
-    """Return n^2 m multiplications, plus the time to send the elements."""
     return math.prod(shape) * ((min(shape[-2:]) if len(shape) > 1 else 1) + MULTIPLICATIONS_PER_ELEMENT_SENT)
 
 
 def _matrix_shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] | None:
-    """Return a parameter's shape as a matrix, or None if it is not one."""
     wanted = len(param.shape) == 2 if select is None else select(param.name, param)
     if wanted is False or not unit.requires_grad or not param.numel:
         return None
@@ -275,7 +270,6 @@ def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -
 
 
 def largest_unit_numel(found: Sequence[Matrix]) -> int:
-    """Return the number of elements of the largest unit that has matrices."""
     return max((matrix.unit.numel for matrix in found), default=0)
 
 

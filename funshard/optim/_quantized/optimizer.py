@@ -53,7 +53,6 @@ class StateCodec:
     def make(
         cls, who: str, codec: object, spec: object, at_least: int | None, seed: int | None, rank: int | None
     ) -> StateCodec:
-        """Check the arguments of `quantized_state`; raise TypeError or ValueError if they do not fit."""
         known, checked = check_spec(spec), check_codec(who, codec)
         for name, value in (("at_least", at_least), ("seed", seed)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -67,13 +66,11 @@ class StateCodec:
         return self
 
     def encodes(self, unit: Unit) -> bool:
-        """Return whether the state of a unit is encoded."""
         if self.at_least is None:
             return False
         return unit.numel >= self.at_least and unit.dtype.is_floating_point and unit.at_rest is None
 
     def encode(self, state: object) -> dict[str, UnitState]:
-        """Return a state by unit key with encoded slices."""
         units = self.find_units(state)
         spec = bind_spec(self.spec)
         numbers = find_option_numbers(units, [key for key in units if key in spec.by_key], spec, ())
@@ -150,14 +147,12 @@ class StateCodec:
         return draw_like(like, unit.key, bind_spec(self.spec), stream, draw_uniform, self.rank)
 
     def decode(self, state: object) -> dict[str, dict[str, Any]]:
-        """Return a state by unit key with decoded slices, without the count of roundings."""
         return {
             key: self.decode_unit(self.spec.by_key[key], values) if key in self.spec.by_key else replace_values(values, values)
             for key, values in self.find_units(state).items()
         }
 
     def decode_unit(self, unit: Unit, values: Mapping[str, Any]) -> UnitState:
-        """Return a unit's state with decoded slices, without the count of roundings."""
         spec = bind_spec(self.spec)
         out: dict[str, Any] = {}
         for name, x in values.items():
@@ -171,7 +166,6 @@ class StateCodec:
         return UnitState(out, [name for name in numbers if name in out])
 
     def find_units(self, state: object) -> Mapping[str, Mapping[str, Any]]:
-        """Return the state; raise TypeError or ValueError unless it is elementwise, with the keys of units."""
         if not isinstance(state, Mapping) or not all(isinstance(values, Mapping) for values in state.values()):
             raise TypeError(
                 f"{self.who}: expected a state by unit key, as that of optim.from_torch, got {type(state).__name__}; what is "
@@ -186,7 +180,6 @@ class StateCodec:
         return state
 
     def _check_slice(self, x: object, unit: Unit, name: str) -> None:
-        """Raise ValueError, naming the unit, unless this is a rank's slice of it that is not encoded yet."""
         numel = self.spec.shard_numel(unit)
         if not isinstance(x, Tensor) or x.shape != (numel,):
             got = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -388,7 +381,6 @@ def _write_state(old: Mapping[str, Any], new: Mapping[str, Any]) -> Any:
 
 
 def _iter_encoded_tensors(state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name for an error, tensor)`` for the codes and scales of a state."""
     for key, values in state.items():
         for name, x in values.items():
             if isinstance(x, QuantizedSlice):
@@ -404,7 +396,6 @@ def _iter_argument_tensors(*trees: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _refuse_derivatives(tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """Raise RuntimeError if autograd or a transform differentiates a tensor: rounding has no derivative."""
     for what, tensor in tensors:
         if _torch.is_tracked(tensor):
             raise RuntimeError(

@@ -54,7 +54,6 @@ def check_codec(who: str, codec: object) -> Codec:
 
 
 def check_blocks(who: str, codec: Codec, unit: Unit) -> None:
-    """Raise ValueError, naming the unit, if a block would straddle two parameters or two ranks' slices."""
     if unit.align % codec.block:
         raise ValueError(
             f"{who}: unit '{unit.key}': blocks of {codec.block} elements would straddle parameters and ranks' slices, which "
@@ -83,7 +82,6 @@ def encode_slice(x: Tensor, codec: Codec, noise: Tensor | None = None) -> Quanti
 
 
 def _encode_chunk(x: Tensor, codec: Codec, noise: Tensor | None) -> QuantizedSlice:
-    """Encode a chunk of a slice."""
     encode = codec if noise is None else dataclasses.replace(codec, encode=functools.partial(codec.encode, noise=noise))
     codes, scales, *_ = encode._encode_slice(x)
     if scales.dtype != x.dtype:
@@ -106,7 +104,6 @@ def decode_slice(x: QuantizedSlice, codec: Codec) -> Tensor:
 
 
 def _decode_chunk(codes: Tensor, scales: Tensor, codec: Codec) -> Tensor:
-    """Decode a chunk of a slice."""
     numel = len(scales) * codec.block
     _, _, *others = codec._describe_encoding(numel, scales.dtype)[1]
     x = codec.decode(codes, scales, *(codes.new_empty(shape, dtype=dtype) for dtype, shape in others))
@@ -121,7 +118,6 @@ def _chunk_length(numel: int, codec: Codec, device: torch.device) -> int:
 
 
 def check_encoding(x: QuantizedSlice, codec: Codec, unit: Unit, spec: PartitionSpec, name: str) -> None:
-    """Raise ValueError, naming the unit, unless this is the rank's slice of it in this codec."""
     numel = spec.shard_numel(unit)
     expected = codec._describe_encoding(numel, x.scales.dtype)[1][:2]
     if tuple((part.dtype, part.shape) for part in x) != expected:
