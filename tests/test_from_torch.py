@@ -25,7 +25,7 @@ import funshard as fs
 from funshard._core import layout
 from funshard._slices.pieces import slice_index
 from funshard.optim import from_torch
-from funshard.optim._elementwise.checks import ELEMENTWISE_CLASSES, LR_DIFFERENTIABLE_CLASSES
+from funshard.optim._elementwise.torch_optimizer import ELEMENTWISE_CLASSES, LR_DIFFERENTIABLE_CLASSES
 
 SIZES = {"shard": 3}
 CASES: list[tuple[Any, dict[str, Any]]] = [

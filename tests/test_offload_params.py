@@ -28,7 +28,7 @@ from funshard._core.division import Reduction
 from funshard._wire.host import place_slice
 from funshard._wire.route import Route
 from funshard.compress import _compressor
-from funshard.optim._elementwise import optimizer, streaming
+from funshard.optim._elementwise import optimizer
 
 PARAMS = "params"
 FLOAT8 = fs.Codec(lambda x: (x.float(), x.abs().amax()), lambda x, scale: x.to(scale.dtype) + 0 * scale)
@@ -319,7 +319,6 @@ def test_an_update_unit_by_unit_on_a_device(monkeypatch: pytest.MonkeyPatch, nam
         return params, state
 
     expected = run(None)
-    monkeypatch.setattr(streaming, "is_on_device", lambda tensor, device: False)
     monkeypatch.setattr(optimizer, "is_on_device", lambda tensor, device: False)
     monkeypatch.setattr(_torch, "AsyncCopy", Counted)
     equal(run("cpu"), expected)

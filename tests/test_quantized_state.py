@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 import funshard as fs
 from funshard import P, codecs, optim
 from funshard.optim._elementwise import optimizer as elementwise
-from funshard.optim._elementwise import streaming
 
 batched = pytest.mark.filterwarnings("ignore:There is a performance drop")
 torch.manual_seed(0)
@@ -551,8 +550,7 @@ def test_compositions_and_steps_on_one_rank() -> None:
 @pytest.mark.parametrize("is_on_device", [True, False])
 def test_updates_on_a_device(is_on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lives on the host is decoded there, and copied for the update; on the device nothing is copied."""
-    for module in (elementwise, streaming):
-        monkeypatch.setattr(module, "is_on_device", lambda tensor, device: is_on_device)
+    monkeypatch.setattr(elementwise, "is_on_device", lambda tensor, device: is_on_device)
     spec = fs.policies.always(sliced(offload="params"))(MODEL).on({"shard": 1})
     want = run_steps(spec, quantized(spec))
     given: list[dict[str, Any]] = [{}, {"donate": True}]

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .._core.layout import Params
 from .._sharding.random_like import random_like
-from ..optim._norms import vdot
-from ..optim._trees import axpy, scale
+from ..optim._norms import axpy, scale, vdot
 from ._operator import Operator, find_largest, probe_seed, read_numbers
 
 __all__ = ["Eigenpair", "Solution", "Spectrum", "TraceEstimate", "Tridiagonal", "cg", "hutchinson", "lanczos"]

@@ -20,8 +20,7 @@ from .._sharding.random_like import random_like
 from .._sharding.sharding import shard
 from .._slices.random_slices import MASK, philox
 from .._transforms.products import fishervp, ggnvp, hvp
-from ..optim._norms import global_norm, vdots
-from ..optim._trees import axpy
+from ..optim._norms import axpy, global_norm, vdots
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator

@@ -7,25 +7,26 @@ from ._by_matrix.reshard import reshard
 from ._by_matrix.shampoo import shampoo, soap
 from ._by_matrix.step import MatrixState
 from ._composition.pairs import ComposedOptimizer, GradientTransformation
-from ._composition.schedule import ScheduleState, schedule, schedule_lr
 from ._composition.wrappers import (
     AccumulationState,
     EmaState,
     FiniteState,
+    ScheduleState,
     accumulate_steps,
     apply_if_finite,
     chain,
     clip_gradients,
     ema,
+    schedule,
+    schedule_lr,
 )
 from ._elementwise.optimizer import Optimizer, State
 from ._from_torch import from_torch
 from ._matrices.matrices import Matrices, matrices
 from ._matrices.owners import hidden
-from ._norms import clip_by_global_norm, global_norm, norms, vdot
+from ._norms import axpy, clip_by_global_norm, global_norm, norms, scale, vdot
 from ._quantized.optimizer import decode_state, encode_state, quantized_state
 from ._quantized.slices import QuantizedSlice
-from ._trees import axpy, scale
 
 __all__ = [
     "AccumulationState", "ComposedOptimizer", "EmaState", "FiniteState", "GradientTransformation", "Matrices",

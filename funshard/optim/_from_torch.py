@@ -12,12 +12,11 @@ from torch import Tensor
 from .._core.spec import PartitionSpec
 from ._by_matrix.muon import muon
 from ._by_matrix.optimizer import MatrixOptimizer, break_graphs, optimizer_from_rule, resolve_options
-from ._by_matrix.rule import rule_from_update
+from ._by_matrix.step import rule_from_update
 from ._checks import check_rate
-from ._elementwise.checks import InitialState, is_updated, refuse_derivatives
 from ._elementwise.optimizer import Optimizer, elementwise
 from ._elementwise.options import ParamOptions
-from ._elementwise.torch_optimizer import init_vector_state
+from ._elementwise.torch_optimizer import InitialState, init_vector_state, is_updated, refuse_derivatives
 from ._matrices.matrices import Matrices, matrices
 
 __all__ = ["from_torch"]

@@ -14,7 +14,7 @@ from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices
 from .._norms import upcast
 from .optimizer import MatrixOptimizer, check_nonnegative, optimizer_with_fallback, resolve_real_matrices
-from .rule import Fallback, MatrixOptions, MatrixRule, OwnedState, Payload, Slots
+from .step import Fallback, MatrixOptions, MatrixRule, OwnedState, Payload, Slots
 
 __all__ = ["muon", "orthogonal"]
 

@@ -22,8 +22,20 @@ from .._checks import break_message, check_rate, named_tensors, refuse_pickle, r
 from .._elementwise.optimizer import elementwise
 from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices, matrices
-from .rule import Fallback, MatrixConfig, MatrixInit, MatrixOptions, MatrixRule, MatrixUpdate, OwnedShapes, rule_from_update
-from .step import MatrixState, MatrixStep, init_state, place_like
+from .step import (
+    Fallback,
+    MatrixConfig,
+    MatrixInit,
+    MatrixOptions,
+    MatrixRule,
+    MatrixState,
+    MatrixStep,
+    MatrixUpdate,
+    OwnedShapes,
+    init_state,
+    place_like,
+    rule_from_update,
+)
 
 __all__ = ["Fallback", "MatrixOptimizer", "break_graphs", "by_matrix", "check_nonnegative", "optimizer_from_rule"]
 __all__ += ["optimizer_with_fallback", "resolve_options", "resolve_real_matrices"]

@@ -15,7 +15,7 @@ from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices
 from .._norms import upcast
 from .optimizer import MatrixOptimizer, break_graphs, check_nonnegative, optimizer_with_fallback, resolve_real_matrices
-from .rule import Fallback, MatrixOptions, MatrixRule, OwnedState, Payload, Slots
+from .step import Fallback, MatrixOptions, MatrixRule, OwnedState, Payload, Slots
 
 __all__ = ["shampoo", "soap"]
 

@@ -1,22 +1,190 @@
-"""One torch optimizer for one step: the state of a vector, param groups, and the result."""
+"""One torch optimizer for one step: what it can be given, its state and result, and the same inside torch.compile."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ... import _torch
+from ..._core.checks import check_mapping
 from ..._core.spec import PartitionSpec
-from .checks import ELEMENTWISE_CLASSES, InitialState
+from ..._spec.precision import check_trainable
+from ..._spec.unit_state import replace_values
+from .._checks import StateMapping, break_message, check_rate, named_tensors
+from .._quantized.slices import refuse_encoded
 from .options import OptionRanges, SharedOptions, scale_lr
 
-__all__ = ["ElementwiseConfig", "add_eps_root", "build_optimizer", "init_vector_state", "share_options", "state_to_step"]
-__all__ += ["tensor_options", "warn_zero_gradients", "write_state"]
+__all__ = ["ELEMENTWISE_CLASSES", "ElementwiseConfig", "InitialState", "NumbersAsTensors", "add_eps_root", "build_optimizer"]
+__all__ += ["check_arguments", "check_class", "check_fits", "check_options", "find_ranges", "flatten_update"]
+__all__ += ["init_vector_state", "is_updated", "reason_for_break", "refuse_derivatives", "refuse_lost_rates", "run_in_graph"]
+__all__ += ["share_options", "state_to_step", "tensor_options", "warn_zero_gradients", "write_state"]
+
+
+InitialState = Callable[[Tensor], Mapping[str, Tensor]]
+"""A function from a vector to its state before the first step."""
+
+ELEMENTWISE_CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+"""The elementwise optimizers of torch.optim. Pinned by ``test_every_optimizer_is_right_or_refused``."""
+
+LR_DIFFERENTIABLE_CLASSES = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+"""The classes that can differentiate their learning rate as any tensor. Pinned by ``test_derivatives_of_rates``."""
+
+
+def check_class(cls: object, initial: InitialState | None) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(f"from_torch: expected a class of optimizers such as torch.optim.AdamW, got {cls!r}")
+    of_torch = cls.__module__.startswith("torch.optim")
+    if cls not in ELEMENTWISE_CLASSES and (of_torch or initial is None):
+        vouch = "" if of_torch else ", or initial= for a class of your own that works element by element"
+        raise ValueError(
+            f"from_torch: {cls.__name__} is not known to work element by element, and on slices it would be another "
+            f"optimizer: expected one of {[c.__name__ for c in ELEMENTWISE_CLASSES]}{vouch}; one that needs whole tensors can "
+            "step those of fs.unshard or fs.gather_full"
+        )
+
+
+def is_updated(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def find_ranges(ranges: Mapping[str, OptionRanges] | None, key: str, tensor: object) -> OptionRanges:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"unit '{key}': expected a tensor, got {type(tensor).__name__}")
+    if ranges is None:
+        return OptionRanges()
+    if key not in ranges:
+        raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*ranges][:8]}")
+    if frozen := ranges[key].frozen_unit:
+        check_trainable([frozen], "update")
+    if tuple(tensor.shape) != (ranges[key].numel,):
+        raise ValueError(
+            f"unit '{key}': expected a shard of {ranges[key].numel} elements, got shape {list(tensor.shape)}; "
+            "are these params of another spec or another mesh?"
+        )
+    return ranges[key]
+
+
+def check_arguments(grads: object, params: object, lr: object) -> None:
+    check_mapping(params)
+    check_mapping(grads, "grads")
+    check_rate(lr, "lr")
+
+
+def check_options(defaults: Mapping[str, Any], *, donate: bool, device: object) -> None:
+    check_rate(defaults.get("lr"), "from_torch: lr")
+    if not defaults.get("differentiable"):
+        return
+    if donate:
+        raise ValueError("from_torch: donated memory is written over: expected donate=False with differentiable=True")
+    if device is not None:
+        raise ValueError(
+            "from_torch: copies to a device and back are not recorded: expected device=None with differentiable=True"
+        )
+    if defaults.get("dampening"):
+        raise ValueError("from_torch: with dampening torch cuts the first momentum off: expected differentiable=False")
+
+
+def check_fits(
+    grads: Mapping[str, Tensor],
+    state: StateMapping,
+    params: Mapping[str, Tensor],
+    ranges: Mapping[str, OptionRanges],
+    names: Iterable[frozenset[str]],
+    scalars: frozenset[str],
+) -> None:
+    of_group = [*names]
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"state: expected a dict by unit key, as init(params) or an update returns, got {type(state).__name__}; that of an "
+            "optimizer made of others has this one's inside"
+        )
+    refuse_encoded(state)
+    for what, tree in (("gradient", grads), ("state", state)):
+        for key in tree:
+            if key not in params:
+                raise ValueError(f"unit '{key}' has a {what} and is not in params: expected some of {[*params][:8]}")
+        for key in tree if what == "gradient" else ():
+            if params[key].dtype == torch.uint8:
+                raise TypeError(
+                    f"unit '{key}' is torch.uint8, as is what is frozen and at rest in a codec: expected no gradient of it; "
+                    "set it apart with fs.partition(params, spec)"
+                )
+    for key in params:
+        if key not in state:
+            raise ValueError(f"unit '{key}' has no state: expected that of init(params) or of an update, got {[*state][:8]}")
+    for key, unit_ranges in ranges.items():
+        param = params[key]
+        if key not in grads:
+            raise ValueError(f"unit '{key}' has no gradient: expected one for each of the params, got {[*grads][:8]}")
+        _check_like(f"the gradient of unit '{key}'", grads[key], param)
+        expected = {name for group in unit_ranges.groups for name in of_group[group]}
+        if set(state[key]) != expected:
+            raise ValueError(f"the state of unit '{key}': expected {sorted(expected)}, got {sorted(state[key])}")
+        for name, tensor in state[key].items():
+            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"'{name}' of unit '{key}': expected a tensor, got {type(tensor).__name__}")
+            shape = param.shape if name not in scalars else () if len(unit_ranges.groups) == 1 else (len(unit_ranges.groups),)
+            if tensor.shape not in (shape, *([()] if name in scalars else [])):
+                raise ValueError(f"'{name}' of unit '{key}': expected shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def _check_like(what: str, grad: object, param: Tensor) -> None:
+    if not isinstance(grad, Tensor):
+        raise TypeError(f"{what}: expected a tensor, got {type(grad).__name__}; an unused parameter has gradient zeros")
+    if grad.layout != torch.strided:
+        raise ValueError(f"{what}: expected a dense tensor, got {grad.layout}; use grad.to_dense()")
+    expected, got = (f"{list(t.shape)} {t.dtype} on {t.device}" for t in (param, grad))
+    if expected != got:
+        raise ValueError(f"{what}: expected {expected}, got {got}")
+
+
+def refuse_derivatives(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise RuntimeError if a tensor is tracked: torch's kernels would lose its derivatives silently."""
+    for what, tensor in tensors:
+        if _torch.is_tracked(tensor):
+            raise RuntimeError(
+                f"from_torch: {what} takes part in a derivative, which torch's kernels would lose: expected "
+                "differentiable=True, or an update under torch.no_grad() or outside of the transform"
+            )
+
+
+def refuse_lost_rates(cls: type[torch.optim.Optimizer], rates: Iterable[tuple[str, Tensor]], *, differentiable: bool) -> None:
+    for what, rate in rates:
+        if not (_torch.is_wrapped(rate) or _torch.is_tracked(rate)):
+            continue
+        if not (differentiable and (cls in LR_DIFFERENTIABLE_CLASSES or cls not in ELEMENTWISE_CLASSES)):
+            raise RuntimeError(
+                f"from_torch: {what} is differentiated or batched, and torch's {cls.__name__} makes a number of it: expected "
+                f"differentiable=True and one of {[c.__name__ for c in LR_DIFFERENTIABLE_CLASSES]}"
+            )
+
+
+# --- One step: the state of a vector, param groups, and the result ---
 
 
 STATE_FROM_RATE: Mapping[type[torch.optim.Optimizer], str] = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
@@ -196,3 +364,177 @@ def warn_zero_gradients(
                 stacklevel=3,
             )
             return
+
+
+# --- A mode in which torch's optimizers compute with tensors instead of Python numbers, so that a graph can be made of a step
+# ---
+#
+# By themselves they read a count from a tensor (``Tensor.item``), and give its functions to operators as numbers.
+
+
+class NumbersAsTensors(TorchFunctionMode):
+    """A mode in which ``item`` returns a 0-D tensor in float64, and operators take one instead of a Python number."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.item:
+            return args[0].double()
+        if func in _torch.PROFILER_OPS:  # the graph would have them
+            return ()
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if any(x.dim() for x in tensors):
+            args = tuple(map(_store_number, args))
+            kwargs = {key: _store_number(x) for key, x in kwargs.items()}
+        elif len(args) == 2 and len(tensors) == 2 and all(x.is_floating_point() for x in tensors):
+            first, second = args  # a Python number takes the dtype of a tensor
+            if second.dtype == torch.float64:
+                return func(first, second.to(first.dtype), **kwargs)
+            if first.dtype == torch.float64 and not func.__name__.endswith("_"):
+                return func(first.to(second.dtype), second, **kwargs)
+        function, name = _SCALED.get(func, (None, ""))
+        if function is not None and isinstance(factor := kwargs.get(name), Tensor):
+            wide = torch.promote_types(args[0].dtype, torch.float32)  # the kernels round once, at the end
+            tensor, first, *others = (x.to(wide) for x in args)
+            new = function(tensor, first * factor, *others)
+            return args[0].copy_(new) if func.__name__.endswith("_") else new.to(args[0].dtype)
+        return func(*args, **kwargs)
+
+
+def _store_number(x: Any) -> Any:
+    """Return a 0-D tensor in memory: inductor would compute an expression of it for each element again."""
+    return x.as_strided((), ()) if isinstance(x, Tensor) and x.dim() == 0 else x
+
+
+_SCALED: dict[Any, tuple[Callable[..., Tensor], str]] = {
+    Tensor.add: (torch.add, "alpha"),
+    Tensor.add_: (torch.add, "alpha"),
+    Tensor.addcmul_: (torch.addcmul, "value"),
+    Tensor.addcdiv_: (torch.addcdiv, "value"),
+}
+"""The operators by which torch's optimizers apply a factor, the functions without a factor, and its name."""
+
+
+# --- The update in a graph ---
+
+UpdateFn = Callable[..., tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]]
+FlatUpdate = Callable[..., tuple[Tensor, ...]]
+
+BRANCHING_CLASSES = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
+"""The classes that branch on values, but with ``capturable=True``, where they select with torch.where.
+
+The others keep ``capturable=False``: there Adam would divide by the learning rate, and 0 / 0 is NaN.
+"""
+
+
+def _as_vector(x: Any) -> Any:
+    """Return a 0-D tensor as a vector: with a 0-D number in float64 it would be computed in float64."""
+    return x.unsqueeze(0) if isinstance(x, Tensor) and x.dim() == 0 else x
+
+
+def reason_for_break(config: ElementwiseConfig) -> str:
+    """Return why the update cannot be part of a graph, or "" if it can."""
+    if config.differentiable:
+        why = "differentiable=True records derivatives"
+    elif config.cls not in ELEMENTWISE_CLASSES:
+        why = "a class of your own may branch on values"
+    elif any({**config.defaults, **group}.get("dampening") for group in config.groups):
+        why = "SGD with dampening asks whether a step is the first one"
+    elif any(
+        isinstance(x, Tensor)
+        for options in (config.defaults, *config.groups)
+        for x in pytree.tree_leaves({name: value for name, value in options.items() if name != "lr"})
+    ):
+        why = "options, except lr, are tensors"
+    elif isinstance(config.lr, Tensor) and any("lr" in group for group in config.groups):
+        why = "lr is a tensor, and parameters have their own"
+    else:
+        return ""
+    return break_message(config.cls.__name__, why)
+
+
+def flatten_update(config: ElementwiseConfig, update: UpdateFn) -> FlatUpdate:
+    """Return ``update`` as a function of flat tensors that Dynamo puts into its graph whole.
+
+    Its arguments are the keys of the gradients, of the params, and of the state with its names; the learning rate or None; and
+    the tensors: gradients, params, states. It returns params and states.
+    """
+    is_branching = config.cls in BRANCHING_CLASSES
+    cls: Any = config.cls
+    kernels: dict[str, Any] = {"foreach": False, "fused": False, "capturable": is_branching}
+    options = {name: value for name, value in kernels.items() if name in cls([torch.empty(0)]).defaults}
+    if isinstance(config.lr, Tensor):  # an input of the graph; torch compares this one with 0
+        options["lr"] = 1.0
+    recorded = config._replace(
+        defaults={**config.defaults, **options},
+        groups=[{name: value for name, value in group.items() if name not in kernels} for group in config.groups],
+        donate=False,
+        device=None,
+        is_recorded=True,
+    )
+
+    def flat_update(
+        grad_keys: tuple[str, ...],
+        keys: tuple[str, ...],
+        state_names: tuple[tuple[str, tuple[str, ...]], ...],
+        lr: Any,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        grads = {key: _as_vector(next(given)) for key in grad_keys}
+        params = {key: _as_vector(next(given)) for key in keys}
+        state = {
+            key: {name: x if name in config.scalars else _as_vector(x) for name, x in zip(names, given, strict=False)}
+            for key, names in state_names
+        }
+        named = [*named_tensors(grads, state, params), *tensor_options(recorded, lr)]
+        refuse_derivatives((name, x) for name, x in named if isinstance(x, Tensor))  # pyright: ignore[reportUnnecessaryIsInstance]
+        wide = state
+        if is_branching:
+            numbers = config.scalars
+            wide = {k: {n: torch.as_tensor(x).double() if n in numbers else x for n, x in v.items()} for k, v in state.items()}
+        with torch.no_grad(), _torch.set_in_graph(is_branching), NumbersAsTensors():
+            new_params, new_state = update(recorded, grads, wide, params, lr=lr)
+        new = [
+            *(new_params[key] for key in keys),
+            *(new_state[key][name].to(x.dtype) for key, values in state.items() for name, x in values.items()),
+        ]
+        return tuple(
+            x.squeeze(0) if old.dim() == 0 and x.shape == (1,) else x for x, old in zip(new, tensors[len(grads) :], strict=True)
+        )
+
+    return _torch.allow_in_graph(flat_update)
+
+
+@_torch.allow_in_graph
+def _refuse_rate(lr: float) -> None:
+    """Raise torch's error for a learning rate, which Dynamo would replace by its own."""
+    raise ValueError(f"Invalid learning rate: {lr}")
+
+
+def run_in_graph(
+    config: ElementwiseConfig,
+    flat_update: FlatUpdate,
+    grads: Mapping[str, Tensor],
+    state: StateMapping,
+    params: Mapping[str, Tensor],
+    lr: float | Tensor | None,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Return the new params and state of the function of `flatten_update`; with ``config.donate``, in the given tensors."""
+    check_mapping(params)
+    check_mapping(grads, "grads")
+    if lr is None and isinstance(config.lr, Tensor):
+        lr = config.lr
+    if isinstance(lr, float | int):
+        if not lr >= 0.0:
+            _refuse_rate(float(lr))
+        lr = torch.ones((), dtype=torch.float64) * lr
+    state_names = tuple((key, tuple(values)) for key, values in state.items())
+    given = [*params.values(), *(x for values in state.values() for x in values.values())]
+    new: Iterable[Tensor] = flat_update(tuple(grads), tuple(params), state_names, lr, *grads.values(), *given)
+    if config.donate:
+        new = [_torch.write_into(into, x) if into.shape == x.shape else x for into, x in zip(given, new, strict=True)]
+    values = iter(new)
+    new_params = {key: next(values) for key in params}
+    return new_params, {key: replace_values(old, {name: next(values) for name in old}) for key, old in state.items()}

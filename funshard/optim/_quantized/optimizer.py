@@ -22,7 +22,7 @@ from ..._spec.unit_state import UnitState, replace_values
 from .._by_matrix.optimizer import MatrixOptimizer
 from .._checks import refuse_shared_memory
 from .._composition.pairs import AnyOptimizer, ComposedOptimizer, check_optimizer
-from .._elementwise.streaming import copy_like
+from .._elementwise.optimizer import copy_like
 from .._option_numbers import find_option_numbers
 from .slices import QuantizedSlice, check_blocks, check_codec, check_encoding, decode_slice, encode_slice
 
