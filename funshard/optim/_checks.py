@@ -12,11 +12,13 @@ from torch import Tensor
 from .. import _torch
 from .._core.checks import check_mapping
 
-__all__ = ["StateMapping", "break_message", "check_rate", "check_tensors", "named_tensors", "refuse_pickle"]
+__all__ = ["StateMapping", "Tensors", "break_message", "check_rate", "check_tensors", "named_tensors", "refuse_pickle"]
 __all__ += ["refuse_shared_memory", "same_pair"]
 
 Pair = TypeVar("Pair")
-StateMapping = Mapping[str, Mapping[str, Tensor]]
+Tensors = Mapping[str, Tensor]
+"""A tree that is only read: by unit key or parameter name."""
+StateMapping = Mapping[str, Tensors]
 """An elementwise state that is only read: by unit key and name."""
 
 
@@ -44,9 +46,7 @@ def break_message(name: str, why: str) -> str:
     return f"{name}'s update cannot be part of a graph: {why}. Compile the gradients, and call update outside"
 
 
-def named_tensors(
-    grads: Mapping[str, Tensor], state: StateMapping, params: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(grads: Tensors, state: StateMapping, params: Tensors) -> Iterator[tuple[str, Tensor]]:
     yield from ((f"params['{key}']", tensor) for key, tensor in params.items())
     yield from ((f"grads['{key}']", tensor) for key, tensor in grads.items())
     yield from ((f"state['{key}']['{name}']", t) for key, values in state.items() for name, t in values.items())
@@ -60,7 +60,7 @@ def refuse_shared_memory(tensors: Iterable[tuple[str, Tensor]], by: str = "donat
             raise ValueError(f"{what} and {second} share memory, which {by} writes: expected tensors of their own")
 
 
-def check_tensors(tree: Mapping[str, Tensor], what: str) -> None:
+def check_tensors(tree: Tensors, what: str) -> None:
     check_mapping(tree, what)
     for key, x in tree.items():
         if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]

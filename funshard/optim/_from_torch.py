@@ -13,7 +13,7 @@ from .._core.spec import PartitionSpec
 from ._by_matrix.muon import muon
 from ._by_matrix.optimizer import MatrixOptimizer, break_graphs, optimizer_from_rule, resolve_options
 from ._by_matrix.step import rule_from_update
-from ._checks import check_rate
+from ._checks import Tensors, check_rate
 from ._elementwise.optimizer import Optimizer, elementwise
 from ._elementwise.options import ParamOptions
 from ._elementwise.torch_optimizer import InitialState, init_vector_state, is_updated, refuse_derivatives
@@ -119,12 +119,10 @@ def _adafactor(
     known = spec if isinstance(spec, Matrices) else matrices(spec, select=lambda name, param: True, gather_stacks=True)
     of_torch = torch.optim.Adafactor([torch.empty(1, 1)], **defaults).defaults
 
-    def init(param: Tensor) -> Mapping[str, Tensor]:
+    def init(param: Tensor) -> Tensors:
         return init_vector_state(torch.optim.Adafactor, param, defaults)
 
-    def update(
-        grad: Tensor, state: Mapping[str, Tensor], param: Tensor, **overrides: Any
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def update(grad: Tensor, state: Tensors, param: Tensor, **overrides: Any) -> tuple[Tensor, Tensors]:
         refuse_derivatives((("a gradient", grad), ("a parameter", param)))
         new = param.detach().clone()
         new.grad = grad.detach()
@@ -142,7 +140,7 @@ def _adafactor(
     return break_graphs(optimizer, "Adafactor", "torch's step reads its count on the host")
 
 
-def _refuse_update(spec: PartitionSpec, params: Mapping[str, Tensor]) -> dict[str, Any]:
+def _refuse_update(spec: PartitionSpec, params: Tensors) -> dict[str, Any]:
     """Return no state for what is not updated; raise ValueError for anything else, also on ranks that hold none of it."""
     for name, x in params.items():
         if is_updated(x) and (spec.by_name[name][1].numel if name in spec.by_name else len(x)):

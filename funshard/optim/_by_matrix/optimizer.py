@@ -18,7 +18,7 @@ from ..._core.tree import Param
 from ..._spec.local import stack_dims
 from ..._spec.precision import check_trainable
 from ..._torch.phases import phase
-from .._checks import break_message, check_rate, named_tensors, refuse_pickle, refuse_shared_memory, same_pair
+from .._checks import Tensors, break_message, check_rate, named_tensors, refuse_pickle, refuse_shared_memory, same_pair
 from .._elementwise.optimizer import elementwise
 from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices, matrices
@@ -141,12 +141,7 @@ class MatrixOptimizer(NamedTuple):
 
 
 def by_matrix(
-    init: MatrixInit,
-    update: MatrixUpdate,
-    spec: PartitionSpec | Matrices,
-    *,
-    fallback: Fallback,
-    donate: bool = False,
+    init: MatrixInit, update: MatrixUpdate, spec: PartitionSpec | Matrices, *, fallback: Fallback, donate: bool = False
 ) -> MatrixOptimizer:
     """Return ``(init, update)`` for a pure update of single matrices, which runs once for each matrix, on its owner.
 
@@ -221,16 +216,16 @@ def _owned_shapes(rule: MatrixRule, shape: tuple[int, ...], dtype: torch.dtype) 
     return {name: tuple(x.shape) for name, x in state.items() if name not in rule.slots}
 
 
-def _init(config: MatrixConfig, params: Mapping[str, Tensor]) -> dict[str, MatrixState]:
+def _init(config: MatrixConfig, params: Tensors) -> dict[str, MatrixState]:
     check_step(config.matrices, config.rule.slots, config.owned, params)
     return init_state(config, params)
 
 
 def _update(
     config: MatrixConfig,
-    grads: Mapping[str, Tensor],
+    grads: Tensors,
     state: Mapping[str, MatrixState],
-    params: Mapping[str, Tensor],
+    params: Tensors,
     *,
     lr: float | Tensor | None = None,
     fallback_lr: float | Tensor | None = None,
@@ -257,9 +252,9 @@ def _update(
 
 def _update_units(
     config: MatrixConfig,
-    grads: Mapping[str, Tensor],
+    grads: Tensors,
     state: Mapping[str, MatrixState],
-    params: Mapping[str, Tensor],
+    params: Tensors,
     options: Mapping[str, MatrixOptions],
     rates: Mapping[str, Any],
     *,

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree  # Dynamo traces it, and not optree
 
 from ... import _torch
 from ..._core.layout import Params
+from .._checks import Tensors
 from .._elementwise.optimizer import copy_like
 from .._elementwise.options import SharedOptions, scale_lr
 from .._matrices.exchange import Chunk, MatrixBatch, chunk_slice
@@ -59,15 +60,13 @@ class MatrixRule:
 class MatrixInit(Protocol):
     """``init(param) -> state``, a dict of tensors. It also runs on a meta tensor, for names and shapes."""
 
-    def __call__(self, param: Tensor, /) -> Mapping[str, Tensor]: ...
+    def __call__(self, param: Tensor, /) -> Tensors: ...
 
 
 class MatrixUpdate(Protocol):
     """``update(grad, state, param) -> (new param, new state)`` for one matrix, with ``lr=`` if the step has one."""
 
-    def __call__(
-        self, grad: Tensor, state: Mapping[str, Tensor], param: Tensor, /, **options: Any
-    ) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+    def __call__(self, grad: Tensor, state: Tensors, param: Tensor, /, **options: Any) -> tuple[Tensor, Tensors]: ...
 
 
 def rule_from_update(
@@ -117,7 +116,7 @@ def rule_from_update(
     )
 
 
-def _try_init(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, Tensor]:
+def _try_init(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
     """Return the state of a matrix of this shape on meta. Wrong results raise TypeError or ValueError, on all ranks."""
     x = torch.empty(shape, dtype=dtype, device="meta")
     state: Any
@@ -140,7 +139,7 @@ def _try_init(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dt
     return state
 
 
-def _check_result(of: str, new: object, param: Tensor, state: Mapping[str, object], given: Mapping[str, Tensor]) -> None:
+def _check_result(of: str, new: object, param: Tensor, state: Mapping[str, object], given: Tensors) -> None:
     def describe(x: object) -> str:
         return f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
 
@@ -153,9 +152,7 @@ def _check_result(of: str, new: object, param: Tensor, state: Mapping[str, objec
 
 # --- The configuration of an optimizer of matrices: its checked arguments, before any parameter is known ---
 
-Fallback = tuple[
-    Callable[[Mapping[str, Tensor]], Mapping[str, Any]], Callable[..., tuple[Mapping[str, Tensor], Mapping[str, Any]]]
-]
+Fallback = tuple[Callable[[Tensors], Mapping[str, Any]], Callable[..., tuple[Tensors, Mapping[str, Any]]]]
 """``(init, update)`` of parameters that are not matrices, such as `from_torch` returns. Its state has its params' keys."""
 
 
@@ -197,7 +194,7 @@ class MatrixConfig(NamedTuple):
         axes = {m.name: every if self.rule.has_owner_options else m.unit.distinct_axes for m in self.matrices.chosen}
         return {name: shared.for_matrix(own, axes[name]) for name, own in options.items()}
 
-    def fallback_tensors(self, tree: Mapping[str, Tensor]) -> Params:
+    def fallback_tensors(self, tree: Tensors) -> Params:
         """Return the tensors of ``fallback``: shards of units without matrices by key, other parts of shards by name."""
         out: Params = {}
         for key, tensor in tree.items():
@@ -227,7 +224,7 @@ class MatrixState(NamedTuple):
     """The state of ``fallback``: by unit key if the unit has no matrix, else by parameter name."""
 
 
-def init_state(config: MatrixConfig, params: Mapping[str, Tensor]) -> dict[str, MatrixState]:
+def init_state(config: MatrixConfig, params: Tensors) -> dict[str, MatrixState]:
     """Return the state before the first step, by unit key: zeros, or what the rule's ``init_owned`` returns for each matrix."""
     others = config.fallback_tensors(params)
     fallback = config.fallback[0](others)
@@ -258,7 +255,7 @@ def _init_slice(layout: SliceLayout, parts: Params, shard: Tensor) -> Tensor:
     return layout.join(parts, zeros) if parts else zeros
 
 
-def _init_batch(config: MatrixConfig, batch: MatrixBatch, params: Mapping[str, Tensor]) -> OwnedState:
+def _init_batch(config: MatrixConfig, batch: MatrixBatch, params: Tensors) -> OwnedState:
     """Return the initial state of the matrices of a batch: empty tensors [0, *shape] where another rank is the owner."""
     parts = {
         m.name: config.matrices._slice_layout(m.unit.key).select(params[m.unit.key].detach(), m.name) for m in batch.matrices
@@ -296,9 +293,9 @@ class MatrixStep:
         rule: MatrixRule,
         matrices: Matrices,
         options: Mapping[str, MatrixOptions],
-        grads: Mapping[str, Tensor],
+        grads: Tensors,
         state: Mapping[str, MatrixState],
-        params: Mapping[str, Tensor],
+        params: Tensors,
         *,
         tracked: bool,
         donate: bool,

@@ -21,7 +21,7 @@ from ..._slices.moving_average import check_decay, is_averaged, update_average
 from ..._torch.phases import LOGGER
 from ...collectives._world import check_spans_world
 from .._by_matrix.optimizer import MatrixOptimizer
-from .._checks import break_message, check_tensors
+from .._checks import Tensors, break_message, check_tensors
 from .._elementwise.optimizer import Optimizer
 from .._elementwise.torch_optimizer import is_updated
 from .._norms import check_max_norm, clip_by_global_norm, upcast
@@ -86,13 +86,11 @@ def accumulate_steps(optimizer: AnyOptimizer, k: int) -> ComposedOptimizer:
         raise ValueError(f"accumulate_steps: expected k of 1 or more, got {k}")
     begin, apply = optimizer
 
-    def init(params: Mapping[str, Tensor], /) -> AccumulationState:
+    def init(params: Tensors, /) -> AccumulationState:
         sums = {key: torch.zeros_like(upcast(x)) for key, x in params.items() if is_updated(x)}
         return AccumulationState(begin(params), torch.zeros((), dtype=torch.int64), sums)
 
-    def update(
-        grads: Mapping[str, Tensor], state: AccumulationState, params: Mapping[str, Tensor], /, **rates: Any
-    ) -> tuple[Params, AccumulationState]:
+    def update(grads: Tensors, state: AccumulationState, params: Tensors, /, **rates: Any) -> tuple[Params, AccumulationState]:
         check_mapping(grads, "grads")
         check_state("accumulate_steps", state, AccumulationState)
         for key in state.sums:
@@ -168,12 +166,10 @@ def chain(*pairs: AnyOptimizer) -> GradientTransformation | ComposedOptimizer:
             )
     *transformations, (last_init, last_update) = pairs
 
-    def init(params: Mapping[str, Tensor], /) -> tuple[Any, ...]:
+    def init(params: Tensors, /) -> tuple[Any, ...]:
         return (*(begin(params) for begin, _ in transformations), last_init(params))
 
-    def update(
-        grads: Mapping[str, Tensor], state: tuple[Any, ...], params: Mapping[str, Tensor], /, **rates: Any
-    ) -> tuple[Params, tuple[Any, ...]]:
+    def update(grads: Tensors, state: tuple[Any, ...], params: Tensors, /, **rates: Any) -> tuple[Params, tuple[Any, ...]]:
         check_mapping(grads, "grads")
         if not isinstance(state, tuple) or len(state) != len(pairs):  # pyright: ignore[reportUnnecessaryIsInstance]
             got = f"{len(state)}" if isinstance(state, tuple) else type(state).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -212,7 +208,7 @@ def clip_gradients(spec: PartitionSpec, max_norm: float | Tensor, *, p: float = 
     check_spec(spec)
     check_max_norm("clip_gradients", max_norm)
 
-    def update(grads: Mapping[str, Tensor], state: tuple[()], params: object, /) -> tuple[Params, tuple[()]]:
+    def update(grads: Tensors, state: tuple[()], params: object, /) -> tuple[Params, tuple[()]]:
         return clip_by_global_norm(grads, spec, max_norm, p=p)[0], state
 
     return GradientTransformation(lambda params, /: (), update)
@@ -261,14 +257,12 @@ def ema(
         check_decay(decay)
     begin, apply = optimizer
 
-    def init(params: Mapping[str, Tensor], /) -> EmaState:
+    def init(params: Tensors, /) -> EmaState:
         dtypes = {key: dtype or torch.promote_types(x.dtype, torch.float32) for key, x in params.items() if is_averaged(x)}
         average = {key: x.to(dtypes.get(key, x.dtype), copy=True) for key, x in params.items()}
         return EmaState(begin(params), average, torch.zeros((), dtype=torch.int64))
 
-    def update(
-        grads: Mapping[str, Tensor], state: EmaState, params: Mapping[str, Tensor], /, **rates: Any
-    ) -> tuple[Params, EmaState]:
+    def update(grads: Tensors, state: EmaState, params: Tensors, /, **rates: Any) -> tuple[Params, EmaState]:
         check_state("ema", state, EmaState)
         new, inner = apply(grads, state.inner, params, **rates)
         weight = decay(state.step) if callable(decay) else decay
@@ -326,14 +320,12 @@ def apply_if_finite(optimizer: AnyOptimizer, spec: PartitionSpec, *, max_consecu
         raise ValueError(f"apply_if_finite: max_consecutive: expected a number from 0 on, or None, got {max_consecutive}")
     begin, apply = optimizer
 
-    def init(params: Mapping[str, Tensor], /) -> FiniteState:
+    def init(params: Tensors, /) -> FiniteState:
         device = next((x.device for x in params.values()), None)  # where the gradients are: a graph counts without a copy
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return FiniteState(begin(params), zero, zero.clone())
 
-    def update(
-        grads: Mapping[str, Tensor], state: FiniteState, params: Mapping[str, Tensor], /, **rates: Any
-    ) -> tuple[Params, FiniteState]:
+    def update(grads: Tensors, state: FiniteState, params: Tensors, /, **rates: Any) -> tuple[Params, FiniteState]:
         check_tensors(grads, "grads")
         check_state("apply_if_finite", state, FiniteState)
         bound = bind_spec(spec)
@@ -357,12 +349,7 @@ def apply_if_finite(optimizer: AnyOptimizer, spec: PartitionSpec, *, max_consecu
 
 
 def _select_step(
-    optimizer: AnyOptimizer,
-    finite: Tensor,
-    grads: Mapping[str, Tensor],
-    state: FiniteState,
-    params: Mapping[str, Tensor],
-    rates: Mapping[str, Any],
+    optimizer: AnyOptimizer, finite: Tensor, grads: Tensors, state: FiniteState, params: Tensors, rates: Mapping[str, Any]
 ) -> tuple[Params, FiniteState]:
     """Compute the step and return its result if ``finite``, else what was given, without a branch on the host.
 
@@ -534,12 +521,10 @@ def schedule_lr(optimizer: AnyOptimizer, rate: Callable[[Tensor], float | Tensor
     check_optimizer("schedule_lr", optimizer)
     begin, apply = optimizer
 
-    def init(params: Mapping[str, Tensor], /) -> ScheduleState:
+    def init(params: Tensors, /) -> ScheduleState:
         return ScheduleState(begin(params), torch.zeros((), dtype=torch.int64))
 
-    def update(
-        grads: Mapping[str, Tensor], state: ScheduleState, params: Mapping[str, Tensor], /, **rates: Any
-    ) -> tuple[Params, ScheduleState]:
+    def update(grads: Tensors, state: ScheduleState, params: Tensors, /, **rates: Any) -> tuple[Params, ScheduleState]:
         if "lr" in rates:
             raise TypeError("schedule_lr: its schedule gives lr=: expected no other one, or the optimizer without schedule_lr")
         check_state("schedule_lr", state, ScheduleState)

@@ -17,7 +17,7 @@ from ..._core.layout import Params
 from ..._core.spec import PartitionSpec
 from ..._spec.unit_state import UnitState, replace_values
 from ..._torch.phases import phase
-from .._checks import StateMapping, check_rate, named_tensors, refuse_pickle, refuse_shared_memory, same_pair
+from .._checks import StateMapping, Tensors, check_rate, named_tensors, refuse_pickle, refuse_shared_memory, same_pair
 from .options import (
     ParamOptions,
     SharedOptions,
@@ -70,12 +70,7 @@ class Update(Protocol):
     """``update(grads, state, params, lr=None) -> (new params, new state)``."""
 
     def __call__(
-        self,
-        grads: Mapping[str, Tensor],
-        state: Mapping[str, Mapping[str, Tensor]],
-        params: Mapping[str, Tensor],
-        *,
-        lr: float | Tensor | None = None,
+        self, grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
     ) -> tuple[Params, State]:
         """Run one step, with ``lr`` instead of the learning rate that `from_torch` was given."""
         ...
@@ -141,11 +136,7 @@ def _traceable_update(config: ElementwiseConfig) -> Update:
     flat_update = flatten_update(config, _update)
 
     def update_or_record(
-        grads: Mapping[str, Tensor],
-        state: Mapping[str, Mapping[str, Tensor]],
-        params: Mapping[str, Tensor],
-        *,
-        lr: float | Tensor | None = None,
+        grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
     ) -> tuple[Params, State]:
         if _torch.is_in_dynamo():
             return run_in_graph(config, flat_update, grads, state, params, lr)
@@ -154,7 +145,7 @@ def _traceable_update(config: ElementwiseConfig) -> Update:
     return update_or_record
 
 
-def _init_state(config: ElementwiseConfig, params: Mapping[str, Tensor]) -> State:
+def _init_state(config: ElementwiseConfig, params: Tensors) -> State:
     check_mapping(params)
     state: State = {}
     for key, tensor in params.items():
@@ -177,12 +168,7 @@ def _update_in_range(config: ElementwiseConfig, *args: Any, **kwargs: Any) -> tu
 
 
 def _update(
-    config: ElementwiseConfig,
-    grads: Mapping[str, Tensor],
-    state: Mapping[str, Mapping[str, Tensor]],
-    params: Mapping[str, Tensor],
-    *,
-    lr: float | Tensor | None = None,
+    config: ElementwiseConfig, grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
 ) -> tuple[Params, State]:
     check_arguments(grads, params, lr)
     ranges = {key: find_ranges(config.ranges, key, tensor) for key, tensor in params.items()}
@@ -303,7 +289,7 @@ def _without_keys(keys: frozenset[str], tree: Mapping[str, Tree]) -> dict[str, T
 
 
 TensorsByName = dict[str, Tensor]
-StepFn = Callable[[Mapping[str, Tensor], StateMapping, Mapping[str, Tensor]], tuple[TensorsByName, dict[str, TensorsByName]]]
+StepFn = Callable[[Tensors, StateMapping, Tensors], tuple[TensorsByName, dict[str, TensorsByName]]]
 """``step(grads, state, params)``, which writes into its arguments."""
 
 
@@ -332,7 +318,7 @@ class _PendingCopies:
 
 def stream_update(
     step: StepFn,
-    given: tuple[Mapping[str, Tensor], StateMapping, Mapping[str, Tensor]],
+    given: tuple[Tensors, StateMapping, Tensors],
     keys: Sequence[str],
     device: torch.device,
     *,

@@ -17,6 +17,7 @@ from ..._core.tree import Param
 from ..._core.unit import Unit
 from ..._slices.pieces import padding_mask, param_views
 from ...collectives._functions import vary
+from .._checks import Tensors
 
 __all__ = ["OptionRanges", "ParamOptions", "SharedOptions", "expand_numbers", "fill_padding", "group_by_options", "join_ranges"]
 __all__ += ["option_ranges", "padding_masks", "refuse_without_spec", "scale_lr", "scatter_range", "split_axes"]
@@ -100,7 +101,7 @@ def option_ranges(
     return groups or [{}], by_key | parts | frozen
 
 
-def _ranges_of_unit(unit: Unit, numel: int, where: Mapping[str, Tensor], group_of_param: Mapping[str, int]) -> OptionRanges:
+def _ranges_of_unit(unit: Unit, numel: int, where: Tensors, group_of_param: Mapping[str, int]) -> OptionRanges:
     """Return a unit's ranges. Neighbours with the same options are one range: fewer kernels."""
     ranges: list[OptionRange] = []
     for param in unit.params:
@@ -123,7 +124,7 @@ def split_by_options(tensor: Tensor, ranges: OptionRanges) -> Iterator[tuple[int
         yield option_range.group, tensor[option_range.begin : option_range.end]
 
 
-def state_of_range(values: Mapping[str, Tensor], ranges: OptionRanges, at: int, scalars: Iterable[str]) -> dict[str, Tensor]:
+def state_of_range(values: Tensors, ranges: OptionRanges, at: int, scalars: Iterable[str]) -> dict[str, Tensor]:
     """Return the state of range number ``at``, as views: its part of each vector, and its group's number.
 
     A further range of the same group gets copies of the numbers, because each range counts up its own.
@@ -228,7 +229,7 @@ def split_axes(spec: PartitionSpec | None, key: str) -> tuple[str, ...]:
     return unit.distinct_axes
 
 
-def padding_masks(spec: PartitionSpec | None, params: Mapping[str, Tensor], rank: int | None) -> dict[str, Tensor]:
+def padding_masks(spec: PartitionSpec | None, params: Tensors, rank: int | None) -> dict[str, Tensor]:
     """Return the masks of padding by key, for whole slices that have padding; {} without a spec."""
     masks: dict[str, Tensor] = {}
     if spec is None:
@@ -245,7 +246,7 @@ def fill_padding(grad: Tensor, mask: Tensor | None) -> Tensor:
     return grad if mask is None else torch.where(mask, 1, grad)
 
 
-def refuse_without_spec(options: Iterable[tuple[str, Tensor]], params: Mapping[str, Tensor]) -> None:
+def refuse_without_spec(options: Iterable[tuple[str, Tensor]], params: Tensors) -> None:
     """Raise RuntimeError for a differentiated option on several ranks if no spec says which shards are slices.
 
     Tensors with several dimensions are not shards; each rank has its own.

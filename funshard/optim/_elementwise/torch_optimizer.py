@@ -17,7 +17,7 @@ from ..._core.checks import check_mapping
 from ..._core.spec import PartitionSpec
 from ..._spec.precision import check_trainable
 from ..._spec.unit_state import replace_values
-from .._checks import StateMapping, break_message, check_rate, named_tensors
+from .._checks import StateMapping, Tensors, break_message, check_rate, named_tensors
 from .._quantized.slices import refuse_encoded
 from .options import OptionRanges, SharedOptions, scale_lr
 
@@ -27,7 +27,7 @@ __all__ += ["init_vector_state", "is_updated", "reason_for_break", "refuse_deriv
 __all__ += ["share_options", "state_to_step", "tensor_options", "warn_zero_gradients", "write_state"]
 
 
-InitialState = Callable[[Tensor], Mapping[str, Tensor]]
+InitialState = Callable[[Tensor], Tensors]
 """A function from a vector to its state before the first step."""
 
 ELEMENTWISE_CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
@@ -45,13 +45,7 @@ ELEMENTWISE_CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
 )
 """The elementwise optimizers of torch.optim. Pinned by ``test_every_optimizer_is_right_or_refused``."""
 
-LR_DIFFERENTIABLE_CLASSES = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-)
+LR_DIFFERENTIABLE_CLASSES = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 """The classes that can differentiate their learning rate as any tensor. Pinned by ``test_derivatives_of_rates``."""
 
 
@@ -110,9 +104,9 @@ def check_options(defaults: Mapping[str, Any], *, donate: bool, device: object) 
 
 
 def check_fits(
-    grads: Mapping[str, Tensor],
+    grads: Tensors,
     state: StateMapping,
-    params: Mapping[str, Tensor],
+    params: Tensors,
     ranges: Mapping[str, OptionRanges],
     names: Iterable[frozenset[str]],
     scalars: frozenset[str],
@@ -237,7 +231,7 @@ def init_vector_state(
     return dict(optimizer.state[piece])
 
 
-def state_to_step(config: ElementwiseConfig, given: Mapping[str, Tensor], lr: Any) -> dict[str, Tensor]:
+def state_to_step(config: ElementwiseConfig, given: Tensors, lr: Any) -> dict[str, Tensor]:
     """Return a vector's state for torch's step with ``lr``: {} if torch must create it, as SGD's before a dampened step."""
     if config.cls is torch.optim.SGD and "step" in given and bool(given["step"] == 0):
         return {}
@@ -261,7 +255,7 @@ def share_options(group: Mapping[str, Any], shared: SharedOptions, axes: tuple[s
     return {name: [] if name == "params" else shared.over_axes(option, axes) for name, option in group.items()}
 
 
-def write_state(config: ElementwiseConfig, given: dict[str, Tensor], after: Mapping[str, Tensor]) -> None:
+def write_state(config: ElementwiseConfig, given: dict[str, Tensor], after: Tensors) -> None:
     """Write into ``given`` the state that torch replaced instead of updating."""
     for name, tensor in after.items():
         if name not in given:
@@ -341,12 +335,7 @@ def _step(param: Tensor, state: dict[str, Tensor], group: dict[str, Any], eps_ro
     param.copy_(shrunk - lr * average / ((square + eps_root).sqrt() + group["eps"]))
 
 
-def warn_zero_gradients(
-    cls: type[torch.optim.Optimizer],
-    grads: Mapping[str, Tensor],
-    state: Mapping[str, Mapping[str, Tensor]],
-    masks: Mapping[str, Tensor],
-) -> None:
+def warn_zero_gradients(cls: type[torch.optim.Optimizer], grads: Tensors, state: StateMapping, masks: Tensors) -> None:
     """Warn, naming the unit, about elements whose gradients were all zero and are differentiated through a root."""
     if not issubclass(cls, ADAMS) or getattr(cls, "has_derivative_at_zero", False) or _torch.is_in_graph():
         return
@@ -516,9 +505,9 @@ def _refuse_rate(lr: float) -> None:
 def run_in_graph(
     config: ElementwiseConfig,
     flat_update: FlatUpdate,
-    grads: Mapping[str, Tensor],
+    grads: Tensors,
     state: StateMapping,
-    params: Mapping[str, Tensor],
+    params: Tensors,
     lr: float | Tensor | None,
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     """Return the new params and state of the function of `flatten_update`; with ``config.donate``, in the given tensors."""

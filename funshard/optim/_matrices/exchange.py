@@ -9,7 +9,7 @@ stack. Every rank computes all of this from the spec and the owners, so that onl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from ..._wire.flow import reduce_along
 from ..._wire.host import compute_device
 from ..._wire.whole import join_pieces, split_pieces
 from ...collectives._functions import gather_slices, vary
+from .._checks import Tensors
 from .owners import Matrix, Owner, all_coords, count_chunks
 
 __all__ = ["Chunk", "ExchangePlan", "MatrixBatch", "chunk_slice", "concat_flat", "plan_from_owners", "plan_to_owners"]
@@ -161,10 +162,7 @@ def plan_to_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coor
         return [(i, own) for i, m in enumerate(matrices) if planner.sizes[i][own] and planner.is_same_replica(m.owner, coords)]
 
     steps = planner.plan_steps(
-        begin,
-        [(axis, functools.partial(_owner_coord, matrices, axis)) for axis in reversed(planner.split_axes)],
-        coords,
-        held,
+        begin, [(axis, functools.partial(_owner_coord, matrices, axis)) for axis in reversed(planner.split_axes)], coords, held
     )
     last = planner.owned_slices(coords)
     sizes = [m.numel * m.is_owned_by(coords) for m in matrices]
@@ -338,18 +336,18 @@ class MatrixBatch(NamedTuple):
     def owned_matrices(self) -> list[Matrix]:
         return [m for m, n in zip(self.matrices, self.to_owners.end, strict=True) if n] if self.to_owners else [*self.matrices]
 
-    def collect(self, parts: Mapping[str, Tensor]) -> Params:
+    def collect(self, parts: Tensors) -> Params:
         """Return whole matrices from this rank's parts (`SliceLayout.select`), empty if another rank is the owner."""
         if self.to_owners is None or self.from_owners is None:
             return {matrix.name: self._gather_simulated(parts[matrix.name], matrix) for matrix in self.matrices}
         return self._as_matrices(exchange_matrices(self._move_to_device(parts), self.to_owners, self.from_owners))
 
-    def spread(self, whole: Mapping[str, Tensor]) -> Params:
+    def spread(self, whole: Tensors) -> Params:
         if self.to_owners is None or self.from_owners is None:
             return {matrix.name: self._scatter_simulated(whole[matrix.name], matrix) for matrix in self.matrices}
         return self._name_parts(exchange_matrices(self._flatten_matrices(whole), self.from_owners, self.to_owners))
 
-    def start_collect(self, parts: Mapping[str, Tensor]) -> Callable[[], Params]:
+    def start_collect(self, parts: Tensors) -> Callable[[], Params]:
         """Start `collect`, asynchronously if nothing tracks the tensors; call the result to wait."""
         if self.to_owners is None or not _can_overlap(parts):
             whole = self.collect(parts)
@@ -357,10 +355,10 @@ class MatrixBatch(NamedTuple):
         pending = start_plan(self._move_to_device(parts), self.to_owners)
         return lambda: self._as_matrices(pending())
 
-    def chunk_count(self, whole: Sequence[Mapping[str, Tensor]]) -> int:
+    def chunk_count(self, whole: Sequence[Tensors]) -> int:
         return len(self.from_owners_in_chunks) if self.from_owners_in_chunks and all(map(_can_overlap, whole)) else 1
 
-    def start_spread(self, whole: Mapping[str, Tensor], chunk: Chunk) -> Callable[[], Params]:
+    def start_spread(self, whole: Tensors, chunk: Chunk) -> Callable[[], Params]:
         """Start `spread` for one chunk of every part; call the result to wait."""
         if self.from_owners is None or not _can_overlap(whole):
             parts = self.spread(whole)
@@ -386,7 +384,7 @@ class MatrixBatch(NamedTuple):
         zeros = [x.reshape(-1)[:0].sum().abs().float().to(given[0].device) for x in given]
         return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
 
-    def _move_to_device(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
+    def _move_to_device(self, parts: Tensors) -> list[Tensor]:
         device = compute_device(self.matrices[0].unit, self.spec.bound_mesh)
         tensors = [parts[matrix.name] for matrix in self.matrices]
         return tensors if device is None else [x.to(device, non_blocking=True) for x in tensors]
@@ -394,7 +392,7 @@ class MatrixBatch(NamedTuple):
     def _as_matrices(self, flat: Sequence[Tensor]) -> Params:
         return {m.name: self._view_matrix(x, m) if len(x) else x for m, x in zip(self.matrices, flat, strict=True)}
 
-    def _flatten_matrices(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
+    def _flatten_matrices(self, whole: Tensors) -> list[Tensor]:
         tensors = ((whole[matrix.name], matrix) for matrix in self.matrices)
         return [self._flatten_matrix(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
 
@@ -445,6 +443,6 @@ class MatrixBatch(NamedTuple):
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _can_overlap(tensors: Mapping[str, Tensor]) -> bool:
+def _can_overlap(tensors: Tensors) -> bool:
     """Return whether nothing differentiates, batches or records the tensors, so that they can be sent asynchronously."""
     return _torch.is_eager() and not _torch.any_tracked(tensors.values())

@@ -20,7 +20,7 @@ from ..._slices.random_slices import draw_like, draw_uniform, hash_text
 from ..._spec.precision import Codec
 from ..._spec.unit_state import UnitState, replace_values
 from .._by_matrix.optimizer import MatrixOptimizer
-from .._checks import refuse_shared_memory
+from .._checks import Tensors, refuse_shared_memory
 from .._composition.pairs import AnyOptimizer, ComposedOptimizer, check_optimizer
 from .._elementwise.optimizer import copy_like
 from .._option_numbers import find_option_numbers
@@ -314,16 +314,16 @@ def quantized_state(
     begin, apply = optimizer
     state_codec = StateCodec.make(who, codec, spec, at_least, seed, rank)
 
-    def init(params: Mapping[str, Tensor], /) -> Any:
+    def init(params: Tensors, /) -> Any:
         check_mapping(params)
         return state_codec.encode(begin(params))
 
     def update_unit(
         key: str,
         slots: list[str],
-        grads: Mapping[str, Tensor],
+        grads: Tensors,
         state: Mapping[str, Any],
-        params: Mapping[str, Tensor],
+        params: Tensors,
         rates: Mapping[str, Any],
         *,
         is_donated: bool,
@@ -334,9 +334,7 @@ def quantized_state(
         encoded = state_codec.encode_unit(unit, states[key], slots, values)
         return new[key], _write_state(values, encoded) if is_donated else encoded
 
-    def update(
-        grads: Mapping[str, Tensor], state: Mapping[str, Any], params: Mapping[str, Tensor], /, **rates: Any
-    ) -> tuple[Params, Any]:
+    def update(grads: Tensors, state: Mapping[str, Any], params: Tensors, /, **rates: Any) -> tuple[Params, Any]:
         check_mapping(grads, "grads")
         check_mapping(params)
         units = state_codec.find_units(state)
