@@ -154,11 +154,7 @@ def check_max_norm(function: str, max_norm: float | Tensor) -> None:
 
 
 def scale_to_norm(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Tensor, spec: PartitionSpec) -> Params:
-    """Return the tree, whose norm is given, scaled to at most ``max_norm``.
-
-    The scale goes from one value on all ranks to their slices, so in a derivative each rank has a part of its cotangent: the
-    transpose sums them.
-    """
+    """Return the tree, whose norm is given, scaled to at most ``max_norm``; backward sums ranks' cotangents of the scale."""
     if isinstance(max_norm, Tensor):
         max_norm = torch.where(max_norm >= 0, max_norm, math.nan)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1)

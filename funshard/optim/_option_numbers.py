@@ -38,17 +38,8 @@ def find_option_numbers(
 
     A `UnitState` declares them. Shapes tell them in other states, which are of users' own ``(init, update)`` or of an older
     version: a unit has at most as many options as parameters, and most slices are longer. Where both have one length, a unit
-    without any 0-D number decides; then the same slot of other units; then the names that torch's optimizers use.
-
-    Args:
-        state: The state by unit key.
-        keys: The units to look at.
-        spec: The spec of the state.
-        path: The path of the state, for errors.
-        group_of_param: Which options each parameter has, if that is known.
-
-    Raises:
-        ValueError: Naming the slot, if nothing decides.
+    without any 0-D number decides; then the same slot of other units; then the names that torch's optimizers use. ValueError
+    names the slot below ``path`` if nothing decides. ``group_of_param`` says which options each parameter has, if known.
     """
     found: set[int] = set()
     told: dict[tuple[Any, ...], set[bool]] = defaultdict(set)  # of a slot, by units where it can be one thing only

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -14,7 +13,7 @@ from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices
 from .._norms import upcast
 from .optimizer import MatrixOptimizer, check_nonnegative, optimizer_with_fallback, resolve_real_matrices
-from .step import Fallback, MatrixOptions, MatrixRule, OwnedState, Payload, Slots
+from .step import Fallback, MatricesOptions, MatrixOptions, MatrixRule, OwnedState, OwnerResults, Payload, Sent, Slots
 
 __all__ = ["muon", "orthogonal"]
 
@@ -82,7 +81,15 @@ def muon(
         >>> fs.unshard(params, spec)["weight"].diagonal().sign()
         tensor([-1., -1.])
     """
-    _check_options(lr, weight_decay, momentum, steps, adjust_lr, coefficients, dtype)
+    check_nonnegative("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
+    if steps not in range(1, 100):
+        raise ValueError(f"muon: steps: expected 1 to 99, got {steps}")
+    if adjust_lr not in ("original", "match_rms_adamw"):
+        raise ValueError(f"muon: adjust_lr: expected 'original' or 'match_rms_adamw', got {adjust_lr!r}")
+    if len(coefficients) != 3:
+        raise ValueError(f"muon: coefficients: expected 3, got {coefficients}")
+    if not dtype.is_floating_point:
+        raise ValueError(f"muon: dtype: expected one of floating point numbers, got {dtype}")
     known = resolve_real_matrices("muon", spec)
 
     def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
@@ -90,9 +97,7 @@ def muon(
         sent = grad.lerp(buffer, options["momentum"]) if nesterov else buffer
         return (sent.to(dtype),), {"momentum_buffer": buffer}
 
-    def on_owner(
-        sent: Mapping[str, Payload], whole: OwnedState, options: Mapping[str, MatrixOptions]
-    ) -> tuple[dict[str, Payload], OwnedState]:
+    def on_owner(sent: Sent, whole: OwnedState, options: MatricesOptions) -> OwnerResults:
         same_shape: dict[tuple[int, ...], list[str]] = {}
         for name, (x,) in sent.items():
             same_shape.setdefault(tuple(x.shape) if x.numel() <= MAX_BATCHED_NUMEL else (id(x),), []).append(name)
@@ -169,23 +174,3 @@ def _power_of_two(x: Tensor) -> Tensor:
 def lr_scale(shape: tuple[int, ...], adjust_lr: str) -> float:
     n, m = shape[-2:]
     return math.sqrt(max(1, n / m)) if adjust_lr == "original" else 0.2 * math.sqrt(max(n, m))
-
-
-def _check_options(
-    lr: float,
-    weight_decay: float,
-    momentum: float,
-    steps: int,
-    adjust_lr: str,
-    coefficients: Sequence[float],
-    dtype: torch.dtype,
-) -> None:
-    check_nonnegative("muon", lr=lr, weight_decay=weight_decay, momentum=momentum)
-    if steps not in range(1, 100):
-        raise ValueError(f"muon: steps: expected 1 to 99, got {steps}")
-    if adjust_lr not in ("original", "match_rms_adamw"):
-        raise ValueError(f"muon: adjust_lr: expected 'original' or 'match_rms_adamw', got {adjust_lr!r}")
-    if len(coefficients) != 3:
-        raise ValueError(f"muon: coefficients: expected 3, got {coefficients}")
-    if not dtype.is_floating_point:
-        raise ValueError(f"muon: dtype: expected one of floating point numbers, got {dtype}")

@@ -33,7 +33,6 @@ from .step import (
     MatrixUpdate,
     OwnedShapes,
     init_state,
-    place_like,
     rule_from_update,
 )
 
@@ -45,10 +44,7 @@ __all__ += ["optimizer_with_fallback", "resolve_options", "resolve_real_matrices
 
 
 def check_stacks(rule: MatrixRule, known: Matrices, owned: OwnedShapes) -> None:
-    """Raise ValueError, with the name, if an update would mix a split stack, or a state's shape hides whether it is split.
-
-    Checkpoints tell a part of a stack from a whole one by the shape of its state.
-    """
+    """Raise ValueError if an update would mix a split stack, or a state's shape hides from checkpoints whether it is split."""
     sizes = dict(known.spec.bound_mesh.sizes)
     for matrix in known.chosen:
         if matrix.stack and rule.mixes_stacks:
@@ -68,10 +64,7 @@ def check_stacks(rule: MatrixRule, known: Matrices, owned: OwnedShapes) -> None:
 def check_step(
     known: Matrices, slots: Sequence[str], owned: OwnedShapes, params: Mapping[str, Any], **trees: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError or TypeError, naming the unit, unless these are slices of the spec and the other trees fit them.
-
-    The other trees are gradients, which are like the params, or are named ``state``.
-    """
+    """Raise ValueError or TypeError, naming the unit, unless these are slices of the spec, and ``grads`` and ``state`` fit."""
     spec = known.spec
     for what, tree in {"params": params, **trees}.items():
         check_mapping(tree, what)
@@ -269,7 +262,7 @@ def _update_units(
         state = {key: unit._replace(slices=pytree.tree_map(_torch.take_storage, unit.slices)) for key, unit in state.items()}
     keeps = _torch.is_eager() and not donate
     versions = {key: _torch.version(params[key]) for key in params if keeps and config.matrices._names_in(key)}
-    step = MatrixStep(config.rule, config.matrices, options, grads, state, params, tracked=tracked, donate=donate)
+    step = MatrixStep(config, options, grads, state, params, tracked, donate)
     fallback: dict[str, Any] = {}
     new_params: Params = {}
     new_state: dict[str, MatrixState] = {}
@@ -286,33 +279,8 @@ def _update_units(
 
     for key in step.run([*config.matrices._batches_of(params)], update_fallback):
         others = {name: fallback.pop(name) for name in state[key].fallback}
-        new_params[key], new_state[key] = _assemble_unit(config, step, params[key], state[key], key, others, donate=donate)
+        new_params[key], new_state[key] = step.pop_unit(key, others)
     return {key: new_params[key] for key in params}, {key: new_state[key] for key in state}
-
-
-def _assemble_unit(
-    config: MatrixConfig,
-    step: MatrixStep,
-    param: Tensor,
-    state: MatrixState,
-    key: str,
-    others: Mapping[str, Any],
-    *,
-    donate: bool,
-) -> tuple[Tensor, MatrixState]:
-    """Return a unit's new shard and state, and remove its parts from the step."""
-    layout, names = config.matrices._slice_layout(key), config.matrices._names_in(key)
-    parts, slots, owned = step.pop_unit(key)
-    more = {name: part for name, (part, _) in others.items()}
-    fallback = {name: new for name, (_, new) in others.items()}
-    if not names:
-        return more[key], MatrixState(step.steps[key], {}, {}, fallback)
-    if donate:  # the matrices' parts are there
-        for name, part in more.items():
-            layout.select(param, name).copy_(part)
-        return param, MatrixState(step.steps[key], state.slices, owned, fallback)
-    slices = {slot: place_like(old, layout.join(slots[slot], old)) for slot, old in state.slices.items()}
-    return place_like(param, layout.join({**parts, **more}, param)), MatrixState(step.steps[key], slices, owned, fallback)
 
 
 # --- Options of single parameters for optimizers of matrices, and AdamW as the default fallback ---

@@ -159,10 +159,7 @@ def _slice_unit(whole: Params, unit: Unit, new: Matrices) -> Tensor:
 
 
 def _move_to_owner(x: Tensor, name: str, old: Matrices, new: Matrices) -> Tensor:
-    """Broadcast an owner's tensor; return it on the new owner, and an empty one elsewhere. All ranks call this.
-
-    Parts of a stack are joined in between.
-    """
+    """Broadcast an owner's tensor, with parts of a stack joined; return it on the new owner, and an empty one elsewhere."""
     mesh = old.spec.bound_mesh
     full = x if old._is_owner(name) else x.new_zeros(x.shape[1:])
     full = full if mesh.device is None else full.to(mesh.device)

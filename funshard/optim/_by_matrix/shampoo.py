@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from .._elementwise.options import ParamOptions
 from .._matrices.matrices import Matrices
 from .._norms import upcast
 from .optimizer import MatrixOptimizer, break_graphs, check_nonnegative, optimizer_with_fallback, resolve_real_matrices
-from .step import Fallback, MatrixOptions, MatrixRule, OwnedState, Payload, Slots
+from .step import Fallback, MatricesOptions, MatrixOptions, MatrixRule, OwnedState, OwnerResults, Payload, Sent, Slots
 
 __all__ = ["shampoo", "soap"]
 
@@ -129,18 +129,15 @@ def shampoo(
     def init_owned(like: Tensor) -> Slots:
         state: Slots = {}
         for side, size in factored_sides(like.shape, max_size).items():
-            eye = torch.eye(size, dtype=upcast(like[..., :1, :1]).dtype, device=like.device).expand(
-                *like.shape[:-2], size, size
-            )
+            eye = torch.eye(size, dtype=upcast(like[..., :1, :1]).dtype, device=like.device)
+            eye = eye.expand(*like.shape[:-2], size, size)
             state |= {side: eps * eye, f"{side}_root": torch.zeros_like(eye, memory_format=torch.contiguous_format)}
         return state
 
     def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
         return (limit_squares(grad),), slots
 
-    def on_owner(
-        sent: Mapping[str, Payload], whole: OwnedState, options: Mapping[str, MatrixOptions]
-    ) -> tuple[dict[str, Payload], OwnedState]:
+    def on_owner(sent: Sent, whole: OwnedState, options: MatricesOptions) -> OwnerResults:
         results: dict[str, Payload] = {}
         new: OwnedState = {}
         for name, (grad,) in sent.items():
@@ -149,7 +146,7 @@ def shampoo(
             due = (options[name]["step"] - 1) % every == 0
             for side in factored:
                 factor = whole[name][side] * decay + gram(upcast(grad), side) * (1 if decay == 1 else 1 - decay)
-                make = partial(_inverse_roots, [factor], 2 * len(factored), relative_eps)
+                make = partial(_inverse_roots, factor, 2 * len(factored), relative_eps)
                 (root,) = compute_if_due(due, make, [whole[name][f"{side}_root"]])
                 new[name] |= {side: factor, f"{side}_root": root}
                 x = multiply_side(x, root, side)
@@ -166,15 +163,12 @@ def shampoo(
     return break_graphs(optimizer, "shampoo", "it reads the step to know whether to compute roots")
 
 
-def _inverse_roots(factors: list[Tensor], power: int, relative_eps: float) -> list[Tensor]:
-    """Return the factors to the power -1 / ``power``, after adding to each ``relative_eps`` times its largest eigenvalue."""
-    roots: list[Tensor] = []
-    for factor in factors:
-        values, vectors = eigh_or_nan(factor)
-        values = values.clamp(min=0) + relative_eps * values[..., -1:]
-        powers = values.clamp(min=torch.finfo(values.dtype).tiny).pow(-1 / power)
-        roots.append((vectors * powers[..., None, :]) @ vectors.mT)
-    return roots
+def _inverse_roots(factor: Tensor, power: int, relative_eps: float) -> list[Tensor]:
+    """Return the factor to the power -1 / ``power``, after adding ``relative_eps`` times its largest eigenvalue."""
+    values, vectors = eigh_or_nan(factor)
+    values = values.clamp(min=0) + relative_eps * values[..., -1:]
+    powers = values.clamp(min=torch.finfo(values.dtype).tiny).pow(-1 / power)
+    return [(vectors * powers[..., None, :]) @ vectors.mT]
 
 
 # --- soap: Adam in the eigenbasis of Shampoo's factors ---
@@ -255,9 +249,7 @@ def soap(
         average = slots["exp_avg"] + (grad - slots["exp_avg"]) * weight
         return (grad, average), {"exp_avg": average}
 
-    def on_owner(
-        sent: Mapping[str, Payload], whole: OwnedState, options: Mapping[str, MatrixOptions]
-    ) -> tuple[dict[str, Payload], OwnedState]:
+    def on_owner(sent: Sent, whole: OwnedState, options: MatricesOptions) -> OwnerResults:
         results: dict[str, Payload] = {}
         new: OwnedState = {}
         for name, (grad, average) in sent.items():
@@ -276,7 +268,7 @@ def soap(
         root = (square + (1 - counts)).sqrt()  # not of the first step's zeros, where it has no derivative
         direction = _rotate(average, bases, factored) / (torch.maximum(root, _rounding_error(root)) + eps)
         direction = _rotate(direction, [basis.mT for basis in bases], factored) * counts
-        bases = compute_if_due(step == 1, lambda: [_eigenvectors(factor) for factor in factors], bases)
+        bases = compute_if_due(step == 1, lambda: [eigh_or_nan(factor)[1].flip(-1) for factor in factors], bases)
         due = (step > 1) & ((step - 1) % every == 0)
         square, *bases = compute_if_due(due, lambda: _power_iteration(square, factors, bases, factored), [square, *bases])
         new = {"exp_avg_sq": square}
@@ -314,11 +306,6 @@ def _rotate(x: Tensor, bases: list[Tensor], factored: list[str]) -> Tensor:
     for basis, side in zip(bases, factored, strict=True):
         x = multiply_side(x, basis.mT if side == "left" else basis, side)
     return x
-
-
-def _eigenvectors(factor: Tensor) -> Tensor:
-    """Return the eigenvectors as columns, those of the largest eigenvalues first."""
-    return eigh_or_nan(factor)[1].flip(-1)
 
 
 def _power_iteration(square: Tensor, factors: list[Tensor], bases: list[Tensor], factored: list[str]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,8 +30,12 @@ Slots = dict[str, Tensor]
 """Elementwise state by name."""
 Payload = tuple[Tensor, ...]
 """The tensors of a matrix that are sent: the same number and dtypes for every matrix."""
+MatricesOptions = Mapping[str, MatrixOptions]
+Sent = Mapping[str, Payload]
+"""By matrix, what has arrived at its owner."""
 OwnedState = dict[str, dict[str, Tensor]]
 """By matrix, the state that only its owner has."""
+OwnerResults = tuple[dict[str, Payload], OwnedState]
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class MatrixRule:
     """Returns the owner's initial state from a tensor like the matrix; with ``needs_values``, all state from the matrix."""
     before_exchange: Callable[[Tensor, Slots, Tensor, MatrixOptions], tuple[Payload, Slots]]
     """``before_exchange(grad, slots, param, options) -> (payload, new slots)``."""
-    on_owner: Callable[[Mapping[str, Payload], OwnedState, Mapping[str, MatrixOptions]], tuple[dict[str, Payload], OwnedState]]
+    on_owner: Callable[[Sent, OwnedState, MatricesOptions], OwnerResults]
     """``on_owner(payloads, state, options) -> (results, new state)``, by name, for the owned matrices of a batch."""
     result_dtype_of: tuple[int, ...]
     """For each result, the index of the tensor in the payload whose dtype it takes."""
@@ -72,11 +76,7 @@ class MatrixUpdate(Protocol):
 def rule_from_update(
     init: MatrixInit, update: MatrixUpdate, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]
 ) -> MatrixRule:
-    """Return the rule of a pure update of whole matrices: owners do all of it.
-
-    State of the matrix's own shape is sent with it, if all matrices have it, vectors included; other state stays with the
-    owner.
-    """
+    """Return the rule of a pure update of whole matrices, with which all state of the matrices' own shape is sent."""
     initial = {shape: _try_init(init, update, shape, dtype) for shape, dtype in dict.fromkeys(shapes)}
     shaped = [[name for name, x in state.items() if x.shape == shape] for shape, state in initial.items()]
     slots = tuple(name for name in shaped[0] if all(name in names for names in shaped)) if shaped else ()
@@ -84,9 +84,7 @@ def rule_from_update(
     def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
         return (grad, param, *slots.values()), slots
 
-    def on_owner(
-        sent: Mapping[str, Payload], whole: OwnedState, options: Mapping[str, MatrixOptions]
-    ) -> tuple[dict[str, Payload], OwnedState]:
+    def on_owner(sent: Sent, whole: OwnedState, options: MatricesOptions) -> OwnerResults:
         results: dict[str, Payload] = {}
         new: OwnedState = {}
         for name, (grad, param, *rest) in sent.items():
@@ -282,43 +280,34 @@ ArrivingChunks = Iterator[tuple[Chunk, list[Params]]]
 """An iterator over the chunks of some results, each with its parts by matrix, in the order of their arrival."""
 
 
+@dataclass(eq=False)
 class MatrixStep:
     """One step for the matrices of the given units; with ``donate`` in their own memory, part by part.
 
     ``tracked`` says whether the step is differentiated, batched or recorded: then no rank may skip what another rank runs.
     """
 
-    def __init__(
-        self,
-        rule: MatrixRule,
-        matrices: Matrices,
-        options: Mapping[str, MatrixOptions],
-        grads: Tensors,
-        state: Mapping[str, MatrixState],
-        params: Tensors,
-        *,
-        tracked: bool,
-        donate: bool,
-    ) -> None:
-        self._rule, self._matrices, self._options = rule, matrices, options
-        self._tracked, self._donate = tracked, donate
-        self._grads, self._state, self._params = grads, state, params
-        self._parts: Params = {}
-        self._slots: dict[str, Slots] = {}
-        self._new_slots: dict[str, Slots] = {}
-        self._whole: OwnedState = {}
-        self.steps = {key: unit.step + 1 for key, unit in state.items()}
-        """By unit which step this is."""
+    config: MatrixConfig
+    options: MatricesOptions
+    grads: Tensors
+    state: Mapping[str, MatrixState]
+    params: Tensors
+    tracked: bool
+    donate: bool
+    _parts: Params = field(default_factory=dict)
+    _slots: dict[str, Slots] = field(default_factory=dict)
+    _new_slots: dict[str, Slots] = field(default_factory=dict)
+    _whole: OwnedState = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._steps = {key: unit.step + 1 for key, unit in self.state.items()}
 
     def run(self, batches: Sequence[MatrixBatch], update_fallback: Callable[[], None]) -> Iterator[str]:
-        """Yield each unit's key when all of its matrices are done; ``update_fallback`` runs while the first batch is sent.
-
-        One batch is on its way to its owners while another is updated and a third returns.
-        """
+        """Yield each unit's key when all of its matrices are done; ``update_fallback`` runs while the first batch is sent."""
         left = Counter(matrix.unit.key for batch in batches for matrix in batch.matrices)
         arriving = self._start_collect(batches[0]) if batches else None
         update_fallback()
-        yield from (key for key in self._params if not left[key])
+        yield from (key for key in self.params if not left[key])
         returning: tuple[MatrixBatch, ArrivingChunks] | None = None
         for batch, after in zip(batches, (*batches[1:], None), strict=False):
             assert arriving is not None
@@ -331,24 +320,35 @@ class MatrixStep:
         if returning is not None:
             yield from self._finish_batch(*returning, left)
 
-    def pop_unit(self, key: str) -> tuple[Params, dict[str, Params], OwnedState]:
-        """Return, once, a unit's new parts of its shard, of its state by slot, and its owners' state."""
-        names = self._matrices._names_in(key)
-        slots = [(name, {**self._slots.pop(name), **self._new_slots.pop(name)}) for name in names]
-        by_slot = {slot: {name: some[slot] for name, some in slots} for slot in self._rule.slots} if names else {}
-        return {name: self._parts.pop(name) for name in names}, by_slot, {name: self._whole.pop(name) for name in names}
+    def pop_unit(self, key: str, others: Mapping[str, tuple[Tensor, Any]]) -> tuple[Tensor, MatrixState]:
+        """Return, once, a unit's new shard and state; ``others`` are the new parts and states of the fallback."""
+        names, layout = self.config.matrices._names_in(key), self.config.matrices._slice_layout(key)
+        param, state = self.params[key], self.state[key]
+        slots = {name: {**self._slots.pop(name), **self._new_slots.pop(name)} for name in names}
+        parts = {name: self._parts.pop(name) for name in names} | {name: part for name, (part, _) in others.items()}
+        owned = {name: self._whole.pop(name) for name in names}
+        new = MatrixState(self._steps[key], state.slices, owned, {name: after for name, (_, after) in others.items()})
+        if not names:
+            return parts[key], new
+        if self.donate:  # the matrices' parts are there
+            for name in others:
+                layout.select(param, name).copy_(parts[name])
+            return param, new
+        by_slot = {slot: {name: own[slot] for name, own in slots.items()} for slot in state.slices}
+        slices = {slot: place_like(old, layout.join(by_slot[slot], old)) for slot, old in state.slices.items()}
+        return place_like(param, layout.join(parts, param)), new._replace(slices=slices)
 
     def _start_collect(self, batch: MatrixBatch) -> Callable[[], dict[str, Payload]]:
         """Run the rule's part before the exchange, and start to send its payloads to the owners."""
         sent: dict[str, Payload] = {}
         wanted = batch.sent_names
         for matrix in batch.matrices:
-            cut, name = self._matrices._slice_layout(matrix.unit.key), matrix.name
-            grad, param = (cut.select(tree[matrix.unit.key], name) for tree in (self._grads, self._params))
-            slots = {slot: cut.select(x, name) for slot, x in self._state[matrix.unit.key].slices.items()}
-            sent[name], new = self._rule.before_exchange(grad, slots, param, self._options_of(matrix))
+            cut, name = self.config.matrices._slice_layout(matrix.unit.key), matrix.name
+            grad, param = (cut.select(tree[matrix.unit.key], name) for tree in (self.grads, self.params))
+            slots = {slot: cut.select(x, name) for slot, x in self.state[matrix.unit.key].slices.items()}
+            sent[name], new = self.config.rule.before_exchange(grad, slots, param, self._options_of(matrix))
             self._slots[name] = self._store_slots(slots, new)
-            if not self._tracked and name not in wanted:
+            if not self.tracked and name not in wanted:
                 sent[name] = tuple(x.new_empty(0) for x in sent[name])
         names = [*sent]
         arriving = [batch.start_collect(dict(zip(names, some, strict=True))) for some in zip(*sent.values(), strict=True)]
@@ -360,20 +360,22 @@ class MatrixStep:
         return arrived
 
     def _store_slots(self, old: Slots, new: Slots) -> Slots:
-        if not self._donate:
+        if not self.donate:
             return new
         return {slot: old[slot] if x is old[slot] else old[slot].copy_(x) for slot, x in new.items()}
 
     def _options_of(self, matrix: Matrix) -> MatrixOptions:
-        return {**self._options[matrix.name], "step": self.steps[matrix.unit.key]}
+        return {**self.options[matrix.name], "step": self._steps[matrix.unit.key]}
 
     def _compute_owned(self, batch: MatrixBatch, sent: Mapping[str, Payload]) -> list[Params]:
         """Run the rule on the owners. Returns one dict for each result; other ranks have empty tensors in it."""
         names = [matrix.name for matrix in batch.owned_matrices]
-        whole = {matrix.name: self._state[matrix.unit.key].owned[matrix.name] for matrix in batch.matrices}
+        whole = {matrix.name: self.state[matrix.unit.key].owned[matrix.name] for matrix in batch.matrices}
         options = {matrix.name: self._options_of(matrix) for matrix in batch.owned_matrices}
-        results, new = self._rule.on_owner({name: sent[name] for name in names}, {name: whole[name] for name in names}, options)
-        rates = [x for m in batch.matrices for x in self._options[m.name].values() if isinstance(x, Tensor)]
+        results, new = self.config.rule.on_owner(
+            {name: sent[name] for name in names}, {name: whole[name] for name in names}, options
+        )
+        rates = [x for m in batch.matrices for x in self.options[m.name].values() if isinstance(x, Tensor)]
         tie = batch.tie_to_inputs([*pytree.tree_leaves(sent), *pytree.tree_leaves(whole), *rates])
         for matrix in batch.matrices:
             old = whole[matrix.name]
@@ -384,7 +386,7 @@ class MatrixStep:
                 name: tie(results[name][i].to(tensors[give].dtype) if name in results else tensors[give])
                 for name, tensors in sent.items()
             }
-            for i, give in enumerate(self._rule.result_dtype_of)
+            for i, give in enumerate(self.config.rule.result_dtype_of)
         ]
 
     def _start_spread(self, batch: MatrixBatch, results: list[Params]) -> ArrivingChunks:
@@ -410,11 +412,11 @@ class MatrixStep:
         for chunk, results in returning:
             for matrix in batch.matrices:
                 name = matrix.name
-                param = self._matrices._slice_layout(matrix.unit.key).select(self._params[matrix.unit.key], name)
+                param = self.config.matrices._slice_layout(matrix.unit.key).select(self.params[matrix.unit.key], name)
                 elements = chunk_slice(len(param), *chunk)
                 slots = {slot: x[elements] for slot, x in self._slots[name].items()}
                 arrived = tuple(some[name].to(param.device) for some in results)
-                part, new = self._rule.after_exchange(arrived, slots, param[elements], self._options_of(matrix))
+                part, new = self.config.rule.after_exchange(arrived, slots, param[elements], self._options_of(matrix))
                 self._store_chunk(self._parts, name, param, part, elements)
                 made = self._new_slots.setdefault(name, {})
                 for slot, x in new.items():
@@ -427,9 +429,9 @@ class MatrixStep:
 
     def _store_chunk(self, made: Params, name: str, old: Tensor, new: Tensor, elements: slice) -> None:
         """Store one chunk of a new tensor, in the old memory if that is donated."""
-        if not self._donate and len(new) == len(old):
+        if not self.donate and len(new) == len(old):
             made[name] = new
             return
         if name not in made:
-            made[name] = old if self._donate else torch.empty_like(old, dtype=new.dtype)
+            made[name] = old if self.donate else torch.empty_like(old, dtype=new.dtype)
         made[name][elements].copy_(new)

@@ -19,10 +19,7 @@ __all__ += ["read_count", "read_flag"]
 
 
 def read_flag(flag: Tensor) -> bool | None:
-    """Return a flag's value, True for a fake tensor; None while a compiler records, or if simulated ranks differ.
-
-    `plan` runs a step with fake tensors, which have no values.
-    """
+    """Return a flag's value, True for a fake tensor (`plan`); None while a compiler records, or if simulated ranks differ."""
     if _torch.is_in_graph() or _torch.is_traced():
         return None
     values = _torch.unwrap(flag)
@@ -33,10 +30,7 @@ def read_flag(flag: Tensor) -> bool | None:
 
 
 def read_count(count: Tensor, who: str, *, planned: int = 0) -> int:
-    """Return a count of steps, ``planned`` for a fake tensor; raise ValueError if it has no value or ranks differ.
-
-    A count has no value where operators are recorded. Simulated ranks share one.
-    """
+    """Return a count of steps, ``planned`` for a fake tensor; raise ValueError if it is recorded or simulated ranks differ."""
     values = _torch.unwrap(count).reshape(-1)
     if _torch.is_traced():
         raise ValueError(

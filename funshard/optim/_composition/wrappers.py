@@ -351,10 +351,9 @@ def apply_if_finite(optimizer: AnyOptimizer, spec: PartitionSpec, *, max_consecu
 def _select_step(
     optimizer: AnyOptimizer, finite: Tensor, grads: Tensors, state: FiniteState, params: Tensors, rates: Mapping[str, Any]
 ) -> tuple[Params, FiniteState]:
-    """Compute the step and return its result if ``finite``, else what was given, without a branch on the host.
+    """Return the step's result if ``finite``, else what was given, without a branch on the host.
 
-    The dropped step gets ones as gradients: a NaN would reach derivatives, and so may zeros, by the root of a second moment.
-    It gets copies of the rest, because it may donate.
+    A dropped step gets ones as gradients, because NaN and zeros may reach derivatives, and copies of the rest: it may donate.
     """
     safe = {key: torch.where(finite.to(g.device), g, torch.ones_like(g)) for key, g in grads.items()}
     given = dict(params), state.inner

@@ -99,10 +99,7 @@ def elementwise(
     derived_by: PartitionSpec | None = None,
     **defaults: Any,
 ) -> Optimizer:
-    """Return `from_torch` for an elementwise optimizer class. ValueError if it is not known to be elementwise.
-
-    ``derived_by`` is the spec for derivatives where there is no ``spec``.
-    """
+    """Return `from_torch` for an elementwise class; ``derived_by`` is the spec for derivatives where there is no ``spec``."""
     check_class(optimizer_class, initial)
     optimizer_class = add_eps_root(optimizer_class, defaults)
     check_options(defaults, donate=donate, device=device)
@@ -233,9 +230,7 @@ def _update(
             given = state_of_range(new_state[key], unit_ranges, at, config.scalars)
             if config.differentiable:  # in place on views autograd refuses under torch.func
                 piece, given = piece.clone(), {name: tensor.clone() for name, tensor in given.items()}
-                if issubclass(
-                    config.cls, torch.optim.Adam
-                ):  # torch refuses a count that is tracked, as all results of a remat are
+                if issubclass(config.cls, torch.optim.Adam):  # torch refuses a tracked count, as all results of a remat are
                     given["step"] = given["step"].detach()
             piece.grad = grad
             axes = split_axes(shared_by, key)
@@ -253,9 +248,8 @@ def _update(
         if config.differentiable:
             new_params[key] = scatter_range(new_params[key], piece, ranges[key], at)
             for name, tensor in given.items():
-                new_state[key][name] = scatter_range(
-                    new_state[key][name], tensor, ranges[key], at, scalar=name in config.scalars
-                )
+                is_number = name in config.scalars
+                new_state[key][name] = scatter_range(new_state[key][name], tensor, ranges[key], at, scalar=is_number)
     if shared_by is not None:
         warn_zero_gradients(config.cls, grads, new_state, masks)
     for key, mask in masks.items():
@@ -293,7 +287,7 @@ StepFn = Callable[[Tensors, StateMapping, Tensors], tuple[TensorsByName, dict[st
 """``step(grads, state, params)``, which writes into its arguments."""
 
 
-def is_on_device(tensor: Tensor, device: torch.device) -> bool:
+def is_on_device(tensor: Tensor, device: torch.device) -> bool:  # tests replace it
     return tensor.device == device
 
 
@@ -325,18 +319,9 @@ def stream_update(
     donate: bool,
     keep: frozenset[str],
 ) -> tuple[TensorsByName, dict[str, TensorsByName]]:
-    """Run ``step`` on the device, unit by unit; results live where the given tensors do.
+    """Run ``step`` on ``(grads, state, params)`` on the device, unit by unit; return the new params and state of these units.
 
-    Args:
-        step: Updates one unit in place.
-        given: ``(grads, state, params)`` by unit key.
-        keys: The units to update, in order.
-        device: Where ``step`` runs.
-        donate: Write the results into the given memory instead of new memory.
-        keep: Names of the state that is not copied.
-
-    Returns:
-        ``(new params, new state)`` of these units.
+    Results live where the given tensors do, with ``donate`` in their memory. State with names in ``keep`` is not copied.
     """
     grads, state, params = given
     new_params: TensorsByName = {}

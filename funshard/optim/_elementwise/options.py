@@ -75,10 +75,7 @@ def group_by_options(
 def option_ranges(
     spec: PartitionSpec, options: ParamOptions | None, rank: int | None, check: Check
 ) -> tuple[list[Mapping[str, Any]], dict[str, OptionRanges]]:
-    """Return ``(the distinct options, the option ranges of this rank's shards)``; ``check`` as in `group_by_options`.
-
-    Ranges of shards are under unit keys, ranges of single parameters' parts (`param_views`) under parameter names.
-    """
+    """Return ``(the distinct options, ranges by unit key of shards, and by name of `param_views`)``."""
     spec = bind_spec(spec)
     groups, group_of_param = group_by_options(spec, options, check)
     is_rank_unknown = rank is None and spec.bound_mesh.is_simulated
@@ -125,9 +122,9 @@ def split_by_options(tensor: Tensor, ranges: OptionRanges) -> Iterator[tuple[int
 
 
 def state_of_range(values: Tensors, ranges: OptionRanges, at: int, scalars: Iterable[str]) -> dict[str, Tensor]:
-    """Return the state of range number ``at``, as views: its part of each vector, and its group's number.
+    """Return the state of range ``at``, as views: its part of each vector, and its group's number.
 
-    A further range of the same group gets copies of the numbers, because each range counts up its own.
+    Each range counts up its own, so a further range of the same group gets copies of the numbers.
     """
     if not ranges.ranges:
         return dict(values)
@@ -162,10 +159,7 @@ def scatter_range(whole: Tensor, new: Tensor, ranges: OptionRanges, at: int, *, 
 def join_ranges(
     tensor: Tensor, ranges: OptionRanges, parts: list[dict[str, Tensor]], scalars: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return the state of a shard from the states of its ranges. Inverse of `state_of_range`.
-
-    Padding becomes zeros, and numbers are stacked, one a group.
-    """
+    """Return a shard's state from those of its ranges, with zeros for padding, and stacked numbers, one a group."""
     if not ranges.ranges:
         return parts[0]
     out: dict[str, Tensor] = {}
@@ -190,11 +184,7 @@ def join_ranges(
 
 
 class SharedOptions:
-    """The options of one step, as slices use them.
-
-    Each rank's slices give part of the derivative of a shared learning rate, and replicas give all of it. So backward sums an
-    option over the axes of the slices that use it; forward sends nothing.
-    """
+    """The options of one step. Backward sums the derivative of a shared one over the axes of the slices that use it."""
 
     def __init__(self, spec: PartitionSpec | None) -> None:
         self._spec = spec
@@ -247,10 +237,7 @@ def fill_padding(grad: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def refuse_without_spec(options: Iterable[tuple[str, Tensor]], params: Tensors) -> None:
-    """Raise RuntimeError for a differentiated option on several ranks if no spec says which shards are slices.
-
-    Tensors with several dimensions are not shards; each rank has its own.
-    """
+    """Raise RuntimeError for a differentiated option on several ranks, unless tensors have several dimensions: no shards."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     if any(x.dim() != 1 for x in params.values()):

@@ -214,10 +214,7 @@ class ElementwiseConfig(NamedTuple):
 def init_vector_state(
     cls: type[torch.optim.Optimizer], piece: Tensor, options: Mapping[str, Any], initial: InitialState | None = None
 ) -> dict[str, Tensor]:
-    """Return a vector's state before the first step: as torch's ``_init_group`` creates it, and SGD's momentum as zeros.
-
-    ``initial`` creates it for a class that is not in ``ELEMENTWISE_CLASSES``.
-    """
+    """Return a vector's state before the first step: as torch's ``_init_group`` creates it, and SGD's momentum as zeros."""
     if cls not in ELEMENTWISE_CLASSES and initial is not None:
         return dict(initial(piece))
     if cls is torch.optim.SGD:
@@ -355,10 +352,7 @@ def warn_zero_gradients(cls: type[torch.optim.Optimizer], grads: Tensors, state:
             return
 
 
-# --- A mode in which torch's optimizers compute with tensors instead of Python numbers, so that a graph can be made of a step
-# ---
-#
-# By themselves they read a count from a tensor (``Tensor.item``), and give its functions to operators as numbers.
+# --- In a graph: torch's optimizers read a count by ``Tensor.item``, and give its functions to operators as numbers ---
 
 
 class NumbersAsTensors(TorchFunctionMode):
@@ -405,16 +399,11 @@ _SCALED: dict[Any, tuple[Callable[..., Tensor], str]] = {
 """The operators by which torch's optimizers apply a factor, the functions without a factor, and its name."""
 
 
-# --- The update in a graph ---
-
 UpdateFn = Callable[..., tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]]
 FlatUpdate = Callable[..., tuple[Tensor, ...]]
 
 BRANCHING_CLASSES = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
-"""The classes that branch on values, but with ``capturable=True``, where they select with torch.where.
-
-The others keep ``capturable=False``: there Adam would divide by the learning rate, and 0 / 0 is NaN.
-"""
+"""They branch on values unless ``capturable=True``; with it Adam would divide by the learning rate, and 0 / 0 is NaN."""
 
 
 def _as_vector(x: Any) -> Any:
@@ -444,11 +433,7 @@ def reason_for_break(config: ElementwiseConfig) -> str:
 
 
 def flatten_update(config: ElementwiseConfig, update: UpdateFn) -> FlatUpdate:
-    """Return ``update`` as a function of flat tensors that Dynamo puts into its graph whole.
-
-    Its arguments are the keys of the gradients, of the params, and of the state with its names; the learning rate or None; and
-    the tensors: gradients, params, states. It returns params and states.
-    """
+    """Return ``update`` as a function of flat tensors, which are gradients, params and states, that Dynamo does not enter."""
     is_branching = config.cls in BRANCHING_CLASSES
     cls: Any = config.cls
     kernels: dict[str, Any] = {"foreach": False, "fused": False, "capturable": is_branching}

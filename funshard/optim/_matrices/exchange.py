@@ -57,11 +57,7 @@ def chunk_pieces(tensors: Sequence[Tensor], sizes: Sequence[int], chunk: Chunk) 
 
 
 def concat_flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate 1-D tensors. Inverse of `split_flat`.
-
-    Go through 2-D: torch.cat drops empty 1-D tensors, and with them their vmap level. A rank that has only empty ones must
-    still send what the others send.
-    """
+    """Concatenate 1-D tensors through 2-D: torch.cat drops empty 1-D ones, and with them their vmap level, which is sent."""
     return torch.cat([x[:, None] for x in tensors])[:, 0]
 
 
@@ -130,10 +126,7 @@ def start_plan(tensors: Sequence[Tensor], plan: ExchangePlan) -> PendingExchange
 
 
 def _select_pieces(tensors: Sequence[Tensor], step: AllToAll) -> Tensor:
-    """Concatenate the pieces that a step takes; all held pieces lie end to end in these tensors.
-
-    If each tensor is one piece, pieces that the step does not take may be empty.
-    """
+    """Concatenate the pieces that a step takes, of which any other may be empty if each tensor is one piece."""
     all_of_them = step.order == tuple(range(len(step.sizes)))
     each = len(tensors) == len(step.sizes) and all(len(tensors[i]) == step.sizes[i] for i in step.order)
     if all_of_them or not each:
@@ -376,8 +369,7 @@ class MatrixBatch(NamedTuple):
     def tie_to_inputs(self, given: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
         """Return a function that makes a result depend on the ``given`` tensors if any of these is tracked or batched.
 
-        It adds the sum of no elements. Without it, ranks that are not the owner would send other sizes under vmap, or nothing
-        in backward.
+        Without it, ranks that are not the owner would send other sizes under vmap, or nothing in backward.
         """
         if self.to_owners is None or not given or (_torch.is_eager() and not _torch.any_tracked(given)):
             return lambda x: x

@@ -186,10 +186,7 @@ def _matrix_shape(unit: Unit, param: Param, select: Select | None) -> tuple[int,
 # --- Which rank owns each matrix, and which matrices are sent together: arithmetic with the same result on every rank ---
 
 WORKSPACE_FACTOR = 3
-"""A batch needs up to this many times its size while its owners compute, because of the iteration's products.
-
-Results on their way back may need as much again.
-"""
+"""A batch needs up to this many times its size while its owners compute, because of the iteration's products."""
 
 
 def all_coords(spec: PartitionSpec) -> list[tuple[int, ...]]:
@@ -198,10 +195,7 @@ def all_coords(spec: PartitionSpec) -> list[tuple[int, ...]]:
 
 
 def assign_owners(found: Sequence[Matrix], batches: Sequence[Sequence[int]], spec: PartitionSpec) -> list[Matrix]:
-    """Return the matrices with owners: the costliest first, each to the rank with the least work (LPT; Graham, 1969).
-
-    A tie goes to the rank with the least work in the matrix's batch, so that the ranks of a batch compute at the same time.
-    """
+    """Return the matrices with owners: the costliest first, to the rank with the least work (LPT; Graham, 1969)."""
     batch_of = {i: number for number, batch in enumerate(batches) for i in batch}
     candidates = {axes: _map_owners_to_ranks(axes, spec) for axes in {matrix.stack_axes for matrix in found}}
     loads = dict.fromkeys(all_coords(spec), 0.0)
@@ -248,10 +242,9 @@ def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[in
 
 
 def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -> int:
-    """Return the number of chunks in which a batch returns, so that a rank holds at most ``max_numel`` elements of it at once.
+    """Return the number of chunks in which a batch returns, so that a rank holds at most ``max_numel`` elements of it.
 
-    Each replica sends its results to all others, so more replicas receive more. Within one replica no more elements come back
-    than went to the owners.
+    Each replica sends its results to all others; within one no more elements come back than went to the owners.
     """
     replica_axes = [i for i, name in enumerate(spec.bound_mesh.names) if name not in batch[0].unit.distinct_axes]
     slices = count_ranks(batch[0].split_axes, spec.bound_mesh)

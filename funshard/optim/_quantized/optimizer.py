@@ -121,10 +121,7 @@ class StateCodec:
     def encode_unit(
         self, unit: Unit, values: Mapping[str, Any], slots: list[str], before: Mapping[str, Any] | None = None
     ) -> UnitState:
-        """Return a unit's state with these slots encoded, rounded to the nearest.
-
-        With the encoded state before, they are where that is and, if it counts roundings, rounded at random.
-        """
+        """Return a unit's state with these slots encoded: where ``before`` is, and rounded at random if it counts roundings."""
         count = None if before is None else before.get(ROUNDING)
         out = dict(values)
         for name in slots:
