@@ -91,20 +91,13 @@ def from_torch(
     for what, value in (("rank", rank), ("initial", initial), ("device", device)):
         if value is not None:
             raise ValueError(f"from_torch: {name} works on whole matrices, on their owners: expected no {what}=, got {value!r}")
-    if optimizer_class is torch.optim.Muon:
-        return _muon(spec, options, donate, defaults)
-    return _adafactor(spec, options, donate, defaults)
-
-
-def _muon(
-    spec: PartitionSpec | Matrices, options: ParamOptions | None, donate: bool, defaults: Mapping[str, Any]
-) -> MatrixOptimizer:
+    if optimizer_class is torch.optim.Adafactor:
+        return _adafactor(spec, options, donate, defaults)
     of_torch = torch.optim.Muon([torch.empty(1, 1)], **defaults).defaults
-    lr, adjust = of_torch["lr"], of_torch["adjust_lr_fn"]
     return muon(
         spec,
-        lr=float(lr),
-        adjust_lr=adjust or "original",
+        lr=float(of_torch["lr"]),
+        adjust_lr=of_torch["adjust_lr_fn"] or "original",
         coefficients=of_torch["ns_coefficients"],
         steps=of_torch["ns_steps"],
         options=options,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,7 @@ from torch import Tensor
 from .. import _torch
 from .._core.checks import bind_spec
 from .._core.layout import Params
-from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
-from .._core.tree import Param
 from .._core.unit import Unit
 from .._slices.pieces import check_slice, map_unpadded, split_by_param
 from .._spec.local import distinct_axes
@@ -296,28 +294,24 @@ def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable
     for key, tensor in tree.items():
         owner = spec.owner(key)
         used = compute_device(owner, spec.bound_mesh) if isinstance(owner, Unit) else None
-        for param, piece in _split_tensor(owner, tensor, spec):
+        if isinstance(owner, Unit):
+            check_slice(tensor, owner, spec, "norms")
+        for param, piece in split_by_param(tensor, owner, spec) if isinstance(owner, Unit) else [(owner, tensor)]:
             if param.name in squares:
                 raise ValueError(f"norms: '{key}' has parameter '{param.name}' again: expected a tree that has it once")
             square = _sum_squares(piece)
             squares[param.name] = square if used is None else square.to(used)  # what is sent is there
             axes[param.name] = distinct_axes(owner, tensor, sizes)
             dtypes[param.name] = upcast(tensor.new_empty(0)).abs().dtype
-    squares = _sum_over_ranks(squares, axes, spec.bound_mesh)
+    for axis in spec.bound_mesh.names:
+        if names := [name for name in squares if axis in axes[name]]:
+            total = sum_shards(torch.stack([squares[name] for name in names]), spec.bound_mesh[axis])
+            squares |= zip(names, total.unbind(), strict=True)
     groups: dict[str, list[str]] = {}
     for name in spec._to_model_order(squares):
         group = name if by is None else ".".join(name.split(".")[:by]) if isinstance(by, int) else by(name)
         groups.setdefault(group, []).append(name)
     return {group: _root([squares[n] for n in names], [dtypes[n] for n in names]) for group, names in groups.items()}
-
-
-def _split_tensor(owner: Unit | Param, tensor: Tensor, spec: PartitionSpec) -> Iterator[tuple[Param, Tensor]]:
-    """Yield each parameter with its elements in a tensor of the tree, without padding."""
-    if isinstance(owner, Param):
-        yield owner, tensor
-        return
-    check_slice(tensor, owner, spec, "norms")
-    yield from split_by_param(tensor, owner, spec)
 
 
 def _sum_squares(x: Tensor) -> Tensor:
@@ -327,15 +321,6 @@ def _sum_squares(x: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x.detach(), dtype=wide) ** 2
     x = x.to(wide)
     return (x * x.conj()).real.sum()  # not of a norm, whose second derivative is 0 where all of a rank's elements are 0
-
-
-def _sum_over_ranks(squares: Params, axes: Mapping[str, tuple[str, ...]], mesh: Mesh) -> Params:
-    """Return the squares by name, summed over the ranks that have other elements, by one reduction for each axis."""
-    out = dict(squares)
-    for axis in mesh.names:
-        if names := [name for name in out if axis in axes[name]]:
-            out |= zip(names, sum_shards(torch.stack([out[name] for name in names]), mesh[axis]).unbind(), strict=True)
-    return out
 
 
 def _root(squares: list[Tensor], dtypes: list[torch.dtype]) -> Tensor:

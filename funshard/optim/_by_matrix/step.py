@@ -190,7 +190,7 @@ class MatrixConfig(NamedTuple):
         shared, spec = SharedOptions(self.matrices.spec), self.matrices.spec
         every = spec.bound_mesh.names
         axes = {m.name: every if self.rule.has_owner_options else m.unit.distinct_axes for m in self.matrices.chosen}
-        return {name: shared.for_matrix(own, axes[name]) for name, own in options.items()}
+        return {name: {k: shared.over_axes(x, axes[name]) for k, x in own.items()} for name, own in options.items()}
 
     def fallback_tensors(self, tree: Tensors) -> Params:
         """Return the tensors of ``fallback``: shards of units without matrices by key, other parts of shards by name."""

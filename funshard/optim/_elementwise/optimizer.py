@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from .torch_optimizer import (
     NumbersAsTensors,
     add_eps_root,
     build_optimizer,
-    check_arguments,
     check_class,
     check_fits,
     check_options,
@@ -50,7 +49,6 @@ from .torch_optimizer import (
     refuse_derivatives,
     refuse_lost_rates,
     run_in_graph,
-    share_options,
     state_to_step,
     tensor_options,
     warn_zero_gradients,
@@ -59,8 +57,6 @@ from .torch_optimizer import (
 
 __all__ = ["Optimizer", "State", "copy_like", "elementwise"]
 
-
-Tree = TypeVar("Tree")
 
 State = dict[str, dict[str, Tensor]]
 """By unit key, then by torch's name: slices like the shard, and numbers. The structure never changes."""
@@ -167,7 +163,9 @@ def _update_in_range(config: ElementwiseConfig, *args: Any, **kwargs: Any) -> tu
 def _update(
     config: ElementwiseConfig, grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
 ) -> tuple[Params, State]:
-    check_arguments(grads, params, lr)
+    check_mapping(params)
+    check_mapping(grads, "grads")
+    check_rate(lr, "lr")
     ranges = {key: find_ranges(config.ranges, key, tensor) for key, tensor in params.items()}
     ranges = {key: unit_ranges for key, unit_ranges in ranges.items() if is_updated(params[key])}
     check_fits(grads, state, params, ranges, config.names, config.scalars)
@@ -190,8 +188,9 @@ def _update(
         keep = frozenset[str]() if config.defaults.get("fused") or config.defaults.get("capturable") else config.scalars
         step = partial(_update, config._replace(device=None, donate=True), lr=lr)
         new = stream_update(step, (grads, state, params), streamed_keys, config.device, donate=config.donate, keep=keep)
-        others = partial(_without_keys, frozenset(streamed_keys))
-        more = _update(config._replace(device=None), others(grads), others(state), others(params), lr=lr)
+        trees: tuple[Any, ...] = (grads, state, params)
+        others = [{key: value for key, value in tree.items() if key not in streamed_keys} for tree in trees]
+        more = _update(config._replace(device=None), *others, lr=lr)
         new_state = {**new[1], **more[1]}
         return {key: {**new[0], **more[0]}[key] for key in params}, {
             key: replace_values(values, new_state[key]) for key, values in before.items()
@@ -215,8 +214,8 @@ def _update(
     new_params = {key: make_writable(tensor, key) if key in ranges else tensor for key, tensor in params.items()}
     new_state = {key: {name: make_writable(tensor, key) for name, tensor in values.items()} for key, values in state.items()}
     optimizer = build_optimizer(config, lr)
-    if is_batched:
-        _choose_batchable_kernels(optimizer)
+    for options in optimizer.param_groups if is_batched else ():  # the fused and foreach kernels have no batching rule
+        options.update({name: False for name in ("foreach", "fused") if name in options})
     param_groups: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
     stepped: list[tuple[str, int, Tensor, dict[str, Tensor]]] = []
     for key, unit_ranges in ranges.items():
@@ -235,13 +234,15 @@ def _update(
             piece.grad = grad
             axes = split_axes(shared_by, key)
             if (group, axes) not in param_groups:
-                param_groups[group, axes] = share_options(optimizer.param_groups[group], shared, axes)
+                options = optimizer.param_groups[group]
+                param_groups[group, axes] = {name: shared.over_axes(x, axes) for name, x in options.items()} | {"params": []}
             param_groups[group, axes]["params"].append(piece)
             optimizer.state[piece] = state_to_step(config, given, param_groups[group, axes]["lr"])
             stepped.append((key, at, piece, given))
     optimizer.param_groups = list(param_groups.values())
     if stepped:
-        with NumbersAsTensors() if _has_tensor_rate(config, lr) else nullcontext():
+        rates = tensor_options(config, lr) if config.cls is torch.optim.SGD else ()  # of which torch would make numbers
+        with NumbersAsTensors() if any(_torch.is_wrapped(x) or _torch.is_tracked(x) for _, x in rates) else nullcontext():
             optimizer.step()
     for key, at, piece, given in stepped:
         write_state(config, given, optimizer.state[piece])
@@ -262,21 +263,6 @@ def _update(
             new_params |= {key: _torch.take_storage(new_params[key]) for key in ranges}
             new_state = {key: {n: _torch.take_storage(t) for n, t in values.items()} for key, values in new_state.items()}
     return new_params, {key: replace_values(values, new_state[key]) for key, values in before.items()}
-
-
-def _choose_batchable_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Choose the kernels for single tensors: the fused and foreach ones have no batching rule."""
-    for group in optimizer.param_groups:
-        group.update({name: False for name in ("foreach", "fused") if name in group})
-
-
-def _has_tensor_rate(config: ElementwiseConfig, lr: float | Tensor | None) -> bool:
-    options = tensor_options(config, lr) if config.cls is torch.optim.SGD else ()
-    return any(_torch.is_wrapped(x) or _torch.is_tracked(x) for _, x in options)
-
-
-def _without_keys(keys: frozenset[str], tree: Mapping[str, Tree]) -> dict[str, Tree]:
-    return {key: value for key, value in tree.items() if key not in keys}
 
 
 # --- Updates on a device of shards that live on the host: copies of neighbouring units overlap each unit's update ---

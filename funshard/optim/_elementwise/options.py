@@ -208,9 +208,6 @@ class SharedOptions:
             self._entered[key] = option, entered.to(option.device)
         return self._entered[key][1]
 
-    def for_matrix(self, options: Mapping[str, Any], axes: tuple[str, ...]) -> Mapping[str, Any]:
-        return {name: self.over_axes(option, axes) for name, option in options.items()}
-
 
 def split_axes(spec: PartitionSpec | None, key: str) -> tuple[str, ...]:
     if spec is None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -19,33 +20,21 @@ from ..._spec.precision import check_trainable
 from ..._spec.unit_state import replace_values
 from .._checks import StateMapping, Tensors, break_message, check_rate, named_tensors
 from .._quantized.slices import refuse_encoded
-from .options import OptionRanges, SharedOptions, scale_lr
+from .options import OptionRanges, scale_lr
 
 __all__ = ["ELEMENTWISE_CLASSES", "ElementwiseConfig", "InitialState", "NumbersAsTensors", "add_eps_root", "build_optimizer"]
-__all__ += ["check_arguments", "check_class", "check_fits", "check_options", "find_ranges", "flatten_update"]
+__all__ += ["check_class", "check_fits", "check_options", "find_ranges", "flatten_update"]
 __all__ += ["init_vector_state", "is_updated", "reason_for_break", "refuse_derivatives", "refuse_lost_rates", "run_in_graph"]
-__all__ += ["share_options", "state_to_step", "tensor_options", "warn_zero_gradients", "write_state"]
+__all__ += ["state_to_step", "tensor_options", "warn_zero_gradients", "write_state"]
 
 
 InitialState = Callable[[Tensor], Tensors]
 """A function from a vector to its state before the first step."""
 
-ELEMENTWISE_CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
+ELEMENTWISE_CLASSES = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
 """The elementwise optimizers of torch.optim. Pinned by ``test_every_optimizer_is_right_or_refused``."""
 
-LR_DIFFERENTIABLE_CLASSES = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+LR_DIFFERENTIABLE_CLASSES = (SGD, Adam, AdamW, NAdam, RAdam)
 """The classes that can differentiate their learning rate as any tensor. Pinned by ``test_derivatives_of_rates``."""
 
 
@@ -83,12 +72,6 @@ def find_ranges(ranges: Mapping[str, OptionRanges] | None, key: str, tensor: obj
     return ranges[key]
 
 
-def check_arguments(grads: object, params: object, lr: object) -> None:
-    check_mapping(params)
-    check_mapping(grads, "grads")
-    check_rate(lr, "lr")
-
-
 def check_options(defaults: Mapping[str, Any], *, donate: bool, device: object) -> None:
     check_rate(defaults.get("lr"), "from_torch: lr")
     if not defaults.get("differentiable"):
@@ -108,10 +91,9 @@ def check_fits(
     state: StateMapping,
     params: Tensors,
     ranges: Mapping[str, OptionRanges],
-    names: Iterable[frozenset[str]],
+    names: list[frozenset[str]],
     scalars: frozenset[str],
 ) -> None:
-    of_group = [*names]
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"state: expected a dict by unit key, as init(params) or an update returns, got {type(state).__name__}; that of an "
@@ -136,7 +118,7 @@ def check_fits(
         if key not in grads:
             raise ValueError(f"unit '{key}' has no gradient: expected one for each of the params, got {[*grads][:8]}")
         _check_like(f"the gradient of unit '{key}'", grads[key], param)
-        expected = {name for group in unit_ranges.groups for name in of_group[group]}
+        expected = {name for group in unit_ranges.groups for name in names[group]}
         if set(state[key]) != expected:
             raise ValueError(f"the state of unit '{key}': expected {sorted(expected)}, got {sorted(state[key])}")
         for name, tensor in state[key].items():
@@ -181,7 +163,7 @@ def refuse_lost_rates(cls: type[torch.optim.Optimizer], rates: Iterable[tuple[st
 # --- One step: the state of a vector, param groups, and the result ---
 
 
-STATE_FROM_RATE: Mapping[type[torch.optim.Optimizer], str] = {torch.optim.ASGD: "eta", torch.optim.Rprop: "step_size"}
+STATE_FROM_RATE: Mapping[type[torch.optim.Optimizer], str] = {ASGD: "eta", Rprop: "step_size"}
 """The state that torch creates in the first step, from the learning rate of that step."""
 
 
@@ -217,7 +199,7 @@ def init_vector_state(
     """Return a vector's state before the first step: as torch's ``_init_group`` creates it, and SGD's momentum as zeros."""
     if cls not in ELEMENTWISE_CLASSES and initial is not None:
         return dict(initial(piece))
-    if cls is torch.optim.SGD:
+    if cls is SGD:
         buffer = {"momentum_buffer": torch.zeros_like(piece)} if options.get("momentum") else {}
         # The first gradient is not dampened: count, to know which is the first.
         return buffer | ({"step": torch.zeros(())} if buffer and options.get("dampening") else {})
@@ -230,7 +212,7 @@ def init_vector_state(
 
 def state_to_step(config: ElementwiseConfig, given: Tensors, lr: Any) -> dict[str, Tensor]:
     """Return a vector's state for torch's step with ``lr``: {} if torch must create it, as SGD's before a dampened step."""
-    if config.cls is torch.optim.SGD and "step" in given and bool(given["step"] == 0):
+    if config.cls is SGD and "step" in given and bool(given["step"] == 0):
         return {}
     name = STATE_FROM_RATE.get(config.cls)
     if name is None or (_torch.is_eager() and bool(given["step"] != 0)):
@@ -247,11 +229,6 @@ def tensor_options(config: ElementwiseConfig, lr: float | Tensor | None) -> list
     return [(name, value) for name, value in options if isinstance(value, Tensor)]
 
 
-def share_options(group: Mapping[str, Any], shared: SharedOptions, axes: tuple[str, ...]) -> dict[str, Any]:
-    """Return one of torch's param groups, without parameters, for units that are split over these axes."""
-    return {name: [] if name == "params" else shared.over_axes(option, axes) for name, option in group.items()}
-
-
 def write_state(config: ElementwiseConfig, given: dict[str, Tensor], after: Tensors) -> None:
     """Write into ``given`` the state that torch replaced instead of updating."""
     for name, tensor in after.items():
@@ -259,7 +236,7 @@ def write_state(config: ElementwiseConfig, given: dict[str, Tensor], after: Tens
             raise ValueError(f"from_torch: the first step made '{name}': expected initial= to give it, got {[*given]}")
         if tensor is not given[name]:
             given[name].copy_(tensor)
-    if config.cls is torch.optim.SGD and "step" in given:
+    if config.cls is SGD and "step" in given:
         given["step"].add_(1)
 
 
@@ -281,15 +258,13 @@ def build_optimizer(config: ElementwiseConfig, lr: float | Tensor | None) -> tor
 
 # --- Adam and AdamW with an epsilon under the root, so that derivatives exist where all gradients were zero ---
 
-ADAMS = (torch.optim.Adam, torch.optim.AdamW)
-
 
 def add_eps_root(cls: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> type[torch.optim.Optimizer]:
     """Return the class itself, or a subclass with ``eps_root``, which is checked and removed from the defaults."""
     if "eps_root" not in defaults:
         return cls
     eps_root = defaults.pop("eps_root")
-    if cls not in ADAMS or not defaults.get("differentiable") or defaults.get("amsgrad"):
+    if cls not in (Adam, AdamW) or not defaults.get("differentiable") or defaults.get("amsgrad"):
         raise ValueError(
             f"from_torch: eps_root is for differentiable Adam and AdamW, without amsgrad: expected one of these with "
             f"differentiable=True, got {cls.__name__}"
@@ -334,7 +309,7 @@ def _step(param: Tensor, state: dict[str, Tensor], group: dict[str, Any], eps_ro
 
 def warn_zero_gradients(cls: type[torch.optim.Optimizer], grads: Tensors, state: StateMapping, masks: Tensors) -> None:
     """Warn, naming the unit, about elements whose gradients were all zero and are differentiated through a root."""
-    if not issubclass(cls, ADAMS) or getattr(cls, "has_derivative_at_zero", False) or _torch.is_in_graph():
+    if not issubclass(cls, Adam | AdamW) or getattr(cls, "has_derivative_at_zero", False) or _torch.is_in_graph():
         return
     for key, grad in grads.items():
         if key not in state or "exp_avg_sq" not in state[key] or not _torch.is_tracked(grad) or _torch.is_batched(grad):
@@ -402,7 +377,7 @@ _SCALED: dict[Any, tuple[Callable[..., Tensor], str]] = {
 UpdateFn = Callable[..., tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]]
 FlatUpdate = Callable[..., tuple[Tensor, ...]]
 
-BRANCHING_CLASSES = (torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop)
+BRANCHING_CLASSES = (RAdam, ASGD, Rprop)
 """They branch on values unless ``capturable=True``; with it Adam would divide by the learning rate, and 0 / 0 is NaN."""
 
 

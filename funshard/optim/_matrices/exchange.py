@@ -29,7 +29,7 @@ from ..._wire.host import compute_device
 from ..._wire.whole import join_pieces, split_pieces
 from ...collectives._functions import gather_slices, vary
 from .._checks import Tensors
-from .owners import Matrix, Owner, all_coords, count_chunks
+from .owners import Matrix, all_coords, count_chunks
 
 __all__ = ["Chunk", "ExchangePlan", "MatrixBatch", "chunk_slice", "concat_flat", "plan_from_owners", "plan_to_owners"]
 
@@ -105,24 +105,18 @@ class ExchangePlan(NamedTuple):
         return ExchangePlan(tuple(begin), tuple(AllToAll(*step) for step in steps), tuple(end))
 
 
-class PendingExchange(NamedTuple):
-    """An exchange under way. Calling it waits and returns the tensor of each matrix."""
-
-    plan: ExchangePlan
-    finish: PendingResult
-    """Waits for the first all-to-all."""
-
-    def __call__(self) -> list[Tensor]:
-        flat = self.finish()
-        for step in self.plan.steps[1:]:
-            flat = _send(_select_pieces([flat], step), step)()
-        return split_flat(flat, self.plan.end)
-
-
-def start_plan(tensors: Sequence[Tensor], plan: ExchangePlan) -> PendingExchange:
-    """Start the first all-to-all of a plan; ``tensors`` hold the elements of each matrix in their first dimension."""
+def start_plan(tensors: Sequence[Tensor], plan: ExchangePlan) -> Callable[[], list[Tensor]]:
+    """Start the first all-to-all of a plan for flat tensors; call the result to wait for all and get each matrix's tensor."""
     first = plan.steps[0]
-    return PendingExchange(plan, _send(_select_pieces(tensors, first), first))
+    finish = _send(_select_pieces(tensors, first), first)
+
+    def wait() -> list[Tensor]:
+        flat = finish()
+        for step in plan.steps[1:]:
+            flat = _send(_select_pieces([flat], step), step)()
+        return split_flat(flat, plan.end)
+
+    return wait
 
 
 def _select_pieces(tensors: Sequence[Tensor], step: AllToAll) -> Tensor:
@@ -149,14 +143,8 @@ def plan_to_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coor
     planner = _ExchangePlanner(matrices, spec)
     own_slice = planner.slice_of(coords)
     held = [(i, own_slice) for i in range(len(matrices))]
-
-    def begin(coords: Coords) -> list[SliceIndex]:
-        own = planner.slice_of(coords)
-        return [(i, own) for i, m in enumerate(matrices) if planner.sizes[i][own] and planner.is_same_replica(m.owner, coords)]
-
-    steps = planner.plan_steps(
-        begin, [(axis, functools.partial(_owner_coord, matrices, axis)) for axis in reversed(planner.split_axes)], coords, held
-    )
+    to_owners = [(axis, functools.partial(planner.owner_coordinate, axis)) for axis in reversed(planner.split_axes)]
+    steps = planner.plan_steps(planner.begin_at_slices, to_owners, coords, held)
     last = planner.owned_slices(coords)
     sizes = [m.numel * m.is_owned_by(coords) for m in matrices]
     return planner.finish_plan([planner.sizes[i][own_slice] for i, _ in held], steps, last, sizes)
@@ -174,14 +162,7 @@ def plan_from_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Co
     return planner.finish_plan(sizes, steps, last, [planner.sizes[i][own_slice] for i in range(len(matrices))])
 
 
-def _owner_coord(matrices: Sequence[Matrix], axis: int, piece: SliceIndex) -> int:
-    """Return the coordinate of a piece's owner on an axis where only one rank owns the matrix."""
-    coord = matrices[piece[0]].owner[axis]
-    assert coord is not None
-    return coord
-
-
-AxisRoute = tuple[int, Callable[[SliceIndex], int] | None]
+AxisRoute = tuple[int, Callable[[SliceIndex], int | None] | None]
 """An axis, and a function from a piece to its rank on that axis; None sends it to all ranks."""
 
 
@@ -189,7 +170,7 @@ class _ExchangePlanner:
     """A planner that follows the pieces of matrices whose units are split alike."""
 
     def __init__(self, matrices: Sequence[Matrix], spec: PartitionSpec, chunk: Chunk = (0, 1)) -> None:
-        self.mesh, self._matrices, self._split = spec.bound_mesh, matrices, matrices[0].split_axes
+        self.mesh, self.matrices, self._split = spec.bound_mesh, matrices, matrices[0].split_axes
         names, unit = self.mesh.names, matrices[0].unit
         nontrivial = [i for i, (_, axis) in enumerate(self.mesh.axes) if axis.size > 1]
         self.split_axes = [i for name in self._split if (i := names.index(name)) in nontrivial]
@@ -205,16 +186,22 @@ class _ExchangePlanner:
 
     def owned_slices(self, coords: Coords) -> list[SliceIndex]:
         """Return the slices, which are not empty, of the matrices that a rank owns."""
-        owned = [i for i, matrix in enumerate(self._matrices) if matrix.is_owned_by(coords)]
+        owned = [i for i, matrix in enumerate(self.matrices) if matrix.is_owned_by(coords)]
         return [(i, s) for i in owned for s in range(self.slices) if self.sizes[i][s]]
 
     def coordinate(self, axis: int, piece: SliceIndex) -> int:
         """Return the coordinate, on an axis, of the ranks with the piece's slice."""
         return self._of_slice[piece[1]][axis]
 
-    def is_same_replica(self, owner: Owner, coords: Coords) -> bool:
-        """Return whether two ranks agree on the axes that the unit is replicated over."""
-        return all(owner[i] == coords[i] for i in self.replica_axes)
+    def owner_coordinate(self, axis: int, piece: SliceIndex) -> int | None:
+        """Return the coordinate, on an axis, of the owner of the piece's matrix."""
+        return self.matrices[piece[0]].owner[axis]
+
+    def begin_at_slices(self, coords: Coords) -> list[SliceIndex]:
+        """Return the pieces of its slice that a rank sends to owners, which are in its replica."""
+        own, owners = self.slice_of(coords), [matrix.owner for matrix in self.matrices]
+        in_replica = [i for i, owner in enumerate(owners) if all(owner[axis] == coords[axis] for axis in self.replica_axes)]
+        return [(i, own) for i in in_replica if self.sizes[i][own]]
 
     def plan_steps(
         self, begin: Callable[[Coords], list[SliceIndex]], routes: Sequence[AxisRoute], coords: Coords, held: list[SliceIndex]
@@ -243,7 +230,7 @@ class _ExchangePlanner:
             receives = [[p for p in pieces if to is None or to(p) == coords[axis]] for pieces in others]
             where = {piece: i for i, piece in enumerate(held)}
             order = tuple(where[p] for pieces in sends for p in pieces)
-            counts = (tuple(self._numel(pieces) for pieces in lists) for lists in (sends, receives))
+            counts = (tuple(sum(self.sizes[i][s] for i, s in pieces) for pieces in lists) for lists in (sends, receives))
             out.append(AllToAll(self._sizes(held), order, group.name, *counts))
             held = [p for pieces in receives for p in pieces]
         return out, held
@@ -262,9 +249,6 @@ class _ExchangePlanner:
 
     def _sizes(self, pieces: Sequence[SliceIndex]) -> tuple[int, ...]:
         return tuple(self.sizes[i][s] for i, s in pieces) or (0,)
-
-    def _numel(self, pieces: Sequence[SliceIndex]) -> int:
-        return sum(self.sizes[i][s] for i, s in pieces)
 
 
 def _count_overlap(matrix: Matrix, number: int, length: int) -> int:

@@ -218,15 +218,12 @@ class Matrices:
 
     def _batches_of(self, keys: Mapping[str, object]) -> Iterator[MatrixBatch]:
         for names in self.groups:
-            if some := tuple(name for name in names if self.by_name[name].unit.key in keys):
-                yield self._batch(some)
-
-    def _batch(self, names: tuple[str, ...]) -> MatrixBatch:
-        if names not in self._batches:
-            self._batches[names] = MatrixBatch.plan(
-                [self.by_name[name] for name in names], self.spec, largest_unit_numel(self.chosen)
-            )
-        return self._batches[names]
+            some = tuple(name for name in names if self.by_name[name].unit.key in keys)
+            if some and some not in self._batches:
+                chosen = [self.by_name[name] for name in some]
+                self._batches[some] = MatrixBatch.plan(chosen, self.spec, largest_unit_numel(self.chosen))
+            if some:
+                yield self._batches[some]
 
 
 def matrices(

@@ -49,21 +49,17 @@ class StateCodec:
     seed: int | None
     rank: int | None
 
-    @classmethod
-    def make(
-        cls, who: str, codec: object, spec: object, at_least: int | None, seed: int | None, rank: int | None
-    ) -> StateCodec:
-        known, checked = check_spec(spec), check_codec(who, codec)
-        for name, value in (("at_least", at_least), ("seed", seed)):
+    def __post_init__(self) -> None:
+        check_spec(self.spec)
+        check_codec(self.who, self.codec)
+        for name, value in (("at_least", self.at_least), ("seed", self.seed)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"{who}: {name}: expected a whole number, got {value!r}")
-        if seed is not None and not checked.takes_noise:
-            raise ValueError(f"{who}: {codec} rounds to the nearest only: expected seed=None, or codecs.dynamic8()")
-        self = cls(who, checked, known, at_least, seed, rank)
-        for unit in known:
+                raise TypeError(f"{self.who}: {name}: expected a whole number, got {value!r}")
+        if self.seed is not None and not self.codec.takes_noise:
+            raise ValueError(f"{self.who}: {self.codec} rounds to the nearest only: expected seed=None, or codecs.dynamic8()")
+        for unit in self.spec:
             if self.encodes(unit) and unit.requires_grad:
-                check_blocks(who, checked, unit)
-        return self
+                check_blocks(self.who, self.codec, unit)
 
     def encodes(self, unit: Unit) -> bool:
         if self.at_least is None:
@@ -219,7 +215,7 @@ def encode_state(
         >>> {name: (part.dtype, len(part)) for name, part in state[""]["exp_avg"]._asdict().items()}
         {'codes': (torch.uint8, 4096), 'scales': (torch.float32, 16)}
     """
-    return StateCodec.make("encode_state", codec, spec, at_least, seed, rank).encode(state)
+    return StateCodec("encode_state", codec, spec, at_least, seed, rank).encode(state)
 
 
 def decode_state(
@@ -244,7 +240,7 @@ def decode_state(
         >>> fs.optim.decode_state(state, codec, spec=spec)[""]["exp_avg"].sum()
         tensor(4096.)
     """
-    return StateCodec.make("decode_state", codec, spec, None, None, rank).decode(state)
+    return StateCodec("decode_state", codec, spec, None, None, rank).decode(state)
 
 
 # --- quantized_state ---
@@ -309,27 +305,11 @@ def quantized_state(
             "optim.chain(..., optim.quantized_state(adamw, ...)), optim.ema(optim.quantized_state(adamw, ...), ...)"
         )
     begin, apply = optimizer
-    state_codec = StateCodec.make(who, codec, spec, at_least, seed, rank)
+    state_codec = StateCodec(who, codec, spec, at_least, seed, rank)
 
     def init(params: Tensors, /) -> Any:
         check_mapping(params)
         return state_codec.encode(begin(params))
-
-    def update_unit(
-        key: str,
-        slots: list[str],
-        grads: Tensors,
-        state: Mapping[str, Any],
-        params: Tensors,
-        rates: Mapping[str, Any],
-        *,
-        is_donated: bool,
-    ) -> tuple[Tensor, Any]:
-        """Return the new shard and state of a unit; nothing of it is decoded afterwards."""
-        unit, values = state_codec.spec.by_key[key], state[key]
-        new, states = apply({key: grads[key]}, {key: state_codec.decode_unit(unit, values)}, {key: params[key]}, **rates)
-        encoded = state_codec.encode_unit(unit, states[key], slots, values)
-        return new[key], _write_state(values, encoded) if is_donated else encoded
 
     def update(grads: Tensors, state: Mapping[str, Any], params: Tensors, /, **rates: Any) -> tuple[Params, Any]:
         check_mapping(grads, "grads")
@@ -337,11 +317,15 @@ def quantized_state(
         units = state_codec.find_units(state)
         is_donated = donate
         if not _torch.is_in_graph():  # in a graph the optimizer's own update refuses derivatives
-            _refuse_derivatives(_iter_argument_tensors(grads, units, params, rates))
+            given = _argument_tensors(grads=grads, state=units, params=params, rates=rates)
+            for what, tensor in given:
+                if _torch.is_tracked(tensor):
+                    raise RuntimeError(
+                        f"{who}: {what} takes part in a derivative, and rounding the state to few bits has none: expected an "
+                        "update under torch.no_grad() or outside of the transform, or the optimizer without quantized_state"
+                    )
             # memory that vmap has not batched cannot take results that are
-            is_donated = donate and not any(
-                _torch.is_batched(x) for _, x in _iter_argument_tensors(grads, units, params, rates)
-            )
+            is_donated = donate and not any(_torch.is_batched(x) for _, x in given)
             if is_donated:
                 refuse_shared_memory(_iter_encoded_tensors(units))
         found_slots = {key: state_codec.encoded_slots(key, values) for key, values in units.items()}
@@ -351,6 +335,13 @@ def quantized_state(
                 raise ValueError(
                     f"unit '{missing[0]}' has a state and no {what}: expected one for each unit, got {[*tree][:8]}"
                 )
+
+        def update_unit(key: str) -> tuple[Tensor, Any]:  # nothing of the unit is decoded afterwards
+            unit, values = state_codec.spec.by_key[key], units[key]
+            new, states = apply({key: grads[key]}, {key: state_codec.decode_unit(unit, values)}, {key: params[key]}, **rates)
+            encoded = state_codec.encode_unit(unit, states[key], slots[key], values)
+            return new[key], _write_state(values, encoded) if is_donated else encoded
+
         others = [{key: x for key, x in tree.items() if key not in slots} for tree in (grads, units, params)]
         new_params: Params = {}
         new_state: dict[str, Any] = {}
@@ -359,7 +350,7 @@ def quantized_state(
             new_params |= found[0]
             new_state |= found[1]
         for key in slots:
-            new_params[key], new_state[key] = update_unit(key, slots[key], grads, units, params, rates, is_donated=is_donated)
+            new_params[key], new_state[key] = update_unit(key)
         return {key: new_params[key] for key in params}, {key: new_state[key] for key in units}
 
     return ComposedOptimizer(init, update)
@@ -382,18 +373,7 @@ def _iter_encoded_tensors(state: Mapping[str, Mapping[str, Any]]) -> Iterator[tu
                 yield from ((f"{part} of state['{key}']['{name}']", one) for part, one in x._asdict().items())
 
 
-def _iter_argument_tensors(*trees: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(name for an error, tensor)`` for every tensor of grads, state, params and rates, in this order."""
-    for what, tree in zip(("grads", "state", "params", "rates"), trees, strict=True):
-        for path, x in pytree.tree_flatten_with_path(tree)[0]:
-            if isinstance(x, Tensor):
-                yield f"{what}{pytree.keystr(path)}", x
-
-
-def _refuse_derivatives(tensors: Iterator[tuple[str, Tensor]]) -> None:
-    for what, tensor in tensors:
-        if _torch.is_tracked(tensor):
-            raise RuntimeError(
-                f"quantized_state: {what} takes part in a derivative, and rounding the state to few bits has none: expected an "
-                "update under torch.no_grad() or outside of the transform, or the optimizer without quantized_state"
-            )
+def _argument_tensors(**trees: Any) -> list[tuple[str, Tensor]]:
+    """Return ``(name for an error, tensor)`` for every tensor of the trees."""
+    leaves = ((what, path, x) for what, tree in trees.items() for path, x in pytree.tree_flatten_with_path(tree)[0])
+    return [(f"{what}{pytree.keystr(path)}", x) for what, path, x in leaves if isinstance(x, Tensor)]

@@ -36,8 +36,8 @@ class QuantizedSlice(NamedTuple):
 torch.serialization.add_safe_globals([QuantizedSlice])
 
 
-def check_codec(who: str, codec: object) -> Codec:
-    """Return the codec; raise TypeError or ValueError unless it encodes each block by itself, as codes and one scale."""
+def check_codec(who: str, codec: object) -> None:
+    """Raise TypeError or ValueError unless the codec encodes each block by itself, as codes and one scale."""
     if not isinstance(codec, Codec):
         raise TypeError(f"{who}: codec: expected a Codec such as codecs.dynamic8(), got {codec!r}")
     numel = 2 * codec.block
@@ -50,7 +50,6 @@ def check_codec(who: str, codec: object) -> Codec:
             f"the number of ranks: expected codes and one scale for each block, in the slice's dtype, got for {numel} elements "
             f"tensors of shapes {[list(codes), *(list(shape) for _, shape in others)]}; codecs.dynamic8() is such a codec"
         )
-    return codec
 
 
 def check_blocks(who: str, codec: Codec, unit: Unit) -> None:
