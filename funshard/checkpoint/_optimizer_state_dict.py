@@ -19,9 +19,9 @@ from .._sharding.full import gather_stored
 from .._slices.pieces import slice_pieces
 from .._spec.local import describe_pieces, piece_offsets
 from .._spec.unit_state import replace_values
+from ..optim._checks import find_option_numbers
 from ..optim._elementwise.optimizer import State, copy_like
 from ..optim._elementwise.options import ParamOptions, group_by_options
-from ..optim._option_numbers import find_option_numbers
 from ..optim._quantized.slices import refuse_encoded
 from ._ranks import TIMEOUT, connect_ranks
 from ._rekey import StateDict, clean_name

@@ -2,8 +2,7 @@
 
 from .._spec.unit_state import UnitState
 from ._by_matrix.muon import muon, orthogonal
-from ._by_matrix.optimizer import MatrixOptimizer, by_matrix
-from ._by_matrix.reshard import reshard
+from ._by_matrix.optimizer import MatrixOptimizer, by_matrix, reshard
 from ._by_matrix.shampoo import shampoo, soap
 from ._by_matrix.step import MatrixState
 from ._composition.pairs import ComposedOptimizer, GradientTransformation

@@ -145,6 +145,7 @@ def clip_by_global_norm(
 
 
 def check_max_norm(function: str, max_norm: float | Tensor) -> None:
+    """Raise ValueError unless the limit is >= 0, as far as the host can tell without waiting for a device."""
     if isinstance(max_norm, Tensor) and not (_torch.is_eager() and max_norm.device.type == "cpu"):
         return
     if not max_norm >= 0:
@@ -248,9 +249,6 @@ def _combine_units(values: Sequence[Tensor], p: float) -> Tensor:
     """Sum the numbers of units; take the maximum for p = inf."""
     stacked = torch.stack([*values])
     return stacked.sum(0) if p < math.inf else stacked.amax(0)
-
-
-# --- norms: the norm of every parameter of a sharded tree by name, in one reduction ---
 
 
 def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable[[str], str] | None = None) -> Params:
@@ -375,6 +373,7 @@ def scale(a: float | Tensor, x: Mapping[str, Tensor]) -> Params:
 
 
 def check_same_keys(function: str, a_name: str, a: Mapping[str, Tensor], b_name: str, b: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless two trees have the same keys, and tensors of the same shapes."""
     for key in [*a, *b]:
         if key not in a or key not in b:
             only = a_name if key in a else b_name

@@ -21,7 +21,7 @@ from ..._spec.local import stack_dims
 from ..._spec.unit_state import UnitState
 from ...compress._powersgd import PowerSGD
 from ...optim import MatrixState, QuantizedSlice
-from ...optim._option_numbers import find_option_numbers, is_slice
+from ...optim._checks import find_option_numbers, is_slice
 from .._ranks import Ranks
 from .json_tree import FALLBACK, tree_to_json
 from .leaves import Leaf, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, TensorRange, ValueLeaf, check_storable, leaf_names

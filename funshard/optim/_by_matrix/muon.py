@@ -109,7 +109,10 @@ def muon(
             out |= {name: (y,) for name, y in zip(names, [x] if len(some) == 1 else x.unbind(), strict=True)}
         return out, whole
 
-    scales = {m.name: {"scale": lr_scale(m.shape, adjust_lr)} for m in known.chosen}
+    def lr_scale(n: int, m: int) -> float:
+        return math.sqrt(max(1, n / m)) if adjust_lr == "original" else 0.2 * math.sqrt(max(n, m))
+
+    scales = {m.name: {"scale": lr_scale(*m.shape[-2:])} for m in known.chosen}
 
     def after_exchange(results: Payload, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Tensor, Slots]:
         rate, (direction,) = options["lr"], results
@@ -169,8 +172,3 @@ def _power_of_two(x: Tensor) -> Tensor:
     largest = upcast(x.detach()).abs().amax((-2, -1), keepdim=True)
     power = largest / (2 * torch.frexp(largest).mantissa)
     return torch.where(largest > 1, power, 1).to(x.dtype)
-
-
-def lr_scale(shape: tuple[int, ...], adjust_lr: str) -> float:
-    n, m = shape[-2:]
-    return math.sqrt(max(1, n / m)) if adjust_lr == "original" else 0.2 * math.sqrt(max(n, m))

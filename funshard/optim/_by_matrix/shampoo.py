@@ -44,6 +44,7 @@ def gram(grad: Tensor, side: str) -> Tensor:
 
 
 def multiply_side(x: Tensor, factor: Tensor, side: str) -> Tensor:
+    """Multiply a matrix with a factor, on its left or right side."""
     return factor @ x if side == "left" else x @ factor
 
 
@@ -59,9 +60,6 @@ def compute_if_due(due: Tensor, new: Callable[[], Sequence[Tensor]], old: Sequen
     if not _torch.is_wrapped(due):
         return list(new() if bool(due) else old)
     return [torch.where(due, a, b) for a, b in zip(new(), old, strict=True)]  # simulated ranks, of which none can be asked
-
-
-# --- shampoo: gradients preconditioned by inverse roots of Kronecker factors of all gradients so far ---
 
 
 def shampoo(
@@ -169,9 +167,6 @@ def _inverse_roots(factor: Tensor, power: int, relative_eps: float) -> list[Tens
     values = values.clamp(min=0) + relative_eps * values[..., -1:]
     powers = values.clamp(min=torch.finfo(values.dtype).tiny).pow(-1 / power)
     return [(vectors * powers[..., None, :]) @ vectors.mT]
-
-
-# --- soap: Adam in the eigenbasis of Shampoo's factors ---
 
 
 def soap(

@@ -148,8 +148,6 @@ def _check_result(of: str, new: object, param: Tensor, state: Mapping[str, objec
         raise ValueError(f"by_matrix: the new state of {of}: expected {before}, as before, got {after}")
 
 
-# --- The configuration of an optimizer of matrices: its checked arguments, before any parameter is known ---
-
 Fallback = tuple[Callable[[Tensors], Mapping[str, Any]], Callable[..., tuple[Tensors, Mapping[str, Any]]]]
 """``(init, update)`` of parameters that are not matrices, such as `from_torch` returns. Its state has its params' keys."""
 
@@ -204,9 +202,6 @@ class MatrixConfig(NamedTuple):
             others = [param.name for param in layout.unit.params if param.name not in matrices_of_it]
             out |= {name: layout.select(tensor, name) for name in others}
         return out
-
-
-# --- The state of an optimizer of matrices: its class, and its values before the first step ---
 
 
 class MatrixState(NamedTuple):
@@ -271,10 +266,9 @@ def _init_batch(config: MatrixConfig, batch: MatrixBatch, params: Tensors) -> Ow
 
 
 def place_like(old: Tensor, new: Tensor) -> Tensor:
+    """Return ``new`` in pinned memory if ``old`` is."""
     return copy_like(old, new) if _torch.is_pinned(old) else new
 
-
-# --- One step of an optimizer of matrices: batches go to their owners, are updated there, and return ---
 
 ArrivingChunks = Iterator[tuple[Chunk, list[Params]]]
 """An iterator over the chunks of some results, each with its parts by matrix, in the order of their arrival."""
@@ -347,7 +341,9 @@ class MatrixStep:
             grad, param = (cut.select(tree[matrix.unit.key], name) for tree in (self.grads, self.params))
             slots = {slot: cut.select(x, name) for slot, x in self.state[matrix.unit.key].slices.items()}
             sent[name], new = self.config.rule.before_exchange(grad, slots, param, self._options_of(matrix))
-            self._slots[name] = self._store_slots(slots, new)
+            if self.donate:  # in the old memory
+                new = {slot: slots[slot] if x is slots[slot] else slots[slot].copy_(x) for slot, x in new.items()}
+            self._slots[name] = new
             if not self.tracked and name not in wanted:
                 sent[name] = tuple(x.new_empty(0) for x in sent[name])
         names = [*sent]

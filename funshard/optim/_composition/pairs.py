@@ -15,9 +15,6 @@ __all__ = ["AnyOptimizer", "ComposedOptimizer", "GradientTransformation", "InitF
 __all__ += ["read_count", "read_flag"]
 
 
-# --- Numbers and flags that the host reads, because Python branches on them: the same on all ranks ---
-
-
 def read_flag(flag: Tensor) -> bool | None:
     """Return a flag's value, True for a fake tensor (`plan`); None while a compiler records, or if simulated ranks differ."""
     if _torch.is_in_graph() or _torch.is_traced():
@@ -43,9 +40,6 @@ def read_count(count: Tensor, who: str, *, planned: int = 0) -> int:
     if len(numbers) != 1:
         raise ValueError(f"{who}: expected a state with the same count of steps on all ranks, got {sorted(numbers)}")
     return numbers.pop()
-
-
-# --- Gradient transformations, optimizers, and what is checked of both ---
 
 
 class InitFn(Protocol):
@@ -105,10 +99,12 @@ AnyOptimizer = tuple[Callable[[Any], Any], Callable[..., tuple[Mapping[str, Tens
 
 
 def is_pair(value: object) -> bool:
+    """Return whether this is a tuple of two functions."""
     return isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def check_optimizer(who: str, optimizer: object) -> None:
+    """Raise TypeError for a gradient transformation, and for anything else than a pair of functions."""
     if isinstance(optimizer, GradientTransformation):
         raise TypeError(
             f"{who}: a gradient transformation returns gradients: expected an optimizer, whose update returns parameters; "
@@ -119,6 +115,7 @@ def check_optimizer(who: str, optimizer: object) -> None:
 
 
 def check_state(who: str, state: object, kind: type[object]) -> None:
+    """Raise TypeError unless this is a state of the optimizer that ``who`` makes: not that of the optimizer inside it."""
     if not isinstance(state, kind):
         got = type(state).__name__
         raise TypeError(f"{who}: state: expected {kind.__name__}, as init(params) or an update returns, got {got}")

@@ -40,9 +40,6 @@ __all__ = ["AccumulationState", "EmaState", "FiniteState", "ScheduleState", "acc
 __all__ += ["clip_gradients", "ema", "schedule", "schedule_lr"]
 
 
-# --- accumulate_steps: an optimizer that takes one step for the mean of k updates' gradients ---
-
-
 class AccumulationState(NamedTuple):
     """The state of `accumulate_steps`."""
 
@@ -111,9 +108,6 @@ def accumulate_steps(optimizer: AnyOptimizer, k: int) -> ComposedOptimizer:
 
     why = "whether it steps is a branch on the host"
     return ComposedOptimizer(init, _torch.disable_in_graph(break_message("accumulate_steps", why))(update))
-
-
-# --- chain: gradient transformations and an optimizer as one optimizer; clipping as a transformation ---
 
 
 @overload
@@ -214,9 +208,6 @@ def clip_gradients(spec: PartitionSpec, max_norm: float | Tensor, *, p: float = 
     return GradientTransformation(lambda params, /: (), update)
 
 
-# --- ema: an optimizer that keeps a moving average of the parameters in its state ---
-
-
 class EmaState(NamedTuple):
     """The state of `ema`."""
 
@@ -269,9 +260,6 @@ def ema(
         return dict(new), EmaState(inner, update_average(state.average, new, weight), state.step + 1)
 
     return ComposedOptimizer(init, update)
-
-
-# --- apply_if_finite: an optimizer that skips steps whose gradients are not finite on some rank ---
 
 
 class FiniteState(NamedTuple):

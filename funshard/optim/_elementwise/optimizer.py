@@ -274,6 +274,7 @@ StepFn = Callable[[Tensors, StateMapping, Tensors], tuple[TensorsByName, dict[st
 
 
 def is_on_device(tensor: Tensor, device: torch.device) -> bool:  # tests replace it
+    """Return whether the tensor needs no copy."""
     return tensor.device == device
 
 

@@ -210,6 +210,7 @@ class SharedOptions:
 
 
 def split_axes(spec: PartitionSpec | None, key: str) -> tuple[str, ...]:
+    """Return the mesh axes over which a unit, or a parameter's unit, is split; none without a spec."""
     if spec is None:
         return ()
     unit = spec.by_key.get(key) or spec.by_name[key][0]

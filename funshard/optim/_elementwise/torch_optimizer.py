@@ -39,6 +39,7 @@ LR_DIFFERENTIABLE_CLASSES = (SGD, Adam, AdamW, NAdam, RAdam)
 
 
 def check_class(cls: object, initial: InitialState | None) -> None:
+    """Raise ValueError for an optimizer not known to be elementwise, TypeError for what is not an optimizer class."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(f"from_torch: expected a class of optimizers such as torch.optim.AdamW, got {cls!r}")
     of_torch = cls.__module__.startswith("torch.optim")
@@ -52,10 +53,12 @@ def check_class(cls: object, initial: InitialState | None) -> None:
 
 
 def is_updated(tensor: Tensor) -> bool:
+    """Return whether an optimizer changes the tensor: integers stay as they are."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def find_ranges(ranges: Mapping[str, OptionRanges] | None, key: str, tensor: object) -> OptionRanges:
+    """Return a unit's option ranges. ValueError or TypeError, naming the unit, if the tensor is not a shard of it."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"unit '{key}': expected a tensor, got {type(tensor).__name__}")
     if ranges is None:
@@ -73,6 +76,7 @@ def find_ranges(ranges: Mapping[str, OptionRanges] | None, key: str, tensor: obj
 
 
 def check_options(defaults: Mapping[str, Any], *, donate: bool, device: object) -> None:
+    """Raise ValueError or TypeError for options of an elementwise optimizer that exclude each other, or a bad ``lr``."""
     check_rate(defaults.get("lr"), "from_torch: lr")
     if not defaults.get("differentiable"):
         return
@@ -94,6 +98,7 @@ def check_fits(
     names: list[frozenset[str]],
     scalars: frozenset[str],
 ) -> None:
+    """Raise ValueError or TypeError, naming the unit, unless each unit of the params has a gradient and a state that fit it."""
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"state: expected a dict by unit key, as init(params) or an update returns, got {type(state).__name__}; that of an "
@@ -150,6 +155,7 @@ def refuse_derivatives(tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def refuse_lost_rates(cls: type[torch.optim.Optimizer], rates: Iterable[tuple[str, Tensor]], *, differentiable: bool) -> None:
+    """Raise RuntimeError for a differentiated or batched learning rate that torch would turn into a number silently."""
     for what, rate in rates:
         if not (_torch.is_wrapped(rate) or _torch.is_tracked(rate)):
             continue
@@ -158,9 +164,6 @@ def refuse_lost_rates(cls: type[torch.optim.Optimizer], rates: Iterable[tuple[st
                 f"from_torch: {what} is differentiated or batched, and torch's {cls.__name__} makes a number of it: expected "
                 f"differentiable=True and one of {[c.__name__ for c in LR_DIFFERENTIABLE_CLASSES]}"
             )
-
-
-# --- One step: the state of a vector, param groups, and the result ---
 
 
 STATE_FROM_RATE: Mapping[type[torch.optim.Optimizer], str] = {ASGD: "eta", Rprop: "step_size"}
@@ -190,6 +193,7 @@ class ElementwiseConfig(NamedTuple):
 
     @property
     def differentiable(self) -> bool:
+        """Whether torch's kernels record derivatives."""
         return bool(self.defaults.get("differentiable"))
 
 

@@ -34,13 +34,12 @@ from .owners import Matrix, all_coords, count_chunks
 __all__ = ["Chunk", "ExchangePlan", "MatrixBatch", "chunk_slice", "concat_flat", "plan_from_owners", "plan_to_owners"]
 
 
-# --- Concatenate flat tensors, split them, and take them in chunks ---
-
 Chunk = tuple[int, int]
 """``(number, count)``: which of ``count`` chunks of some elements."""
 
 
 def chunk_slice(numel: int, chunk: int, chunks: int) -> slice:
+    """Return the range of one chunk among ``numel`` elements."""
     return slice(numel * chunk // chunks, numel * (chunk + 1) // chunks)
 
 
@@ -65,8 +64,6 @@ def split_flat(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Split a flat tensor into pieces of these sizes. Through 2-D, so that derivatives go the way of `concat_flat`."""
     return [x[:, 0] for x in flat[:, None].split_with_sizes(list(sizes))]
 
-
-# --- The pieces that cross each axis ---
 
 SliceIndex = tuple[int, int]
 """``(number of the matrix, number of the slice)``."""
@@ -236,11 +233,7 @@ class _ExchangePlanner:
         return out, held
 
     def finish_plan(
-        self,
-        begin: Sequence[int],
-        steps: tuple[list[AllToAll], list[SliceIndex]],
-        last: Sequence[SliceIndex],
-        end: Sequence[int],
+        self, begin: Sequence[int], steps: tuple[list[AllToAll], list[SliceIndex]], last: list[SliceIndex], end: Sequence[int]
     ) -> ExchangePlan:
         """Return the plan of these steps, with a last one that puts the pieces in the order ``last``."""
         routes, held = steps
@@ -283,9 +276,8 @@ class MatrixBatch(NamedTuple):
     matrices: tuple[Matrix, ...]
     spec: PartitionSpec
     to_owners: ExchangePlan | None
-    """None for simulated ranks."""
+    """None for simulated ranks, as the next one."""
     from_owners: ExchangePlan | None
-    """None for simulated ranks."""
     from_owners_in_chunks: tuple[ExchangePlan, ...] = ()
     """``from_owners`` chunk by chunk, where all of it is too much at once."""
 
@@ -295,12 +287,8 @@ class MatrixBatch(NamedTuple):
         if spec.bound_mesh.is_simulated:
             return MatrixBatch(tuple(some), spec, None, None)
         at, count = rank_coords(spec.bound_mesh, None), count_chunks(some, spec, max_numel)
-        from_owners_in_chunks = (
-            tuple(plan_from_owners(some, spec, at, (chunk, count)) for chunk in range(count)) if count > 1 else ()
-        )
-        return MatrixBatch(
-            tuple(some), spec, plan_to_owners(some, spec, at), plan_from_owners(some, spec, at), from_owners_in_chunks
-        )
+        chunks = tuple(plan_from_owners(some, spec, at, (i, count)) for i in range(count)) if count > 1 else ()
+        return MatrixBatch(tuple(some), spec, plan_to_owners(some, spec, at), plan_from_owners(some, spec, at), chunks)
 
     @property
     def sent_names(self) -> set[str]:
@@ -311,6 +299,7 @@ class MatrixBatch(NamedTuple):
 
     @property
     def owned_matrices(self) -> list[Matrix]:
+        """The matrices that this rank owns; all of them on simulated ranks."""
         return [m for m, n in zip(self.matrices, self.to_owners.end, strict=True) if n] if self.to_owners else [*self.matrices]
 
     def collect(self, parts: Tensors) -> Params:
@@ -320,6 +309,7 @@ class MatrixBatch(NamedTuple):
         return self._as_matrices(exchange_matrices(self._move_to_device(parts), self.to_owners, self.from_owners))
 
     def spread(self, whole: Tensors) -> Params:
+        """Return the parts of whole matrices on all replicas. Inverse of `collect`."""
         if self.to_owners is None or self.from_owners is None:
             return {matrix.name: self._scatter_simulated(whole[matrix.name], matrix) for matrix in self.matrices}
         return self._name_parts(exchange_matrices(self._flatten_matrices(whole), self.from_owners, self.to_owners))
@@ -333,6 +323,7 @@ class MatrixBatch(NamedTuple):
         return lambda: self._as_matrices(pending())
 
     def chunk_count(self, whole: Sequence[Tensors]) -> int:
+        """Return the number of chunks in which `start_spread` returns the matrices."""
         return len(self.from_owners_in_chunks) if self.from_owners_in_chunks and all(map(_can_overlap, whole)) else 1
 
     def start_spread(self, whole: Tensors, chunk: Chunk) -> Callable[[], Params]:

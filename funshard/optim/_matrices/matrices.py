@@ -47,6 +47,7 @@ class SliceLayout(NamedTuple):
 
     @staticmethod
     def for_unit(unit: Unit, spec: PartitionSpec) -> SliceLayout:
+        """Return the layout of a unit of a bound spec."""
         if spec.bound_mesh.is_simulated:
             return SliceLayout(unit, spec, None)
         at = rank_coords(spec.bound_mesh, None)
@@ -81,9 +82,6 @@ class SliceLayout(NamedTuple):
             own.append(torch.full((size,), param is not None and param.name == name, device=device))
         padding = self.spec.padded_numel(self.unit) - self.unit.span
         return torch.cat([*own, torch.zeros(padding, dtype=torch.bool, device=device)])
-
-
-# --- `Matrices` and matrices ---
 
 
 @dataclass(frozen=True)

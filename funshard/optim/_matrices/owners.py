@@ -21,8 +21,6 @@ __all__ = ["Cost", "Matrix", "Owner", "Select", "all_coords", "assign_owners", "
 __all__ += ["format_owners", "hidden", "largest_unit_numel", "select_matrices"]
 
 
-# --- Which parameters are matrices: their shapes, and what an owner has of each ---
-
 Select = Callable[[str, Param], bool | Sequence[int]]
 """``select(name, param)``: whether it is a matrix, or its shape as one: [n, m] or [batch, n, m], at most one size -1.
 
@@ -57,10 +55,12 @@ class Matrix(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The parameter's name."""
         return self.param.name
 
     @property
     def numel(self) -> int:
+        """The number of elements that an owner has."""
         return math.prod(self.shape)
 
     @property
@@ -79,6 +79,7 @@ class Matrix(NamedTuple):
         return tuple(axis for axis, _ in self.stack)
 
     def is_owned_by(self, coords: Sequence[int]) -> bool:
+        """Return whether the rank at these coordinates is the owner, or one of the owners."""
         return all(at is None or at == coord for at, coord in zip(self.owner, coords, strict=True))
 
 
@@ -263,6 +264,7 @@ def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -
 
 
 def largest_unit_numel(found: Sequence[Matrix]) -> int:
+    """Return the number of elements of the largest unit that has matrices."""
     return max((matrix.unit.numel for matrix in found), default=0)
 
 

@@ -20,16 +20,13 @@ from ..._slices.random_slices import draw_like, draw_uniform, hash_text
 from ..._spec.precision import Codec
 from ..._spec.unit_state import UnitState, replace_values
 from .._by_matrix.optimizer import MatrixOptimizer
-from .._checks import Tensors, refuse_shared_memory
+from .._checks import Tensors, find_option_numbers, refuse_shared_memory
 from .._composition.pairs import AnyOptimizer, ComposedOptimizer, check_optimizer
 from .._elementwise.optimizer import copy_like
-from .._option_numbers import find_option_numbers
 from .slices import QuantizedSlice, check_blocks, check_codec, check_encoding, decode_slice, encode_slice
 
 __all__ = ["decode_state", "encode_state", "quantized_state"]
 
-
-# --- StateCodec: which slices of a state are encoded, and how: the arguments of `quantized_state`, checked ---
 
 ROUNDING = "rounding_step"
 """The name of the number in a unit's state that counts stochastic roundings."""
@@ -62,11 +59,13 @@ class StateCodec:
                 check_blocks(self.who, self.codec, unit)
 
     def encodes(self, unit: Unit) -> bool:
+        """Return whether the state of a unit is encoded."""
         if self.at_least is None:
             return False
         return unit.numel >= self.at_least and unit.dtype.is_floating_point and unit.at_rest is None
 
     def encode(self, state: object) -> dict[str, UnitState]:
+        """Return a state by unit key with encoded slices."""
         units = self.find_units(state)
         spec = bind_spec(self.spec)
         numbers = find_option_numbers(units, [key for key in units if key in spec.by_key], spec, ())
@@ -140,12 +139,14 @@ class StateCodec:
         return draw_like(like, unit.key, bind_spec(self.spec), stream, draw_uniform, self.rank)
 
     def decode(self, state: object) -> dict[str, dict[str, Any]]:
+        """Return a state by unit key with decoded slices, without the count of roundings."""
         return {
             key: self.decode_unit(self.spec.by_key[key], values) if key in self.spec.by_key else replace_values(values, values)
             for key, values in self.find_units(state).items()
         }
 
     def decode_unit(self, unit: Unit, values: Mapping[str, Any]) -> UnitState:
+        """Return a unit's state with decoded slices, without the count of roundings."""
         spec = bind_spec(self.spec)
         out: dict[str, Any] = {}
         for name, x in values.items():
@@ -159,6 +160,7 @@ class StateCodec:
         return UnitState(out, [name for name in numbers if name in out])
 
     def find_units(self, state: object) -> Mapping[str, Mapping[str, Any]]:
+        """Return the state; raise TypeError or ValueError unless it is elementwise, with the keys of units."""
         if not isinstance(state, Mapping) or not all(isinstance(values, Mapping) for values in state.values()):
             raise TypeError(
                 f"{self.who}: expected a state by unit key, as that of optim.from_torch, got {type(state).__name__}; what is "
@@ -179,9 +181,6 @@ class StateCodec:
             raise ValueError(
                 f"{self.who}: '{name}' of unit '{unit.key}': expected this rank's slice, [{numel}], or a number, got {got}"
             )
-
-
-# --- encode_state, decode_state: an elementwise state at rest in a codec, and in its own dtypes ---
 
 
 def encode_state(
@@ -241,9 +240,6 @@ def decode_state(
         tensor(4096.)
     """
     return StateCodec("decode_state", codec, spec, None, None, rank).decode(state)
-
-
-# --- quantized_state ---
 
 
 def quantized_state(

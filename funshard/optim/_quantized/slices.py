@@ -53,6 +53,7 @@ def check_codec(who: str, codec: object) -> None:
 
 
 def check_blocks(who: str, codec: Codec, unit: Unit) -> None:
+    """Raise ValueError, naming the unit, if a block would straddle two parameters or two ranks' slices."""
     if unit.align % codec.block:
         raise ValueError(
             f"{who}: unit '{unit.key}': blocks of {codec.block} elements would straddle parameters and ranks' slices, which "
@@ -117,6 +118,7 @@ def _chunk_length(numel: int, codec: Codec, device: torch.device) -> int:
 
 
 def check_encoding(x: QuantizedSlice, codec: Codec, unit: Unit, spec: PartitionSpec, name: str) -> None:
+    """Raise ValueError, naming the unit, unless this is the rank's slice of it in this codec."""
     numel = spec.shard_numel(unit)
     expected = codec._describe_encoding(numel, x.scales.dtype)[1][:2]
     if tuple((part.dtype, part.shape) for part in x) != expected:
