@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import funshard as fs
-from funshard.checkpoint._files.planners import RangeLoadPlanner, RangeSavePlanner
+from funshard.checkpoint._files.planners import RangeSavePlanner, join_plans
+from funshard.checkpoint._files.reader import plan_reads
 from funshard.checkpoint._state import leaves as box_file
 from funshard.checkpoint._state.describe import describe
 from funshard.checkpoint._state.leaves import Box, RangeSharer, SliceLeaf, TensorRange, check_tiles, range_to_boxes, split_range
@@ -105,14 +106,12 @@ def saved(states: list[State], specs: list[fs.PartitionSpec]) -> tuple[Metadata,
     """What all ranks write, without files: the description, and every box by its index."""
     writes = [RangeSavePlanner(parts_of(x, spec, r, len(specs))) for r, (x, spec) in enumerate(zip(states, specs, strict=True))]
     plans = [w.create_local_plan() for w in writes]
-    _, metadata = writes[0].create_global_plan(plans)
+    metadata, _ = join_plans(plans)
     stored: dict[MetadataIndex, Tensor] = {}
     for plan, w in zip(plans, writes, strict=True):
         for item in plan.items:
             assert item.index not in stored, "written twice"
-            data = w.resolve_data(item)
-            assert isinstance(data, Tensor)
-            stored[item.index] = data
+            stored[item.index] = w.resolve_data(item)
     return metadata, stored
 
 
@@ -134,13 +133,11 @@ def check_saved(metadata: Metadata, stored: dict[MetadataIndex, Tensor], full: d
 def read(spec: fs.PartitionSpec, rank: int, ranks: int, metadata: Metadata, stored: dict[MetadataIndex, Tensor]) -> fs.Params:
     """What one rank reads of the parameters."""
     memory = {unit.key: SliceLeaf(unit, tuple((p.name,) for p in unit.params), unit.dtype).allocate(spec) for unit in spec}
-    reads = RangeLoadPlanner(parts_of(memory, spec, rank, ranks))
-    reads.set_up_planner({}, metadata)
-    for item in reads.create_local_plan().items:
+    for item, target in plan_reads(list(parts_of(memory, spec, rank, ranks)), metadata):
         part = stored[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             part = part.narrow(dim, start, length)
-        reads.resolve_tensor(item).copy_(part)
+        target.copy_(part)
     return memory
 
 

@@ -211,13 +211,11 @@ def _write_checkpoint(
 
     def write() -> tuple[SavePlan, list[WriteResult], dict[str, dict[int, int]]]:
         plan = planner.create_local_plan()
-        return plan, writer.write_data(plan, planner).wait(), writer.checksums
+        return plan, writer.write_data(plan, planner), writer.checksums
 
     def commit(every: list[tuple[SavePlan, list[WriteResult], dict[str, dict[int, int]]]]) -> None:
         assert staging is not None
-        plans, metadata = planner.create_global_plan([plan for plan, *_ in every])
-        writer.prepare_global_plan(plans)
-        writer.finish(metadata, [results for _, results, _ in every])
+        writer.write_metadata([plan for plan, *_ in every], [results for _, results, _ in every])
         staging.commit(tree, writer.sizes, {name: found for *_, own in every for name, found in own.items()})
 
     ranks.run_and_finish(write, commit, "checkpoint.save", unless_saved="nothing was saved")

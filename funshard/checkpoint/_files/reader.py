@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,105 +13,47 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ... import _torch
 from .._errors import CheckpointError, DamagedError
 from .._rekey import clean_name
-from .._state.leaves import TensorLeaf, TensorRange
-from .manifest import read_metadata
-from .planners import RangeLoadPlanner, check_chunks
+from .._state.leaves import Box, TensorLeaf, TensorRange
+from .planners import check_chunks, iter_boxes, make_chunk
 from .untrusted import Record, checksum, open_regular, read_record
 
-__all__ = ["StoredTensors"]
+__all__ = ["StoredTensors", "plan_reads"]
 
 
-class CheckpointReader(FileSystemReader):
-    """A reader that checks the items of a plan. It raises CheckpointError, naming tensor and file, for damaged ones.
+def plan_reads(parts: Sequence[TensorRange], metadata: Metadata) -> Iterator[tuple[ReadItem, Tensor]]:
+    """Yield the parts of stored chunks that overlap with some ranges, and the view of the ranges' memory for each."""
+    boxes: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
+    for part in parts:
+        boxes[part.name] += iter_boxes(part, part.begin, part.begin + len(part.data))
+    for name, pairs in boxes.items():
+        stored: Any = metadata.state_dict_metadata[name]
+        for item in create_read_items_for_chunk_list(name, stored, [make_chunk(box) for box, _ in pairs]):
+            view = pairs[item.dest_index.index or 0][1]
+            for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+                view = view.narrow(dim, start, length)
+            yield item, view
 
-    ``checksums`` are those of the manifest, as in `Manifest`.
-    """
 
-    def __init__(self, path: Path, *, check: bool, checksums: Mapping[str, Mapping[str, int]] | None = None) -> None:
-        super().__init__(path)
-        self._check, self._checksums = check, checksums or {}
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if kwargs.get("rank") is not None:
-            raise FileNotFoundError(f"{self.path}: expected the metadata of all ranks, got a request for one rank's")
-        return read_metadata(Path(self.path))
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        self._tensors: Any = metadata.state_dict_metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the planned chunks into their tensors, in file order, and check each."""
-        wanted: dict[tuple[str, int, int], list[ReadItem]] = {}
-        for item in plan.items:
-            info: Any = self.storage_data[item.storage_index]
-            wanted.setdefault((info.relative_path, info.offset, info.length), []).append(item)
-        file, opened = None, ""
-        with ExitStack() as stack:
-            for (name, offset, length), items in sorted(wanted.items(), key=lambda pair: pair[0]):
-                with _explain_damage(items[0].storage_index.fqn, name):
-                    if file is None or name != opened:  # one open file at a time
-                        stack.close()
-                        file, opened = stack.enter_context(open_regular(Path(self.path) / name)), name
-                    self._read_chunk(file, offset, length, items, planner, self._checksums.get(name, {}).get(str(offset)))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read_chunk(
-        self, file: BinaryIO, offset: int, length: int, items: list[ReadItem], planner: LoadPlanner, expected: int | None
-    ) -> None:
-        """Read the parts of one chunk, a tensor in a file, that some items ask for; ``expected`` is its checksum, if known."""
-        if offset + length > os.fstat(file.fileno()).st_size:
-            raise DamagedError("it was cut short")
-        found = read_record(lambda at, size: _read_exactly(file, offset + at, size), length, check_other_members=self._check)
-        if expected is not None and found.crc32 != expected:
-            raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
-        for item in items:
-            self._check_chunk(found, item.storage_index)
-        dense = torch.empty_strided(found.shape, found.stride, device="meta").is_contiguous()
-        for item in items:
-            target = planner.resolve_tensor(item)
-            if dense and tuple(item.lengths) == found.shape and _has_layout(target, found):  # most items: no buffer in between
-                self._read_into(target, file, offset, found)
-                planner.commit_tensor(item, target)
-                continue
-            raw = torch.empty(found.nbytes, dtype=torch.uint8)
-            self._read_into(raw, file, offset, found)
-            part = raw.view(found.dtype).as_strided(found.shape, found.stride, found.start)
-            for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                part = part.narrow(dim, start, size)
-            target.copy_(part)
-            planner.commit_tensor(item, target)
-
-    def _check_chunk(self, found: Record, index: MetadataIndex) -> None:
-        """Check that a tensor in a file has the shape and dtype that the metadata says."""
-        tensor = self._tensors[index.fqn]
-        expected = tuple(tensor.chunks[index.index].sizes), tensor.properties.dtype
-        if (found.shape, found.dtype) != expected:
-            raise DamagedError(f"expected {[*expected[0]]} {expected[1]} there, got {[*found.shape]} {found.dtype}")
-
-    def _read_into(self, memory: Tensor, file: BinaryIO, offset: int, found: Record) -> None:
-        """Read a record's bytes into memory, and check them."""
-        if not found.nbytes:
-            return
-        raw = _torch.host_bytes(memory)
-        file.seek(offset + found.offset)
-        at = 0
-        while at < len(raw) and (read := file.readinto(raw[at:])):  # pyright: ignore[reportAttributeAccessIssue]
-            at += read
-        if at < len(raw):
-            raise DamagedError("it was cut short")
-        if self._check and checksum(raw) != found.crc32:
-            raise DamagedError("its checksum is not what was written")
+def _read_into(memory: Tensor, file: BinaryIO, offset: int, found: Record, *, check: bool) -> None:
+    """Read a record's bytes into memory, and check them."""
+    if not found.nbytes:
+        return
+    raw = _torch.host_bytes(memory)
+    file.seek(offset + found.offset)
+    at = 0
+    while at < len(raw) and (read := file.readinto(raw[at:])):  # pyright: ignore[reportAttributeAccessIssue]
+        at += read
+    if at < len(raw):
+        raise DamagedError("it was cut short")
+    if check and checksum(raw) != found.crc32:
+        raise DamagedError("its checksum is not what was written")
 
 
 def _has_layout(target: Tensor, found: Record) -> bool:
@@ -230,8 +173,55 @@ class StoredTensors:
         return shape
 
     def read(self, parts: Sequence[TensorRange], *, check: bool) -> None:
-        """Read ranges of these tensors into their memory, as torch.distributed.checkpoint.load does."""
-        planner, reader = RangeLoadPlanner(parts), CheckpointReader(self.directory, check=check, checksums=self.checksums)
-        planner.set_up_planner({}, self.metadata)
-        reader.set_up_storage_reader(self.metadata, is_coordinator=True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        """Read ranges of these tensors into their memory, in file order. Raises CheckpointError for damage."""
+        wanted: dict[tuple[str, int, int], list[tuple[ReadItem, Tensor]]] = defaultdict(list)
+        storage: Any = self.metadata.storage_data
+        for item, target in plan_reads(parts, self.metadata):
+            info = storage[item.storage_index]
+            wanted[info.relative_path, info.offset, info.length].append((item, target))
+        file, opened = None, ""
+        with ExitStack() as stack:
+            for (name, offset, length), items in sorted(wanted.items(), key=lambda pair: pair[0]):
+                with _explain_damage(items[0][0].storage_index.fqn, name):
+                    if file is None or name != opened:  # one open file at a time
+                        stack.close()
+                        file, opened = stack.enter_context(open_regular(self.directory / name)), name
+                    expected = self.checksums.get(name, {}).get(str(offset))
+                    self._read_chunk(file, offset, length, items, expected, check=check)
+
+    def _read_chunk(
+        self,
+        file: BinaryIO,
+        offset: int,
+        length: int,
+        items: list[tuple[ReadItem, Tensor]],
+        expected: int | None,
+        *,
+        check: bool,
+    ) -> None:
+        """Read the parts of one chunk, a tensor in a file, that some items ask for; ``expected`` is its checksum, if known."""
+        if offset + length > os.fstat(file.fileno()).st_size:
+            raise DamagedError("it was cut short")
+        found = read_record(lambda at, size: _read_exactly(file, offset + at, size), length, check_other_members=check)
+        if expected is not None and found.crc32 != expected:
+            raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
+        for item, _ in items:
+            self._check_chunk(found, item.storage_index)
+        dense = torch.empty_strided(found.shape, found.stride, device="meta").is_contiguous()
+        for item, target in items:
+            if dense and tuple(item.lengths) == found.shape and _has_layout(target, found):  # most items: no buffer in between
+                _read_into(target, file, offset, found, check=check)
+                continue
+            raw = torch.empty(found.nbytes, dtype=torch.uint8)
+            _read_into(raw, file, offset, found, check=check)
+            part = raw.view(found.dtype).as_strided(found.shape, found.stride, found.start)
+            for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                part = part.narrow(dim, start, size)
+            target.copy_(part)
+
+    def _check_chunk(self, found: Record, index: MetadataIndex) -> None:
+        """Check that a tensor in a file has the shape and dtype that the metadata says."""
+        tensor: Any = self.metadata.state_dict_metadata[index.fqn]
+        expected = tuple(tensor.chunks[index.index].sizes), tensor.properties.dtype
+        if (found.shape, found.dtype) != expected:
+            raise DamagedError(f"expected {[*expected[0]]} {expected[1]} there, got {[*found.shape]} {found.dtype}")

@@ -13,13 +13,13 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from torch.serialization import skip_data
 
 from ... import _torch
+from .planners import RangeSavePlanner, join_plans
 from .untrusted import checksum
 
 __all__ = ["CheckpointWriter", "RecordLayout", "make_record_layout", "write_record"]
@@ -33,8 +33,8 @@ PIECE_BYTES = 1 << 19
 class CheckpointWriter(FileSystemWriter):
     """A writer of one file on each rank.
 
-    After `write_data`, each rank has the checksums of its file's tensors in ``checksums``, by file and offset. After `finish`,
-    the first rank has the sizes of all files in ``sizes``.
+    After `write_data`, each rank has the checksums of its file's tensors in ``checksums``, by file and offset. After
+    `write_metadata`, the first rank has the sizes of all files in ``sizes``.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -43,16 +43,12 @@ class CheckpointWriter(FileSystemWriter):
         self.sizes: dict[str, int] = {}
         self.checksums: dict[str, dict[int, int]] = {}
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._aliases: dict[str, tuple[str, ...]] = plans[0].planner_data
-        return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: RangeSavePlanner) -> list[WriteResult]:
         """Write the items to this rank's file, flush it, and return where each item is."""
         name = f"__{self.rank}_0.distcp"
         layouts: dict[Any, RecordLayout] = {}
         results: list[WriteResult] = []
-        tensors: Iterable[Any] = map(planner.resolve_data, plan.items)
+        tensors = map(planner.resolve_data, plan.items)
         at, checksums = 0, self.checksums.setdefault(name, {})
         with (Path(self.path) / name).open("wb", buffering=BUFFER_BYTES) as file:
             for item, tensor in zip(plan.items, _iter_on_host(tensors), strict=True):
@@ -61,26 +57,22 @@ class CheckpointWriter(FileSystemWriter):
                 at += length
             file.flush()
             os.fsync(file.fileno())
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return results
 
     def storage_meta(self) -> StorageMeta:
         """Leave out the path, which is not the checkpoint's final one, and whose class only Python 3.13 has."""
         return StorageMeta(save_id=self.save_id)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def write_metadata(self, plans: list[SavePlan], results: list[list[WriteResult]]) -> None:
         """Write the metadata file, which also has the other names of tied parameters. `StagingDirectory.commit` flushes it."""
+        metadata, aliases = join_plans(plans)
         aliased: list[WriteResult] = []
-        result: Any
         for result in itertools.chain.from_iterable(results):
             info: Any = result.storage_data
             self.sizes[info.relative_path] = max(self.sizes.get(info.relative_path, 0), info.offset + info.length)
-            others = (
-                MetadataIndex(n, result.index.offset, result.index.index) for n in self._aliases.get(result.index.fqn, ())
-            )
-            aliased += [WriteResult(other, 0, info) for other in others]
-        super().finish(metadata, [*results, aliased])
+            names = aliases.get(result.index.fqn, ())
+            aliased += [WriteResult(MetadataIndex(name, result.index.offset, result.index.index), 0, info) for name in names]
+        self.finish(metadata, [*results, aliased])
 
 
 def _iter_on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
