@@ -149,62 +149,54 @@ def check_fields(data: Any, fields: dict[str, type], where: str) -> None:
             raise_damaged(f"{where}: field '{name}'", f"one of type {cls.__name__}", data[name])
 
 
-def check_tree(data: Any, path: KeyPath = ()) -> None:
-    """Check that data is a tree of `tree_to_json`. Raises DamagedError, with the path in the state, otherwise."""
+FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "shape": ("a shape", lambda x: type(x) is list and all(type(size) is int and 0 <= size < MAX_NUMEL for size in x)),
+    "dtype": ("a dtype", lambda x: type(x) is dict and [*x] == ["dtype"]),
+    "flag": ("true or false", lambda x: type(x) is bool),
+    "block": ("a number of elements", lambda x: type(x) is int and 1 < x < MAX_NUMEL),
+}
+"""What a field of a leaf is called in errors, and whether JSON data is one."""
+TREE_LEAVES = {"tensor": ("shape", "dtype", "flag", "flag", "flag")}
+UNIT_LEAVES = {"slice": ("dtype",), "scalar": ("dtype", "flag"), "blocks": ("dtype", "block")}
+OWNED = ("shape", "dtype", "flag")
+"""The fields of leaves, by kind: outside of units, in a unit's state, and of a matrix's owner."""
+
+
+def check_tree(data: Any, path: KeyPath = (), *, in_unit: bool = False) -> None:
+    """Check that data is a tree of `tree_to_json`, or a part of one parameter's state in a unit.
+
+    Raises DamagedError, with the path in the state, otherwise.
+    """
     kind, content = _open_node(data, path)
+    leaves = UNIT_LEAVES if in_unit else TREE_LEAVES
     if _is_container(data, path):
         for entry, child in _check_entries(data, path):
-            check_tree(child, (*path, str(entry)))
-    elif kind == "units":
+            check_tree(child, (*path, str(entry)), in_unit=in_unit)
+    elif kind == "value":
+        _check_plain(content, path)
+    elif kind in leaves:
+        _check_leaf([content] if kind == "slice" else content, leaves[kind], path)
+    elif kind == "units" and not in_unit:
         _check_units(content, path)
-    elif kind == "tensor":
-        shape, dtype, *flags = _check_items(content, 5, path)
-        _check_tensor_data(shape, dtype, flags, path)
-    elif kind == "values":
+    elif kind == "values" and not in_unit:
         if type(content) is not list or not content:
             raise_damaged(_format_path(path), "the values of all ranks", content)
         for value in content:
             _check_plain(value, path)
-    elif kind == "value":
-        _check_plain(content, path)
-    else:
-        raise_damaged(_format_path(path), "a container or a leaf", kind)
-
-
-def _check_slot(data: Any, path: KeyPath) -> None:
-    """Check the data of one parameter in a unit's state, or of a part of it."""
-    kind, content = _open_node(data, path)
-    if _is_container(data, path):
-        for entry, child in _check_entries(data, path):
-            _check_slot(child, (*path, str(entry)))
-    elif kind == MATRIX:
+    elif kind == MATRIX and in_unit:
         step, slices, owned = _check_items(content, 3, path)
-        _check_slot(step, path)
+        check_tree(step, path, in_unit=True)
         for part in (slices, owned):
             if not _is_container(part, path):
                 raise_damaged(_format_path(path), "a container", part)
-        _check_slot(slices, path)
+        check_tree(slices, path, in_unit=True)
         for entry, child in _check_entries(owned, path):
-            _, leaf = _open_node(child, (*path, str(entry)), "owned")
-            shape, dtype, flag = _check_items(leaf, 3, path)
-            _check_tensor_data(shape, dtype, [flag], path)
-    elif kind == FALLBACK:
+            _check_leaf(_open_node(child, (*path, str(entry)), "owned")[1], OWNED, path)
+    elif kind == FALLBACK and in_unit:
         for part in _check_items(content, 2, path):
-            _check_slot(part, path)
-    elif kind == "scalar":
-        dtype, flag = _check_items(content, 2, path)
-        _check_tensor_data([], dtype, [flag], path)
-    elif kind == "slice":
-        _check_tensor_data([], content, [], path)
-    elif kind == "blocks":
-        dtype, block = _check_items(content, 2, path)
-        _check_tensor_data([], dtype, [], path)
-        if type(block) is not int or not 1 < block < MAX_NUMEL:
-            raise_damaged(_format_path(path), "a number of elements", block)
-    elif kind == "value":
-        _check_plain(content, path)
+            check_tree(part, path, in_unit=True)
     else:
-        raise_damaged(_format_path(path), "a container or a leaf of a unit", kind)
+        raise_damaged(_format_path(path), f"a container or a leaf{' of a unit' if in_unit else ''}", kind)
 
 
 def _check_units(data: Any, path: KeyPath) -> None:
@@ -224,7 +216,7 @@ def _check_units(data: Any, path: KeyPath) -> None:
             raise_damaged(where, "each parameter once", names)
         known |= {*names}
         _check_plain({"dtype": dtype}, path)
-        _check_slot(slot, (*path, names[0]))
+        check_tree(slot, (*path, names[0]), in_unit=True)
     for entry, child in _check_pairs(data["rest"], path):
         check_tree(child, (*path, str(entry)))
 
@@ -294,15 +286,14 @@ def _check_items(data: Any, count: int, path: KeyPath) -> Sequence[Any]:
     return data
 
 
-def _check_tensor_data(shape: Any, dtype: Any, flags: Sequence[Any], path: KeyPath) -> None:
-    """Raise DamagedError unless these are a shape, a dtype and flags."""
-    if type(shape) is not list or any(type(size) is not int or not 0 <= size < MAX_NUMEL for size in shape):
-        raise_damaged(_format_path(path), "a shape", shape)
-    if type(dtype) is not dict or [*dtype] != ["dtype"]:
-        raise_damaged(_format_path(path), "a dtype", dtype)
-    _check_plain(dtype, path)
-    if any(type(flag) is not bool for flag in flags):
-        raise_damaged(_format_path(path), "true or false", flags)
+def _check_leaf(content: Any, fields: Sequence[str], path: KeyPath) -> None:
+    """Raise DamagedError unless the content of a leaf has these of `FIELDS`."""
+    for field, item in zip(fields, _check_items(content, len(fields), path), strict=True):
+        expected, is_right = FIELDS[field]
+        if not is_right(item):
+            raise_damaged(_format_path(path), expected, item)
+        if field == "dtype":
+            _check_plain(item, path)
 
 
 def _check_plain(value: Any, path: KeyPath) -> Any:
