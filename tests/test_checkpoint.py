@@ -482,13 +482,13 @@ def _meanwhile(rank: int, path: str) -> None:
     model, spec = made("whole", 1)
     params = fs.shard(model, spec)
     checkpoint.save(f"{path}/0", params, spec)
-    real = writer_file.CheckpointWriter.write_data
+    real = writer_file.CheckpointWriter.write_items
 
     def slow(self: Any, plan: Any, planner: Any) -> Any:
         time.sleep(0.2 + 0.4 * rank)
         return real(self, plan, planner)
 
-    writer_file.CheckpointWriter.write_data = slow  # pyright: ignore[reportAttributeAccessIssue]
+    writer_file.CheckpointWriter.write_items = slow  # pyright: ignore[reportAttributeAccessIssue]
     try:
         saving = checkpoint.save(f"{path}/1", params, spec, asynchronous=True)
         with pytest.raises(checkpoint.CheckpointError, match="still being written"):
@@ -498,7 +498,7 @@ def _meanwhile(rank: int, path: str) -> None:
             time.sleep(0.1)
         assert_same(checkpoint.load(saving.wait(), spec), params)
     finally:
-        writer_file.CheckpointWriter.write_data = real
+        writer_file.CheckpointWriter.write_items = real
 
 
 def test_threads_do_not_mix_with_what_ranks_say(gloo2: Pool, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_damaged_one_stays_until_another_is_there(tmp_path: Path, monkeypatch:
         raise fails.pop()
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((os, "rename", renamed) if where == "renamed" else (writer.CheckpointWriter, "write_data", written)))
+        patch.setattr(*((os, "rename", renamed) if where == "renamed" else (writer.CheckpointWriter, "write_items", written)))
         with pytest.warns(UserWarning, match=OVER), pytest.raises(OSError, match="Input/output error"):
             checkpoint.save(path, params, spec)
     assert {file.name: file.stat().st_size for file in path.iterdir()} == before
@@ -556,18 +556,18 @@ def test_simulated_ranks_do_not_save(tmp_path: Path) -> None:
 
 def _fails(rank: int, path: str, where: int, error: str) -> None:
     """One rank's writer fails: no space, a file system that is read-only."""
-    real = writer.CheckpointWriter.write_data
+    real = writer.CheckpointWriter.write_items
 
-    def write_data(self: Any, plan: Any, planner: Any) -> Any:
+    def write_items(self: Any, plan: Any, planner: Any) -> Any:
         if rank == where:
             raise OSError(*{"full": (28, "No space left on device"), "read-only": (30, "Read-only file system")}[error])
         return real(self, plan, planner)
 
-    writer.CheckpointWriter.write_data = write_data  # pyright: ignore[reportAttributeAccessIssue]
+    writer.CheckpointWriter.write_items = write_items  # pyright: ignore[reportAttributeAccessIssue]
     try:
         write(rank, path, 2)
     finally:
-        writer.CheckpointWriter.write_data = real
+        writer.CheckpointWriter.write_items = real
 
 
 @pytest.mark.parametrize("where", [0, 1])
@@ -589,9 +589,9 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, spec = made()
 
     class Full(writer.CheckpointWriter):
-        def write_data(self, plan: Any, planner: Any) -> Any:
+        def write_items(self, plan: Any, planner: Any) -> Any:
             (Path(self.path) / "__0_0.distcp").symlink_to("/dev/full")
-            return super().write_data(plan, planner)
+            return super().write_items(plan, planner)
 
     monkeypatch.setattr(_save, "CheckpointWriter", Full)
     with pytest.raises(

@@ -217,17 +217,17 @@ def _state() -> tuple[fs.PartitionSpec, dict[str, object]]:
 
 def _slow(rank: int, seconds: float) -> Callable[[], None]:
     """Has this rank write slowly until what it gives is called."""
-    write = CheckpointWriter.write_data
+    write = CheckpointWriter.write_items
 
     def slowly(self: CheckpointWriter, plan: Any, planner: Any) -> Any:
         if dist.get_rank() == rank:
             time.sleep(seconds)
         return write(self, plan, planner)
 
-    CheckpointWriter.write_data = slowly
+    CheckpointWriter.write_items = slowly
 
     def restore() -> None:
-        CheckpointWriter.write_data = write
+        CheckpointWriter.write_items = write
 
     return restore
 
@@ -270,14 +270,14 @@ def test_ranks_with_other_process_groups(gloo2: Pool, tmp_path: Path) -> None:
 
 def _interrupted(rank: int, folder: str) -> None:
     spec, state = _state()
-    write = CheckpointWriter.write_data
+    write = CheckpointWriter.write_items
 
     def interrupted(*_: object) -> Any:
-        CheckpointWriter.write_data = write
+        CheckpointWriter.write_items = write
         raise KeyboardInterrupt
 
     if rank == 0:
-        CheckpointWriter.write_data = interrupted
+        CheckpointWriter.write_items = interrupted
     with pytest.raises(KeyboardInterrupt if rank == 0 else fs.checkpoint.CheckpointError):
         fs.checkpoint.save(Path(folder, "1"), state, spec, timeout=1.5)
     fs.checkpoint.save(Path(folder, "1"), state, spec, timeout=1.5)
@@ -316,13 +316,13 @@ ENDS = """
 import sys, time, torch, torch.distributed as dist, funshard as fs
 from torch import nn
 from funshard.checkpoint._files.writer import CheckpointWriter
-write = CheckpointWriter.write_data
+write = CheckpointWriter.write_items
 def slowly(self, plan, planner):
     time.sleep(0.5)
     if sys.argv[2] == "fails" and dist.get_rank() == 1:
         raise OSError("disk full")
     return write(self, plan, planner)
-CheckpointWriter.write_data = slowly
+CheckpointWriter.write_items = slowly
 dist.init_process_group("gloo")
 model = nn.Linear(8, 8)
 spec = fs.policies.whole()(model)

@@ -61,8 +61,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor to write."""
-
     name: str
     """Its name in the file."""
     model_name: str
@@ -71,7 +69,6 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """The size of its elements in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -119,7 +116,6 @@ def _lay_out_file(name: str, entries: list[TensorEntry], metadata: Mapping[str, 
 
 
 def make_index(files: list[FileLayout]) -> bytes:
-    """Return the content of the index of several files."""
     entries = [(entry, file) for file in files for _, entry in file.entries.values()]
     total = sum(entry.nbytes for entry, _ in entries)
     content = {"metadata": {"total_size": total}, "weight_map": {entry.name: file.name for entry, file in entries}}
@@ -253,7 +249,6 @@ def _check_target(target: Path, *, overwrite: bool) -> None:
 
 
 def _is_foreign(name: str) -> bool:
-    """Return whether `export` does not write files of this name."""
     return name not in (SINGLE, INDEX, LOCK) and not re.fullmatch(r"model-\d{5,}-of-\d{5,}\.safetensors", name)
 
 
@@ -267,7 +262,6 @@ def _iter_entries(
     buffers: Mapping[str, Tensor],
     rename: Callable[[str], str],
 ) -> Iterator[TensorEntry]:
-    """Yield the entries of all tensors, checked."""
     seen: dict[str, str] = {}
 
     def make_entry(model_name: str, shape: tuple[int, ...], own: torch.dtype) -> TensorEntry:

@@ -134,7 +134,6 @@ class _Loader:
         """What is equal on all ranks: the checkpoint, by the unique number that is in its metadata, and the leaves to read."""
 
     def _check(self, leaf: StoredLeaf) -> None:
-        """Check that the files have the tensors of a leaf."""
         match leaf:
             case TensorLeaf():
                 shape = self._stored.check_leaf(leaf)
@@ -153,7 +152,6 @@ class _Loader:
                     self._stored.check_tensor(names, (), leaf.dtype)
 
     def read(self, *, check: bool) -> Any:
-        """Read the leaves, and return the state."""
         with torch.no_grad(), phase("checkpoint read"):
             for numbers in self._iter_rounds():
                 memory = {i: self._allocate(self._leaves[i]) for i in numbers}
@@ -170,7 +168,6 @@ class _Loader:
         yield from ([i] for i in self._leaves if is_encoded[i])
 
     def _allocate(self, leaf: StoredLeaf) -> Tensor:
-        """Return memory to read a leaf into."""
         match leaf:
             case SliceLeaf():
                 return leaf.allocate(self._spec)
@@ -209,7 +206,6 @@ class _Loader:
             yield part._replace(name=key)
 
     def _to_state(self, leaf: StoredLeaf, memory: Tensor) -> Tensor:
-        """Return what was read for a leaf as the state has it."""
         if isinstance(leaf, SliceLeaf):
             return leaf.to_state(memory, self._spec)
         if isinstance(leaf, ScalarLeaf):

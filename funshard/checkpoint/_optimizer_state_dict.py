@@ -281,7 +281,6 @@ class _UnitConverter:
         return out
 
     def _read_number(self, slot: str, initial: Tensor, groups: set[int], own: Mapping[str, Any]) -> Tensor:
-        """Return the number that all parameters of some groups have."""
         found: dict[str, Tensor] = {}
         for name in (param.name for param in self.unit.params if self._group_of_param[param.name] in groups):
             value = own.get(name, initial)

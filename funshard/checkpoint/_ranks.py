@@ -181,7 +181,6 @@ class Ranks:
         return found
 
     def _group_key(self, *, background: bool) -> tuple[object, ...]:
-        """Return the key under which the group of hosts is kept."""
         return "checkpoint", self._axes, self._timeout, background
 
     def _take_group(self, *, background: bool) -> None:
@@ -272,7 +271,6 @@ class Ranks:
         self._raise_errors(texts, where if is_saved else f"{where}: {unless_saved}", error)
 
     def _try(self, function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """Return the result of a function, and the error that it raised."""
         try:
             return function(), None
         except Exception as error:
@@ -333,7 +331,6 @@ def connect_ranks(spec: PartitionSpec, where: str, timeout: float, **options: ob
 
 
 def _check_calls(calls: list[dict[str, Any]]) -> None:
-    """Raise ValueError unless all ranks call one function with the same options."""
     for name, first in calls[0].items():
         if other := next((rank for rank, call in enumerate(calls) if call.get(name) != first), 0):
             raise ValueError(
@@ -352,5 +349,4 @@ def _gather_rows(own: list[Any], mesh: Mesh, timeout: timedelta) -> list[list[An
 
 
 def _error_text(error: Exception | None) -> tuple[str, str] | None:
-    """Return the class and the message of an error."""
     return None if error is None else (type(error).__name__, _torch.error_text(error))

@@ -142,7 +142,6 @@ def _open_tensors(path: Path, stack: ExitStack, rename: Callable[[str], str | No
 
 
 def _open_tensor(file: Path, key: str, opened: Any) -> _FileTensor:
-    """Return a tensor of an open file without reading it; raise ValueError for an unknown dtype."""
     found = opened.get_slice(key)
     dtype = DTYPES.get(found.get_dtype())
     if dtype is None:
@@ -172,7 +171,6 @@ def _list_files(path: Path) -> dict[Path, set[str]]:
 
 @contextlib.contextmanager
 def _explain_damage(file: Path, damage: type[Exception]) -> Generator[None]:
-    """Raise damage as a CheckpointError that names the file."""
     if not file.is_file():
         raise CheckpointError(f"{file}: expected this file, which the index names, got none")
     if not file.stat().st_size:
@@ -187,7 +185,6 @@ def _explain_damage(file: Path, damage: type[Exception]) -> Generator[None]:
 
 
 def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: PartitionSpec, *, cast: bool) -> None:
-    """Check that the files have the spec's parameters and no others. Raises ValueError otherwise."""
     sizes = dict(spec.bound_mesh.sizes)
     for unit in spec:
         for param in unit.params:
@@ -208,7 +205,6 @@ def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: Partitio
 
 
 def _find_tensors(param: Param, stored: Mapping[str, _FileTensor]) -> list[_FileTensor]:
-    """Return the tensors of a parameter, under each of its names."""
     return [stored[name] for name in param.names if name in stored]
 
 

@@ -75,7 +75,6 @@ _pending: set[Saving] = set()
 
 @atexit.register
 def _print_unclaimed_errors() -> None:
-    """Print the errors of saves that nothing has waited for, when the process ends."""
     for saving in [saving for saving in _pending if saving._error is not None]:
         _pending.discard(saving)
         ended = "is there, after an error" if isinstance(saving._error, SavedError) else "was not saved"
@@ -176,8 +175,6 @@ def save(
 
 
 class _SaveResources:
-    """The memory and the directory that a save uses until it ends."""
-
     def __init__(self) -> None:
         self.planner: RangeSavePlanner | None = None
         self.staging: StagingDirectory | None = None
@@ -211,7 +208,7 @@ def _write_checkpoint(
 
     def write() -> tuple[SavePlan, list[WriteResult], dict[str, dict[int, int]]]:
         plan = planner.create_local_plan()
-        return plan, writer.write_data(plan, planner), writer.checksums
+        return plan, writer.write_items(plan, planner), writer.checksums
 
     def commit(every: list[tuple[SavePlan, list[WriteResult], dict[str, dict[int, int]]]]) -> None:
         assert staging is not None

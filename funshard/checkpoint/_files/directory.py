@@ -175,13 +175,11 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a directory, and return whether it is gone."""
     shutil.rmtree(path, ignore_errors=True)
     return not os.path.lexists(path)
 
 
 def _is_left_over(path: Path) -> bool:
-    """Return whether the writer of a staging directory has ended."""
     if path.name.endswith(NEW_SUFFIX):
         with contextlib.suppress(FileNotFoundError):
             return time.time() - path.stat().st_mtime > LOCK_SECONDS
@@ -308,7 +306,6 @@ class StagingDirectory:
         self._unlock()
 
     def _unlock(self) -> None:
-        """Close and unlock the lock file."""
         lock, self._lock = self._lock, None
         if lock is not None:
             with contextlib.suppress(OSError):  # also closes and unlocks it if it raises

@@ -59,7 +59,6 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest of the checkpoint in a directory."""
     text = json.dumps({"version": VERSION, **asdict(manifest)})
     (directory / MANIFEST).write_text(json.dumps({"crc32": checksum(text.encode()), "content": text}))
 
@@ -218,7 +217,6 @@ def _parse_entry(found: Any, name: str, most: int) -> TensorStorageMetadata | By
 
 
 def _parse_dtype(properties: Any) -> torch.dtype:
-    """Return the dtype among a tensor's properties."""
     state = properties.state if _is_object(properties, f"{DCP}TensorProperties") else None
     named = state[0] if type(state) is tuple and state else None
     dtype = getattr(torch, named.dotted[6:], None) if type(named) is PickledName else None
@@ -228,7 +226,6 @@ def _parse_dtype(properties: Any) -> torch.dtype:
 
 
 def _parse_index(found: Any) -> MetadataIndex:
-    """Return the name and offset of a chunk."""
     state = _get_fields(found, f"{DCP}MetadataIndex")
     name, offset = state.get("fqn"), state.get("offset")
     if type(name) is not str:
@@ -237,7 +234,6 @@ def _parse_index(found: Any) -> MetadataIndex:
 
 
 def _parse_info(found: Any) -> StorageInfo:
-    """Return where a chunk is stored."""
     state = _get_fields(found, STORAGE_INFO)
     file: Any = state.get("relative_path")
     if not is_plain_name(file):
@@ -251,7 +247,6 @@ def _parse_info(found: Any) -> StorageInfo:
 
 
 def _raise_damaged(expected: str, found: Any) -> NoReturn:
-    """Raise DamagedError that says what was expected and what was found."""
     got = found if isinstance(found, str) else getattr(found, "name", reprlib.repr(found))
     raise DamagedError(f"expected {expected}, got {got}")
 
@@ -261,21 +256,18 @@ def _is_object(found: Any, name: str) -> bool:
 
 
 def _get_fields(found: Any, name: str) -> dict[Any, Any]:
-    """Return the fields of a pickled object of this class."""
     if not _is_object(found, name) or type(found.state) is not dict:
         _raise_damaged(f"an object of {name}", found)
     return found.state
 
 
 def _get_dict(state: dict[Any, Any], name: str) -> dict[Any, Any]:
-    """Return a field that must be a dict."""
     if type(found := state.get(name)) is not dict:
         _raise_damaged(f"a dict as '{name}'", found)
     return found
 
 
 def _parse_shape(found: Any) -> torch.Size:
-    """Return a shape, of a torch.Size or a sequence."""
     values = found.args[0] if _is_object(found, "torch.Size") and len(found.args) == 1 else found
     if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
         _raise_damaged(f"a shape of at most {MAX_DIMS} dimensions", values)
@@ -283,7 +275,6 @@ def _parse_shape(found: Any) -> torch.Size:
 
 
 def _parse_size(value: Any) -> int:
-    """Return a size that must be a whole number within the limit."""
     if type(value) is not int or not 0 <= value < SIZE_LIMIT:
         _raise_damaged("a number that is no less than 0", value)
     return value

@@ -35,7 +35,6 @@ def iter_boxes(part: TensorRange, begin: int, end: int) -> Iterator[tuple[Box, T
 
 
 def check_chunks(tensor: TensorStorageMetadata) -> None:
-    """Check that the chunks of a stored tensor tile it. Raises ValueError otherwise."""
     check_tiles(tensor.size, (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks))
 
 
@@ -62,7 +61,6 @@ class RangeSavePlanner:
                         self._add(part, box, view)
 
     def _add(self, part: TensorRange, box: Box, view: Tensor) -> None:
-        """Add a box of a range as a chunk to write."""
         chunk = make_chunk(box)
         index = MetadataIndex(part.name, chunk.offsets)
         data = TensorWriteData(chunk, TensorProperties(dtype=view.dtype), torch.Size(part.shape))
@@ -98,7 +96,6 @@ class RangeSavePlanner:
         return SavePlan([item for item, _ in self._items.values()], planner_data=self._aliases)
 
     def resolve_data(self, item: WriteItem) -> Tensor:
-        """Return the values of an item of the plan."""
         return self._items[item.index][1]
 
 
@@ -128,5 +125,4 @@ _staging_memory: list[Tensor] = []
 
 
 def _align(nbytes: int) -> int:
-    """Return a number of bytes, rounded up to a multiple of 16."""
     return nbytes + -nbytes % 16

@@ -42,7 +42,6 @@ def plan_reads(parts: Sequence[TensorRange], metadata: Metadata) -> Iterator[tup
 
 
 def _read_into(memory: Tensor, file: BinaryIO, offset: int, found: Record, *, check: bool) -> None:
-    """Read a record's bytes into memory, and check them."""
     if not found.nbytes:
         return
     raw = _torch.host_bytes(memory)
@@ -57,7 +56,6 @@ def _read_into(memory: Tensor, file: BinaryIO, offset: int, found: Record, *, ch
 
 
 def _has_layout(target: Tensor, found: Record) -> bool:
-    """Return whether the record's bytes can be read straight into a tensor."""
     is_same = target.dtype == found.dtype and target.nbytes == found.nbytes
     return is_same and target.is_contiguous() and target.device.type == "cpu"
 
@@ -75,7 +73,6 @@ def _read_exactly(file: BinaryIO, offset: int, size: int) -> bytes:
 
 @contextmanager
 def _explain_damage(tensor: str, file: str) -> Generator[None]:
-    """Raise damage as a CheckpointError that names the tensor and the file."""
     try:
         yield
     except FileNotFoundError as error:
@@ -220,7 +217,6 @@ class StoredTensors:
             target.copy_(part)
 
     def _check_chunk(self, found: Record, index: MetadataIndex) -> None:
-        """Check that a tensor in a file has the shape and dtype that the metadata says."""
         tensor: Any = self.metadata.state_dict_metadata[index.fqn]
         expected = tuple(tensor.chunks[index.index].sizes), tensor.properties.dtype
         if (found.shape, found.dtype) != expected:

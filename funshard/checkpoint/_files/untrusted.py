@@ -69,8 +69,6 @@ PERSISTENT = "persistent id"
 
 
 class PickledName:
-    """The dotted name of a class or function in a pickle."""
-
     __slots__ = ("dotted",)
 
     def __init__(self, dotted: str) -> None:
@@ -324,8 +322,6 @@ def _find_record(view: _BufferedEnds, *, check_other_members: bool) -> Record:
 
 
 class _BufferedEnds(io.RawIOBase):
-    """A file whose beginning and end are read once."""
-
     def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
         self._read, self._length, self._at = read, length, 0
         self._tail_begin = max(length - TAIL_BYTES, 0)

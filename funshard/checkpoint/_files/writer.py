@@ -33,7 +33,7 @@ PIECE_BYTES = 1 << 19
 class CheckpointWriter(FileSystemWriter):
     """A writer of one file on each rank.
 
-    After `write_data`, each rank has the checksums of its file's tensors in ``checksums``, by file and offset. After
+    After `write_items`, each rank has the checksums of its file's tensors in ``checksums``, by file and offset. After
     `write_metadata`, the first rank has the sizes of all files in ``sizes``.
     """
 
@@ -43,7 +43,7 @@ class CheckpointWriter(FileSystemWriter):
         self.sizes: dict[str, int] = {}
         self.checksums: dict[str, dict[int, int]] = {}
 
-    def write_data(self, plan: SavePlan, planner: RangeSavePlanner) -> list[WriteResult]:
+    def write_items(self, plan: SavePlan, planner: RangeSavePlanner) -> list[WriteResult]:
         """Write the items to this rank's file, flush it, and return where each item is."""
         name = f"__{self.rank}_0.distcp"
         layouts: dict[Any, RecordLayout] = {}
@@ -131,7 +131,6 @@ class RecordLayout(NamedTuple):
 
 
 def make_record_layout(dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int]) -> RecordLayout:
-    """Return the layout of a dense tensor's record."""
     tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")  # nothing touches this memory
     found = _GapFile()
     with skip_data():

@@ -49,8 +49,6 @@ __all__ = ["StateSummary", "describe", "per_rank", "summarize_state"]
 
 @dataclass(frozen=True)
 class PerRank:
-    """The mark that `per_rank` puts around a part of a state."""
-
     tree: Any
 
 
@@ -203,7 +201,6 @@ class _Describer:
         return make_matrix_state_node(step, slices, owned, fallback)
 
     def _describe_owned(self, value: Tensor, param: Param, path: StatePath) -> OwnedLeaf:
-        """Describe a tensor of a matrix that its owner holds."""
         self._values.append(value)
         (names,) = stored_names([param], path.path, path.slot)
         is_here = value.dim() == 0 or len(value) > 0
@@ -340,7 +337,6 @@ def summarize_state(state: Any, spec: PartitionSpec, ranks: Ranks) -> StateSumma
 
 
 def _raise_difference(every: list[dict[str, str]]) -> None:
-    """Raise ValueError for the first name whose text differs between the ranks."""
     for name in dict.fromkeys(name for one in every for name in one):
         texts = [one.get(name, "nothing") for one in every]
         if rank := next((rank for rank, text in enumerate(texts) if text != texts[0]), 0):
@@ -366,7 +362,6 @@ def _check_replicas(every: list[dict[str, tuple[str, int, int]]]) -> None:
 
 
 def _check_distinct(names: list[str]) -> None:
-    """Raise ValueError if two leaves of a state have one name."""
     seen: set[str] = set()
     for name in names:
         if name in seen:

@@ -47,7 +47,6 @@ FALLBACK = "rest"
 
 
 def matrix_state_to_json(node: ContainerNode, param: Param, to_json: Callable[[Node], Any]) -> Any:
-    """Return the JSON data of one parameter in a unit's `MatrixState`."""
     step, *others = node.children
     slices, owned, fallback = (x for x in others if isinstance(x, ContainerNode))
     if param.name in owned.entries:
@@ -112,7 +111,6 @@ def matrix_state_from_json(
 
 
 def _owned_from_json(data: Any, param: Param, path: StatePath, known: Matrices) -> ContainerNode:
-    """Return the node of a matrix's owned state from the description in a file."""
     leaves: dict[str, Node] = {}
     sizes, stack = dict(known.spec.bound_mesh.sizes), known.by_name[param.name].stack
     for slot, child in file_entries(data) or ():
@@ -134,7 +132,6 @@ MAX_NUMEL = 1 << 63
 
 
 def raise_damaged(where: str, expected: str, found: object) -> NoReturn:
-    """Raise DamagedError that says what was expected and what was found."""
     raise DamagedError(f"{where}: expected {expected}, got {reprlib.repr(found)}")
 
 
@@ -200,7 +197,6 @@ def check_tree(data: Any, path: KeyPath = (), *, in_unit: bool = False) -> None:
 
 
 def _check_units(data: Any, path: KeyPath) -> None:
-    """Raise DamagedError unless the data describe a state by unit."""
     where = _format_path(path)
     check_fields(data, {"whole": bool, "params": list, "rest": list}, where)
     kind = data.get("kind", "dict")
@@ -241,13 +237,11 @@ def _open_node(data: Any, path: KeyPath, wanted: str = "") -> tuple[str, Any]:
 
 
 def _is_container(data: Any, path: KeyPath) -> bool:
-    """Return whether the data describe a container, not a leaf."""
     kind, _ = _open_node(data, path)
     return kind in SEQUENCES or kind in MAPPINGS or kind in TUPLES or kind == "other"
 
 
 def _check_entries(data: dict[str, Any], path: KeyPath) -> list[tuple[Any, Any]]:
-    """Return ``(entry, child)`` for the children of a container."""
     kind, content = next(iter(data.items()))
     _check_argument(kind, data.get("of"), path)
     if kind in SEQUENCES:
@@ -261,7 +255,6 @@ def _check_entries(data: dict[str, Any], path: KeyPath) -> list[tuple[Any, Any]]
 
 
 def _check_pairs(content: Any, path: KeyPath) -> list[tuple[Any, Any]]:
-    """Return ``(entry, child)`` pairs with distinct plain entries."""
     if type(content) is not list:
         raise_damaged(_format_path(path), "a list of pairs", content)
     pairs = [(_check_plain(entry, path), child) for entry, child in (_check_items(pair, 2, path) for pair in content)]
@@ -271,7 +264,6 @@ def _check_pairs(content: Any, path: KeyPath) -> list[tuple[Any, Any]]:
 
 
 def _check_argument(kind: str, argument: Any, path: KeyPath) -> None:
-    """Check the argument of a container, as in `Container`."""
     is_length = kind == "deque" and type(argument) is int and 0 <= argument < MAX_NUMEL
     is_factory = kind == "defaultdict" and type(argument) is str and argument in FACTORIES
     is_numbers = kind == "UnitState" and type(argument) is list and all(type(name) is str for name in argument)
@@ -280,7 +272,6 @@ def _check_argument(kind: str, argument: Any, path: KeyPath) -> None:
 
 
 def _check_items(data: Any, count: int, path: KeyPath) -> Sequence[Any]:
-    """Return a list of ``count`` items."""
     if type(data) is not list or len(data) != count:
         raise_damaged(_format_path(path), f"a list of {count}", data)
     return data
@@ -297,7 +288,6 @@ def _check_leaf(content: Any, fields: Sequence[str], path: KeyPath) -> None:
 
 
 def _check_plain(value: Any, path: KeyPath) -> Any:
-    """Return a plain value from its JSON; raise DamagedError with its path if that is damaged."""
     try:
         return plain_from_json(value)
     except DamagedError as error:
@@ -336,7 +326,6 @@ def tree_to_json(node: Node, spec: PartitionSpec, per_rank: Mapping[str, list[An
 
 
 def _leaf_to_json(node: StoredLeaf, spec: PartitionSpec) -> Any:
-    """Return the data of a leaf for the manifest."""
     dtype = plain_to_json(node.dtype, "")
     match node:
         case SliceLeaf():
@@ -350,7 +339,6 @@ def _leaf_to_json(node: StoredLeaf, spec: PartitionSpec) -> Any:
 
 
 def _param_to_json(node: Node, param: Param, spec: PartitionSpec, per_rank: Mapping[str, list[Any]]) -> Any:
-    """Return the JSON data of one parameter in the node of its unit."""
     if isinstance(node, ContainerNode) and node.kind == "MatrixState":
         return matrix_state_to_json(node, param, lambda node: tree_to_json(node, spec, per_rank))
     return tree_to_json(node, spec, per_rank)
@@ -441,7 +429,6 @@ def _units_from_json(content: Any, spec: PartitionSpec, path: tuple[str, ...]) -
 
 
 def _slot_from_json(data: Any, path: StatePath) -> Node:
-    """Return the node of a part of a unit's state."""
     (kind, content), *_ = data.items()
     unit, names = path.unit, path.names
     if kind == "slice":

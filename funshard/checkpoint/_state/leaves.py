@@ -43,7 +43,6 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return math.prod(self.sizes)
 
 
@@ -61,7 +60,6 @@ def range_to_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
 
 
 def _iter_boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """Yield the boxes that the elements ``begin`` to ``end`` of a row-major tensor make up, in order."""
     if begin == end:
         return
     if len(shape) < 2:
@@ -198,7 +196,6 @@ class SliceLeaf:
         return self.unit.params if self.subset is None else self.subset
 
     def numel(self, spec: PartitionSpec) -> int:
-        """Return the number of its elements on this rank."""
         if self.is_compact:
             return sum(p.high - p.low for p in self._pieces(spec))
         return spec.shard_numel(self.unit) // self.block
@@ -226,7 +223,6 @@ class SliceLeaf:
         return memory
 
     def _pieces(self, spec: PartitionSpec) -> Iterator[Piece]:
-        """Return the pieces of the leaf's parameters in this rank's slice."""
         block = self.block
         for param, low, high, begin in slice_pieces(self.unit, spec, rank_coords(spec.bound_mesh, None)):
             if self.subset is None or param in self.subset:
@@ -343,8 +339,6 @@ class OwnedLeaf:
 
 @dataclass(frozen=True)
 class ValueLeaf:
-    """A plain value."""
-
     name: str
     value: Any = None
     is_per_rank: bool = False
@@ -358,7 +352,6 @@ Leaf = StoredLeaf | ValueLeaf
 
 
 def leaf_names(leaf: Leaf) -> list[str]:
-    """Return all names under which a leaf is stored."""
     if isinstance(leaf, TensorLeaf | ValueLeaf):
         return [leaf.name]
     return [*leaf.names] if isinstance(leaf, OwnedLeaf) else [name for names in leaf.names for name in names]

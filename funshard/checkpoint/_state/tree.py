@@ -36,7 +36,6 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def is_plain_value(value: object) -> bool:
-    """Return whether `plain_to_json` takes a value."""
     return type(value) in PLAIN or isinstance(value, bytes | torch.dtype)
 
 
@@ -86,8 +85,6 @@ FACTORIES = {cls.__name__: cls for cls in (bool, bytes, dict, float, int, list, 
 
 
 class Container(NamedTuple):
-    """The parts of a container."""
-
     kind: str
     """Its name in a file, or "" if a file has none."""
     argument: Any
@@ -103,7 +100,6 @@ def is_container(value: Any) -> bool:
 
 
 def open_container(value: Any) -> Container:
-    """Return the parts of a container."""
     kind, argument = get_kind(value)
     if kind in MAPPINGS:
         entries, children = tuple(value), list(value.values())
@@ -141,7 +137,6 @@ def get_fields(cls: Any) -> tuple[str, ...]:
 
 
 def get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
-    """Return the function that builds a container that a file can name."""
     match kind:
         case "list":
             return list
@@ -167,7 +162,6 @@ def get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
 
 
 def container_to_json(kind: str, argument: Any, entries: Iterable[Any], children: list[Any]) -> dict[str, Any]:
-    """Return the JSON data of a container from that of its children. Raises TypeError for a key that is no plain value."""
     more = {} if argument is None else {"of": argument}
     if kind in SEQUENCES:
         return {kind: children} | more
@@ -232,7 +226,6 @@ class StatePath(NamedTuple):
 
     @property
     def params(self) -> tuple[Param, ...]:
-        """The parameters that the part belongs to."""
         return self.unit.params if self.subset is None else self.subset
 
     @property
@@ -252,7 +245,6 @@ class StatePath(NamedTuple):
         return tuple(tuple(name + order for name in names) for names, order in zip(self.names, orders, strict=True))
 
     def child(self, *entries: str) -> StatePath:
-        """Return the path of an entry in this part."""
         return self._replace(slot=(*self.slot, *entries))
 
     def common_value(self, found: Mapping[str, Any]) -> Any:
@@ -277,21 +269,18 @@ def make_container_node(kind: str, argument: Any, children: Mapping[Any, Node]) 
 
 
 def make_dict_node(children: Mapping[str, Node]) -> ContainerNode:
-    """Return the node of a dict."""
     return make_container_node("dict", None, children)
 
 
 def make_units_node(
     prefix: str, children: Mapping[str, Node], *, is_complete: bool, kind: str = "dict", argument: Any = None
 ) -> UnitsNode:
-    """Return the node of a mapping by the keys of units."""
     return UnitsNode(**vars(make_container_node(kind, argument, children)), prefix=prefix, is_complete=is_complete)
 
 
 def make_matrix_state_node(
     step: Node, slices: Mapping[str, Node], owned: Mapping[str, Node], fallback: Mapping[str, Node]
 ) -> ContainerNode:
-    """Return the node of a unit's `MatrixState`."""
     children = (step, make_dict_node(slices), make_dict_node(owned), make_dict_node(fallback))
     return make_container_node(MatrixState.__name__, None, dict(zip(get_fields(MatrixState), children, strict=True)))
 
