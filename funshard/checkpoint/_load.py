@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,12 +195,9 @@ class _Loader:
                 pairs = enumerate(leaf.names)
                 parts = (TensorRange(names[0], names[1:], (), (), 0, memory[i : i + 1], 0, 1) for i, names in pairs)
             case TensorLeaf():
-                is_row = leaf.is_per_rank and memory.dim() == len(leaf.shape)
-                shape, begin = (
-                    (*((self._ranks.size,) if is_row else ()), *memory.shape),
-                    self._ranks.rank * memory.numel() * is_row,
-                )
-                parts = [TensorRange(leaf.name, (), shape, tuple(range(len(shape))), begin, memory.view(-1), 0, 1)]
+                is_row = memory.dim() == len(leaf.shape)  # else the rows of another number of ranks
+                stored = leaf if is_row else replace(leaf, shape=tuple(memory.shape), is_per_rank=False)
+                parts = stored.ranges(memory, self._spec, self._ranks.rank, self._ranks.size)
         for part in parts:
             key = self._stored.find_key([part.name, *part.aliases])
             assert key is not None

@@ -32,21 +32,11 @@ __all__ = ["TIMEOUT", "Ranks", "connect_ranks"]
 
 
 def exchange_through_store(value: str, group: str, rank: int, size: int, timeout: timedelta) -> list[str]:
-    """Return the value of every rank of a process group, in the order of its ranks.
+    """Return the value of every rank of a process group. Raises RuntimeError if a rank did not call this in time.
 
     The function starts no collective, which would wait for a missing rank longer than ``timeout``. The first rank collects the
     values and answers each rank under a name that this rank has just drawn. So a call that has failed on some ranks leaves
-    nothing that the next call could take for an answer.
-
-    Args:
-        value: This rank's value.
-        group: The group's name, equal on its ranks and different from that of any other group.
-        rank: The number of this rank in the group.
-        size: The number of ranks in the group.
-        timeout: The time after which a missing rank is an error.
-
-    Raises:
-        RuntimeError: If a rank did not call this in time.
+    nothing that the next call could take for an answer. Groups have different names.
     """
     announce("exchange through the store", group, "for a checkpoint")
     found: list[list[str]] = []
@@ -198,24 +188,22 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, on every rank."""
-        if (group := self.group) is None:
-            return [value]
-        with self.explain_lost_rank():
-            return group.all_gather_object(value)
+        return self._exchange("all_gather_object", value, [value])
 
     def gather_to_first(self, value: T) -> list[T]:
         """Return every rank's value on the first rank, and [] on the others."""
-        if (group := self.group) is None:
-            return [value]
-        with self.explain_lost_rank():
-            return group.gather_object(value)
+        return self._exchange("gather_object", value, [value])
 
     def broadcast(self, value: T) -> T:
         """Return the first rank's value on every rank."""
+        return self._exchange("broadcast_object", value, value)
+
+    def _exchange(self, method: str, value: Any, alone: Any) -> Any:
+        """Call a method of the group with a value; ``alone`` is the result of a single rank."""
         if (group := self.group) is None:
-            return value
+            return alone
         with self.explain_lost_rank():
-            return group.broadcast_object(value)
+            return getattr(group, method)(value)
 
     def run(self, function: Callable[[], T], where: str) -> T:
         """Return the function's result on this rank. If it raises on any rank, all ranks raise an error that names the rank."""
@@ -226,15 +214,9 @@ class Ranks:
         return self.run_and_exchange(lambda: function() if self.rank == 0 else None, where, lambda value: value)[1][0]  # pyright: ignore[reportReturnType]
 
     def run_and_exchange(self, function: Callable[[], T], where: str, summarize: Callable[[T], M]) -> tuple[T, list[M]]:
-        """Run a function on every rank, and exchange summaries of the results. The error of one rank is raised on all.
+        """Run a function on every rank, and return its result and ``summarize(result)`` of all ranks.
 
-        Args:
-            function: The function.
-            where: The public function that an error names.
-            summarize: A function from the result to the message for the other ranks.
-
-        Returns:
-            The result on this rank, and the messages of all ranks.
+        The error of one rank is raised on all, and names the public function ``where``.
         """
         message: Any = None
 
@@ -252,13 +234,9 @@ class Ranks:
     def run_and_finish(
         self, function: Callable[[], T], finish: Callable[[list[T]], None], where: str, unless_saved: str
     ) -> None:
-        """Run a function on every rank, and another one on the first rank. The error of one rank is raised on all.
+        """Run a function on every rank, and ``finish`` with all results on the first. The error of one rank is raised on all.
 
-        Args:
-            function: The function that every rank runs.
-            finish: The function that the first rank runs with the results of all ranks.
-            where: The public function that an error names.
-            unless_saved: A note for any error but a `SavedError`.
+        ``unless_saved`` is a note for any error but a `SavedError`.
         """
         value, error = self._try(function)
         every: list[Any] = self.gather_to_first((_error_text(error), value))

@@ -209,13 +209,8 @@ def _is_locked(lock: Path) -> bool:
 class StagingDirectory:
     """A directory beside ``path``, locked while its writer lives, that `publish` renames to ``path``.
 
-    `check_replaceable` says what it may replace there.
-
-    Args:
-        path: The final path.
-        over_damaged: Whether it may replace a damaged checkpoint.
-        is_carried: For a directory that may replace any directory, a function that says of a file name whether to take the
-            file over from the one replaced.
+    `check_replaceable` says what it may replace there: with ``over_damaged`` a damaged checkpoint, with ``is_carried`` any
+    directory. ``is_carried`` says of a file name whether to take the file over from the one replaced.
     """
 
     def __init__(self, path: Path, *, over_damaged: bool = False, is_carried: Callable[[str], bool] | None = None) -> None:

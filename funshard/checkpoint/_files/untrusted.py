@@ -96,14 +96,8 @@ def read_pickle(raw: bytes, check_name: Callable[[str], None]) -> Any:
     """Return the data of a pickle: lists, tuples, dicts, plain values, `PickledName` and `PickledObject`.
 
     The reader takes the opcodes that pickle writes for such data from protocol 2 on. Keys are strings, numbers or objects,
-    and objects are compared by identity: no hash or comparison recurses. Time and memory are linear in the length.
-
-    Args:
-        raw: The pickle.
-        check_name: A function that raises DamagedError for a name, such as ``torch.Size``, that the pickle may not have.
-
-    Raises:
-        DamagedError: For bytes that are no such pickle.
+    and objects are compared by identity: no hash or comparison recurses. Time and memory are linear in the length. Raises
+    DamagedError for other bytes, as ``check_name`` does for a name, such as ``torch.Size``, that the pickle may not have.
     """
     try:
         return _read(raw, check_name)
@@ -275,15 +269,9 @@ class Record:
 
 
 def read_record(read: Callable[[int, int], bytes], length: int, *, check_other_members: bool) -> Record:
-    """Return the place of the tensor in a ZIP file that torch.save wrote, without reading its elements.
+    """Return the place of the tensor in a ZIP file of ``length`` bytes that torch.save wrote, without reading its elements.
 
-    Args:
-        read: A function from an offset and a length to the bytes there.
-        length: The bytes of the ZIP file.
-        check_other_members: Whether to compare the checksums of the other members.
-
-    Raises:
-        DamagedError: For bytes that torch.save did not write for one tensor.
+    ``read`` returns the bytes at an offset and of a length. Raises DamagedError for bytes that torch.save did not write.
     """
     try:
         found = _find_record(_BufferedEnds(read, length), check_other_members=check_other_members)

@@ -74,17 +74,10 @@ def per_rank(tree: Any) -> PerRank:
 def describe(
     state: Any, spec: PartitionSpec, path: tuple[str, ...] = (), *, is_template: bool = False
 ) -> tuple[Node, list[Any]]:
-    """Return the tree of a state, and the values of its leaves in the order of `iter_leaves`.
+    """Return the tree of a state, or of the part of one at ``path``, and the values of its leaves, as `iter_leaves` has them.
 
-    Args:
-        state: The state, or the part of one at ``path``.
-        spec: The spec that slices belong to.
-        path: The path of the part.
-        is_template: Whether the state is `load`'s ``like``, which may have containers that no file can name.
-
-    Raises:
-        ValueError: Naming the unit, for a slice of another length than the spec's.
-        TypeError: For a value that cannot be saved.
+    A template, `load`'s ``like``, may have containers that no file can name. Raises ValueError, naming the unit, for a slice
+    of another length than the spec's, and TypeError for a value that cannot be saved.
     """
     values: list[Any] = []
     return _Describer(spec, values, is_template=is_template).describe(state, path, is_per_rank=False), values

@@ -77,16 +77,9 @@ def saved_matrices(saved: Mapping[str, Any], spec: PartitionSpec) -> Matrices:
 def matrix_state_from_json(
     saved: Mapping[str, Any], path: StatePath, known: Matrices, from_json: Callable[[Any, StatePath], Node]
 ) -> ContainerNode:
-    """Return the node of a unit's `MatrixState`. Inverse of `matrix_state_to_json` for all parameters of the unit.
+    """Return the node of a unit's `MatrixState`, of JSON data by parameter name. Inverse of `matrix_state_to_json`.
 
-    Args:
-        saved: The JSON data by the names of the unit's parameters.
-        path: The path of the unit's state.
-        known: The matrices of all units, with their owners.
-        from_json: The function that makes a node of JSON data at a path.
-
-    Raises:
-        ValueError: Naming them, for two parameters of the unit that have different kinds of state.
+    Raises ValueError, naming them, for two parameters of the unit that have different kinds of state.
     """
     params = {param.name: param for param in path.unit.params}
     chosen = tuple(param for name, param in params.items() if MATRIX in saved[name])
