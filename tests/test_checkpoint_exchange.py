@@ -25,8 +25,8 @@ from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P, checkpoint
-from funshard.checkpoint import _export
-from funshard.checkpoint._export import DTYPES, SINGLE
+from funshard.checkpoint import _safetensors
+from funshard.checkpoint._safetensors import DTYPES, SINGLE
 
 
 def mixed() -> nn.Module:
@@ -280,7 +280,7 @@ def peaks(rank: int, folder: str) -> None:
     spec = fs.policies.always(P("shard"))(model)
     params = fs.shard(model, spec)
     alive, made = [], 0
-    gather = _export.gather_to_first
+    gather = _safetensors.gather_to_first
 
     def watched(*args: Any) -> Tensor | None:
         import weakref
@@ -300,11 +300,11 @@ def peaks(rank: int, folder: str) -> None:
             alive.append(weakref.ref(buffer))
         return buffer
 
-    _export.gather_to_first = watched
+    _safetensors.gather_to_first = watched
     try:
         checkpoint.export(folder, params, spec, dtype=torch.bfloat16)
     finally:
-        _export.gather_to_first = gather
+        _safetensors.gather_to_first = gather
     assert made == len(spec)
 
 
@@ -320,7 +320,7 @@ def full_disk(rank: int, folder: str) -> None:
     spec = fs.policies.always(P("shard"))(model)
     params = fs.shard(model, spec)
     path = Path(folder) / "files"
-    write, writes = _export._write_tensors, 0
+    write, writes = _safetensors._write_tensors, 0
 
     def failing(*args: Any) -> None:
         nonlocal writes
@@ -329,11 +329,11 @@ def full_disk(rank: int, folder: str) -> None:
             raise OSError(28, "No space left on device")
         write(*args)
 
-    _export._write_tensors = failing
+    _safetensors._write_tensors = failing
     try:
         refused(OSError, "No space left", lambda: checkpoint.export(path, params, spec))
     finally:
-        _export._write_tensors = write
+        _safetensors._write_tensors = write
     torch.distributed.barrier()
     assert os.listdir(folder) == []
     torch.distributed.barrier()

@@ -1,12 +1,11 @@
 """Checkpoints: a sharded state saved in pieces that others read, whole or not at all, and loaded on any other mesh."""
 
 from ._errors import CheckpointError
-from ._export import export
 from ._files.directory import clean, latest
 from ._load import load
 from ._optimizer_state_dict import from_optimizer_state_dict, optimizer_state_dict
-from ._read_safetensors import read_safetensors
 from ._rekey import clean_name, rekey
+from ._safetensors import export, read_safetensors
 from ._save import Saving, save
 from ._state.describe import per_rank
 
