@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import optree
 import torch
@@ -31,6 +31,7 @@ from .tree import (
     ContainerNode,
     Node,
     StatePath,
+    describe_container,
     get_kind,
     is_container,
     is_plain_value,
@@ -38,7 +39,6 @@ from .tree import (
     make_dict_node,
     make_matrix_state_node,
     make_units_node,
-    open_container,
     plain_to_json,
     stored_names,
     walk,
@@ -127,9 +127,7 @@ class _Describer:
     ) -> ContainerNode:
         """Return the node of a container, whose children ``describe_child(entry, child)`` describes."""
         self._check_container(value, path)
-        found = open_container(value)
-        children = tuple(map(describe_child, found.entries, found.children))
-        return ContainerNode(found.kind, found.argument, found.entries, children, found.build)
+        return describe_container(value, describe_child)
 
     def _describe_unit(self, value: Any, path: StatePath) -> Node:
         """Return the node of a unit's entry in a mapping by units, or of a part of it."""
@@ -153,11 +151,7 @@ class _Describer:
         leaf = SliceLeaf(unit, names, value.dtype, subset=path.subset, is_compact=path.is_compact)
         if value.shape != (leaf.numel(self._spec),) if leaf.is_compact else not is_slice(value, unit, self._spec):
             length, dtype = (leaf.numel(self._spec), value.dtype) if leaf.is_compact else self._spec.stored(unit)
-            raise ValueError(
-                f"unit '{unit.key}' of state '{'.'.join(path.error_path)}': expected this rank's slice, "
-                f"[{length}] {dtype}, or a number, got {list(value.shape)} {value.dtype}; was it made with another spec or "
-                "mesh?"
-            )
+            _raise_other_slice(unit.key, path.error_path, f"this rank's slice, [{length}] {dtype}, or a number", value)
         is_encoded = unit.at_rest is not None and value.dtype == torch.uint8
         return replace(leaf, dtype=unit.dtype, is_encoded=True) if is_encoded else leaf
 
@@ -167,11 +161,8 @@ class _Describer:
         unit, numel = path.unit, self._spec.shard_numel(path.unit)
         block = numel // len(value) if value.dim() == 1 and len(value) and not numel % len(value) else 0
         if not block or unit.align % block:
-            raise ValueError(
-                f"unit '{unit.key}' of state '{'.'.join(path.error_path)}': expected a part of this rank's slice, of {numel} "
-                f"elements and in blocks that start at multiples of {unit.align}, got {list(value.shape)} {value.dtype}; was "
-                "it made with another spec or mesh?"
-            )
+            expected = f"a part of this rank's slice, of {numel} elements and in blocks that start at multiples of {unit.align}"
+            _raise_other_slice(unit.key, path.error_path, expected, value)
         return SliceLeaf(unit, path.names if block == 1 else path.block_names, value.dtype, block=block)
 
     def _describe_matrix_state(self, state: MatrixState, path: StatePath) -> ContainerNode:
@@ -218,11 +209,8 @@ class _Describer:
             return frozenset(keys)
         if vectors and len(keys) == len(value) and all(isinstance(value[key], Tensor) for key in keys):
             key, tensor = vectors[0]
-            raise ValueError(
-                f"unit '{key}' of state '{'.'.join((*path, key))}': expected this rank's slice, "
-                f"[{self._spec.stored(self._spec.by_key[key])[0]}], got {list(tensor.shape)}; was it made with another spec "
-                "or mesh?"
-            )
+            length, _ = self._spec.stored(self._spec.by_key[key])
+            _raise_other_slice(key, (*path, key), f"this rank's slice, [{length}]", tensor)
         return frozenset()
 
     def _check_container(self, value: Any, path: tuple[str, ...]) -> tuple[str, Any]:
@@ -247,6 +235,13 @@ class _Describer:
                 f"got one of {value.default_factory!r}: save dict(...) of it"
             )
         return kind, argument
+
+
+def _raise_other_slice(key: str, path: tuple[str, ...], expected: str, found: Tensor) -> NoReturn:
+    raise ValueError(
+        f"unit '{key}' of state '{'.'.join(path)}': expected {expected}, got {list(found.shape)} {found.dtype}; was it made "
+        "with another spec or mesh?"
+    )
 
 
 # --- Summarize what a rank writes of a state, and check that all ranks agree on it ---
@@ -325,7 +320,9 @@ def summarize_state(state: Any, spec: PartitionSpec, ranks: Ranks) -> StateSumma
     with torch.no_grad():
         for leaf, value in zip(iter_leaves(node), values, strict=True):
             summary._add(leaf, value, ranks)
-    _check_distinct([name for leaf in iter_leaves(node) for name in leaf_names(leaf)])
+    names = Counter(name for leaf in iter_leaves(node) for name in leaf_names(leaf))
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"state '{twice[0]}': two of its leaves have this name: expected names without such dots")
     return summary
 
 
@@ -352,11 +349,3 @@ def _check_replicas(every: list[dict[str, tuple[str, int, int]]]) -> None:
                     f"unit '{key}' of state '{name}': expected the same on all replicas, got others on rank {rank} than on "
                     f"rank {other}; average them first, as by fs.averaging.average"
                 )
-
-
-def _check_distinct(names: list[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ValueError(f"state '{name}': two of its leaves have this name: expected names without such dots")
-        seen.add(name)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
 from ..._core.unit import whole_shape
-from ...optim import Matrices, matrices
+from ...optim import Matrices, MatrixState, matrices
 from ...optim._matrices.owners import Matrix
 from .._errors import DamagedError
-from .leaves import OwnedLeaf, ScalarLeaf, SliceLeaf, StoredLeaf, TensorLeaf, ValueLeaf
+from .leaves import OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 from .tree import (
     FACTORIES,
     MAPPINGS,
@@ -46,7 +47,10 @@ FALLBACK = "rest"
 """The entry of another parameter: ``[step, the state of the fallback optimizer]``."""
 
 
-def matrix_state_to_json(node: ContainerNode, param: Param, to_json: Callable[[Node], Any]) -> Any:
+def param_to_json(node: Node, param: Param, to_json: Callable[[Node], Any]) -> Any:
+    """Return the JSON data of one parameter in the node of its unit's state, such as a `MatrixState`."""
+    if not isinstance(node, ContainerNode) or node.kind != MatrixState.__name__:
+        return to_json(node)
     step, *others = node.children
     slices, owned, fallback = (x for x in others if isinstance(x, ContainerNode))
     if param.name in owned.entries:
@@ -74,10 +78,8 @@ def saved_matrices(saved: Mapping[str, Any], spec: PartitionSpec) -> Matrices:
     return matrices(spec, select=lambda name, param: name in known.by_name, gather_stacks=True)
 
 
-def matrix_state_from_json(
-    saved: Mapping[str, Any], path: StatePath, known: Matrices, from_json: Callable[[Any, StatePath], Node]
-) -> ContainerNode:
-    """Return the node of a unit's `MatrixState`, of JSON data by parameter name. Inverse of `matrix_state_to_json`.
+def matrix_state_from_json(saved: Mapping[str, Any], path: StatePath, known: Matrices) -> ContainerNode:
+    """Return the node of a unit's `MatrixState`, of JSON data by parameter name. Inverse of `param_to_json`.
 
     Raises ValueError, naming them, for two parameters of the unit that have different kinds of state.
     """
@@ -88,7 +90,7 @@ def matrix_state_from_json(
     slices: dict[str, Node] = {}
     if chosen:
         data = path.common_value({p.name: saved[p.name][MATRIX][1] for p in chosen})
-        found = from_json(data, path._replace(subset=chosen).child("slices"))
+        found = _slot_from_json(data, path._replace(subset=chosen).child("slices"))
         assert isinstance(found, ContainerNode)
         slices = dict(zip(found.entries, found.children, strict=True))
     owned = {p.name: _owned_from_json(saved[p.name][MATRIX][2], p, path, known) for p in chosen}
@@ -96,11 +98,11 @@ def matrix_state_from_json(
     if chosen:
         for param in others:
             of_param = path._replace(subset=(param,), is_compact=True)
-            fallback[param.name] = from_json(saved[param.name][FALLBACK][1], of_param.child(FALLBACK))
+            fallback[param.name] = _slot_from_json(saved[param.name][FALLBACK][1], of_param.child(FALLBACK))
     else:
         data = path.common_value({p.name: saved[p.name][FALLBACK][1] for p in others})
-        fallback[path.unit.key] = from_json(data, path.child(FALLBACK))
-    return make_matrix_state_node(from_json(step, path.child("step")), slices, owned, fallback)
+        fallback[path.unit.key] = _slot_from_json(data, path.child(FALLBACK))
+    return make_matrix_state_node(_slot_from_json(step, path.child("step")), slices, owned, fallback)
 
 
 def _owned_from_json(data: Any, param: Param, path: StatePath, known: Matrices) -> ContainerNode:
@@ -294,17 +296,14 @@ def tree_to_json(node: Node, spec: PartitionSpec, per_rank: Mapping[str, list[An
     """Return the tree as JSON data. ``per_rank`` has, by name, the values of all ranks where each has its own."""
     if isinstance(node, UnitsNode):
         children = dict(zip(node.entries, node.children, strict=True))
+        to_json = partial(tree_to_json, spec=spec, per_rank=per_rank)
         params = [
-            [[*param.names], _dtype_name(param), _param_to_json(child, param, spec, per_rank)]
+            [[*param.names], _dtype_name(param), param_to_json(child, param, to_json)]
             for key, child in children.items()
             if key in spec.by_key
             for param in spec.by_key[key].params
         ]
-        rest = [
-            [plain_to_json(key, node.prefix), tree_to_json(child, spec, per_rank)]
-            for key, child in children.items()
-            if key not in spec.by_key
-        ]
+        rest = [[plain_to_json(key, node.prefix), to_json(child)] for key, child in children.items() if key not in spec.by_key]
         return {"units": {"whole": node.is_complete, "params": params, "rest": rest, "kind": node.kind, "of": node.argument}}
     match node:
         case ContainerNode():
@@ -314,27 +313,16 @@ def tree_to_json(node: Node, spec: PartitionSpec, per_rank: Mapping[str, list[An
             return {"values": [plain_to_json(value, name) for value in per_rank[name]]}
         case ValueLeaf(name, value):
             return {"value": plain_to_json(value, name)}
-        case _:
-            return _leaf_to_json(node, spec)
-
-
-def _leaf_to_json(node: StoredLeaf, spec: PartitionSpec) -> Any:
-    dtype = plain_to_json(node.dtype, "")
-    match node:
-        case SliceLeaf():
-            return {"slice": dtype} if node.block == 1 else {"blocks": [dtype, node.block]}
+        case SliceLeaf(dtype=dtype, block=block):
+            data = plain_to_json(dtype, "")
+            return {"slice": data} if block == 1 else {"blocks": [data, block]}
         case ScalarLeaf():
-            return {"scalar": [dtype, node.is_accelerated]}
+            return {"scalar": [plain_to_json(node.dtype, ""), node.is_accelerated]}
         case OwnedLeaf():
-            return {"owned": [[*node.whole_shape(spec)], dtype, node.is_accelerated]}
+            return {"owned": [[*node.whole_shape(spec)], plain_to_json(node.dtype, ""), node.is_accelerated]}
         case TensorLeaf():
+            dtype = plain_to_json(node.dtype, "")
             return {"tensor": [[*node.shape], dtype, node.is_accelerated, node.is_per_rank, node.is_averaged]}
-
-
-def _param_to_json(node: Node, param: Param, spec: PartitionSpec, per_rank: Mapping[str, list[Any]]) -> Any:
-    if isinstance(node, ContainerNode) and node.kind == "MatrixState":
-        return matrix_state_to_json(node, param, lambda node: tree_to_json(node, spec, per_rank))
-    return tree_to_json(node, spec, per_rank)
 
 
 def _dtype_name(param: Param) -> str:
@@ -411,7 +399,7 @@ def _units_from_json(content: Any, spec: PartitionSpec, path: tuple[str, ...]) -
         slots = {param.name: slot for param, (_, _, slot) in found}
         unit_path = StatePath(unit, path)
         if all({MATRIX, FALLBACK} & {*slot} for slot in slots.values()):
-            out[unit.key] = matrix_state_from_json(slots, unit_path, known, _slot_from_json)
+            out[unit.key] = matrix_state_from_json(slots, unit_path, known)
         else:
             out[unit.key] = _slot_from_json(unit_path.common_value(slots), unit_path)
     if unread:

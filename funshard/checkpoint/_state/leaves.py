@@ -206,9 +206,11 @@ class SliceLeaf:
         Blocks are those of the elements in memory order, of each piece over local axes: a number of pieces for each dimension,
         which are left out if there is one piece.
         """
+        whole = whole_shape(param, sizes)
         if self.block == 1:
-            return whole_shape(param, sizes)
-        return (*_count_pieces(param, sizes), -(-param.numel // self.block))
+            return whole
+        pieces = () if whole == param.shape else (n // max(size, 1) for n, size in zip(whole, param.shape, strict=True))
+        return (*pieces, -(-param.numel // self.block))
 
     def allocate(self, spec: PartitionSpec) -> Tensor:
         """Return memory to read into, padding zeroed, on the mesh's device or on the host if it goes through the host."""
@@ -355,12 +357,6 @@ def leaf_names(leaf: Leaf) -> list[str]:
     if isinstance(leaf, TensorLeaf | ValueLeaf):
         return [leaf.name]
     return [*leaf.names] if isinstance(leaf, OwnedLeaf) else [name for names in leaf.names for name in names]
-
-
-def _count_pieces(param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the number of a parameter's pieces over local axes along each dimension, () if there is one piece."""
-    whole = whole_shape(param, sizes)
-    return () if whole == param.shape else tuple(n // max(size, 1) for n, size in zip(whole, param.shape, strict=True))
 
 
 def check_storable(value: object, what: str) -> None:

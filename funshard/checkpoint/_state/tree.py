@@ -8,6 +8,7 @@ import reprlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -26,7 +27,7 @@ from .leaves import Leaf, SliceLeaf
 __all__ = ["FACTORIES", "MAPPINGS", "MAX_DEPTH", "SEQUENCES", "TUPLES", "ContainerNode", "Node", "StatePath", "UnitsNode"]
 __all__ += ["build_state", "container_to_json", "file_entries", "get_fields", "get_kind", "is_container", "is_plain_value"]
 __all__ += ["iter_leaves", "make_container_node", "make_dict_node", "make_matrix_state_node", "make_units_node"]
-__all__ += ["open_container", "parameter_slice", "plain_from_json", "plain_to_json", "stored_names", "walk"]
+__all__ += ["describe_container", "parameter_slice", "plain_from_json", "plain_to_json", "stored_names", "walk"]
 
 
 # --- Plain values (numbers, strings, bytes, dtypes, None) as JSON ---
@@ -84,35 +85,26 @@ FACTORIES = {cls.__name__: cls for cls in (bool, bytes, dict, float, int, list, 
 """The default factories of a defaultdict that a file can name, besides None."""
 
 
-class Container(NamedTuple):
-    kind: str
-    """Its name in a file, or "" if a file has none."""
-    argument: Any
-    """The length limit of a deque or the name of a defaultdict's factory."""
-    entries: tuple[Any, ...]
-    children: list[Any]
-    build: Builder
-
-
 def is_container(value: Any) -> bool:
     """Return whether a state takes a value apart; None is a plain value."""
     return type(value) is Counter or not (value is None or optree.tree_is_leaf(value, namespace=NAMESPACE))
 
 
-def open_container(value: Any) -> Container:
+def describe_container(value: Any, describe_child: Callable[[Any, Any], Node]) -> ContainerNode:
+    """Return the node of a container, whose children ``describe_child(entry, child)`` describes."""
     kind, argument = get_kind(value)
-    if kind in MAPPINGS:
-        entries, children = tuple(value), list(value.values())
-    elif kind in SEQUENCES:
-        entries, children = tuple(range(len(value))), list(value)
+    build: Builder
+    if kind in MAPPINGS or kind in SEQUENCES:
+        entries = tuple(value) if kind in MAPPINGS else tuple(range(len(value)))
+        children = value.values() if kind in MAPPINGS else value
+        build = get_builder(kind, argument, entries)
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         cls: Any = type(value)
-        return Container(kind, argument, get_fields(cls), list(value), lambda children: cls(*children))
+        entries, children, build = get_fields(cls), value, lambda xs: cls(*xs)
     else:
-        unknown: Any = value
-        children, metadata, entries, unflatten = optree.tree_flatten_one_level(unknown, namespace=NAMESPACE)
-        return Container(kind, argument, tuple(entries), list(children), lambda children: unflatten(metadata, children))
-    return Container(kind, argument, entries, children, get_builder(kind, argument, entries))
+        children, metadata, entries, unflatten = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
+        build = partial(unflatten, metadata)
+    return ContainerNode(kind, argument, tuple(entries), tuple(map(describe_child, entries, children)), build)
 
 
 def get_kind(value: Any) -> tuple[str, Any]:
@@ -187,10 +179,12 @@ MAX_DEPTH = 100
 
 @dataclass(frozen=True)
 class ContainerNode:
-    """A container: its children, how it is built of them, and ``kind`` and ``argument`` as in `Container`."""
+    """A container: its children, and how it is built of them."""
 
     kind: str
+    """Its name in a file, or "" if a file has none."""
     argument: Any
+    """The length limit of a deque, the name of a defaultdict's factory, or the names of a `UnitState`'s numbers."""
     entries: tuple[Any, ...]
     children: tuple[Node, ...]
     build: Builder
