@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import funshard as fs
 from funshard import P
-from funshard.checkpoint._state.describe import describe
 from funshard.checkpoint._state.leaves import Leaf, ScalarLeaf, SliceLeaf
-from funshard.checkpoint._state.tree import iter_leaves
+from funshard.checkpoint._state.tree import describe, iter_leaves
 from funshard.collectives import ProcessAxis
 from funshard.testing import integers_like, modules
 

@@ -25,8 +25,7 @@ from test_examples import launched
 from torch import nn
 
 import funshard as fs
-from funshard.checkpoint._files.planners import RangeSavePlanner
-from funshard.checkpoint._files.writer import CheckpointWriter
+from funshard.checkpoint._files.writer import CheckpointWriter, RangeSavePlanner
 
 
 def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) -> None:

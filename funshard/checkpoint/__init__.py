@@ -7,7 +7,7 @@ from ._optimizer_state_dict import from_optimizer_state_dict, optimizer_state_di
 from ._rekey import clean_name, rekey
 from ._safetensors import export, read_safetensors
 from ._save import Saving, save
-from ._state.describe import per_rank
+from ._state.tree import per_rank
 
 __all__ = [
     "CheckpointError", "Saving", "clean", "clean_name", "export", "from_optimizer_state_dict", "latest", "load",

@@ -21,7 +21,6 @@ from ._files.manifest import METADATA, read_manifest, read_metadata
 from ._files.reader import StoredTensors
 from ._files.untrusted import checksum, read_regular
 from ._ranks import TIMEOUT, Ranks, connect_ranks
-from ._state.describe import describe
 from ._state.json_tree import check_rank_count, iter_plain_values, select_part, tree_from_json
 from ._state.leaves import (
     OwnedLeaf,
@@ -34,7 +33,7 @@ from ._state.leaves import (
     is_uniform,
     leaf_names,
 )
-from ._state.tree import Node, build_state, iter_leaves, make_units_node, parameter_slice
+from ._state.tree import Node, build_state, describe, iter_leaves, make_units_node, parameter_slice
 
 __all__ = ["load"]
 

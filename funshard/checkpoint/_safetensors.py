@@ -33,8 +33,8 @@ from ..collectives._world import has_peers
 from ._errors import CheckpointError
 from ._files.directory import LOCK, StagingDirectory, check_replaceable, copy_access
 from ._files.manifest import MANIFEST, is_plain_name
-from ._files.planners import iter_boxes
 from ._files.untrusted import read_regular
+from ._files.writer import iter_boxes
 from ._ranks import TIMEOUT, connect_ranks
 from ._rekey import clean_name
 from ._state.leaves import TensorRange, check_storable
@@ -73,6 +73,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
+    """A tensor to write."""
+
     name: str
     """Its name in the file."""
     model_name: str
@@ -81,6 +83,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
+        """The size of its elements in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -128,6 +131,7 @@ def _lay_out_file(name: str, entries: list[TensorEntry], metadata: Mapping[str, 
 
 
 def make_index(files: list[FileLayout]) -> bytes:
+    """Return the content of the index of several files."""
     entries = [(entry, file) for file in files for _, entry in file.entries.values()]
     total = sum(entry.nbytes for entry, _ in entries)
     content = {"metadata": {"total_size": total}, "weight_map": {entry.name: file.name for entry, file in entries}}

@@ -59,6 +59,7 @@ class Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest of the checkpoint in a directory."""
     text = json.dumps({"version": VERSION, **asdict(manifest)})
     (directory / MANIFEST).write_text(json.dumps({"crc32": checksum(text.encode()), "content": text}))
 

@@ -21,8 +21,8 @@ from ... import _torch
 from .._errors import CheckpointError, DamagedError
 from .._rekey import clean_name
 from .._state.leaves import Box, TensorLeaf, TensorRange
-from .planners import check_chunks, iter_boxes, make_chunk
 from .untrusted import Record, checksum, open_regular, read_record
+from .writer import check_chunks, iter_boxes, make_chunk
 
 __all__ = ["StoredTensors", "plan_reads"]
 

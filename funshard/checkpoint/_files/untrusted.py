@@ -69,6 +69,8 @@ PERSISTENT = "persistent id"
 
 
 class PickledName:
+    """The dotted name of a class or function in a pickle."""
+
     __slots__ = ("dotted",)
 
     def __init__(self, dotted: str) -> None:

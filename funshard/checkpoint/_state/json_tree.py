@@ -16,6 +16,7 @@ from .._errors import DamagedError
 from .leaves import OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 from .tree import (
     FACTORIES,
+    FALLBACK,
     MAPPINGS,
     MAX_DEPTH,
     SEQUENCES,
@@ -35,7 +36,7 @@ from .tree import (
     plain_to_json,
 )
 
-__all__ = ["FALLBACK", "check_fields", "check_rank_count", "check_tree", "iter_plain_values", "raise_damaged", "select_part"]
+__all__ = ["check_fields", "check_rank_count", "check_tree", "iter_plain_values", "raise_damaged", "select_part"]
 __all__ += ["tree_from_json", "tree_to_json"]
 
 
@@ -43,8 +44,6 @@ __all__ += ["tree_from_json", "tree_to_json"]
 
 MATRIX = "matrix"
 """The entry of a matrix: ``[step, slices, owned]``."""
-FALLBACK = "rest"
-"""The entry of another parameter: ``[step, the state of the fallback optimizer]``."""
 
 
 def param_to_json(node: Node, param: Param, to_json: Callable[[Node], Any]) -> Any:
@@ -127,6 +126,7 @@ MAX_NUMEL = 1 << 63
 
 
 def raise_damaged(where: str, expected: str, found: object) -> NoReturn:
+    """Raise DamagedError that says what was expected and what was found."""
     raise DamagedError(f"{where}: expected {expected}, got {reprlib.repr(found)}")
 
 

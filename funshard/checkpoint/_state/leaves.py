@@ -43,6 +43,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.sizes)
 
 
@@ -196,6 +197,7 @@ class SliceLeaf:
         return self.unit.params if self.subset is None else self.subset
 
     def numel(self, spec: PartitionSpec) -> int:
+        """Return the number of its elements on this rank."""
         if self.is_compact:
             return sum(p.high - p.low for p in self._pieces(spec))
         return spec.shard_numel(self.unit) // self.block
@@ -341,6 +343,8 @@ class OwnedLeaf:
 
 @dataclass(frozen=True)
 class ValueLeaf:
+    """A plain value."""
+
     name: str
     value: Any = None
     is_per_rank: bool = False
@@ -354,6 +358,7 @@ Leaf = StoredLeaf | ValueLeaf
 
 
 def leaf_names(leaf: Leaf) -> list[str]:
+    """Return all names under which a leaf is stored."""
     if isinstance(leaf, TensorLeaf | ValueLeaf):
         return [leaf.name]
     return [*leaf.names] if isinstance(leaf, OwnedLeaf) else [name for names in leaf.names for name in names]

@@ -1,4 +1,4 @@
-"""The nodes of a state's tree, the paths of what lies in it, and the state that is built of its leaves."""
+"""The tree of a state: what is sharded like the spec's units, the names under which it is stored, and the way back."""
 
 from __future__ import annotations
 
@@ -7,27 +7,32 @@ import contextlib
 import reprlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import optree
 import torch
+from torch import Tensor
 
+from ... import _torch
+from ..._core.spec import PartitionSpec
 from ..._core.tree import NAMESPACE, Param
 from ..._core.unit import Unit
+from ..._spec.local import stack_dims
 from ..._spec.unit_state import UnitState
 from ...averaging import Averaging
 from ...compress._powersgd import PowerSGD
 from ...loss_scale import LossScale
 from ...optim import AccumulationState, EmaState, FiniteState, MatrixState, QuantizedSlice, ScheduleState
+from ...optim._option_numbers import find_option_numbers, is_slice
 from .._errors import DamagedError
-from .leaves import Leaf, SliceLeaf
+from .leaves import Leaf, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 
-__all__ = ["FACTORIES", "MAPPINGS", "MAX_DEPTH", "SEQUENCES", "TUPLES", "ContainerNode", "Node", "StatePath", "UnitsNode"]
-__all__ += ["build_state", "container_to_json", "file_entries", "get_fields", "get_kind", "is_container", "is_plain_value"]
-__all__ += ["iter_leaves", "make_container_node", "make_dict_node", "make_matrix_state_node", "make_units_node"]
-__all__ += ["describe_container", "parameter_slice", "plain_from_json", "plain_to_json", "stored_names", "walk"]
+__all__ = ["FACTORIES", "FALLBACK", "MAPPINGS", "MAX_DEPTH", "SEQUENCES", "TUPLES", "ContainerNode", "Node", "StatePath"]
+__all__ += ["UnitsNode", "build_state", "container_to_json", "describe", "file_entries", "get_fields", "iter_leaves"]
+__all__ += ["make_container_node", "make_dict_node", "make_matrix_state_node", "make_units_node", "parameter_slice", "per_rank"]
+__all__ += ["plain_from_json", "plain_to_json", "walk"]
 
 
 # --- Plain values (numbers, strings, bytes, dtypes, None) as JSON ---
@@ -37,6 +42,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def is_plain_value(value: object) -> bool:
+    """Return whether `plain_to_json` takes a value."""
     return type(value) in PLAIN or isinstance(value, bytes | torch.dtype)
 
 
@@ -129,6 +135,7 @@ def get_fields(cls: Any) -> tuple[str, ...]:
 
 
 def get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
+    """Return the function that builds a container that a file can name."""
     match kind:
         case "list":
             return list
@@ -154,6 +161,7 @@ def get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
 
 
 def container_to_json(kind: str, argument: Any, entries: Iterable[Any], children: list[Any]) -> dict[str, Any]:
+    """Return the JSON data of a container from that of its children. Raises TypeError for a key that is no plain value."""
     more = {} if argument is None else {"of": argument}
     if kind in SEQUENCES:
         return {kind: children} | more
@@ -173,6 +181,8 @@ def file_entries(data: Any) -> list[tuple[Any, Any]] | None:
 
 # --- Nodes and paths ---
 
+FALLBACK = "rest"
+"""The entry in files of a parameter that is no matrix: ``[step, the state of the fallback optimizer]``."""
 MAX_DEPTH = 100
 """The most containers inside each other that a state may have, since `load` builds them by recursion."""
 
@@ -220,6 +230,7 @@ class StatePath(NamedTuple):
 
     @property
     def params(self) -> tuple[Param, ...]:
+        """The parameters that the part belongs to."""
         return self.unit.params if self.subset is None else self.subset
 
     @property
@@ -239,6 +250,7 @@ class StatePath(NamedTuple):
         return tuple(tuple(name + order for name in names) for names, order in zip(self.names, orders, strict=True))
 
     def child(self, *entries: str) -> StatePath:
+        """Return the path of an entry in this part."""
         return self._replace(slot=(*self.slot, *entries))
 
     def common_value(self, found: Mapping[str, Any]) -> Any:
@@ -263,18 +275,21 @@ def make_container_node(kind: str, argument: Any, children: Mapping[Any, Node]) 
 
 
 def make_dict_node(children: Mapping[str, Node]) -> ContainerNode:
+    """Return the node of a dict."""
     return make_container_node("dict", None, children)
 
 
 def make_units_node(
     prefix: str, children: Mapping[str, Node], *, is_complete: bool, kind: str = "dict", argument: Any = None
 ) -> UnitsNode:
+    """Return the node of a mapping by the keys of units."""
     return UnitsNode(**vars(make_container_node(kind, argument, children)), prefix=prefix, is_complete=is_complete)
 
 
 def make_matrix_state_node(
     step: Node, slices: Mapping[str, Node], owned: Mapping[str, Node], fallback: Mapping[str, Node]
 ) -> ContainerNode:
+    """Return the node of a unit's `MatrixState`."""
     children = (step, make_dict_node(slices), make_dict_node(owned), make_dict_node(fallback))
     return make_container_node(MatrixState.__name__, None, dict(zip(get_fields(MatrixState), children, strict=True)))
 
@@ -307,3 +322,205 @@ def build_state(node: Node, values: Iterator[Any]) -> Any:
     if isinstance(node, ContainerNode):
         return node.build([build_state(child, values) for child in node.children])
     return next(values)
+
+
+# --- Describe a state ---
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """The mark that `per_rank` puts around a part of a state."""
+
+    tree: Any
+
+
+def per_rank(tree: Any) -> PerRank:
+    """Mark a part of a state for `save` as each rank's own, so that it is stored for every rank.
+
+    `load` returns the part of this rank, without the mark, on as many ranks as saved it.
+
+    Args:
+        tree: The part, such as the state of random numbers. All ranks give the same structure and shapes; a part whose
+            structure differs can be given as a string, ``json.dumps(...)``.
+
+    Returns:
+        The marked part, for a state that `save` is given.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> state = {"step": 3, "random": fs.checkpoint.per_rank(torch.get_rng_state())}
+    """
+    return PerRank(tree)
+
+
+def describe(
+    state: Any, spec: PartitionSpec, path: tuple[str, ...] = (), *, is_template: bool = False
+) -> tuple[Node, list[Any]]:
+    """Return the tree of a state, or of the part of one at ``path``, and the values of its leaves, as `iter_leaves` has them.
+
+    A template, `load`'s ``like``, may have containers that no file can name. Raises ValueError, naming the unit, for a slice
+    of another length than the spec's, and TypeError for a value that cannot be saved.
+    """
+    values: list[Any] = []
+    return _Describer(spec, values, is_template=is_template).describe(state, path, is_per_rank=False), values
+
+
+class _Describer:
+    """A description of a state in the making: it describes the parts, and collects the values of their leaves."""
+
+    def __init__(self, spec: PartitionSpec, values: list[Any], *, is_template: bool) -> None:
+        self._spec, self._values, self._is_template = spec, values, is_template
+
+    def describe(self, value: Any, path: tuple[str, ...], *, is_per_rank: bool, is_averaged: bool = False) -> Node:
+        """Return the node of a part of the state."""
+        if isinstance(value, PerRank):
+            return self.describe(value.tree, path, is_per_rank=True)
+        if isinstance(value, Mapping) and not is_per_rank and (units := self._unit_keys(value, path)):
+            # In the state of an optimizer by matrix, only parameters that are no matrices have numbers for each option.
+            elementwise = {key: x.fallback.get(key, {}) if isinstance(x, MatrixState) else x for key, x in value.items()}
+            numbers = find_option_numbers(elementwise, [key for key in value if key in units], self._spec, path)
+            children = {
+                key: self._describe_unit(child, StatePath(self._spec.by_key[key], path, numbers))
+                if key in units
+                else self.describe(child, (*path, str(key)), is_per_rank=is_per_rank)
+                for key, child in value.items()
+            }
+            kind, argument = self._check_container(value, path)
+            is_complete = len(units) == len(self._spec)
+            return make_units_node(".".join(path), children, is_complete=is_complete, kind=kind or "dict", argument=argument)
+        if is_container(value):
+
+            def describe_child(entry: Any, child: Any) -> Node:
+                is_error = isinstance(value, PowerSGD) and entry == "error"
+                flags = {"is_per_rank": is_per_rank or is_error, "is_averaged": is_averaged or is_error}
+                return self.describe(child, (*path, str(entry)), **flags)
+
+            return self._describe_container(value, path, describe_child)
+        self._values.append(value)
+        name = ".".join(path)
+        if isinstance(value, Tensor):
+            on_device = _torch.is_accelerator(value.device)
+            return TensorLeaf(name, tuple(value.shape), value.dtype, on_device, is_per_rank, is_averaged)
+        plain_to_json(value, name)
+        return ValueLeaf(name, value, is_per_rank)
+
+    def _describe_container(
+        self, value: Any, path: tuple[str, ...], describe_child: Callable[[Any, Any], Node]
+    ) -> ContainerNode:
+        """Return the node of a container, whose children ``describe_child(entry, child)`` describes."""
+        self._check_container(value, path)
+        return describe_container(value, describe_child)
+
+    def _describe_unit(self, value: Any, path: StatePath) -> Node:
+        """Return the node of a unit's entry in a mapping by units, or of a part of it."""
+        if isinstance(value, MatrixState):
+            return self._describe_matrix_state(value, path)
+        if isinstance(value, QuantizedSlice):
+            return self._describe_container(
+                value, path.error_path, lambda entry, child: self._describe_blocks(child, path.child(str(entry)))
+            )
+        if is_container(value):
+            return self._describe_container(
+                value, path.error_path, lambda entry, child: self._describe_unit(child, path.child(str(entry)))
+            )
+        self._values.append(value)
+        unit, names = path.unit, path.names
+        if not isinstance(value, Tensor):
+            plain_to_json(value, ".".join(path.error_path))
+            return ValueLeaf(names[0][0], value, names=names)
+        if value.dim() == 0 or id(value) in path.numbers:
+            return ScalarLeaf(unit, names, value.dtype, _torch.is_accelerator(value.device))
+        leaf = SliceLeaf(unit, names, value.dtype, subset=path.subset, is_compact=path.is_compact)
+        if value.shape != (leaf.numel(self._spec),) if leaf.is_compact else not is_slice(value, unit, self._spec):
+            length, dtype = (leaf.numel(self._spec), value.dtype) if leaf.is_compact else self._spec.stored(unit)
+            _raise_other_slice(unit.key, path.error_path, f"this rank's slice, [{length}] {dtype}, or a number", value)
+        is_encoded = unit.at_rest is not None and value.dtype == torch.uint8
+        return replace(leaf, dtype=unit.dtype, is_encoded=True) if is_encoded else leaf
+
+    def _describe_blocks(self, value: Tensor, path: StatePath) -> SliceLeaf:
+        """Return the leaf of codes or scales, each of which stands for as many elements of the unit's slice."""
+        self._values.append(value)
+        unit, numel = path.unit, self._spec.shard_numel(path.unit)
+        block = numel // len(value) if value.dim() == 1 and len(value) and not numel % len(value) else 0
+        if not block or unit.align % block:
+            expected = f"a part of this rank's slice, of {numel} elements and in blocks that start at multiples of {unit.align}"
+            _raise_other_slice(unit.key, path.error_path, expected, value)
+        return SliceLeaf(unit, path.names if block == 1 else path.block_names, value.dtype, block=block)
+
+    def _describe_matrix_state(self, state: MatrixState, path: StatePath) -> ContainerNode:
+        """Return the node of an optimizer's state by matrix: slices and owned tensors of matrices, and the fallback's."""
+        params = {param.name: param for param in path.unit.params}
+        matrices = tuple(params[name] for name in state.owned)
+        step = self._describe_unit(state.step, path.child("step"))
+        of_matrices = path._replace(subset=matrices)
+        slices = {slot: self._describe_unit(x, of_matrices.child("slices", slot)) for slot, x in state.slices.items()}
+        owned = {
+            name: make_dict_node(
+                {slot: self._describe_owned(x, params[name], path.child("owned", slot)) for slot, x in values.items()}
+            )
+            for name, values in state.owned.items()
+        }
+        fallback: dict[str, Node] = {}
+        for entry, child in state.fallback.items():
+            of_entry = path._replace(subset=(params[entry],), is_compact=True) if entry in params else path
+            fallback[entry] = self._describe_unit(child, of_entry.child(FALLBACK))
+        return make_matrix_state_node(step, slices, owned, fallback)
+
+    def _describe_owned(self, value: Tensor, param: Param, path: StatePath) -> OwnedLeaf:
+        self._values.append(value)
+        (names,) = stored_names([param], path.path, path.slot)
+        is_here = value.dim() == 0 or len(value) > 0
+        shape = tuple(value.shape if is_here else value.shape[1:])
+        stack = stack_dims(param, shape, dict(self._spec.bound_mesh.sizes))
+        return OwnedLeaf(names, shape, value.dtype, _torch.is_accelerator(value.device), is_here, stack)
+
+    def _unit_keys(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
+        """Return the keys of units in a mapping that is sharded like them, or none.
+
+        A `UnitState` or a `MatrixState` declares it. Otherwise a slice tells; a mapping whose units all have an empty dict, as
+        the state of SGD without momentum, counts as sharded.
+        """
+        keys = [key for key in value if isinstance(key, str) and key in self._spec.by_key]
+        if any(isinstance(value[key], UnitState | MatrixState) for key in keys):
+            return frozenset(keys)
+        if keys and len(keys) == len(value) and all(type(value[key]) is dict and not value[key] for key in keys):
+            return frozenset(keys)
+        found = [(key, tensor) for key in keys for tensor in optree.tree_leaves(value[key], namespace=NAMESPACE)]
+        vectors = [(key, tensor) for key, tensor in found if isinstance(tensor, Tensor) and tensor.dim() == 1]
+        if any(is_slice(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors):
+            return frozenset(keys)
+        if vectors and len(keys) == len(value) and all(isinstance(value[key], Tensor) for key in keys):
+            key, tensor = vectors[0]
+            length, _ = self._spec.stored(self._spec.by_key[key])
+            _raise_other_slice(key, (*path, key), f"this rank's slice, [{length}]", tensor)
+        return frozenset()
+
+    def _check_container(self, value: Any, path: tuple[str, ...]) -> tuple[str, Any]:
+        """Return `get_kind` of a container. Raises TypeError if no file can hold it, ValueError if it is nested too deep."""
+        if len(path) >= MAX_DEPTH and not self._is_template:
+            raise ValueError(
+                f"state '{'.'.join(path[:8])}...': expected at most {MAX_DEPTH} containers in each other, got more"
+            )
+        kind, argument = get_kind(value)
+        if (
+            bad := [key for key in value if not is_plain_value(key)]
+            if isinstance(value, Mapping) and not self._is_template
+            else []
+        ):
+            raise TypeError(
+                f"state '{'.'.join(path)}': expected keys that are strings, numbers, bytes or None, got {bad[0]!r} "
+                f"({type(bad[0]).__name__})"
+            )
+        if not kind and type(value) is defaultdict and not self._is_template:
+            raise TypeError(
+                f"state '{'.'.join(path)}': expected a defaultdict of one of {', '.join(FACTORIES)}, which a file can name, "
+                f"got one of {value.default_factory!r}: save dict(...) of it"
+            )
+        return kind, argument
+
+
+def _raise_other_slice(key: str, path: tuple[str, ...], expected: str, found: Tensor) -> NoReturn:
+    raise ValueError(
+        f"unit '{key}' of state '{'.'.join(path)}': expected {expected}, got {list(found.shape)} {found.dtype}; was it made "
+        "with another spec or mesh?"
+    )
