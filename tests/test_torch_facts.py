@@ -1322,9 +1322,9 @@ def test_what_reverse_mode_records() -> None:
     seen: list[bool] = []
 
     def ask(x: Tensor) -> Tensor:
-        seen.append(_torch.is_recorded(x))
-        seen.append(_torch.is_recorded(x.sin()))
-        seen.append(_torch.is_recorded(torch.ones(2)))
+        seen.append(_torch.requires_grad_at_any_level(x))
+        seen.append(_torch.requires_grad_at_any_level(x.sin()))
+        seen.append(_torch.requires_grad_at_any_level(torch.ones(2)))
         return x.sum()
 
     x, one = torch.ones(2), torch.ones(2)

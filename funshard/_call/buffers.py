@@ -106,7 +106,7 @@ def copy_buffer(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     expands them: its lazy copy could not be written to.
     """
     buffer = _torch.unwrap_dead(buffer)  # forward has left it there inside of transforms
-    seen = _torch.is_in_graph() or _torch.is_traced() or _torch.is_batched(buffer)
+    seen = _torch.is_in_graph() or _torch.is_tracing() or _torch.is_batched(buffer)
     if seen or dtype != buffer.dtype or not _torch.is_strided(buffer) or _torch.has_internal_overlap(buffer):
         return buffer.to(dtype, copy=True)
     return _torch.lazy_clone(buffer)
@@ -239,7 +239,7 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
     before = _UPDATED_ELSEWHERE.get(model, {})
     stale = [name for name, layer in read.items() if name in before and before[name] == _statistics_version(name, layer)]
     why = "training calls were given others in buffers=, updated those, and left these as they were"
-    if not stale and model not in _COMPARED and not _torch.is_traced():
+    if not stale and model not in _COMPARED and not _torch.is_tracing():
         _COMPARED.add(model)
         stale = [name for name, layer in read.items() if _is_initial(layer)]
         why = "they are those of a new model (mean 0, variance 1), which no training has updated"

@@ -92,13 +92,13 @@ def functional_call(
     options = CallOptions(prefetch, in_flight, check_order)
     inputs = check_call(model, params, args, kwargs, spec, reduce, reduce_axes, options, stacklevel=2)
     returned = (attributes,) if isinstance(attributes, str) else tuple(attributes or ())
-    if inputs.place is None:
+    if inputs.bound is None:
         if returned:
             raise NotImplementedError(
                 "functional_call: attributes= inside torch.compile: expected them in the result of forward"
             )
         return compiled_call.run(model, inputs, buffers, method)
-    given = inputs.place, inputs.params, inputs.spec, inputs.reduction, inputs.options, inputs.receiver
+    given = inputs.bound, inputs.params, inputs.spec, inputs.reduction, inputs.options, inputs.receiver
     try:
         run = _run_call(Call(*given, wrappers=_WRAPPERS), inputs.args, inputs.kwargs, buffers, method, returned)
     except (TypeError, AttributeError, RuntimeError) as error:
@@ -121,19 +121,19 @@ def _run_call(
 ) -> ForwardRun:
     """Call the model, or another of its methods than forward. ``returned`` are globs of attributes to return."""
     with call.install(buffers, returned=returned, guards=_GUARDS) as run:
-        forward = getattr(call.place.modules[""], method or "__call__")
+        forward = getattr(call.bound.modules[""], method or "__call__")
         run.out = wrap_in_casts(forward, precision_of(call.spec.by_path[""]))(*args, **kwargs)
     return run
 
 
 def _cast_forwards(call: Call, _: ModuleAttributes) -> Iterator[Override]:
-    place, norms = call.place, find_instances(call.place.modules, SyncBatchNorm)
-    return module_overrides(place.modules, call.spec, place.path, call.options.weight, norms)
+    bound, norms = call.bound, find_instances(call.bound.modules, SyncBatchNorm)
+    return module_overrides(bound.modules, call.spec, bound.path, call.options.weight, norms)
 
 
 def _offloaded_forwards(call: Call, _: ModuleAttributes) -> Iterable[Override]:
-    place = call.place
-    return call.offload.forwards(place.modules, place.path, call.spec.paths, call.mode.live) if call.offload else ()
+    bound = call.bound
+    return call.offload.forwards(bound.modules, bound.path, call.spec.paths, call.mode.restorable) if call.offload else ()
 
 
 _WRAPPERS: tuple[Wrapper, ...] = (compiled_forwards, scoped_forwards, recomputed_forwards, _cast_forwards, _offloaded_forwards)

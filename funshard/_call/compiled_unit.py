@@ -158,7 +158,7 @@ class CompileWarning(UserWarning):
 
 def compiled_forwards(call: Call, before: ModuleAttributes) -> Iterator[Override]:
     """Yield the forwards of the modules that are compiled, the innermost ones."""
-    modules = call.place.modules
+    modules = call.bound.modules
     for path, options in _find_compiled(call.spec, modules).items():
         if vars(modules[path]).get("_compiled_call_impl") is not None:
             yield modules[path], "_compiled_call_impl", None
@@ -196,9 +196,9 @@ def _compile_forward(
     call: Call, path: str, options: Compile, before: ModuleAttributes, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return the forward of the module at ``path``: compiled where torch can run compiled code, else ``forward`` itself."""
-    module, chosen = call.place.modules[path], call.spec.by_run.get(path)
+    module, chosen = call.bound.modules[path], call.spec.by_run.get(path)
     remat = remat_of(chosen) if chosen else None
-    inside = call.place.modules_inside(path)
+    inside = call.bound.modules_inside(path)
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +219,7 @@ def can_run_compiled(call: Call, path: str) -> bool:
 
     Warn, once for each class of modules and reason, of a user's choice that prevents it.
     """
-    reason, kind = _find_obstacle(call), type(call.place.modules[path])
+    reason, kind = _find_obstacle(call), type(call.bound.modules[path])
     if reason and is_first_warning(kind, reason):
         warnings.warn(
             f"module '{path}' with P(compile=True) runs without compilation, with the same results: {reason}",
@@ -231,7 +231,7 @@ def can_run_compiled(call: Call, path: str) -> bool:
 
 def _find_obstacle(call: Call) -> str | None:
     """Return why torch cannot run compiled code here: "" where operators are recorded; None if it can."""
-    if torch.compiler.is_compiling() or _torch.is_traced() or call.is_fake:
+    if torch.compiler.is_compiling() or _torch.is_tracing() or call.is_fake:
         return ""
     if _torch.has_dispatch_mode():
         return "a TorchDispatchMode is active, which sees no operators of compiled code"

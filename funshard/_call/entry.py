@@ -38,7 +38,7 @@ class CallInputs(NamedTuple):
     receiver: GradReceiver | None
     """The accumulation that takes gradients while backward runs."""
     options: CallOptions
-    place: BoundModule | None
+    bound: BoundModule | None
     """The model's modules; None inside torch.compile."""
 
 
@@ -69,12 +69,12 @@ def check_call(
         reduction = resolve_reduction(reduce, reduce_axes, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", options.prefetch, 0)
     _check_count("in_flight", options.in_flight, 1)
-    given, place = as_call_arguments(args, kwargs), None
+    given, bound = as_call_arguments(args, kwargs), None
     if not _torch.is_in_graph():
-        place = BoundModule.bind(model, spec)
+        bound = BoundModule.bind(model, spec)
         check_materialized(model, params, spec, given)
         _check_reduced(model, params, spec, stacklevel + 1)
-    return CallInputs(spec, params, *given, reduction, receiver, options, place)
+    return CallInputs(spec, params, *given, reduction, receiver, options, bound)
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -98,7 +98,9 @@ def _check_reduced(model: nn.Module, params: Mapping[str, Tensor], spec: Partiti
     for unit in full:
         tensors = find_full_params(params, unit) or []
         for param, tensor in zip(unit.params, tensors, strict=True):
-            if _torch.is_tracked(tensor) and _torch.storage_id(_torch.unwrap(tensor)) == _torch.storage_id(named[param.name]):
+            if _torch.has_derivative(tensor) and _torch.storage_id(_torch.unwrap(tensor)) == _torch.storage_id(
+                named[param.name]
+            ):
                 raise ValueError(
                     f"parameter '{param.name}' is the model's own, and with full parameters no gradient is reduced: on "
                     f"{ranks} ranks each would train alone; expected fs.shard(model, spec), or fs.unshard(params, spec) with "
@@ -119,7 +121,7 @@ def _are_copies(tensors: Sequence[Tensor]) -> bool:
     """Return whether each of these leaves that are differentiated lies in memory of its own."""
     return (
         len({_torch.storage_id(_torch.unwrap(tensor)) for tensor in tensors}) > 1
-        and any(map(_torch.is_tracked, tensors))
+        and any(map(_torch.has_derivative, tensors))
         and all(map(_torch.is_leaf, tensors))
     )
 

@@ -37,7 +37,7 @@ class BufferChanges(Guard):
         self._discarded = run.buffers.changed()
 
     def report(self, run: ForwardRun, stacklevel: int) -> None:
-        model = run.call.place.modules[""]
+        model = run.call.bound.modules[""]
         warn_discarded(model, self._discarded, stacklevel + 1)
         if run.buffers.normalized:
             check_statistics(model, run.buffers.normalized, run.buffers.given, stacklevel + 1)
@@ -48,13 +48,13 @@ class BackwardGuard(Guard):
 
     def report(self, run: ForwardRun, stacklevel: int) -> None:
         """Watch from the first node of backward to its end: a hook of torch for all modules looks at each that is called."""
-        place, params = run.call.place, run.call.params
+        bound, params = run.call.bound, run.call.params
 
         def arm(_: object) -> None:
-            key = _torch.current_graph_task(), place.modules[""]
+            key = _torch.current_graph_task(), bound.modules[""]
             if key not in _ARMED:
                 _ARMED[key] = until_end = lambda: None
-                hook = register_module_forward_pre_hook(functools.partial(_check_in_backward, place, params))
+                hook = register_module_forward_pre_hook(functools.partial(_check_in_backward, bound, params))
                 weakref.finalize(until_end, hook.remove)
                 _torch.hold_until_backward_ends(until_end)
 
@@ -67,12 +67,12 @@ _ARMED: weakref.WeakValueDictionary[tuple[int, nn.Module], Callable[[], None]] =
 """What each backward that runs holds, by its number and the model: the hook is removed with it."""
 
 
-def _check_in_backward(place: BoundModule, params: Mapping[str, Tensor], module: nn.Module, _: object) -> None:
-    own = vars(module).get("_parameters") if module in place.owned else None
+def _check_in_backward(bound: BoundModule, params: Mapping[str, Tensor], module: nn.Module, _: object) -> None:
+    own = vars(module).get("_parameters") if module in bound.owned else None
     if type(own) is not dict or _torch.current_graph_task() < 0:  # in a call, or in a thread without a backward
         return
-    path = next(path for path, one in place.modules.items() if one is module)
-    for attr in place.owned[module]:
+    path = next(path for path, one in bound.modules.items() if one is module)
+    for attr in bound.owned[module]:
         name = join_path(path, attr)
         if isinstance(own.get(attr), nn.Parameter) and own[attr] is not params.get(name):
             raise RuntimeError(
@@ -105,7 +105,7 @@ class AttributeWrites(Guard):
     """What forward writes to attributes of modules, and into their dicts, lists and sets: put back, returned, or refused."""
 
     def __init__(self, run: ForwardRun) -> None:
-        self._modules = run.call.place.modules
+        self._modules = run.call.bound.modules
         self._lengths, self._names, self._values = self._now()
         containers = (held for held in _find_held(run) if isinstance(held.value, _CONTAINERS) and not held.is_in_object)
         self._entries = [(held, _entries(held.value)) for held in containers]
@@ -138,7 +138,7 @@ class AttributeWrites(Guard):
                 continue
             before = self._before[path].get(attr)
             tensors = [x for x in _real_tensors(value) if x.numel() == 1 or before is not None]
-            tensors = [x for x in tensors if _torch.is_recorded(x) or _torch.has_tangent(x)]
+            tensors = [x for x in tensors if _torch.requires_grad_at_any_level(x) or _torch.has_tangent(x)]
             if any(isinstance(x, nn.Parameter) for x in pytree.tree_leaves(before)):
                 tensors = []
             elif tensors and (isinstance(before, _CONTAINERS) or all(x.numel() == 1 for x in tensors)):
@@ -224,7 +224,7 @@ def _find_held(run: ForwardRun) -> Sequence[_Held]:
     tables = run.call.spec._compute_once(_known_tables)
     queue = [
         _Held(path, attr, join_path(path, attr), value, False)
-        for path, module in run.call.place.modules.items()
+        for path, module in run.call.bound.modules.items()
         for attr, value in vars(module).items()
         if type(value) not in _ATOMIC_TYPES and attr not in _OF_NN_MODULE
     ]
@@ -242,7 +242,7 @@ def _find_held(run: ForwardRun) -> Sequence[_Held]:
             items = ((f"[{i}]", x) for i, x in enumerate(value) if type(x) not in _ATOMIC_TYPES)
         elif not is_in_object and (attributes := _user_attributes(value)):
             items, is_in_object = ((f".{name}", x) for name, x in attributes.items() if type(x) not in _ATOMIC_TYPES), True
-        queue += [_Held(path, attr, where + place, x, is_in_object) for place, x in items]
+        queue += [_Held(path, attr, where + bound, x, is_in_object) for bound, x in items]
     return run.held
 
 
@@ -272,8 +272,8 @@ class OwnParameters(Guard):
 
     def __init__(self, run: ForwardRun) -> None:
         call, self._before, self._held = run.call, run.before, [x for x in _find_held(run) if isinstance(x.value, Tensor)]
-        self._modules, self._thread = call.place.modules, call.thread
-        replaced: list[tuple[nn.Module, Iterable[str]]] = [*call.place.owned.items()]
+        self._modules, self._thread = call.bound.modules, call.thread
+        replaced: list[tuple[nn.Module, Iterable[str]]] = [*call.bound.owned.items()]
         for name in call.params.keys() & call.spec.ignored:
             path, _, attr = name.rpartition(".")
             replaced.append((self._modules[path], (attr,)))

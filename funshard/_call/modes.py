@@ -40,7 +40,7 @@ class PerLevelGathers:
     """The gathers of one call that the backwards of its transforms repeat."""
 
     def __init__(self) -> None:
-        self.live: dict[int, RestorableBuffer] = {}  # by storage: what pack recognises
+        self.restorable: dict[int, RestorableBuffer] = {}  # by storage: what pack recognises
         self._count = itertools.count()
         # by number: what is in it must not hold this
         self._recent = deque[tuple[int, int, list[Tensor]]](maxlen=MAX_UNSHARDED_IN_BACKWARD)
@@ -56,11 +56,11 @@ class PerLevelGathers:
         """Add the gathered buffers, one for each dtype, of the unit of this key.
 
         Returns:
-            Their storages, by which they are removed from ``live``.
+            Their storages, by which they are removed from ``restorable``.
         """
         dtypes = tuple(buffer.dtype for buffer in buffers)
         storages = tuple(_torch.storage_id(_torch.unwrap(buffer)) for buffer in buffers)
-        self.live |= dict.fromkeys(storages, _RepeatableGather(self, key, next(self._count), shard, dtypes, gather))
+        self.restorable |= dict.fromkeys(storages, _RepeatableGather(self, key, next(self._count), shard, dtypes, gather))
         return storages
 
     def recent_buffer(self, gather: _RepeatableGather, level: int, dtype: torch.dtype) -> Tensor:
@@ -203,7 +203,7 @@ def _can_regather_per_level(spec: PartitionSpec) -> bool:
         _torch.current_level() > 0
         and not spec.bound_mesh.is_simulated
         and _torch.has_only_derivatives()
-        and not _torch.is_traced()
+        and not _torch.is_tracing()
     )
 
 
@@ -231,17 +231,17 @@ def units_given_full(params: Mapping[str, Tensor], spec: PartitionSpec, buffers:
     }
 
 
-def _forget_buffers(live: dict[int, RestorableBuffer] | None, in_use: UnitInUse) -> None:
+def _forget_buffers(restorable: dict[int, RestorableBuffer] | None, in_use: UnitInUse) -> None:
     """Replace saved views of a unit's buffers no more: what is saved from now on is of other tensors."""
-    if live:
+    if restorable:
         for storage in in_use.storages:
-            live.pop(storage, None)
+            restorable.pop(storage, None)
 
 
 class DataFlow:
     """Gathers as nodes of the graph, where a unit is used."""
 
-    live: dict[int, RestorableBuffer] | None = None
+    restorable: dict[int, RestorableBuffer] | None = None
     """The buffers whose saved views are replaced, by storage; None where autograd keeps what it saves."""
 
     def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, options: CallOptions) -> None:
@@ -276,7 +276,7 @@ class DataFlow:
 
     def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
         """Forget the buffer; whoever still holds it decides how long it lives."""
-        _forget_buffers(self.live, in_use)
+        _forget_buffers(self.restorable, in_use)
 
     def check_forward(self) -> None:
         """Do nothing: every gather was compared before it started."""
@@ -292,7 +292,7 @@ class RegatherPerLevel(DataFlow):
         super().__init__(params, spec, reduction, options)
         self._level = _torch.current_level()
         self._gathers = PerLevelGathers()
-        self.live = self._gathers.live
+        self.restorable = self._gathers.restorable
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow and known to the levels' graphs."""
@@ -318,9 +318,9 @@ class Scheduled:
     ) -> None:
         self.schedule, self._level = schedule, _torch.current_level()
         self.params = schedule.enter(params) if torch.is_grad_enabled() else params
-        self.live: dict[int, RestorableBuffer] | None = None
+        self.restorable: dict[int, RestorableBuffer] | None = None
         if torch.is_grad_enabled() and schedule.routes.has_resharded_units and replaces:
-            self.live = {}
+            self.restorable = {}
         self._flow = DataFlow(
             self.params, spec, reduction, CallOptions(check_order=schedule.check_order, weight=schedule.weight)
         )
@@ -334,9 +334,9 @@ class Scheduled:
         views = gathered.parameters(self.params[unit.key])
         reshard = gathered.route.reshard_after_forward
         in_use = UnitInUse(unit, views, watch, reshard=reshard, level=self._level, gathered_unit=gathered)
-        if reshard and self.live is not None:
+        if reshard and self.restorable is not None:
             in_use.storages = (storage := _torch.storage_id(gathered.buffer),)
-            self.live[storage] = gathered
+            self.restorable[storage] = gathered
         return in_use
 
     def is_at_call_level(self) -> bool:
@@ -345,7 +345,7 @@ class Scheduled:
 
     def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
         """End the use of a unit: free its buffer, or hand it to backward where that may ask for it."""
-        _forget_buffers(self.live, in_use)
+        _forget_buffers(self.restorable, in_use)
         if in_use.gathered_unit:
             in_use.gathered_unit.reshard(keep_for_backward=keep and bool(in_use.storages))
 

@@ -44,18 +44,18 @@ _Own = Mapping[str, dict[str, Any]]
 def recomputed_forwards(call: Call, before: ModuleAttributes) -> Iterator[Override]:
     """Yield the forwards of the modules with ``P(remat=...)``, which run again in backward, around their scopes."""
     for path in call.spec.recomputed:
-        module = call.place.modules[path]
+        module = call.bound.modules[path]
         yield module, "forward", _wrap_recomputed(call, path, before, module.forward)
 
 
 def _wrap_recomputed(call: Call, path: str, before: ModuleAttributes, scoped: Callable[..., Any]) -> Callable[..., Any]:
-    compiled = is_compiled(call.spec, path, before[call.place.modules[path]])
+    compiled = is_compiled(call.spec, path, before[call.bound.modules[path]])
 
     @functools.cache  # it may run often in one call
     def insides() -> _Inside:
-        place = call.place.submodule(path)
-        keys = {unit.key for owned in place.owned.values() for unit, _ in owned.values()}
-        return place, call.spec._restrict_to_units(path, keys)
+        bound = call.bound.submodule(path)
+        keys = {unit.key for owned in bound.owned.values() for unit, _ in owned.values()}
+        return bound, call.spec._restrict_to_units(path, keys)
 
     @functools.wraps(scoped)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -85,17 +85,17 @@ def _recompute_module(
     once; another run finds it as the first one did. ``before`` are the attributes of the model before ``outer``, ``gathered``
     the module's own units, where the schedule has gathered them.
     """
-    place, spec = inside
+    bound, spec = inside
     buffers: dict[Tensor, list[str]] = {}
-    for path, module in place.modules.items():
+    for path, module in bound.modules.items():
         for attr, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.setdefault(buffer, []).append(join_path(path, attr))
-    run = _ModuleRun(outer, place, before, list(buffers.values()), gathered)
-    given = place.replaced_parameters(before)
+    run = _ModuleRun(outer, bound, before, list(buffers.values()), gathered)
+    given = bound.replaced_parameters(before)
     now = dict(given)
     roots: dict[str, Any] = {
-        "its parameters": place.params_of(spec, outer.mode.params),
+        "its parameters": bound.params_of(spec, outer.mode.params),
         "its buffers": [copy_buffer(buffer, buffer.dtype) for buffer in buffers],
         "its spec": spec,
         "what was put in the place of its parameters": now,
@@ -103,20 +103,20 @@ def _recompute_module(
         "kwargs": kwargs,
         "attribute": {
             path: {name: value for name, value in kept_attributes(module, before).items() if is_copied(value)}
-            for path, module in place.distinct.items()
+            for path, module in bound.distinct.items()
         },
     }
     out, written, changes = call_recomputed(
         run,
-        f"module '{place.path}' with P(remat=True)",
+        f"module '{bound.path}' with P(remat=True)",
         roots,
-        list(place.distinct.values()),
-        remat=remat_of(outer.spec.by_path[place.path]) or RECOMPUTE_ALL,
+        list(bound.distinct.values()),
+        remat=remat_of(outer.spec.by_path[bound.path]) or RECOMPUTE_ALL,
     )
     for path, (values, removed) in (changes or {}).items():
-        vars(place.distinct[path]).update(values)
+        vars(bound.distinct[path]).update(values)
         for name in removed:
-            del vars(place.distinct[path])[name]
+            del vars(bound.distinct[path])[name]
     for i, buffer, is_new in written:
         before_it = list(buffers)[i]
         # a vmap around has batched all results, and can only write those into what it has batched
@@ -128,10 +128,10 @@ def _recompute_module(
             # a graph would be handed on with the buffers, from one step to the next; one that is written to has no derivative
             kept = buffer if is_new and _torch.current_level() else buffer.detach()
             with torch.no_grad():
-                place.modules[path]._buffers[attr] = kept.clone() if _torch.has_internal_overlap(kept) else kept
+                bound.modules[path]._buffers[attr] = kept.clone() if _torch.has_internal_overlap(kept) else kept
     for (path, attr), tensor in now.items():
         if given.get((path, attr)) is not tensor:
-            place.modules[path]._parameters[attr] = tensor
+            bound.modules[path]._parameters[attr] = tensor
     return out
 
 
@@ -139,12 +139,12 @@ class _ModuleRun:
     """The module as a function of everything that it is made of. ``buffers`` are the names of each of its buffers."""
 
     def __init__(
-        self, outer: Call, place: BoundModule, before: ModuleAttributes, buffers: list[list[str]], units: Sequence[GatheredUnit]
+        self, outer: Call, bound: BoundModule, before: ModuleAttributes, buffers: list[list[str]], units: Sequence[GatheredUnit]
     ) -> None:
-        self._outer, self._place, self.buffers = outer, place, buffers
+        self._outer, self._bound, self.buffers = outer, bound, buffers
         # functional_call has replaced their forwards
-        self._constants = {path: kept_attributes(module, before) for path, module in place.distinct.items()}
-        self._parameters = {module: before[module].get("_parameters") for module in place.owned}  # a traced one has none
+        self._constants = {path: kept_attributes(module, before) for path, module in bound.distinct.items()}
+        self._parameters = {module: before[module].get("_parameters") for module in bound.owned}  # a traced one has none
         self._first, self._last = True, False
         self._level = _torch.current_level()
         self._gathered_units = units
@@ -159,21 +159,21 @@ class _ModuleRun:
         self, params: Params, given: Sequence[Tensor], spec: PartitionSpec, new: Replaced, args: Args, kwargs: Kwargs, own: _Own
     ) -> tuple[Any, tuple[tuple[int, Tensor, bool], ...], dict[str, Any] | None]:
         """Return the module's result, the buffers that it has written, and the attributes that it has set and removed."""
-        place = self._place
+        bound = self._bound
         copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
         now = {name: copy for copy, names in zip(copies, self.buffers, strict=True) for name in names}
         attributes = self._make_attributes(own)
-        with phase("run" if self._first else "recompute", place.path):
+        with phase("run" if self._first else "recompute", bound.path):
             params, gathered = self._insert_gathered(params)
-            call = self._outer.make_inner(place, params, spec, gathered)
+            call = self._outer.make_inner(bound, params, spec, gathered)
             with call.install(now, attributes):
                 for (path, attr), tensor in new.items():
-                    place.modules[path]._parameters[attr] = tensor
-                before = [kept_attributes(module) for module in place.distinct.values()]
-                out = place.modules[place.path].forward(*args, **kwargs)
-                new.update(place.replaced_parameters(attributes))
-                now_and_before = zip(place.distinct.items(), before, strict=True)
+                    bound.modules[path]._parameters[attr] = tensor
+                before = [kept_attributes(module) for module in bound.distinct.values()]
+                out = bound.modules[bound.path].forward(*args, **kwargs)
+                new.update(bound.replaced_parameters(attributes))
+                now_and_before = zip(bound.distinct.items(), before, strict=True)
                 found = ((path, _find_changes(old, kept_attributes(module))) for (path, module), old in now_and_before)
                 changes = {path: change for path, change in found if change}
             used = sorted(call.used_parameters or ())
@@ -200,7 +200,7 @@ class _ModuleRun:
             module: {name: value for name, value in vars(module).items() if name in MODULE_CONTAINERS}
             | self._constants[path]
             | copied[path]
-            for path, module in self._place.distinct.items()
+            for path, module in self._bound.distinct.items()
         }
         for module, parameters in self._parameters.items():
             if parameters is not None:
@@ -209,7 +209,7 @@ class _ModuleRun:
 
     def _check(self, used: list[str], written: Mapping[int, bool], now: Params) -> None:
         """Raise RuntimeError for a run that reads other parameters or writes other buffers than the first one."""
-        name = f"module '{self._place.path}' with P(remat=True)"
+        name = f"module '{self._bound.path}' with P(remat=True)"
         if used != self._read:
             differ = min(set(used) ^ set(self._read))
             raise RuntimeError(

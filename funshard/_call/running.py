@@ -81,7 +81,7 @@ class Call:
 
     def __init__(
         self,
-        place: BoundModule,
+        bound: BoundModule,
         params: Mapping[str, Tensor],
         spec: PartitionSpec,
         reduction: Reduction,
@@ -93,7 +93,7 @@ class Call:
         thread: int | None = None,
         wrappers: Sequence[Wrapper] = (),
     ) -> None:
-        self.place, self.params, self.spec, self.wrappers = place, params, spec, wrappers
+        self.bound, self.params, self.spec, self.wrappers = bound, params, spec, wrappers
         self.has_values = not any(tensor.is_meta for tensor in params.values())
         self.reduction = reduction
         self.thread = calling_thread(thread)
@@ -124,17 +124,17 @@ class Call:
         Yield the run, which is to be told the result of forward.
         """
         hooks = contextlib.nullcontext()
-        if (around := choose_hooks(self.mode.live, self.offload)) is not None:
+        if (around := choose_hooks(self.mode.restorable, self.offload)) is not None:
             self.scopes.hook = pack = around.pack  # one bound method: it is compared by identity at each read
             hooks = around.activate(pack)
         with contextlib.ExitStack() as stack:
             with MODEL_LOCK:
-                before = stack.enter_context(restore_modules(self.place.modules, self.thread))
+                before = stack.enter_context(restore_modules(self.bound.modules, self.thread))
                 for module, others in (attributes or {}).items():
                     vars(module).clear()
                     vars(module).update(others)
                 cast_by = None if attributes else self.spec  # a run inside finds them cast
-                of_call = CallBuffers(self.place.modules, buffers, cast_by, valued=self.has_values)
+                of_call = CallBuffers(self.bound.modules, buffers, cast_by, valued=self.has_values)
                 run = ForwardRun(self, of_call, returned, before)
                 self._install_parameters()
                 for wrapper in self.wrappers:
@@ -145,7 +145,7 @@ class Call:
                     stack.callback(run.guards[-1].restore)
             try:
                 with hooks, self.scopes.forward():
-                    for unit in () if self.place.path in self.spec.recomputed else self.units_at(self.place.path):
+                    for unit in () if self.bound.path in self.spec.recomputed else self.units_at(self.bound.path):
                         self.scopes.gather(unit)
                     yield run
                 self.mode.check_forward()
@@ -158,7 +158,7 @@ class Call:
 
     def _install_parameters(self) -> None:
         """Put the gathering mappings into the modules."""
-        modules, owned = self.place.modules, self.place.owned
+        modules, owned = self.bound.modules, self.bound.owned
         for path, module in modules.items():
             own = module._parameters
             if type(own) is GatheringParameters and own.call is self:  # at its second path
@@ -186,10 +186,10 @@ class Call:
         return self.scopes.gather(unit).views[i]
 
     def make_inner(
-        self, place: BoundModule, params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]
+        self, bound: BoundModule, params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]
     ) -> Call:
         """Return the call in which a module of this one is recomputed; ``buffers`` are those of units given in full."""
-        given = place, params, spec, self.reduction, self.options
+        given = bound, params, spec, self.reduction, self.options
         return Call(*given, buffers=buffers, is_recomputing=True, thread=self.thread, wrappers=self.wrappers)
 
     def is_view(self, unit: Unit, i: int, tensor: object) -> bool:
@@ -209,9 +209,9 @@ def _units_by_path(spec: PartitionSpec) -> dict[str, list[Unit]]:
 
 def scoped_forwards(call: Call, _: ModuleAttributes) -> Iterator[Override]:
     """Yield the forwards of the modules at which units are gathered and released; the caller gathers those of the place."""
-    modules, recomputed = call.place.modules, call.spec.recomputed
+    modules, recomputed = call.bound.modules, call.spec.recomputed
     for path, units in call.spec._compute_once(_units_by_path).items():
-        if path in recomputed or (path in modules and path != call.place.path):
+        if path in recomputed or (path in modules and path != call.bound.path):
             yield modules[path], "forward", _wrap_in_scope(call.scopes, modules[path].forward, units)
 
 

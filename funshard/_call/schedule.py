@@ -239,7 +239,7 @@ class Schedule:
         self.spec, self.reduction, self.check_order, self.weight = spec, reduction, options.check_order, options.weight
         dtypes = tuple(shard.dtype for shard in self.shards.values())
         self.routes = spec._compute_once(make_route_table, dtypes, reduction, options.check_order)
-        has_values = not (_torch.is_traced() or any(map(_torch.is_fake, self.shards.values())))
+        has_values = not (_torch.is_tracing() or any(map(_torch.is_fake, self.shards.values())))
         self.order_check = OrderCheck(is_on=self.routes.needs_order_check and has_values)
         self._has_backward = False  # whether a backward will end in the call's shards
         self.buffers = BufferPool()

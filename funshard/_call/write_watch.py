@@ -50,7 +50,7 @@ class WriteWatch:
         self, unit: Unit, tensors: Iterable[Tensor], views: Sequence[Tensor] = (), layout: MixedLayout | None = None
     ) -> None:
         self._unit, self.views, self._layout = unit, views, layout
-        bases = () if _torch.is_traced() else map(_torch.unwrap, tensors)
+        bases = () if _torch.is_tracing() else map(_torch.unwrap, tensors)
         self._watched = [(x, _torch.version(x), _copy(x) if _comparing or is_checked() else None) for x in bases]
 
     def find_write(self) -> str | None:

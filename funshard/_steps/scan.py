@@ -348,4 +348,6 @@ def _is_recorded(step: object, state: object, xs: object) -> bool:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     given = (x for x in pytree.tree_leaves((state, xs)) if isinstance(x, Tensor))
-    return any(map(_torch.is_recorded, given)) or any(map(_torch.is_recorded, find_tensors(step, state)))
+    return any(map(_torch.requires_grad_at_any_level, given)) or any(
+        map(_torch.requires_grad_at_any_level, find_tensors(step, state))
+    )

@@ -21,8 +21,16 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["NoGradInForwardMode", "NoGradInTracedForwardMode", "any_tracked", "at_level", "below_autograd", "below_transforms"]
 __all__ += ["can_replace_saved_tensors", "current_level", "detach_level", "dispatch_keys", "has_only_derivatives"]
-__all__ += ["has_tangent", "hold_until_backward_ends", "is_batched", "is_dead", "is_in_forward_ad", "is_leaf", "is_recorded"]
-__all__ += ["is_tracked", "is_wrapped", "level_of", "materialize_zeros", "needs_graph", "tracking_levels", "unwrap"]
+__all__ += [
+    "has_tangent",
+    "hold_until_backward_ends",
+    "is_batched",
+    "is_dead",
+    "is_in_forward_ad",
+    "is_leaf",
+    "requires_grad_at_any_level",
+]
+__all__ += ["has_derivative", "is_wrapped", "level_of", "materialize_zeros", "needs_graph", "tracking_levels", "unwrap"]
 __all__ += ["unwrap_dead", "unwrap_level", "unwrap_to_level", "unwrap_untracked", "wrap_at_level", "wrap_for_ended_level"]
 
 
@@ -148,7 +156,7 @@ def has_only_derivatives() -> bool:
     return all(interpreter.key() in kinds for interpreter in retrieve_all_functorch_interpreters())
 
 
-def is_tracked(tensor: Tensor) -> bool:
+def has_derivative(tensor: Tensor) -> bool:
     """Return whether autograd, torch.func or forward-mode AD follows the tensor. Pinned by ``test_derivatives_are_refused``."""
     while is_wrapped(tensor):
         if _functorch.is_gradtrackingtensor(tensor):
@@ -167,10 +175,10 @@ def is_leaf(tensor: Tensor) -> bool:
 
 
 def any_tracked(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether one of these is in a transform's wrapper, or `is_tracked` in the current grad mode; None is not."""
+    """Return whether one of these is in a transform's wrapper, or `has_derivative` in the current grad mode; None is not."""
     given = [x for x in tensors if x is not None]
     follows = torch.is_grad_enabled() or is_in_forward_ad()  # or else nobody follows but transforms
-    return any(map(is_wrapped, given)) or (follows and any(map(is_tracked, given)))
+    return any(map(is_wrapped, given)) or (follows and any(map(has_derivative, given)))
 
 
 def is_dead(tensor: Tensor) -> bool:
@@ -256,7 +264,7 @@ def is_in_forward_ad() -> bool:
 # --- What reverse mode records, and when its backward ends ---
 
 
-def is_recorded(tensor: Tensor) -> bool:
+def requires_grad_at_any_level(tensor: Tensor) -> bool:
     """Return whether reverse mode at any level records what uses the tensor. Pinned by ``test_what_reverse_mode_records``."""
     while is_wrapped(tensor) and not tensor.requires_grad:
         tensor = _functorch.get_unwrapped(tensor)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .tracing import is_profiling, is_traced
+from .tracing import is_profiling, is_tracing
 
 __all__ = ["LOGGER", "phase"]
 
@@ -27,7 +27,7 @@ def phase(action: str, subject: str | None = None) -> AbstractContextManager[Any
     """
     if torch.compiler.is_compiling():
         return _NO_RANGE
-    is_ranged = is_profiling() and not is_traced()
+    is_ranged = is_profiling() and not is_tracing()
     if not is_ranged and not LOGGER.isEnabledFor(logging.DEBUG):
         return _NO_RANGE
     label = action if subject is None else f"{action} {subject or repr(subject)}"

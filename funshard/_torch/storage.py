@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .levels import below_transforms, is_batched, is_wrapped, unwrap
-from .tracing import allow_in_graph, is_fake, is_traced
+from .tracing import allow_in_graph, is_fake, is_tracing
 
 __all__ = ["AsyncCopy", "allocate_like", "backend_name", "bound_device", "concat_into", "has_internal_overlap", "host_bytes"]
 __all__ += ["is_accelerator", "is_pinned", "is_sole_holder", "is_strided", "lazy_clone", "make_storage_info"]
@@ -49,7 +49,7 @@ def concat_into(pieces: Sequence[Tensor], out: Tensor) -> Tensor:
     Pinned by ``test_joined``.
     """
     some = [piece if piece.dim() else piece.reshape(1) for piece in pieces if piece.numel()]
-    if is_traced() or len({piece.dtype for piece in some}) != 1:
+    if is_tracing() or len({piece.dtype for piece in some}) != 1:
         return torch.cat([piece.reshape(-1) for piece in some], out=out) if some else out
     torch.ops.aten._chunk_cat.out(some, 0, 1, out=out.view(1, -1))
     return out
@@ -318,4 +318,4 @@ def is_pinned(tensor: Tensor) -> bool:
     """Return whether the tensor is in pinned host memory; False in a transform and while operators are recorded."""
     if tensor.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return not (is_wrapped(tensor) or is_fake(tensor) or is_traced()) and tensor.is_pinned()
+    return not (is_wrapped(tensor) or is_fake(tensor) or is_tracing()) and tensor.is_pinned()

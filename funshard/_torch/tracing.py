@@ -35,7 +35,7 @@ __all__ = [
     "is_in_dynamo",
     "is_in_graph",
     "is_profiling",
-    "is_traced",
+    "is_tracing",
     "set_in_graph",
     "write_into",
 ]
@@ -54,7 +54,7 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_traced() -> bool:
+def is_tracing() -> bool:
     """Return whether operators are being recorded, as by make_fx: then everything must be data flow.
 
     Pinned by ``test_fully_shard_compile_graph``.
@@ -76,7 +76,7 @@ def is_eager() -> bool:
 
     Pinned by ``test_values_are_compared_where_they_can_be``.
     """
-    if torch.compiler.is_compiling() or current_level() or is_traced():
+    if torch.compiler.is_compiling() or current_level() or is_tracing():
         return False
     return not is_fake(torch.empty(0, device="cpu"))
 

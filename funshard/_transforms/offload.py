@@ -280,7 +280,7 @@ def offload(
         module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
         own = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
         held = (*(outer.held if outer else ()), storage_ids(own), constant_storages(args, kwargs))
-        hooks = OffloadHooks(outer.live if outer else {}, target, held, over=outer.over if outer else 0)
+        hooks = OffloadHooks(outer.restorable if outer else {}, target, held, over=outer.over if outer else 0)
         with hooks.activate(hooks.pack):
             return f(*args, **kwargs)
 
@@ -289,7 +289,7 @@ def offload(
 
 def can_offload() -> bool:
     """Return whether hooks of this library can replace what autograd saves, in this transform and inside those around it."""
-    if not _torch.can_replace_saved_tensors() or not _torch.needs_graph() or _torch.is_traced() or RUNNING.is_first:
+    if not _torch.can_replace_saved_tensors() or not _torch.needs_graph() or _torch.is_tracing() or RUNNING.is_first:
         return False
     outer = _torch.current_pack_hook()
     return outer is None or isinstance(getattr(outer, "__self__", None), SavedTensorHooks)
@@ -323,9 +323,9 @@ class OffloadHooks(SavedTensorHooks):
     """Hooks that move saved tensors to the host, if `SavedTensorHooks` does not replace them anyway."""
 
     def __init__(
-        self, live: dict[int, RestorableBuffer], target: OffloadTarget, held: Iterable[set[int]], *, over: int = 0
+        self, restorable: dict[int, RestorableBuffer], target: OffloadTarget, held: Iterable[set[int]], *, over: int = 0
     ) -> None:
-        super().__init__(live, over=over)
+        super().__init__(restorable, over=over)
         self.target, self.held, self._level = target, tuple(held), _torch.current_level()
         self._witness: Tensor | None = None
         if self._level:
@@ -392,7 +392,7 @@ def _storage_span(x: Tensor) -> tuple[int, int]:
 # The innermost unit decides. The model's own ``P(offload="activations")`` holds for what no other unit saves, and a unit in it
 # that does not say so keeps what it saves on the device. An `offload` around the call holds for all units that say nothing.
 
-Live = dict[int, RestorableBuffer] | None
+Restorable = dict[int, RestorableBuffer] | None
 DEFAULT_OFFLOAD = OffloadTarget()
 
 
@@ -407,23 +407,23 @@ class ActivationOffload:
         """Leave these tensors where they are for the length of the call."""
         self._held |= storage_ids(tensors)
 
-    def hooks(self, path: str, live: Live, *held: set[int]) -> SavedTensorHooks:
+    def hooks(self, path: str, restorable: Restorable, *held: set[int]) -> SavedTensorHooks:
         """Return the saved-tensor hooks for a run of the module at this path, which offload what is not ``held``."""
         target = DEFAULT_OFFLOAD if path in self._own else self._around.target if self._around else None
         if target is None:
-            return SavedTensorHooks({} if live is None else live)
+            return SavedTensorHooks({} if restorable is None else restorable)
         around = self._around.held if self._around else ()
-        return OffloadHooks({} if live is None else live, target, (*around, self._held, *held))
+        return OffloadHooks({} if restorable is None else restorable, target, (*around, self._held, *held))
 
     def forwards(
-        self, modules: Mapping[str, nn.Module], root: str, paths: Iterable[str], live: Live
+        self, modules: Mapping[str, nn.Module], root: str, paths: Iterable[str], restorable: Restorable
     ) -> Iterator[tuple[nn.Module, str, Any]]:
         """Yield the forward of each of these modules but the root, with the hooks around it."""
         for path in paths:
             if path in modules and path != root and any(is_within(path, own) for own in self._own):
-                yield modules[path], "forward", self._wrap_forward(path, modules[path], live)
+                yield modules[path], "forward", self._wrap_forward(path, modules[path], restorable)
 
-    def _wrap_forward(self, path: str, module: nn.Module, live: Live) -> Callable[..., Any]:
+    def _wrap_forward(self, path: str, module: nn.Module, restorable: Restorable) -> Callable[..., Any]:
         """Return the module's forward, which offloads the tensors that it saves where that is possible."""
         forward = module.forward
 
@@ -431,7 +431,7 @@ class ActivationOffload:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not can_offload():
                 return forward(*args, **kwargs)
-            hooks = self.hooks(path, live, storage_ids(module.buffers()), constant_storages(args, kwargs))
+            hooks = self.hooks(path, restorable, storage_ids(module.buffers()), constant_storages(args, kwargs))
             with hooks.activate(hooks.pack):
                 return forward(*args, **kwargs)
 
@@ -456,9 +456,9 @@ def _offloaded_paths(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(path for path, p in spec.by_path.items() if "activations" in p.offloads)
 
 
-def choose_hooks(live: Live, offload: ActivationOffload | None) -> SavedTensorHooks | None:
-    """Return the saved-tensor hooks of a call's forward, None for none. ``live`` are the buffers whose views are replaced."""
-    hooks = None if offload is None else offload.hooks("", live)
+def choose_hooks(restorable: Restorable, offload: ActivationOffload | None) -> SavedTensorHooks | None:
+    """Return the saved-tensor hooks of a call's forward, None for none, which replace views of ``restorable`` buffers."""
+    hooks = None if offload is None else offload.hooks("", restorable)
     if isinstance(hooks, OffloadHooks):
         return hooks
-    return None if live is None else SavedTensorHooks(live)
+    return None if restorable is None else SavedTensorHooks(restorable)

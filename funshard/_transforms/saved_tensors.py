@@ -42,11 +42,11 @@ class RestorableBuffer(Protocol):
 class SavedTensorHooks:
     """The choice of what to keep of the tensors that a forward saves or, ``by_backward``, a node of a backward.
 
-    ``live`` are the gathered buffers by storage. At the level ``over`` nothing reads what is saved.
+    ``restorable`` are the gathered buffers by storage. At the level ``over`` nothing reads what is saved.
     """
 
-    def __init__(self, live: dict[int, RestorableBuffer], *, by_backward: bool = False, over: int = 0) -> None:
-        self.live, self.by_backward, self.over = live, by_backward, over
+    def __init__(self, restorable: dict[int, RestorableBuffer], *, by_backward: bool = False, over: int = 0) -> None:
+        self.restorable, self.by_backward, self.over = restorable, by_backward, over
 
     def pack(self, tensor: Tensor) -> TensorRestorer | _torch.Versioned:
         """Return what to keep instead of a tensor."""
@@ -55,8 +55,8 @@ class SavedTensorHooks:
             if self.over and _torch.level_of(tensor) == self.over:
                 return _raise_freed
             inner = _torch.unwrap(tensor)
-        if self.live and type(inner) in _torch.PLAIN_TYPES and inner.layout is torch.strided:
-            buffer = self.live.get(_torch.storage_id(inner))
+        if self.restorable and type(inner) in _torch.PLAIN_TYPES and inner.layout is torch.strided:
+            buffer = self.restorable.get(_torch.storage_id(inner))
             # a view by shape, strides and offset alone
             if buffer is not None and inner.dtype in buffer.dtypes and not (inner.is_conj() or inner.is_neg()):
                 restorer = buffer.make_restorer(tensor, by_backward=self.by_backward)
@@ -79,7 +79,7 @@ def unpack(packed: Any) -> Tensor:
     return tensor
 
 
-def hook_running_node(live: Mapping[int, RestorableBuffer], level: int) -> None:
+def hook_running_node(restorable: Mapping[int, RestorableBuffer], level: int) -> None:
     """Push hooks for what the running node of a backward saves from now on; called while it reads what was kept.
 
     ``level`` is that of the transform that made the node.
@@ -87,9 +87,9 @@ def hook_running_node(live: Mapping[int, RestorableBuffer], level: int) -> None:
     over = level if _is_last_reader(level) else 0
     hooks = getattr(_torch.current_pack_hook(), "__self__", None)
     if isinstance(hooks, SavedTensorHooks) and hooks.by_backward and hooks.over == over:  # it has read before
-        hooks.live.update(live)
+        hooks.restorable.update(restorable)
     else:
-        _torch.push_saved_tensor_hooks(SavedTensorHooks(dict(live), by_backward=True, over=over).pack, unpack)
+        _torch.push_saved_tensor_hooks(SavedTensorHooks(dict(restorable), by_backward=True, over=over).pack, unpack)
 
 
 def _is_last_reader(level: int) -> bool:

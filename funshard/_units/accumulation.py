@@ -77,7 +77,7 @@ class Accumulation:
 
     def check_unweighted(self, params: Mapping[str, Tensor], what: str) -> None:
         """Raise ValueError if weights would reach these tensors' gradients on one rank only: replicas would differ."""
-        if self.is_weighted and (tracked := [key for key, x in params.items() if _torch.is_tracked(x)]):
+        if self.is_weighted and (tracked := [key for key, x in params.items() if _torch.has_derivative(x)]):
             raise ValueError(
                 f"unit '{tracked[0]}': accumulate(weights=): {what}, where each rank would weigh the gradients of all by its "
                 "own weights: expected functional_call of the shards themselves, or the loss times its weight and no weights="

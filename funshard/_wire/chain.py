@@ -190,7 +190,7 @@ class GatherChain:
         if not self._has_groups and _torch.is_fake(kept):
             return CollectiveChain(route.allocate(kept), ())
         numel, length = route.num_kept * len(kept), route.buffer_bytes // kept.itemsize
-        out = None if _torch.is_traced() else buffers.take(numel, kept.dtype, kept)
+        out = None if _torch.is_tracing() else buffers.take(numel, kept.dtype, kept)
         chain = CollectiveChain(kept, self._gathers_of_kept, out)
         if numel > length:
             chain.decode = lambda buffer: buffer.narrow(0, 0, length)
@@ -199,7 +199,7 @@ class GatherChain:
     def _start_gathers(self, x: Tensor, buffers: BufferPool) -> CollectiveChain:
         """Return the chain of the gather of a slice on the device, or of what stands for it on the wire."""
         out = None
-        if self._gathered is not None and not _torch.is_traced():
+        if self._gathered is not None and not _torch.is_tracing():
             out = buffers.take(*self._gathered, x)
         if not self._before and not self._after:
             return CollectiveChain(x, self._gathers, out)

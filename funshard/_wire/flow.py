@@ -95,7 +95,7 @@ def encode_at_rest(piece: Tensor, unit: Unit) -> Tensor:
     codec = storage_codec(unit)
     if codec is None:
         return piece
-    if _torch.is_tracked(piece):
+    if _torch.has_derivative(piece):
         raise RuntimeError(
             f"unit '{unit.key}' is at rest in {codec}, and bytes have no derivative: expected full parameters "
             "without one; detach them, or leave at_rest= out of its P"

@@ -121,7 +121,7 @@ def place_slice(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
         return piece
     if (used := compute_device(unit, mesh)) is None:
         return piece.to(device)
-    if not _torch.is_eager() or _torch.is_tracked(piece):
+    if not _torch.is_eager() or _torch.has_derivative(piece):
         return piece.to(HOST)
     return _torch.allocate_like(piece, HOST, beside=used).copy_(piece)
 

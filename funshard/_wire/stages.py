@@ -330,7 +330,7 @@ class Replicas(_Collective):
 
     def start_transpose(self, names: Names) -> StartStep | None:
         context, op = self.context(names, reduces=True), f"unvary_{self.op}"
-        return lambda x, out: start_op(op, x, context, None if _torch.is_traced() else x)  # in place
+        return lambda x, out: start_op(op, x, context, None if _torch.is_tracing() else x)  # in place
 
 
 # --- Around the gathers: what is sent of a slice ---
@@ -393,7 +393,7 @@ class Bytes(Stage):
         return self.layout.encode(x)
 
     def apply_out(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
-        if _torch.is_traced():
+        if _torch.is_tracing():
             return self.layout.encode(x)
         if out is None:
             return self.layout.encode_into(x, x.new_empty(self.layout.sent_bytes, dtype=torch.uint8))
@@ -410,7 +410,7 @@ class Join(Stage):
         return x.to(self.layout.wide) if transit.shape is None else self.layout.widen(x, transit.shape)
 
     def apply_out(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
-        if _torch.is_traced():
+        if _torch.is_tracing():
             return self.layout.join(x)
         if not self.layout.is_padded:
             return x

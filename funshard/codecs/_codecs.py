@@ -333,7 +333,7 @@ def _constant(name: str, device: torch.device) -> Tensor:
 
 def _is_recorded(tensor: Tensor) -> bool:
     """Return whether operators are recorded, or the tensor has no values."""
-    return _torch.is_in_graph() or _torch.is_traced() or _torch.is_fake(_torch.unwrap(tensor))
+    return _torch.is_in_graph() or _torch.is_tracing() or _torch.is_fake(_torch.unwrap(tensor))
 
 
 @functools.cache

@@ -128,7 +128,7 @@ def get_host_group(name: str) -> HostGroup:
 
 def find_host_groups(mesh: Mesh) -> list[HostGroup]:
     """Return a host group for each mesh axis of several processes: an empty list while operators are recorded or compiled."""
-    if _torch.is_in_graph() or _torch.is_traced() or _torch.is_fake(torch.empty(0, device="cpu")):
+    if _torch.is_in_graph() or _torch.is_tracing() or _torch.is_fake(torch.empty(0, device="cpu")):
         return []
     return [get_host_group(axis.name) for axis in process_axes(mesh).values() if is_comparable(axis.name)]
 
@@ -195,7 +195,7 @@ def check_sequence(
 
     Does nothing where nothing is sent, as while operators are recorded. Raises RuntimeError on every rank if they differ.
     """
-    if not (_torch.is_traced() or _torch.is_fake(sent)) and is_comparable(group):
+    if not (_torch.is_tracing() or _torch.is_fake(sent)) and is_comparable(group):
         _finish_earlier_comparisons()
         make_error = functools.partial(make_order_error, error=error, remedy=remedy)
         Comparison(names, [get_host_group(group)], make_error).finish()

@@ -26,10 +26,10 @@ def resolve_counts(
 ) -> tuple[list[int], list[int]]:
     """Return how many rows this rank sends to each rank, and receives from each; ValueError on all ranks if they differ."""
     if not isinstance(send, Tensor) and receive is not None and not isinstance(receive, Tensor):
-        if _torch.is_in_graph() or _torch.is_traced():
+        if _torch.is_in_graph() or _torch.is_tracing():
             check_counts(x, axis.size, send, receive, size)
             return [*send], [*receive]
-    elif not _torch.is_in_graph() and _torch.is_traced():
+    elif not _torch.is_in_graph() and _torch.is_tracing():
         raise RuntimeError(
             "ragged_all_to_all: the counts come from data, and a recorded graph would keep those of its example: expected "
             "lists of ints for send_counts and receive_counts; or send the same number of rows to each rank by all_to_all"

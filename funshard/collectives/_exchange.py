@@ -256,7 +256,7 @@ class _Require(_torch.Function):
 
     @staticmethod
     def forward(fits: Tensor, message: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not _torch.is_traced() and not _torch.is_fake(fits) and not fits.all():
+        if not _torch.is_tracing() and not _torch.is_fake(fits) and not fits.all():
             raise ValueError(f"ragged_all_to_all: {message}")
         return fits.clone()
 

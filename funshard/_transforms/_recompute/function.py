@@ -106,10 +106,10 @@ class RecomputedFunction:
         self._in_stack = (_torch.current_level() > 0 and levels > 1) or RUNNING.in_stack
         if self._in_stack:
             check_backward_hooks(self._reached_modules(), name)
-        self._records = self._grad and not self._in_stack and not _torch.is_traced() and any(x.requires_grad for x in tensors)
+        self._records = self._grad and not self._in_stack and not _torch.is_tracing() and any(x.requires_grad for x in tensors)
         self._flags = [x.requires_grad for x in tensors]
         # most runs in a stack are of transforms, where the results of another run have other values
-        saves = remat.save is not None and not self._in_stack and not _torch.is_traced()
+        saves = remat.save is not None and not self._in_stack and not _torch.is_tracing()
         self._saved_results = SavedResults(remat, name) if saves else None
         self._outer_tensors = OuterTensors(name, self._reached_modules()) if self._watches_outer_tensors() else None
         self._is_last = self._is_graph_kept = False

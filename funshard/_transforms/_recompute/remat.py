@@ -316,7 +316,7 @@ class _RecomputeFunction(_torch.Function):
         if last or not _torch.current_level():
             plain = [_torch.unwrap_to_level(x, 0) for x in operands]
             recorded = last or torch.is_grad_enabled()
-            if not (recorded and any(_torch.is_tracked(x) for x in plain)):  # this derivative is not differentiated
+            if not (recorded and any(_torch.has_derivative(x) for x in plain)):  # this derivative is not differentiated
                 is_first_order = isinstance(ctx.fn, RecomputedFunction) and not _torch.is_in_forward_ad()
                 with _torch.below_transforms(), ctx.fn.last_run() if is_first_order else contextlib.nullcontext():
                     found = vjp.run_by_autograd(plain)

@@ -25,7 +25,7 @@ from ...averaging import Averaging
 from ...compress._powersgd import PowerSGD
 from ...loss_scale import LossScale
 from ...optim import AccumulationState, EmaState, FiniteState, MatrixState, QuantizedSlice, ScheduleState
-from ...optim._option_numbers import find_option_numbers, is_slice
+from ...optim._checks import find_option_numbers, is_slice
 from .._errors import DamagedError
 from .leaves import Leaf, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 

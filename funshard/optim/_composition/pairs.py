@@ -17,7 +17,7 @@ __all__ += ["read_count", "read_flag"]
 
 def read_flag(flag: Tensor) -> bool | None:
     """Return a flag's value, True for a fake tensor (`plan`); None while a compiler records, or if simulated ranks differ."""
-    if _torch.is_in_graph() or _torch.is_traced():
+    if _torch.is_in_graph() or _torch.is_tracing():
         return None
     values = _torch.unwrap(flag)
     if _torch.is_fake(values):
@@ -29,7 +29,7 @@ def read_flag(flag: Tensor) -> bool | None:
 def read_count(count: Tensor, who: str, *, planned: int = 0) -> int:
     """Return a count of steps, ``planned`` for a fake tensor; raise ValueError if it is recorded or simulated ranks differ."""
     values = _torch.unwrap(count).reshape(-1)
-    if _torch.is_traced():
+    if _torch.is_tracing():
         raise ValueError(
             f"{who}: the count of steps in its state has no value where operators are recorded: record the gradients, and run "
             "this update outside"

@@ -242,7 +242,7 @@ def _update(
     optimizer.param_groups = list(param_groups.values())
     if stepped:
         rates = tensor_options(config, lr) if config.cls is torch.optim.SGD else ()  # of which torch would make numbers
-        with NumbersAsTensors() if any(_torch.is_wrapped(x) or _torch.is_tracked(x) for _, x in rates) else nullcontext():
+        with NumbersAsTensors() if any(_torch.is_wrapped(x) or _torch.has_derivative(x) for _, x in rates) else nullcontext():
             optimizer.step()
     for key, at, piece, given in stepped:
         write_state(config, given, optimizer.state[piece])

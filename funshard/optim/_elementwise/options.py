@@ -194,7 +194,7 @@ class SharedOptions:
         """Return the option for units split over these axes: itself, unless it is differentiated."""
         if isinstance(option, tuple):
             return tuple(self.over_axes(one, axes) for one in option)  # pyright: ignore[reportUnknownVariableType]
-        if self._spec is None or not axes or not isinstance(option, Tensor) or not _torch.is_tracked(option):
+        if self._spec is None or not axes or not isinstance(option, Tensor) or not _torch.has_derivative(option):
             return option
         key = id(option), axes
         if key not in self._entered:  # once, so that backward sends one number for many units
@@ -241,7 +241,7 @@ def refuse_without_spec(options: Iterable[tuple[str, Tensor]], params: Tensors) 
     if any(x.dim() != 1 for x in params.values()):
         return
     for name, option in options:
-        if _torch.is_tracked(option):
+        if _torch.has_derivative(option):
             raise RuntimeError(
                 f"from_torch: {name} is differentiated on {dist.get_world_size()} ranks, of which each has a part of the "
                 "derivative where a unit is split, and all of it where it is replicated: expected spec=, by which it is the "

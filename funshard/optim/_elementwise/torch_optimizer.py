@@ -147,7 +147,7 @@ def _check_like(what: str, grad: object, param: Tensor) -> None:
 def refuse_derivatives(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raise RuntimeError if a tensor is tracked: torch's kernels would lose its derivatives silently."""
     for what, tensor in tensors:
-        if _torch.is_tracked(tensor):
+        if _torch.has_derivative(tensor):
             raise RuntimeError(
                 f"from_torch: {what} takes part in a derivative, which torch's kernels would lose: expected "
                 "differentiable=True, or an update under torch.no_grad() or outside of the transform"
@@ -157,7 +157,7 @@ def refuse_derivatives(tensors: Iterable[tuple[str, Tensor]]) -> None:
 def refuse_lost_rates(cls: type[torch.optim.Optimizer], rates: Iterable[tuple[str, Tensor]], *, differentiable: bool) -> None:
     """Raise RuntimeError for a differentiated or batched learning rate that torch would turn into a number silently."""
     for what, rate in rates:
-        if not (_torch.is_wrapped(rate) or _torch.is_tracked(rate)):
+        if not (_torch.is_wrapped(rate) or _torch.has_derivative(rate)):
             continue
         if not (differentiable and (cls in LR_DIFFERENTIABLE_CLASSES or cls not in ELEMENTWISE_CLASSES)):
             raise RuntimeError(
@@ -316,7 +316,7 @@ def warn_zero_gradients(cls: type[torch.optim.Optimizer], grads: Tensors, state:
     if not issubclass(cls, Adam | AdamW) or getattr(cls, "has_derivative_at_zero", False) or _torch.is_in_graph():
         return
     for key, grad in grads.items():
-        if key not in state or "exp_avg_sq" not in state[key] or not _torch.is_tracked(grad) or _torch.is_batched(grad):
+        if key not in state or "exp_avg_sq" not in state[key] or not _torch.has_derivative(grad) or _torch.is_batched(grad):
             continue
         zeros = _torch.unwrap(state[key]["exp_avg_sq"].detach()) == 0
         if key in masks:

@@ -315,7 +315,7 @@ def quantized_state(
         if not _torch.is_in_graph():  # in a graph the optimizer's own update refuses derivatives
             given = _argument_tensors(grads=grads, state=units, params=params, rates=rates)
             for what, tensor in given:
-                if _torch.is_tracked(tensor):
+                if _torch.has_derivative(tensor):
                     raise RuntimeError(
                         f"{who}: {what} takes part in a derivative, and rounding the state to few bits has none: expected an "
                         "update under torch.no_grad() or outside of the transform, or the optimizer without quantized_state"
