@@ -216,11 +216,6 @@ def break_graphs(optimizer: MatrixOptimizer, name: str, why: str) -> MatrixOptim
     return optimizer._replace(update=_torch.disable_in_graph(break_message(name, why))(optimizer.update))
 
 
-def _owned_shapes(rule: MatrixRule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
-    state = rule.init_owned(torch.empty(shape, dtype=dtype, device="meta"))
-    return {name: tuple(x.shape) for name, x in state.items() if name not in rule.slots}
-
-
 def _init(config: MatrixConfig, params: Tensors) -> dict[str, MatrixState]:
     check_step(config.matrices, config.rule.slots, config.owned, params)
     return init_state(config, params)

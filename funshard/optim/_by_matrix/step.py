@@ -355,11 +355,6 @@ class MatrixStep:
 
         return arrived
 
-    def _store_slots(self, old: Slots, new: Slots) -> Slots:
-        if not self.donate:
-            return new
-        return {slot: old[slot] if x is old[slot] else old[slot].copy_(x) for slot, x in new.items()}
-
     def _options_of(self, matrix: Matrix) -> MatrixOptions:
         return {**self.options[matrix.name], "step": self._steps[matrix.unit.key]}
 
