@@ -189,7 +189,8 @@ def _update(
         step = partial(_update, config._replace(device=None, donate=True), lr=lr)
         new = stream_update(step, (grads, state, params), streamed_keys, config.device, donate=config.donate, keep=keep)
         trees: tuple[Any, ...] = (grads, state, params)
-        others = [{key: value for key, value in tree.items() if key not in streamed_keys} for tree in trees]
+        streamed = {*streamed_keys}
+        others = [{key: value for key, value in tree.items() if key not in streamed} for tree in trees]
         more = _update(config._replace(device=None), *others, lr=lr)
         new_state = {**new[1], **more[1]}
         return {key: {**new[0], **more[0]}[key] for key in params}, {
@@ -268,8 +269,7 @@ def _update(
 # --- Updates on a device of shards that live on the host: copies of neighbouring units overlap each unit's update ---
 
 
-TensorsByName = dict[str, Tensor]
-StepFn = Callable[[Tensors, StateMapping, Tensors], tuple[TensorsByName, dict[str, TensorsByName]]]
+StepFn = Callable[[Tensors, StateMapping, Tensors], tuple[Params, dict[str, Params]]]
 """``step(grads, state, params)``, which writes into its arguments."""
 
 
@@ -286,11 +286,11 @@ def copy_like(template: Tensor, values: Tensor) -> Tensor:
 class _PendingCopies:
     """Copies of tensors to a device, or back."""
 
-    def __init__(self, tensors: TensorsByName, targets: TensorsByName) -> None:
+    def __init__(self, tensors: Params, targets: Params) -> None:
         self.tensors, self.targets = tensors, targets
         self._copies = [_torch.AsyncCopy(tensor, targets[name]) for name, tensor in tensors.items()]
 
-    def wait(self) -> TensorsByName:
+    def wait(self) -> Params:
         """Make the current stream wait for the copies, and return their targets."""
         for copy in self._copies:
             copy.wait()
@@ -305,14 +305,14 @@ def stream_update(
     *,
     donate: bool,
     keep: frozenset[str],
-) -> tuple[TensorsByName, dict[str, TensorsByName]]:
+) -> tuple[Params, dict[str, Params]]:
     """Run ``step`` on ``(grads, state, params)`` on the device, unit by unit; return the new params and state of these units.
 
     Results live where the given tensors do, with ``donate`` in their memory. State with names in ``keep`` is not copied.
     """
     grads, state, params = given
-    new_params: TensorsByName = {}
-    new_state: dict[str, TensorsByName] = {}
+    new_params: Params = {}
+    new_state: dict[str, Params] = {}
 
     def start_copy(key: str) -> _PendingCopies:
         values = {"": params[key], **{f".{name}": x for name, x in state[key].items() if name not in keep}, "grad": grads[key]}
