@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import funshard as fs
-from funshard.checkpoint._files.reader import plan_reads
 from funshard.checkpoint._files.writer import RangeSavePlanner, join_plans
+from funshard.checkpoint._load import plan_reads
 from funshard.checkpoint._state import leaves as box_file
 from funshard.checkpoint._state.leaves import Box, RangeSharer, SliceLeaf, TensorRange, check_tiles, range_to_boxes, split_range
 from funshard.checkpoint._state.tree import describe, iter_leaves

@@ -3,8 +3,7 @@
 from ._errors import CheckpointError
 from ._files.directory import clean, latest
 from ._load import load
-from ._optimizer_state_dict import from_optimizer_state_dict, optimizer_state_dict
-from ._rekey import clean_name, rekey
+from ._optimizer_state_dict import clean_name, from_optimizer_state_dict, optimizer_state_dict, rekey
 from ._safetensors import export, read_safetensors
 from ._save import Saving, save
 from ._state.tree import per_rank

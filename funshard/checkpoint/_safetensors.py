@@ -35,8 +35,8 @@ from ._files.directory import LOCK, StagingDirectory, check_replaceable, copy_ac
 from ._files.manifest import MANIFEST, is_plain_name
 from ._files.untrusted import read_regular
 from ._files.writer import iter_boxes
+from ._optimizer_state_dict import clean_name
 from ._ranks import TIMEOUT, connect_ranks
-from ._rekey import clean_name
 from ._state.leaves import TensorRange, check_storable
 from ._state.tree import parameter_slice
 
