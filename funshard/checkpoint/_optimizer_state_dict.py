@@ -278,8 +278,6 @@ def _make_converters(
 
 
 class _UnitConverter:
-    """The conversion of one unit's state to states by parameter name, and back."""
-
     def __init__(self, unit: Unit, spec: PartitionSpec, group_of_param: Mapping[str, int], numbers: frozenset[int]) -> None:
         self.unit, self._spec, self._group_of_param, self._numbers = unit, spec, group_of_param, numbers
         self._groups = list(dict.fromkeys(group_of_param[param.name] for param in self.unit.params))  # as numbers are stacked

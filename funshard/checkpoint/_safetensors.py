@@ -529,7 +529,6 @@ def _find_tensors(param: Param, stored: Mapping[str, _FileTensor]) -> list[_File
 
 
 def _check_stored_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: Mapping[str, int], *, cast: bool) -> None:
-    """Raise ValueError unless a stored tensor fits; with ``cast``, another floating-point dtype does."""
     where, shape = f"parameter '{param.name}' of unit '{unit.key}'", whole_shape(param, sizes)
     if stored.shape != shape:
         hint = describe_pieces(param, sizes)
@@ -554,14 +553,12 @@ def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpe
 
 
 def _read_boxes(part: TensorRange, stored: _FileTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each box of a range, the memory for it and the values in the file."""
     for box, view in iter_boxes(part, part.begin, part.begin + len(part.data)) if len(part.data) else ():
         where = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
         yield view, stored.read(where)
 
 
 def _check_tied_values(part: TensorRange, other: _FileTensor, first: _FileTensor) -> None:
-    """Check that two tensors of one tied parameter have the same values in a range."""
     for (_, values), (_, expected) in zip(_read_boxes(part, other), _read_boxes(part, first), strict=True):
         if values.dtype != expected.dtype or not torch.equal(_view_bytes(values), _view_bytes(expected)):
             raise ValueError(

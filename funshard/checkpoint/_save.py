@@ -201,7 +201,6 @@ class _SaveResources:
 
 
 def _finish_last(when_busy: str) -> None:
-    """Wait for the last save, or raise CheckpointError if it is still being written."""
     for saving in list(_pending):
         if when_busy == "raise" and not saving.done():
             raise CheckpointError(f"the save to {saving.path} is still being written: expected its end; call its wait()")

@@ -335,7 +335,6 @@ def check_replaceable(path: Path, *, over_damaged: bool = False, any_directory: 
 
 
 def _holds_working_directory(path: Path) -> bool:
-    """Return whether a path is the working directory, or one above it."""
     try:
         return Path.cwd().is_relative_to(os.path.realpath(path))
     except FileNotFoundError:  # it was removed

@@ -168,17 +168,12 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _check_pickled_name(name: str) -> None:
-    """Raise DamagedError for a name that a metadata file does not need."""
     is_dtype = name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
     if name not in ALLOWED_GLOBALS and not is_dtype and not PATHS.fullmatch(name):
         raise DamagedError(f"it asks for {name}, which is no description of tensors: it is not loaded")
 
 
-# --- The objects of the file. ---
-
-
 def _parse_metadata(found: Any, nbytes: int) -> Metadata:
-    """Return torch's metadata from the objects of its pickle of so many bytes."""
     state = _get_fields(found, f"{DCP}Metadata")
     tensors: dict[str, Any] = {}
     known: dict[int, Any] = {}  # tied parameters share one entry
@@ -242,9 +237,6 @@ def _parse_info(found: Any) -> StorageInfo:
     if state.get("transform_descriptors"):
         _raise_damaged(f"bytes in '{file}' as torch.save writes them", f"transformed ones, {state['transform_descriptors']}")
     return StorageInfo(file, _parse_size(state.get("offset")), _parse_size(state.get("length")))
-
-
-# --- Their fields. ---
 
 
 def _raise_damaged(expected: str, found: Any) -> NoReturn:

@@ -364,7 +364,6 @@ STORAGES = re.compile(r"torch(\.storage)?\.(\w+Storage)")
 
 
 def _check_tensor_name(name: str) -> None:
-    """Raise DamagedError for a pickled name that is no part of a tensor."""
     is_dtype = name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
     if name not in REBUILDS and not is_dtype and not STORAGES.fullmatch(name) and name != "collections.OrderedDict":
         raise DamagedError(f"it asks for {name}, which is no part of a tensor: it is not loaded")

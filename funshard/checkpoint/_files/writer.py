@@ -118,7 +118,6 @@ class RangeSavePlanner:
 
 
 def _check_written(name: str, tensor: TensorStorageMetadata) -> None:
-    """Check that the chunks that all ranks write of a tensor tile it."""
     try:
         check_chunks(tensor)
     except ValueError as error:

@@ -212,9 +212,6 @@ def _check_units(data: Any, path: KeyPath) -> None:
         check_tree(child, (*path, str(entry)))
 
 
-# --- Parts of trees and slots. ---
-
-
 def _format_path(path: KeyPath) -> str:
     return f"state '{'.'.join(path)[:200]}'"
 
@@ -371,7 +368,6 @@ def check_rank_count(name: str, saved: int, ranks: int) -> None:
 
 
 def _units_from_json(content: Any, spec: PartitionSpec, path: tuple[str, ...]) -> dict[str, Node]:
-    """Return the nodes of the spec's units, by key, from the entries of parameters."""
     saved = {name: (names[0], dtype, slot) for names, dtype, slot in content["params"] for name in names}
     every = {names[0] for names, _, _ in content["params"]}
     unread = {*every}

@@ -108,7 +108,8 @@ def describe_container(value: Any, describe_child: Callable[[Any, Any], Node]) -
         cls: Any = type(value)
         entries, children, build = get_fields(cls), value, lambda xs: cls(*xs)
     else:
-        children, metadata, entries, unflatten = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
+        unknown: Any = value
+        children, metadata, entries, unflatten = optree.tree_flatten_one_level(unknown, namespace=NAMESPACE)
         build = partial(unflatten, metadata)
     return ContainerNode(kind, argument, tuple(entries), tuple(map(describe_child, entries, children)), build)
 
@@ -155,9 +156,6 @@ def get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
             return lambda xs: defaultdict(factory, zip(entries, xs, strict=True))
         case _:
             return lambda xs: TUPLES[kind](*xs)
-
-
-# --- As JSON. ---
 
 
 def container_to_json(kind: str, argument: Any, entries: Iterable[Any], children: list[Any]) -> dict[str, Any]:
@@ -407,12 +405,10 @@ class _Describer:
     def _describe_container(
         self, value: Any, path: tuple[str, ...], describe_child: Callable[[Any, Any], Node]
     ) -> ContainerNode:
-        """Return the node of a container, whose children ``describe_child(entry, child)`` describes."""
         self._check_container(value, path)
         return describe_container(value, describe_child)
 
     def _describe_unit(self, value: Any, path: StatePath) -> Node:
-        """Return the node of a unit's entry in a mapping by units, or of a part of it."""
         if isinstance(value, MatrixState):
             return self._describe_matrix_state(value, path)
         if isinstance(value, QuantizedSlice):
@@ -448,7 +444,6 @@ class _Describer:
         return SliceLeaf(unit, path.names if block == 1 else path.block_names, value.dtype, block=block)
 
     def _describe_matrix_state(self, state: MatrixState, path: StatePath) -> ContainerNode:
-        """Return the node of an optimizer's state by matrix: slices and owned tensors of matrices, and the fallback's."""
         params = {param.name: param for param in path.unit.params}
         matrices = tuple(params[name] for name in state.owned)
         step = self._describe_unit(state.step, path.child("step"))
