@@ -129,8 +129,8 @@ def test_files_are_short() -> None:
 
 BUDGETS = {
     "_call": 3800, "_compiled": 1050, "_core": 2500, "_init": 525, "_plan": 1700, "_sharding": 1350, "_slices": 425,
-    "_spec": 1050, "_steps": 1400, "_torch": 2350, "_transforms": 4200, "_units": 225, "_wire": 2000, "checkpoint": 5175,
-    "codecs": 400, "collectives": 1750, "compress": 600, "curvature": 800, "data": 225, "optim": 5875, "policies": 525,
+    "_spec": 1050, "_steps": 1400, "_torch": 2350, "_transforms": 4200, "_units": 225, "_wire": 2000, "checkpoint": 4825,
+    "codecs": 400, "collectives": 1750, "compress": 600, "curvature": 800, "data": 225, "optim": 5375, "policies": 525,
     "testing": 925,
 }  # fmt: skip
 """The most lines of each folder. They may only be lowered: the house is to have 36,000 lines, then 27,000."""
@@ -141,7 +141,7 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 39_350
+    assert sum(lines.values()) <= 38_500
 
 
 OF_COMPILATION = re.compile(r"_compiled/|_call/compiled_|_torch/|_spec/options|^__init__|_recompute/saved_nodes")
