@@ -570,7 +570,7 @@ def table() -> str:
         "hooks and in-place operators. *`chunked`* is that of blocks with an `fs.chunked` mean over their rows. With "
         "`at_rest=` half of each block is frozen, and the unsharded model has the decoded values. *`by_group`* has all blocks "
         'in one unit; *`reshard="shard"`* splits them over both axes of HSDP\'s mesh. With `compile=` double '
-        "backward is a RuntimeError of torch's; torch.func's stacks and vmaps run without compilation."
+        "backward is a RuntimeError of torch's; torch.func's transforms run without compilation."
     )
     return "\n".join([caption, "", *rows, "", explained, *(f"\n{mark} {note}" for note, mark in marks.items())])
 

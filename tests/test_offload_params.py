@@ -27,7 +27,7 @@ from funshard import P, _torch
 from funshard._core.division import Reduction
 from funshard._wire.host import place_slice
 from funshard._wire.route import Route
-from funshard.compress import _compressor
+from funshard.compress import _compressors
 from funshard.optim._elementwise import optimizer
 
 PARAMS = "params"
@@ -265,7 +265,7 @@ def test_averages_and_compressors_on_simulated_ranks(sizes: dict[str, int]) -> N
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_compressed_gradients_are_where_the_shards_are(monkeypatch: pytest.MonkeyPatch, name: str, axis: str | None) -> None:
     """With "meta" in the place of the host."""
-    monkeypatch.setattr(_compressor, "HOST", torch.device("meta"))
+    monkeypatch.setattr(_compressors, "HOST", torch.device("meta"))
     model, compressor = Net(2), COMPRESSORS[name]
     spec = fs.by_path({"blocks.0": P(axis, offload=PARAMS), "blocks.1": P(axis)})(model)
     with elsewhere():
