@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
+import pytest
 import torch
 
 import funshard
@@ -144,14 +145,23 @@ def test_folders_stay_within_their_budgets() -> None:
     assert sum(lines.values()) <= 38_500
 
 
-OF_COMPILATION = re.compile(r"_compiled/|_call/compiled_|_torch/|_spec/options|^__init__|_recompute/saved_nodes")
+OPTIONS = {
+    "compil": (r"_compiled/|_call/compiled_|_torch/|_spec/options|^__init__|_recompute/saved_nodes", 14),
+    "remat|recompu": (r"_recompute/|recompute.py|_spec/options|^__init__", 21),
+    "offload": (r"offload.py|_wire/host|_spec/options|^__init__", 13),
+    "precision": (r"_spec/|_call/casting|_wire/|^__init__", 20),
+    "at_rest": (r"_spec/|_wire/|at_rest.py", 21),
+    "local_axes|localdims": (r"_spec/local|_wire/whole|_core/unit", 13),
+}
+"""Words in the names of an option, the files of its own, and the most others that name it. They may only be lowered."""
 
 
-def test_few_files_name_compilation() -> None:
-    """Outside its own: what asks whether it is traced asks `_torch.is_in_graph`."""
-    others = [path for path in FILES if not OF_COMPILATION.search(path.relative_to(ROOT).as_posix())]
-    named = {str(path) for path in others for node in nodes(path) if "compil" in names_in(node)}
-    assert len(named) <= 17, named
+@pytest.mark.parametrize("words", OPTIONS)
+def test_few_files_name_an_option(words: str) -> None:
+    own, most = OPTIONS[words]
+    others = [path for path in FILES if not re.search(own, path.relative_to(ROOT).as_posix())]
+    named = {str(path) for path in others for node in nodes(path) if re.search(words, names_in(node))}
+    assert len(named) <= most, sorted(named)
 
 
 def names_in(node: ast.AST) -> str:

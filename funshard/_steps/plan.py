@@ -112,7 +112,7 @@ class AccumulationPlan:
     ) -> Accumulation:
         """Return the context for a run of the loss, whose weight may be 0 unless it is None."""
         partial = Reduction(self.reduction.by, frozenset()) if self.is_deferred else self.reduction
-        thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
+        thread = 0 if _torch.is_in_graph() else threading.get_ident()
         is_weighted = bool(self.positive) and self._has_replicas()
         return Accumulation(
             self.spec, given, entered, partial, self.reduction, thread, receiver, retains_graph, weight, is_weighted
@@ -126,9 +126,9 @@ class AccumulationPlan:
     def run_loss(self, f: Callable[..., Any], given: Params, batch: Any) -> tuple[Tensor, Any]:
         """Return the loss of a micro-batch and its aux. ValueError if ``f`` hooks a shard: calls bypass the hook."""
         loss = run_loss(f, self.has_aux, dict(given), batch)
-        if not torch.compiler.is_compiling() and self.has_aux:
+        if not _torch.is_in_graph() and self.has_aux:
             _check_aux(loss[1])
-        if not torch.compiler.is_compiling() and (hooked := [key for key, x in given.items() if _torch.has_hooks(x)]):
+        if not _torch.is_in_graph() and (hooked := [key for key, x in given.items() if _torch.has_hooks(x)]):
             raise ValueError(
                 f"unit '{hooked[0]}': the loss has called register_hook on its shard, which does not see the "
                 "gradients of functional_call here: expected no hook; change the gradients that come back, or in the update"

@@ -235,7 +235,7 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
 
     @functools.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        if torch.compiler.is_compiling():
+        if _torch.is_in_graph():
             with mark_region(what, name):
                 return f(*args, **kwargs)
         if not _torch.needs_graph():

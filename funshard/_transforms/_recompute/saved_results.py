@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -84,7 +83,7 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
         >>> torch.func.grad(f)(torch.tensor(0.0)) == torch.tensor(1.0).cos()
         tensor(True)
     """
-    if torch.compiler.is_compiling():
+    if _torch.is_in_graph():
         return mark_name(x, name)
     if not isinstance(x, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint_name: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
