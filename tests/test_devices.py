@@ -170,9 +170,9 @@ def test_averages_of_what_rests_on_the_host_rest_there(
     world.bound_device_id = torch.device("cuda", 1)
     sent: list[torch.device] = []
 
-    def reduced(x: Tensor, axis: fs.collectives.Axis) -> Tensor:
+    def reduced(x: Tensor, axis: fs.collectives.Axis, *, reduce: str = "mean") -> Tensor:
         sent.append(x.device)
-        return fs.collectives.all_reduce(x, axis)
+        return fs.collectives.all_reduce(x, axis, reduce=reduce)
 
     monkeypatch.setattr(fs.averaging, "all_reduce", reduced)
     with FakeTensorMode():

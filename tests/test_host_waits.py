@@ -6,6 +6,7 @@ There is no device here, so what a step asks for is counted: "meta" is the devic
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -117,8 +118,9 @@ def on_device(model: nn.Module) -> tuple[fs.PartitionSpec, fs.Params]:
 
 
 @pytest.mark.parametrize("step", [step_with_loss_scale, mean_of_uneven, clipped_samples])
-def test_a_step_does_not_wait(step: Callable[..., None], world: None) -> None:
+def test_a_step_does_not_wait(step: Callable[..., None], world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read, and nothing copied from the host, but for the state of the loss scale before the first step."""
+    monkeypatch.setattr(logging.getLogger("funshard"), "level", logging.WARNING)  # whatever a library has set: INFO has to read
     model = net()
     with Builds():
         step(model, *on_device(model), torch.empty(5, 4, device="meta"))

@@ -277,7 +277,7 @@ class OwnParameters(Guard):
         for name in call.params.keys() & call.spec.ignored:
             path, _, attr = name.rpartition(".")
             replaced.append((self._modules[path], (attr,)))
-        given = {*map(id, call.params.values())}
+        given = {id(x) for wrapped in call.params.values() for x in (wrapped, _torch.unwrap(wrapped))}
         own: dict[int, Tensor] = {}
         for module, attrs in replaced:
             if attrs and type(mine := self._before[module]["_parameters"]) is dict:  # else a call around this one sees to it

@@ -294,7 +294,7 @@ class RecomputedFunction:
 
     def _check_attributes(self, x: Tensor, before: Mapping[str, Any]) -> None:
         """Raise RuntimeError for attributes of Python that a run has set on a tensor, but Dynamo's and a running call's."""
-        for key, value in vars(x).items():
+        for key, value in () if _torch.is_fake(x) else vars(x).items():  # a fake tensor has its own
             if before.get(key, _MISSING) is not value and key != "set_" and not _torch.is_compiler_attribute(key):
                 raise RuntimeError(
                     f"{self.name} sets the attribute '{key}' of a tensor, which outside is another tensor: expected it "
