@@ -118,11 +118,13 @@ def on_device(model: nn.Module) -> tuple[fs.PartitionSpec, fs.Params]:
 
 
 @pytest.mark.parametrize("step", [step_with_loss_scale, mean_of_uneven, clipped_samples])
-def test_a_step_does_not_wait(step: Callable[..., None], world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_does_not_wait(step: Callable[..., None], world: None) -> None:
     """Nothing is read, and nothing copied from the host, but for the state of the loss scale before the first step."""
-    monkeypatch.setattr(logging.getLogger("funshard"), "level", logging.WARNING)  # whatever a library has set: INFO has to read
-    model = net()
-    with Builds():
+    model, logger = net(), logging.getLogger("funshard")
+    before = logger.level
+    logger.setLevel(logging.WARNING)  # whatever a library has set for all loggers: INFO has to read
+    with contextlib.ExitStack() as stack, Builds():
+        stack.callback(logger.setLevel, before)
         step(model, *on_device(model), torch.empty(5, 4, device="meta"))
 
 
