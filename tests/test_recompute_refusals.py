@@ -7,6 +7,7 @@ import io
 import random
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -540,6 +541,32 @@ def test_a_module_of_a_closure_that_changes_is_refused(where: str, way: str) -> 
     what = "'calls'" if where == "attribute" else "a buffer"
     with pytest.raises(RuntimeError, match=rf"remat of .* changes {what} of a Counts, which each run would change again"):
         WAYS[way](fs.remat(lambda x: module(x).sum()))(X)
+
+
+class CountsInAnObject(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.state = SimpleNamespace(calls=1)
+
+    def forward(self, input: Tensor, state: SimpleNamespace | None = None) -> Tensor:
+        (state := state or self.state).calls += 1
+        return super().forward(input) * state.calls
+
+
+def test_an_object_of_a_module_that_changes_is_refused() -> None:
+    """Its second run would multiply by another number; among the arguments it changes once."""
+    model = CountsInAnObject().double()
+    spec = fs.policies.whole(fs.P(remat=True))(model)
+    params = fs.shard(model, spec)
+    words = "changes 'calls' of a SimpleNamespace that is a module's attribute, which each run would change again"
+    with pytest.raises(RuntimeError, match=words):
+        fs.grad(lambda p: fs.functional_call(model, p, (X,), spec=spec).sum())(params)
+    state = SimpleNamespace(calls=1)
+    got = fs.grad(lambda p: fs.functional_call(model, p, (X, state), spec=spec).sum())(params)
+    plain = fs.policies.whole()(model)
+    want = fs.grad(lambda p: fs.functional_call(model, p, (X, SimpleNamespace(calls=1)), spec=plain).sum())(params)
+    assert_close(got, want)
+    assert state.calls == 2
 
 
 @pytest.mark.parametrize("where", ["attribute", "buffer"])

@@ -32,7 +32,18 @@ from .checks import (
     describe_parameter,
 )
 from .saved_results import SavedResults
-from .snapshot import ATOMS, Snapshot, TensorText, find_difference, find_tensors, load, merge, read_cell, take_snapshot
+from .snapshot import (
+    ATOMS,
+    Snapshot,
+    TensorText,
+    find_difference,
+    find_tensors,
+    is_watched,
+    load,
+    merge,
+    read_cell,
+    take_snapshot,
+)
 
 __all__ = ["RUNNING", "RecomputedFunction"]
 
@@ -58,6 +69,11 @@ def _own_tensors(module: nn.Module, kind: str) -> list[Tensor]:
 def _read_constants(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that all runs share, and how often each of its buffers was changed in place."""
     return {**vars(module), "a buffer": [(id(x), _torch.version(x)) for x in _own_tensors(module, "_buffers")]}
+
+
+def _read_object(x: Any) -> dict[str, tuple[Any, int]]:
+    """Return the attributes of an object, and how long the containers among them are."""
+    return {key: (value, len(value) if isinstance(value, list | dict | set) else 0) for key, value in vars(x).items()}  # pyright: ignore
 
 
 _MISSING = object()
@@ -100,6 +116,8 @@ class RecomputedFunction:
         self._before = self._freeze([find_variables(), *roots.values()])
         self._constants |= {id(x) for x in self._before.others if isinstance(x, _torch.ForbiddenTensor)}  # in this run alone
         self._shared = [] if owned else [(m, _read_constants(m)) for m in self._reached_modules()]
+        objects = {id(x): x for module in owned for x in vars(module).values() if is_watched(x)}
+        self._objects = [(x, _read_object(x)) for x in objects.values()]
         tensors = self._before.tensors
         levels = _torch.current_level() + _torch.is_in_forward_ad()  # plain autograd is another one, where it records
         levels += self._grad and any(_torch.unwrap(x).requires_grad for x in tensors)
@@ -291,6 +309,15 @@ class RecomputedFunction:
                         f"{self.name} changes {key if key == 'a buffer' else repr(key)} of a {type(module).__name__}, which "
                         "each run would change again: expected P(remat=True) of a unit, or its buffers among the arguments"
                     )
+        for x, before in self._objects if self._first is None else ():
+            for key, (value, length) in _read_object(x).items():
+                new = None if isinstance(value, Tensor) else value, length  # which may be a cached property
+                was = before.get(key, new)
+                if was[1] != length or not (was[0] is value or (type(value) in ATOMS and was[0] == value)):
+                    raise RuntimeError(
+                        f"{self.name} changes '{key}' of a {type(x).__name__} that is a module's attribute, which each run "
+                        "would change again: expected it among the arguments of forward, or in a list or dict"
+                    )
 
     def _check_attributes(self, x: Tensor, before: Mapping[str, Any]) -> None:
         """Raise RuntimeError for attributes of Python that a run has set on a tensor, but Dynamo's and a running call's."""
@@ -353,7 +380,7 @@ class RecomputedFunction:
         tensors = [*self._before.tensors, *outputs]
         del classes
         self._left = self._caller = None
-        self._shared = []
+        self._shared, self._objects = [], []
         self._before = self._before._replace(tensors=[])
         if (
             self.has_changed_objects

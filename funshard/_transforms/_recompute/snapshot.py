@@ -26,8 +26,8 @@ from ... import _torch
 from ..._core.mesh import Mesh, ProcessAxis, Simulated
 from ..._core.spec import PartitionSpec
 
-__all__ = ["ATOMS", "Snapshot", "TensorText", "find_difference", "find_tensors", "is_copied", "load", "merge", "read_cell"]
-__all__ += ["take_snapshot"]
+__all__ = ["ATOMS", "Snapshot", "TensorText", "find_difference", "find_tensors", "is_copied", "is_watched", "load", "merge"]
+__all__ += ["read_cell", "take_snapshot"]
 
 ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), type(...), type, range, slice, torch.dtype, torch.device, torch.Size}
@@ -65,6 +65,11 @@ def is_copied(value: Any) -> bool:
     if isinstance(value, tuple) and all(type(x) in ATOMS for x in value):  # pyright: ignore[reportUnknownVariableType]
         return False
     return _has_own_state(value) if isinstance(value, types.FunctionType) else isinstance(value, _COPIED)
+
+
+def is_watched(value: Any) -> bool:
+    """Return whether an attribute of a module is an object that all runs share, and that one of them could change."""
+    return hasattr(value, "__dict__") and not is_copied(value) and not _is_shared(type(value))
 
 
 # --- The bytes ---
