@@ -569,6 +569,81 @@ def test_an_object_of_a_module_that_changes_is_refused() -> None:
     assert state.calls == 2
 
 
+class Keeps(nn.Module):
+    """A layer with something in an attribute, which it also may get as an argument."""
+
+    def __init__(self, kept: Any, read: Callable[[Any, Any], float]) -> None:
+        super().__init__()
+        self.l, self.kept, self.read = nn.Linear(3, 3), kept, read
+
+    def forward(self, input: Tensor, given: Any = None) -> Tensor:
+        return torch.tanh(self.l(input)) * self.read(self.kept, given)
+
+
+class Lossy:
+    """An object that pickle would copy without what it is for."""
+
+    def __init__(self) -> None:
+        self.factor = 3.0
+
+    def __getstate__(self) -> dict[str, float]:
+        return {"factor": 1.0}
+
+
+class Counter(nn.Module):
+    calls = 0
+
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+MARK, KEY = object(), Lossy()
+
+
+def increase(array: np.ndarray[Any, Any]) -> float:
+    array[0] += 1
+    return float(array[0])
+
+
+@pytest.mark.parametrize(
+    ("kept", "read", "given"),
+    [
+        (None, lambda kept, given: 2.0 if given is MARK else 5.0, MARK),
+        (KEY, lambda kept, given: 2.0 if given is kept else 5.0, KEY),
+        ({KEY: 2.0}, lambda kept, given: kept.get(given, 5.0), KEY),
+        (None, lambda kept, given: given.factor, KEY),
+    ],
+    ids=["sentinel", "attribute", "key", "lossy"],
+)
+def test_arguments_are_who_they_are(kept: Any, read: Callable[[Any, Any], float], given: Any) -> None:
+    """The copies of a run are the same among each other, and have all that the objects have."""
+    model = Keeps(kept, read).double()
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    want = torch.func.grad(lambda p: torch.func.functional_call(model, p, (X, given)).sum())(full)
+    for p in (fs.P(), fs.P(remat=True)):
+        spec = fs.policies.whole(p)(model)
+        got = fs.grad(lambda q, s=spec: fs.functional_call(model, q, (X, given), spec=s).sum())(fs.shard(full, spec))
+        assert_close(fs.unshard(got, spec), want)
+
+
+@pytest.mark.parametrize(
+    ("kept", "read"),
+    [
+        (np.random.default_rng(0), lambda kept, _: float(kept.random())),
+        (np.zeros(1), lambda kept, _: increase(kept)),
+        (random.Random(0), lambda kept, _: kept.random()),
+        ([Counter()], lambda kept, _: kept[0].count()),
+    ],
+    ids=["generator", "array", "random", "module"],
+)
+def test_what_each_run_would_change_again_is_refused(kept: Any, read: Callable[[Any, Any], float]) -> None:
+    model = Keeps(kept, read).double()
+    spec = fs.policies.whole(fs.P(remat=True))(model)
+    with pytest.raises((TypeError, RuntimeError), match=r"that it changes|would change again"):
+        fs.grad(lambda p: fs.functional_call(model, p, (X,), spec=spec).sum())(fs.shard(model, spec))
+
+
 @pytest.mark.parametrize("where", ["attribute", "buffer"])
 def test_what_a_module_changes_of_itself(where: str) -> None:
     """Once, in its attributes and buffers; an object among its attributes is a constant."""

@@ -7,6 +7,7 @@ copies is then written into the caller's objects; tensors that it has left in th
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import types
 import weakref
@@ -76,6 +77,13 @@ def _read_object(x: Any) -> dict[str, tuple[Any, int]]:
     return {key: (value, len(value) if isinstance(value, list | dict | set) else 0) for key, value in vars(x).items()}  # pyright: ignore
 
 
+def _read_default(cls: type, key: str, value: Any, length: int) -> tuple[Any, int]:
+    """Return the value of a class for an attribute that a run has set, or the new one, which may be a cached property."""
+    default = inspect.getattr_static(cls, key, None)
+    is_new = default is None or hasattr(default, "__get__")
+    return (default, 0) if not is_new else (None if isinstance(value, Tensor) else value, length)
+
+
 _MISSING = object()
 
 _SEEN_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -113,11 +121,13 @@ class RecomputedFunction:
         self._call, self.name, self._names, self._modules = call, name, ["context variables", *roots], owned
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         self._attention = _torch.current_attention()
-        self._before = self._freeze([find_variables(), *roots.values()])
-        self._constants |= {id(x) for x in self._before.others if isinstance(x, _torch.ForbiddenTensor)}  # in this run alone
-        self._shared = [] if owned else [(m, _read_constants(m)) for m in self._reached_modules()]
         objects = {id(x): x for module in owned for x in vars(module).values() if is_watched(x)}
         self._objects = [(x, _read_object(x)) for x in objects.values()]
+        self._shared_objects = objects.keys()
+        self._before = self._freeze([find_variables(), *roots.values()])
+        self._constants |= {id(x) for x in self._before.others if isinstance(x, _torch.ForbiddenTensor)}  # in this run alone
+        mine = {*owned}
+        self._shared = [(m, _read_constants(m)) for m in self._reached_modules() if m not in mine]
         tensors = self._before.tensors
         levels = _torch.current_level() + _torch.is_in_forward_ad()  # plain autograd is another one, where it records
         levels += self._grad and any(_torch.unwrap(x).requires_grad for x in tensors)
@@ -157,7 +167,7 @@ class RecomputedFunction:
         self._constants = {id(x) for module in self._modules for x in _own_tensors(module, "_parameters")}
         parts = [roots[:-1], roots[-1]]
         with contextlib.suppress(Exception):
-            return take_snapshot(parts, constants=self._constants)
+            return take_snapshot(parts, constants=self._constants, shared=self._shared_objects)
         for own in roots[-1].values() if self._modules else ():
             for key in [key for key, value in own.items() if _find_error(value)]:
                 del own[key]  # as a list of locks
@@ -167,7 +177,7 @@ class RecomputedFunction:
                     f"{self.name} was given an object that cannot be copied for another run, {path} ({error}): expected "
                     "tensors, and containers of them"
                 )
-        return take_snapshot(parts, constants=self._constants)
+        return take_snapshot(parts, constants=self._constants, shared=self._shared_objects)
 
     def _arguments(self, roots: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments by the names that errors give them."""
@@ -213,7 +223,7 @@ class RecomputedFunction:
         out = self._run([*first, last], xs)
         self._check_operands(xs, versions, [*first, last])
         try:
-            after = take_snapshot([first, last, out], xs, self._before.others, made, self._constants)
+            after = take_snapshot([first, last, out], xs, self._before.others, made, self._constants, self._shared_objects)
         except Exception as error:
             raise self._uncopied_result(error) from error
         results = after.tensors[len(xs) :]
@@ -311,8 +321,7 @@ class RecomputedFunction:
                     )
         for x, before in self._objects if self._first is None else ():
             for key, (value, length) in _read_object(x).items():
-                new = None if isinstance(value, Tensor) else value, length  # which may be a cached property
-                was = before.get(key, new)
+                was = before.get(key) or _read_default(type(x), key, value, length)
                 if was[1] != length or not (was[0] is value or (type(value) in ATOMS and was[0] == value)):
                     raise RuntimeError(
                         f"{self.name} changes '{key}' of a {type(x).__name__} that is a module's attribute, which each run "

@@ -5,6 +5,7 @@ Loaded with other tensors, the bytes give each run objects of its own. Runs that
 
 from __future__ import annotations
 
+import builtins
 import contextvars
 import copyreg
 import functools
@@ -12,6 +13,7 @@ import io
 import itertools
 import pickle
 import random
+import sys
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -58,13 +60,19 @@ def _has_own_state(f: types.FunctionType) -> bool:
 
 _COPIED = (Tensor, tuple, list, dict, set, deque, functools.partial, torch.Generator, random.Random)
 """The classes of attributes of which each run has its own copy, or its own state."""
+_MAX_BYTES = 1 << 16
+"""The size of the largest NumPy array among the attributes of a module that is copied: larger ones are tables."""
 
 
 def is_copied(value: Any) -> bool:
     """Return whether each run gets its own copy of an attribute of a module."""
     if isinstance(value, tuple) and all(type(x) in ATOMS for x in value):  # pyright: ignore[reportUnknownVariableType]
         return False
-    return _has_own_state(value) if isinstance(value, types.FunctionType) else isinstance(value, _COPIED)
+    if isinstance(value, types.FunctionType):
+        return _has_own_state(value)
+    if type(value).__module__.partition(".")[0] == "numpy":
+        return getattr(value, "nbytes", 0) <= _MAX_BYTES
+    return isinstance(value, _COPIED) or hasattr(type(value), "__next__")
 
 
 def is_watched(value: Any) -> bool:
@@ -89,6 +97,7 @@ def take_snapshot(
     others: Iterable[Any] = (),
     made: Iterable[tuple[Any, int]] = (),
     constants: Container[int] = (),
+    shared: Container[int] = (),
 ) -> Snapshot:
     """Return the snapshot of some objects; an error of pickle for what it cannot copy.
 
@@ -98,9 +107,10 @@ def take_snapshot(
         others: Shared objects that have the first numbers.
         made: Objects that a load has made in the place of others, with the numbers of those.
         constants: The ids of tensors that all parts but the first share.
+        shared: The ids of other objects that all parts share.
     """
     snapshot = Snapshot([], list(tensors), list(others))
-    pickler = _Pickler(file := io.BytesIO(), snapshot, made)
+    pickler = _Pickler(file := io.BytesIO(), snapshot, made, shared)
     for part in parts:
         start = file.tell()
         pickler.dump(part)
@@ -112,10 +122,11 @@ def take_snapshot(
 class _Pickler(pickle.Pickler):
     """Pickles objects, and lists tensors and shared objects in a snapshot."""
 
-    def __init__(self, file: io.BytesIO, snapshot: Snapshot, made: Iterable[tuple[Any, int]]) -> None:
+    def __init__(self, file: io.BytesIO, snapshot: Snapshot, made: Iterable[tuple[Any, int]], shared: Container[int]) -> None:
         super().__init__(file, protocol=5)
         self._tensors, self._others = snapshot.tensors, snapshot.others
         self.constants: Container[int] = ()
+        self._shared = shared
         self._tensor_numbers = {id(x): i for i, x in enumerate(self._tensors)}
         self._numbers = {id(x): i for x, i in (*zip(self._others, itertools.count()), *made)}
 
@@ -137,8 +148,10 @@ class _Pickler(pickle.Pickler):
             return types.CellType, (), read_cell(obj), None, None, _fill_cell
         elif cls is PartitionSpec and any(isinstance(axis, Simulated) for _, axis in obj.bound_mesh.axes):
             return _spec, (self._number(obj), obj.bound_mesh)
-        elif not _is_shared(cls):
-            return NotImplemented
+        elif not (_is_shared(cls) or id(obj) in self._shared or _is_sentinel(obj)):
+            if not _has_own_state_methods(cls):
+                return NotImplemented
+            return copyreg.__newobj__, (cls,), _read_attributes(obj), None, None, _fill_object  # pyright: ignore
         return _shared, (self._number(obj),)
 
     def _number(self, obj: Any) -> int:
@@ -179,6 +192,11 @@ def _fill_function(f: Any, state: Any) -> None:
 
 def _fill_cell(cell: Any, state: Any) -> None:
     (cell.cell_contents,) = state
+
+
+def _fill_object(obj: Any, state: Any) -> None:
+    for name, value in state.items():
+        object.__setattr__(obj, name, value)
 
 
 def read_cell(cell: Any) -> tuple[Any] | None:
@@ -344,10 +362,26 @@ def _merge_contents(out: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> Non
 
 
 def _is_plain(cls: Any) -> bool:
-    """Return whether pickle copies an object of this class by its attributes alone."""
-    own = cls.__reduce_ex__, getattr(cls, "__getstate__", None), getattr(cls, "__setstate__", None)
-    default = object.__reduce_ex__, getattr(object, "__getstate__", None), None
-    return cls.__reduce__ in (object.__reduce__, types.SimpleNamespace.__reduce__) and own == default
+    """Return whether objects of this class are copied by their attributes alone."""
+    getstate = getattr(cls, "__getstate__", None)  # of a class in C, what it returns is in no attribute
+    is_python = getstate is getattr(object, "__getstate__", None) or isinstance(getstate, types.FunctionType)
+    is_default = cls.__reduce_ex__ is object.__reduce_ex__ and not hasattr(cls, "__getnewargs_ex__")
+    return is_python and is_default and cls.__reduce__ in (object.__reduce__, types.SimpleNamespace.__reduce__)
+
+
+def _has_own_state_methods(cls: Any) -> bool:
+    """Return whether pickle would ask an object for its state, which may leave out what the function reads."""
+    own = getattr(cls, "__getstate__", None), getattr(cls, "__setstate__", None)
+    is_made_empty = _is_plain(cls) and cls.__new__ is object.__new__ and not hasattr(cls, "__getnewargs__")
+    return is_made_empty and own != (getattr(object, "__getstate__", None), None)
+
+
+def _is_sentinel(obj: Any) -> bool:
+    """Return whether an object is its identity alone: ``object()``, or a global without attributes, where its class is."""
+    cls: Any = type(obj)
+    if cls is object or not hasattr(obj, "__dict__") or _read_attributes(obj) or not _is_plain(cls):
+        return cls is object
+    return any(x is obj for x in vars(sys.modules.get(cls.__module__, builtins)).values())
 
 
 def _read_attributes(obj: Any) -> dict[str, Any]:
