@@ -231,7 +231,7 @@ def can_run_compiled(call: Call, path: str) -> bool:
 
 def _find_obstacle(call: Call) -> str | None:
     """Return why torch cannot run compiled code here: "" where operators are recorded; None if it can."""
-    if torch.compiler.is_compiling() or _torch.is_tracing() or call.is_fake:
+    if _torch.is_in_graph() or _torch.is_tracing() or call.is_fake:
         return ""
     if _torch.has_dispatch_mode():
         return "a TorchDispatchMode is active, which sees no operators of compiled code"

@@ -98,9 +98,7 @@ def _check_reduced(model: nn.Module, params: Mapping[str, Tensor], spec: Partiti
     for unit in full:
         tensors = find_full_params(params, unit) or []
         for param, tensor in zip(unit.params, tensors, strict=True):
-            if _torch.has_derivative(tensor) and _torch.storage_id(_torch.unwrap(tensor)) == _torch.storage_id(
-                named[param.name]
-            ):
+            if _torch.has_derivative(tensor) and _torch.shares_storage(tensor, named[param.name]):
                 raise ValueError(
                     f"parameter '{param.name}' is the model's own, and with full parameters no gradient is reduced: on "
                     f"{ranks} ranks each would train alone; expected fs.shard(model, spec), or fs.unshard(params, spec) with "

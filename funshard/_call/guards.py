@@ -102,7 +102,7 @@ _MADE_ANEW = _OF_NN_MODULE | {"_flat_weights"}
 
 
 class AttributeWrites(Guard):
-    """What forward writes to attributes of modules, and into their dicts, lists and sets: put back, returned, or refused."""
+    """Put back, return or refuse what forward writes to attributes of modules, and into their dicts, lists and sets."""
 
     def __init__(self, run: ForwardRun) -> None:
         self._modules = run.call.bound.modules

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import error_text
 from .levels import current_level, detach_level, is_wrapped, unwrap
-from .storage import storage_id
+from .storage import shares_storage
 
 __all__ = ["DATA", "Function", "LevelFunction", "Versioned", "count_reentrant_checkpoints", "current_graph_task"]
 __all__ += ["current_pack_hook", "current_saved_tensor_hooks", "depends_only_on", "edges_in_graph", "find_nodes", "has_hooks"]
@@ -71,7 +71,7 @@ def is_leaf_view(tensor: Tensor) -> bool:
             break
         node = node.next_functions[0][0]
         if (leaf := getattr(node, "variable", None)) is not None:
-            return storage_id(unwrap(leaf)) == storage_id(unwrap(tensor))
+            return shares_storage(leaf, tensor)
     below = unwrap(tensor)._base
     return (tensor.requires_grad and tensor.grad_fn is None) or isinstance(below, torch.nn.Parameter)
 

@@ -22,7 +22,7 @@ from .._core.mesh import Mesh, Simulated
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, whole_shape
 from .._spec.precision import check_trainable
-from .._wire.flow import apply_options, gather_unit, reduce_unit, weigh_grad
+from .._wire.flow import apply_unit_options, gather_unit, reduce_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from .._wire.whole import flatten_whole, scatter_whole
 from ..collectives._functions import all_reduce, broadcast, sum_over
@@ -213,7 +213,7 @@ def per_sample_grads(
 
     def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
         probed = {unit.key: shared.enter(_attach_probe(buffers[unit.key], probes[unit.key]), unit) for unit in units}
-        used = {unit.key: apply_options(probed[unit.key], unit, mesh) for unit in units}
+        used = {unit.key: apply_unit_options(probed[unit.key], unit, mesh) for unit in units}
         return f(_unflatten_units(used, units), *sample)
 
     buffers = _gather_buffers(params, units, mesh, as_stored=True)

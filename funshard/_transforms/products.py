@@ -221,13 +221,13 @@ def match_vector(name: str, params: object, v: object) -> list[Tensor]:
     expected = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(params)[0]}
     got = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(v)[0]}
     for path in (*expected, *got):
-        if path not in expected or path not in got or not _fits(expected[path], got[path]):
+        if path not in expected or path not in got or not _has_same_layout(expected[path], got[path]):
             texts = [_describe_leaf(tree[path]) if path in tree else "none" for tree in (expected, got)]
             raise ValueError(f"{name}: v{path}: expected {texts[0]} as in params, got {texts[1]}")
     return [got[path] for path in expected]
 
 
-def _fits(expected: object, leaf: object) -> bool:
+def _has_same_layout(expected: object, leaf: object) -> bool:
     if isinstance(expected, Tensor) and isinstance(leaf, Tensor):  # not by their texts, which Dynamo does not compare
         return expected.shape == leaf.shape and expected.dtype == leaf.dtype
     return type(expected) is type(leaf)

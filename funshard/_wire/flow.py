@@ -28,7 +28,7 @@ from .host import HOST
 from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 
-__all__ = ["apply_options", "encode_at_rest", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit"]
+__all__ = ["apply_unit_options", "encode_at_rest", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit"]
 __all__ += ["refuse_reduce_codec_in_graph", "weigh_grad"]
 
 
@@ -74,7 +74,7 @@ def gather_unit(
     return _flow(piece, route.choose(as_stored), mesh, unit.key if check_order else None, gathers=True)
 
 
-def apply_options(buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
+def apply_unit_options(buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     """Return what options compute with, from a unit's buffer as it is stored; differentiable."""
     options = Route.for_unit(unit, mesh, REDUCE_MEAN, buffer.dtype, casts=False).options
     return _flow(buffer, options, mesh, None, gathers=True) if options else buffer

@@ -62,7 +62,7 @@ RUNNING = _Running()
 
 
 def _own_tensors(module: nn.Module, kind: str) -> list[Tensor]:
-    """Return a module's own parameters or buffers; nothing is gathered for that. A ScriptModule has another mapping."""
+    """Return a module's own parameters or buffers; nothing is gathered for that."""
     own = vars(module).get(kind)
     return [x for x in dict.values(own) if x is not None] if isinstance(own, dict) else []
 
@@ -80,8 +80,8 @@ def _read_object(x: Any) -> dict[str, tuple[Any, int]]:
 def _read_default(cls: type, key: str, value: Any, length: int) -> tuple[Any, int]:
     """Return the value of a class for an attribute that a run has set, or the new one, which may be a cached property."""
     default = inspect.getattr_static(cls, key, None)
-    is_new = default is None or hasattr(default, "__get__")
-    return (default, 0) if not is_new else (None if isinstance(value, Tensor) else value, length)
+    is_value = default is not None and not hasattr(default, "__get__")
+    return (default, 0) if is_value else (None if isinstance(value, Tensor) else value, length)
 
 
 _MISSING = object()
@@ -126,8 +126,8 @@ class RecomputedFunction:
         self._shared_objects = objects.keys()
         self._before = self._freeze([find_variables(), *roots.values()])
         self._constants |= {id(x) for x in self._before.others if isinstance(x, _torch.ForbiddenTensor)}  # in this run alone
-        mine = {*owned}
-        self._shared = [(m, _read_constants(m)) for m in self._reached_modules() if m not in mine]
+        owned_modules = {*owned}
+        self._shared = [(m, _read_constants(m)) for m in self._reached_modules() if m not in owned_modules]
         tensors = self._before.tensors
         levels = _torch.current_level() + _torch.is_in_forward_ad()  # plain autograd is another one, where it records
         levels += self._grad and any(_torch.unwrap(x).requires_grad for x in tensors)

@@ -379,9 +379,10 @@ def _has_own_state_methods(cls: Any) -> bool:
 def _is_sentinel(obj: Any) -> bool:
     """Return whether an object is its identity alone: ``object()``, or a global without attributes, where its class is."""
     cls: Any = type(obj)
-    if cls is object or not hasattr(obj, "__dict__") or _read_attributes(obj) or not _is_plain(cls):
-        return cls is object
-    return any(x is obj for x in vars(sys.modules.get(cls.__module__, builtins)).values())
+    if cls is object:
+        return True
+    is_empty = hasattr(obj, "__dict__") and _is_plain(cls) and not _read_attributes(obj)
+    return is_empty and any(x is obj for x in vars(sys.modules.get(cls.__module__, builtins)).values())
 
 
 def _read_attributes(obj: Any) -> dict[str, Any]:
