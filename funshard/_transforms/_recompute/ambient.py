@@ -44,13 +44,9 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 
 
 class AmbientState:
-    """The ambient state where it is made.
+    """The ambient state where it is made, with the generators of the devices of ``leaves``, the arguments, and more of them."""
 
-    Args:
-        leaves: The arguments; the generators of their devices are among those that count.
-        generators: More generators.
-    """
-
+    @_torch.disable_in_graph("the state around a recomputed function is the host's")
     def __init__(self, leaves: Iterable[object], generators: Iterable[torch.Generator] = ()) -> None:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
         self._devices = sorted((device.type, device.index) for device in devices if device.type not in ("cpu", "meta"))
