@@ -610,6 +610,18 @@ def test_alone() -> None:
         assert _torch.is_sole_holder(x)
 
 
+def test_parametrizations_set_a_tensor_to_itself() -> None:
+    """Which would count as a write; to another tensor they set it as ever."""
+    linear = nn.Linear(2, 2)
+    weight, other = linear.weight, torch.zeros(2, 2)
+    version = weight._version
+    nn.utils.parametrize.register_parametrization(linear, "weight", nn.Identity())
+    assert linear.parametrizations.weight.original is weight  # pyright: ignore
+    assert weight._version == version
+    nn.utils.parametrize._maybe_set(other, torch.ones(2, 2))
+    assert torch.equal(other, torch.ones(2, 2))
+
+
 SAVES: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "tanh": torch.tanh,

@@ -273,15 +273,13 @@ class OwnParameters(Guard):
     def __init__(self, run: ForwardRun) -> None:
         call, self._before, self._held = run.call, run.before, [x for x in _find_held(run) if isinstance(x.value, Tensor)]
         self._modules, self._thread = call.bound.modules, call.thread
-        replaced: list[tuple[nn.Module, Iterable[str]]] = [*call.bound.owned.items()]
-        for name in call.params.keys() & call.spec.ignored:
-            path, _, attr = name.rpartition(".")
-            replaced.append((self._modules[path], (attr,)))
+        ignored = (name.rpartition(".") for name in call.params.keys() & call.spec.ignored)
+        replaced = chain(call.bound.owned.items(), ((self._modules[path], (attr,)) for path, _, attr in ignored))
         given = {id(x) for wrapped in call.params.values() for x in (wrapped, _torch.unwrap(wrapped))}
         own: dict[int, Tensor] = {}
         for module, attrs in replaced:
             if attrs and type(mine := self._before[module]["_parameters"]) is dict:  # else a call around this one sees to it
-                own |= {id(x): x for attr in attrs if type(x := mine[attr]) is nn.Parameter and id(x) not in given}
+                own.update((id(x), x) for attr in attrs if type(x := mine[attr]) is nn.Parameter and id(x) not in given)
         others = [held for held in self._held if id(held.value) not in own and id(held.value) not in given]
         by_storage = {_torch.storage_id(x): x for x in own.values()} if others else {}
         self._own = own

@@ -20,6 +20,7 @@ Every rank starts and waits in the same order, as long as it runs the same progr
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -79,17 +80,17 @@ def _nothing_held() -> None:
 class SavedView:
     """The shape, stride and offset of a view of a `BackwardBuffer`, saved in forward or in a backward that records itself.
 
-    An object, not a closure: there is one for each weight of each unit, and the garbage collector visits all of them.
+    An object, not a closure, and its layout one that others share: there is one for each weight of each unit, and the garbage
+    collector visits all of them.
     """
 
-    __slots__ = ("backward_buffer", "by_backward", "dtype", "offset", "shape", "stride")
+    __slots__ = ("backward_buffer", "by_backward", "dtype", "layout")
 
     def __init__(self, backward_buffer: BackwardBuffer, tensor: Tensor, buffer: Tensor, by_backward: bool) -> None:
         self.backward_buffer, self.by_backward = backward_buffer, by_backward
         self.dtype = tensor.dtype  # not the buffer's, where that is bytes
-        self.shape, self.stride = tensor.shape, tensor.stride()
         typed = buffer if buffer.dtype is tensor.dtype else view_whole_elements(buffer, tensor.dtype)
-        self.offset = tensor.storage_offset() - typed.storage_offset()
+        self.layout = _share(tensor.shape, tensor.stride(), tensor.storage_offset() - typed.storage_offset())
 
     def __call__(self) -> Tensor:
         """Return the view of backward's buffer that stands for the saved one; gather it again if it was freed."""
@@ -107,8 +108,15 @@ class SavedView:
         if torch.is_grad_enabled() and route.reshard_after_forward:
             hook_running_node({_torch.storage_id(buffer): gathered}, 0 if is_over else _torch.current_level())
         typed = buffer if self.dtype is buffer.dtype else view_whole_elements(buffer, self.dtype)
-        view = typed.as_strided(self.shape, self.stride, typed.storage_offset() + self.offset)
+        shape, stride, offset = self.layout
+        view = typed.as_strided(shape, stride, typed.storage_offset() + offset)
         return _torch.wrap_for_ended_level(view) if is_over else view
+
+
+@functools.lru_cache(4096)
+def _share(*layout: Any) -> tuple[Any, ...]:
+    """Return the shape, stride and offset, the same objects for equal ones."""
+    return layout
 
 
 Grads = Sequence[Tensor | None]

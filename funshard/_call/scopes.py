@@ -20,7 +20,7 @@ from .._transforms._recompute.function import RUNNING
 from .._transforms._recompute.saved_results import run_unrecorded
 from .._transforms.offload import ActivationOffload
 from .modes import Mode, UnitInUse, units_given_full
-from .write_watch import allow_set_to_itself, forbid_set_to_itself, write_error
+from .write_watch import write_error
 
 __all__ = ["UnitScopes"]
 
@@ -49,8 +49,6 @@ class UnitScopes:
         self._outer_reentrant = _torch.count_reentrant_checkpoints()
         self._inside = RUNNING.names
         self.active = units_given_full(params, spec, buffers)
-        for given in self.active.values():
-            allow_set_to_itself(given.unit, given.views)
         self._scopes: list[list[UnitInUse]] = [[]]
         self._pending: list[UnitInUse] = []  # left, but not freed before the next gather, in case the forward ends here
         self._written: tuple[Unit, str] | None = None  # a parameter that forward has written to
@@ -81,7 +79,6 @@ class UnitScopes:
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
             gathered = run_unrecorded(self._mode.gather, unit)
         gathered.watch.views = gathered.views
-        allow_set_to_itself(unit, gathered.views)
         if self._offload and not gathered.reshard:
             self._offload.exclude(gathered.views)
         self.active[unit.key] = gathered
@@ -101,8 +98,7 @@ class UnitScopes:
     def free(self, many: list[UnitInUse], *, keep_for_backward: bool = False) -> None:
         """End the use of these units: free their buffers, or leave them to backward."""
         for gathered in many:
-            swapped = forbid_set_to_itself(gathered.unit, gathered.views)
-            if (what := gathered.watch.find_write() or (swapped if gathered.watch.views else None)) and not self._written:
+            if (what := gathered.watch.find_write()) and not self._written:
                 self._written = gathered.unit, what
             if self.active.get(gathered.unit.key) is gathered:
                 del self.active[gathered.unit.key]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from .._core.layout import unflatten_unit
 from .._core.unit import Unit
 from .._wire.mixed_layout import MixedLayout
 
-__all__ = ["WriteWatch", "allow_set_to_itself", "compare_values", "forbid_set_to_itself", "write_error"]
+__all__ = ["WriteWatch", "compare_values", "write_error"]
 
 _comparing = 0
 """How many `compare_values` are active in this process."""
@@ -70,11 +68,11 @@ class WriteWatch:
 
     def _find_replaced(self) -> str | None:
         """Return a parameter that is no view of the buffer any more."""
-        if not self._watched or not self.views or _torch.is_wrapped(self.views[0]):  # then all of them are
+        if not self._watched:
             return None
         storages = {_torch.storage_id(now) for now, _, _ in self._watched}
         for i, view in enumerate(self.views):
-            if _torch.storage_id(view) not in storages:
+            if _torch.storage_id(_torch.unwrap(view)) not in storages:
                 return f"parameter '{self._unit.params[i].name}'"
         return None
 
@@ -100,27 +98,6 @@ def _copy(x: Tensor) -> Tensor | None:
 def _bits_equal(a: Tensor, b: Tensor) -> bool:
     with _torch.below_transforms():
         return torch.equal(a, b) or torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
-
-
-def allow_set_to_itself(unit: Unit, views: Sequence[Tensor]) -> None:
-    """Let ``weight.set_(weight)`` do nothing, by which torch.nn.utils.parametrize registers: it would count as a write.
-
-    That is an attribute of each of these tensors, which `forbid_set_to_itself` removes.
-    """
-    for param, view in zip(unit.params, views, strict=True):
-        view.set_ = partial(_set_to_itself, unit, param.name, id(view))  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def forbid_set_to_itself(unit: Unit, views: Sequence[Any]) -> str | None:
-    """Undo `allow_set_to_itself`. Return a parameter that has lost it, by torch.utils.swap_tensors."""
-    lost = [i for i, view in enumerate(views) if view.__dict__.pop("set_", None) is None]
-    return f"parameter '{unit.params[lost[0]].name}'" if lost else None
-
-
-def _set_to_itself(unit: Unit, name: str, own: int, source: object = None, *_: object) -> object:
-    if id(source) != own:
-        raise write_error(unit, f"parameter '{name}'")
-    return source
 
 
 def write_error(unit: Unit, what: str) -> RuntimeError:

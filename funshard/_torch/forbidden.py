@@ -42,12 +42,13 @@ def _forbidden_class(cls: type[Tensor]) -> type[Tensor]:
 
 def forbid(tensors: Iterable[Tensor]) -> Callable[[], None]:
     """Make it an error to compute with these tensors. Return a function that allows it again."""
-    changed = [(x, type(x)) for x in tensors]
-    for x, cls in changed:
+    changed = [*tensors]
+    classes = [*map(type, changed)]
+    for x, cls in zip(changed, classes, strict=True):
         x.__class__ = _forbidden_class(cls)
 
     def allow() -> None:
-        for x, cls in changed:
+        for x, cls in zip(changed, classes, strict=True):
             x.__class__ = cls
 
     return allow

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.utils import parametrize
 
 from .tracing import assume_constant
 
@@ -31,6 +32,17 @@ def find_reset(module: nn.Module) -> Callable[[], object] | None:
     if not callable(reset) and isinstance(module, nn.MultiheadAttention | nn.Transformer):
         reset = module._reset_parameters
     return reset if callable(reset) else None
+
+
+_set = parametrize._maybe_set
+
+
+def _set_unless_same(dest: Tensor, src: Tensor) -> None:
+    if dest is not src:  # a forward that registers a parametrization, as peft's, sets a parameter to itself: that is no write
+        _set(dest, src)
+
+
+parametrize._maybe_set = _set_unless_same  # pinned by test_parametrizations_set_a_tensor_to_itself
 
 
 # --- What traced code writes into modules and dicts: Dynamo writes it into the real objects after the graph has run ---
