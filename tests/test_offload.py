@@ -121,13 +121,10 @@ def test_values_are_those_of_the_plain_function(steps: list[str], order: str, lo
 
 
 def saved(f: Callable[..., Any], *args: Any, **options: Any) -> tuple[int, int]:
-    """How many storages go out in a forward and come back in a second backward."""
+    """How many storages go out in a forward and come back in its backward."""
     with counted() as copies:
-        y = moved(f, **options)(*args).sum()
-        y.backward(retain_graph=True)
-        out, copies.back = copies.out, 0
-        y.backward()
-    return out, copies.back
+        moved(f, **options)(*args).sum().backward()
+    return copies.out, copies.back
 
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6)
@@ -153,7 +150,7 @@ def test_a_storage_goes_once_and_what_the_caller_holds_stays() -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
     assert saved(module, x, at_least=6 * 8 + 1) == (1, 0)
     out, back = saved(lambda x: x.sin().sin().sin().sin(), x * 1, load=1)
-    assert (out, back) == (4, 4)  # each in a load of its own
+    assert (out, back) == (4, 3)  # each in a load of its own; the last is there
     with counted() as copies:
         fs.offload(lambda x: (x * 2).sin().exp(), at_least=0)(x).sum().backward()  # the device is the host
     assert copies.out == 0
@@ -427,8 +424,7 @@ def units(rank: int, name: str, which: str, way: str) -> None:
         spec = fs.by_type(blocks, p=P("shard", **options, offload=ACTIVATIONS))(model).bound
         with everywhere() as copies:
             equal(STEP[way](loss_of(model, spec, rank), params), expected)
-            if way not in ("hvp", "grad of grad"):
-                assert copies.out > 5
+            assert (copies.out > 5) is (way in ("fs", "backward", "double"))  # torch.func keeps what it saves on the device
         assert copies.wait_for_none()
     nothing_left()
 

@@ -27,10 +27,6 @@ from funshard import P, _torch
 from funshard._torch import storage
 from funshard._transforms import offload as host_buffers
 
-under_a_mode = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="torch 2.11 fails an assertion of its own: its dispatch modes, within saved-tensor hooks"
-)
-
 ROWS, WIDTH = 1 << 14, 8
 BYTES = ROWS * WIDTH * 8
 """Of one activation: 1 MiB, which is what offload takes by itself."""
@@ -111,14 +107,14 @@ def step(blocks: int, way: str, p: P, mark: Callable[[], None] = lambda: None) -
 
 
 @each
-@pytest.mark.parametrize("way", ["fs", pytest.param("torch.func", marks=under_a_mode), "backward"])
+@pytest.mark.parametrize("way", ["fs", "backward"])
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_two_loads_are_on_the_device(world: None, way: str, blocks: int) -> None:
     """In activations, of n blocks of which each saves 2 (the first 1: its argument is the caller's):
 
     forward   device: 2 * 2 + 1, of the block before and of this one, and what it gives       host: 2 * n - 1
     between   device: 2, the last block's
-    backward  device: 2 * 2 + 2, of this block and of the one that comes, and two gradients (torch.func holds a third)
+    backward  device: 2 * 2 + 2, of this block and of the one that comes, and two gradients
     plain     device: 2 * n, of which one is no longer needed when forward ends
     """
     saved = OF_BLOCK * blocks - 1
@@ -126,13 +122,13 @@ def test_two_loads_are_on_the_device(world: None, way: str, blocks: int) -> None
     assert (plain.turn, plain.end, plain.copies) == ((saved, 0, {"meta": saved + 1, "cpu": 0}), (0, 0), [])
     there = step(blocks, way, P("shard", offload="activations"))
     assert there.turn == (OF_BLOCK, saved, {"meta": 2 * OF_BLOCK + 1, "cpu": saved})
-    assert there.peak == {"meta": 2 * OF_BLOCK + 2 + (way == "torch.func"), "cpu": saved}
+    assert there.peak == {"meta": 2 * OF_BLOCK + 2, "cpu": saved}
     assert there.end == (0, 0)
     assert there.copies == [("cpu", True)] * saved + [("meta", True)] * (saved - OF_BLOCK)  # the last load has not left
 
 
 @each
-@pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
+@pytest.mark.parametrize("way", ["fs", "backward"])
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_of_recomputed_units_the_arguments_leave(world: None, way: str, blocks: int) -> None:
     """In activations, of n blocks that keep 1, their argument (the first none), and save 2 when they run again:

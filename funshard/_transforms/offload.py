@@ -1,7 +1,8 @@
 """offload: a function whose saved tensors are in host memory until backward.
 
-Saved-tensor hooks around the function copy out what autograd saves, and fetch it a batch ahead. A tensor
-stays on the device if moving it would free no memory, or if it is restored in another way: `OffloadHooks.is_moved`.
+Saved-tensor hooks around the function copy out what plain autograd saves, and fetch it a batch ahead. torch's ``save_on_cpu``
+copies each saved tensor by itself, weights too, and waits in backward. Here the views of a storage share one copy, and what
+would free no memory stays on the device: `OffloadHooks.is_moved`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._torch.phases import phase
 from ._recompute.function import RUNNING
-from .saved_tensors import RestorableBuffer, SavedTensorHooks, TensorRestorer, hook_running_node, unpack
+from .saved_tensors import RestorableBuffer, SavedTensorHooks, TensorRestorer, unpack
 
 __all__ = ["ActivationOffload", "choose_hooks", "choose_offload", "offload"]
 
@@ -38,16 +39,15 @@ __all__ = ["ActivationOffload", "choose_hooks", "choose_offload", "offload"]
 # memory is freed when the next batch is complete, so its copies overlap with all of that one's computation. When backward
 # reaches a batch, the previous one starts to come back. So two batches are on the device at any time: in forward the last
 # complete one and the one that is being saved, in backward the one that is read and the previous one. Nothing waits for the
-# last batch of a forward: it has not left when backward reads it.
+# last batch of a forward: it has not left when backward reads it. A backward that retains its graph frees no batch.
 
 
 class HostBuffer:
     """A copy on the host of a storage, or a span of one, which all saved views of it share."""
 
     def __init__(self, source: Tensor, host: torch.device) -> None:
-        self.storage, self.dtype = weakref.ref(source.untyped_storage()), source.dtype
         self.counter, self.version = _torch.make_version_probe(source), _torch.version(source)
-        self._start, self._device = int(source.storage_offset()), source.device
+        self._storage, self._device = weakref.ref(source.untyped_storage()), source.device
         self._on_device: Tensor | None = source
         self._is_fetched = False
         self._host = _torch.allocate_like(source, host)
@@ -55,21 +55,12 @@ class HostBuffer:
             self._copy = _torch.AsyncCopy(source, self._host)
 
     def has_values_of(self, source: Tensor) -> bool:
-        """Return whether the copy has the values that a tensor of the same storage and span has now.
+        """Return whether the copy has the values that a tensor of the same span has now.
 
         Only a tensor that shares the version counter can tell: others may have been written to without a trace here.
         """
-        return (
-            self.dtype == source.dtype
-            and self.version == _torch.version(source)
-            and _torch.shares_counter(self.counter, source)
-        )
-
-    def offset_of(self, tensor: Tensor) -> int:
-        """Return the offset of a view in this buffer, whether it is of the source's storage or of one that was fetched."""
-        storage = self.storage()
-        in_source = storage is not None and _torch.storage_id_of(storage) == _torch.storage_id(tensor)
-        return int(tensor.storage_offset()) - (self._start if in_source else 0)
+        is_unchanged = self._storage() is not None and self.version == _torch.version(source)
+        return is_unchanged and _torch.shares_counter(self.counter, source)
 
     def free_device_memory(self) -> None:
         """Drop the tensor on the device, as soon as it is copied."""
@@ -93,80 +84,58 @@ class HostBuffer:
 
 
 class OffloadBatch:
-    """The host buffers of one run of a unit or function, held by autograd's graph, as is the ``previous`` batch if any."""
+    """The host buffers of one run of a unit or function, held by autograd's graph, as is the previous batch if any."""
 
-    def __init__(self, queue: OffloadQueue, previous: OffloadBatch | None) -> None:
-        self.queue, self.bytes = queue, 0
-        self.previous: Callable[[], OffloadBatch | None] = weakref.ref(previous) if previous else _no_batch
+    def __init__(self, previous: OffloadBatch | None) -> None:
+        self.bytes, self.is_read = 0, False
         self.buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
+        self.previous = weakref.ref(previous or self)
 
-    def prefetch(self) -> None:
-        """Start to copy all buffers back."""
-        with _torch.below_transforms():
-            for buffer in self.buffers:
+    def read(self) -> None:
+        """Start to copy back all buffers of this batch, which backward has reached, and those of the previous one."""
+        if not self.is_read:
+            self.is_read = True
+            previous = self.previous()
+            for buffer in (*self.buffers, *(previous.buffers if previous else ())):
                 buffer.prefetch()
 
-    def free_device_memory(self, *but: OffloadBatch | None) -> None:
-        """Free the device memory of the buffers that are not in the batches ``but`` as well."""
-        for buffer in set(self.buffers).difference(*(batch.buffers for batch in but if batch)):
-            buffer.free_device_memory()
 
-
-class OffloadQueue:
-    """The batches of one thread in the order of forward. It holds the open one; the others it refers to weakly."""
+class OffloadQueue(threading.local):
+    """This thread's batches in the order of forward, of which the last may be open; and its host buffers by their spans."""
 
     def __init__(self) -> None:
-        self._open: OffloadBatch | None = None
-        self._latest: Callable[[], OffloadBatch | None] = _no_batch
-        self._reading: Callable[[], OffloadBatch | None] = _no_batch  # the one that backward has reached
-        self._buffers: weakref.WeakValueDictionary[tuple[int, int, int], HostBuffer] = weakref.WeakValueDictionary()
+        self._latest: OffloadBatch | None = None
+        self._is_open = False
+        self._buffers: weakref.WeakValueDictionary[tuple[int, int, int, torch.dtype], HostBuffer]
+        self._buffers = weakref.WeakValueDictionary()
 
-    def add(self, source: Tensor, start: int, stop: int, host: torch.device, limit: float) -> tuple[HostBuffer, OffloadBatch]:
-        """Start to copy these elements of a tensor's storage, in the open batch, which is complete with ``limit`` bytes."""
-        key = _torch.storage_id(source), start, stop
+    def add(self, source: Tensor, start: int, stop: int, target: OffloadTarget) -> tuple[HostBuffer, OffloadBatch]:
+        """Start to copy these elements of a tensor's storage to the host, in the open batch."""
+        key = _torch.storage_id(source), start, stop, source.dtype
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.storage() is None or not buffer.has_values_of(source):
-            with _torch.below_transforms():
-                buffer = self._buffers[key] = HostBuffer(source.detach().as_strided((stop - start,), (1,), start), host)
-        batch = self._open = self._open or OffloadBatch(self, self._latest())
+        if buffer is None or not buffer.has_values_of(source):
+            with torch.no_grad():
+                span = source.detach().as_strided((stop - start,), (1,), start)
+                buffer = self._buffers[key] = HostBuffer(span, target.host or torch.device("cpu"))
+        if not self._is_open or self._latest is None:
+            self._latest, self._is_open = OffloadBatch(self._latest), True
+        batch = self._latest
         batch.buffers.add(buffer)
         batch.bytes += (stop - start) * source.itemsize
-        if batch.bytes >= limit:
+        if batch.bytes >= target.batch_bytes:
             self.close_batch()
         return buffer, batch
 
     def close_batch(self) -> None:
         """Complete the open batch, and free the device memory of the one before it."""
-        if self._open is None:
-            return
-        batch, self._open, self._latest = self._open, None, weakref.ref(self._open)
-        if previous := batch.previous():
-            previous.free_device_memory(batch)
-
-    def read_batch(self, batch: OffloadBatch) -> None:
-        """Fetch a batch that backward reads, and the previous one; free the one that backward has left."""
-        if (left := self._reading()) is batch:
-            return
-        self._reading = weakref.ref(batch)
-        batch.prefetch()
-        if previous := batch.previous():
-            previous.prefetch()
-        if left:
-            left.free_device_memory(batch, previous)
+        if self._is_open and self._latest is not None:
+            self._is_open = False
+            previous = self._latest.previous()
+            for buffer in set(previous.buffers if previous else ()).difference(self._latest.buffers):
+                buffer.free_device_memory()
 
 
-def _no_batch() -> None:
-    """Return None, as a dead weak reference does."""
-
-
-class _Queues(threading.local):
-    """The queue of each thread."""
-
-    def __init__(self) -> None:
-        self.of_thread = OffloadQueue()
-
-
-_QUEUES = _Queues()
+_QUEUE = OffloadQueue()
 
 
 @dataclass(frozen=True)
@@ -175,44 +144,18 @@ class OffloadedTensor:
 
     buffer: HostBuffer
     batch: OffloadBatch
-    dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    counter: Tensor
-    """A tensor with the version counter of the saved one, without its memory."""
-    version: int
-    witness: Tensor | None
-    """A tensor of the transform whose graph this is in; None for plain autograd's."""
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtype of the tensor, and of the views of it that can be restored."""
-        return (self.dtype,)
 
     def __call__(self) -> Tensor:
         """Return the tensor on the device; RuntimeError if it was changed in place since it was saved."""
-        _torch.unpack_versioned((self.counter, self.version), self.shape)
-        self.batch.queue.read_batch(self.batch)
-        level = _torch.level_of(self.witness) if self.witness is not None else 0
-        over = self.witness is not None and _torch.is_dead(self.witness)
+        _torch.unpack_versioned((self.buffer.counter, self.buffer.version), self.shape)
         with _torch.below_transforms():
+            self.batch.read()
             flat = self.buffer.wait()
-            flat = flat if flat.dtype == self.dtype else flat.view(self.dtype)
             # a span that has not left the device is a view of its storage, with an offset of its own
-            view = flat.as_strided(self.shape, self.stride, int(flat.storage_offset()) + self.offset)
-        if torch.is_grad_enabled():
-            hook_running_node({_torch.storage_id(view): self}, 0 if over else level)
-        return _torch.wrap_for_ended_level(view) if over else _torch.wrap_at_level(view, level)
-
-    def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:
-        """Return the same for a view of it that a backward with a graph saves, so that it is not kept either."""
-        inner = _torch.unwrap(tensor)
-        if _torch.level_of(tensor) or inner.requires_grad != tensor.requires_grad or self.witness is not None:
-            return None
-        counter, offset = _torch.make_version_probe(inner), self.buffer.offset_of(tensor)
-        now = {"counter": counter, "version": _torch.version(counter)}
-        return replace(self, shape=tensor.shape, stride=tensor.stride(), offset=offset, **now)
+            return flat.as_strided(self.shape, self.stride, int(flat.storage_offset()) + self.offset)
 
 
 # --- offload ---
@@ -240,9 +183,9 @@ def offload(
 
     Nothing waits for the copies: a batch, which is what one call saves, leaves while the next one is saved, and comes back
     when backward reaches the batch after it. So at most two batches are on the device. Small tensors, parameters, arguments
-    without gradients, views of these, and gathered weights stay there. It holds under plain autograd at any order, and one
-    torch.func.grad or vjp; other transforms and torch.utils.checkpoint around it only get the same values. Inside
-    torch.compile the wrapper is ``f``. `P` with ``offload="activations"`` does this for a unit's module.
+    without gradients, views of these, and gathered weights stay there. It holds under plain autograd, as in `grad`;
+    torch.func's transforms and torch.utils.checkpoint around it only get the same values. Inside torch.compile the wrapper is
+    ``f``. `P` with ``offload="activations"`` does this for a unit's module.
 
     Args:
         f: The function.
@@ -262,7 +205,7 @@ def offload(
     Example:
         >>> import torch, funshard as fs
         >>> f = fs.offload(lambda x: x.sin().exp().sum(), at_least=0, host="cpu")
-        >>> torch.func.grad(f)(torch.zeros(3))
+        >>> fs.grad(f)(torch.zeros(3))
         tensor([1., 1., 1.])
     """
     for name, value in (("at_least", at_least), ("load", load)):
@@ -271,109 +214,92 @@ def offload(
         if value < 0:
             raise ValueError(f"offload: {name}: expected at least 0 bytes, got {value}")
     target = OffloadTarget(at_least, load, None if host is None else torch.device(host))
+    module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
 
     @functools.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if _torch.is_in_graph() or not can_offload():
             return f(*args, **kwargs)
-        outer = find_offload_hooks(_torch.current_pack_hook())
-        module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
+        outer = find_hooks(_torch.current_pack_hook())
+        held = outer.held if isinstance(outer, OffloadHooks) else ()
         own = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
-        held = (*(outer.held if outer else ()), storage_ids(own), constant_storages(args, kwargs))
-        hooks = OffloadHooks(outer.restorable if outer else {}, target, held, over=outer.over if outer else 0)
-        with hooks.activate(hooks.pack):
-            return f(*args, **kwargs)
+        return OffloadHooks(outer.restorable if outer else {}, target, held).run(f, own, args, kwargs)
 
     return run
 
 
 def can_offload() -> bool:
-    """Return whether hooks of this library can replace what autograd saves, in this transform and inside those around it."""
-    if not _torch.can_replace_saved_tensors() or not _torch.needs_graph() or _torch.is_tracing() or RUNNING.is_first:
+    """Return whether plain autograd records what is computed now, and hooks of others replace nothing of it."""
+    if _torch.current_level() or not _torch.needs_graph() or _torch.is_tracing() or RUNNING.is_first:
         return False
     outer = _torch.current_pack_hook()
-    return outer is None or isinstance(getattr(outer, "__self__", None), SavedTensorHooks)
+    return outer is None or find_hooks(outer) is not None
 
 
-def find_offload_hooks(pack: Callable[..., object] | None) -> OffloadHooks | None:
-    """Return the hooks whose method a pack function is; None if they do not offload."""
+def find_hooks(pack: Callable[..., object] | None) -> SavedTensorHooks | None:
+    """Return the hooks whose method a pack function is; None if they are not of this library."""
     hooks = getattr(pack, "__self__", None)
-    return hooks if isinstance(hooks, OffloadHooks) else None
+    return hooks if isinstance(hooks, SavedTensorHooks) else None
 
 
-def constant_storages(args: Any, kwargs: Any) -> set[int]:
-    """Return the storages of the arguments without gradients, which the caller holds."""
-    return storage_ids(x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad)
-
-
-def storage_ids(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the storages of these tensors."""
-    inner = (_torch.unwrap(x) for x in tensors)
-    return {_torch.storage_id(x) for x in inner if isinstance(x, nn.Parameter) or _is_flat_copyable(x)}
+def storage_ids(tensors: Iterable[object]) -> set[int]:
+    """Return the storages of those of these tensors that have one."""
+    return {_torch.storage_id(x) for x in tensors if isinstance(x, Tensor) and _is_flat_copyable(x)}
 
 
 def _is_flat_copyable(x: Tensor) -> bool:
     """Return whether a flat copy of its storage has all its values."""
-    x = _torch.unwrap(x)
-    strided = (type(x) is Tensor or _torch.is_fake(x)) and x.layout is torch.strided
-    return strided and not (x.is_conj() or x.is_neg() or x.is_quantized)
+    return _torch.is_plain(x) and not (_torch.is_wrapped(x) or x.is_conj() or x.is_neg() or x.is_quantized)
 
 
 class OffloadHooks(SavedTensorHooks):
-    """Hooks that move saved tensors to the host, if `SavedTensorHooks` does not replace them anyway."""
+    """Hooks that move saved tensors to the host, but for the storages ``held``, unless `SavedTensorHooks` replaces them."""
 
     def __init__(
-        self, restorable: dict[int, RestorableBuffer], target: OffloadTarget, held: Iterable[set[int]], *, over: int = 0
+        self, restorable: dict[int, RestorableBuffer], target: OffloadTarget | None, held: Iterable[set[int]] = ()
     ) -> None:
-        super().__init__(restorable, over=over)
-        self.target, self.held, self._level = target, tuple(held), _torch.current_level()
-        self._witness: Tensor | None = None
-        if self._level:
-            with _torch.below_transforms():
-                empty = torch.empty(0)
-            self._witness = _torch.wrap_at_level(empty, self._level)
-
-    def pack(self, tensor: Tensor) -> TensorRestorer | _torch.Versioned:
-        """Return what to keep instead of a tensor."""
-        packed = super().pack(tensor)
-        if not (type(packed) is tuple or isinstance(packed, Tensor)) or not self.is_moved(tensor):
-            return packed
-        inner = _torch.unwrap(tensor)
-        start, stop = _storage_span(inner)
-        whole = inner.untyped_storage().nbytes() // inner.itemsize
-        if 2 * (stop - start) >= whole:
-            start, stop = 0, whole
-        host = self.target.host or torch.device("cpu")
-        buffer, batch = _QUEUES.of_thread.add(inner, start, stop, host, self.target.batch_bytes)
-        witness = self._witness if _torch.level_of(tensor) else None
-        where = tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start
-        return OffloadedTensor(buffer, batch, tensor.dtype, *where, buffer.counter, buffer.version, witness)
-
-    def is_moved(self, tensor: Tensor) -> bool:
-        """Return whether a saved tensor moves to the host, see `offload`."""
-        if not _is_flat_copyable(tensor) or _torch.is_in_forward_ad():
-            return False
-        inner = _torch.unwrap(tensor)
-        if self.target.host is None and not _torch.is_accelerator(inner.device):
-            return False
-        if any(_torch.storage_id(inner) in held for held in self.held):
-            return False
-        start, stop = _storage_span(inner)
-        if (stop - start) * inner.itemsize < max(self.target.at_least, 1):
-            return False
-        if self._level and (inner.requires_grad or _torch.current_level() > self._level):  # a level below records it
-            return False
-        return _torch.level_of(tensor) in (0, self._level) and not _torch.is_batched(tensor) and not _torch.is_leaf_view(tensor)
+        super().__init__(restorable)
+        self.target, self.held = target, tuple(held)
 
     @contextlib.contextmanager
     def activate(self, pack: Callable[[Tensor], object]) -> Generator[None]:
-        """Return the same context; what is saved in it begins a batch."""
-        _QUEUES.of_thread.close_batch()
+        """Return the same context; what is saved in it is a batch."""
+        _QUEUE.close_batch()
         try:
             with _torch.saved_tensor_hooks(pack, unpack, what="offload: what is offloaded", instead=_INSTEAD):
                 yield
         finally:
-            _QUEUES.of_thread.close_batch()
+            _QUEUE.close_batch()
+
+    def run(self, f: Callable[..., Result], own: Iterable[Tensor], args: Any, kwargs: Any) -> Result:
+        """Call a function in this context; its own tensors, and arguments without gradients, which the caller holds, stay."""
+        constants = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad)
+        self.held = *self.held, storage_ids(own), storage_ids(constants)
+        with self.activate(self.pack):
+            return f(*args, **kwargs)
+
+    def pack(self, tensor: Tensor) -> TensorRestorer | _torch.Versioned:
+        """Return what to keep instead of a tensor."""
+        packed = super().pack(tensor)
+        is_kept = type(packed) is tuple or isinstance(packed, Tensor)
+        if self.target is None or not is_kept or not self.is_moved(tensor, self.target):
+            return packed
+        start, stop = _storage_span(tensor)
+        whole = tensor.untyped_storage().nbytes() // tensor.itemsize
+        if 2 * (stop - start) >= whole:
+            start, stop = 0, whole
+        buffer, batch = _QUEUE.add(tensor, start, stop, self.target)
+        return OffloadedTensor(buffer, batch, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start)
+
+    def is_moved(self, tensor: Tensor, target: OffloadTarget) -> bool:
+        """Return whether a saved tensor moves to the host, see `offload`."""
+        if not _is_flat_copyable(tensor) or _torch.is_in_forward_ad() or _torch.is_leaf_view(tensor):
+            return False
+        if target.host is None and not _torch.is_accelerator(tensor.device):
+            return False
+        start, stop = _storage_span(tensor)
+        is_large = (stop - start) * tensor.itemsize >= max(target.at_least, 1)
+        return is_large and not any(_torch.storage_id(tensor) in held for held in self.held)
 
 
 _INSTEAD = "none inside of it; offload what is inside of the transform"
@@ -381,10 +307,10 @@ _INSTEAD = "none inside of it; offload what is inside of the transform"
 
 def _storage_span(x: Tensor) -> tuple[int, int]:
     """Return the first element of its storage that a tensor views, and the one after the last."""
-    start = int(x.storage_offset())
     if not x.numel():
-        return start, start
-    return start, start + 1 + sum((int(n) - 1) * int(s) for n, s in zip(x.shape, x.stride(), strict=True))
+        return 0, 0
+    _, start, stop = _torch.memory_range(x)
+    return start // x.itemsize, stop // x.itemsize
 
 
 # --- P(offload="activations"): the modules of a call whose saved tensors are in host memory until backward ---
@@ -400,20 +326,18 @@ class ActivationOffload:
     """The modules of a call that offload what they save, and the tensors that the call holds anyway and that stay."""
 
     def __init__(self, own: frozenset[str], around: OffloadHooks | None, params: Mapping[str, Tensor]) -> None:
-        self._own, self._around = own, around
-        self._held = storage_ids(params.values())
+        self._own, self._around, self._held = own, around, storage_ids(params.values())
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Leave these tensors where they are for the length of the call."""
         self._held |= storage_ids(tensors)
 
-    def hooks(self, path: str, restorable: Restorable, *held: set[int]) -> SavedTensorHooks:
-        """Return the saved-tensor hooks for a run of the module at this path, which offload what is not ``held``."""
-        target = DEFAULT_OFFLOAD if path in self._own else self._around.target if self._around else None
-        if target is None:
-            return SavedTensorHooks({} if restorable is None else restorable)
-        around = self._around.held if self._around else ()
-        return OffloadHooks({} if restorable is None else restorable, target, (*around, self._held, *held))
+    def hooks(self, path: str, restorable: Restorable) -> OffloadHooks:
+        """Return the saved-tensor hooks for a run of the module at this path."""
+        around = self._around
+        target = DEFAULT_OFFLOAD if path in self._own else around.target if around else None
+        held = *(around.held if around else ()), self._held
+        return OffloadHooks({} if restorable is None else restorable, target, held)
 
     def forwards(
         self, modules: Mapping[str, nn.Module], root: str, paths: Iterable[str], restorable: Restorable
@@ -424,16 +348,13 @@ class ActivationOffload:
                 yield modules[path], "forward", self._wrap_forward(path, modules[path], restorable)
 
     def _wrap_forward(self, path: str, module: nn.Module, restorable: Restorable) -> Callable[..., Any]:
-        """Return the module's forward, which offloads the tensors that it saves where that is possible."""
         forward = module.forward
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if not can_offload():
                 return forward(*args, **kwargs)
-            hooks = self.hooks(path, restorable, storage_ids(module.buffers()), constant_storages(args, kwargs))
-            with hooks.activate(hooks.pack):
-                return forward(*args, **kwargs)
+            return self.hooks(path, restorable).run(forward, module.buffers(), args, kwargs)
 
         return run
 
@@ -446,7 +367,8 @@ def choose_offload(
     In a run of a recomputed module, which ``is_recomputing``, backward soon reads what is saved.
     """
     own = spec._compute_once(_offloaded_paths)
-    around = find_offload_hooks(outer)
+    around = find_hooks(outer)
+    around = around if isinstance(around, OffloadHooks) else None
     if not (own or around) or not can_offload():
         return None
     return ActivationOffload(own - {""} if is_recomputing else own, around, params)
@@ -459,6 +381,6 @@ def _offloaded_paths(spec: PartitionSpec) -> frozenset[str]:
 def choose_hooks(restorable: Restorable, offload: ActivationOffload | None) -> SavedTensorHooks | None:
     """Return the saved-tensor hooks of a call's forward, None for none, which replace views of ``restorable`` buffers."""
     hooks = None if offload is None else offload.hooks("", restorable)
-    if isinstance(hooks, OffloadHooks):
+    if hooks is not None and hooks.target is not None:
         return hooks
     return None if restorable is None else SavedTensorHooks(restorable)
