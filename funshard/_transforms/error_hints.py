@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,28 +26,27 @@ __all__ += ["find_running_module", "is_forward_rule_missing"]
 E = TypeVar("E", bound=BaseException)
 
 _PREFIX = "funshard: "
-_NO_FORWARD_RULE = re.compile(r"forward AD with (\S+) that|jvp function for custom (autograd\.Function)")
-_WRITES_TANGENT = re.compile(r"^ZeroTensors are immutable")
-"""torch's words where a rule writes into a tangent that is zero, as that of mse_loss's backward does."""
+_NO_FORWARD_RULE = r"forward AD with (\S+) that|jvp function for custom (autograd\.Function)"
+_WRITES_TANGENT = "^ZeroTensors are immutable"
 _HINTS = (
     (
-        re.compile(r"derivative for '_embedding_bag\w*' is not implemented|Autograd not support dtype: Long"),
+        r"derivative for '_embedding_bag\w*' is not implemented|Autograd not support dtype: Long",
         "torch's EmbeddingBag has no second derivative: expected nn.Embedding and a sum or mean over the bag where a gradient "
         "is differentiated again",
     ),
     (
-        re.compile("must override the setup_context staticmethod"),  # torch does not name the function
+        "must override the setup_context staticmethod",  # torch does not name the function
         "{function} is an autograd.Function without setup_context, or a custom operator: torch.func does not take it: expected "
         "setup_context in it (and a vmap rule for per_sample_grads); or second derivatives by plain double backward, "
         "torch.autograd.grad(..., create_graph=True), and samples one by one",
     ),
     (
-        _WRITES_TANGENT,
+        _WRITES_TANGENT,  # into a tangent that is zero, as the rule of mse_loss's backward does
         "torch's forward-mode rule of an operator, such as F.mse_loss, fails: expected a gradient of a gradient, as "
         "fs.hvp(..., forward=False)",
     ),
     (
-        re.compile(r"(forward AD with|derivative for) \S*attention\S* (that|is not implemented)"),
+        r"(forward AD with|derivative for) \S*attention\S* (that|is not implemented)",
         "torch's fused attention kernels have neither second derivatives nor forward-mode ones: call it under "
         "funshard.transforms_attention(), or, for short sequences, the math kernel: "
         "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)",
@@ -61,30 +60,21 @@ _ABOUT_DTYPES = re.compile(r"dtype|scalar type|datatype|Input type \(|\bbe the s
 
 def is_forward_rule_missing(error: BaseException) -> bool:
     """Return whether torch says that it has no forward-mode rule. Pinned by ``test_what_has_no_forward_mode_rule``."""
-    pattern = _NO_FORWARD_RULE if isinstance(error, NotImplementedError) else _WRITES_TANGENT
-    return isinstance(error, RuntimeError) and pattern.search(_torch.error_text(error)) is not None
+    words = _NO_FORWARD_RULE if isinstance(error, NotImplementedError) else _WRITES_TANGENT
+    return isinstance(error, RuntimeError) and re.search(words, _torch.error_text(error)) is not None
 
 
 def add_hints(error: E, model: nn.Module | None = None) -> E:
     """Return the same error; with a note, which names the module of ``model``, if it is about a missing derivative."""
     text = _torch.error_text(error)
-    if find_hint(error) or not (hints := [(found, hint) for words, hint in _HINTS if (found := words.search(text))]):
+    if find_hint(error) or not (hints := [(found, hint) for words, hint in _HINTS if (found := re.search(words, text))]):
         return error
     found, hint = hints[0]
+    classes = [x for x in _iter_locals(error.__traceback__, "cls") if isinstance(x, type) and issubclass(x, Function)]
+    function = f"'{classes[-1].__qualname__}'" if classes else "what forward calls"
     path = find_running_module(error.__traceback__, model)
-    hint = hint.format(*filter(None, found.groups()), function=_find_function(error.__traceback__))
+    hint = hint.format(*filter(None, found.groups()), function=function)
     return _add_note(error, hint if path is None else f"module '{path}': {hint}")
-
-
-def _find_function(traceback: TracebackType | None) -> str:
-    """Return the name of the innermost autograd.Function in a traceback: of a custom operator, torch's name with its own."""
-    name = "what forward calls"
-    while traceback is not None:
-        cls = traceback.tb_frame.f_locals.get("cls")
-        if isinstance(cls, type) and issubclass(cls, Function):
-            name = f"'{cls.__qualname__}'"
-        traceback = traceback.tb_next
-    return name
 
 
 def add_compile_hint(error: E, compile_error: BaseException) -> E:
@@ -126,15 +116,11 @@ def _find_dtype_hints(error: Exception, model: nn.Module, params: Mapping[str, T
 
 
 def check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, given: object) -> None:
-    """Raise ValueError for parameters on the meta device if results are to have values.
-
-    That is for params if the arguments have values, and for parameters that the spec ignores if params have.
-    """
+    """Raise ValueError for params on the meta device if the arguments have values, or parameters that the spec ignores there."""
     empty = {key: tensor for key, tensor in params.items() if tensor.is_meta}
     if not empty:
         ignored = {name: model.get_parameter(name) for name in spec.ignored if name not in params}
-        empty = {name: tensor for name, tensor in ignored.items() if tensor.is_meta}
-        if empty:
+        if empty := {name: tensor for name, tensor in ignored.items() if tensor.is_meta}:
             raise ValueError(
                 f"functional_call: parameters that the spec ignores are on the meta device, without values: {abridge(empty)}; "
                 "expected them in params"
@@ -167,11 +153,15 @@ def _add_note(error: E, hint: str) -> E:
 def find_running_module(traceback: TracebackType | None, model: nn.Module | None) -> str | None:
     """Return the path of the innermost module of the model in a traceback, None if there is none."""
     paths = {} if model is None else {id(module): path for path, module in model.named_modules()}
-    path = None
+    running = [paths[id(x)] for x in _iter_locals(traceback, "self") if id(x) in paths]
+    return running[-1] if running else None
+
+
+def _iter_locals(traceback: TracebackType | None, name: str) -> Iterator[object]:
+    """Yield the variables of this name in the frames of a traceback."""
     while traceback is not None:
-        path = paths.get(id(traceback.tb_frame.f_locals.get("self")), path)
+        yield traceback.tb_frame.f_locals.get(name)
         traceback = traceback.tb_next
-    return path
 
 
 def as_call_arguments(args: object, kwargs: Mapping[str, object] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
