@@ -424,7 +424,9 @@ def units(rank: int, name: str, which: str, way: str) -> None:
         spec = fs.by_type(blocks, p=P("shard", **options, offload=ACTIVATIONS))(model).bound
         with everywhere() as copies:
             equal(STEP[way](loss_of(model, spec, rank), params), expected)
-            assert (copies.out > 5) is (way in ("fs", "backward", "double"))  # torch.func keeps what it saves on the device
+            assert (copies.out > 5) is (
+                way in ("fs", "backward", "autograd.grad", "double")
+            )  # torch.func keeps what it saves on the device
         assert copies.wait_for_none()
     nothing_left()
 
@@ -483,7 +485,7 @@ def compiled(rank: int) -> None:
         around = moved(lambda p: fs.functional_call(model, p, (x,), spec=plain).square().mean())
         equal(fs.grad(around)(params), expected)
         equal(torch.func.grad(around)(params), expected)
-        assert copies.out > 8
+        assert copies.out > 4  # torch.func.grad moves none
         model.blocks[0].register_forward_hook(inside)
         with pytest.raises(RuntimeError, match=r"torch\.func transform, which torch refuses where saved tensors are replaced"):
             fs.grad(loss)(params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from depth import depth, mark_seldom, seldom, some
 from gradient_cases import Case, cases
 from hypothesis import given
 from ranks import Pool
+from test_local import objective, spec_of, whole_params
 from test_memory import Peak, no_collector
 from torch import Tensor, nn
 from torch.func import grad, vmap
@@ -383,6 +385,34 @@ def test_errors(changes: dict[str, Any], message: str) -> None:
     options = {"params": fs.shard(FULL, spec, rank=0), "batch": (X[0], Y[0])} | changes
     with pytest.raises(ValueError, match=message):
         fs.per_sample_grads(loss_on(spec), options.pop("params"), options.pop("batch"), spec=spec, **options)
+
+
+@pytest.mark.parametrize("clip", [None, 2.45])
+def test_local_axes_of_several_ranks_are_refused(clip: float | None) -> None:
+    """On a mesh with one rank along each of them it is exact."""
+    kinds = "replicated", "pair", "experts"
+    whole, full = whole_params(kinds)
+    x = torch.randn(2, 3, 12, 4, dtype=torch.float64)
+    wanted = vmap(grad(lambda p, x: objective(torch.func.functional_call(whole, p, (x,)))), (None, 0))(full, x.flatten(0, 1))
+
+    def rank(mesh: Any, x: Tensor, model: nn.Module, spec: fs.PartitionSpec) -> fs.Params:
+        spec = spec.on(mesh)
+        params, axes = fs.shard(full, spec), {name: spec.axis(name) for name in ("tensor", "expert")}
+        loss = lambda p, x: objective(fs.functional_call(model, p, (x, axes), spec=spec))  # noqa: E731
+        grads = fs.per_sample_grads(loss, params, (x,), spec=spec, clip=clip, reduce="sum" if clip else "mean")
+        return grads if clip is None else fs.unshard(grads, spec)
+
+    for sizes in ({"shard": 2, "tensor": 1, "expert": 1}, {"shard": 1, "tensor": 2, "expert": 1}):
+        model, spec = spec_of(kinds, sizes, {"axis": "shard"})
+        run = fs.testing.spmd(functools.partial(rank, model=model, spec=spec), sizes)
+        if sizes["tensor"] == 1:
+            each = {name: g.unflatten(0, (2, 3)) for name, g in wanted.items()}
+            assert_close(run(x), each if clip is None else {k: g.expand(2, *g.shape) for k, g in clipped(wanted, clip).items()})
+        else:
+            with pytest.raises(
+                ValueError, match=r"unit 'layers.1:tensor' is local over \('tensor',\), .*: expected one rank along each"
+            ):
+                run(x)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of its hooks

@@ -116,7 +116,7 @@ def _find_dtype_hints(error: Exception, model: nn.Module, params: Mapping[str, T
 
 
 def check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, given: object) -> None:
-    """Raise ValueError for params on the meta device if the arguments have values, or parameters that the spec ignores there."""
+    """Raise ValueError for parameters on the meta device, in ``params`` or ignored, where the other tensors have values."""
     empty = {key: tensor for key, tensor in params.items() if tensor.is_meta}
     if not empty:
         ignored = {name: model.get_parameter(name) for name in spec.ignored if name not in params}

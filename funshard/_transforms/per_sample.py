@@ -3,130 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.utils import _pytree as pytree  # as torch.func  # the tree that torch.func itself uses for as_call_arguments
+from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
 from .._core.checks import bind_spec, check_buffers
 from .._core.division import ReduceBy, Reduction, count_ranks
-from .._core.flow import REDUCE_MEAN
-from .._core.layout import Params, flatten_unit, from_memory_order, unflatten_unit
+from .._core.flow import REDUCE_MEAN, scatter_unit
+from .._core.layout import Params, concat_padded, unflatten_unit
 from .._core.mesh import Mesh, Simulated
 from .._core.spec import PartitionSpec
-from .._core.unit import Unit, whole_shape
+from .._core.unit import Unit
 from .._spec.precision import check_trainable
-from .._wire.flow import apply_unit_options, gather_unit, reduce_unit, weigh_grad
+from .._wire.flow import apply_unit_options, gather_unit, weigh_grad
 from .._wire.host import start_copy_to_host
-from .._wire.whole import flatten_whole, scatter_whole
-from ..collectives._functions import all_reduce, broadcast, sum_over
+from ..collectives._functions import broadcast, sum_over
 from ._recompute.ambient import AmbientState
 from ._recompute.checks import REGISTER_HOOK, ForbiddenFunctions
 from .error_hints import as_call_arguments
 from .grad import grad
 
 __all__ = ["per_sample_grads"]
-
-
-# --- Samples that ranks along local axes share, as in tensor parallel: one sample's gradient is of all of them together ---
-
-
-class SharedSamples(NamedTuple):
-    """The local axes of a model, along which all ranks have the same samples.
-
-    A sample's gradient is that of the mean of its loss over these ranks: of a local unit the rank's own, divided by the sizes
-    of the axes, and of any other unit the mean over them.
-    """
-
-    mesh: Mesh
-    names: tuple[str, ...]
-    """The axes of several ranks that a unit is local over."""
-
-    @staticmethod
-    def of_spec(spec: PartitionSpec) -> SharedSamples:
-        """Return the local axes of a bound spec."""
-        mesh, local = spec.bound_mesh, {axis for unit in spec for axis in unit.local_axes}
-        return SharedSamples(mesh, tuple(name for name in mesh.names if name in local and mesh[name].size > 1))
-
-    @property
-    def copies(self) -> int:
-        """The number of ranks that have the same samples."""
-        return count_ranks(self.names, self.mesh)
-
-    def check(self, batch: Any) -> Tensor | None:
-        """Raise ValueError, on all ranks, if ranks along the axes have different samples.
-
-        Returns:
-            None; or, where no value can be read, the number 0, or NaN if they have, to add to the results.
-        """
-        if not self.names:
-            return None
-        differs = torch.zeros((), device=self.mesh.device)
-        for x in pytree.tree_leaves(batch):
-            for name in self.names:
-                first = broadcast(x.detach(), self.mesh[name])
-                equal = (first == x) | ((first != first) & (x != x))  # NaN too
-                differs = differs + (~equal).any().to(differs)
-        differs = sum_over(differs, self.mesh)
-        if not _torch.is_eager():
-            return torch.where(differs > 0, torch.nan, 0.0)
-        if differs:
-            raise ValueError(
-                f"per_sample_grads: the model is local over {' and '.join(map(repr, self.names))}, and ranks along it have "
-                "other samples: expected the same batch on all of them, as in tensor parallel; where each rank has its own, as "
-                "with experts, its gradients have parts of the others' losses"
-            )
-        return None
-
-    def enter(self, buffer: Tensor, unit: Unit) -> Tensor:
-        """Return a unit's buffer, whose gradient is that of the mean over the ranks that share a sample."""
-        mean = Reduction.make("mean", self.names)
-        return (
-            gather_unit(buffer, _replicate_unit(unit), self.mesh, mean, casts=False, as_stored=True) if self.names else buffer
-        )
-
-    def reduce_grads(self, grads: Mapping[str, Tensor], units: Iterable[Unit], spec: PartitionSpec) -> Params:
-        """Return gradients by parameter name, [samples, ...], that ranks have computed apart, as those of the mean."""
-        if not self.names:
-            return dict(grads)
-        reduction = Reduction.make("mean", self.names)
-
-        def reduce_sample(grads: Mapping[str, Tensor]) -> Params:
-            out: Params = {}
-            for unit in units:
-                buffer = flatten_unit(grads, unit, spec.padded_numel(unit))
-                mean = reduce_unit(buffer, _replicate_unit(unit), self.mesh, reduction, casts=False, as_stored=True)
-                out |= zip((param.name for param in unit.params), unflatten_unit(mean, unit), strict=True)
-            return out
-
-        return torch.vmap(reduce_sample)(dict(grads))
-
-    def sum_squares(self, squares: Mapping[str, Tensor], units: Iterable[Unit]) -> Tensor:
-        """Return the squared norms over all units: those of local units are summed over the ranks that have other pieces."""
-        of_axes: dict[tuple[str, ...], list[Tensor]] = {}
-        for unit in units:
-            of_axes.setdefault(unit.local_axes, []).append(squares[unit.key])
-        sums: list[Tensor] = []
-        for axes, some in of_axes.items():
-            total = torch.stack(some).sum(0)
-            for name in axes:
-                total = all_reduce(total, self.mesh[name], reduce="sum")
-            sums.append(total)
-        return torch.stack(sums).sum(0)
-
-
-def _replicate_unit(unit: Unit) -> Unit:
-    """Return the unit without a shard axis, so that each rank has its whole buffer."""
-    return dataclasses.replace(unit, p=dataclasses.replace(unit.p, axis=None, reshard=True))
-
-
-# --- per_sample_grads ---
 
 
 def per_sample_grads(
@@ -163,13 +66,13 @@ def per_sample_grads(
         chunk_size: That of torch.vmap: how many samples at once.
 
     Returns:
-        Without ``clip``, by parameter name, gradients of shape [samples, *parameter's], which is as much memory; of local
-        parameters this rank's pieces. With ``clip``, shards by unit key, without a graph.
+        Without ``clip``, by parameter name, gradients of shape [samples, *parameter's], which is as much memory. With
+        ``clip``, shards by unit key, without a graph.
 
     Raises:
         ValueError: Before any communication, for params that are no shards of the spec's units, tensors that
-            differ in their first dimension, and options that are out of range or do not fit together. And if ranks along a
-            local axis have different samples: they are compared. Inside of `testing.spmd` or a graph results are then NaN.
+            differ in their first dimension, options that are out of range or do not fit together, and local axes of several
+            ranks.
 
     Example:
         >>> import torch, funshard as fs
@@ -183,6 +86,12 @@ def per_sample_grads(
     """
     spec = bind_spec(spec)
     mesh = spec.bound_mesh
+    for unit in spec:
+        if count_ranks(unit.local_axes, mesh) > 1:
+            raise ValueError(
+                f"per_sample_grads: unit '{unit.key}' is local over {unit.local_axes}, whose ranks compute a sample's gradient "
+                "together: expected one rank along each of them, on which parameters are whole, as on a mesh of size 1 there"
+            )
     units = [unit for unit in spec if unit.key in params]
     check_trainable(units, "gradient")
     check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})
@@ -190,8 +99,6 @@ def per_sample_grads(
     samples = _check_batch(args)
     _check_privacy(clip, noise, reduce, randomness)
 
-    shared = SharedSamples.of_spec(spec)
-    invalid = shared.check(args)
     if not samples:  # one of zeros stands in, so that all ranks gather and reduce together; nothing of it is used
         args = pytree.tree_map(lambda x: x.new_zeros(1, *x.shape[1:]), args)
 
@@ -202,7 +109,6 @@ def per_sample_grads(
     if clip is None:
         buffers = _gather_buffers(params, units, mesh)
         each = vmap_samples(torch.func.grad(f), _unflatten_units(buffers, units))
-        each = _add_number(shared.reduce_grads(each, units, spec), invalid)
         return each if samples else {name: grads[:0] for name, grads in each.items()}
 
     params = {unit.key: params[unit.key].detach() for unit in units}
@@ -212,7 +118,7 @@ def per_sample_grads(
     same_random = contextlib.nullcontext() if in_graph else AmbientState(pytree.tree_leaves(args)).restored()
 
     def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
-        probed = {unit.key: shared.enter(_attach_probe(buffers[unit.key], probes[unit.key]), unit) for unit in units}
+        probed = {key: _attach_probe(buffer, probes[key]) for key, buffer in buffers.items()}
         used = {unit.key: apply_unit_options(probed[unit.key], unit, mesh) for unit in units}
         return f(_unflatten_units(used, units), *sample)
 
@@ -221,8 +127,8 @@ def per_sample_grads(
     with contextlib.nullcontext() if in_graph else ForbiddenFunctions({REGISTER_HOOK: _HOOK_MESSAGE}):
         squares: Mapping[str, Tensor] = vmap_samples(torch.func.grad(probed_loss), probes)
     buffers.clear()
-    norms = shared.sum_squares(squares, units).sqrt()
-    weights = (clip / (norms + 1e-6)).clamp(max=1) / shared.copies if samples else torch.zeros_like(norms)
+    norms = torch.stack([squares[unit.key] for unit in units]).sum(0).sqrt()
+    weights = (clip / (norms + 1e-6)).clamp(max=1) if samples else torch.zeros_like(norms)
 
     def weighted_loss(params: Mapping[str, Tensor]) -> Tensor:
         buffers = _gather_buffers(params, units, mesh, Reduction("sum"))
@@ -235,15 +141,10 @@ def per_sample_grads(
     if noise:
         grads = _add_noise(grads, noise * clip, units, spec, generator, seed)
     if reduce == "sum":
-        return _add_number(grads, invalid)
-    count = torch.full((), samples / shared.copies, device=mesh.device)
+        return grads
+    count = torch.full((), float(samples), device=mesh.device)
     total = sum_over(count, mesh).clamp(min=1) if reduce == "mean" else reduce
-    return _add_number({key: (g / total).to(g.dtype) for key, g in grads.items()}, invalid)
-
-
-def _add_number(grads: Params, number: Tensor | None) -> Params:
-    """Add a number, such as the NaN of an invalid batch, to every gradient; None adds nothing."""
-    return grads if number is None else {key: g + number.to(g.device, g.dtype) for key, g in grads.items()}
+    return {key: (g / total).to(g.dtype) for key, g in grads.items()}
 
 
 _HOOK_MESSAGE = (
@@ -273,21 +174,17 @@ class _Probe(_torch.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch.no_grad():  # torch.func would keep every gradient for a second derivative
-            return None, torch.linalg.vector_norm(grad, dtype=_wide_dtype(grad.dtype)).to(ctx.dtype) ** 2
+            return None, torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.dtype) ** 2
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, buffer: Tensor, probe: Tensor) -> tuple[Tensor, int | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return buffer.view_as(buffer), in_dims[0]
 
 
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _zero_probe(like: Tensor) -> Tensor:
     """Return a probe of one real zero, in the wide dtype of a buffer."""
     real = torch.view_as_real(like) if like.is_complex() else like  # Dynamo does not know dtype.to_real
-    return real.new_zeros((), dtype=_wide_dtype(real.dtype))
+    return real.new_zeros((), dtype=torch.promote_types(real.dtype, torch.float32))
 
 
 def _gather_buffers(
@@ -324,18 +221,16 @@ def _add_noise(
     seed: Callable[[], Tensor] | None,
 ) -> Params:
     """Return gradients with normal numbers of this standard deviation, the same ones at any number of ranks."""
-    mesh, sizes = spec.bound_mesh, dict(spec.bound_mesh.sizes)
     device = next(iter(grads.values())).device
     source = torch.Generator(device).manual_seed(int((seed or _draw_seed(generator, spec, device))()))
     out: Params = {}
     for unit in units:
         with _torch.below_transforms():
-            params = [dataclasses.replace(p, shape=whole_shape(p, sizes), local=()) for p in unit.params]
-            drawn = torch.empty(sum(p.numel for p in params), dtype=grads[unit.key].dtype, device=device)
+            sizes = [param.numel for param in unit.params]
+            drawn = torch.empty(sum(sizes), dtype=grads[unit.key].dtype, device=device)
             (torch.view_as_real(drawn) if drawn.is_complex() else drawn).normal_(generator=source)
-            parts = zip(drawn.split([p.numel for p in params]), params, strict=True)
-            whole = flatten_whole({p.name: from_memory_order(part, p) for part, p in parts}, unit, spec)
-        out[unit.key] = grads[unit.key] + scale * scatter_whole(whole, unit, mesh)
+            buffer = concat_padded(drawn.split(sizes), unit, spec.padded_numel(unit))
+        out[unit.key] = grads[unit.key] + scale * scatter_unit(buffer, unit, spec.bound_mesh)
     return out
 
 
