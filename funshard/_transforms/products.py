@@ -74,30 +74,26 @@ def cross_entropy(
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"cross_entropy: labels: expected whole numbers, got {labels.dtype}")
 
-    def divide(total: Tensor) -> Tensor:
-        if isinstance(reduce, str):
-            return total / (labels != ignore_index).sum() if reduce == "mean" else total
-        return total / reduce
-
-    def check(logits: Tensor) -> None:
+    def divisor(logits: Tensor) -> Tensor | float:
         if logits.shape[:-1] != labels.shape or not logits.dim():
             raise ValueError(
                 f"cross_entropy: expected logits of shape {[*labels.shape, 'classes']} for these labels, got "
                 f"{list(logits.shape)}"
             )
+        if isinstance(reduce, str):
+            return (labels != ignore_index).sum() if reduce == "mean" else 1.0
+        return reduce
 
     def value(logits: Tensor) -> Tensor:
-        check(logits)
+        by = divisor(logits)
         rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long()
-        total = F.cross_entropy(rows, flat, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
-        return divide(total)
+        return F.cross_entropy(rows, flat, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum") / by
 
     def hessian_product(logits: Tensor, u: Tensor) -> Tensor:
-        check(logits)
         wide = torch.promote_types(logits.dtype, torch.float32)
+        weights = (labels != ignore_index).to(wide) / divisor(logits)
         p, u = logits.softmax(-1, dtype=wide), u.to(wide)
         centred = u - torch.linalg.vecdot(p, u)[..., None]  # which keeps more digits than p * u - p * <p, u>
-        weights = divide((labels != ignore_index).to(wide))
         return centred.mul_(p).mul_(weights[..., None]).to(logits.dtype)
 
     return ConvexLoss(value, hessian_product)
