@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
 
 from .._core.tree import Param
 from .._core.unit import PARSERS, LocalDims, Option, P, Unit, whole_shape
+from .globs import find_unmatched, parse_globs, value_of
 
 __all__ = ["check_axes_are_given", "describe_pieces", "distinct_axes", "piece_offsets", "stack_dims"]
 
@@ -38,15 +38,9 @@ class Local(Option):
         """
         found: list[tuple[str, int]] = []
         for axis, dims in self.axes:
-            matching = {glob: dim for glob, dim in dims if any(fnmatchcase(name, glob) for name in param.names)}
-            if not matching:
+            dim = value_of(param, dims, f"P(local={{'{axis}': ...}})", "one dimension")
+            if dim is None:
                 continue
-            if len({*matching.values()}) > 1:
-                raise ValueError(
-                    f"parameter '{param.name}': P(local={{'{axis}': ...}}) has {matching} for its names {list(param.names)}: "
-                    "expected one dimension"
-                )
-            dim = next(iter(matching.values()))
             if dim >= len(param.shape):
                 raise ValueError(
                     f"parameter '{param.name}': P(local={{'{axis}': {dim}}}) but its shape is {list(param.shape)}: expected a "
@@ -64,12 +58,11 @@ class Local(Option):
 
     def _check_units(self, units: Sequence[Unit]) -> None:
         names = [name for unit in units for param in unit.params for name in param.names]
-        for glob in (glob for _, dims in self.axes for glob, _ in dims):
-            if not any(fnmatchcase(name, glob) for name in names):
-                raise ValueError(
-                    f"P(local={self}): '{glob}' matches no parameter of its units: expected a glob of names such as "
-                    "'*.up.weight'; what a policy leaves is replicated over local axes, so it has to select their modules"
-                )
+        if (glob := find_unmatched((glob for _, dims in self.axes for glob, _ in dims), names)) is not None:
+            raise ValueError(
+                f"P(local={self}): '{glob}' matches no parameter of its units: expected a glob of names such as "
+                "'*.up.weight'; what a policy leaves is replicated over local axes, so it has to select their modules"
+            )
 
 
 def _parse_local(local: Any, p: P) -> Local | None:
@@ -79,28 +72,18 @@ def _parse_local(local: Any, p: P) -> Local | None:
         raise TypeError(f"P: local: expected a dict such as {{'expert': 0}}, got {local!r}")
     out: list[tuple[str, tuple[tuple[str, int], ...]]] = []
     for axis, dims in given.items():
-        by_name = {"*": dims} if _is_dim(dims) else dims
+        items = parse_globs({"*": dims} if _is_dim(dims) else dims)
         if not isinstance(axis, str) or not axis:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"P: local: expected axis names, got {axis!r}")
         if axis in p.axes:
             raise ValueError(f"P: axis '{axis}' is in local= and splits the unit: expected one of the two")
-        items = _to_items(by_name)
-        if items is None:
+        if not items or not all(_is_dim(dim) for _, dim in items):
             raise TypeError(
                 f"P: local: axis '{axis}': expected a dimension (0 or more), or dimensions by glob of parameter names such as "
                 f"{{'*.up.weight': 0}}, got {dims!r}"
             )
         out.append((axis, items))
     return Local(tuple(out)) if out else None
-
-
-def _to_items(dims: object) -> tuple[tuple[str, int], ...] | None:
-    """Return dimensions by glob, given as a mapping or as its items, in hashable form; None if they are anything else."""
-    items = tuple(dims.items()) if isinstance(dims, Mapping) else dims  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if not items or not isinstance(items, tuple):
-        return None
-    is_item = [isinstance(i, tuple) and len(i) == 2 and isinstance(i[0], str) and _is_dim(i[1]) for i in items]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    return items if all(is_item) else None  # pyright: ignore[reportUnknownVariableType]
 
 
 def _is_dim(dim: object) -> bool:

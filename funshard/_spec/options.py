@@ -49,14 +49,15 @@ class Compile(Option):
     def __post_init__(self) -> None:
         if not (isinstance(self.backend, str) or callable(self.backend)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"Compile: backend: expected a name or a function, got {self.backend!r}")
-        if not isinstance(self.mode, str | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"Compile: mode: expected a string or None, got {self.mode!r}")
-        if not isinstance(self.dynamic, bool | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"Compile: dynamic: expected True, False or None, got {self.dynamic!r}")
-        if not isinstance(self.fullgraph, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"Compile: fullgraph: expected True or False, got {self.fullgraph!r}")
-        if not isinstance(self.options, Mapping | tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"Compile: options: expected a dict, got {self.options!r}")
+        kinds = {
+            "mode": (str | None, "a string or None"),
+            "dynamic": (bool | None, "True, False or None"),
+            "fullgraph": (bool, "True or False"),
+            "options": (Mapping | tuple, "a dict"),
+        }
+        for name, (kind, expected) in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(f"Compile: {name}: expected {expected}, got {value!r}")
         if self.mode and self.options:
             raise ValueError(f"Compile: expected a mode or options, got mode={self.mode!r} and options={self.options!r}")
         items = self.options.items() if isinstance(self.options, Mapping) else self.options

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import NamedTuple, cast
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from .. import _torch
 from .._core.tree import Param
 from .._core.unit import Option, P, Unit, add_keyword
+from .globs import find_unmatched, parse_globs, value_of
 
 __all__ = ["Codec", "Dtypes", "Form", "Precision", "check_trainable", "pack_bytes", "pack_rows", "precision_of"]
 __all__ += ["resolve_dtypes", "storage_codec", "unpack_bytes"]
@@ -144,13 +144,8 @@ def storage_codec(unit: Unit) -> Codec | None:
 
 def pack_bytes(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
     """Return ``(bytes, form)``: the tensors as one of uint8, to be sent at once. Inverse of `unpack_bytes`."""
-    parts: list[Tensor] = []
-    form: list[tuple[torch.dtype, torch.Size]] = []
-    for x in tensors:
-        raw = _torch.view_as_dtype(x.contiguous().view(-1), torch.uint8)
-        parts += [raw, raw.new_zeros(-len(raw) % _ALIGN)]
-        form.append((x.dtype, x.shape))
-    return torch.cat(parts), tuple(form)
+    raw, form = pack_rows(x[None] for x in tensors)
+    return raw[0], form
 
 
 def pack_rows(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
@@ -241,7 +236,12 @@ class Precision(Option):
             )
         if self.output is not None and self.restore_outputs:
             raise ValueError(f"Precision: expected output or restore_outputs, got both: output={self.output}")
-        object.__setattr__(self, "keep", _check_keep(self.keep) or None)
+        if (keep := parse_globs(self.keep or ())) is None:
+            raise TypeError(f"Precision: keep: expected a dict such as {{'*norm*': torch.float32}}, got {self.keep!r}")
+        for glob, dtype in keep:
+            if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"Precision: keep: {glob!r}: expected a floating point dtype, got {dtype!r}")
+        object.__setattr__(self, "keep", keep or None)
         if self.keep and self.codec:
             raise ValueError(
                 f"Precision: expected keep or codec, got both: {self.codec} encodes a slice as a whole; give the parameters of "
@@ -271,17 +271,17 @@ class Precision(Option):
 
     def _find_param_dtypes(self, params: Sequence[Param]) -> tuple[torch.dtype | None, ...]:
         """Return the dtypes of ``keep``. Raises ValueError, naming the parameter, for globs that give it several."""
-        found = [_find_kept(param, cast("KeptDtypes", self.keep)) for param in params] if self.keep else []
+        keep = cast("KeptDtypes", self.keep or ())
+        found = [value_of(x, keep if x.dtype.is_floating_point else (), "Precision(keep=)", "one dtype") for x in params]
         return tuple(found) if any(found) else ()
 
     def _check_units(self, units: Sequence[Unit]) -> None:
         names = [name for unit in units if unit.dtype.is_floating_point for param in unit.params for name in param.names]
-        for glob in dict(self.keep or ()):
-            if not any(fnmatchcase(name, glob) for name in names):
-                raise ValueError(
-                    f"{self}: keep: '{glob}' matches no floating point parameter of the units with this precision: expected a "
-                    f"glob of names in the model such as {names[:3]}"
-                )
+        if (glob := find_unmatched(dict(self.keep or ()), names)) is not None:
+            raise ValueError(
+                f"{self}: keep: '{glob}' matches no floating point parameter of the units with this precision: expected a "
+                f"glob of names in the model such as {names[:3]}"
+            )
         for unit in units:
             if unit.param_dtypes and unit.at_rest:
                 own = next(param.name for param, dtype in zip(unit.params, unit.param_dtypes, strict=True) if dtype)
@@ -336,31 +336,6 @@ def _check_reduce_codec(unit: Unit, codec: Codec) -> None:
             f"unit '{unit.key}': Precision(reduce_codec={codec}): blocks of {codec.block} elements would straddle parameters "
             f"and ranks' slices, which start at multiples of {unit.align}: expected P(align={codec.block}), or a multiple of it"
         )
-
-
-def _check_keep(keep: object) -> KeptDtypes:
-    """Return ``Precision(keep=...)`` in its hashable form; raise TypeError unless it maps globs to floating point dtypes."""
-    if keep is None:
-        return ()
-    items = tuple(keep.items()) if isinstance(keep, Mapping) else keep  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if not isinstance(items, tuple) or not all(isinstance(i, tuple) and len(i) == 2 and isinstance(i[0], str) for i in items):  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        raise TypeError(f"Precision: keep: expected a dict such as {{'*norm*': torch.float32}}, got {keep!r}")
-    for glob, dtype in items:  # pyright: ignore[reportUnknownVariableType]
-        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"Precision: keep: {glob!r}: expected a floating point dtype, got {dtype!r}")
-    return items  # pyright: ignore[reportUnknownVariableType]
-
-
-def _find_kept(param: Param, keep: KeptDtypes) -> torch.dtype | None:
-    """Return the dtype of ``keep`` for a parameter, None if no glob matches it."""
-    if not param.dtype.is_floating_point:
-        return None
-    matching = {glob: dtype for glob, dtype in keep if any(fnmatchcase(name, glob) for name in param.names)}
-    if len({*matching.values()}) > 1:
-        raise ValueError(
-            f"parameter '{param.name}': Precision(keep={matching}) for its names {list(param.names)}: expected one dtype"
-        )
-    return next(iter(matching.values()), None)
 
 
 def check_trainable(units: Iterable[Unit], what: str) -> None:

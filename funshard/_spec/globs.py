@@ -1,0 +1,35 @@
+"""Values by glob of parameter names, as ``Precision(keep=)`` and ``P(local=)`` have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+from .._core.tree import Param
+
+__all__ = ["find_unmatched", "parse_globs", "value_of"]
+
+V = TypeVar("V")
+
+
+def parse_globs(given: object) -> tuple[tuple[str, Any], ...] | None:
+    """Return values by glob, given as a mapping or as its items, in hashable form; None for anything else."""
+    items: Any = tuple(given.items()) if isinstance(given, Mapping) else given  # pyright: ignore
+    is_pairs = isinstance(items, tuple) and all(isinstance(i, tuple) and len(i) == 2 and isinstance(i[0], str) for i in items)  # pyright: ignore
+    return items if is_pairs else None  # pyright: ignore[reportUnknownVariableType]
+
+
+def value_of(param: Param, values: Iterable[tuple[str, V]], option: str, what: str) -> V | None:
+    """Return the value of the globs that match a parameter, None if none does; ValueError, naming it, for several values."""
+    matching = {glob: value for glob, value in values if any(fnmatchcase(name, glob) for name in param.names)}
+    if len({*matching.values()}) > 1:
+        raise ValueError(
+            f"parameter '{param.name}': {option} has {matching} for its names {list(param.names)}: expected {what}"
+        )
+    return next(iter(matching.values()), None)
+
+
+def find_unmatched(globs: Iterable[str], names: Sequence[str]) -> str | None:
+    """Return the first glob that matches none of the names."""
+    return next((glob for glob in globs if not any(fnmatchcase(name, glob) for name in names)), None)
