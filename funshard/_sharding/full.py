@@ -144,7 +144,6 @@ def _start_gather(
 
 
 def _check_unmodified(piece: Tensor, unit: Unit, versions: Mapping[str, int]) -> None:
-    """Raise RuntimeError if the shard was modified in place since its version was noted."""
     if _torch.version(piece) != versions[unit.key]:
         raise RuntimeError(
             f"the shard of unit '{unit.key}' was modified in place before its parameters were used, and those of other units "
@@ -175,7 +174,6 @@ def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
 
 
 def _start_gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> PendingBuffer:
-    """Start to gather a unit on the mesh's first rank."""
     at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
     piece = piece.to(compute_device(unit, mesh) or piece.device)
     if any(at[name] for name in mesh.names if name not in unit.distinct_axes):
@@ -305,7 +303,6 @@ def is_receiver(mesh: Mesh, *, rank0_only: bool) -> bool:
 
 
 def _match_names(names: str | Iterable[str] | None, units: Sequence[Unit], ignored: Collection[str]) -> set[str]:
-    """Return the parameters, each by the first of its names, that a name or glob matches; ValueError if one matches none."""
     every = {param.name: param.names for unit in units for param in unit.params} | {name: (name,) for name in ignored}
     if names is None:
         return {*every}

@@ -132,7 +132,6 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
 
 
 def _split_units(grads: Mapping[str, Tensor], spec: PartitionSpec) -> tuple[list[Unit], list[Unit]]:
-    """Return the units with full gradients and those with slices; raise ValueError for anything else."""
     check_mapping(grads)
     full = [unit for unit in spec if find_full_params(grads, unit) is not None]
     names = {name for unit in full for param in unit.params for name in param.names}

@@ -47,7 +47,6 @@ def hash_bits(tensor: Tensor) -> Tensor:
 
 
 def _hash_words(words: Tensor) -> Tensor:
-    """Return a hash of words and their places, as an int64 tensor [1]."""
     places = torch.arange(1, min(len(words), _PIECE) + 1, device=words.device)
     places *= -0x61C8864680B583EB  # as in splitmix64: neighbours get numbers that have nothing in common
     places = (places ^ (places >> 29)) * -0x40A7B892E31B1A47 | 1

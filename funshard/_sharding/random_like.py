@@ -94,5 +94,4 @@ def _draw_signs(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _is_integer(tensor: Tensor) -> bool:
-    """Return whether a tensor has an integer dtype; bool is none."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

@@ -93,7 +93,6 @@ def shard(
 
 
 def _check_device(model: object, spec: PartitionSpec) -> None:
-    """Raise ValueError, naming both, for a model on another device of the kind that the process group has."""
     device = spec.bound_mesh.device
     if not isinstance(model, nn.Module) or device is None:
         return
@@ -317,7 +316,6 @@ def collect_full_params(model_or_params: nn.Module | Mapping[str, Tensor], spec:
 
 
 def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tensor]:
-    """Return a model's parameters by each name, detached; raise ValueError unless they fit the spec."""
     for path, module in model.named_modules():
         check_not_compiled(path, module)
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -327,19 +325,17 @@ def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tens
         if name not in spec.by_name and name not in spec.ignored and not any(tensor is named.get(i) for i in spec.ignored):
             raise ValueError(f"parameter '{name}' is not in the spec: expected the model that it was made for; make a new spec")
     for name, (unit, param) in spec.by_name.items():
+        where = f"parameter '{name}' of unit '{unit.key}'"
         if name not in named:
-            raise ValueError(f"parameter '{name}' of unit '{unit.key}' is not in the model: was it changed after the spec?")
-        shape = whole_shape(param, sizes)
-        if named[name].dtype != param.dtype or tuple(named[name].shape) != shape:
-            got = f"{list(named[name].shape)} {named[name].dtype}"
+            raise ValueError(f"{where} is not in the model: was it changed after the spec?")
+        expected, got = (whole_shape(param, sizes), param.dtype), (tuple(named[name].shape), named[name].dtype)
+        if expected != got:
             hint = "was the model changed after the spec was made?"
-            if param.local and tuple(named[name].shape) == param.shape:
+            if param.local and got[0] == param.shape:
                 hint = (
                     f"the model has its piece over {dict(param.local)}: expected the whole model, or whole parameters by name"
                 )
-            raise ValueError(
-                f"parameter '{name}' of unit '{unit.key}': expected {list(shape)} {param.dtype}, got {got}; {hint}"
-            )
+            raise ValueError(f"{where}: expected {list(expected[0])} {expected[1]}, got {list(got[0])} {got[1]}; {hint}")
         if named[name] is not named[param.name]:
-            raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected it tied to '{param.name}', got two tensors")
+            raise ValueError(f"{where}: expected it tied to '{param.name}', got two tensors")
     return {name: tensor.detach() for name, tensor in named.items()}

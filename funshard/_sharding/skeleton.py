@@ -136,12 +136,10 @@ def _make_meta_parameter(param: Tensor, name: str) -> nn.Parameter:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's buffers and the tensors among its plain attributes."""
     yield from ((name, x) for some in (module._buffers, vars(module)) for name, x in some.items() if isinstance(x, Tensor))
 
 
 def _own_functions(module: nn.Module) -> Iterator[tuple[str, FunctionType]]:
-    """Yield functions set on this one module: hooks, or another forward."""
     for name, value in vars(module).items():
         if name == "_compiled_call_impl":  # torch.compile's, of which only the options count
             continue

@@ -42,7 +42,6 @@ def select_if_finite(finite: Tensor, new: Tree, old: Tree) -> Tree:
 
 
 def _has_nonfinite(key: str, grad: Tensor, spec: PartitionSpec) -> Tensor:
-    """Return whether any element except padding is inf or NaN."""
     unit = spec.by_key.get(key)
     if unit is not None and grad.shape == (spec.shard_numel(unit),):
         grad = map_unpadded(lambda g: g, unit, spec, grad)

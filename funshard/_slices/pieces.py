@@ -161,7 +161,6 @@ def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> N
 
 
 def _param_bounds(spec: PartitionSpec) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return, by unit key, the begins and the ends of its parameters in this rank's slice."""
     pieces = {unit.key: [*slice_pieces(unit, spec, _own_coords(unit, spec))] for unit in spec}
     return {key: (tuple(p.low for p in some), tuple(p.high for p in some)) for key, some in pieces.items()}
 

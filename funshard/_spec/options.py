@@ -99,7 +99,6 @@ def check_names(where: str, backend: object, mode: str | None, options: Mapping[
 
 
 def _format_unknown_name(where: str, what: str, given: str, known: Sequence[str]) -> str:
-    """Return the message of the error for a backend, a mode or an option that torch.compile does not know."""
     return f"{where}: {what}: expected one of {', '.join(map(repr, known))}, got {given!r}"
 
 
@@ -225,7 +224,6 @@ def _policy_of(context_fn: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def _means_to_save(fn: Callable[..., Any], answer: object) -> bool:
-    """Return whether the answer of a save function means to save; raise TypeError for an answer of another kind."""
     if isinstance(answer, bool):
         return answer
     if answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
@@ -242,7 +240,6 @@ OFFLOADS = ("activations", "params")
 
 
 def _parse_offload(offload: Any, _: P) -> str | tuple[str, ...] | None:
-    """Return ``P(offload=...)`` in one form: None, a part, or a tuple of both."""
     parts = (offload,) if isinstance(offload, str) else () if offload is None else offload
     expected = f"{' or '.join(map(repr, OFFLOADS))}, a set of them or None"
     if not isinstance(parts, tuple | list | set | frozenset) or not all(type(part) is str for part in parts):

@@ -83,7 +83,6 @@ class Codec(Option):
             )
 
     def _encode_slice(self, piece: Tensor) -> tuple[Tensor, ...]:
-        """Encode a slice; raise TypeError unless the codec returns a tuple of tensors."""
         tensors = self.encode(piece)
         if not isinstance(tensors, tuple) or not all(isinstance(x, Tensor) for x in tensors) or not tensors:  # pyright: ignore[reportUnnecessaryIsInstance]
             got = type(tensors).__name__ if tensors != () else "an empty one"
@@ -91,7 +90,6 @@ class Codec(Option):
         return tensors
 
     def _encode_rows(self, rows: Tensor) -> list[Tensor]:
-        """Encode slices that are the rows of a matrix; return their tensors stacked in dimension 0."""
         if not _torch.is_in_graph():  # as in _decode_slices
             with contextlib.suppress(Exception):  # of torch.vmap, or else encode raises it again
                 return [*torch.vmap(self._encode_slice)(rows)]
@@ -107,7 +105,6 @@ class Codec(Option):
         return self._forms[numel, dtype]
 
     def _find_form(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
-        """Return the bytes that an encoded slice needs, and the dtypes and shapes of its tensors."""
         try:
             encoded = self._encode_slice(torch.empty(numel, dtype=dtype, device="meta"))
         except RuntimeError as error:
@@ -322,7 +319,6 @@ def resolve_dtypes(p: P, original: torch.dtype) -> Dtypes:
 
 
 def _check_reduce_codec(unit: Unit, codec: Codec) -> None:
-    """Raise ValueError, naming the unit, unless the codec of its gradients' reduction has slices of whole blocks to send."""
     if not unit.requires_grad or not unit.dtype.is_floating_point or not unit.numel:
         return
     if len(unit.p.axes) != 1:

@@ -62,7 +62,6 @@ def _world_sizes() -> tuple[tuple[str, int], ...]:
 
 
 def _merge_rows(rows: dict[str, tuple[str, ...]]) -> list[tuple[str, int, tuple[str, ...]]]:
-    """Return the name, number of units and cells of each row; similar units share the row of the first one."""
     alike: dict[tuple[object, ...], list[str]] = {}
     for key, cells in rows.items():
         shape = tuple(None if part.isdecimal() else part for part in _split_key(key))
@@ -75,7 +74,6 @@ def _merge_rows(rows: dict[str, tuple[str, ...]]) -> list[tuple[str, int, tuple[
 
 
 def _split_key(key: str) -> list[str]:
-    """Split a unit's key at ``.`` and ``:``, and keep the separators."""
     return re.split("([.:])", key)
 
 
@@ -88,7 +86,6 @@ def _common_name(keys: Sequence[str]) -> str | None:
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Format rising numbers; those without a gap between them as the first and the last one."""
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     return ",".join(f"{a}" if a == b else f"{a}..{b}" for a, b in zip(starts, ends, strict=True))

@@ -75,7 +75,6 @@ def _flatten_state(state: Any) -> tuple[list[Any], _Context]:
 
 
 def _flatten_with_keys(state: Any) -> tuple[list[tuple[Any, Any]], _Context]:
-    """Return values with their keys, and the context, as torch's pytree wants them."""
     values, context = _flatten_state(state)
     return [(pytree.MappingKey(name), x) for name, x in zip(context[0], values, strict=True)], context
 
@@ -92,7 +91,6 @@ _global_namespace: Any = getattr(optree, "registry").__GLOBAL_NAMESPACE  # noqa:
 
 
 def _flatten_with_entries(state: Any) -> tuple[list[Any], _Context, tuple[str, ...]]:
-    """Return values, context and names, as optree wants them."""
     values, context = _flatten_state(state)
     return values, context, context[0]
 

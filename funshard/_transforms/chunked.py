@@ -87,7 +87,6 @@ def chunked(
 def _add_slices(
     f: Callable[..., Any], name: str, w: Any, rows: Any, dims: Sequence[int], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum and the count that ``f`` returns, added up over slices."""
     leaves, treedef = pytree.tree_flatten(rows)
     starts = itertools.accumulate(sizes[:-1], initial=0)
     taken = [

@@ -158,7 +158,6 @@ def find_running_module(traceback: TracebackType | None, model: nn.Module | None
 
 
 def _iter_locals(traceback: TracebackType | None, name: str) -> Iterator[object]:
-    """Yield the variables of this name in the frames of a traceback."""
     while traceback is not None:
         yield traceback.tb_frame.f_locals.get(name)
         traceback = traceback.tb_next

@@ -70,7 +70,10 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
     """
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        chosen = _select_arguments(args, argnums)
+        positions = (argnums,) if isinstance(argnums, int) else argnums
+        if not all(-len(args) <= i < len(args) for i in positions):
+            raise ValueError(f"grad: argnums {argnums} but only {len(args)} positional arguments: expected 0..{len(args) - 1}")
+        chosen = args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
         leaves, treedef = pytree.tree_flatten(chosen)
         check_differentiable(chosen)
         if is_differentiated_outside((args, kwargs)):
@@ -78,8 +81,10 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
         check_recorded("grad", chosen)
         with torch.enable_grad():
             inputs = [leaf.detach().requires_grad_() for leaf in leaves]
-            fresh = _replace_arguments(args, argnums, pytree.tree_unflatten(inputs, treedef))
-            loss, aux = run_loss(f, has_aux, *fresh, **kwargs)
+            given, values = list(args), pytree.tree_unflatten(inputs, treedef)
+            for i, value in zip(positions, (values,) if isinstance(argnums, int) else values, strict=True):
+                given[i] = value
+            loss, aux = run_loss(f, has_aux, *given, **kwargs)
             if loss.requires_grad and inputs:
                 try:
                     grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
@@ -87,8 +92,7 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
                     raise add_hints(error)  # noqa: B904 - the same one
             else:
                 grads = [torch.zeros_like(x) for x in leaves]
-        result = pytree.tree_unflatten([g.detach() for g in grads], treedef)
-        value = loss.detach()
+        result, value = pytree.tree_unflatten([g.detach() for g in grads], treedef), loss.detach()
         return result, ((value, pytree.tree_map_only(Tensor, torch.Tensor.detach, aux)) if has_aux else value)
 
     return wrapper
@@ -134,22 +138,6 @@ def is_differentiated_outside(arguments: object) -> bool:
         return True
     tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _select_arguments(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> Any:
-    """Return the arguments at ``argnums``; raise ValueError for an index out of range."""
-    for i in (argnums,) if isinstance(argnums, int) else argnums:
-        if not -len(args) <= i < len(args):
-            raise ValueError(f"grad: argnums {argnums} but only {len(args)} positional arguments: expected 0..{len(args) - 1}")
-    return args[argnums] if isinstance(argnums, int) else tuple(args[i] for i in argnums)
-
-
-def _replace_arguments(args: tuple[Any, ...], argnums: int | tuple[int, ...], chosen: Any) -> tuple[Any, ...]:
-    """Return the positional arguments with the chosen ones replaced."""
-    out = list(args)
-    for i, value in [(argnums, chosen)] if isinstance(argnums, int) else zip(argnums, chosen, strict=True):
-        out[i] = value
-    return tuple(out)
 
 
 def check_differentiable(chosen: object) -> None:

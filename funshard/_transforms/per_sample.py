@@ -182,7 +182,6 @@ class _Probe(_torch.Function):
 
 
 def _zero_probe(like: Tensor) -> Tensor:
-    """Return a probe of one real zero, in the wide dtype of a buffer."""
     real = torch.view_as_real(like) if like.is_complex() else like  # Dynamo does not know dtype.to_real
     return real.new_zeros((), dtype=torch.promote_types(real.dtype, torch.float32))
 
@@ -246,7 +245,6 @@ def _draw_seed(generator: torch.Generator | None, spec: PartitionSpec, device: t
 
 
 def _check_batch(args: tuple[object, ...]) -> int:
-    """Return the number of samples; ValueError if the batch has no tensor, or tensors differ."""
     sizes = {
         pytree.keystr(path): len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None
         for path, leaf in pytree.tree_flatten_with_path(args)[0]
@@ -263,7 +261,6 @@ def _check_batch(args: tuple[object, ...]) -> int:
 
 
 def _check_privacy(clip: float | None, noise: float | None, reduce: ReduceBy, randomness: str) -> None:
-    """Raise ValueError for options of per_sample_grads that contradict each other."""
     Reduction.make(reduce)
     if clip is None and reduce != "mean":
         raise ValueError(f"per_sample_grads: expected clip with reduce={reduce!r}: without it nothing is reduced")

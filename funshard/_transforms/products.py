@@ -234,7 +234,6 @@ def _describe_leaf(leaf: object) -> str:
 
 
 def _inner_product(a: Any, b: Any) -> Tensor:
-    """Return the inner product of two trees, over the real numbers."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
     return torch.stack([(x.conj() * y).real.sum() if x.is_complex() else (x * y).sum() for x, y in pairs]).sum()
 

@@ -43,7 +43,6 @@ def always(p: P = SHARD) -> Policy:
 
 
 def _p_if_has_params(p: P, node: ModuleTree) -> P | None:
-    """Return the `P` for a module with parameters of its own, None for another."""
     return p if node.params else None
 
 
@@ -82,7 +81,6 @@ def by_size(
 def _build_by_size(
     min_numel: float, force_leaf: tuple[type[nn.Module], ...], exclude: tuple[type[nn.Module], ...], p: P, tree: ModuleTree
 ) -> PartitionSpec:
-    """Build the spec with a unit for each module that has ``min_numel`` elements besides those of the units inside it."""
     held: dict[str, dict[str, int]] = {node.path: {} for node in tree.nodes()}
     for param in tree.all_params:
         for path in tree.dominators(param):
@@ -126,7 +124,6 @@ def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) ->
 
 
 def _select_custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P, node: ModuleTree) -> P | None:
-    """Return the `P` that the user's function chooses for a module, None for no unit."""
     result = fn(node.module)
     if isinstance(result, bool):
         return p if result else None
@@ -176,7 +173,6 @@ def marked(p: P = SHARD) -> Policy:
 
 
 def _select_marked(p: P, node: ModuleTree) -> P | None:
-    """Return the `P` of a module that `mark` has marked, None for others."""
     overrides = vars(node.module).get(_MARK)
     return None if overrides is None else override_p(p, overrides, f"mark: module '{node.path}'")
 
@@ -230,7 +226,6 @@ def by_path(patterns: Mapping[str, P], p: P = SHARD) -> Policy:
 
 
 def _build_by_path(patterns: Mapping[str, P], p: P, tree: ModuleTree) -> PartitionSpec:
-    """Build the spec with the modules that patterns match as units: of several patterns, the most literal one counts."""
     best: dict[str, tuple[int, str]] = {}
     for pattern, value in patterns.items():
         hits = [path for path in tree.canonical if matches_path(pattern.split("."), path.split("."))]
@@ -305,7 +300,6 @@ def ignoring(
 
 
 def _build_ignoring(policy: Policy, modules: list[object], params: list[object], tree: ModuleTree) -> PartitionSpec:
-    """Build the policy's spec of the tree without the modules and parameters that match; refuse what matches nothing."""
     gone, names = set[str](), set[str]()
     for item in modules:
         gone |= (found := {node.path for node in tree.nodes() if matches_module(item, node)})
@@ -321,7 +315,6 @@ def _build_ignoring(policy: Policy, modules: list[object], params: list[object],
 
 
 def _matches_param(item: object, param: Param, owner: ModuleTree) -> bool:
-    """Return whether a pattern matches a name of the parameter, or the item is the parameter itself."""
     if isinstance(item, str):
         return any(matches_path(item.split("."), name.split(".")) for name in param.names)
     own = owner.module._parameters
@@ -351,7 +344,6 @@ def full_precision(policy: Policy, *classes: type[nn.Module]) -> Policy:
 
 
 def _build_full_precision(policy: Policy, classes: tuple[type[nn.Module], ...], tree: ModuleTree) -> PartitionSpec:
-    """Build the policy's spec with modules of these classes as units, in float32 where their parameters are cast."""
     full = Precision(param=torch.float32, restore_outputs=True)
     spec = policy(tree)
     chosen = dict(spec.selected)
@@ -386,7 +378,6 @@ def any_of(*policies: Policy) -> Policy:
 
 
 def _build_any_of(policies: tuple[Policy, ...], tree: ModuleTree) -> PartitionSpec:
-    """Return the spec of all modules that some policy selects; raise ValueError where two select one with another `P`."""
     chosen: dict[str, P] = {}
     specs = [policy(tree) for policy in policies]
     if not specs:
@@ -418,7 +409,6 @@ def override(base: Policy, extra: Policy) -> Policy:
 
 
 def _build_override(base: Policy, extra: Policy, tree: ModuleTree) -> PartitionSpec:
-    """Build a spec of the units of both policies; ``extra`` decides for modules that both choose, ``base`` for the root."""
     first, second = base(tree), extra(tree)
     return build(drop_ignored(tree, [first, second]), dict(first.selected) | dict(second.selected), first.root)
 
@@ -457,7 +447,6 @@ def by_group(modules: Iterable[str | nn.Module | type[nn.Module]], *, size: int 
 
 
 def _build_groups(items: list[object], size: int | None, p: P, tree: ModuleTree) -> PartitionSpec:
-    """Build the spec whose units are groups of the modules that match."""
     nodes = [node for node in tree.nodes() if node is not tree]  # which is beside no other module
     for item in items:
         if not any(matches_module(item, node) for node in nodes):
