@@ -492,6 +492,37 @@ def compiled(rank: int) -> None:
     nothing_left()
 
 
+class OffloadsInside(MLP):
+    """Offloads parts of what it computes, with its own weights."""
+
+    wrap = staticmethod(moved)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wrap(super().forward)(x) + self.wrap(lambda x: (x * self.out_proj.weight.sum()).tanh())(x)
+
+
+class Plain(OffloadsInside):
+    wrap = staticmethod(lambda f: f)
+
+
+def inside(rank: int) -> None:
+    results: list[Any] = []
+    for block in (Plain, OffloadsInside):
+        torch.manual_seed(0)
+        model, x = Net(2), numbers(rank, 0)
+        model.blocks = nn.ModuleList([block(5) for _ in range(2)])
+        spec = fs.by_type(MLP)(model).bound
+        loss = lambda p, model=model, spec=spec: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
+        with counted() as copies:
+            results.append(fs.grad(loss)(fs.shard(model, spec)))
+        assert (copies.out > 2) is (block is OffloadsInside)
+    equal(results[1], results[0])
+
+
+def test_a_function_that_forward_offloads(gloo2: Pool) -> None:
+    gloo2.run(inside)
+
+
 @seldom
 def test_compiled_checkpointed_and_offloaded_as_a_whole(gloo2: Pool) -> None:
     """fs.compile decides for itself, a checkpoint around the call keeps nothing to move, offload around it moves all."""
