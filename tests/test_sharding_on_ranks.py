@@ -149,7 +149,7 @@ BAD_SOURCES = {
     "shape": r"parameter '1\.weight' of unit '1': expected shape \[7, 5\], got \[5, 7\]",
     "dtype": r"parameter '0\.weight': expected torch\.float32, got torch\.float64",
     "none": r"expected a dict of full parameters, got None",
-    "not a tensor": r"parameter '1\.weight': expected a tensor with data, got list",
+    "not a tensor": r"parameter '1\.weight' of unit '1': expected a tensor, got list",
     "meta": r"parameter '0\.weight': expected a tensor with data, got a meta tensor",
 }
 

@@ -225,16 +225,14 @@ def stream_full(
     """Return an iterator over the full parameters, as ``(name, tensor)``, that gathers ahead.
 
     All ranks iterate to the same end. Units come in the order of their first parameter in the model. The tensors have no
-    derivative, like those of `gather_full`. They may be views of a unit's buffer, which lives as long as one of them: clone
-    those that you keep.
+    derivative. They may be views of a unit's buffer, which lives as long as one of them: clone those that you keep.
 
     Args:
         shards: As for `gather_full`. Do not modify them before the end.
         spec: The spec of the shards.
         bucket: Bytes, as a number or such as "512MiB". The peak is two buckets of full parameters, or two units if larger.
         dtype: The dtype of floating point parameters, instead of their own. The narrower of the two is sent.
-        names: Names or globs of the parameters to give; by default all. Units without any are not gathered. A tied parameter
-            comes once, under its first name, if any of its names matches.
+        names: Names or globs of the parameters to give; by default all. A tied parameter comes once, under its first name.
         rank0_only: Only the mesh's first rank gets parameters. The others hold slices at most.
         offload_to_cpu: Give tensors in host memory.
 
@@ -507,17 +505,15 @@ def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str
     """Return why a source's parameters cannot be sharded; an empty string if they can."""
     if full is None:
         return "expected a dict of full parameters, got None" if len(spec) else ""
-    for name, x in full.items() if isinstance(full, Mapping) else ():  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not isinstance(x, Tensor) or x.is_meta:  # pyright: ignore[reportUnnecessaryIsInstance]
-            kind = "a meta tensor" if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore
-            return f"parameter '{name}': expected a tensor with data, got {kind}"
     try:
         check_full(full, spec, whole=True)
     except (ValueError, TypeError) as error:
         return str(error)
-    for name, x in full.items():
-        if name in spec.by_name and x.dtype != spec.by_name[name][1].dtype:
-            return f"parameter '{name}': expected {spec.by_name[name][1].dtype}, got {x.dtype}"
+    for name in filter(spec.by_name.__contains__, full):
+        if full[name].is_meta:
+            return f"parameter '{name}': expected a tensor with data, got a meta tensor"
+        if full[name].dtype != (dtype := spec.by_name[name][1].dtype):
+            return f"parameter '{name}': expected {dtype}, got {full[name].dtype}"
     return ""
 
 

@@ -29,9 +29,8 @@ def random_like(
 ) -> Params:
     """Return a random vector like the parameters: this rank's slices of one that is the same however they are sharded.
 
-    An element follows from the seed, its parameter's name and its place in the parameter alone, and padding is zero. Use it
-    as the direction of `hvp` or a probe of Hutchinson's estimator. ``torch.randn_like`` of shards fills the padding, and has
-    another generator on every rank, so that replicas differ.
+    An element follows from the seed, its parameter's name and its place there alone, and padding is zero: for directions of
+    `hvp` and probes. ``torch.randn_like`` of shards fills the padding, and differs between replicas.
 
     Args:
         params: This rank's shards by unit key, or full tensors by parameter name; some or all. Their values are not read.
@@ -44,9 +43,8 @@ def random_like(
         Tensors with the keys, shapes, dtypes and devices of ``params``.
 
     Raises:
-        TypeError: For a seed that is no integer, and for a unit or parameter that is not floating point.
-        ValueError: For a key that is neither unit nor parameter, a tensor of another shape, a unit at rest in a codec, and
-            another distribution.
+        TypeError: A seed is no integer, or a unit or parameter is not floating point.
+        ValueError: A key is not in the spec, a tensor of another shape, or a unit at rest in a codec.
 
     Example:
         >>> import torch, funshard as fs
@@ -56,14 +54,13 @@ def random_like(
         >>> fs.unshard(signs, spec)["weight"].abs()
         tensor([[1., 1.],
                 [1., 1.]])
-
     """
     spec = bind_spec(spec)
     check_mapping(params)
     if distribution not in ("normal", "rademacher"):
         raise ValueError(f"random_like: distribution: expected 'normal' or 'rademacher', got {distribution!r}")
-    whole_number = isinstance(seed, int) and not isinstance(seed, bool)
-    if not whole_number and not (isinstance(seed, Tensor) and not seed.dim() and _is_integer(seed)):
+    is_tensor = isinstance(seed, Tensor) and not seed.dim()
+    if isinstance(seed, bool) or not (_is_integer(seed) if is_tensor else isinstance(seed, int)):
         raise TypeError(f"random_like: seed: expected a whole number, or an integer tensor without dimensions, got {seed!r}")
     draw = _draw_normal if distribution == "normal" else _draw_signs
     for key, tensor in params.items():

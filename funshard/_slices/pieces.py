@@ -114,15 +114,12 @@ def zero_padding(piece: Tensor, unit: Unit, spec: PartitionSpec, rank: int | Non
     if rank is None and spec.bound_mesh.is_simulated:
         return torch.where(padding_mask(unit, spec, piece.device), 0, piece)
     ranges = spec._compute_once(_parameter_ranges, rank)[unit.key]
-    ends = [0, *(high for _, high in ranges)]
-    starts = [*(low for low, _ in ranges), len(piece)]
-    gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
-    if not gaps:
+    if sum(high - low for low, high in ranges) == len(piece):
         return piece
-    piece = piece.clone()
-    for end, start in gaps:
-        piece[end:start] = 0
-    return piece
+    out = torch.zeros_like(piece)
+    for low, high in ranges:
+        out[low:high] = piece[low:high]
+    return out
 
 
 def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: int | None = None) -> Tensor:

@@ -35,17 +35,16 @@ def chunked(
 ) -> Callable[[W, Rows], Any]:
     """Return a function that adds up ``f`` over slices of the rows, and runs it again on each slice for its derivatives.
 
-    One slice is in memory at a time, at every order and in every transform, so that a head's logits are never all there. The
-    gradients of ``w`` are added up, in float32 if they have 16 bits. Else it is as `remat` of ``f``, inside torch.compile, too.
+    One slice is in memory at a time, at every order and in every transform. The gradients of ``w`` are added up, in float32 if
+    they have 16 bits. Else it is as `remat` of ``f``, inside torch.compile, too.
 
     Args:
         f: A function ``(w, rows) -> (sum, count)``: a floating point scalar, and a number. It changes no object.
         chunks: The number of slices, all of one length but the last; at most one for each row, and at least one.
         dim: The dimension along which every tensor of ``rows`` is sliced.
         reduce: "sum" for the sums ``(sum, count)``, "mean" for their quotient, which is the sum where the count is 0.
-        gradient: "forward" runs each slice once where plain autograd takes one gradient, as in `grad`: with its gradient, which
-            is kept until backward. All that is differentiated is in ``w`` or ``rows`` then. Elsewhere, and in float16, it is as
-            "backward".
+        gradient: "forward" runs each slice once, with its gradient, where plain autograd takes one, as in `grad`. All that is
+            differentiated is in ``w`` or ``rows`` then. Elsewhere, and in float16, it is as "backward".
 
     Returns:
         A function of ``w`` and ``rows``, trees of tensors; sums and counts of 16 bits are float32.
@@ -53,8 +52,7 @@ def chunked(
     Raises:
         ValueError: ``chunks``, ``reduce`` or ``gradient`` is none, or tensors of ``rows`` differ in length.
         TypeError: ``rows`` has no tensors, or other leaves; or ``f`` returns something else.
-        RuntimeError: ``f`` changes an object or a global variable; or ``create_graph=True`` where forward has taken the
-            gradient. `remat` raises others.
+        RuntimeError: ``f`` changes an object; or ``create_graph=True`` where forward has taken the gradient; or as `remat`.
 
     Example:
         >>> import torch, funshard as fs

@@ -182,10 +182,9 @@ def offload(
     """Wrap a function so that what autograd saves in it is in host memory until backward.
 
     Nothing waits for the copies: a batch, which is what one call saves, leaves while the next one is saved, and comes back
-    when backward reaches the batch after it. So at most two batches are on the device. Small tensors, parameters, arguments
-    without gradients, views of these, and gathered weights stay there. It holds under plain autograd, as in `grad`;
-    torch.func's transforms and torch.utils.checkpoint around it only get the same values. Inside torch.compile the wrapper is
-    ``f``. `P` with ``offload="activations"`` does this for a unit's module.
+    when backward reaches the batch after it: two batches are on the device. Small tensors, parameters, arguments without
+    gradients, views of these, and gathered weights stay there. Under plain autograd, as in `grad`: in torch.func's transforms,
+    torch.utils.checkpoint and torch.compile it is ``f``. `P` with ``offload="activations"`` does this for a unit's module.
 
     Args:
         f: The function.
@@ -199,8 +198,7 @@ def offload(
     Raises:
         TypeError: A size is no whole number.
         ValueError: A size is negative.
-        RuntimeError: In backward if a saved tensor was changed in place since. In forward if ``f`` begins a torch.func
-            transform, inside which torch refuses saved-tensor hooks: offload inside the transform.
+        RuntimeError: A saved tensor was changed in place before backward; or ``f`` begins a torch.func transform.
 
     Example:
         >>> import torch, funshard as fs

@@ -55,7 +55,7 @@ def per_sample_grads(
         f: The loss of one sample, ``f(params, *sample)``, with `functional_call` on its first argument.
         params: Shards by unit key, of all units or some (`partition`); ``f`` closes over the others.
         batch: The other arguments of ``f`` as a tuple, or the only one: tensors with the samples in their first dimension. A
-            rank may have none, as Poisson sampling draws them: it adds nothing, and the noise is there all the same.
+            rank may have none.
         spec: The spec of the shards.
         clip: The largest 2-norm over all of ``params`` of a sample's gradient; larger ones are scaled down.
         noise: The standard deviation, in units of ``clip``, of normal numbers to add, the same ones at any number of ranks.
@@ -70,9 +70,8 @@ def per_sample_grads(
         ``clip``, shards by unit key, without a graph.
 
     Raises:
-        ValueError: Before any communication, for params that are no shards of the spec's units, tensors that
-            differ in their first dimension, options that are out of range or do not fit together, and local axes of several
-            ranks.
+        ValueError: Before any communication, for params that are no shards of the spec's units, tensors that differ in their
+            first dimension, options that do not fit together, and local axes of several ranks.
 
     Example:
         >>> import torch, funshard as fs

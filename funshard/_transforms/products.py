@@ -142,8 +142,7 @@ def squared_error(targets: Tensor, *, reduce: ReduceBy = "mean") -> ConvexLoss:
 def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | None = None, has_aux: bool = False) -> Any:
     """Return the product of the Hessian of ``f`` at ``params`` with ``v``: shards from shards.
 
-    Each rank passes the loss of its own batch. The result is its slice of the product with the Hessian of the mean loss over
-    ranks, exact in both forms. What ``f`` computes under ``torch.no_grad`` is a constant.
+    The Hessian is that of the mean over ranks of each rank's loss. What ``f`` computes under ``torch.no_grad`` is a constant.
 
     Args:
         f: The loss, ``f(params, *args)``.
@@ -151,8 +150,7 @@ def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | 
         v: A tree with the paths, shapes and dtypes of ``params``.
         args: The other arguments of ``f``, such as a batch: constants.
         forward: True for ``jvp`` of ``grad``, False for ``grad`` of ``lambda p: <grad(f)(p), v>``. None tries the first, and
-            runs ``f`` again for the second if torch has no forward-mode rule for an operator (``_grouped_mm`` in mixtures of
-            experts, ``F.mse_loss``). Inside torch.compile None is True.
+            then the second if torch has no forward-mode rule for an operator, as ``F.mse_loss``. In torch.compile it is True.
         has_aux: Whether ``f`` returns ``(loss, aux)``, where aux is a tree of tensors.
 
     Returns:
@@ -160,8 +158,7 @@ def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | 
 
     Raises:
         ValueError: ``v`` differs from ``params``; the message names the path. `grad` raises others.
-        RuntimeError: torch has no second derivative, as for fused attention outside of `transforms_attention`; a note names
-            the module.
+        RuntimeError: torch has no second derivative, as for fused attention outside of `transforms_attention`.
 
     Example:
         >>> import torch, funshard as fs
