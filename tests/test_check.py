@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,9 +25,10 @@ from ranks import Pool, ended, free_port, launch, start
 from torch import nn
 
 import funshard as fs
+from funshard import _torch
 from funshard._core import announce
 from funshard.collectives import _rank_check as switch
-from funshard.collectives._rank_check import Monitor, Wait, _find_user_line, _name_ranks
+from funshard.collectives._rank_check import Wait, _find_user_line, _name_ranks
 
 RAISED = {"raise_in_forward": "a bad batch", "raise_in_backward": "a bad gradient", "raise_in_update": "a bad update"}
 DIFFERENT = {
@@ -177,7 +179,7 @@ def come_late(rank: int, seconds: float, timeout: float) -> str:
     """The last rank sleeps within its check."""
     trainer = Trainer()
     try:
-        with fs.check(timeout):
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning), fs.check(timeout):
             trainer.step()
             if rank:
                 time.sleep(seconds)
@@ -212,7 +214,7 @@ def test_a_rank_that_has_left_the_block_is_not_waited_for(gloo4: Pool) -> None:
     texts = gloo4.run(leave_alone)
     assert time.monotonic() - begin < 30
     for text in texts:
-        assert "rank 1 does not come: it has left fs.check()" in text, text
+        assert "rank 1 does not come: it waits to start the end of fs.check(), block" in text, text
         assert "all-reduce" in text
 
 
@@ -410,24 +412,24 @@ def test_a_limit_that_is_none(timeout: float) -> None:
 def without_connection(rank: int) -> list[object]:
     """Its own setup fails on every rank; afterwards nothing is left of it."""
 
-    def fail() -> Any:
+    def fail(*_: object) -> Any:
         raise RuntimeError("no route to host")
 
-    switch._state.monitor, old = None, Monitor._connect
-    Monitor._connect = staticmethod(fail)
+    switch._state.monitor, old = None, _torch.connect_store
+    _torch.connect_store = fail
     try:
         with fs.check():
             pass
     except RuntimeError as error:
         text = str(error)
     finally:
-        Monitor._connect = staticmethod(old)
+        _torch.connect_store = old
     return [text, announce._listener, len(switch._state.timeouts)]
 
 
 def test_a_check_that_cannot_connect(gloo2: Pool) -> None:
     for text, *rest in gloo2.run(without_connection):
-        assert "gives no second connection: no route to host; expected" in text
+        assert "gives no connection: no route to host; expected" in text
         assert rest == [None, 1]
     gloo2.stop()
 
@@ -550,8 +552,9 @@ def test_the_line_is_the_users() -> None:
 def test_all_start_or_none() -> None:
     """A rank that reports an error as the last one comes, and the last one itself: the first to set the key decides."""
     store = dist.HashStore()
-    first, second = Wait((0,), 0, "a", "line", 0), Wait((0,), 1, "b", "line", 0)
-    assert first.meet(store, 0) == ""
-    assert second.decide("an error", store) == "an error"
-    assert second.meet(store, 0) == "an error"
-    assert first.decide("late", store) == "start"
+    first, second = (Wait(f"0/{i}", (0,), "a", "a (line)", 0) for i in range(2))
+    assert first.meet(store, 0, 1, "") == ""
+    second.decide(store, "an error")
+    assert second.meet(store, 0, 1, "") == "an error"
+    first.decide(store, "late")
+    assert store.get(first.key) == b"start"

@@ -1,9 +1,8 @@
 """The check around a step: ranks compare every collective before it starts, and hear of each other's errors.
 
-The main thread waits for the other ranks in the key-value store of the process group, without a limit of its own. A thread
-beside it writes twice a second where this rank is, and looks whether a rank has reported an error, or which ranks are missing
-where the main thread waits: one that compiles is waited for; one that has left the check, has ended, or does not come within
-the limit is an error.
+The main thread waits for the other ranks in the key-value store of the process group. Twice a second it looks whether a rank
+has reported an error, and which ranks are missing: one that compiles is waited for; one that has left the check, has ended, or
+does not come within the limit is an error. A thread of each rank writes as often where its main thread is.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -85,65 +84,108 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-# --- The comparison of the next collective between some ranks ---
-#
-# The rank that comes first writes what it is about to start. The others compare, and the last one sets a key that the others
-# wait for. Whoever sets that key first decides: a rank that differs or has an error sets it, too. So either all ranks start the
-# collective, or none does.
-
-_START = "start"  # lets ranks start the collective; any other value is an error
-_LAG = 100  # collectives after which keys are deleted: no thread looks at those any more
-
-
-@dataclass
-class Wait:
-    """The wait of the main thread for other ranks, before a collective."""
-
-    ranks: tuple[int, ...]
-    number: int  # of collectives that these ranks have compared before
-    what: str
-    line: str
-    epoch: int
-    check: int = 0  # the number of the check: a rank that has left it, or a later one, does not come
-    begin: float = field(default_factory=time.monotonic)
-    seen: float = 0.0  # when the thread has looked last
-    compiling: float = 0.0  # seconds in which a missing rank compiled
-    beats: dict[int, tuple[str, float]] = field(default_factory=dict)  # the last one of each missing rank, and when it was new
-    has_warned: bool = False
-
-    def key(self, number: int) -> str:
-        """Return the prefix of the keys of these ranks' collective of this number."""
-        return f"{self.epoch}/{hashlib.blake2b(repr(self.ranks).encode(), digest_size=12).hexdigest()}/{number}"
-
-    def meet(self, store: Store, rank: int) -> str:
-        """Wait until all ranks are about to start the collective; return an empty string, or an error if they differ."""
-        key, own = self.key(self.number), f"{self.what} ({self.line})"
-        first = store.compare_set(f"{key}/first", "", f"{rank}\n{self.what}\n{own}").decode()
-        other, what, line = first.split("\n", 2)
-        if int(other) == rank and self.number >= _LAG:
-            for name in ("first", "count", "go"):
-                store.delete_key(f"{self.key(self.number - _LAG)}/{name}")
-        if what != self.what:
-            each = "; ".join(f"rank {number} {text}" for number, text in sorted([(int(other), line), (rank, own)]))
-            where = f"collective {self.number + 1} of {_name_ranks(self.ranks)}"
-            answer = self.decide(f"fs.check: ranks disagree on {where}. Each was about to start: {each}", store)
-        elif store.add(f"{key}/count", 1) == len(self.ranks):
-            answer = self.decide(_START, store)
-        else:
-            answer = store.get(f"{key}/go").decode()
-        return "" if answer == _START else answer
-
-    def decide(self, answer: str, store: Store) -> str:
-        """Say that ranks start the collective, or what is wrong, unless some rank has said it before; return what was said."""
-        return store.compare_set(f"{self.key(self.number)}/go", "", answer).decode()
-
-
 # --- One process's part in the check ---
 
 TICK = 0.5  # seconds between two looks at the store
 SLOW = 5.0  # after which a rank that waits warns, or a third of the limit if that is less
 MUTE = 10.0  # after which a rank that writes nothing has ended or is stopped
-FAREWELL = 5.0  # the most that a rank with an error waits until the others know of it
+FAREWELL = 5.0  # the most that a rank waits until the others have read what it leaves in the store
+_START = "start"  # lets ranks start the collective; any other value is an error
+_LAG = 100  # collectives after which keys are deleted: nobody looks at those any more
+
+
+def wait_for_key(store: Store, key: str, look: Callable[[], object] | None = None) -> str:
+    """Return the value of a key once a rank has set it; look around at every tick, or give up after a short time."""
+    begin = seen = time.monotonic()
+    while not store.check([key]):
+        now = time.monotonic()
+        if look is None and now - begin > FAREWELL:
+            return ""
+        if look is not None and now - seen > TICK:
+            seen = now
+            look()
+        time.sleep(min(0.002, (now - begin) / 4))
+    return store.get(key).decode()
+
+
+def arrive(store: Store, key: str, size: int) -> None:
+    """Count this rank; the last one of so many sets the key that others wait for."""
+    if store.add(f"{key}/count", 1) == size:
+        store.compare_set(key, "", _START)
+
+
+@dataclass
+class Wait:
+    """The wait of a rank for others before a collective.
+
+    Whoever sets the ``key`` first decides: the last one that comes, or a rank that differs or has an error. So either all ranks
+    start the collective, or none does.
+    """
+
+    key: str
+    ranks: tuple[int, ...]
+    what: str
+    goal: str  # what it waits for, with the line
+    epoch: int
+    check: int = 1  # the number of the check: a rank that has left it, or a later one, does not come
+    begin: float = field(default_factory=time.monotonic)
+    seen: float = field(default_factory=time.monotonic)  # when this rank has looked last
+    compiling: float = 0.0  # seconds in which a missing rank compiled
+    beats: dict[int, tuple[str, float]] = field(default_factory=dict)  # the last one of each missing rank, and when it was new
+    has_warned: bool = False
+
+    def meet(self, store: Store, rank: int, limit: float, where: str) -> str:
+        """Wait until all ranks are about to start the collective; return an empty string, or an error if they differ."""
+        first = store.compare_set(f"{self.key}/first", "", f"{rank}\n{self.what}\n{self.goal}").decode()
+        other, what, goal = first.split("\n", 2)
+        if what != self.what:
+            each = "; ".join(f"rank {number} {text}" for number, text in sorted([(int(other), goal), (rank, self.goal)]))
+            self.decide(store, f"fs.check: ranks disagree on {where}. Each was about to start: {each}")
+        else:
+            arrive(store, self.key, len(self.ranks))
+        answer = wait_for_key(store, self.key, lambda: self.decide(store, self.find_missing(store, rank, limit)))
+        return "" if answer == _START else answer
+
+    def decide(self, store: Store, error: str) -> None:
+        """Say what is wrong, if anything, unless some rank has decided before."""
+        if error:
+            store.compare_set(self.key, "", error)
+
+    def find_missing(self, store: Store, rank: int, limit: float) -> str:
+        """Return an error that a rank has reported, or that of ranks that do not come; warn of slow ones."""
+        if error := _read(store, f"{self.epoch}/error", ""):
+            return error
+        now = time.monotonic()
+        step, self.seen = now - self.seen, now
+        begin, goal = f"fs.check: rank {rank} has waited", f"to start {self.goal}"
+        is_compiling, is_mute, places = False, False, []
+        for other in self.ranks:
+            where = _read(store, f"where/{other}", "\n\n-1 0\n\nhas not entered fs.check()")
+            beat, compiles, left, waits_for, doing = where.split("\n", 4)
+            if waits_for == self.key or other == rank:
+                continue
+            if tuple(map(int, left.split())) >= (self.epoch, self.check):
+                return f"{begin} {goal}, and rank {other} does not come: it {doing}"
+            if other not in self.beats or self.beats[other][0] != beat:
+                self.beats[other] = beat, now
+            is_compiling |= compiles == "1"
+            if beat and now - self.beats[other][1] > MUTE:
+                is_mute, doing = True, f"does not answer: it has ended or is stopped; its last answer: it {doing}"
+            places.append(f"rank {other}, which {doing}")
+        self.compiling += step * is_compiling
+        if not places or now - self.begin < min(SLOW, limit / 3):
+            return ""
+        text = f"{begin} {now - self.begin:.0f} s {goal} for {'; '.join(places)}"
+        if now - self.begin - self.compiling > limit:
+            return f"{text}. The limit is fs.check(timeout={limit:g})"
+        if not is_mute and not self.has_warned:
+            self.has_warned = True
+            warnings.warn(text, RuntimeWarning, stacklevel=1)
+        return text if is_mute else ""
+
+
+def _read(store: Store, key: str, default: str) -> str:
+    return store.get(key).decode() if store.check([key]) else default
 
 
 class Monitor:
@@ -155,25 +197,25 @@ class Monitor:
     def __init__(self, world: dist.ProcessGroup, timeouts: Sequence[float]) -> None:
         self.world, self._timeouts = weakref.ref(world), timeouts
         self.rank, self.ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
-        self.error = ""  # that this rank has heard of or reported; it is raised at the next collective, too
         self.check = 0  # the number of checks that this process has entered
+        self.left = -1, 0  # the epoch and number of the last check whose collectives it does not come to any more
+        self._beat, self._heard = 0, -1  # the number of what it has published, and the epoch of the last error heard of
         self._epoch = 0  # the number of errors before: each has keys of its own
+        self._error = -1, ""  # the last one that this rank has heard of or reported, with its epoch
         self._numbers: dict[tuple[int, ...], int] = {}  # of collectives that some ranks have compared
         self._by_name: dict[str, tuple[int, ...]] = {}
         self._wait: Wait | None = None
-        self._beat = 0
-        self._lock = threading.Lock()
-        self._store, self._side_store = (self._connect() for _ in range(2))
-        self._look()
+        self._store = _torch.connect_store("funshard/check", timedelta(days=7))
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="funshard.check", daemon=True)
+        self._publish()
+        self._thread = threading.Thread(target=self._publish_always, name="funshard.check", daemon=True)
         self._thread.start()
 
-    @staticmethod
-    def _connect() -> Store:
-        return _torch.connect_store("funshard/check", timedelta(days=7))  # the thread ends a wait
-
-    # --- main thread ---
+    @property
+    def error(self) -> str:
+        """The error of this epoch, which is raised at the next collective, too."""
+        epoch, text = self._error
+        return text if epoch == self._epoch else ""
 
     def ranks_of(self, group: str | Sequence[int]) -> tuple[int, ...]:
         """Return the global ranks of a process group, () if there is nobody to compare with."""
@@ -184,22 +226,27 @@ class Monitor:
             self._by_name[group] = tuple(ranks)
         return self._by_name[group]
 
-    def compare(self, what: str, ranks: tuple[int, ...], line: str, *, is_end: bool = False) -> None:
+    def compare(self, what: str, ranks: tuple[int, ...], line: str, *, leaves: bool = False) -> None:
         """Wait until all of these ranks are about to start the same collective; raise RankError if they are not."""
         if self.error:
             raise RankError(self.error)
-        number = self._numbers.get(ranks, 0)
-        self._wait = Wait(ranks, number, what, line, self._epoch, self.check + is_end)
+        number = self._numbers[ranks] = self._numbers.get(ranks, 0) + 1
+        prefix = f"{self._epoch}/{hashlib.blake2b(repr(ranks).encode(), digest_size=12).hexdigest()}"
+        self._wait = wait = Wait(f"{prefix}/{number}", ranks, what, f"{what} ({line})", self._epoch, self.check)
+        if leaves:  # the wait is known first: at its end all ranks have left
+            self.left = self._epoch, self.check
         try:
-            error = self._wait.meet(self._store, self.rank)
+            if ranks[0] == self.rank and number > _LAG:
+                for name in ("", "/first", "/count"):
+                    self._store.delete_key(f"{prefix}/{number - _LAG}{name}")
+            error = wait.meet(self._store, self.rank, self._timeouts[-1], f"collective {number} of {_name_ranks(ranks)}")
         except RuntimeError as lost:
             text = f"fs.check: the store of the default process group has ended, with its process: {str(lost).splitlines()[0]}"
             error = self.error or text
         finally:
             self._wait = None
-        self._numbers[ranks] = number + 1
         if error:
-            self._declare(error, self._store, self._epoch)
+            self._declare(error)
             raise RankError(self.error)
 
     def report(self, error: BaseException, trace: TracebackType | None) -> None:
@@ -207,24 +254,29 @@ class Monitor:
         if not self.error:
             first = (_torch.error_text(error).strip() or "no message").splitlines()[0][:500]
             line = _describe_line(reversed([*traceback.walk_tb(trace)])) or "no line of user code"
-            text = f"fs.check: rank {self.rank} raised {type(error).__name__}: {first} ({line})"
-            self._declare(text, self._store, self._epoch)
-        self._wait_for_count(f"{self._epoch}/heard", len(self.ranks))
-        with self._lock:
-            self._epoch, self.error, self.check = self._epoch + 1, "", 0
-            self._numbers.clear()
-
-    def leave(self, how: str) -> None:
-        """Say that this rank does not come to collectives of this check any more."""
+            self._declare(f"fs.check: rank {self.rank} raised {type(error).__name__}: {first} ({line})")
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"{self._epoch}/left/{self.rank}", f"{self.check}\n{how}")
+            wait_for_key(self._store, f"{self._epoch}/heard")
+        self._epoch, self.check = self._epoch + 1, 0
+        self._numbers.clear()
 
-    def compare_end(self, line: str) -> None:
-        """Compare that all ranks have come to the end of the check. The first one waits until all know: it has the store."""
-        self.compare(f"the end of fs.check(), block {self.check}", self.ranks, line, is_end=True)
-        self._store.add(f"{self._epoch}/past", 1)
-        if self.rank == 0:
-            self._wait_for_count(f"{self._epoch}/past", self.check * len(self.ranks))
+    def _declare(self, error: str) -> None:
+        """Say that something is wrong, unless another rank has said it before, and keep what was said."""
+        with contextlib.suppress(RuntimeError):  # the store has ended with its rank: this rank hears of it alone
+            error = self._store.compare_set(f"{self._epoch}/error", "", error).decode()
+        self._error = self._epoch, error
+
+    def compare_end(self, line: str, *, leaves: bool) -> None:
+        """Compare that all ranks have come to the end of the check, which this one then leaves."""
+        self.compare(f"the end of fs.check(), block {self.check}", self.ranks, line, leaves=leaves)
+        self._part(f"{self._epoch}/past/{self.check}")
+
+    def _part(self, key: str) -> None:
+        """Have the first rank, with which the store may end, wait until all know what they have compared."""
+        with contextlib.suppress(RuntimeError):
+            arrive(self._store, key, len(self.ranks))
+            if self.rank == 0:
+                wait_for_key(self._store, key)
 
     def stop(self) -> None:
         """End the thread."""
@@ -233,104 +285,31 @@ class Monitor:
 
     def end_process(self) -> None:
         """Say that this process ends, and end the thread."""
-        if self.world() is not None:  # else the store may be gone, which torch reports at length
-            self.check = 1 << 62
-            self.leave("ended")
-            with contextlib.suppress(RuntimeError):
-                self._store.add("ended", 1)
-            if self.rank == 0:
-                self._wait_for_count("ended", len(self.ranks))
         self.stop()
+        if self.world() is not None:  # else the store may be gone, which torch reports at length
+            self.left = 1 << 62, 0
+            with contextlib.suppress(RuntimeError):
+                self._publish("has ended")
+            self._part("ended")
 
-    def _wait_for_count(self, key: str, count: int) -> None:
-        """Wait for a short time until all ranks have added to a counter: the store may end with this process."""
-        end = time.monotonic() + FAREWELL
-        with contextlib.suppress(RuntimeError):
-            while self._store.add(key, 0) < count and time.monotonic() < end:
-                time.sleep(TICK / 100)
-
-    # --- both threads ---
-
-    def _declare(self, error: str, store: Store, epoch: int) -> None:
-        """Say that something is wrong, unless another rank has said it before, and keep what was said."""
-        with contextlib.suppress(RuntimeError):  # the store has ended with its rank: this rank hears of it alone
-            error = store.compare_set(f"{epoch}/error", "", error).decode()
-        with self._lock:
-            if self.error or epoch != self._epoch:
-                return
-            self.error = error
-        with contextlib.suppress(RuntimeError):
-            store.add(f"{epoch}/heard", 1)
-
-    # --- the thread beside ---
-
-    def _watch(self) -> None:
+    def _publish_always(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store has ended with its rank
             while not self._stopped.wait(TICK) and self.world() is not None:
-                self._look()
+                self._publish()
 
-    def _look(self) -> None:
-        """Write where this rank is, read a new error, if any, and look at who is waited for."""
-        store, wait, epoch = self._side_store, self._wait, self._epoch
+    def _publish(self, doing: str = "") -> None:
+        """Write where this rank is, and that it has heard of a new error."""
+        store, epoch, left, wait = self._store, self._epoch, self.left, self._wait
         self._beat += 1
-        is_compiling = wait is None and any(is_compiler_file(frame.f_code.co_filename) for frame, _ in _walk(_main_frame()))
-        if wait is not None:
-            key, doing = wait.key(wait.number), f"waits to start {wait.what} ({wait.line})"
-        else:
+        is_compiling = wait is None and any(is_compiler_file(f.f_code.co_filename) for f, _ in _walk(_main_frame()))
+        if not doing and wait is None:
             line = _describe_line(_walk(_main_frame())) or "no line of user code"
-            key, doing = "", f"{'compiles' if is_compiling else 'is'} at {line}"
-        store.set(f"where/{self.rank}", f"{self._beat}\n{int(is_compiling)}\n{key}\n{doing}")
-        if not self.error and store.check([f"{epoch}/error"]):
-            self._declare(store.get(f"{epoch}/error").decode(), store, epoch)
-        if wait is None:
-            return
-        if self.error and wait.epoch == epoch:
-            wait.decide(self.error, store)  # which ends the wait, on all ranks
-        elif (error := self._find_missing(wait, store)) and wait.decide(error, store) == error:  # else all have come meanwhile
-            self._declare(error, store, wait.epoch)
-
-    def _find_missing(self, wait: Wait, store: Store) -> str:
-        """Return the error of ranks that do not come, an empty string as long as they may; warn of slow ones."""
-        now, limit = time.monotonic(), self._timeouts[-1]
-        step, wait.seen = now - (wait.seen or now), now
-        begin, goal = f"fs.check: rank {self.rank} has waited", f"to start {wait.what} ({wait.line})"
-        is_compiling, is_mute, places = False, False, []
-        for rank in wait.ranks:
-            number, how = _read(store, f"{wait.epoch}/left/{rank}", "-1\n").split("\n", 1)
-            if int(number) >= wait.check:
-                return f"{begin} {goal}, and rank {rank} does not come: it has {how}"
-            where = _read(store, f"where/{rank}", "\n\n\nhas not entered fs.check()")
-            beat, compiles, waits_for, doing = where.split("\n", 3)
-            if waits_for == wait.key(wait.number):
-                continue
-            if rank not in wait.beats or wait.beats[rank][0] != beat:
-                wait.beats[rank] = beat, now
-            is_compiling |= compiles == "1"
-            if beat and now - wait.beats[rank][1] > MUTE:
-                is_mute, doing = True, f"does not answer: it has ended or is stopped; its last answer: it {doing}"
-            places.append(f"rank {rank}, which {doing}")
-        wait.compiling += step * is_compiling
-        if not places or now - wait.begin < min(SLOW, limit / 3):
-            return ""
-        text = f"{begin} {now - wait.begin:.0f} s {goal} for {'; '.join(places)}"
-        if now - wait.begin - wait.compiling > limit:
-            return f"{text}. The limit is fs.check(timeout={limit:g})"
-        if not is_mute and not wait.has_warned:
-            wait.has_warned = True
-            _warn_now(text)
-        return text if is_mute else ""
-
-
-def _read(store: Store, key: str, default: str) -> str:
-    return store.get(key).decode() if store.check([key]) else default
-
-
-def _warn_now(text: str) -> None:
-    """Warn now, in this thread: the main thread waits."""
-    try:
-        warnings.warn(text, RuntimeWarning, stacklevel=1)
-    except RuntimeWarning:  # a filter makes errors of warnings, which nobody would see in this thread
-        print(text, file=sys.stderr, flush=True)
+            doing = f"{'compiles' if is_compiling else 'is'} at {line}"
+        key, doing = (wait.key, f"waits to start {wait.goal}") if wait else ("", doing)
+        store.set(f"where/{self.rank}", f"{self._beat}\n{int(is_compiling)}\n{left[0]} {left[1]}\n{key}\n{doing}")
+        if self._heard < epoch and (error := _read(store, f"{epoch}/error", "")):
+            self._error, self._heard = (epoch, error), epoch
+            arrive(store, f"{epoch}/heard", len(self.ranks))
 
 
 # --- `check` ---
@@ -374,7 +353,7 @@ class _State:
                 self.monitor = Monitor(world, self.timeouts)
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"fs.check: the store of the default process group gives no second connection: {error}; expected one that "
+                    f"fs.check: the store of the default process group gives no connection: {error}; expected one that "
                     "all ranks can reach, such as the TCPStore of torchrun"
                 ) from error
         return self.monitor
@@ -437,11 +416,8 @@ def check(timeout: float = TIMEOUT) -> Generator[None]:
             monitor.check += 1
         yield
         if is_outermost and (monitor := _state.monitor) is not None:
-            line = _find_user_line()
-            if not _state.is_always:
-                monitor.leave(f"left fs.check() ({line})")
             if _state.find_monitor() is monitor:
-                monitor.compare_end(line)
+                monitor.compare_end(_find_user_line(), leaves=not _state.is_always)
     except BaseException as error:
         if is_outermost and _state.monitor is not None:
             _state.monitor.report(error, error.__traceback__)
