@@ -8,7 +8,7 @@ a warning as well, once for a model. torch.compile traces the values away, so a 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,8 +31,6 @@ __all__ = [
     "copy_buffer",
     "is_first_warning",
     "warn_discarded",
-    "warn_discarded_in_graph",
-    "was_warned",
     "write_buffer",
 ]
 
@@ -41,15 +39,11 @@ _WARNED: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
 """The kinds of warnings that users have got, by model or class."""
 
 
-def was_warned(subject: Any, kind: Hashable) -> bool:
-    """Return whether users have got a warning of this kind about a model or a class."""
-    return kind in _WARNED.get(subject, ())
-
-
 def is_first_warning(subject: Any, kind: Hashable) -> bool:
     """Return whether users have not got a warning of this kind yet about a model or a class, and note that they get it."""
-    is_first = not was_warned(subject, kind)
-    _WARNED.setdefault(subject, set()).add(kind)
+    kinds = _WARNED.setdefault(subject, set())
+    is_first = kind not in kinds
+    kinds.add(kind)
     return is_first
 
 
@@ -57,21 +51,9 @@ class BufferWarning(UserWarning):
     """The warning that a call has thrown away what forward changed in buffers, such as BatchNorm's running statistics."""
 
 
-def warn_discarded(model: nn.Module, names: Sequence[str], stacklevel: int) -> None:
-    """Warn, once for a model, that the call throws away the changes of these buffers."""
-    if names and is_first_warning(model, "discarded buffers"):
-        _warn_discarded(names, stacklevel + 1)
-
-
 @_torch.assume_constant
-def warn_discarded_in_graph(names: tuple[str, ...]) -> None:
-    """Warn of the same inside torch.compile, which comes here when it traces, so once for each graph."""
-    if names:
-        _warn_discarded(names, 2)
-
-
-def _warn_discarded(names: Sequence[str], stacklevel: int) -> None:
-    """Warn that forward changed buffers that the call throws away."""
+def warn_discarded(names: tuple[str, ...], stacklevel: int) -> None:
+    """Warn that forward changed buffers that the call throws away. torch.compile comes here when it traces."""
     shown = ", ".join(f"'{name}'" for name in names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     warnings.warn(
@@ -211,8 +193,8 @@ def _own_buffer(module: nn.Module, attr: str) -> Tensor | None:
 _COMPARED: WeakSet[nn.Module] = WeakSet()
 """The models whose statistics have been compared with the initial values: once for each, since that waits for a device."""
 
-_UPDATED_ELSEWHERE: WeakKeyDictionary[nn.Module, dict[str, tuple[int, int]]] = WeakKeyDictionary()
-"""For models trained with ``buffers=``: the `_statistics_version` of their own statistics at the first such call, by name."""
+_UPDATED_ELSEWHERE: WeakKeyDictionary[nn.Module, dict[str, list[tuple[int, int]]]] = WeakKeyDictionary()
+"""For models trained with ``buffers=``: the versions of each layer's own statistics at the first such call, by path."""
 
 
 def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: Collection[str], stacklevel: int) -> None:
@@ -220,32 +202,29 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
 
     ``layers`` are the model's normalisation layers by path, ``given`` the names in ``buffers=``.
     """
-    if was_warned(model, "stale statistics"):
-        return
-    if (not given or model in _UPDATED_ELSEWHERE) and all(layer.training for layer in layers.values()):
+    is_known = not given or model in _UPDATED_ELSEWHERE
+    if "stale statistics" in _WARNED.get(model, ()) or (is_known and all(layer.training for layer in layers.values())):
         return  # as in every training call but the first
-    read: dict[str, nn.Module] = {}
-    updated: dict[str, nn.Module] = {}
-    for path, layer in layers.items():
-        for name in _statistics_names(path, layer):
-            if layer.training and name in given:
-                updated[name] = layer
-            elif not layer.training and name not in given:
-                read[name] = layer
-    if updated and model not in _UPDATED_ELSEWHERE:
-        _UPDATED_ELSEWHERE[model] = {name: _statistics_version(name, layer) for name, layer in updated.items()}
-    if not read:
-        return
+    tracked = {path: layer for path, layer in layers.items() if layer._buffers.get("running_mean") is not None}
+    in_given = {path for path in tracked if join_path(path, "running_mean") in given}
+    # the kernels of BatchNorm do not move the versions of its statistics, but the layer counts
+    versions = {
+        path: [(id(x), _torch.version(x)) for x in layer._buffers.values() if x is not None] for path, layer in tracked.items()
+    }
+    if not is_known and (updated := [path for path in in_given if tracked[path].training]):
+        _UPDATED_ELSEWHERE[model] = {path: versions[path] for path in updated}
+    read = [path for path, layer in tracked.items() if not layer.training and path not in in_given]
     before = _UPDATED_ELSEWHERE.get(model, {})
-    stale = [name for name, layer in read.items() if name in before and before[name] == _statistics_version(name, layer)]
+    stale = [path for path in read if before.get(path) == versions[path]]
     why = "training calls were given others in buffers=, updated those, and left these as they were"
-    if not stale and model not in _COMPARED and not _torch.is_tracing():
+    if read and not stale and model not in _COMPARED and not _torch.is_tracing():
         _COMPARED.add(model)
-        stale = [name for name, layer in read.items() if _is_initial(layer)]
+        stale = [path for path in read if _is_initial(tracked[path])]
         why = "they are those of a new model (mean 0, variance 1), which no training has updated"
     if stale and is_first_warning(model, "stale statistics"):
+        names = [join_path(path, attr) for path in stale for attr in ("running_mean", "running_var")]
         warnings.warn(
-            f"functional_call: layers in eval mode normalise with the model's own {abridge(dict.fromkeys(stale), 2)}: {why}; "
+            f"functional_call: layers in eval mode normalise with the model's own {abridge(dict.fromkeys(names), 2)}: {why}; "
             "expected the statistics of training in buffers=, or loaded into the model by "
             "model.load_state_dict(buffers, strict=False); filter funshard.BufferWarning if the model's own are meant",
             BufferWarning,
@@ -253,22 +232,7 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
         )
 
 
-def _statistics_names(path: str, layer: nn.Module) -> Iterator[str]:
-    """Yield the names of a layer's running mean and variance, if it keeps them."""
-    return (join_path(path, attr) for attr in ("running_mean", "running_var") if layer._buffers.get(attr) is not None)
-
-
-def _statistics_version(name: str, layer: nn.Module) -> tuple[int, int]:
-    """Return what changes where the statistics do. Kernels of BatchNorm do not move their version, but the layer counts."""
-    tensor, count = layer._buffers[name.rpartition(".")[2]], layer._buffers.get("num_batches_tracked")
-    return id(tensor), sum(_torch.version(x) for x in (tensor, count) if x is not None)
-
-
 def _is_initial(layer: nn.Module) -> bool:
     """Return whether running statistics are still mean 0 and variance 1; False for fake tensors."""
-    for attr, value in (("running_mean", 0), ("running_var", 1)):
-        if (tensor := layer._buffers.get(attr)) is not None:
-            is_equal = torch.all(tensor == value)
-            if _torch.is_fake(is_equal) or not is_equal:
-                return False
-    return True
+    is_equal = [torch.all(layer.get_buffer(attr) == value) for attr, value in (("running_mean", 0), ("running_var", 1))]
+    return not any(map(_torch.is_fake, is_equal)) and all(is_equal)

@@ -22,7 +22,7 @@ from .._spec.precision import precision_of
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
 from .._wire.flow import gather_unit, weigh_grad
 from .._wire.mixed_layout import cast_views
-from .buffers import changes_statistics, warn_discarded_in_graph, write_buffer
+from .buffers import changes_statistics, warn_discarded, write_buffer
 from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
 from .entry import CallInputs
 
@@ -179,7 +179,8 @@ def _keep_buffers(
             write_buffer(before, after[name])
         elif after[name] is not before:
             buffers[name] = cast_back(after[name], before, now)
-    warn_discarded_in_graph(tuple(lost))
+    if lost:
+        warn_discarded(tuple(lost), 2)
 
 
 @contextlib.contextmanager

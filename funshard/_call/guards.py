@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
-from .buffers import check_statistics, warn_discarded
+from .buffers import check_statistics, is_first_warning, warn_discarded
 from .module_state import CALL_ATTRIBUTES, BoundModule, calling_thread
 from .running import ForwardRun, Guard
 
@@ -38,7 +38,8 @@ class BufferChanges(Guard):
 
     def report(self, run: ForwardRun, stacklevel: int) -> None:
         model = run.call.bound.modules[""]
-        warn_discarded(model, self._discarded, stacklevel + 1)
+        if self._discarded and is_first_warning(model, "discarded buffers"):
+            warn_discarded(tuple(self._discarded), stacklevel + 1)
         if run.buffers.normalized:
             check_statistics(model, run.buffers.normalized, run.buffers.given, stacklevel + 1)
 
@@ -106,7 +107,7 @@ class AttributeWrites(Guard):
 
     def __init__(self, run: ForwardRun) -> None:
         self._modules = run.call.bound.modules
-        self._lengths, self._names, self._values = self._now()
+        self._before = {path: vars(module).copy() for path, module in self._modules.items()}
         containers = (held for held in _find_held(run) if isinstance(held.value, _CONTAINERS) and not held.is_in_object)
         self._entries = [(held, _entries(held.value)) for held in containers]
 
@@ -161,34 +162,23 @@ class AttributeWrites(Guard):
 
     def _find(self, globs: Collection[str]) -> dict[str, Any]:
         """Return the attributes that these globs match, by dotted name; raise ValueError for a glob that matches none."""
-        found = {join_path(path, attr): value for path, attr, value in self._attributes()} if globs else {}
+        found: dict[str, Any] = {}
+        for path, module in self._modules.items() if globs else ():
+            found |= {join_path(path, attr): value for attr, value in vars(module).items() if attr not in _MADE_ANEW}
         for glob in globs:
             if not any(fnmatchcase(name, glob) for name in found):
                 raise ValueError(f"attributes: {glob!r} matches no attribute of a module after forward; expected '*.aux_loss'")
         matching = {name: value for name, value in found.items() if any(fnmatchcase(name, glob) for glob in globs)}
         return pytree.tree_map(lambda leaf: leaf, matching)  # other containers than those that are put back
 
-    def _now(self) -> tuple[list[int], list[str], list[Any]]:
-        """Return the numbers of attributes, their names and values, each for all modules in one list to be compared at once."""
-        attributes = [module.__dict__ for module in self._modules.values()]
-        return [*map(len, attributes)], [*chain.from_iterable(attributes)], [*chain.from_iterable(map(dict.values, attributes))]
-
-    @functools.cached_property
-    def _before(self) -> dict[str, dict[str, Any]]:
-        pairs = zip(self._names, self._values, strict=True)
-        return {path: dict(islice(pairs, n)) for path, n in zip(self._modules, self._lengths, strict=True)}
-
-    def _attributes(self) -> Iterator[tuple[str, str, Any]]:
-        for path, module in self._modules.items():
-            yield from ((path, attr, value) for attr, value in vars(module).items() if attr not in _MADE_ANEW)
-
     def _changed(self) -> Iterator[tuple[str, str, Any]]:
         """Yield the attributes that forward has set, or whose containers it has changed: path, name, value."""
-        lengths, names, values = self._now()
-        if (lengths, names) != (self._lengths, self._names) or not all(map(operator.is_, values, self._values)):
-            for path, attr, value in self._attributes():
-                before = self._before[path]
-                if value is not before.get(attr, before) and attr not in _torch.attributes_of_hooks(self._modules[path]):
+        for (path, module), before in zip(self._modules.items(), self._before.values(), strict=True):
+            now = module.__dict__
+            if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())):
+                continue
+            for attr, value in now.items():
+                if value is not before.get(attr, before) and attr not in _MADE_ANEW | _torch.attributes_of_hooks(module):
                     yield path, attr, value
         for path, attr in dict.fromkeys((held.path, held.attr) for held, _ in self._changed_containers):
             if attr not in _MADE_ANEW:
@@ -226,7 +216,7 @@ def _find_held(run: ForwardRun) -> Sequence[_Held]:
         _Held(path, attr, join_path(path, attr), value, False)
         for path, module in run.call.bound.modules.items()
         for attr, value in vars(module).items()
-        if type(value) not in _ATOMIC_TYPES and attr not in _OF_NN_MODULE
+        if attr not in _OF_NN_MODULE and type(value) not in _ATOMIC_TYPES  # in this order: most are those of nn.Module
     ]
     seen: set[int] = set()
     for held in queue:

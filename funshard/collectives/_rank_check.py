@@ -415,9 +415,8 @@ def check(timeout: float = TIMEOUT) -> Generator[None]:
         if is_outermost and (monitor := _state.find_monitor()) is not None:
             monitor.check += 1
         yield
-        if is_outermost and (monitor := _state.monitor) is not None:
-            if _state.find_monitor() is monitor:
-                monitor.compare_end(_find_user_line(), leaves=not _state.is_always)
+        if is_outermost and (monitor := _state.monitor) is not None and _state.find_monitor() is monitor:
+            monitor.compare_end(_find_user_line(), leaves=not _state.is_always)
     except BaseException as error:
         if is_outermost and _state.monitor is not None:
             _state.monitor.report(error, error.__traceback__)
