@@ -235,7 +235,7 @@ def test_how_units_are_split_changes_nothing(name: str) -> None:
 
         full.append(fs.testing.spmd(rank, sizes)(*grads))
     for other in full[1:]:
-        assert_close(other, full[0], rtol=1e-2, atol=1e-2) if "cast" in name else assert_close(other, full[0])
+        assert_close(other, full[0], rtol=2e-2, atol=2e-2) if "cast" in name else assert_close(other, full[0])
 
 
 @each_compressor

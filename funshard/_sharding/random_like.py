@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -14,7 +13,7 @@ from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, whole_shape
 from .._slices.pieces import check_slice
-from .._slices.random_slices import draw_like
+from .._slices.random_slices import draw_like, draw_normal
 
 __all__ = ["random_like"]
 
@@ -62,7 +61,7 @@ def random_like(
     is_tensor = isinstance(seed, Tensor) and not seed.dim()
     if isinstance(seed, bool) or not (_is_integer(seed) if is_tensor else isinstance(seed, int)):
         raise TypeError(f"random_like: seed: expected a whole number, or an integer tensor without dimensions, got {seed!r}")
-    draw = _draw_normal if distribution == "normal" else _draw_signs
+    draw = draw_normal if distribution == "normal" else _draw_signs
     for key, tensor in params.items():
         owner = spec.owner(key)
         if isinstance(owner, Unit):
@@ -75,15 +74,6 @@ def random_like(
                 "partition(params, spec, predicate)"
             )
     return {key: draw_like(tensor, key, spec, seed, draw, rank) for key, tensor in params.items()}
-
-
-def _draw_normal(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Draw normal numbers by the Box-Muller transform, in float64 if the device has it, so that slices round alike."""
-    wide = torch.float32 if words[0].device.type == "mps" else torch.float64
-    a, b, c, d = ((word.to(wide) + 0.5) / 2**32 for word in words)
-    radii = (-2 * torch.stack([a, c], -1).log()).sqrt()
-    angles = 2 * math.pi * torch.stack([b, d], -1)
-    return torch.cat([radii * angles.cos(), radii * angles.sin()], -1).to(dtype)
 
 
 def _draw_signs(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from .._core.unit import Unit, whole_shape
 from .._wire.whole import flatten_whole, scatter_whole
 from .pieces import slice_pieces
 
-__all__ = ["MASK", "Draw", "draw_like", "draw_uniform", "hash_text", "philox"]
+__all__ = ["MASK", "Draw", "draw_like", "draw_normal", "draw_uniform", "hash_text", "philox"]
 
 CHUNK = 1 << 16
 """The number of counters drawn at once: four elements each, and some 20 times their memory meanwhile."""
@@ -83,6 +83,15 @@ def _draw_ranges(ranges: Sequence[_Range], seed: int | Tensor, draw: Draw, like:
         out.append(flat[skipped : skipped + end - begin])
         start += 4 * (last - first)
     return out
+
+
+def draw_normal(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Draw normal numbers by the Box-Muller transform, in float64 if the device has it, so that slices round alike."""
+    wide = torch.float32 if words[0].device.type == "mps" else torch.float64
+    a, b, c, d = ((word.to(wide) + 0.5) / 2**32 for word in words)
+    radii = (-2 * torch.stack([a, c], -1).log()).sqrt()
+    angles = 2 * math.pi * torch.stack([b, d], -1)
+    return torch.cat([radii * angles.cos(), radii * angles.sin()], -1).to(dtype)
 
 
 def draw_uniform(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from .._core.mesh import Axes
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._slices.pieces import zero_padding
+from .._slices.random_slices import MASK, draw_normal, philox
 from .._units.buckets import Bucket
 from ..collectives._functions import all_reduce
 from ._compressors import (
@@ -31,7 +32,6 @@ from ._compressors import (
 
 __all__ = ["PowerSGD", "powersgd"]
 
-N = TypeVar("N", int, Tensor)
 LowRankShape = tuple[int, int, int]
 """A matrix's rows, columns, and the rank of its approximation."""
 
@@ -193,22 +193,14 @@ def _draw_normals(like: Params, seed: int, step: Tensor) -> Params:
     """Return normal random numbers in these shapes: a function of seed and step alone, the same on every device."""
     if not like:
         return {}
-    names, total = sorted(like), sum(x.numel() for x in like.values())
-    key = _mix(step + _mix(_mix(seed) + (seed >> 32)))
-    bits = _mix(_mix(torch.arange(2 * total, device=step.device)) + key)
-    radius, angle = ((bits >> 8).float() + 0.5).div(2**24).split(total)
-    flat = (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
-    parts = flat.split([like[name].numel() for name in names])
-    drawn = {name: part.view(like[name].shape).to(like[name]) for name, part in zip(names, parts, strict=True)}
-    return {name: drawn[name] for name in like}
-
-
-def _mix(x: N) -> N:
-    """Permute 32-bit numbers pseudo-randomly: lowbias32 of C. Wellons' hash-prospector."""
-    x = x & 0xFFFFFFFF
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+    names = sorted(like)
+    lengths = [like[name].numel() for name in names]
+    numbers = torch.arange(-(-sum(lengths) // 4), device=step.device)
+    zeros = torch.zeros_like(numbers)
+    words = philox((numbers, zeros, zeros + step, zeros), (seed & MASK, (seed >> 32) & MASK))
+    parts = draw_normal(words, torch.float32).flatten()[: sum(lengths)].split(lengths)
+    drawn = dict(zip(names, parts, strict=True))
+    return {name: drawn[name].view(x.shape).to(x) for name, x in like.items()}
 
 
 def _is_one_matrix(unit: Unit, batched: bool, over: tuple[str, ...]) -> bool:
