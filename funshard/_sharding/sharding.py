@@ -14,7 +14,7 @@ from .._core.layout import Params, rank_coords, unflatten_unit
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.tree import Param, check_not_compiled
-from .._core.unit import Unit, whole_shape
+from .._core.unit import Unit
 from .._spec.precision import check_trainable
 from .._spec.table import log_spec
 from .._units.accumulation import find_accumulation
@@ -320,22 +320,16 @@ def _collect_from_model(model: nn.Module, spec: PartitionSpec) -> dict[str, Tens
         check_not_compiled(path, module)
     named = dict(model.named_parameters(remove_duplicate=False))
     check_param_classes({name: named[name] for name in spec.by_name if name in named})
-    sizes = dict(spec.bound_mesh.sizes)
-    for name, tensor in named.items():
-        if name not in spec.by_name and name not in spec.ignored and not any(tensor is named.get(i) for i in spec.ignored):
-            raise ValueError(f"parameter '{name}' is not in the spec: expected the model that it was made for; make a new spec")
     for name, (unit, param) in spec.by_name.items():
-        where = f"parameter '{name}' of unit '{unit.key}'"
         if name not in named:
-            raise ValueError(f"{where} is not in the model: was it changed after the spec?")
-        expected, got = (whole_shape(param, sizes), param.dtype), (tuple(named[name].shape), named[name].dtype)
-        if expected != got:
-            hint = "was the model changed after the spec was made?"
-            if param.local and got[0] == param.shape:
-                hint = (
-                    f"the model has its piece over {dict(param.local)}: expected the whole model, or whole parameters by name"
-                )
-            raise ValueError(f"{where}: expected {list(expected[0])} {expected[1]}, got {list(got[0])} {got[1]}; {hint}")
-        if named[name] is not named[param.name]:
-            raise ValueError(f"{where}: expected it tied to '{param.name}', got two tensors")
-    return {name: tensor.detach() for name, tensor in named.items()}
+            raise ValueError(f"parameter '{name}' of unit '{unit.key}' is not in the model: was it changed after the spec?")
+        if named[name].dtype != param.dtype:
+            raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected {param.dtype}, got {named[name].dtype}")
+        if named[name] is not named.get(param.name):
+            raise ValueError(f"parameter '{name}' of unit '{unit.key}': expected it tied to '{param.name}', got two tensors")
+    ignored = {id(named.get(name)) for name in spec.ignored}
+    full = {name: tensor.detach() for name, tensor in named.items()}
+    check_full(
+        {name: x for name, x in full.items() if name in spec.by_name or id(named[name]) not in ignored}, spec, whole=True
+    )
+    return full
