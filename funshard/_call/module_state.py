@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,22 +53,13 @@ def calling_thread(caller: int | None = None) -> int:
     return caller if caller and isinstance(threading.current_thread(), threading._DummyThread) else threading.get_ident()
 
 
-class _ParameterReader(Protocol):
-    """The call that modules read their parameters from, in the thread of this number."""
-
-    thread: int
-
-    def read(self, unit: Unit, i: int, /) -> Tensor: ...
-    def is_view(self, unit: Unit, i: int, tensor: object, /) -> bool: ...
-
-
 class GatheringParameters(dict[str, Any]):
     """A module's ``_parameters`` for the length of a call in a thread: reading one gathers its unit."""
 
     __slots__ = ("call", "owned", "owned_at_first", "path")
 
-    call: _ParameterReader
-    """Set by whoever makes it of the module's own dict, as are the others: that is quicker than an ``__init__``."""
+    call: Any
+    """The `Call` that reads. Set by whoever makes it of the module's own dict, as are the others: quicker than ``__init__``."""
     owned: Mapping[str, tuple[Unit, int]]
     owned_at_first: Mapping[str, tuple[Unit, int]]
     path: str

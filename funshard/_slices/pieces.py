@@ -124,10 +124,16 @@ def zero_padding(piece: Tensor, unit: Unit, spec: PartitionSpec, rank: int | Non
 
 def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: int | None = None) -> Tensor:
     """Return which elements of this rank's slice, or ``rank``'s, are padding: bool, as long as the slice."""
-    parts = [(size, param is None) for size, param in unit.parts]
-    rest = (spec.padded_numel(unit) - unit.span, True)
-    whole = torch.cat([torch.full((size,), is_padding, device=device) for size, is_padding in (*parts, rest)])
-    return scatter_unit(whole, unit, spec.bound_mesh, rank)
+    return _scatter_parts([param is None for _, param in unit.parts], True, unit, spec, device, rank)
+
+
+def _scatter_parts(
+    values: Sequence[int], rest: int, unit: Unit, spec: PartitionSpec, device: torch.device, rank: int | None = None
+) -> Tensor:
+    """Return this rank's slice, or ``rank``'s, of a buffer that has a value for each part of the unit, and for the rest."""
+    sizes = [*(size for size, _ in unit.parts), spec.padded_numel(unit) - unit.span]
+    whole = [torch.full((size,), value, device=device) for size, value in zip(sizes, (*values, rest), strict=True)]
+    return scatter_unit(torch.cat(whole), unit, spec.bound_mesh, rank)
 
 
 def split_by_param(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Iterator[tuple[Param, Tensor]]:
@@ -139,9 +145,7 @@ def split_by_param(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Iterator[t
         for param, low, high in zip(unit.params, *spec._compute_once(_param_bounds)[unit.key], strict=True):
             yield param, piece[low:high]
         return
-    sizes = [*(size for size, _ in unit.parts), spec.padded_numel(unit) - unit.span]
-    numbers = torch.cat([torch.full((size,), i, device=piece.device) for i, size in enumerate(sizes)])
-    owners = scatter_unit(numbers, unit, spec.bound_mesh)
+    owners = _scatter_parts(range(len(unit.parts)), -1, unit, spec, piece.device)
     for i, (_, param) in enumerate(unit.parts):
         if param is not None:
             yield param, torch.where(owners == i, piece, 0)

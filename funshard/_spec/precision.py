@@ -90,9 +90,9 @@ class Codec(Option):
         return tensors
 
     def _encode_rows(self, rows: Tensor) -> list[Tensor]:
-        if not _torch.is_in_graph():  # as in _decode_slices
-            with contextlib.suppress(Exception):  # of torch.vmap, or else encode raises it again
-                return [*torch.vmap(self._encode_slice)(rows)]
+        """Encode slices that are the rows of a matrix; return their tensors stacked in dimension 0."""
+        if (stacked := _try_vmap(self._encode_slice, [rows])) is not None:
+            return [*stacked]
         return [torch.stack(parts) for parts in zip(*map(self._encode_slice, rows), strict=True)]
 
     def _describe_encoding(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
@@ -119,16 +119,19 @@ class Codec(Option):
         Raises ValueError if a slice does not have ``numel`` elements.
         """
         decode = functools.partial(self.decode, dtype=dtype) if self.takes_dtype else self.decode
-        rows: Sequence[Tensor] | Tensor | None = None
-        if not _torch.is_in_graph():  # which fuses what is written out, and recovers from no error
-            with contextlib.suppress(Exception):  # of torch.vmap, or else decode raises it again
-                rows = torch.vmap(decode)(*tensors)
-        if rows is None:
-            rows = [decode(*row) for row in zip(*tensors, strict=True)]
-        shapes = [tuple(rows.shape[1:])] if isinstance(rows, Tensor) else [tuple(row.shape) for row in rows]
-        if wrong := [shape for shape in shapes if shape != (numel,)]:
+        stacked = _try_vmap(decode, tensors)
+        rows: list[Tensor] = [decode(*row) for row in zip(*tensors, strict=True)] if stacked is None else [stacked[0]]
+        if wrong := [row.shape for row in rows if tuple(row.shape) != (numel,)]:
             raise ValueError(f"{self}: expected decode to return {numel} elements, got shape {list(wrong[0])}")
-        return (rows.flatten() if isinstance(rows, Tensor) else torch.cat(rows)).to(dtype)
+        return (torch.cat(rows) if stacked is None else stacked.flatten()).to(dtype)
+
+
+def _try_vmap(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+    """Return what torch.vmap makes of a function; None where it fails, since the function itself raises the error again."""
+    if not _torch.is_in_graph():  # which fuses what is written out, and recovers from no error
+        with contextlib.suppress(Exception):
+            return torch.vmap(fn)(*tensors)
+    return None
 
 
 add_keyword("at_rest", Codec | None, "a Codec such as codecs.nf4() or None, got {}")
