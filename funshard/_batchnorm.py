@@ -152,7 +152,6 @@ def convert_sync_batchnorm(model: nn.Module, *, axes: Axes = None) -> nn.Module:
 
 
 def _convert_layer(path: str, module: BatchNorm, axes: Axes) -> SyncBatchNorm:
-    """Return a BatchNorm as a SyncBatchNorm that shares its tensors; raise ValueError if that is impossible."""
     if type(module).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
         raise ValueError(
             f"module '{path}' of {type(module).__name__} has a forward of its own, which would be lost: expected one of "

@@ -184,7 +184,6 @@ class CallBuffers:
 
 
 def _own_buffer(module: nn.Module, attr: str) -> Tensor | None:
-    """Return a module's buffer of this name, None if it has none now."""
     return own_tensors(module, "_buffers").get(attr)
 
 

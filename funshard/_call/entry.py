@@ -78,7 +78,6 @@ def check_call(
 
 
 def _check_count(name: str, value: object, least: int) -> None:
-    """Raise TypeError or ValueError unless a value is a whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected a whole number, got {value!r}")
     if value < least:
@@ -125,5 +124,4 @@ def _are_copies(tensors: Sequence[Tensor]) -> bool:
 
 
 def _has_process_axis(spec: PartitionSpec) -> bool:
-    """Return whether an axis of the spec has a process group."""
     return any(isinstance(axis, ProcessAxis) and axis.name for _, axis in spec.bound_mesh.axes)

@@ -89,7 +89,6 @@ def _real_tensors(tree: Any) -> list[Tensor]:
 
 
 def _find_tensors(out: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a tree of results, and in the attributes of other objects in it."""
     for leaf in pytree.tree_leaves(out):
         yield from _real_tensors(leaf if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", ()))
 

@@ -190,7 +190,6 @@ def _check_submodules(modules: Mapping[str, nn.Module], changed: Sequence[tuple[
 
 
 def _with_parameters(value: Any) -> set[nn.Module]:
-    """Return the modules in a value, itself included, that have parameters of their own."""
     modules = value.modules() if isinstance(value, nn.Module) else ()
     return {one for one in modules if {*own_tensors(one, "_parameters").values()} - {None}}
 
@@ -350,7 +349,6 @@ _NOTHING_OWNED: Mapping[str, tuple[Unit, int]] = {}
 
 
 def _owners_by_path(spec: PartitionSpec) -> dict[str, dict[str, tuple[Unit, int]]]:
-    """Return by module path and attribute the unit of every parameter, and its position there."""
     owners: dict[str, dict[str, tuple[Unit, int]]] = {}
     for unit in spec:
         for i, param in enumerate(unit.params):

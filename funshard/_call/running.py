@@ -157,7 +157,6 @@ class Call:
                 guard.check(run)
 
     def _install_parameters(self) -> None:
-        """Put the gathering mappings into the modules."""
         modules, owned = self.bound.modules, self.bound.owned
         for path, module in modules.items():
             own = module._parameters
@@ -199,7 +198,6 @@ class Call:
 
 
 def _units_by_path(spec: PartitionSpec) -> dict[str, list[Unit]]:
-    """Return the units by the paths of the modules at which they are gathered."""
     by_path: dict[str, list[Unit]] = {path: [] for path in spec.recomputed}
     for unit in spec:
         for path in unit.paths:
@@ -216,8 +214,6 @@ def scoped_forwards(call: Call, _: ModuleAttributes) -> Iterator[Override]:
 
 
 def _wrap_in_scope(scopes: UnitScopes, forward: Callable[..., Any], units: Sequence[Unit]) -> Callable[..., Any]:
-    """Return the forward of the module at which these units are gathered and released."""
-
     def run(*args: Any, **kwargs: Any) -> Any:
         scopes.enter(units)
         try:

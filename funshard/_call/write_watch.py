@@ -67,7 +67,6 @@ class WriteWatch:
         return what
 
     def _find_replaced(self) -> str | None:
-        """Return a parameter that is no view of the buffer any more."""
         if not self._watched:
             return None
         storages = {_torch.storage_id(now) for now, _, _ in self._watched}

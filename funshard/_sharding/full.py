@@ -518,7 +518,6 @@ def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str
 
 
 def _process_group(mesh: Mesh, name: str) -> tuple[ProcessAxis, dist.ProcessGroup | None]:
-    """Return a mesh axis and its process group, None for a single rank; raise ValueError if it has none."""
     axis = mesh[name]
     assert isinstance(axis, ProcessAxis)
     if axis.size > 1 and not axis.name:

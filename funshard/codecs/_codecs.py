@@ -93,8 +93,6 @@ class _Cast:
 
 @dataclass(frozen=True)
 class _CastBack:
-    """The decoder of `cast`."""
-
     def __call__(self, values: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         return values.to(dtype or like.dtype)
 
@@ -176,8 +174,6 @@ class _ToInt8:
 
 @dataclass(frozen=True)
 class _FromInt8:
-    """The decoder of `int8`."""
-
     block: int
 
     def __call__(self, codes: Tensor, absmax: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -208,8 +204,6 @@ class _ToNF4:
 
 @dataclass(frozen=True)
 class _FromNF4:
-    """The decoder of `nf4`."""
-
     block: int
     double_quant: bool
 
@@ -288,8 +282,6 @@ class _ToDynamic:
 
 @dataclass(frozen=True)
 class _FromDynamic:
-    """The decoder of `dynamic8`."""
-
     block: int
 
     def __call__(self, codes: Tensor, absmax: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -319,7 +311,6 @@ def _round_stochastically(ratios: Tensor, nearest: Tensor, noise: Tensor) -> Ten
 
 
 def _look_up(name: str, indices: Tensor) -> Tensor:
-    """Return the elements of a table."""
     return _constant(name, indices.device).index_select(0, indices.flatten()).view(indices.shape)
 
 
@@ -338,13 +329,11 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 @functools.cache
 def _kept_table(name: str, device: torch.device) -> Tensor:
-    """Return a table on a device."""
     with _torch.below_transforms(), torch.inference_mode(False), torch.no_grad():
         return (_levels_by_key() if name == "by_key" else torch.tensor(_SMALL_TABLES[name])).to(device)
 
 
 def _middles(levels: list[float]) -> tuple[float, ...]:
-    """Return the bounds between neighbouring levels."""
     return tuple((a + b) / 2 for a, b in itertools.pairwise(levels))
 
 

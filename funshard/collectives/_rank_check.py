@@ -365,7 +365,6 @@ atexit.register(lambda: _state.monitor and _state.monitor.end_process())
 
 
 def _compare_on_ranks(op: str, group: str | Sequence[int], label: str, sent: Tensor | None, dtype: torch.dtype | None) -> None:
-    """Compare a collective with the other ranks' before it starts."""
     if _torch.is_tracing() or (sent is not None and _torch.is_fake(sent)):
         return
     monitor = _state.find_monitor()

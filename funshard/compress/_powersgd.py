@@ -164,7 +164,6 @@ def _approximate(
 
 
 def _sum_ranks(tensors: Params, over: tuple[str, ...], spec: PartitionSpec) -> Params:
-    """Sum the tensors over ranks, as one flat message."""
     if not sum(x.numel() for x in tensors.values()):
         return tensors
     bucket = Bucket(tensors.items())
@@ -222,13 +221,11 @@ def _tensors_to_compress(
 
 
 def _to_padded_matrix(tensor: Tensor, n: int, m: int) -> Tensor:
-    """Return a tensor as a matrix [n, m], padded with zeros."""
     flat = tensor.reshape(-1)
     return (torch.nn.functional.pad(flat, (0, n * m - len(flat))) if n * m > len(flat) else flat).view(n, m)
 
 
 def _check_powersgd_state(state: PowerSGD, shapes: Mapping[str, LowRankShape], error_feedback: bool) -> None:
-    """Raise ValueError unless the state has the tensors of these matrices, in their shapes."""
     for key, (n, m, r) in shapes.items():
         parts = ("q", state.q, (m, r)), ("error", state.error, (n, m))
         for part, tensors, shape in parts[: 1 + error_feedback]:

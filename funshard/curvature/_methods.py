@@ -242,7 +242,6 @@ def _combine_rows(rows: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def _as_tensor(numbers: Sequence[float]) -> Tensor:
-    """Return numbers as a float64 tensor on the CPU."""
     return torch.tensor([*numbers], dtype=torch.float64)
 
 
@@ -468,7 +467,6 @@ def hutchinson(operator: Operator, *, probes: int, seed: int = 0) -> TraceEstima
 
 
 def _draw_signs(function: str, operator: Operator, probes: int, seed: int) -> Iterator[Params]:
-    """Return so many vectors of random signs; raise ValueError for less than one."""
     if probes < 1:
         raise ValueError(f"{function}: probes: expected a whole number from 1 on, got {probes}")
     seeds = (probe_seed(seed, i) for i in range(probes))

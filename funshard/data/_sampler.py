@@ -73,7 +73,6 @@ def sampler(
 
 
 def _to_int(name: str, value: int, expected: str = "a whole number") -> int:
-    """Return a whole number as int; raise TypeError, with the option's name, for anything else."""
     try:
         return operator.index(value)
     except TypeError:
@@ -204,7 +203,6 @@ class BatchSampler:
         return low, low + each + (self.index < more)
 
     def _order_of(self, epoch: int) -> Tensor:
-        """Return the order of an epoch, as an int64 tensor [size] on the CPU."""
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator("cpu").manual_seed(self.seed + epoch)  # as torch's DistributedSampler
             with torch.device("cpu"):

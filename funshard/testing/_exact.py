@@ -133,7 +133,6 @@ def _is_bound_to_sizes(spec: PartitionSpec) -> bool:
 
 
 def _check_batch_is_stacked(case: Case) -> None:
-    """Raise ValueError for a tensor of the batch whose dimension 0 is not that of the simulated ranks."""
     if not case.simulated:
         return
     for path, leaf in pytree.tree_flatten_with_path(case.batch)[0]:
@@ -146,19 +145,15 @@ def _check_batch_is_stacked(case: Case) -> None:
 
 
 def _choose_tolerance(spec: PartitionSpec) -> float:
-    """Return the tolerance of the coarsest dtype in which a unit is stored, computed with or reduced."""
     dtypes = {d for unit in spec for d in (unit.dtype, *resolve_dtypes(unit.p, unit.dtype))}
     return max(map(_dtype_tolerance, dtypes), default=0.0)
 
 
 def _dtype_tolerance(dtype: torch.dtype) -> float:
-    """Return the relative tolerance that a dtype needs."""
     return TOLERANCES.get(dtype.to_real(), 0.0) if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 class _DtypeRecorder(_torch.DispatchMode):
-    """A mode that records the dtypes of all results."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[torch.dtype] = set()

@@ -213,7 +213,6 @@ def multiply_ggn(
 
 
 def _inner_product(grads: Params, vector: Params) -> Tensor:
-    """Return the inner product over the real numbers."""
     return torch.stack([(g * vector[name].conj()).real.sum() for name, g in grads.items()] or [torch.zeros(())]).sum()
 
 
@@ -333,7 +332,6 @@ class Case:
         )
 
     def _pieces(self, full: Mapping[Key, Tensor], rank: int) -> dict[Key, Tensor]:
-        """Return the pieces that a rank has of whole parameters' derivatives."""
         out: dict[Key, Tensor] = {}
         for kind in dict.fromkeys(kind for kind, _ in full):
             values = {name: full[kind, name] if name in self.trained else p.detach() for name, p in self.full.items()}
@@ -379,7 +377,6 @@ class Case:
         return [_PlainRun({key: x[r].detach() for key, x in found.items()}, derivatives) for r in self.ranks]
 
     def _own_results(self, value: Tensor) -> dict[Key, Tensor]:
-        """Return a rank's loss, and the buffers that the model has after it."""
         now = dict(self.model.named_buffers(remove_duplicate=False))
         return {(LOSS, ""): value} | {(BUFFER, name): now[name] for name in self.buffers if name in now}
 
@@ -388,7 +385,6 @@ class Case:
         return ModelCall(getattr(self.model, self.method or "__call__"))
 
     def _convex_loss(self, batch: Any) -> Callable[[Tensor], Tensor]:
-        """Return the loss of a rank's outputs."""
         assert self.convex is not None
         return self.convex(batch)
 
@@ -405,7 +401,6 @@ class Case:
     def _derivatives(
         self, order: Order, outputs: Tensor, value: Tensor, curvature: Callable[..., Tensor], vector: Params | None
     ) -> dict[Key, Tensor]:
-        """Compute the gradient, and with a vector the product of this order."""
         grads = differentiate(value, self.trained, create_graph=vector is not None)
         out = {(GRADIENT, name): g.detach() for name, g in grads.items()}
         if vector is not None:
@@ -477,6 +472,5 @@ class Case:
         return dict(self.spec.bound_mesh.sizes)
 
     def _stack_buffers(self, buffers: Params) -> Params:
-        """Stack a copy of each tensor for each rank."""
         copies: dict[int, Tensor] = {}
         return {name: copies.setdefault(id(b), torch.stack([b] * len(self.ranks))) for name, b in buffers.items()}

@@ -145,7 +145,6 @@ def policies(model: nn.Module) -> SearchStrategy[Policy]:
 
 
 def _unify_aliases(model: nn.Module, paths: Mapping[str, P]) -> dict[str, P]:
-    """Return the patterns with one P for all paths of a shared module."""
     first: dict[str, P] = {}
     canonical = module_tree(model).canonical
     return {path: first.setdefault(canonical[path], p) for path, p in paths.items()}
