@@ -25,14 +25,7 @@ from .._transforms.offload import choose_hooks, choose_offload
 from .._units.accumulation import GradReceiver
 from .buffers import CallBuffers
 from .modes import choose_mode
-from .module_state import (
-    MODEL_LOCK,
-    BoundModule,
-    GatheringParameters,
-    ModuleAttributes,
-    calling_thread,
-    restore_modules,
-)
+from .module_state import MODEL_LOCK, BoundModule, GatheringParameters, ModuleAttributes, calling_thread, restore_modules
 from .schedule import CallOptions
 from .scopes import UnitScopes
 
