@@ -314,13 +314,7 @@ def _match_names(names: str | Iterable[str] | None, units: Sequence[Unit], ignor
 
 
 def _iter_params(
-    buffer: Tensor,
-    shard: Tensor,
-    unit: Unit,
-    mesh: Mesh,
-    names: Sequence[str],
-    dtype: torch.dtype | None,
-    offload_to_cpu: bool,
+    buffer: Tensor, shard: Tensor, unit: Unit, mesh: Mesh, names: Sequence[str], dtype: torch.dtype | None, offload_to_cpu: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the named parameters of a unit, in this order. Each is computed when the caller asks for it."""
     with torch.no_grad():

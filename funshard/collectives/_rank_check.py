@@ -226,14 +226,14 @@ class Monitor:
             self._by_name[group] = tuple(ranks)
         return self._by_name[group]
 
-    def compare(self, what: str, ranks: tuple[int, ...], line: str, *, leaves: bool = False) -> None:
+    def compare(self, what: str, ranks: tuple[int, ...], line: str, *, is_end: bool = False) -> None:
         """Wait until all of these ranks are about to start the same collective; raise RankError if they are not."""
         if self.error:
             raise RankError(self.error)
         number = self._numbers[ranks] = self._numbers.get(ranks, 0) + 1
         prefix = f"{self._epoch}/{hashlib.blake2b(repr(ranks).encode(), digest_size=12).hexdigest()}"
         self._wait = wait = Wait(f"{prefix}/{number}", ranks, what, f"{what} ({line})", self._epoch, self.check)
-        if leaves:  # the wait is known first: at its end all ranks have left
+        if is_end:  # the wait is known first: at its end all ranks have left
             self.left = self._epoch, self.check
         try:
             if ranks[0] == self.rank and number > _LAG:
@@ -266,9 +266,9 @@ class Monitor:
             error = self._store.compare_set(f"{self._epoch}/error", "", error).decode()
         self._error = self._epoch, error
 
-    def compare_end(self, line: str, *, leaves: bool) -> None:
+    def compare_end(self, line: str) -> None:
         """Compare that all ranks have come to the end of the check, which this one then leaves."""
-        self.compare(f"the end of fs.check(), block {self.check}", self.ranks, line, leaves=leaves)
+        self.compare(f"the end of fs.check(), block {self.check}", self.ranks, line, is_end=True)
         self._part(f"{self._epoch}/past/{self.check}")
 
     def _part(self, key: str) -> None:
@@ -301,11 +301,13 @@ class Monitor:
         """Write where this rank is, and that it has heard of a new error."""
         store, epoch, left, wait = self._store, self._epoch, self.left, self._wait
         self._beat += 1
-        is_compiling = wait is None and any(is_compiler_file(f.f_code.co_filename) for f, _ in _walk(_main_frame()))
-        if not doing and wait is None:
-            line = _describe_line(_walk(_main_frame())) or "no line of user code"
-            doing = f"{'compiles' if is_compiling else 'is'} at {line}"
-        key, doing = (wait.key, f"waits to start {wait.goal}") if wait else ("", doing)
+        frames = [*_walk(_main_frame())]
+        is_compiling = wait is None and any(is_compiler_file(frame.f_code.co_filename) for frame, _ in frames)
+        if wait:
+            doing = f"waits to start {wait.goal}"
+        elif not doing:
+            doing = f"{'compiles' if is_compiling else 'is'} at {_describe_line(frames) or 'no line of user code'}"
+        key = wait.key if wait else ""
         store.set(f"where/{self.rank}", f"{self._beat}\n{int(is_compiling)}\n{left[0]} {left[1]}\n{key}\n{doing}")
         if self._heard < epoch and (error := _read(store, f"{epoch}/error", "")):
             self._error, self._heard = (epoch, error), epoch
@@ -330,7 +332,6 @@ class _State:
 
     def __init__(self) -> None:
         self.timeouts = [TIMEOUT]
-        self.is_always = False  # by the environment
         self.monitor: Monitor | None = None
         self.of_parent: Monitor | None = None  # in a forked child, which shares its connections
 
@@ -415,14 +416,14 @@ def check(timeout: float = TIMEOUT) -> Generator[None]:
             monitor.check += 1
         yield
         if is_outermost and (monitor := _state.monitor) is not None and _state.find_monitor() is monitor:
-            monitor.compare_end(_find_user_line(), leaves=not _state.is_always)
+            monitor.compare_end(_find_user_line())
     except BaseException as error:
         if is_outermost and _state.monitor is not None:
             _state.monitor.report(error, error.__traceback__)
         raise
     finally:
         _state.timeouts.pop()
-        if len(_state.timeouts) == 1 and not _state.is_always:
+        if len(_state.timeouts) == 1:
             listen(None)
 
 
@@ -433,7 +434,7 @@ def _start_from_environment() -> None:
         raise ValueError(f"{VARIABLE}: expected 0 or 1, got {value!r}")
     if value != "1":
         return
-    _state.is_always = True
+    _state.timeouts.append(TIMEOUT)  # as in a block without an end
     listen(_compare_on_ranks)
     show = sys.excepthook
 
