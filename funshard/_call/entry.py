@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +13,12 @@ from .. import _torch
 from .._core.checks import bind_spec, check_params, find_full_params
 from .._core.division import ReduceBy, Reduction
 from .._core.flow import resolve_reduction
-from .._core.mesh import ProcessAxis
 from .._core.spec import PartitionSpec
 from .._transforms.error_hints import as_call_arguments, check_materialized
 from .._units.accumulation import GradReceiver, find_accumulation
 from .._wire.flow import refuse_reduce_codec_in_graph
 from .._wire.host import check_host_resident
+from ..collectives._world import has_peers
 from .buffers import is_first_warning
 from .module_state import BoundModule
 from .schedule import CallOptions
@@ -103,8 +103,12 @@ def _check_reduced(model: nn.Module, params: Mapping[str, Tensor], spec: Partiti
                     f"{ranks} ranks each would train alone; expected fs.shard(model, spec), or fs.unshard(params, spec) with "
                     "fs.reduce_grads on the gradients"
                 )
-        as_stored = all(tensor.dtype == unit.dtype for tensor in tensors)  # others were cast, as for mixed precision by hand
-        if as_stored and _are_copies(tensors) and _has_process_axis(spec) and is_first_warning(model, "full parameters"):
+        are_copies = (
+            len({_torch.storage_id(_torch.unwrap(tensor)) for tensor in tensors}) > 1
+            and any(map(_torch.has_derivative, tensors))
+            and all(_torch.is_leaf(x) and x.dtype == unit.dtype for x in tensors)  # others were cast, as for mixed precision
+        )
+        if are_copies and has_peers(spec.bound_mesh) and is_first_warning(model, "full parameters"):
             warnings.warn(
                 f"functional_call: parameter '{unit.params[0].name}' is given in full and differentiated, and no gradient of "
                 f"full parameters is reduced: each of {ranks} ranks would train alone; expected fs.shard(model, spec), or "
@@ -112,16 +116,3 @@ def _check_reduced(model: nn.Module, params: Mapping[str, Tensor], spec: Partiti
                 "reduces them",
                 stacklevel=stacklevel + 1,
             )
-
-
-def _are_copies(tensors: Sequence[Tensor]) -> bool:
-    """Return whether each of these leaves that are differentiated lies in memory of its own."""
-    return (
-        len({_torch.storage_id(_torch.unwrap(tensor)) for tensor in tensors}) > 1
-        and any(map(_torch.has_derivative, tensors))
-        and all(map(_torch.is_leaf, tensors))
-    )
-
-
-def _has_process_axis(spec: PartitionSpec) -> bool:
-    return any(isinstance(axis, ProcessAxis) and axis.name for _, axis in spec.bound_mesh.axes)

@@ -58,8 +58,8 @@ def random_like(
     check_mapping(params)
     if distribution not in ("normal", "rademacher"):
         raise ValueError(f"random_like: distribution: expected 'normal' or 'rademacher', got {distribution!r}")
-    is_tensor = isinstance(seed, Tensor) and not seed.dim()
-    if isinstance(seed, bool) or not (_is_integer(seed) if is_tensor else isinstance(seed, int)):
+    is_scalar = isinstance(seed, Tensor) and not seed.dim() and seed.dtype != torch.bool
+    if type(seed) is not int and not (is_scalar and not seed.is_floating_point() and not seed.is_complex()):
         raise TypeError(f"random_like: seed: expected a whole number, or an integer tensor without dimensions, got {seed!r}")
     draw = draw_normal if distribution == "normal" else _draw_signs
     for key, tensor in params.items():
@@ -78,7 +78,3 @@ def random_like(
 
 def _draw_signs(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return (1 - 2 * (torch.stack([*words], -1) >> 31)).to(dtype)
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

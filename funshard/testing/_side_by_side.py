@@ -293,11 +293,6 @@ class Case:
         shapes = ((name, p, torch.cfloat if p.is_complex() else torch.float) for name, p in self.trained.items())
         return {name: torch.randn(p.shape, generator=draw, dtype=dtype).to(p) for name, p, dtype in shapes}
 
-    @functools.cached_property
-    def joins_batches(self) -> bool:
-        """Whether the model computes with the batches of all ranks, as `SyncBatchNorm` does in training."""
-        return any(isinstance(module, SyncBatchNorm) and module.training for module in self.model.modules())
-
     def run_plain(self, seed: int, order: Order = 1, *, by_vmap: bool = False) -> Outcome:
         """Run the model itself with plain autograd; derivatives are means over ranks.
 
@@ -309,7 +304,8 @@ class Case:
         visited: list[str] = []
         error: Exception | None = None
         try:
-            if self.simulated and (by_vmap or self.joins_batches):
+            joins_batches = any(isinstance(module, SyncBatchNorm) and module.training for module in self.model.modules())
+            if self.simulated and (by_vmap or joins_batches):
                 runs = self._run_stacked(seed, order, vector)
             else:
                 runs = self._run_in_turn(seed, order, vector, visited)
