@@ -58,8 +58,8 @@ def random_like(
     check_mapping(params)
     if distribution not in ("normal", "rademacher"):
         raise ValueError(f"random_like: distribution: expected 'normal' or 'rademacher', got {distribution!r}")
-    is_scalar = isinstance(seed, Tensor) and not seed.dim() and seed.dtype != torch.bool
-    if type(seed) is not int and not (is_scalar and not seed.is_floating_point() and not seed.is_complex()):
+    inexact = isinstance(seed, Tensor) and (seed.dim() or seed.is_floating_point() or seed.is_complex())
+    if inexact or not (type(seed) is int or (isinstance(seed, Tensor) and seed.dtype != torch.bool)):
         raise TypeError(f"random_like: seed: expected a whole number, or an integer tensor without dimensions, got {seed!r}")
     draw = draw_normal if distribution == "normal" else _draw_signs
     for key, tensor in params.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +24,8 @@ Draw = Callable[[Sequence[Tensor], torch.dtype], Tensor]
 """A function from four words, ``[counters]`` each, to as many elements, ``[counters, 4]``."""
 
 
-class _Range(NamedTuple):
-    """Elements of a parameter, in its memory order."""
-
-    name: str
-    begin: int
-    end: int
+_Range = tuple[str, int, int]
+"""Elements of a parameter, in its memory order: its name, begin and end."""
 
 
 def draw_like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor, draw: Draw, rank: int | None) -> Tensor:
@@ -38,17 +33,17 @@ def draw_like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor,
     owner = spec.owner(key)
     if not isinstance(owner, Unit):
         owner = dataclasses.replace(owner, shape=tuple(tensor.shape))
-        return from_memory_order(_draw_ranges([_Range(owner.name, 0, owner.numel)], seed, draw, tensor)[0], owner)
+        return from_memory_order(_draw_ranges([(owner.name, 0, owner.numel)], seed, draw, tensor)[0], owner)
     mesh = spec.bound_mesh
     if owner.local_axes or (rank is None and mesh.is_simulated):
         sizes = dict(mesh.sizes)
         params = [dataclasses.replace(param, shape=whole_shape(param, sizes)) for param in owner.params]
-        drawn = _draw_ranges([_Range(param.name, 0, param.numel) for param in params], seed, draw, tensor)
+        drawn = _draw_ranges([(param.name, 0, param.numel) for param in params], seed, draw, tensor)
         full = {param.name: from_memory_order(x, param) for x, param in zip(drawn, params, strict=True)}
         return scatter_whole(flatten_whole(full, owner, spec), owner, mesh, rank)
     at = rank_coords(mesh, rank) if owner.p.axes else (0,) * len(mesh.axes)
     found = [*slice_pieces(owner, spec, at)]
-    drawn = _draw_ranges([_Range(p.param.name, p.begin, p.begin + p.high - p.low) for p in found], seed, draw, tensor)
+    drawn = _draw_ranges([(p.param.name, p.begin, p.begin + p.high - p.low) for p in found], seed, draw, tensor)
     parts: list[Tensor] = []
     end = 0
     for piece, values in zip(found, drawn, strict=True):
@@ -61,7 +56,7 @@ def draw_like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor,
 def _draw_ranges(ranges: Sequence[_Range], seed: int | Tensor, draw: Draw, like: Tensor) -> list[Tensor]:
     """Return the elements of each range, 1-D. A counter holds the number of four elements and the name; the key is the seed."""
     if like.is_complex():
-        twice = [_Range(name, 2 * begin, 2 * end) for name, begin, end in ranges]
+        twice = [(name, 2 * begin, 2 * end) for name, begin, end in ranges]
         real = torch.empty(0, dtype=like.real.dtype, device=like.device)
         pairs = [x.view(-1, 2) for x in _draw_ranges(twice, seed, draw, real)]
         return [torch.complex(x[:, 0], x[:, 1]) / math.sqrt(2) for x in pairs]
@@ -69,7 +64,8 @@ def _draw_ranges(ranges: Sequence[_Range], seed: int | Tensor, draw: Draw, like:
     device = like.device
     numbers = torch.cat([torch.arange(first, last, device=device) for first, last in counters])
     lengths = [last - first for first, last in counters]
-    names = torch.cat([torch.full((n,), hash_text(r.name), device=device) for r, n in zip(ranges, lengths, strict=True)])
+    hashes = [torch.full((n,), hash_text(name), device=device) for (name, *_), n in zip(ranges, lengths, strict=True)]
+    names = torch.cat(hashes)
     key = seed & MASK, (seed >> 32) & MASK
     chunks = [
         draw(philox((n & MASK, n >> 32, name & MASK, (name >> 32) & MASK), key), like.dtype).flatten(-2)
