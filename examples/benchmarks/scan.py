@@ -5,13 +5,13 @@
 
 A small GPT is trained by AdamW, and the loss on another batch is differentiated by the weight of every sample, on one rank
 with one thread. "loop" is Python's over the same sharded steps, under `fs.grad`; "sqrt", "log" and "all" are `fs.scan` with its
-choices of ``segments``, "disk" is sqrt with ``offload`` to a directory, and "forward mode" one derivative along all weights by
+choices of ``segments``, and "forward mode" one derivative along all weights by
 ``torch.func.jvp``. "TorchOpt" (extra `peers`) is its own loop over full parameters: ``torchopt.adamw`` in steps by
 ``torch.func.grad``, and plain autograd through them. All give the same gradient, whose difference from that of the first mode
 is a column.
 
-A peak is the most bytes that tensors hold beyond what was there before, by the profiler's record of every allocation; files are
-not counted. Times are CPU seconds of one thread, medians of rounds; "passes a step" is the time of a step over that of a
+A peak is the most bytes that tensors hold beyond what was there before, by the profiler's record of every allocation.
+Times are CPU seconds of one thread, medians of rounds; "passes a step" is the time of a step over that of a
 forward-backward pass, the loss of one step and its gradient without update. Loops that would hold more than --most bytes, by
 their peak at fewer steps, are left out.
 """
@@ -19,12 +19,10 @@ their peak at fewer steps, are left out.
 import argparse
 import gc
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +34,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import funshard as fs
-from funshard._steps import scan as state_store
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-8}
 ROOT = 1e-12
-SCANS: dict[str, dict[str, Any]] = {"sqrt": {}, "log": {"segments": "log"}, "all": {"segments": "all"}, "disk": {}}
+SCANS: dict[str, dict[str, Any]] = {"sqrt": {}, "log": {"segments": "log"}, "all": {"segments": "all"}}
 MODES = ("loop", *SCANS, "forward mode", "TorchOpt")
 
 
@@ -107,10 +104,7 @@ class Run:
         options = dict(SCANS[mode])
         if options.get("segments") == "all":
             options["segments"] = len(self.weights)
-        with tempfile.TemporaryDirectory() as directory:
-            if mode == "disk":
-                options["offload"] = directory
-            return fs.grad(lambda w: self.trained(lambda *a: fs.scan(*a, **options), w))(self.weights)
+        return fs.grad(lambda w: self.trained(lambda *a: fs.scan(*a, **options), w))(self.weights)
 
     def pass_seconds(self, rounds: int) -> float:
         """The time of one step's loss and its gradient."""
@@ -129,21 +123,11 @@ def loop(step: Any, state: Any, xs: Any) -> Any:
 
 
 def peak_of(run: Run, mode: str) -> int:
-    """The most bytes beyond what was there, less those in files: all segments' states, when backward begins."""
+    """The most bytes beyond what was there: all segments' states, when backward begins."""
     gc.collect()
-    allocate, in_files = state_store._allocate_in_file, 0
-
-    def counted(like: Tensor, directory: str) -> Tensor:
-        nonlocal in_files
-        in_files += like.nbytes
-        return allocate(like, directory)
-
-    with (
-        mock.patch.object(state_store, "_allocate_in_file", counted),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record,
-    ):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run.gradient(mode)
-    return max(nbytes for _, nbytes in held(record)) - in_files
+    return max(nbytes for _, nbytes in held(record))
 
 
 def measure(args: argparse.Namespace, mode: str, steps: int, first: Tensor | None) -> tuple[dict[str, float], Tensor]:

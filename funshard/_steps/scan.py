@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -42,46 +40,42 @@ __all__ = ["scan"]
 # --- What the arguments and results of a scan are like: slices of one length, and a state that keeps its tree and shapes ---
 
 
-def count_steps(xs: object) -> int:
+def _count_steps(xs: object) -> int:
     """Return the tensors' common length along dimension 0; raise TypeError or ValueError, with the path, if there is none."""
-    first = ""
-    steps = 0
-    for path, leaf in pytree.tree_flatten_with_path(xs)[0]:
-        name = f"xs{pytree.keystr(path)}"
+    leaves = [(f"xs{pytree.keystr(path)}", leaf) for path, leaf in pytree.tree_flatten_with_path(xs)[0]]
+    if not leaves:
+        raise ValueError("scan: xs has no tensors: expected one at least, such as torch.arange(T) for T steps")
+    for name, leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"scan: {name}: expected a tensor, got {type(leaf).__name__}")
         if not leaf.dim():
             raise ValueError(f"scan: {name}: expected one slice for each step along dimension 0, got a tensor of shape []")
-        if not first:
-            first, steps = name, leaf.shape[0]
-        if leaf.shape[0] != steps:
-            raise ValueError(f"scan: {name}: expected length {steps} along dimension 0, as {first} has, got {leaf.shape[0]}")
-    if not first:
-        raise ValueError("scan: xs has no tensors: expected one at least, such as torch.arange(T) for T steps")
-    if not steps:
-        raise ValueError(f"scan: {first}: expected one step at least, got length 0")
-    return steps
+        first, steps = leaves[0][0], len(leaves[0][1])
+        if len(leaf) != steps:
+            raise ValueError(f"scan: {name}: expected length {steps} along dimension 0, as {first} has, got {len(leaf)}")
+        if not steps:
+            raise ValueError(f"scan: {first}: expected one step at least, got length 0")
+    return len(leaves[0][1])
 
 
 _Layout = tuple[pytree.TreeSpec, list[Any]]
 """A tree, and of each leaf shape, dtype and device, or its class if it is no tensor."""
 
 
-def read_layout(tree: object) -> _Layout:
-    """Return the layout of a tree."""
+def _read_layout(tree: object) -> _Layout:
     leaves, spec = pytree.tree_flatten(tree)
     return spec, [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in leaves]
 
 
-def check_layout(expected: _Layout, got: _Layout, name: str, hint: str) -> None:
+def _check_layout(expected: _Layout, got: _Layout, name: str, hint: str) -> None:
     """Raise ValueError for the first path that only one tree has, or whose leaves are not alike."""
     if expected == got:
         return
-    texts = [_describe_leaves(*layout) for layout in (expected, got)]
-    for path in (*texts[0], *texts[1]):
-        before, after = (text.get(path, "nothing") for text in texts)
-        if before != after:
-            raise ValueError(f"scan: {name}{path}: expected {before}, {hint}, got {after}")
+    before, after = _describe_leaves(*expected), _describe_leaves(*got)
+    for path in (*before, *after):
+        texts = before.get(path, "nothing"), after.get(path, "nothing")
+        if texts[0] != texts[1]:
+            raise ValueError(f"scan: {name}{path}: expected {texts[0]}, {hint}, got {texts[1]}")
 
 
 def _describe_leaves(tree: pytree.TreeSpec, kinds: list[Any]) -> dict[str, str]:
@@ -89,85 +83,40 @@ def _describe_leaves(tree: pytree.TreeSpec, kinds: list[Any]) -> dict[str, str]:
     return {pytree.keystr(path): text for path, text in pytree.tree_flatten_with_path(pytree.tree_unflatten(texts, tree))[0]}
 
 
-def record_versions(*trees: object) -> list[int]:
-    """Return each leaf's count of in-place changes, 0 for other objects than tensors; an empty list while torch compiles."""
-    return [] if _torch.is_in_graph() else [version_of(leaf) for leaf in pytree.tree_leaves(trees)]
+def _read_versions(given: object) -> list[int]:
+    """Return each leaf's count of in-place changes: -1 if its memory was donated, 0 for other objects than tensors."""
+
+    def read(leaf: object) -> int:
+        try:
+            return _torch.version(leaf) if isinstance(leaf, Tensor) else 0
+        except RuntimeError:
+            return -1
+
+    return [] if _torch.is_in_graph() else [read(leaf) for leaf in pytree.tree_leaves(given)]
 
 
-def check_unchanged(state: object, x: object, versions: list[int]) -> None:
-    """Raise RuntimeError, with the path, for a tensor that a step has changed in place since `record_versions`."""
-    if record_versions(state, x) == versions:
-        return
-    for (path, leaf), version in zip(pytree.tree_flatten_with_path({"state": state, "x": x})[0], versions, strict=True):
-        if version_of(leaf) != version:
-            name = path[0].key + pytree.keystr(path[1:])  # pyright: ignore
-            raise RuntimeError(
-                f"scan: step changes {name} in place, as an update with donate=True does: expected it unchanged, because steps "
-                "run again for derivatives; give donate=False, or change a copy"
-            )
+def _check_unchanged(given: dict[str, Any], versions: list[int]) -> None:
+    """Raise RuntimeError, with the path, for a tensor that a step has changed in place since `_read_versions`."""
+    now = _read_versions(given)
+    if now != versions:
+        changed = next(i for i, (before, after) in enumerate(zip(versions, now, strict=True)) if before != after)
+        path: Any = pytree.tree_flatten_with_path(given)[0][changed][0]
+        raise RuntimeError(
+            f"scan: step changes {path[0].key}{pytree.keystr(path[1:])} in place, as an update with donate=True does: expected "
+            "it unchanged, because steps run again for derivatives; give donate=False, or change a copy"
+        )
 
 
-def version_of(leaf: object) -> int:
-    """Return a tensor's count of in-place changes, -1 if its memory was donated; 0 for another object."""
-    try:
-        return _torch.version(leaf) if isinstance(leaf, Tensor) else 0
-    except RuntimeError:
-        return -1
-
-
-def expand_result(y: Any) -> Any:
-    """Return a step's y with a first dimension of 1 on its tensors; raise TypeError for a leaf that is no tensor or None."""
-
-    def expand(path: Any, leaf: object) -> object:
-        if leaf is not None and not isinstance(leaf, Tensor):
-            raise TypeError(f"scan: y{pytree.keystr(path)}: expected a tensor or None, got {type(leaf).__name__}")
-        return leaf if leaf is None else leaf.unsqueeze(0)
-
-    return pytree.tree_map_with_path(expand, y)
-
-
-def concat_results(ys: Sequence[Any]) -> Any:
+def _concat_results(ys: Sequence[Any]) -> Any:
     """Concatenate the results of all pieces along dimension 0; raise ValueError, with the path, if two steps' differ."""
-    first, *others = (read_layout(pytree.tree_map(lambda y: y if y is None else y[0], piece)) for piece in ys)
+    first, *others = (_read_layout(pytree.tree_map(lambda y: y if y is None else y[0], piece)) for piece in ys)
     for layout in others:
-        check_layout(first, layout, "y", "as in the steps before")
+        _check_layout(first, layout, "y", "as in the steps before")
     columns = zip(*map(pytree.tree_leaves, ys), strict=True)
     return pytree.tree_unflatten([None if column[0] is None else torch.cat(column) for column in columns], first[0])
 
 
-# --- Where a scan keeps states: on their device, in host memory, or in files without a name ---
-
-
-def check_place(place: object) -> str | None:
-    """Return an argument ``offload`` of `scan`; raise TypeError or ValueError for a directory that is not there."""
-    if place is None or place == "host":
-        return place  # pyright: ignore[reportReturnType]
-    if not isinstance(place, str | os.PathLike):
-        raise TypeError(f"scan: offload: expected 'host', a directory or None, got {place!r}")
-    if not Path(place).is_dir():
-        raise ValueError(f"scan: offload: expected 'host' or a directory, got '{place}', which is none")
-    return str(place)
-
-
-def store_state(state: Any, place: str) -> Any:
-    """Return the state with its tensors in this place. In host memory are already those of the CPU."""
-    directory = None if place == "host" else place
-
-    def move(x: Tensor) -> Tensor:
-        if not x.numel() or x.layout is not torch.strided or (directory is None and not needs_host_copy(x.device)):
-            return x
-        device = x.device
-        return LinearFunction.apply(x, None, linear_map(lambda x: _store(x, directory), lambda grad: grad.to(device)))
-
-    return pytree.tree_map_only(Tensor, move, state)
-
-
-def fetch_state(state: Any, layout: _Layout) -> Any:
-    """Return a stored state with its tensors on the devices of the layout."""
-    leaves, tree = pytree.tree_flatten(state)
-    pairs = zip(leaves, layout[1], strict=True)
-    moved = [x.to(kind[2], non_blocking=True) if isinstance(kind, tuple) else x for x, kind in pairs]
-    return pytree.tree_unflatten(moved, tree)
+# --- States in host memory ---
 
 
 def needs_host_copy(device: torch.device) -> bool:
@@ -175,27 +124,28 @@ def needs_host_copy(device: torch.device) -> bool:
     return _torch.is_accelerator(device)
 
 
-def _store(x: Tensor, directory: str | None) -> Tensor:
-    """Return a copy of a tensor in host memory or, given a directory, in a file."""
-    if directory is not None:
-        return _allocate_in_file(x, directory).copy_(x)
-    out = _torch.allocate_like(x, torch.device("cpu"))
-    _torch.AsyncCopy(x, out).wait()
-    return out
+def _store_state(state: Any) -> Any:
+    """Return the state with its tensors in host memory. Those of the CPU are there."""
+
+    def copy(x: Tensor) -> Tensor:
+        out = _torch.allocate_like(x, torch.device("cpu"))
+        _torch.AsyncCopy(x, out).wait()
+        return out
+
+    def move(x: Tensor) -> Tensor:
+        if not x.numel() or x.layout is not torch.strided or not needs_host_copy(x.device):
+            return x
+        return LinearFunction.apply(x, None, linear_map(copy, lambda grad, device=x.device: grad.to(device)))
+
+    return pytree.tree_map_only(Tensor, move, state)
 
 
-def _allocate_in_file(like: Tensor, directory: str) -> Tensor:
-    """Return an uninitialized tensor, of another's shape and dtype, in a file without a name that is freed with the tensor."""
-    nbytes = like.numel() * like.itemsize
-    descriptor, name = tempfile.mkstemp(prefix="funshard-scan-", dir=directory)
-    try:
-        if hasattr(os, "posix_fallocate"):  # an error now; a write to a full disk would end the process
-            os.posix_fallocate(descriptor, 0, nbytes)
-        storage = torch.UntypedStorage.from_file(name, True, nbytes)
-    finally:
-        os.close(descriptor)
-        os.unlink(name)
-    return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape)  # pyright: ignore[reportCallIssue]
+def _fetch_state(state: Any, layout: _Layout) -> Any:
+    """Return a stored state with its tensors on the devices of the layout."""
+    leaves, tree = pytree.tree_flatten(state)
+    pairs = zip(leaves, layout[1], strict=True)
+    moved = [x.to(kind[2], non_blocking=True) if isinstance(kind, tuple) else x for x, kind in pairs]
+    return pytree.tree_unflatten(moved, tree)
 
 
 # --- scan ---
@@ -209,7 +159,7 @@ def scan(
     xs: Any,
     *,
     segments: int | Literal["log"] | None = None,
-    offload: str | None = None,
+    offload: Literal["host"] | None = None,
     spec: PartitionSpec | None = None,
 ) -> tuple[State, Any]:
     """Run a step for each slice of ``xs``, and keep few states for derivatives, of any order (jax.lax.scan).
@@ -225,7 +175,7 @@ def scan(
         segments: The number of segments that are recomputed as a whole, by default about sqrt(T): a step runs at most three
             times. With T it runs twice, and every state is kept. ``"log"`` keeps log2(T) states, and a step runs
             1 + log2(T) / 2 times.
-        offload: ``"host"`` or a directory, for the states that segments begin with.
+        offload: ``"host"``: the states that segments begin with are in host memory.
         spec: The ranks of its mesh compare T and ``segments`` before anything runs.
 
     Returns:
@@ -240,18 +190,19 @@ def scan(
         >>> fs.grad(lambda rates: fs.scan(lambda w, lr: (w - lr * w, None), torch.tensor(1.0), rates)[0])(torch.zeros(2))
         tensor([-1., -1.])
     """
-    spec = spec if spec is None else bind_spec(spec)
+    if offload not in (None, "host"):
+        raise ValueError(f"scan: offload: expected 'host' or None, got {offload!r}; segments='log' keeps the fewest states")
+    bound = spec if spec is None else bind_spec(spec)
     try:
-        steps = count_steps(xs)
-        count = _count_segments(segments, steps)
+        steps = _count_steps(xs)
+        run = _ScanRun(_count_segments(segments, steps), _read_layout(state), offload == "host")
     except (TypeError, ValueError) as error:
-        if spec is not None:  # so that the other ranks do not wait
+        if bound is not None:  # so that the other ranks do not wait
             with contextlib.suppress(ValueError):
-                _check_ranks_agree(f"an error: {error}", spec)
+                _check_ranks_agree(f"an error: {error}", bound)
         raise
-    run = _ScanRun(count, read_layout(state), check_place(offload))
-    if spec is not None:
-        _check_ranks_agree(f"{steps} steps, segments={segments!r}", spec)
+    if bound is not None:
+        _check_ranks_agree(f"{steps} steps, segments={segments!r}", bound)
     return run.run_piece(step, state, xs, steps, 0)
 
 
@@ -289,13 +240,13 @@ class _ScanRun:
     segments: int | None
     """None divides by halves."""
     layout: _Layout
-    place: str | None
+    on_host: bool
 
     def run_piece(self, step: Any, state: Any, xs: Any, count: int, depth: int) -> tuple[Any, Any]:
         """Return the state after so many steps, and their stacked y."""
-        if count == 1:
-            return self._run_step(step, state, xs)
         recorded = _is_recorded(step, state, xs)
+        if count == 1:
+            return self._run_step(step, state, xs, recorded=recorded)
         sizes = self._divide(count, depth) if recorded else [1] * count
         leaves, tree = pytree.tree_flatten(xs)
         parts = zip(*(leaf.split(sizes) for leaf in leaves), strict=True)
@@ -303,10 +254,10 @@ class _ScanRun:
         for i, (size, part) in enumerate(zip(sizes, parts, strict=True)):
             run = functools.partial(self.run_piece, count=size, depth=depth + 1)
             if recorded and i + 1 < len(sizes):
-                run = functools.partial(self._recompute, run, is_stored=size > 1 or depth == 0)
+                run = functools.partial(self._recompute, run, is_stored=self.on_host and (size > 1 or depth == 0))
             state, y = run(step, state, pytree.tree_unflatten(list(part), tree))
             ys.append(y)
-        return state, concat_results(ys)
+        return state, _concat_results(ys)
 
     def _divide(self, count: int, depth: int) -> list[int]:
         if self.segments is None:
@@ -320,25 +271,25 @@ class _ScanRun:
         if _torch.is_in_graph():
             with mark_region(Remat(), "scan"):
                 return run(step, state, xs)
-        if not is_stored or self.place is None:
-            return call_recomputed(run, "scan", {"step": step, "state": state, "xs": xs}, remat=Remat())
-        fetch_and_run = lambda step, state, xs: run(step, fetch_state(state, self.layout), xs)  # noqa: E731
-        roots = {"step": step, "state": store_state(state, self.place), "xs": xs}
-        return call_recomputed(fetch_and_run, "scan", roots, remat=Remat())
+        fetch_and_run = lambda step, state, xs: run(step, _fetch_state(state, self.layout), xs)  # noqa: E731
+        roots = {"step": step, "state": _store_state(state) if is_stored else state, "xs": xs}
+        return call_recomputed(fetch_and_run if is_stored else run, "scan", roots, remat=Remat())
 
-    def _run_step(self, step: Any, state: Any, xs: Any) -> tuple[Any, Any]:
+    def _run_step(self, step: Any, state: Any, xs: Any, *, recorded: bool) -> tuple[Any, Any]:
         """Run one step, of slices of length 1, and check what it returns."""
-        x = pytree.tree_map(lambda leaf: leaf.squeeze(0), xs)
-        versions = record_versions(state, x)
-        differentiated = _is_recorded(step, state, xs)
-        with contextlib.nullcontext() if _torch.is_in_graph() else assume_differentiated(differentiated):
-            result = step(state, x)
-        check_unchanged(state, x, versions)
+        given = {"state": state, "x": pytree.tree_map(lambda leaf: leaf.squeeze(0), xs)}
+        versions = _read_versions(given)
+        with contextlib.nullcontext() if _torch.is_in_graph() else assume_differentiated(recorded):
+            result = step(*given.values())
+        _check_unchanged(given, versions)
         if not isinstance(result, tuple) or len(result) != 2:  # pyright: ignore[reportUnknownArgumentType]
             raise TypeError(f"scan: expected step to return (new state, y), got {type(result).__name__}")  # pyright: ignore[reportUnknownArgumentType]
         new, y = result  # pyright: ignore[reportUnknownVariableType]
-        check_layout(self.layout, read_layout(new), "state", "as before the step")
-        return new, expand_result(y)
+        _check_layout(self.layout, _read_layout(new), "state", "as before the step")
+        for path, leaf in pytree.tree_flatten_with_path(y)[0]:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise TypeError(f"scan: y{pytree.keystr(path)}: expected a tensor or None, got {type(leaf).__name__}")
+        return new, pytree.tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), y)
 
 
 def _is_recorded(step: object, state: object, xs: object) -> bool:
@@ -347,7 +298,5 @@ def _is_recorded(step: object, state: object, xs: object) -> bool:
         return torch.is_grad_enabled()
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
-    given = (x for x in pytree.tree_leaves((state, xs)) if isinstance(x, Tensor))
-    return any(map(_torch.requires_grad_at_any_level, given)) or any(
-        map(_torch.requires_grad_at_any_level, find_tensors(step, state))
-    )
+    tensors = itertools.chain(pytree.tree_leaves((state, xs)), find_tensors(step, state))
+    return any(isinstance(x, Tensor) and _torch.requires_grad_at_any_level(x) for x in tensors)
