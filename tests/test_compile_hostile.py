@@ -114,25 +114,6 @@ def test_hooks_that_are_registered_later(which: str, inside: bool) -> None:
     assert (results[0][0]["1"] != results[0][1]["1"]).any()
 
 
-class Takes(Leaf):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.repeat(len(x), 1)) * len(x)
-
-
-def test_sizes_that_change_where_backward_runs_twice() -> None:
-    """Clipping in backward runs one for the norm, and one for the updates."""
-    net, results = network(Takes), []
-    init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
-    for compile in (False, fs.Compile(backend="aot_eager", dynamic=True)):
-        spec = fs.by_type(Takes, p=P("shard", compile=compile))(net).on({"shard": 1})
-        loss = lambda p, x, spec=spec: fs.functional_call(net, p, x, spec=spec).square().sum()  # noqa: E731
-        params = fs.shard(net, spec)
-        for n in (3, 2):
-            step = fs.update_in_backward(update, loss, params, init(params), [batch()[:n]], spec=spec, max_norm=0.1)
-            results.append((step.params, step.norm))
-    torch.testing.assert_close(results[2:], results[:2], **EXACT)
-
-
 class Constant(Leaf):
     """What it computes under no_grad is a view, a tensor that is written to, and a list."""
 

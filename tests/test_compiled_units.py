@@ -574,23 +574,6 @@ def test_what_people_write_recomputed(kind: type[nn.Module], remat: bool | Remat
         torch.testing.assert_close(got, leaf_step(kind, fs.grad, False), **EXACT)
 
 
-@pytest.mark.parametrize("compile", [AOT, pytest.param(True, marks=seldom)])
-def test_clipping_in_backward_reads_saved_tensors_twice(compile: bool | Compile) -> None:
-    """Also after a backward that ran once, for whose code torch reuses what forward has saved."""
-    net, results = model(), []
-    for how in (False, compile):
-        spec = fs.by_type(Block, p=P("shard", compile=how))(net).on({"shard": 1})
-        params = fs.shard(net, spec)
-        init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
-        loss = lambda p, x, spec=spec: fs.functional_call(net.eval(), p, x, spec=spec).square().sum()  # noqa: E731
-        fs.grad(loss)(params, batch())
-        for batches in ([batch()], [batch(), batch(1)]):
-            step = fs.update_in_backward(update, loss, params, init(params), batches, spec=spec, max_norm=0.1)
-            params = step.params
-        results.append(params)
-    torch.testing.assert_close(results[1], results[0], **EXACT)
-
-
 SMALL = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2}
 
 

@@ -31,7 +31,6 @@ MICRO = [1, 3]
 ADAM = {"lr": 0.1, "weight_decay": 0.1}
 CLIPS: dict[str, dict[str, Any]] = {
     "none": {},
-    "exact": {"max_norm": 0.01},
     "previous": {"max_norm": 0.01, "clip": "previous", "norm": torch.tensor(0.5)},
     "first": {"max_norm": 0.01, "clip": "previous"},
 }
@@ -44,7 +43,7 @@ def reference(
     clip = {name: options.pop(name) for name in ("max_norm", "clip", "norm") if name in options}
     grads, value = fs.accumulate(loss, params, batches, **options)
     norm = fs.optim.global_norm(grads, options["spec"])
-    by = clip.get("norm", norm if clip.get("clip") != "previous" else None)
+    by = clip.get("norm")
     if "max_norm" in clip and by is not None:
         scale = (clip["max_norm"] / (by + 1e-6)).clamp(max=1)
         grads = {key: g * scale.to(g.dtype) for key, g in grads.items()}
@@ -211,7 +210,7 @@ def runs_without_gradient(_: int) -> None:
         params, (init, update) = fs.shard(model, spec), fs.optim.from_torch(torch.optim.AdamW, **ADAM)
         loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
         batches, state = list(torch.randn(2, 4, 3, dtype=torch.float64)), init(params)
-        for clip in ({}, CLIPS["exact"]):
+        for clip in ({}, CLIPS["previous"]):
             got = fs.update_in_backward(update, loss, params, state, batches, spec=spec, **clip)
             same(got, reference(update, loss, params, state, batches, spec=spec, **clip), clip)
 
@@ -306,16 +305,6 @@ def test_updates_run_in_backward(p: P, in_flight: int) -> None:
     assert micro[:10] == [f"backward blocks.{i}" for i in reversed(range(5))] * 2
 
 
-def test_exact_clipping_runs_backward_twice() -> None:
-    events, most, _ = lived(P("shard"), 1, 1, max_norm=1.0)
-    first = [f"backward blocks.{i}" for i in reversed(range(5))]
-    assert events[:5] == first
-    assert [event for event in events[5:] if event.startswith("backward")] == first
-    assert most == 1
-    previous, *_ = lived(P("shard"), 1, 1, max_norm=1.0, clip="previous")
-    assert sum(event.startswith("backward") for event in previous) == 5
-
-
 # --- refused ---
 
 
@@ -329,9 +318,17 @@ def test_errors() -> None:
         update, loss, params, init(params) if state is None else state, [x], spec=spec, **options
     )
     for options, kind, match in [
-        ({"clip": "often"}, ValueError, "clip: expected 'exact' or 'previous', got 'often'"),
+        (
+            {"clip": "exact"},
+            ValueError,
+            "expected 'previous' with max_norm=, got 'exact'; .*: accumulate, optim.clip_by_",
+        ),
+        (
+            {"max_norm": 1.0},
+            ValueError,
+            "clip: expected 'previous' .*, got None; to clip by the norm of this step's",
+        ),
         ({"norm": torch.ones(())}, ValueError, "norm is that of the step before"),
-        ({"norm": torch.ones(()), "max_norm": 1.0}, ValueError, "norm is that of the step before"),
         ({"state": {}}, ValueError, "unit '' has no state"),
         ({"state": [1]}, TypeError, "state: expected a dict by unit key, got list"),
         (
@@ -341,8 +338,16 @@ def test_errors() -> None:
         ),
         ({"update": lambda grads, state, params: (params, None)}, ValueError, "to return a new state for it, got None"),
         ({"weights": [1, 2]}, ValueError, "expected a weight for each of 1 micro-batches, got 2"),
-        ({"max_norm": -1.0}, ValueError, "update_in_backward: max_norm: expected a number from 0 on, got -1"),
-        ({"max_norm": torch.tensor(torch.nan)}, ValueError, "max_norm: expected a number from 0 on, got nan"),
+        (
+            {"max_norm": -1.0, "clip": "previous"},
+            ValueError,
+            "update_in_backward: max_norm: expected a number from 0 on, got -1",
+        ),
+        (
+            {"max_norm": torch.tensor(torch.nan), "clip": "previous"},
+            ValueError,
+            "max_norm: expected a number from 0 on, got nan",
+        ),
     ]:
         with pytest.raises(kind, match=match):
             step(**options)
@@ -355,7 +360,7 @@ def test_errors() -> None:
 
 @each
 @pytest.mark.parametrize("where", ["the loss", "its gradient", "the update"])
-@pytest.mark.parametrize("clip", [None, "exact", "previous"])
+@pytest.mark.parametrize("clip", [None, "previous"])
 def test_an_error_leaves_no_reference_cycle(where: str, clip: str | None) -> None:
     """What an exception leaves behind goes with it, without the cycle collector."""
     model = MLP(3)

@@ -147,8 +147,10 @@ def test_derivative_of_a_rate(max_norm: float | None) -> None:
 
         def after(lr: Tensor) -> Tensor:
             step = lambda grads, state, params: update(grads, state, params, lr=lr)  # noqa: E731
-            run = fs.update_in_backward(step, loss, params, init(params), [x], spec=on, max_norm=max_norm)
-            return loss(run.params, x)
+            if max_norm is None:
+                return loss(fs.update_in_backward(step, loss, params, init(params), [x], spec=on).params, x)
+            grads, _ = fs.optim.clip_by_global_norm(fs.accumulate(loss, params, [x], spec=on)[0], on, max_norm)
+            return loss(step(grads, init(params), params)[0], x)
 
         return torch.func.grad(after)(rate)
 

@@ -84,7 +84,9 @@ def updated_in_backward(case: Rank) -> None:
     want = case.expected()
     for max_norm in (None, 0.1):
         params = {key: p.clone() for key, p in case.params.items()}
-        result = fs.update_in_backward(update, case.loss, params, init(params), list(case.x), spec=case.spec, max_norm=max_norm)
+        clip: Any = {"max_norm": max_norm, "clip": "previous", "norm": norm(want)} if max_norm else {}
+        result = fs.update_in_backward(update, case.loss, params, init(params), list(case.x), spec=case.spec, **clip)
+        assert result.norm is None or torch.allclose(result.norm, norm(want))
         scale = 1.0 if max_norm is None else max_norm / (norm(want) + 1e-6)
         steps = {key: case.params[key] - p for key, p in result.params.items()}
         case.check(steps, {name: g * scale for name, g in want.items()})

@@ -109,10 +109,12 @@ def test_on_simulated_ranks(name: str, policy: str, sizes: dict[str, int]) -> No
 @each
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("policy", ["sharded", "replicated"])
-@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_update_in_backward(name: str, max_norm: float | None, policy: str) -> None:
+def test_update_in_backward(name: str, clips: bool, policy: str) -> None:
     """By a rate from inside of the simulated ranks, or from outside, where it is not batched; and along it and all shards."""
+
+    clipping: Any = {"max_norm": 0.1, "clip": "previous", "norm": torch.tensor(0.5)} if clips else {}
 
     def rank(mesh: Any, x: Tensor, outer: Tensor | None = None) -> Any:
         spec = POLICIES[policy](MODEL).on(mesh)
@@ -120,7 +122,7 @@ def test_update_in_backward(name: str, max_norm: float | None, policy: str) -> N
 
         def after(lr: Tensor, params: fs.Params) -> Tensor:
             step = lambda grads, state, params: update(grads, state, params, lr=lr)  # noqa: E731
-            run = fs.update_in_backward(step, partial(loss, spec), params, init(params), [x], spec=spec, max_norm=max_norm)
+            run = fs.update_in_backward(step, partial(loss, spec), params, init(params), [x], spec=spec, **clipping)
             return loss(spec, run.params, x)
 
         params = fs.shard(FULL, spec)

@@ -262,9 +262,11 @@ def by_accumulate(spec: fs.PartitionSpec, parts: int = 2, keep: Any = "shards") 
 def in_backward(spec: fs.PartitionSpec) -> Any:
     init, update = fs.optim.from_torch(torch.optim.AdamW, differentiable=True, spec=spec, eps_root=1e-8)
 
+    clipping: Any = {"max_norm": 0.2, "clip": "previous", "norm": torch.tensor(0.5)}
+
     def step(state: Any, given: tuple[Tensor, Tensor], lr: Tensor) -> Any:
         loss = lambda p, xw: weighted_loss(spec, p, *xw)  # noqa: E731
-        run = fs.update_in_backward(functools.partial(update, lr=lr), loss, *state, [given], spec=spec, max_norm=0.2)
+        run = fs.update_in_backward(functools.partial(update, lr=lr), loss, *state, [given], spec=spec, **clipping)
         return (run.params, run.state), run.value
 
     return init, step

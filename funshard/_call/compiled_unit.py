@@ -27,7 +27,6 @@ from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of
 from .._spec.precision import precision_of
 from .._transforms._recompute.regions import RecomputeRegions, collect_regions, missing_names_message
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
-from .._units.accumulation import is_backward_repeated
 from .buffers import is_first_warning
 from .casting import has_casts
 from .modes import UnitInUse
@@ -105,46 +104,38 @@ def _run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return module.forward(*args, **kwargs)
 
 
-_RUNS: WeakKeyDictionary[nn.Module, dict[tuple[Compile, Remat | None, bool], CompiledRun]] = WeakKeyDictionary()
+_RUNS: WeakKeyDictionary[nn.Module, dict[tuple[Compile, Remat | None], CompiledRun]] = WeakKeyDictionary()
 """The compiled functions of each module that has run."""
 
 
-def _find_run(
-    path: str, module: nn.Module, inside: Sequence[nn.Module], options: Compile, remat: Remat | None, *, retains: bool
-) -> CompiledRun:
-    """Return the compiled function of a module with these inside; ``retains`` if a backward may come back to what it saved."""
+def _find_run(path: str, module: nn.Module, inside: Sequence[nn.Module], options: Compile, remat: Remat | None) -> CompiledRun:
+    """Return the compiled function of a module with these inside."""
     runs = _RUNS.setdefault(module, {})
-    run = runs.get((options, remat, retains))
+    run = runs.get((options, remat))
     if run is None:
         check_names(f"module '{path}': Compile", options.backend, options.mode, dict(options.options))
         structure = tuple(
             (type(one), tuple((name, p.shape, p.dtype) for name, p in dict.items(vars(one)["_parameters"]) if p is not None))
             for one in inside
         )
-        run = runs[options, remat, retains] = _compile(options, remat, structure, retains)
+        run = runs[options, remat] = _compile(options, remat, structure)
     return run
 
 
 @functools.lru_cache(maxsize=256)
-def _compile(options: Compile, remat: Remat | None, structure: Hashable, retains: bool) -> CompiledRun:
-    """Return a function with a compilation cache of its own, for modules of this structure.
-
-    Functions that ``retains`` tells apart share none, nor inductor's caches on disk: a backward that was compiled where it ran
-    with ``retain_graph=False`` writes into what forward has saved, and refuses ``retain_graph=True``.
-    """
+def _compile(options: Compile, remat: Remat | None, structure: Hashable) -> CompiledRun:
+    """Return a function with a compilation cache of its own, for modules of this structure."""
     _torch.run_uncompiled(SavedTensorHooks.pack, unpack)
     run = _torch.copy_function(_run_module, "run_compiled_unit")
     settings: dict[str, Any] = dict(options.options)
     if options.backend == "inductor":
         # random numbers are those of eager: graphs that record a backward and graphs that do not draw the same ones
         settings = {"fallback_random": True, **(_torch.inductor_modes()[options.mode] if options.mode else {}), **settings}
-        if retains:
-            settings["inplace_buffers"] = False
     kwargs = {"mode": options.mode} if options.mode and options.backend != "inductor" else {}
     from .._transforms._recompute.saved_nodes import UnitBackend  # takes a second to import
 
     out = CompiledRun(remat)
-    backend = UnitBackend(options.backend, settings, kwargs, remat, out.make_prehook, retains=retains)
+    backend = UnitBackend(options.backend, settings, kwargs, remat, out.make_prehook)
     out.run = torch.compile(run, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph)
     return out
 
@@ -204,7 +195,7 @@ def _compile_forward(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not can_run_compiled(call, path):
             return forward(*args, **kwargs)
-        compiled = _find_run(path, module, inside, options, remat, retains=is_backward_repeated())
+        compiled = _find_run(path, module, inside, options, remat)
         with _plain_parameters(call, inside, before):
             return compiled(path, module, args, kwargs)
 

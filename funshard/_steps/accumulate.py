@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -12,92 +14,40 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
 from .. import _torch
-from .._core.checks import bind_spec
-from .._core.division import ReduceBy
-from .._core.layout import Params
+from .._core.checks import bind_spec, check_shards
+from .._core.division import ReduceBy, Reduction
+from .._core.flow import resolve_reduction
+from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
+from .._core.unit import Unit
+from .._spec.precision import resolve_dtypes
 from .._transforms.error_hints import add_hints
-from .._transforms.grad import check_recorded, is_differentiated_outside
+from .._transforms.grad import check_differentiable, check_recorded, is_differentiated_outside, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
-from .microbatches import (
-    are_positive,
-    check_weight_count,
-    iterate_equally,
-    make_loss_scales,
-    scale_loss,
-    split_first_batch,
-    sum_dtype,
-    to_sum_dtype,
-)
-from .plan import AccumulationPlan, GradSums
+from .._wire.flow import gather_unit, reduce_slice, reduce_unit
+from .._wire.host import check_host_resident
+from .._wire.mixed_layout import cast_views
+from .microbatches import are_positive, list_microbatches, make_loss_scales, sum_dtype, to_sum_dtype
 
-__all__ = ["MicrobatchRunner", "accumulate", "add_grad", "replacement_key", "start_batches"]
+__all__ = ["AccumulationPlan", "GradSums", "accumulate", "add_up", "replacement_key", "run_in_place"]
 
 
-# --- Micro-batches one after the other by plain autograd; gradients are added up as they arrive ---
+# --- The plan: micro-batches, and how their gradients are added up and reduced ---
 
 
-class MicrobatchRunner:
-    """The runs of a loss, by its factors, on the shards of a plan, and the sums of their values and gradients."""
-
-    def __init__(self, f: Callable[..., Any], plan: AccumulationPlan, scales: Tensor | None) -> None:
-        self._f, self.plan, self.scales = f, plan, scales
-        self._within: Accumulation | None = None
-        self.sums = _SumReceiver()
-        check_recorded("accumulate or update_in_backward", plan.params)
-        with torch.no_grad():
-            shards = {key: p.detach() for key, p in plan.params.items()}
-            entered = plan.make_replacements(shards)
-        self.given = {key: _make_leaf(x, self.sums, key) for key, x in shards.items()}
-        with torch.enable_grad():  # known to come from the shards, for a backward inside of the loss
-            any_ = next(iter(self.given.values()), None)
-            self.entered = {k: _Replacement.apply(self.given.get(k, any_), x, self.sums, k) for k, x in entered.items()}
-
-    def forward(self, batch: Any, receiver: GradReceiver | None = None, *, retains_graph: bool = False) -> Tensor:
-        """Return the scaled loss of the next micro-batch.
-
-        Reduced gradients go to ``receiver``, or else to the sums. With ``retains_graph`` backward runs more than once.
-        """
-        i = len(self.sums.parts.values)
-        if i and is_differentiated_outside(batch):
-            raise ValueError(
-                f"accumulate: micro-batch {i} requires grad and the first one does not: expected all of them or none; "
-                "give a list"
-            )
-        weight = self.plan.possible_zero(self.scales, i)
-        self.sums.weight = weight if self.plan.full else None  # what is reduced has parts of other ranks
-        within = self.plan.make_context(self.given, self.entered, weight, receiver or self.sums, retains_graph=retains_graph)
-        with within, torch.enable_grad():
-            self.sums.in_loss = True
-            loss, aux = self.plan.run_loss(self._f, self.given, batch)
-            self.sums.in_loss = False
-            self.sums.parts.values.append(loss.detach())
-            self.sums.parts.auxes.append(pytree.tree_map_only(Tensor, Tensor.detach, aux))
-            loss = loss if self.scales is None else scale_loss(loss, self.scales, i)
-        self._within = within  # only now: after an error in the loss no backward would end this cycle
-        return loss
-
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Add the gradients of the loss that `forward` returned last to the sums."""
-        within, self._within = self._within, None  # it knows the receiver, which knows this object
-        assert within is not None
-        if loss.requires_grad and self.given:
-            try:
-                with within:  # for what remat and torch.utils.checkpoint run again
-                    loss.backward(inputs=[*self.given.values()], retain_graph=retain_graph)
-            except RuntimeError as error:
-                raise add_hints(error)  # noqa: B904 - the same one
-        if retain_graph:
-            self._within = within
-
-
-class _SumReceiver(GradReceiver):
-    """The sums of gradients that have been reduced, unit by unit, while the rest of backward runs."""
+class GradSums(GradReceiver):
+    """Sums of gradients, reduced ones as they arrive while backward runs, and the values of the micro-batches so far."""
 
     def __init__(self) -> None:
-        self.parts = GradSums()
+        self.own: Params = {}
+        """Gradients of the shards that do not pass through functional_call, such as those of penalties."""
+        self.through: Params = {}
+        """Gradients that pass through functional_call: slices by unit key, or full gradients by parameter name."""
+        self.values: list[Tensor] = []
+        self.auxes: list[Any] = []
         self.in_loss = False
-        self.weight: Tensor | None = None  # of full gradients, if it may be 0
+        self.weight: Tensor | None = None
+        """The weight of full gradients, if it may be 0."""
 
     def check(self, key: str) -> None:
         """Raise RuntimeError for a gradient that arrives while the loss runs: it would be counted twice."""
@@ -108,19 +58,237 @@ class _SumReceiver(GradReceiver):
             )
 
     def receive(self, key: str, grad: Tensor) -> None:
-        """Add part of a unit's gradient."""
         self.check(key)
-        add_grad(self.parts.through, key, grad)
+        _add_grad(self.through, key, grad)
 
 
-def _make_leaf(x: Tensor, sums: _SumReceiver, key: str) -> Tensor:
+def _add_grad(sums: Params, key: str, grad: Tensor, *, owned: bool = True) -> None:
+    """Add a gradient to the unit's sum, in float32 or wider. The first becomes the sum, unless it is cast or not ``owned``."""
+    if key in sums:
+        sums[key].add_(grad)
+    else:
+        sums[key] = to_sum_dtype(grad if owned else grad.clone(memory_format=torch.contiguous_format))
+
+
+@dataclass(frozen=True)
+class AccumulationPlan:
+    """The checked arguments of an accumulation: its micro-batches, and how gradients are added up and reduced."""
+
+    params: Params
+    spec: PartitionSpec
+    full: bool
+    has_aux: bool
+    reduction: Reduction
+    batches: Sequence[Any]
+    scales: Tensor | None
+    """The factor of each micro-batch's loss, if there are weights."""
+    positive: Sequence[bool]
+    """For each weight, whether it is known not to be 0."""
+    in_place: bool
+    """Whether nothing around the accumulation differentiates it."""
+
+    @classmethod
+    def make(
+        cls,
+        params: Mapping[str, Tensor],
+        microbatches: Iterable[Any],
+        spec: PartitionSpec,
+        weights: Sequence[float | Tensor] | None,
+        has_aux: bool,
+        reduce: ReduceBy,
+        over: Iterable[str] | None,
+        *,
+        full: bool = False,
+    ) -> AccumulationPlan:
+        """Check the arguments, compare those of all ranks, and make a plan."""
+        spec = bind_spec(spec)
+        mesh = spec.bound_mesh
+        units = check_shards(params, spec, part=True)
+        check_host_resident(params, spec)
+        for name in params:
+            if name not in spec.by_key:
+                raise ValueError(f"parameter '{name}' is ignored by the spec: expected shards of its units; close over it")
+        check_differentiable(params)
+        reduction = resolve_reduction(reduce, over, mesh, units)
+        batches = list_microbatches(microbatches, weights, mesh, full=full)
+        scales = None if weights is None else make_loss_scales(weights, params, mesh, reduction)
+        in_place = not is_differentiated_outside((params, weights, batches))
+        positive = () if weights is None else are_positive(weights)
+        return cls(dict(params), spec, full, has_aux, reduction, batches, scales, positive, in_place)
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether reductions over the axes that a unit is not split over wait for the end; one alone runs behind backward."""
+        return self.in_place and not self.full and len(self.batches) > 1
+
+    @property
+    def units(self) -> Iterator[Unit]:
+        """The units with parameters in this step."""
+        return (unit for unit in self.spec if unit.key in self.params)
+
+    def make_replacements(self, shards: Params) -> Params:
+        """Return what functional_call uses instead of these shards: full parameters for ``keep="full"``, else the shards."""
+        if not self.full:
+            return dict(shards)
+        out: Params = {}
+        for unit in self.units:
+            buffer = gather_unit(shards[unit.key], unit, self.spec.bound_mesh, self.reduction)
+            views = cast_views(buffer, unit, shards[unit.key].dtype)
+            out |= zip((param.name for param in unit.params), views, strict=True)
+        return out
+
+    def possible_zero(self, i: int) -> Tensor | None:
+        """Return the scale of micro-batch ``i`` if it may be 0."""
+        return None if self.scales is None or self.positive[i] else self.scales[i]
+
+    def make_context(
+        self, given: Params, entered: Params, weight: Tensor | None, receiver: GradReceiver | None = None
+    ) -> Accumulation:
+        """Return the context for a run of the loss, whose weight may be 0 unless it is None."""
+        partial = Reduction(self.reduction.by, frozenset()) if self.is_deferred else self.reduction
+        thread = 0 if _torch.is_in_graph() else threading.get_ident()
+        is_weighted = self.scales is not None and self._has_replicas()
+        return Accumulation(self.spec, given, entered, partial, self.reduction, thread, receiver, weight, is_weighted)
+
+    def _has_replicas(self, unit: Unit | None = None) -> bool:
+        """Return whether gradients are reduced over several ranks, of a unit: over several that hold equal slices of it."""
+        split = unit.distinct_axes if unit else ()
+        return any(a.size > 1 and self.reduction.includes(name) and name not in split for name, a in self.spec.bound_mesh.axes)
+
+    def run_loss(self, f: Callable[..., Any], given: Params, i: int) -> tuple[Tensor, Tensor, Any]:
+        """Return a micro-batch's loss, scaled and not, and its aux. ValueError if ``f`` hooks a shard, as calls bypass it."""
+        loss, aux = run_loss(f, self.has_aux, dict(given), self.batches[i])
+        if not _torch.is_in_graph() and (hooked := [key for key, x in given.items() if _torch.has_hooks(x)]):
+            raise ValueError(
+                f"unit '{hooked[0]}': the loss has called register_hook on its shard, which does not see the "
+                "gradients of functional_call here: expected no hook; change the gradients that come back, or in the update"
+            )
+        return (loss if self.scales is None else drop_unweighted(loss, self.scales[i]) * self.scales[i]), loss, aux
+
+    def combine_values(self, sums: GradSums) -> Any:
+        """Return this rank's mean or sum of the losses; with aux ``(value, auxes)``."""
+        by, scales, each = self.reduction.by, self.scales, torch.stack([*map(to_sum_dtype, sums.values)])
+        if scales is not None:
+            each = drop_unweighted(each, scales) * scales
+        if by == "mean":
+            count = len(each) if scales is None else torch.where((total := scales.sum()) == 0, 1, total)
+        else:
+            count = 1.0 if by == "sum" else by
+        value = (each.sum() / count).to(sums.values[0].dtype)
+        return (value, sums.auxes) if self.has_aux else value
+
+    def finish_grads(self, sums: GradSums) -> Params:
+        """Reduce what is left, and return the gradients of the shards. The sums are freed."""
+        out = {unit.key: self.finish_grad(unit, sums) for unit in self.units}
+        return {key: out[key] for key in self.params}
+
+    def finish_grad(self, unit: Unit, sums: GradSums) -> Tensor:
+        """Return the gradient of one unit's shard after all micro-batches."""
+        count = len(self.batches) if self.reduction.by == "mean" else 1
+        shard = self.params[unit.key]
+        grad = self._reduce(unit, sums.through, shard, count)
+        if (own := sums.own.pop(unit.key, None)) is not None:
+            grad = grad + self._unweigh(unit, own / count)
+        return grad.to(shard.dtype)
+
+    def _unweigh(self, unit: Unit, own: Tensor) -> Tensor:
+        """Return the gradient of what the loss computes from the shard itself, without this rank's part of the weights.
+
+        A rank without weight has left it out: its gradient is NaN. Of a sum on replicas, which would differ by it, it is a
+        ValueError, or NaN in transforms. These make zeros where the loss does not use the shard, which stay zeros.
+        """
+        if self.scales is None:
+            return own
+        if self.reduction.by == "mean":
+            share = self.scales.mean()  # of the weights, beside that of a rank on average
+            return own / share if self.in_place else torch.where(share == 0, 0, own / share)
+        if not self._has_replicas(unit):
+            return own
+        if self.in_place:
+            raise ValueError(
+                f"unit '{unit.key}': accumulate(weights=, reduce={self.reduction.by!r}): the loss uses the shard itself, as in "
+                "a penalty, which each rank would scale by its own weights, so that replicas differ: expected reduce='mean', "
+                "or the penalty's gradient added to the result"
+            )
+        return torch.where(own == 0, own, torch.nan)
+
+    def _reduce(self, unit: Unit, through: Params, shard: Tensor, count: int) -> Tensor:
+        """Return a unit's mean gradient over the micro-batches, reduced over the axes that backward did not reduce."""
+        mesh, p, by = self.spec.bound_mesh, unit.p, self.reduction.by
+        if self.full:
+            full = {x.name: _pop_sum(through, x.name, shard, x.shape) for x in unit.params}
+            grad, reduction, reduce = flatten_unit(full, unit, self.spec.padded_numel(unit)), self.reduction, reduce_unit
+            del full
+        else:
+            grad = _pop_sum(through, unit.key, shard, shard.shape)
+            rest = [name for name, axis in mesh.axes if axis.size > 1 and name not in p.axes and self.reduction.includes(name)]
+            if not rest or not self.is_deferred:
+                return grad / count
+            reduction, reduce = Reduction("mean" if by == "mean" else "sum", frozenset(rest)), reduce_slice
+        return reduce((grad / count).to(resolve_dtypes(p, shard.dtype).reduce), unit, mesh, reduction, shard.dtype)
+
+
+def _pop_sum(sums: Params, key: str, like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Take a sum out of ``sums``; zeros if nothing was added."""
+    total, dtype = sums.pop(key, None), sum_dtype(like.dtype)
+    return like.new_zeros(shape, dtype=dtype) if total is None else total.to(dtype)
+
+
+# --- Micro-batches one after the other: by plain autograd, whose gradients are added up as they arrive, or as data flow ---
+
+
+def run_in_place(
+    f: Callable[..., Any],
+    plan: AccumulationPlan,
+    sums: GradSums,
+    watch: Callable[[Tensor, Params], contextlib.AbstractContextManager[Any]] | None = None,
+) -> None:
+    """Add up values and gradients by plain autograd, which nothing differentiates.
+
+    The last micro-batch's backward is within ``watch(loss, the shards that the loss got)``.
+    """
+    check_recorded("accumulate or update_in_backward", plan.params)
+    with torch.no_grad():
+        shards = {key: p.detach() for key, p in plan.params.items()}
+        entered = plan.make_replacements(shards)
+    given = {key: _make_leaf(x, sums, key) for key, x in shards.items()}
+    with torch.enable_grad():  # known to come from the shards, for a backward inside of the loss
+        first = next(iter(given.values()), None)
+        entered = {key: _Replacement.apply(given.get(key, first), x, sums, key) for key, x in entered.items()}
+    for i in range(len(plan.batches)):
+        watched = watch if i + 1 == len(plan.batches) else None
+        _run_microbatch(f, plan, sums, given, entered, i, watched)
+
+
+def _run_microbatch(
+    f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums, given: Params, entered: Params, i: int, watch: Any
+) -> None:
+    weight = plan.possible_zero(i)
+    sums.weight = weight if plan.full else None  # what is reduced has parts of other ranks
+    with plan.make_context(given, entered, weight, sums), torch.enable_grad():
+        sums.in_loss = True
+        loss, value, aux = plan.run_loss(f, given, i)
+        sums.in_loss = False
+        sums.values.append(value.detach())
+        sums.auxes.append(pytree.tree_map_only(Tensor, Tensor.detach, aux))
+        if not given or not loss.requires_grad:
+            return
+        del value, aux
+        with watch(loss, given) if watch else contextlib.nullcontext():
+            try:
+                loss.backward(inputs=[*given.values()])
+            except RuntimeError as error:
+                raise add_hints(error)  # noqa: B904 - the same one
+
+
+def _make_leaf(x: Tensor, sums: GradSums, key: str) -> Tensor:
     """Return a leaf of a shard's values. Its gradients are added to the sums as they arrive."""
 
     def take_grad(x: Tensor) -> None:
         grad, x.grad = x.grad, None
         if grad is not None:
             sums.check(key)
-            add_grad(sums.parts.own, key, grad, owned=False)
+            _add_grad(sums.own, key, grad, owned=False)
 
     x = x.detach().requires_grad_()
     x.register_post_accumulate_grad_hook(take_grad)
@@ -131,7 +299,7 @@ class _Replacement(_torch.Function):
     """A tensor that functional_call uses instead of a shard. Its gradient is added to the sums and goes no further."""
 
     @staticmethod
-    def forward(shard: Tensor, value: Tensor, sums: _SumReceiver, key: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(shard: Tensor, value: Tensor, sums: GradSums, key: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return value.data  # no view: Dynamo could not make one of it that is a Function's result
 
     @staticmethod
@@ -144,22 +312,41 @@ class _Replacement(_torch.Function):
         ctx.sums.check(ctx.key)
         if grad is not None:
             with torch.no_grad():
-                add_grad(ctx.sums.parts.through, ctx.key, drop_unweighted(grad, ctx.sums.weight), owned=False)
+                _add_grad(ctx.sums.through, ctx.key, drop_unweighted(grad, ctx.sums.weight), owned=False)
         return None, None, None, None
 
 
 def replacement_key(node: object) -> str | None:
     """Return the key of the replacement that this node of a graph made, None for other nodes."""
-    return cast("Any", node).key if isinstance(getattr(node, "sums", None), _SumReceiver) else None
+    return cast("Any", node).key if isinstance(getattr(node, "sums", None), GradSums) else None
 
 
-def add_grad(sums: Params, key: str, grad: Tensor, *, owned: bool = True) -> None:
-    """Add a gradient to the unit's sum, in float32 or wider. The first becomes the sum, unless it is cast or not ``owned``."""
-    if key in sums:
-        sums[key].add_(grad)
-    else:
-        grad = grad if owned else grad.clone(memory_format=torch.contiguous_format)
-        sums[key] = grad.to(sum_dtype(grad.dtype))
+def _run_recorded(f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums) -> None:
+    """Add up values and gradients as data flow, which transforms can differentiate, batch or record."""
+
+    def run(given: Params, entered: Params, i: int) -> tuple[Tensor, tuple[Any, ...]]:
+        with plan.make_context(given, entered, weight):
+            loss, value, aux = plan.run_loss(f, given, i)
+        return loss, ((value, aux) if plan.has_aux else (value,))
+
+    entered = plan.make_replacements(plan.params)
+    for i in range(len(plan.batches)):
+        weight = plan.possible_zero(i)
+        grads, (_, (value, *aux)) = torch.func.grad_and_value(run, (0, 1), has_aux=True)(plan.params, entered, i)
+        if plan.full:
+            grads = grads[0], {name: drop_unweighted(grad, weight) for name, grad in grads[1].items()}
+        for total, new in zip((sums.own, sums.through), grads, strict=True):
+            total |= {key: total[key] + to_sum_dtype(x) if key in total else to_sum_dtype(x) for key, x in new.items()}
+        sums.values.append(value)
+        sums.auxes.extend(aux)
+
+
+def add_up(f: Callable[..., Any], plan: AccumulationPlan) -> tuple[Params, Any]:
+    """Return the gradients and the value of a plan."""
+    sums = GradSums()
+    (run_in_place if plan.in_place else _run_recorded)(f, plan, sums)
+    value = plan.combine_values(sums)
+    return plan.finish_grads(sums), value
 
 
 # --- accumulate ---
@@ -185,15 +372,15 @@ def accumulate(
     Args:
         f: Returns the scalar loss of a micro-batch, or ``(loss, aux)``, by `functional_call` with this spec.
         params: Shards, some or all (`partition`).
-        microbatches: A list or generator. With "shards" all ranks need equally many, which they compare, and
-            `pad_microbatches` gives; with "full" each rank's mean is over its own.
+        microbatches: A list, or a generator, which is read first. With "shards" all ranks need equally many, which they
+            compare, and `pad_microbatches` gives; with "full" each rank's mean is over its own.
         spec: The spec of the shards.
         keep: "shards" reduces each micro-batch in its backward and adds up slices, in float32 at least. "full" gathers and
             reduces each unit once, with all full parameters and gradients in memory (``no_sync``).
         weights: A number or scalar tensor for each micro-batch, such as its number of tokens, for the mean by weight:
             ``sum_ri w_ri g_ri / sum_ri w_ri``. A micro-batch of weight 0 adds neither value nor gradient, even NaN, as of a
             mean over none. An invalid weight that the host cannot read without waiting makes every result NaN.
-        has_aux: Whether ``f`` returns ``(loss, aux)``, whose aux is a tree: an object may hold detached tensors alone.
+        has_aux: Whether ``f`` returns ``(loss, aux)``, whose aux is a tree of tensors, which are detached.
         reduce: "mean" or "sum" over the micro-batches of all ranks, or a divisor of that sum; not in `functional_call`.
         reduce_axes: The mesh axes to reduce over, as in `functional_call`, and not there.
 
@@ -215,61 +402,7 @@ def accumulate(
         >>> fs.accumulate(loss, fs.shard(model, spec), microbatches, spec=spec)[0][""][:2]
         tensor([2., 4.])
     """
-    plan = AccumulationPlan.make(params, bind_spec(spec), keep, has_aux, reduce, reduce_axes)
-    batches, known = split_first_batch(microbatches)
-    plan = dataclasses.replace(plan, in_place=not is_differentiated_outside((params, weights, known)))
-    plan, batches, scales = start_batches(plan, batches, known, weights)
-    parts = (_accumulate_in_place if plan.in_place else _accumulate_recorded)(f, plan, batches, scales)
-    if scales is not None:
-        check_weight_count(scales, len(parts.values))
-    value = plan.combine_values(parts.values, scales)
-    return plan.finish_grads(parts, scales), ((value, parts.auxes) if has_aux else value)
-
-
-def start_batches(
-    plan: AccumulationPlan, batches: Iterable[Any], known: Sequence[Any], weights: Sequence[float | Tensor] | None
-) -> tuple[AccumulationPlan, Iterator[Any], Tensor | None]:
-    """Return the plan with what is known of the weights, the micro-batches as `iterate_equally`, and their losses' factors."""
-    mesh = plan.spec.bound_mesh
-    equal = iterate_equally(batches, mesh, weights, full=plan.full)
-    if not known:
-        raise ValueError("accumulate: expected one micro-batch at least, got none")
-    if weights is None:
-        return plan, equal, None
-    if known is batches:  # a list
-        check_weight_count(weights, len(known))
-    scales = make_loss_scales(weights, plan.params, mesh, plan.reduction)
-    return dataclasses.replace(plan, positive=are_positive(weights)), equal, scales
-
-
-def _accumulate_in_place(
-    f: Callable[..., Any], plan: AccumulationPlan, batches: Iterable[Any], scales: Tensor | None
-) -> GradSums:
-    """Run the micro-batches by plain autograd, which nothing differentiates, and add up gradients in place."""
-    runs = MicrobatchRunner(f, plan, scales)
-    for batch in batches:
-        runs.backward(runs.forward(batch))
-    return runs.sums.parts
-
-
-def _accumulate_recorded(
-    f: Callable[..., Any], plan: AccumulationPlan, batches: Iterable[Any], scales: Tensor | None
-) -> GradSums:
-    """Run the micro-batches as data flow, which transforms can differentiate, batch or record."""
-
-    def one(given: Params, entered: Params, batch: Any, i: int) -> tuple[Tensor, tuple[Any, ...]]:
-        with plan.make_context(given, entered, weight):
-            loss, aux = plan.run_loss(f, given, batch)
-        return (loss if scales is None else scale_loss(loss, scales, i)), ((loss, aux) if plan.has_aux else (loss,))
-
-    parts, entered = GradSums(), plan.make_replacements(plan.params)
-    for i, batch in enumerate(batches):
-        weight = plan.possible_zero(scales, i)
-        grads, (_, (value, *aux)) = torch.func.grad_and_value(one, (0, 1), has_aux=True)(plan.params, entered, batch, i)
-        if plan.full:
-            grads = grads[0], {name: drop_unweighted(grad, weight) for name, grad in grads[1].items()}
-        for sums, new in zip((parts.own, parts.through), grads, strict=True):
-            sums |= {key: sums[key] + to_sum_dtype(grad) if key in sums else to_sum_dtype(grad) for key, grad in new.items()}
-        parts.values.append(value)
-        parts.auxes.extend(aux)
-    return parts
+    if keep not in ("shards", "full"):
+        raise ValueError(f"accumulate: keep: expected 'shards' or 'full', got {keep!r}")
+    plan = AccumulationPlan.make(params, microbatches, spec, weights, has_aux, reduce, reduce_axes, full=keep == "full")
+    return add_up(f, plan)

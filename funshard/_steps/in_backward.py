@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,17 +12,11 @@ from torch import Tensor
 
 from .. import _torch
 from .._call.schedule import find_entered_unit
-from .._core.checks import bind_spec
 from .._core.division import ReduceBy
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
-from .._core.unit import Unit
-from .._transforms.grad import is_differentiated_outside
-from .._units.accumulation import GradReceiver
-from ..optim._norms import check_max_norm, global_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
-from .accumulate import MicrobatchRunner, accumulate, add_grad, replacement_key, start_batches
-from .microbatches import check_weight_count, split_first_batch
-from .plan import AccumulationPlan, GradSums
+from ..optim._norms import check_max_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
+from .accumulate import AccumulationPlan, GradSums, add_up, replacement_key, run_in_place
 
 __all__ = ["StepResult", "update_in_backward"]
 
@@ -56,13 +50,13 @@ def update_in_backward(
     reduce: ReduceBy = "mean",
     reduce_axes: Iterable[str] | None = None,
     max_norm: float | Tensor | None = None,
-    clip: Literal["exact", "previous"] = "exact",
+    clip: Literal["previous"] | None = None,
     norm: Tensor | None = None,
 ) -> StepResult:
     """Return params and state after ``update`` with the gradients of `accumulate`, of which few are alive at a time.
 
     The backward of the last micro-batch updates each unit once its gradient is complete, and frees the gradient. Equal to
-    `accumulate`, `optim.clip_by_global_norm` and ``update``. See ``examples/guide/recipes.md``, "Updates in backward".
+    `accumulate` and ``update``. See ``examples/guide/recipes.md``, "Updates in backward".
 
     Args:
         update: ``update(grads, state, params)``, called with dicts of one unit; it treats each unit by itself, as those of
@@ -77,7 +71,8 @@ def update_in_backward(
         reduce: As in `accumulate`.
         reduce_axes: As in `accumulate`.
         max_norm: The norm to clip by. A norm that is not finite is the caller's to check, before the next step.
-        clip: "exact" runs backward twice, first for the norm of the whole gradient. "previous" clips by ``norm``.
+        clip: "previous" with ``max_norm``: by ``norm``. Clipping by the norm of the gradient itself needs all of it:
+            `accumulate`, `optim.clip_by_global_norm` and ``update``.
         norm: The norm that the step before returned, or None in the first step, which does not clip.
 
     Raises:
@@ -97,111 +92,75 @@ def update_in_backward(
     Source: ``_apply_optimizer_in_backward`` (torch.distributed.optim); the updates by unit of GaLore and LOMO (Lv et al., Full
     Parameter Fine-tuning for Large Language Models with Limited Resources, 2023).
     """
-    if clip not in ("exact", "previous"):
-        raise ValueError(f"update_in_backward: clip: expected 'exact' or 'previous', got {clip!r}")
-    if norm is not None and (max_norm is None or clip == "exact"):
-        raise ValueError("update_in_backward: norm is that of the step before: expected max_norm= and clip='previous' with it")
+    if clip not in (None, "previous") or (max_norm is not None and clip is None):
+        raise ValueError(
+            f"update_in_backward: clip: expected 'previous' with max_norm=, got {clip!r}; to clip by the norm of this step's "
+            "gradient, which needs all of it: accumulate, optim.clip_by_global_norm and update"
+        )
     if max_norm is not None:
         check_max_norm("update_in_backward", max_norm)
-    spec = bind_spec(spec)
+    elif norm is not None:
+        raise ValueError("update_in_backward: norm is that of the step before: expected max_norm= with it")
     if not callable(update):
         raise TypeError(f"update_in_backward: update: expected the second of (init, update), got {type(update).__name__}")
-    plan = AccumulationPlan.make(params, spec, "shards", has_aux, reduce, reduce_axes)
-    _check_state_keys(state, plan.params)
-    batches, known = split_first_batch(microbatches)
-    if is_differentiated_outside((params, state, weights, known)):
-        how: dict[str, Any] = {"weights": weights, "has_aux": has_aux, "reduce": reduce, "reduce_axes": reduce_axes}
-        grads, value = accumulate(f, params, batches, spec=plan.spec, **how)
-        now = None if max_norm is None else global_norm(grads, plan.spec)
-        grads = _clip(grads, max_norm, now if clip == "exact" else norm, plan.spec)
-        new = {key: _update_unit(update, key, g, state, params) for key, g in grads.items()}
-        return _make_result(plan, new, value, now)
-    plan, batches, scales = start_batches(plan, batches, known, weights)
-    return _step_in_place(update, f, plan, state, batches, scales, max_norm, clip, norm)
-
-
-def _step_in_place(
-    update: UnitUpdateFn,
-    f: Callable[..., Any],
-    plan: AccumulationPlan,
-    state: Mapping[str, Any],
-    batches: Iterator[Any],
-    scales: Tensor | None,
-    max_norm: float | Tensor | None,
-    clip: str,
-    norm: Tensor | None,
-) -> StepResult:
-    """Run the step by plain autograd, which nothing differentiates."""
-    batch, following = next(batches), next(batches, _NONE)
-    runs = MicrobatchRunner(f, dataclasses.replace(plan, single=following is _NONE), scales)
-    while following is not _NONE:
-        runs.backward(runs.forward(batch))
-        batch, following = following, next(batches, _NONE)
-    last, clips = _LastBackward(runs), max_norm is not None
-    loss = runs.forward(batch, last, retains_graph=clips and clip == "exact")
-    if scales is not None:
-        check_weight_count(scales, len(runs.sums.parts.values))
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"update_in_backward: state: expected a dict by unit key, got {type(state).__name__}; optimizers such as "
+            "optim.chain and apply_if_finite need all gradients together: give those of accumulate to their update"
+        )
+    for key in params:
+        if key not in state:
+            raise ValueError(f"unit '{key}' has no state: expected that of init(params) or of a step, got {[*state][:8]}")
+    plan = AccumulationPlan.make(params, microbatches, spec, weights, has_aux, reduce, reduce_axes)
     new: dict[str, tuple[Tensor, Any]] = {}
     squares: Params = {}
 
-    def measure(key: str, grad: Tensor) -> None:
-        squares[key] = sum_of_squares(key, grad, plan.spec)
-
     def step(key: str, grad: Tensor) -> None:
-        if clips and clip == "previous":
-            measure(key, grad)
-        new[key] = _update_unit(update, key, _clip({key: grad}, max_norm, norm, plan.spec)[key], state, plan.params)
+        if max_norm is not None:
+            squares[key] = sum_of_squares(key, grad, plan.spec)
+        clipped = {key: grad} if max_norm is None or norm is None else scale_to_norm({key: grad}, max_norm, norm, plan.spec)
+        new[key] = _update_unit(update, key, clipped[key], state, plan.params)
 
-    with torch.no_grad():
-        if clips and clip == "exact":
-            with _torch.keep_saved_tensors():
-                last.backward(loss, measure, retain_graph=True)
-            norm = global_norm_from_squares(squares, plan.params, plan.spec)
-        last.backward(loss, step)
-        if clips and clip == "previous":
-            norm = global_norm_from_squares(squares, plan.params, plan.spec)
-    value = plan.combine_values(runs.sums.parts.values, scales)
-    return _make_result(plan, new, (value, runs.sums.parts.auxes) if plan.has_aux else value, norm)
-
-
-def _make_result(plan: AccumulationPlan, new: Mapping[str, tuple[Tensor, Any]], value: Any, norm: Tensor | None) -> StepResult:
-    return StepResult({key: new[key][0] for key in plan.params}, {key: new[key][1] for key in plan.params}, value, norm)
-
-
-_NONE = object()
+    if plan.in_place:
+        sums = _UpdatingSums(plan, step)
+        run_in_place(f, plan, sums, sums.watch)
+        value = plan.combine_values(sums)
+        with torch.no_grad():
+            for unit in [*sums.remaining.values()]:
+                sums.finish(unit.key)
+    else:
+        grads, value = add_up(f, plan)
+        for key, grad in grads.items():
+            step(key, grad)
+    with torch.no_grad() if plan.in_place else contextlib.nullcontext():
+        now = None if max_norm is None else global_norm_from_squares(squares, plan.params, plan.spec)
+    return StepResult({key: new[key][0] for key in params}, {key: new[key][1] for key in params}, value, now)
 
 
-class _LastBackward(GradReceiver):
-    """The backward of the last micro-batch: each unit's gradient goes on when all that is part of it is there."""
+class _UpdatingSums(GradSums):
+    """Sums that hand each unit's gradient on in the last backward, when all that is part of it is there."""
 
-    def __init__(self, runs: MicrobatchRunner) -> None:
-        self._runs, self._plan = runs, runs.plan
-        self._sums = runs.sums.parts  # of the micro-batches before
-        self._use: Callable[[str, Tensor], object] | None = None
+    def __init__(self, plan: AccumulationPlan, use: Callable[[str, Tensor], object]) -> None:
+        super().__init__()
+        self._plan, self._use, self._is_last = plan, use, False
         self._uses: Counter[str] = Counter()  # of each unit in the graph, that backward has not come to
         self._in_flight: Counter[str] = Counter()
         self._incomplete: set[str] = set()  # units whose gradients are complete where backward ends
-        self._remaining: dict[str, Unit] = {}
+        self.remaining = {unit.key: unit for unit in plan.units}
 
-    def backward(self, loss: Tensor, use: Callable[[str, Tensor], object], *, retain_graph: bool = False) -> None:
-        """Hand each unit's gradient on. Where the graph is retained the sums are, too, for the backward to come."""
-        self._use, self._keeps = use, retain_graph
-        self._remaining = {unit.key: unit for unit in self._plan.spec if unit.key in self._plan.params}
-        self._runs.sums.parts = GradSums()
-        self._incomplete = set()
-        handles = list(self._watch(loss))
+    @contextlib.contextmanager
+    def watch(self, loss: Tensor, given: Params) -> Generator[None]:
+        """Hand gradients on meanwhile: in the backward of the last micro-batch's loss, of these shards."""
+        handles = list(self._hook_uses(loss, {id(x): key for key, x in given.items()}))
+        self._is_last = True
         try:
-            self._runs.backward(loss, retain_graph=retain_graph)
+            yield
         finally:
+            self._is_last = False
             for handle in handles:
                 handle.remove()
-            self._runs.sums.parts, of_last = self._sums, self._runs.sums.parts
-        for key in list(self._remaining):
-            self._finish(key, of_last)
 
-    def _watch(self, loss: Tensor) -> Iterator[Any]:
-        leaves = {id(x): key for key, x in self._runs.given.items()}
-        self._uses.clear()
+    def _hook_uses(self, loss: Tensor, leaves: Mapping[int, str]) -> Iterator[Any]:
         for node, following in _torch.iter_nodes(loss):
             uses = [find_entered_unit(other, i, self) for other, i in following]
             for other, _ in following:
@@ -228,30 +187,18 @@ class _LastBackward(GradReceiver):
         self._in_flight[key] -= 1
 
     def receive(self, key: str, grad: Tensor) -> None:
-        """Add that part, and hand the gradient on if it is complete."""
-        self._runs.sums.check(key)
+        super().receive(key, grad)
         self._in_flight[key] -= 1
-        add_grad(self._runs.sums.parts.through, key, grad)
         self._finish_if_complete(key)
 
     def _finish_if_complete(self, key: str) -> None:
-        if not (self._uses[key] or self._in_flight[key] or key in self._incomplete):
-            self._finish(key, self._runs.sums.parts)
+        if self._is_last and not (self._uses[key] or self._in_flight[key] or key in self._incomplete):
+            self.finish(key)
 
-    def _finish(self, key: str, of_last: GradSums) -> None:
+    def finish(self, key: str) -> None:
         """Hand a unit's gradient of all micro-batches on."""
-        unit = self._remaining.pop(key)
-        whole = GradSums()
-        for mine, sums, last in zip(
-            (whole.own, whole.through), (self._sums.own, self._sums.through), (of_last.own, of_last.through), strict=True
-        ):
-            if key in sums:
-                mine[key] = sums[key].clone() if self._keeps else sums.pop(key)
-            if key in last:
-                add_grad(mine, key, last.pop(key))
-        assert self._use is not None
         with torch.no_grad():
-            self._use(key, self._plan.finish_grad(unit, whole, len(self._sums.values), self._runs.scales))
+            self._use(key, self._plan.finish_grad(self.remaining.pop(key), self))
 
 
 def _update_unit(
@@ -262,20 +209,3 @@ def _update_unit(
         if not isinstance(tree, Mapping) or key not in tree:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"unit '{key}': expected the update to return a new {what} for it, got {tree!r:.80}")
     return new[key], states[key]
-
-
-def _clip(grads: Params, max_norm: float | Tensor | None, norm: Tensor | None, spec: PartitionSpec) -> Params:
-    """Clip parts of a gradient whose norm is given; return them as they are without a norm or a maximum."""
-    return grads if max_norm is None or norm is None else scale_to_norm(grads, max_norm, norm, spec)
-
-
-def _check_state_keys(state: object, params: Mapping[str, Tensor]) -> None:
-    """Raise TypeError or ValueError unless the state is a dict with an entry for each unit."""
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            f"update_in_backward: state: expected a dict by unit key, got {type(state).__name__}; optimizers such as "
-            "optim.chain and apply_if_finite need all gradients together: give those of accumulate to their update"
-        )
-    for key in params:
-        if key not in state:
-            raise ValueError(f"unit '{key}' has no state: expected that of init(params) or of a step, got {[*state][:8]}")

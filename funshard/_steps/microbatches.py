@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,19 +14,15 @@ from .._core.checks import bind_spec
 from .._core.division import Reduction
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
-from .._units.accumulation import drop_unweighted
 from ..collectives._agree import Comparison, RankLines, find_difference, find_host_groups
 from ..collectives._functions import all_reduce
 
 __all__ = [
     "PaddedMicrobatches",
     "are_positive",
-    "check_weight_count",
-    "iterate_equally",
+    "list_microbatches",
     "make_loss_scales",
     "pad_microbatches",
-    "scale_loss",
-    "split_first_batch",
     "sum_dtype",
     "to_sum_dtype",
 ]
@@ -41,9 +36,11 @@ def _is_readable(weight: float | Tensor) -> bool:
     return not isinstance(weight, Tensor) or (_torch.is_eager() and weight.device.type == "cpu")
 
 
-def _check_weights(weights: Sequence[float | Tensor]) -> None:
-    """Raise TypeError or ValueError for what is no weight, as far as the host can read it without waiting."""
-    for i, weight in enumerate(weights):
+def _check_weights(weights: Sequence[float | Tensor] | None, count: int) -> None:
+    """Raise TypeError or ValueError for another number, or what the host can read without waiting and is no weight."""
+    if weights is not None and len(weights) != count:
+        raise ValueError(f"accumulate: expected a weight for each of {count} micro-batches, got {len(weights)}")
+    for i, weight in enumerate(() if weights is None else weights):
         if isinstance(weight, bool) or not isinstance(weight, int | float | Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"accumulate: weight {i}: expected a number or a scalar tensor, got {type(weight).__name__}")
         if isinstance(weight, Tensor) and weight.dim():
@@ -57,10 +54,8 @@ def make_loss_scales(
 ) -> Tensor:
     """Return the factor of each micro-batch's loss: its weight; for a mean over the average weight of all ranks' micro-batches.
 
-    Raises TypeError or ValueError for what is no weight. A tensor whose value the host cannot read without waiting for it
-    makes all scales NaN instead.
+    A tensor that is no weight, and whose value the host cannot read without waiting for it, makes all scales NaN.
     """
-    _check_weights(weights)
     like = next(iter(params.values()), None)
     dtype = torch.float32 if like is None or like.is_complex() else sum_dtype(like.dtype)
     device = mesh.device if like is None else like.device
@@ -78,19 +73,6 @@ def make_loss_scales(
 def are_positive(weights: Sequence[float | Tensor]) -> tuple[bool, ...]:
     """Return, for each weight, whether the host knows without waiting that it is not 0."""
     return tuple(_is_readable(weight) and bool(weight > 0) for weight in weights)
-
-
-def scale_loss(loss: Tensor, scales: Tensor, i: int) -> Tensor:
-    """Return the loss of micro-batch ``i`` times its scale; 0 if that is 0, also for NaN. ValueError if it has none."""
-    if i >= len(scales):
-        raise ValueError(f"accumulate: expected a weight for each micro-batch, got {len(scales)} and one more micro-batch")
-    return drop_unweighted(loss, scales[i]) * scales[i]
-
-
-def check_weight_count(weights: Sequence[Any] | Tensor, count: int) -> None:
-    """Raise ValueError unless there is a weight for each of ``count`` micro-batches."""
-    if len(weights) != count:
-        raise ValueError(f"accumulate: expected a weight for each of {count} micro-batches, got {len(weights)}")
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -172,9 +154,9 @@ def pad_microbatches(
         for group in find_host_groups(mesh):
             group.all_reduce_max(maxima, f"to compare {_LABEL}").wait()
         most, lacks, is_miscounted = maxima.tolist()
-    check_weight_count(given, len(own))  # after what the others wait for
     if is_miscounted:
-        raise ValueError("pad_microbatches: expected a weight for each micro-batch, and another rank has other numbers of them")
+        counts = f"got {len(given)} for {len(own)} on this one"
+        raise ValueError(f"pad_microbatches: expected a weight for each micro-batch on every rank, {counts}")
     if most and lacks:
         raise ValueError(
             f"pad_microbatches: this rank has {len(own)} micro-batches and another one {most}: expected, on each rank without "
@@ -193,70 +175,32 @@ def _check_iterable(who: str, microbatches: object) -> None:
         raise TypeError(f"{who}: expected a list of micro-batches, or a generator, got {type(microbatches).__name__}")
 
 
-def split_first_batch(microbatches: Iterable[Any]) -> tuple[Iterable[Any], Any]:
-    """Return the micro-batches, and those known before the first one runs: all of a list, the first of a generator."""
-    _check_iterable("accumulate", microbatches)
-    if isinstance(microbatches, list | tuple):
-        return microbatches, microbatches
-    rest = iter(microbatches)
-    first = list(itertools.islice(rest, 1))
-    return itertools.chain(first, rest), first
-
-
-def iterate_equally(
-    batches: Iterable[Any], mesh: Mesh, weights: Sequence[float | Tensor] | None, *, full: bool = False
-) -> Iterator[Any]:
-    """Return micro-batches while ranks compare how many they have, so that no rank waits for one that has fewer.
-
-    Ranks compare at once, before the first micro-batch, since one without any would send nothing in it. A list is compared
-    once. A generator is read one ahead, and compared as each later micro-batch runs. ``full`` gradients: weights alone.
+def list_microbatches(
+    microbatches: Iterable[Any], weights: Sequence[float | Tensor] | None, mesh: Mesh, *, full: bool
+) -> Sequence[Any]:
+    """Return the micro-batches as a list. Ranks compare how many they have, before the first one runs: none waits for another.
 
     Raises:
-        ValueError: On every rank, here or from the iterator, if they have different numbers, or some a list and others a
-            generator; and if some have ``weights`` that are none, or too few for a list.
+        ValueError: On every rank, if they have different numbers, unless gradients are ``full``; and if some have ``weights``
+            that are none, or another number of them.
+        TypeError: For a tensor or a mapping.
     """
-    count = len(batches) if isinstance(batches, list | tuple) else None
-    problem = ""  # if all ranks have it, each raises it for itself
+    _check_iterable("accumulate", microbatches)
+    batches = microbatches if isinstance(microbatches, list | tuple) else list(microbatches)
+    text, failed = "" if full else f"{len(batches)} micro-batches", None
     try:
-        _check_weights(() if weights is None else weights)
-        if weights is not None and count is not None:
-            check_weight_count(weights, count)
+        _check_weights(weights, len(batches))
     except (TypeError, ValueError) as error:
-        problem = str(error)
-
-    def compare(text: str) -> Comparison:
-        return Comparison([problem or text], find_host_groups(mesh), _make_difference_error, _LABEL)
-
-    if not full and count is None:
-        ahead = _read_ahead(batches)
-        batch, text = next(ahead, (_NONE, "0 micro-batches of a generator"))
-        compare(text).finish()
-        return _iterate_compared(batch, ahead, compare)
+        text, failed = str(error), error
     if weights is not None or not full:
-        compare("" if full else f"{count} micro-batches").finish()
-    return iter(batches)
+        Comparison([text], find_host_groups(mesh), _make_difference_error, _LABEL).finish()
+    if failed:  # on all ranks
+        raise failed
+    if not batches:
+        raise ValueError("accumulate: expected one micro-batch at least, got none")
+    return batches
 
 
-def _read_ahead(batches: Iterable[Any]) -> Iterator[tuple[Any, str]]:
-    """Yield each micro-batch of a generator with the text of how many there are, as far as it is known."""
-    rest = iter(batches)
-    i, following = 0, next(rest, _NONE)
-    while following is not _NONE:
-        i, batch, following = i + 1, following, next(rest, _NONE)
-        yield batch, f"{i if following is _NONE else f'more than {i}'} micro-batches of a generator"
-
-
-def _iterate_compared(batch: Any, ahead: Iterator[tuple[Any, str]], compare: Callable[[str], Comparison]) -> Iterator[Any]:
-    """Yield the micro-batches of a generator, and compare while each but the first one runs."""
-    if batch is not _NONE:
-        yield batch
-    for following, text in ahead:
-        comparison = compare(text)
-        yield following
-        comparison.finish()
-
-
-_NONE = object()
 _LABEL = "numbers of micro-batches"
 
 
@@ -267,5 +211,5 @@ def _make_difference_error(everyone: RankLines) -> ValueError:
     (rank, expected), (other, got) = find_difference(everyone)
     return ValueError(
         f"accumulate: expected as many micro-batches on every rank, got {expected} on rank {rank}, and {got} on rank {other}; "
-        "fs.pad_microbatches adds some of weight 0; and lists on all ranks, or generators on all"
+        "fs.pad_microbatches adds some of weight 0"
     )

@@ -27,7 +27,6 @@ __all__ = [
     "is_compiler_variable",
     "is_config_variable",
     "is_in_traced_function",
-    "keep_saved_tensors",
     "list_backends",
     "list_inductor_options",
     "restore_autograd_state",
@@ -117,16 +116,6 @@ def restore_autograd_state() -> Generator[None]:
             torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore
         torch._C._set_fwd_grad_enabled(forward_mode)
         raise
-
-
-def keep_saved_tensors() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which backwards of compiled code run twice (retain_graph=True): for compiling, and for the first run.
-
-    AOTAutograd makes one ahead of time where sizes are symbols; without this it frees what it reads, and refuses to be kept.
-    Pinned by ``test_sizes_that_change_where_backward_runs_twice``.
-    """
-    config: Any = sys.modules.get("torch._functorch.config")
-    return contextlib.nullcontext() if config is None else config.patch(donated_buffer=False)
 
 
 def is_compiler_attribute(name: str) -> bool:

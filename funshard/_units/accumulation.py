@@ -14,7 +14,7 @@ from .. import _torch
 from .._core.division import ReduceBy, Reduction
 from .._core.spec import PartitionSpec
 
-__all__ = ["Accumulation", "GradReceiver", "drop_unweighted", "find_accumulation", "is_backward_repeated"]
+__all__ = ["Accumulation", "GradReceiver", "drop_unweighted", "find_accumulation"]
 
 _ACTIVE_ACCUMULATIONS: list[Accumulation] = []
 """The accumulations whose loss or backward runs, of all threads.
@@ -54,8 +54,6 @@ class Accumulation:
     thread: int
     receiver: GradReceiver | None = None
     """The receiver of the replacements' gradients."""
-    retains_graph: bool = False
-    """Whether backward runs more than once through the graph of the loss."""
     weight: Tensor | None = None
     """The weight of the loss if it may be 0, as `drop_unweighted` takes it."""
     is_weighted: bool = False
@@ -121,11 +119,6 @@ def drop_unweighted(x: Tensor, weight: Tensor | None) -> Tensor:
     A finite value times a weight of 0 is 0 already, and has a derivative with respect to the weight.
     """
     return x if weight is None else torch.where((weight == 0) & ~x.isfinite(), 0, x)
-
-
-def is_backward_repeated() -> bool:
-    """Return whether backward will run more than once through what the loss of an accumulation computes here."""
-    return bool(_ACTIVE_ACCUMULATIONS) and any(active.retains_graph for active in _active_in_this_thread())
 
 
 def _active_in_this_thread() -> list[Accumulation]:

@@ -5,7 +5,6 @@ Import this module only to compile: torch's compilers take a second to import.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ... import _torch
 from ..._spec.options import Remat
 from ..._torch.compiler import (
     CustomGraphPass,
@@ -60,7 +58,6 @@ class UnitBackend:
         backend: The backend, with ``options`` and other keyword arguments ``kwargs``, for another one than inductor.
         remat: What to save; None for what torch chooses.
         make_prehook: Returns, for a run of the code, what to call before its backward.
-        retains: Whether a backward may come back to what forward saved.
     """
 
     def __init__(
@@ -70,12 +67,9 @@ class UnitBackend:
         kwargs: dict[str, Any],
         remat: Remat | None,
         make_prehook: Callable[[], Callable[[Any], None]],
-        *,
-        retains: bool,
     ) -> None:
         for name in {_FIRST_PASS, _LAST_PASS} & options.keys():
             raise ValueError(f"Compile: options: expected no {name!r}, which is where passes over the graph are made")
-        self._retains = retains
         self._backend, self._options, self._kwargs, self._make_prehook = backend, options, kwargs, make_prehook
         self._passes: dict[str, CustomGraphPass] = {_LAST_PASS: _RecomputePass(is_recomputing=remat is not None)}
         if remat is not None:
@@ -83,8 +77,7 @@ class UnitBackend:
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return compiled code for a graph."""
-        with _torch.keep_saved_tensors() if self._retains else contextlib.nullcontext():
-            code = self._compile(graph, inputs)
+        code = self._compile(graph, inputs)
 
         def run(*args: Any) -> Any:
             out = code(*args)
