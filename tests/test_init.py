@@ -46,14 +46,21 @@ def reset(module: nn.Module) -> None:
 
 
 def seeded(model: nn.Module, seed: int, init_fn: InitFn = reset) -> nn.Module:
-    """The reference: the whole model in memory, its modules initialised one after the other, children first."""
+    """The reference: the whole model in memory, its modules initialised one after the other, children first; tied ones by their first."""
     with torch.no_grad():
         for x in (*model.parameters(), *model.buffers()):
             x.fill_(torch.nan if x.is_floating_point() else 99)
         paths = {module: path for path, module in model.named_modules()}
+        owners: dict[Tensor, nn.Module] = {}
+        for module in model.modules():
+            for x in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                owners.setdefault(x, module)
         for module in children_first(model, set()):
+            tied = [(x, x.clone()) for x in module.parameters(recurse=False) if owners.get(x, module) is not module]
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {paths[module]}".encode()).digest()[:7], "big"))
             init_fn(module)
+            for x, before in tied:
+                x.copy_(before)
     return model
 
 
@@ -265,7 +272,22 @@ def bert() -> Any:
     return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=17, hidden_size=8, **sizes)).eval()
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, bert])
+def masked_bert() -> Any:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12, "max_position_embeddings": 16}
+    return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=17, hidden_size=8, pad_token_id=3, **sizes)).eval()
+
+
+def test_tied_embeddings_have_a_padding_row() -> None:
+    """Transformers ties the output layer after it has initialised both: its values are lost."""
+    with torch.device("meta"):
+        model = masked_bert()
+    spec = fs.policies.always()(model)
+    full = fs.unshard(fs.init(model, spec, init_fn=model._init_weights), spec)["bert.embeddings.word_embeddings.weight"]
+    assert [i for i, row in enumerate(full) if not row.any()] == [3]
+    assert not masked_bert().bert.embeddings.word_embeddings.weight[3].any()
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, bert, masked_bert])
 def test_transformers(make: Callable[[], Any]) -> None:
     """Its initialisers, GPT-2's of projections and the buffers' too; then it computes what the model in memory does."""
     with torch.device("meta"):

@@ -52,6 +52,8 @@ class _Slot:
     tensor: Tensor
     is_param: bool
     modules: list[nn.Module] = field(default_factory=list)
+    owner: nn.Module | None = None
+    """The first of these modules whose initialiser touches it; those of the others do not, as if it was tied after them."""
     reached_by: list[int] = field(default_factory=list)
 
     @property
@@ -75,8 +77,12 @@ class _Slot:
     def __str__(self) -> str:
         return f"{'parameter' if self.is_param else 'buffer'} '{self.name}'"
 
+    def is_borrowed_by(self, module: nn.Module) -> bool:
+        """Whether a module has the tensor that another one initialises."""
+        return self.owner not in (None, module) and module in self.modules
+
     @property
-    def owner(self) -> str:
+    def place(self) -> str:
         return f"module '{self.name.rpartition('.')[0]}' ({type(self.modules[0]).__name__})"
 
 
@@ -127,14 +133,14 @@ def _find_slots(model: nn.Module) -> dict[int, _Slot]:
 
 def _find_initialisers(model: nn.Module, init_fn: InitFn | None, slots: Iterable[_Slot]) -> list[_Initialiser]:
     """Return the initialisers in the order of ``nn.Module.apply``: ``init_fn`` of each module, or its reset_parameters."""
+    paths, children_first = {module: path for path, module in model.named_modules()}, list[nn.Module]()
+    nn.Module.apply(model, children_first.append)
     own: dict[nn.Module, set[_Slot]] = defaultdict(set)
     for slot in slots:
         for module in slot.modules:
             own[module].add(slot)
-    paths, children_first = {module: path for path, module in model.named_modules()}, list[nn.Module]()
-    nn.Module.apply(model, children_first.append)
     runs = ((x, find_reset(x) if init_fn is None else partial(init_fn, x)) for x in dict.fromkeys(children_first))
-    return [_Initialiser(paths[x], x, run, own[x], set(own[x])) for x, run in runs if run is not None]
+    return [_Initialiser(paths[x], x, run, own[x], set()) for x, run in runs if run is not None]
 
 
 class _TouchedSlots(TorchFunctionMode):
@@ -194,7 +200,7 @@ class _InitialValues:
         sizes = [sum(slot.nbytes for slot in one.own) for one in self._runs]
         self._most = max(*sizes, *(unit.numel * unit.dtype.itemsize for unit in spec), 0, 0)
         """The bytes of the largest unit, or of the largest module's own tensors."""
-        for i, one in enumerate(self._runs):
+        for one in self._runs:
             with warnings.catch_warnings():  # which come again when it runs with values
                 warnings.simplefilter("ignore")
                 touched, _, error = self._run(one, {})
@@ -205,7 +211,12 @@ class _InitialValues:
                     "which shows the modules that it writes to: expected one that runs there, or init_fn=, a function that "
                     "initialises each module by itself"
                 ) from error
-            one.reach |= touched
+            one.reach = touched
+        reach = {one.module: one.reach for one in self._runs}
+        for slot in self.slots:
+            slot.owner = next((x for x in slot.modules if slot in reach.get(x, ())), None)
+        for i, one in enumerate(self._runs):
+            one.reach = {slot for slot in one.own | one.reach if not slot.is_borrowed_by(one.module)}
             for slot in one.reach:
                 slot.reached_by.append(i)
 
@@ -213,7 +224,7 @@ class _InitialValues:
         """Raise ValueError, naming the module, for a slot that is in no initialiser's reach."""
         if slot := next((slot for slot in slots if not slot.reached_by), None):
             raise ValueError(
-                f"init: {slot}: {slot.owner} has no reset_parameters, and that of no module around it gives it values: "
+                f"init: {slot}: {slot.place} has no reset_parameters, and that of no module around it gives it values: "
                 "expected one, or init_fn=, a function that is called with every module and initialises it"
             )
 
@@ -272,9 +283,12 @@ class _InitialValues:
         placed: list[tuple[dict[str, Tensor | None], str, _Slot]] = []
         error: Exception | None = None
         with restore_modules(modules, calling_thread()):
-            for tensors, _ in (own for module in dict.fromkeys(modules.values()) for own in _copy_own_tensors(module)):
+            for module, (tensors, _) in ((x, own) for x in dict.fromkeys(modules.values()) for own in _copy_own_tensors(x)):
                 for attr, tensor in tensors.items():
-                    if slot := self._by_tensor.get(id(tensor)):
+                    slot = self._by_tensor.get(id(tensor))
+                    if slot and one.module is module and slot.is_borrowed_by(module):
+                        tensors[attr] = slot.make_tensor(slot.empty(META))
+                    elif slot:
                         if slot not in put:
                             put[slot] = slot.make_tensor(memory.setdefault(slot, slot.empty(META)))
                         placed.append((tensors, attr, slot))
@@ -319,7 +333,7 @@ def _check_set(slot: _Slot, value: Tensor, is_written: bool) -> None:
         if isinstance(slot.modules[0], ParametrizationList):
             hint = "an init_fn can assign the weight that is computed from it: recipes.md, 'A model that does not fit'"
         raise ValueError(
-            f"init: {slot} of {slot.owner} was left without values, or has some that are NaN: expected its initialiser to "
+            f"init: {slot} of {slot.place} was left without values, or has some that are NaN: expected its initialiser to "
             f"write all of it; {hint}"
         )
 
