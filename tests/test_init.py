@@ -46,7 +46,7 @@ def reset(module: nn.Module) -> None:
 
 
 def seeded(model: nn.Module, seed: int, init_fn: InitFn = reset) -> nn.Module:
-    """The reference: the whole model in memory, its modules initialised one after the other, children first; tied ones by their first."""
+    """The reference: the whole model in memory, its modules initialised children first; tied parameters by the first one."""
     with torch.no_grad():
         for x in (*model.parameters(), *model.buffers()):
             x.fill_(torch.nan if x.is_floating_point() else 99)

@@ -367,7 +367,7 @@ def accumulate(
     """Compute the gradients and the value of the mean of ``f(params, microbatch)`` over all micro-batches and ranks.
 
     Equal to `grad_and_value` of that mean, at every order, in the memory of one micro-batch and a sum of gradients.
-    See ``examples/guide/recipes.md``, "Accumulation", for when gradients are reduced.
+    See ``examples/guide/recipes.md``, "Accumulation".
 
     Args:
         f: Returns the scalar loss of a micro-batch, or ``(loss, aux)``, by `functional_call` with this spec.

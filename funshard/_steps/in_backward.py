@@ -61,7 +61,7 @@ def update_in_backward(
     Args:
         update: ``update(grads, state, params)``, called with dicts of one unit; it treats each unit by itself, as those of
             `optim.from_torch` do. With ``donate=True`` it overwrites: an error in backward leaves params half updated.
-        f: As in `accumulate`, like the other arguments that are not described here.
+        f: As in `accumulate`.
         params: Shards, some or all.
         state: The optimizer's state, with the units' keys.
         microbatches: One batch is ``[batch]``: then no sum of gradients is alive either.
@@ -89,8 +89,7 @@ def update_in_backward(
         >>> fs.update_in_backward(update, loss, params, init(params), [torch.tensor([[1.0, 2.0]])], spec=spec).params[""][:2]
         tensor([-1., -2.])
 
-    Source: ``_apply_optimizer_in_backward`` (torch.distributed.optim); the updates by unit of GaLore and LOMO (Lv et al., Full
-    Parameter Fine-tuning for Large Language Models with Limited Resources, 2023).
+    Source: ``_apply_optimizer_in_backward`` (torch.distributed.optim); LOMO (Lv et al., 2023).
     """
     if clip not in (None, "previous") or (max_norm is not None and clip is None):
         raise ValueError(
@@ -119,7 +118,11 @@ def update_in_backward(
         if max_norm is not None:
             squares[key] = sum_of_squares(key, grad, plan.spec)
         clipped = {key: grad} if max_norm is None or norm is None else scale_to_norm({key: grad}, max_norm, norm, plan.spec)
-        new[key] = _update_unit(update, key, clipped[key], state, plan.params)
+        params_and_state = update(clipped, {key: state[key]}, {key: plan.params[key]})
+        for what, tree in zip(("param", "state"), params_and_state, strict=True):
+            if not isinstance(tree, Mapping) or key not in tree:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(f"unit '{key}': expected the update to return a new {what} for it, got {tree!r:.80}")
+        new[key] = params_and_state[0][key], params_and_state[1][key]
 
     if plan.in_place:
         sums = _UpdatingSums(plan, step)
@@ -199,13 +202,3 @@ class _UpdatingSums(GradSums):
         """Hand a unit's gradient of all micro-batches on."""
         with torch.no_grad():
             self._use(key, self._plan.finish_grad(self.remaining.pop(key), self))
-
-
-def _update_unit(
-    update: UnitUpdateFn, key: str, grad: Tensor, state: Mapping[str, Any], params: Mapping[str, Tensor]
-) -> tuple[Tensor, Any]:
-    new, states = update({key: grad}, {key: state[key]}, {key: params[key]})
-    for what, tree in (("param", new), ("state", states)):
-        if not isinstance(tree, Mapping) or key not in tree:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"unit '{key}': expected the update to return a new {what} for it, got {tree!r:.80}")
-    return new[key], states[key]

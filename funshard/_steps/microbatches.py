@@ -18,14 +18,9 @@ from ..collectives._agree import Comparison, RankLines, find_difference, find_ho
 from ..collectives._functions import all_reduce
 
 __all__ = [
-    "PaddedMicrobatches",
-    "are_positive",
-    "list_microbatches",
-    "make_loss_scales",
-    "pad_microbatches",
-    "sum_dtype",
+    "PaddedMicrobatches", "are_positive", "list_microbatches", "make_loss_scales", "pad_microbatches", "sum_dtype",
     "to_sum_dtype",
-]
+]  # fmt: skip
 
 
 # --- The weights of micro-batches, as factors of their losses ---
@@ -107,9 +102,8 @@ def pad_microbatches(
     """Add micro-batches of weight 0, until every rank has as many as the one with the most.
 
     For `accumulate` and `update_in_backward`, in which all ranks gather and reduce together. All ranks call this together.
-    A repeated micro-batch takes the time that this rank would otherwise wait. It changes neither the mean nor the statistics of
-    `SyncBatchNorm`. It does count in buffers of this rank's own and in what the loss itself exchanges, as by `gather_values`,
-    and it draws random numbers.
+    A repeated micro-batch changes neither the mean nor the statistics of `SyncBatchNorm`. It does count in buffers of this
+    rank's own and in what the loss itself exchanges, as by `gather_values`, and it draws random numbers.
 
     Args:
         microbatches: A list or generator, of which this rank may have fewer than others, or none.
@@ -121,13 +115,10 @@ def pad_microbatches(
         ``(microbatches, weights)``, both empty if no rank has a micro-batch.
 
     Raises:
-        ValueError: On every rank, if a rank has other numbers of weights and micro-batches. Also if a rank has neither a
-            micro-batch nor a stand-in, and another one has micro-batches.
-        TypeError: For a tensor or a mapping instead of a list or generator.
+        ValueError, TypeError: On every rank, if one has other numbers of weights and micro-batches, or neither a micro-batch
+            nor a stand-in where another one has micro-batches. For a tensor or a mapping.
 
     Example:
-        A rank with fewer batches joins the others' last steps:
-
         >>> import itertools, torch, funshard as fs
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> spec = fs.policies.whole()(model)
@@ -142,8 +133,7 @@ def pad_microbatches(
         2 [1.0, 1.0]
         1 [1.0]
 
-    Source: the ``Join`` context manager of torch.distributed.algorithms, whose ranks without inputs shadow the others'
-    collectives.
+    Source: the ``Join`` context manager of torch.distributed.algorithms.
     """
     mesh = bind_spec(spec).bound_mesh
     _check_iterable("pad_microbatches", microbatches)
@@ -155,8 +145,8 @@ def pad_microbatches(
             group.all_reduce_max(maxima, f"to compare {_LABEL}").wait()
         most, lacks, is_miscounted = maxima.tolist()
     if is_miscounted:
-        counts = f"got {len(given)} for {len(own)} on this one"
-        raise ValueError(f"pad_microbatches: expected a weight for each micro-batch on every rank, {counts}")
+        hint = f"expected a weight for each micro-batch on every rank, got {len(given)} for {len(own)} on this one"
+        raise ValueError(f"pad_microbatches: {hint}")
     if most and lacks:
         raise ValueError(
             f"pad_microbatches: this rank has {len(own)} micro-batches and another one {most}: expected, on each rank without "
@@ -178,12 +168,9 @@ def _check_iterable(who: str, microbatches: object) -> None:
 def list_microbatches(
     microbatches: Iterable[Any], weights: Sequence[float | Tensor] | None, mesh: Mesh, *, full: bool
 ) -> Sequence[Any]:
-    """Return the micro-batches as a list. Ranks compare how many they have, before the first one runs: none waits for another.
+    """Return the micro-batches as a list; raise ValueError on every rank if one has wrong weights, or too few for the others.
 
-    Raises:
-        ValueError: On every rank, if they have different numbers, unless gradients are ``full``; and if some have ``weights``
-            that are none, or another number of them.
-        TypeError: For a tensor or a mapping.
+    Ranks compare them before the first one runs. With ``full`` gradients they may have different numbers.
     """
     _check_iterable("accumulate", microbatches)
     batches = microbatches if isinstance(microbatches, list | tuple) else list(microbatches)
