@@ -375,7 +375,7 @@ DIFFERENT = {
         None,
         r"its result\[0\] was torch.float64 of shape \[4, 3\] on cpu, now it is .* of shape \[4, 1, 3\] on cpu",
     ),
-    "number": (other_number, None, r"its result\[0\] has other items: .*\[1\]"),
+    "number": (other_number, None, r"its result\[0\]\[1\] was .*, now it is "),
     "parameter": (other_parameter, None, "reads other parameters in one of its runs .*: 'block.lin.bias' in one of them only"),
     "random": (other_random, None, "does not draw in every run as many random numbers"),
     "value": (other_value, None, r"its result\[2\]\['block'\]\[0\]\['seen'\] was \d, now it is \d"),

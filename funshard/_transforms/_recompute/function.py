@@ -36,14 +36,14 @@ from .saved_results import SavedResults
 from .snapshot import (
     ATOMS,
     Snapshot,
-    TensorText,
+    find_changed,
     find_difference,
     find_tensors,
     is_watched,
     load,
-    merge,
     read_cell,
     take_snapshot,
+    write_back,
 )
 
 __all__ = ["RUNNING", "RecomputedFunction"]
@@ -145,8 +145,8 @@ class RecomputedFunction:
         self._tensor_attributes = {i: dict(vars(x)) for i, x in enumerate(tensors) if vars(x)}
         self._ambient: AmbientState | None = None
         self.has_changed_objects = False
-        self._first: tuple[list[bytes], list[Any]] | None = None  # what the first run left, and its results' layouts
-        self._left: Any = None  # the same, until `finish`
+        self._first: Snapshot | None = None  # what the first run left, without the objects
+        self._left: tuple[Snapshot, list[int]] | None = None  # the same with them, and what has changed, until `finish`
         self._foreign, self._foreign_name = list[weakref.ref[Tensor]](), ""
 
     def _watches_outer_tensors(self) -> bool:
@@ -163,11 +163,9 @@ class RecomputedFunction:
 
     def _freeze(self, roots: list[Any]) -> Snapshot:
         """Return the snapshot of the arguments; raise TypeError for one that cannot be copied."""
-        self._caller: list[Any] | None = roots
         self._constants = {id(x) for module in self._modules for x in _own_tensors(module, "_parameters")}
-        parts = [roots[:-1], roots[-1]]
         with contextlib.suppress(Exception):
-            return take_snapshot(parts, constants=self._constants, shared=self._shared_objects)
+            return self._take_snapshot(roots)
         for own in roots[-1].values() if self._modules else ():
             for key in [key for key, value in own.items() if _find_error(value)]:
                 del own[key]  # as a list of locks
@@ -177,7 +175,10 @@ class RecomputedFunction:
                     f"{self.name} was given an object that cannot be copied for another run, {path} ({error}): expected "
                     "tensors, and containers of them"
                 )
-        return take_snapshot(parts, constants=self._constants, shared=self._shared_objects)
+        return self._take_snapshot(roots)
+
+    def _take_snapshot(self, roots: list[Any], *known: Any) -> Snapshot:
+        return take_snapshot(roots, *known, constants=self._constants, shared=self._shared_objects, free=len(self._names) - 1)
 
     def _arguments(self, roots: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments by the names that errors give them."""
@@ -219,22 +220,21 @@ class RecomputedFunction:
             for i, attributes in self._tensor_attributes.items():
                 vars(xs[i]).update(attributes)
         versions = [(_torch.version(x), len(x._backward_hooks or ())) for x in xs]
-        (first, last), made = load(self._before, xs)
-        out = self._run([*first, last], xs)
-        self._check_operands(xs, versions, [*first, last])
+        arguments, objects = load(self._before, xs)
+        out = self._run(arguments, xs)
+        self._check_operands(xs, versions, arguments)
         try:
-            after = take_snapshot([first, last, out], xs, self._before.others, made, self._constants, self._shared_objects)
+            after = self._take_snapshot([*arguments, out], xs, self._before, objects)
+            changed = find_changed(self._before, after) if is_first else []
         except Exception as error:
             raise self._uncopied_result(error) from error
         results = after.tensors[len(xs) :]
-        layouts = [(x.dtype, x.shape, x.device) for x in results]
-        if is_first:
+        if self._first is None:
             self._check_results(results, begins)
-            self.has_changed_objects = after.parts[:2] != self._before.parts
-            self._first, self._left = (after.parts, layouts), (after, out, len(xs))
+            self.has_changed_objects = bool(changed)
+            self._first, self._left = after._replace(tensors=[], others=[], objects=[]), (after, changed)
             return tuple(r.detach() for r in results)  # autograd writes on what a Function returns; it may be a constant
-        if self._first != (after.parts, layouts) and (text := self._find_difference(after, layouts, len(xs))):
-            raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {text}")
+        self._check_same(self._first, after, len(xs))
         return tuple(results)
 
     def _begin_graph(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -363,53 +363,36 @@ class RecomputedFunction:
             "would have no gradient: expected it among the arguments"
         )
 
-    def _find_difference(self, now: Snapshot, layouts: list[Any], operands: int) -> str:
-        """Return what differs from what the first run left, in words; empty for an object that is only shared otherwise."""
-        assert self._first is not None
-        outcomes: list[dict[str, Any]] = []
-        for parts, own in ((self._first[0], self._first[1]), (now.parts, layouts)):
-            texts = [TensorText(f"operand {i}") for i in range(operands)]
-            texts += [TensorText(f"{dtype} of shape {list(shape)} on {device}") for dtype, shape, device in own]
-            (first, last, out), _ = load(now._replace(parts=parts), texts)
-            outcomes.append({"its result": out, **dict(zip(self._names, [*first, last], strict=True))})
-        before, after = outcomes
-        return next((text for name in before if (text := find_difference(before[name], after[name], name, {}))), "")
+    def _check_same(self, was: Snapshot, now: Snapshot, operands: int) -> None:
+        """Raise RuntimeError if a run has not left what the first one has."""
+        if (was.roots, was.rows, was.layouts) == (now.roots, now.rows, now.layouts):
+            return
+        for name, a, b in reversed([*zip((*self._names, "its result"), was.roots, now.roots, strict=True)]):
+            if text := find_difference(was, now, a, b, name, operands):
+                raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {text}")
 
     # --- what the first run has left ---
 
     def finish(self, outputs: Sequence[Tensor]) -> Any:
         """Write what the first run has changed into the caller's objects, with these results, and return its result."""
-        assert self._caller is not None
         if self._outer_tensors is not None:
             self._outer_tensors.check()
             self._outer_tensors = None
-        (after, out, count), caller = self._left, self._caller
-        classes = map(type, after.tensors[count:])
+        assert self._left is not None
+        (after, changed), before = self._left, self._before
+        classes = map(type, after.tensors[len(before.tensors) :])
         outputs = [y.as_subclass(c) if _torch.is_attribute_subclass(c) else y for c, y in zip(classes, outputs, strict=True)]
-        tensors = [*self._before.tensors, *outputs]
         del classes
-        self._left = self._caller = None
+        self._left, self._before = None, before._replace(tensors=[], objects=[])
         self._shared, self._objects = [], []
-        self._before = self._before._replace(tensors=[])
-        if (
-            self.has_changed_objects
-            or (value := _replace(out, {id(x): y for x, y in zip(after.tensors, tensors, strict=True)})) is _MISSING
-        ):
-            value = self._write_back(after, tensors, caller)
-        del after, out
+        try:
+            value = write_back(before, after, changed, [*before.tensors, *outputs])
+        except Exception as error:
+            raise self._uncopied_result(error) from error
+        del after, before
         if any(leaf() is not None for leaf in self._foreign):
             self._refuse_foreign(self._foreign_name)
         return value
-
-    def _write_back(self, after: Snapshot, tensors: Sequence[Tensor], caller: list[Any]) -> Any:
-        """Write what the first run has changed into the caller's objects, and return its result."""
-        done: dict[int, tuple[Any, Any]] = {}
-        try:
-            (first, last, out), _ = load(after, tensors)
-            merge(caller, [*first, last], done)
-            return merge(None, out, done)
-        except Exception as error:
-            raise self._uncopied_result(error) from error
 
 
 def _find_error(value: Any) -> str:
@@ -419,13 +402,3 @@ def _find_error(value: Any) -> str:
     except Exception as error:
         return str(error) or type(error).__name__
     return ""
-
-
-def _replace(out: Any, tensors: Mapping[int, Tensor]) -> Any:
-    """Return a result with other tensors, if it is made of tensors and tuples alone; else `_MISSING`."""
-    if isinstance(out, Tensor):
-        return tensors[id(out)]
-    if type(out) is tuple:
-        parts = tuple([_replace(x, tensors) for x in out])
-        return _MISSING if any(x is _MISSING for x in parts) else parts
-    return out if type(out) in ATOMS else _MISSING
