@@ -20,7 +20,6 @@ from .. import _torch
 from .._core.division import Reduction
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._transforms._recompute.saved_results import leave_finished_runs
 from .._transforms.offload import choose_hooks, choose_offload
 from .._units.accumulation import GradReceiver
 from .buffers import CallBuffers
@@ -174,7 +173,6 @@ class Call:
         """Return the unit's i-th parameter."""
         if self.used_parameters is not None:  # recomputing
             self.used_parameters.add(unit.params[i].name)
-            leave_finished_runs()
         return self.scopes.gather(unit).views[i]
 
     def make_inner(

@@ -53,10 +53,6 @@ class DispatchMode(TorchDispatchMode):
         """Return True: compiled functions stay compiled under this mode, as under torch.utils.checkpoint's modes."""
         return True
 
-    def is_innermost(self) -> bool:
-        """Return whether this mode sees the thread's next operator first. Pinned by ``test_a_dispatch_mode``."""
-        return _get_current_dispatch_mode() is self
-
 
 def has_dispatch_mode() -> bool:
     """Return whether a TorchDispatchMode is active. Pinned by ``test_a_dispatch_mode``."""

@@ -140,7 +140,7 @@ class RecomputedFunction:
         saves = remat.save is not None and not self._in_stack and not _torch.is_tracing()
         self._saved_results = SavedResults(remat, name) if saves else None
         self._outer_tensors = OuterTensors(name, self._reached_modules()) if self._watches_outer_tensors() else None
-        self._is_last = self._is_graph_kept = False
+        self._is_last = False
         self._in_transform = _torch.current_level() > 0 or is_assumed_differentiated()  # later runs may be below it
         self._tensor_attributes = {i: dict(vars(x)) for i, x in enumerate(tensors) if vars(x)}
         self._ambient: AmbientState | None = None
@@ -199,7 +199,7 @@ class RecomputedFunction:
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
         """Mark the run within this context as the last: plain autograd runs it for its gradient, and it never runs again."""
-        self._is_last, self._is_graph_kept = True, _torch.is_graph_retained()
+        self._is_last = True
         try:
             with getattr(self._call, "last_run", contextlib.nullcontext)():
                 yield
@@ -272,7 +272,7 @@ class RecomputedFunction:
                 if self._in_stack:
                     stack.enter_context(ForbiddenFunctions(self._messages_in_stack()))
                 if self._saved_results is not None and not _torch.current_level() and (is_first or self._is_last):
-                    stack.enter_context(self._saved_results.run(ambient, is_first=is_first, retained=self._is_graph_kept))
+                    stack.enter_context(self._saved_results.run(ambient, is_first=is_first))
                 if is_first and self._outer_tensors:
                     stack.enter_context(self._outer_tensors)
                 if is_first and _torch.current_pack_hook():  # which would offload what nobody reads again

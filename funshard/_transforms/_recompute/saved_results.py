@@ -7,7 +7,6 @@ that operator a run made before it, as in torch.utils.checkpoint.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator
@@ -15,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ... import _torch
 from ..._spec.options import Remat
 from .ambient import AmbientState
 from .regions import mark_name, missing_names_message
 
-__all__ = ["SavedResults", "checkpoint_name", "leave_finished_runs", "run_unrecorded"]
+__all__ = ["SavedResults", "checkpoint_name", "run_unrecorded"]
 
 Call = tuple[_torch.OpTraits, int]
 """A call of an operator: the operator, and how many calls of it were before."""
@@ -33,31 +32,23 @@ Call = tuple[_torch.OpTraits, int]
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-_THREAD = threading.local()
-"""``runs``: the runs that count operators in this thread, the innermost last."""
+
+class _Thread(threading.local):
+    runs: tuple[_Run, ...] = ()
+    """The runs that count operators in this thread, the innermost last."""
+    paused = False
 
 
-def active_runs() -> tuple[_Run, ...]:
-    """Return the runs that count operators now, the innermost last."""
-    return getattr(_THREAD, "runs", ())
-
-
-def leave_finished_runs() -> None:
-    """Leave the modes of runs that need no more operators, because an active mode slows each operator down."""
-    for run in reversed(active_runs()):
-        run.leave_if_done()
+_THREAD = _Thread()
 
 
 def run_unrecorded(f: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
     """Call ``f`` without saving or reusing results: it gathers parameters, which all ranks must do together."""
-    before = [(run, run.paused) for run in active_runs()]
-    for run, _ in before:
-        run.paused = True
+    before, _THREAD.paused = _THREAD.paused, True
     try:
         return f(*args, **kwargs)
     finally:
-        for run, paused in before:
-            run.paused = paused
+        _THREAD.paused = before
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
@@ -87,9 +78,8 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
         return mark_name(x, name)
     if not isinstance(x, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint_name: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
-    for run in active_runs():
+    for run in _THREAD.runs:
         run.add_name(x, name)
-    leave_finished_runs()
     return x
 
 
@@ -98,16 +88,21 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
 
 @dataclass
 class _SavedResult:
-    """The results of one call of an operator."""
+    """The results of one call of an operator. Until they are saved, the first one is not held, but the view of its storage."""
 
     call: Call
     value: Any
     random_states: list[Tensor] | None  # after the call, if it drew random numbers
     layout: list[Any]  # of its arguments
+    view: tuple[Any, ...] = ()
     versions: tuple[int, ...] = ()  # of its results at the end of the first run, which sees every write until then
 
     def current_versions(self) -> tuple[int, ...]:
         return tuple(map(_torch.version, result_tensors(self.value)))
+
+
+_FIRST = object()
+"""Stands for the first result where it is not held."""
 
 
 class SavedResults:
@@ -118,25 +113,21 @@ class SavedResults:
         self.by_call: dict[Call, _SavedResult] = {}
 
     @contextlib.contextmanager
-    def run(self, ambient: AmbientState, *, is_first: bool, retained: bool) -> Generator[None]:
-        """Save results within this context in the first run, reuse them in the last one, and free them then.
-
-        ``retained`` says that the graph is kept for another backward. ValueError if the function gives none of the names.
-        """
+    def run(self, ambient: AmbientState, *, is_first: bool) -> Generator[None]:
+        """Save results within this context in the first run, reuse them in the last one; another one has none left."""
         if not (is_first or self.by_call):
             yield
             return
-        run, before = (_SavingRun if is_first else _ReusingRun)(self, ambient, retained=retained), active_runs()
+        run, before = (_SavingRun if is_first else _ReusingRun)(self, ambient), _THREAD.runs
         _THREAD.runs = (*before, run)
-        run.enter()
         try:
-            yield
+            with run:
+                yield
+            run.finish()
         finally:
             _THREAD.runs = before
-            run.leave()
-            if not (is_first or retained):
+            if not is_first:
                 self.by_call.clear()
-        run.finish()
 
     def differs(self, op: object, how: str) -> RuntimeError:
         """Return the error for runs that do not call the same operators."""
@@ -156,15 +147,17 @@ class SavedResults:
 class _Run(_torch.DispatchMode):
     """A mode around one run that counts the calls of each operator."""
 
-    def __init__(self, saved: SavedResults, ambient: AmbientState, *, retained: bool) -> None:
+    is_done = False
+    """Whether no later call of an operator matters."""
+
+    def __init__(self, saved: SavedResults, ambient: AmbientState) -> None:
         super().__init__()
-        self.paused = self.is_done = self._is_entered = False
         self.counts: dict[_torch.OpTraits, int] = {}
-        self._saved, self._ambient, self._retained = saved, ambient, retained
+        self._saved, self._ambient = saved, ambient
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused or self.is_done or not isinstance(func, _torch.OpOverload):
+        if _THREAD.paused or self.is_done or not isinstance(func, _torch.OpOverload):
             return func(*args, **kwargs)
         traits = _torch.op_traits(func)
         if not traits.is_pure or kwargs.get("generator") is not None:
@@ -175,20 +168,6 @@ class _Run(_torch.DispatchMode):
             return out
         self.counts[traits] = count = self.counts.get(traits, 0) + 1
         return self.run_op((traits, count), args, kwargs)
-
-    def enter(self) -> None:
-        self.__enter__()
-        self._is_entered = True
-
-    def leave(self) -> None:
-        if self._is_entered:
-            self._is_entered = False
-            self.__exit__(None, None, None)
-
-    def leave_if_done(self) -> None:
-        """Leave the mode before the run ends, unless another mode or a transform is inside of it."""
-        if self.is_done and not _torch.current_level() and self.is_innermost():
-            self.leave()
 
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -203,13 +182,13 @@ class _Run(_torch.DispatchMode):
 class _SavingRun(_Run):
     """The first run. It saves the results of the chosen operators, and those that are named."""
 
-    def __init__(self, saved: SavedResults, ambient: AmbientState, *, retained: bool) -> None:
-        super().__init__(saved, ambient, retained=retained)
+    def __init__(self, saved: SavedResults, ambient: AmbientState) -> None:
+        super().__init__(saved, ambient)
         self._names, self._seen_names, remat = saved.remat.names, set[str](), saved.remat
         self._is_chosen = None if remat.save == remat.names else remat._choose_operators()
-        # by storage: what made it, saved if it gets a name; and the first tensor's view, which is not held, of the storage
-        self._makers: dict[int, tuple[_SavedResult, tuple[Any, ...], weakref.ref[Any]]] = {}
-        self._ops: dict[int, _torch.OpOverload] = {}  # by the storages that are saved, the operators that made them
+        # by storage: what made it, saved if it gets a name; and the operators that made what is saved
+        self._makers: weakref.WeakKeyDictionary[Any, _SavedResult] = weakref.WeakKeyDictionary()
+        self._saved_ops: weakref.WeakKeyDictionary[Any, _torch.OpOverload] = weakref.WeakKeyDictionary()
 
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator. Save its results if they are chosen, or as soon as the first of them gets a name."""
@@ -224,33 +203,23 @@ class _SavingRun(_Run):
             result = _SavedResult(call, tree_map_only(Tensor, _torch.detach_in_dispatch, out), states, _layout_of(args))
             if is_chosen:
                 self._save(result)
-            elif _torch.storage_id(tensors[0]) not in self._makers:  # else `_unsafe_view` and the like give a view
-                self._add_maker(result)
+            elif (storage := tensors[0].untyped_storage()) not in self._makers:  # else `_unsafe_view` and the like give a view
+                first = result_tensors(result.value)[0]
+                result.value = tree_map_only(Tensor, lambda x: _FIRST if x is first else x, result.value)
+                result.view = first.dtype, first.shape, first.stride(), first.storage_offset()
+                self._makers[storage] = result
         return out
 
     def _save(self, result: _SavedResult) -> None:
         self._saved.by_call[result.call] = result
-        self._ops |= {_torch.storage_id(x): result.call[0].op for x in result_tensors(result.value)}
+        for x in result_tensors(result.value):
+            self._saved_ops[x.untyped_storage()] = result.call[0].op
 
     def check_write(self, x: Tensor, op: _torch.OpOverload) -> None:
         """Raise RuntimeError if this tensor is saved: the last run would reuse it as it was before the write."""
-        self._makers.pop(_torch.storage_id(x), None)
-        if (maker := self._ops.get(_torch.storage_id(x))) is not None:
+        self._makers.pop(x.untyped_storage(), None)
+        if (maker := self._saved_ops.get(x.untyped_storage())) is not None:
             raise self._saved.changed(maker, f", by {op}")
-
-    def _add_maker(self, result: _SavedResult) -> None:
-        """Hold results but for the first, until its storage is gone or has a name."""
-        first, *_ = result_tensors(result.value)
-        if first is not result.value and all(first is not x for x in result.value):
-            return  # lists in lists
-        key, storage = _torch.storage_id(first), first.untyped_storage()
-        view = first.dtype, first.shape, first.stride(), first.storage_offset()
-        result.value = tree_map_only(Tensor, lambda x: None if x is first else x, result.value)
-        self._makers[key] = result, view, weakref.ref(storage, functools.partial(self._free, key))
-
-    def _free(self, key: int, storage: weakref.ref[Any]) -> None:
-        if key in self._makers and self._makers[key][2] is storage:
-            del self._makers[key]
 
     def add_name(self, x: Tensor, name: str) -> None:
         """Save what made a tensor of this name, if the name is to be saved and the tensor is unchanged."""
@@ -258,15 +227,12 @@ class _SavingRun(_Run):
         x = _torch.unwrap(x)
         if name not in self._names or not _torch.is_plain(x):
             return
-        if (maker := self._makers.pop(_torch.storage_id(x), None)) is None or maker[1][0] != x.dtype:
+        result = self._makers.pop(x.untyped_storage(), None)
+        if result is None or result.view[0] != x.dtype:
             return
-        result, (_, *view), _ = maker
         with _torch.below_transforms():
-            first = x.detach().as_strided(*view)
-        if isinstance(result.value, tuple | list):
-            result.value = type(result.value)([first if item is None else item for item in result.value])
-        else:
-            result.value = first
+            first = x.detach().as_strided(*result.view[1:])
+        result.value = tree_map(lambda item: first if item is _FIRST else item, result.value)
         self._save(result)
 
     def finish(self) -> None:
@@ -280,18 +246,12 @@ class _SavingRun(_Run):
 class _ReusingRun(_Run):
     """The last run, which reuses what was saved."""
 
-    def __init__(self, saved: SavedResults, ambient: AmbientState, *, retained: bool) -> None:
-        super().__init__(saved, ambient, retained=retained)
-        self._left = set(saved.by_call)
-
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the saved results and set the random state as after the call; run the operator if there are none."""
-        results, op = self._saved.by_call, call[0].op
-        result = results.get(call) if self._retained else results.pop(call, None)
-        if result is None:
+        op = call[0].op
+        if (result := self._saved.by_call.pop(call, None)) is None:
             return op(*args, **kwargs)
-        self._left.discard(call)
-        self.is_done = not self._left  # no call that follows is counted
+        self.is_done = not self._saved.by_call
         if result.layout != _layout_of(args):
             raise self._saved.differs(op, f"given {result.layout}, now {_layout_of(args)}")
         if result.versions != result.current_versions():
@@ -302,7 +262,7 @@ class _ReusingRun(_Run):
 
     def finish(self) -> None:
         """Raise RuntimeError for a saved call that the run did not make."""
-        for traits, count in self._left:
+        for traits, count in self._saved.by_call:
             raise self._saved.differs(traits.op, f"called {count} times, now {self.counts.get(traits, 0)}")
 
 
