@@ -538,7 +538,7 @@ class Counts(nn.Linear):
 def test_a_module_of_a_closure_that_changes_is_refused(where: str, way: str) -> None:
     """Every run would change it; of a unit with P(remat=True) it changes once."""
     module = Counts(where).double().requires_grad_(False)
-    what = "'calls'" if where == "attribute" else "a buffer"
+    what = "'calls'" if where == "attribute" else "'seen'"
     with pytest.raises(RuntimeError, match=rf"remat of .* changes {what} of a Counts, which each run would change again"):
         WAYS[way](fs.remat(lambda x: module(x).sum()))(X)
 
@@ -558,7 +558,7 @@ def test_an_object_of_a_module_that_changes_is_refused() -> None:
     model = CountsInAnObject().double()
     spec = fs.policies.whole(fs.P(remat=True))(model)
     params = fs.shard(model, spec)
-    words = "changes 'calls' of a SimpleNamespace that is a module's attribute, which each run would change again"
+    words = "changes 'calls' of a SimpleNamespace, which each run would change again"
     with pytest.raises(RuntimeError, match=words):
         fs.grad(lambda p: fs.functional_call(model, p, (X,), spec=spec).sum())(params)
     state = SimpleNamespace(calls=1)

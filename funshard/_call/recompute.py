@@ -1,6 +1,6 @@
 """A module with P(remat=...): backward runs it again, with everything that it is made of as arguments.
 
-    Call -> recomputed_forwards -> call_recomputed (_transforms/_recompute) -> ModuleRun -> Call.make_inner -> forward
+    Call -> recomputed_forwards -> call_recomputed (_transforms/_recompute) -> _RecomputedModule -> Call.make_inner -> forward
 
 The first run and the ones of backward are calls of their own, on the module's part of the model.
 """
@@ -91,7 +91,7 @@ def _recompute_module(
         for attr, buffer in module._buffers.items():
             if buffer is not None:
                 buffers.setdefault(buffer, []).append(join_path(path, attr))
-    run = _ModuleRun(outer, bound, before, list(buffers.values()), gathered)
+    run = _RecomputedModule(outer, bound, before, list(buffers.values()), gathered)
     given = bound.replaced_parameters(before)
     now = dict(given)
     roots: dict[str, Any] = {
@@ -135,7 +135,7 @@ def _recompute_module(
     return out
 
 
-class _ModuleRun:
+class _RecomputedModule:
     """The module as a function of everything that it is made of. ``buffers`` are the names of each of its buffers."""
 
     def __init__(

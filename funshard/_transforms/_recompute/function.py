@@ -67,21 +67,18 @@ def _own_tensors(module: nn.Module, kind: str) -> list[Tensor]:
     return [x for x in dict.values(own) if x is not None] if isinstance(own, dict) else []
 
 
-def _read_constants(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that all runs share, and how often each of its buffers was changed in place."""
-    return {**vars(module), "a buffer": [(id(x), _torch.version(x)) for x in _own_tensors(module, "_buffers")]}
-
-
 def _read_object(x: Any) -> dict[str, tuple[Any, int]]:
-    """Return the attributes of an object, and how long the containers among them are."""
-    return {key: (value, len(value) if isinstance(value, list | dict | set) else 0) for key, value in vars(x).items()}  # pyright: ignore
+    """Return the attributes of an object, with the length of each container, and a module's buffers with their versions."""
+    own = {key: (value, len(value) if isinstance(value, list | dict | set) else 0) for key, value in vars(x).items()}  # pyright: ignore
+    buffers = vars(x).get("_buffers") if isinstance(x, nn.Module) else {}
+    return own | {key: (value, _torch.version(value)) for key, value in (buffers or {}).items() if value is not None}
 
 
-def _read_default(cls: type, key: str, value: Any, length: int) -> tuple[Any, int]:
+def _read_default(x: Any, key: str, value: Any, length: int) -> tuple[Any, int]:
     """Return the value of a class for an attribute that a run has set, or the new one, which may be a cached property."""
-    default = inspect.getattr_static(cls, key, None)
+    default = inspect.getattr_static(type(x), key, None)
     is_value = default is not None and not hasattr(default, "__get__")
-    return (default, 0) if is_value else (None if isinstance(value, Tensor) else value, length)
+    return (default, 0) if is_value else (None if isinstance(value, Tensor) or isinstance(x, nn.Module) else value, length)
 
 
 _MISSING = object()
@@ -122,12 +119,12 @@ class RecomputedFunction:
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         self._attention = _torch.current_attention()
         objects = {id(x): x for module in owned for x in vars(module).values() if is_watched(x)}
-        self._objects = [(x, _read_object(x)) for x in objects.values()]
         self._shared_objects = objects.keys()
         self._before = self._freeze([find_variables(), *roots.values()])
         self._constants |= {id(x) for x in self._before.others if isinstance(x, _torch.ForbiddenTensor)}  # in this run alone
-        owned_modules = {*owned}
-        self._shared = [(m, _read_constants(m)) for m in self._reached_modules() if m not in owned_modules]
+        own_modules = {*owned}
+        watched = (*objects.values(), *(m for m in self._reached_modules() if m not in own_modules))
+        self._watched = [(x, _read_object(x)) for x in watched]  # what all runs share, and one could change
         tensors = self._before.tensors
         levels = _torch.current_level() + _torch.is_in_forward_ad()  # plain autograd is another one, where it records
         levels += self._grad and any(_torch.unwrap(x).requires_grad for x in tensors)
@@ -312,20 +309,13 @@ class RecomputedFunction:
                     "would miss the gradient from outside: expected it on x.view_as(x), or where the tensor comes from"
                 )
             self._check_attributes(x, self._tensor_attributes.get(i, {}))
-        for module, before in self._shared if self._first is None else ():
-            for key, value in _read_constants(module).items():
-                if (was := before.get(key, _MISSING)) is not value and (key != "a buffer" or was != value):
+        for shared, before in self._watched if self._first is None else ():
+            for key, (value, length) in _read_object(shared).items():
+                was, old_length = before.get(key) or _read_default(shared, key, value, length)
+                if old_length != length or not (was is value or (type(value) in ATOMS and was == value)):
                     raise RuntimeError(
-                        f"{self.name} changes {key if key == 'a buffer' else repr(key)} of a {type(module).__name__}, which "
-                        "each run would change again: expected P(remat=True) of a unit, or its buffers among the arguments"
-                    )
-        for x, before in self._objects if self._first is None else ():
-            for key, (value, length) in _read_object(x).items():
-                was = before.get(key) or _read_default(type(x), key, value, length)
-                if was[1] != length or not (was[0] is value or (type(value) in ATOMS and was[0] == value)):
-                    raise RuntimeError(
-                        f"{self.name} changes '{key}' of a {type(x).__name__} that is a module's attribute, which each run "
-                        "would change again: expected it among the arguments of forward, or in a list or dict"
+                        f"{self.name} changes '{key}' of a {type(shared).__name__}, which each run would change again: "
+                        "expected P(remat=True) of a unit for a module, and other objects among the arguments, or in a list"
                     )
 
     def _check_attributes(self, x: Tensor, before: Mapping[str, Any]) -> None:
@@ -384,7 +374,7 @@ class RecomputedFunction:
         outputs = [y.as_subclass(c) if _torch.is_attribute_subclass(c) else y for c, y in zip(classes, outputs, strict=True)]
         del classes
         self._left, self._before = None, before._replace(tensors=[], objects=[])
-        self._shared, self._objects = [], []
+        self._watched = []
         try:
             value = write_back(before, after, changed, [*before.tensors, *outputs])
         except Exception as error:
