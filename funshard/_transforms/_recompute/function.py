@@ -11,7 +11,7 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -61,9 +61,9 @@ class _Running(threading.local):
 RUNNING = _Running()
 
 
-def _own_tensors(module: nn.Module, kind: str) -> list[Tensor]:
-    """Return a module's own parameters or buffers; nothing is gathered for that."""
-    own = vars(module).get(kind)
+def _own_parameters(module: nn.Module) -> list[Tensor]:
+    """Return a module's own parameters; nothing is gathered for that."""
+    own = vars(module).get("_parameters")
     return [x for x in dict.values(own) if x is not None] if isinstance(own, dict) else []
 
 
@@ -119,9 +119,7 @@ class RecomputedFunction:
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         self._attention = _torch.current_attention()
         objects = {id(x): x for module in owned for x in vars(module).values() if is_watched(x)}
-        self._shared_objects = objects.keys()
-        self._before = self._freeze([find_variables(), *roots.values()])
-        self._constants |= {id(x) for x in self._before.others if isinstance(x, _torch.ForbiddenTensor)}  # in this run alone
+        self._before = self._freeze([find_variables(), *roots.values()], objects.values())
         own_modules = {*owned}
         watched = (*objects.values(), *(m for m in self._reached_modules() if m not in own_modules))
         self._watched = [(x, _read_object(x)) for x in watched]  # what all runs share, and one could change
@@ -158,11 +156,11 @@ class RecomputedFunction:
         """Return the modules that run, and all those that the arguments reach."""
         return (m for top in (*self._modules, *self._before.others) if isinstance(top, nn.Module) for m in top.modules())
 
-    def _freeze(self, roots: list[Any]) -> Snapshot:
+    def _freeze(self, roots: list[Any], shared: Collection[Any]) -> Snapshot:
         """Return the snapshot of the arguments; raise TypeError for one that cannot be copied."""
-        self._constants = {id(x) for module in self._modules for x in _own_tensors(module, "_parameters")}
+        constants = [x for module in self._modules for x in _own_parameters(module)]
         with contextlib.suppress(Exception):
-            return self._take_snapshot(roots)
+            return take_snapshot(roots, shared=shared, constants=constants)
         for own in roots[-1].values() if self._modules else ():
             for key in [key for key, value in own.items() if _find_error(value)]:
                 del own[key]  # as a list of locks
@@ -172,10 +170,7 @@ class RecomputedFunction:
                     f"{self.name} was given an object that cannot be copied for another run, {path} ({error}): expected "
                     "tensors, and containers of them"
                 )
-        return self._take_snapshot(roots)
-
-    def _take_snapshot(self, roots: list[Any], *known: Any) -> Snapshot:
-        return take_snapshot(roots, *known, constants=self._constants, shared=self._shared_objects, free=len(self._names) - 1)
+        return take_snapshot(roots, shared=shared, constants=constants)
 
     def _arguments(self, roots: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments by the names that errors give them."""
@@ -221,7 +216,7 @@ class RecomputedFunction:
         out = self._run(arguments, xs)
         self._check_operands(xs, versions, arguments)
         try:
-            after = self._take_snapshot([*arguments, out], xs, self._before, objects)
+            after = take_snapshot([*arguments, out], xs, self._before, objects)
             changed = find_changed(self._before, after) if is_first else []
         except Exception as error:
             raise self._uncopied_result(error) from error

@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -152,33 +152,38 @@ def take_snapshot(
     roots: Sequence[Any],
     tensors: Sequence[Tensor] = (),
     before: Snapshot | None = None,
-    objects: Iterable[Any] = (),
-    constants: Container[int] = (),
-    shared: Container[int] = (),
-    free: int = 0,
+    objects: Sequence[Any] = (),
+    *,
+    shared: Iterable[Any] = (),
+    constants: Iterable[Tensor] = (),
 ) -> Snapshot:
     """Return the snapshot of some objects; TypeError for one that cannot be copied.
 
-    The objects that were loaded from the snapshot ``before``, with these tensors, have their numbers there. By their ids,
-    tensors in ``constants``, but for those in the first ``free`` roots, and objects in ``shared`` are those of all runs.
+    The objects that were loaded from the snapshot ``before``, with these tensors, have their numbers there. All runs share the
+    objects ``shared``, and the tensors ``constants`` where only the last root has them.
     """
-    table = _Table(Snapshot((), {}, [*tensors], [*before.others] if before else [], [*objects]), before, shared)
-    entries = [table.encode(root) for root in roots[:free]]
-    table.constants = constants
-    entries += [table.encode(root) for root in roots[free:]]
-    new = table.snapshot.tensors[len(tensors) :]
-    return table.snapshot._replace(roots=tuple(entries), layouts=tuple([(x.dtype, [*x.shape], x.device) for x in new]))
+    snapshot = Snapshot((), {}, [*tensors], [*before.others] if before else [*shared], [*objects])
+    table = _Table(snapshot, before.rows if before else {})
+    entries = [table.encode(root) for root in roots[:-1]]
+    table.add_constants(constants)
+    entries.append(table.encode(roots[-1]))
+    layouts = tuple([(x.dtype, [*x.shape], x.device) for x in snapshot.tensors[len(tensors) :]])
+    return snapshot._replace(roots=tuple(entries), layouts=layouts)
 
 
 class _Table:
     """Makes the rows of a snapshot."""
 
-    constants: Container[int] = ()
-
-    def __init__(self, snapshot: Snapshot, before: Snapshot | None, shared: Container[int]) -> None:
-        self.snapshot, self._shared, self._before = snapshot, shared, before.rows if before else {}
+    def __init__(self, snapshot: Snapshot, before: Mapping[int, Row]) -> None:
+        self.snapshot, self._before = snapshot, before
         known = snapshot.tensors, snapshot.others, snapshot.objects
         self._tensors, self._others, self._objects = ({id(x): i for i, x in enumerate(xs)} for xs in known)
+
+    def add_constants(self, tensors: Iterable[Tensor]) -> None:
+        """Share those of these tensors that were not found yet."""
+        for x in tensors:
+            if id(x) not in self._tensors:
+                self._refer("other", x)
 
     def encode(self, obj: Any) -> Any:
         """Return the entry of an object, after adding its row."""
@@ -187,11 +192,12 @@ class _Table:
             return obj
         if cls is tuple:
             return self._read(obj, cls)
-        if cls is not dict and cls is not list:
+        if cls is not dict and cls is not list and id(obj) not in self._objects:
+            if id(obj) in self._others:
+                return self._refer("other", obj)
             if issubclass(cls, Tensor) and not issubclass(cls, _torch.ForbiddenTensor):
-                is_constant = id(obj) in self.constants and id(obj) not in self._tensors
-                return self._refer("other", obj) if is_constant else self._refer_to_tensor(obj)
-            if not _is_rebuilt(obj, cls) and (_is_shared(cls) or id(obj) in self._shared or _is_sentinel(obj)):
+                return self._refer_to_tensor(obj)
+            if not _is_rebuilt(obj, cls) and (_is_shared(cls) or _is_sentinel(obj)):
                 return self._refer("other", obj)
         ref, rows = self._refer("object", obj), self.snapshot.rows
         if ref.number not in rows:
