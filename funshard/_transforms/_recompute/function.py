@@ -11,7 +11,7 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -35,14 +35,13 @@ from .checks import (
 from .saved_results import SavedResults
 from .snapshot import (
     ATOMS,
+    Outcome,
     Snapshot,
     find_changed,
-    find_difference,
     find_tensors,
     is_watched,
     load,
     read_cell,
-    take_snapshot,
     write_back,
 )
 
@@ -140,7 +139,7 @@ class RecomputedFunction:
         self._tensor_attributes = {i: dict(vars(x)) for i, x in enumerate(tensors) if vars(x)}
         self._ambient: AmbientState | None = None
         self.has_changed_objects = False
-        self._first: Snapshot | None = None  # what the first run left, without the objects
+        self._first: Outcome | None = None  # what the first run left, without the objects
         self._left: tuple[Snapshot, list[int]] | None = None  # the same with them, and what has changed, until `finish`
         self._foreign, self._foreign_name = list[weakref.ref[Tensor]](), ""
 
@@ -158,9 +157,8 @@ class RecomputedFunction:
 
     def _freeze(self, roots: list[Any], shared: Collection[Any]) -> Snapshot:
         """Return the snapshot of the arguments; raise TypeError for one that cannot be copied."""
-        constants = [x for module in self._modules for x in _own_parameters(module)]
         with contextlib.suppress(Exception):
-            return take_snapshot(roots, shared=shared, constants=constants)
+            return self._take_snapshot(roots, shared)
         for own in roots[-1].values() if self._modules else ():
             for key in [key for key, value in own.items() if _find_error(value)]:
                 del own[key]  # as a list of locks
@@ -170,7 +168,12 @@ class RecomputedFunction:
                     f"{self.name} was given an object that cannot be copied for another run, {path} ({error}): expected "
                     "tensors, and containers of them"
                 )
-        return take_snapshot(roots, shared=shared, constants=constants)
+        return self._take_snapshot(roots, shared)
+
+    def _take_snapshot(self, roots: list[Any], shared: Iterable[Any]) -> Snapshot:
+        snapshot = Snapshot(shared=shared).add(*roots[:-1])
+        snapshot.share(x for module in self._modules for x in _own_parameters(module))
+        return snapshot.add(roots[-1])
 
     def _arguments(self, roots: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments by the names that errors give them."""
@@ -216,7 +219,7 @@ class RecomputedFunction:
         out = self._run(arguments, xs)
         self._check_operands(xs, versions, arguments)
         try:
-            after = take_snapshot([*arguments, out], xs, self._before, objects)
+            after = Snapshot(xs, self._before, objects).add(*arguments, out)
             changed = find_changed(self._before, after) if is_first else []
         except Exception as error:
             raise self._uncopied_result(error) from error
@@ -224,9 +227,9 @@ class RecomputedFunction:
         if self._first is None:
             self._check_results(results, begins)
             self.has_changed_objects = bool(changed)
-            self._first, self._left = after._replace(tensors=[], others=[], objects=[]), (after, changed)
+            self._first, self._left = Outcome.of(after), (after, changed)
             return tuple(r.detach() for r in results)  # autograd writes on what a Function returns; it may be a constant
-        self._check_same(self._first, after, len(xs))
+        self._check_same(self._first, Outcome.of(after))
         return tuple(results)
 
     def _begin_graph(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -348,12 +351,11 @@ class RecomputedFunction:
             "would have no gradient: expected it among the arguments"
         )
 
-    def _check_same(self, was: Snapshot, now: Snapshot, operands: int) -> None:
+    def _check_same(self, was: Outcome, now: Outcome) -> None:
         """Raise RuntimeError if a run has not left what the first one has."""
-        if (was.roots, was.rows, was.layouts) == (now.roots, now.rows, now.layouts):
-            return
-        for name, a, b in reversed([*zip((*self._names, "its result"), was.roots, now.roots, strict=True)]):
-            if text := find_difference(was, now, a, b, name, operands):
+        names = *self._names, "its result"
+        for name, a, b in reversed([*zip(names, was.roots, now.roots, strict=True)]) if was != now else ():
+            if text := was.find_difference(now, a, b, name):
                 raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {text}")
 
     # --- what the first run has left ---
@@ -364,17 +366,18 @@ class RecomputedFunction:
             self._outer_tensors.check()
             self._outer_tensors = None
         assert self._left is not None
-        (after, changed), before = self._left, self._before
-        classes = map(type, after.tensors[len(before.tensors) :])
+        after, changed = self._left
+        before = self._before
+        classes = map(type, after.tensors[after.operands :])
         outputs = [y.as_subclass(c) if _torch.is_attribute_subclass(c) else y for c, y in zip(classes, outputs, strict=True)]
         del classes
-        self._left, self._before = None, before._replace(tensors=[], objects=[])
-        self._watched = []
+        self._left, self._watched = None, []
         try:
             value = write_back(before, after, changed, [*before.tensors, *outputs])
         except Exception as error:
             raise self._uncopied_result(error) from error
-        del after, before
+        before.forget()
+        del after
         if any(leaf() is not None for leaf in self._foreign):
             self._refuse_foreign(self._foreign_name)
         return value
@@ -383,7 +386,7 @@ class RecomputedFunction:
 def _find_error(value: Any) -> str:
     """Return why pickle cannot copy a value; empty if it can."""
     try:
-        take_snapshot([value])
+        Snapshot().add(value)
     except Exception as error:
         return str(error) or type(error).__name__
     return ""

@@ -25,18 +25,8 @@ from ... import _torch
 from ..._core.mesh import Mesh, ProcessAxis, Simulated
 from ..._core.spec import PartitionSpec
 
-__all__ = [
-    "ATOMS",
-    "Snapshot",
-    "find_changed",
-    "find_difference",
-    "find_tensors",
-    "is_copied",
-    "is_watched",
-    "load",
-    "take_snapshot",
-]
-__all__ += ["read_cell", "write_back"]
+__all__ = ["ATOMS", "Outcome", "Snapshot", "find_changed", "find_tensors", "is_copied", "is_watched", "load", "read_cell"]
+__all__ += ["write_back"]
 
 ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), type(...), type, range, slice, torch.dtype, torch.device, torch.Size}
@@ -118,118 +108,77 @@ class Row(NamedTuple):
     state: Any = None
 
 
-class Snapshot(NamedTuple):
-    """Objects, and the rows of those that they reach, by number; with the tensors, shared objects and objects of the rows."""
+class Snapshot:
+    """Objects, and the rows of those that they reach, by number; with the tensors, shared objects and objects of the rows.
 
-    roots: tuple[Any, ...]
-    rows: dict[int, Row]
-    tensors: list[Tensor]
-    others: list[Any]
-    objects: list[Any]
-    layouts: tuple[tuple[torch.dtype, list[int], torch.device], ...] = ()
-    """Those of the tensors that were not given a number."""
-
-    def texts(self, entry: Any, path: str, operands: int, seen: set[Ref]) -> Iterator[tuple[str, str]]:
-        """Yield the paths and words for an entry and all that it contains, where the first tensors are ``operands``."""
-        if type(entry) is Ref and entry.kind == "object":
-            row = self.rows[entry.number]
-        elif type(entry) is Ref and entry.kind == "tensor" and entry.number >= operands:
-            row = "{} of shape {} on {}".format(*self.layouts[entry.number - operands])
-        else:
-            row = entry
-        yield path, f"a {row.kind}" if type(row) is Row else str(row) if row is not entry else repr(row)
-        if type(row) is not Row or (row is not entry and entry in seen):
-            return
-        if row is not entry:
-            seen.add(entry)
-        parts = [(f"[{i}]", x) for i, x in enumerate((*row.make[1:], *row.items, row.state))]
-        parts += [(f"[{key!r}]", x) for key, x in row.pairs] + [(f".{name}", x) for name, x in row.attributes.items()]
-        for name, part in parts:
-            yield from self.texts(part, path + name, operands, seen)
-
-
-def take_snapshot(
-    roots: Sequence[Any],
-    tensors: Sequence[Tensor] = (),
-    before: Snapshot | None = None,
-    objects: Sequence[Any] = (),
-    *,
-    shared: Iterable[Any] = (),
-    constants: Iterable[Tensor] = (),
-) -> Snapshot:
-    """Return the snapshot of some objects; TypeError for one that cannot be copied.
-
-    The objects that were loaded from the snapshot ``before``, with these tensors, have their numbers there. All runs share the
-    objects ``shared``, and the tensors ``constants`` where only the last root has them.
+    ``objects``, which were loaded from the snapshot ``before`` with ``tensors``, have their numbers there.
     """
-    snapshot = Snapshot((), {}, [*tensors], [*before.others] if before else [*shared], [*objects])
-    table = _Table(snapshot, before.rows if before else {})
-    entries = [table.encode(root) for root in roots[:-1]]
-    table.add_constants(constants)
-    entries.append(table.encode(roots[-1]))
-    layouts = tuple([(x.dtype, [*x.shape], x.device) for x in snapshot.tensors[len(tensors) :]])
-    return snapshot._replace(roots=tuple(entries), layouts=layouts)
 
+    def __init__(
+        self,
+        tensors: Iterable[Tensor] = (),
+        before: Snapshot | None = None,
+        objects: Iterable[Any] = (),
+        shared: Iterable[Any] = (),
+    ) -> None:
+        self.tensors, self.others, self.objects = [*tensors], [*before.others] if before else [*shared], [*objects]
+        self._values = {"tensor": self.tensors, "other": self.others, "object": self.objects}
+        self._numbers = {kind: {id(x): i for i, x in enumerate(xs)} for kind, xs in self._values.items()}
+        self._before: Mapping[int, Row] = before.rows if before else {}
+        self.operands, self.roots, self.rows = len(self.tensors), list[Any](), dict[int, Row]()
 
-class _Table:
-    """Makes the rows of a snapshot."""
+    def add(self, *roots: Any) -> Snapshot:
+        """Add objects, and return this snapshot; TypeError for an object that cannot be copied."""
+        self.roots += map(self._encode, roots)
+        return self
 
-    def __init__(self, snapshot: Snapshot, before: Mapping[int, Row]) -> None:
-        self.snapshot, self._before = snapshot, before
-        known = snapshot.tensors, snapshot.others, snapshot.objects
-        self._tensors, self._others, self._objects = ({id(x): i for i, x in enumerate(xs)} for xs in known)
-
-    def add_constants(self, tensors: Iterable[Tensor]) -> None:
+    def share(self, tensors: Iterable[Tensor]) -> None:
         """Share those of these tensors that were not found yet."""
         for x in tensors:
-            if id(x) not in self._tensors:
+            if id(x) not in self._numbers["tensor"]:
                 self._refer("other", x)
 
-    def encode(self, obj: Any) -> Any:
+    def forget(self) -> None:
+        """Let go of all but the shared objects and the rows."""
+        self.tensors.clear()
+        self.objects.clear()
+
+    def _encode(self, obj: Any) -> Any:
         """Return the entry of an object, after adding its row."""
         cls: Any = type(obj)
         if cls in ATOMS:
             return obj
         if cls is tuple:
             return self._read(obj, cls)
-        if cls is not dict and cls is not list and id(obj) not in self._objects:
-            if id(obj) in self._others:
+        if cls is not dict and cls is not list and id(obj) not in self._numbers["object"]:
+            if id(obj) in self._numbers["other"]:
                 return self._refer("other", obj)
             if issubclass(cls, Tensor) and not issubclass(cls, _torch.ForbiddenTensor):
-                return self._refer_to_tensor(obj)
+                inner = _torch.unwrap_untracked(obj)  # an operand may be inside of other wrappers
+                return self._refer("tensor", inner if id(inner) in self._numbers["tensor"] else obj)
             if not _is_rebuilt(obj, cls) and (_is_shared(cls) or _is_sentinel(obj)):
                 return self._refer("other", obj)
-        ref, rows = self._refer("object", obj), self.snapshot.rows
-        if ref.number not in rows:
-            rows[ref.number] = Row("", ())  # in progress
-            rows[ref.number] = self._read(obj, cls, ref.number)
+        ref = self._refer("object", obj)
+        if ref.number not in self.rows:
+            self.rows[ref.number] = Row("", ())  # in progress
+            self.rows[ref.number] = self._read(obj, cls, ref.number)
         return ref
 
     def _refer(self, kind: str, obj: Any) -> Ref:
-        numbers, values = (self._others, self.snapshot.others) if kind == "other" else (self._objects, self.snapshot.objects)
-        number = numbers.setdefault(id(obj), len(values))
+        values = self._values[kind]
+        number = self._numbers[kind].setdefault(id(obj), len(values))
         if number == len(values):
             values.append(obj)
         return Ref(kind, number)
 
-    def _refer_to_tensor(self, x: Tensor) -> Ref:
-        if (number := self._tensors.get(id(x))) is None:  # an operand may be inside of other wrappers
-            tensors = self.snapshot.tensors
-            number = self._tensors[id(x)] = self._tensors.get(id(_torch.unwrap_untracked(x)), len(tensors))
-            if number == len(tensors):
-                tensors.append(x)
-        return Ref("tensor", number)
-
     def _encode_value(self, value: Any) -> Any:
         """Return the entry of what pickle was given in place of an object, which may have been made for that."""
-        return (
-            self._read(value, type(value), None, self._encode_value)
-            if type(value) in (tuple, list, dict)
-            else self.encode(value)
-        )
+        if type(value) in (tuple, list, dict):
+            return self._read(value, type(value), encode=self._encode_value)
+        return self._encode(value)
 
     def _read(self, obj: Any, cls: Any, number: int | None = None, encode: Callable[[Any], Any] | None = None) -> Row:
-        encode, kind = encode or self.encode, cls.__name__
+        encode, kind = encode or self._encode, cls.__name__
         if cls is tuple:
             return Row(kind, (_make_tuple, *map(encode, obj)))
         if cls is list or cls is set:
@@ -259,14 +208,14 @@ class _Table:
         if isinstance(reduced, str) or len(reduced) > 5:
             raise TypeError(f"cannot copy '{cls.__name__}' object")
         make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-        entries = tuple([self.encode(x) for x in items or ()])
-        encoded = tuple([(self.encode(key), self.encode(value)) for key, value in pairs or ()])
-        make = make, *map(self.encode if isinstance(obj, tuple) else self._encode_value, args)
-        row = Row(cls.__name__, make, entries, encoded)
+        entries = tuple([self._encode(x) for x in items or ()])
+        encoded = tuple([(self._encode(key), self._encode(value)) for key, value in pairs or ()])
+        make = make, *map(self._encode if isinstance(obj, tuple) else self._encode_value, args)
         if state is None or hasattr(cls, "__setstate__"):
-            return row._replace(state=self._encode_value(state))
+            return Row(cls.__name__, make, entries, encoded, state=self._encode_value(state))
         own, slots = state if isinstance(state, tuple) else (state, None)
-        return row._replace(attributes={name: self.encode(value) for name, value in {**(own or {}), **(slots or {})}.items()})
+        attributes = {name: self._encode(value) for name, value in {**(own or {}), **(slots or {})}.items()}
+        return Row(cls.__name__, make, entries, encoded, attributes)
 
 
 _DEFAULTS = ("__defaults__", "__kwdefaults__")
@@ -320,7 +269,7 @@ def read_cell(cell: Any) -> tuple[Any] | None:
 def find_tensors(*values: Any) -> list[Tensor]:
     """Return the tensors that can be reached from some values; those alone in values that cannot be copied."""
     try:
-        return take_snapshot(values).tensors
+        return Snapshot().add(*values).tensors
     except Exception:
         return [x for value in values for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
@@ -398,21 +347,53 @@ def write_back(before: Snapshot, after: Snapshot, changed: Iterable[int], tensor
 # --- Where two runs differ ---
 
 
+class Outcome(NamedTuple):
+    """What a run has left, without the objects."""
+
+    roots: list[Any]
+    rows: dict[int, Row]
+    layouts: list[tuple[torch.dtype, list[int], torch.device]]
+    operands: int
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Outcome:
+        """Return what is in a snapshot."""
+        layouts = [(x.dtype, [*x.shape], x.device) for x in snapshot.tensors[snapshot.operands :]]
+        return cls(snapshot.roots, snapshot.rows, layouts, snapshot.operands)
+
+    def texts(self, entry: Any, path: str, seen: set[Ref]) -> Iterator[tuple[str, str]]:
+        """Yield the paths and words for an entry and all that it contains."""
+        if type(entry) is Ref and entry.kind == "object":
+            row = self.rows[entry.number]
+        elif type(entry) is Ref and entry.kind == "tensor" and entry.number >= self.operands:
+            row = "{} of shape {} on {}".format(*self.layouts[entry.number - self.operands])
+        else:
+            row = entry
+        yield path, f"a {row.kind}" if type(row) is Row else str(row) if row is not entry else repr(row)
+        if type(row) is not Row or (row is not entry and entry in seen):
+            return
+        if row is not entry:
+            seen.add(entry)
+        parts = [(f"[{i}]", x) for i, x in enumerate((*row.make[1:], *row.items, row.state))]
+        parts += [(f"[{key!r}]", x) for key, x in row.pairs] + [(f".{name}", x) for name, x in row.attributes.items()]
+        for name, part in parts:
+            yield from self.texts(part, path + name, seen)
+
+    def find_difference(self, now: Outcome, a: Any, b: Any, path: str) -> str:
+        """Return what differs between an entry and one of another run, in words.
+
+        Empty if nothing does, or only which objects are the same.
+        """
+        old, new = dict(self.texts(a, path, set())), dict(now.texts(b, path, set()))
+        differ = (key for key in old | new if old.get(key) != new.get(key))
+        return next((f"{key} was {old.get(key, 'absent')}, now it is {new.get(key, 'absent')}" for key in differ), "")
+
+
 def find_changed(before: Snapshot, after: Snapshot) -> list[int]:
     """Return the numbers of the objects that a run has changed; TypeError for one that no list, dict or attribute tells of."""
     changed = [number for number, row in before.rows.items() if after.rows.get(number, row) != row]
     opaque = [i for i in changed if (before.rows[i].make, before.rows[i].state) != (after.rows[i].make, after.rows[i].state)]
-    for number in opaque:
-        if find_difference(before, after, Ref("object", number), Ref("object", number), "", len(before.tensors)):
-            raise TypeError(f"a {before.rows[number].kind} that it changes")
+    for entry in (Ref("object", number) for number in opaque):
+        if Outcome.of(before)._replace(operands=len(before.tensors)).find_difference(Outcome.of(after), entry, entry, ""):
+            raise TypeError(f"a {before.rows[entry.number].kind} that it changes")
     return [i for i in changed if i not in opaque]
-
-
-def find_difference(was: Snapshot, now: Snapshot, a: Any, b: Any, path: str, operands: int) -> str:
-    """Return what differs between an entry of one snapshot and one of another, in words.
-
-    Empty if nothing does, or only which objects are the same.
-    """
-    old, new = (dict(snapshot.texts(entry, path, operands, set())) for snapshot, entry in ((was, a), (now, b)))
-    differ = (key for key in old | new if old.get(key) != new.get(key))
-    return next((f"{key} was {old.get(key, 'absent')}, now it is {new.get(key, 'absent')}" for key in differ), "")
