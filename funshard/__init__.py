@@ -76,8 +76,9 @@ from ._sharding.random_like import random_like
 from ._sharding.sharding import combine, partition, reshard, shard, unshard
 from ._sharding.skeleton import skeleton
 from ._slices.pieces import param_views
+from ._spec.codec import Codec
 from ._spec.options import Compile, Remat
-from ._spec.precision import Codec, Precision
+from ._spec.precision import Precision
 from ._steps.accumulate import accumulate
 from ._steps.in_backward import StepResult, update_in_backward
 from ._steps.microbatches import PaddedMicrobatches, pad_microbatches

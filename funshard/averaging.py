@@ -221,8 +221,8 @@ def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, red
     chosen = spec.bound_mesh.select(reduce_axes)
     for unit in spec:
         for name in (name for name in unit.distinct_axes if name not in chosen):
-            how = "local" if name in unit.local_axes else "split"
-            raise ValueError(f"unit '{unit.key}' is {how} over '{name}': expected reduce_axes= with it, got {reduce_axes!r}")
+            expected = f"expected reduce_axes= with it, got {reduce_axes!r}"
+            raise ValueError(f"unit '{unit.key}': ranks over '{name}' have other elements: {expected}")
     step = int(state.step)
     return spec.bound_mesh.names if step < start else chosen
 

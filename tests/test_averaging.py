@@ -647,7 +647,7 @@ ONES = {"0": torch.ones(12).double(), "1": torch.ones(25).double()}
         (lambda: hierarchical((2, "replicate"), (4, ("data", "replicate"))), "unknown mesh axis 'data'"),
         (lambda: av.choose_reduce_axes(av.init(), SPEC, start=-1, reduce_axes="shard"), "expected a start of 0 or more, got"),
         (lambda: av.choose_reduce_axes(av.init(), SPEC, start=1, reduce_axes="data"), "unknown mesh axis 'data'"),
-        (lambda: av.choose_reduce_axes(av.init(), SPEC, start=1, reduce_axes=()), r"split over 'shard': .* with it, got \(\)"),
+        (lambda: av.choose_reduce_axes(av.init(), SPEC, start=1, reduce_axes=()), r"ranks over 'shard' .* with it, got \(\)"),
         (lambda: av.ema(ONES, ONES, decay=1.1), "expected a decay from 0 to 1, got 1.1"),
         (lambda: av.ema(ONES, ONES, decay=-0.1), "expected a decay from 0 to 1, got -0.1"),
         (lambda: av.ema(ONES, ONES, decay=torch.tensor(1.5)), "expected a decay from 0 to 1, got 1.5"),

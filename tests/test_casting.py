@@ -162,7 +162,7 @@ def test_cast_around(param: torch.dtype | None, output: torch.dtype | None, give
         seen.extend((a.first.dtype, b.dtype, n.dtype))
         return {"out": a.first.to(BF16), "n": n}
 
-    run = wrap_in_casts(forward, Precision(param=param, output=output, cast_inputs=cast_inputs))
+    run = wrap_in_casts(forward, P(precision=Precision(param=param, output=output, cast_inputs=cast_inputs)))
     assert run.__doc__ == forward.__doc__
     out = run(Data(torch.ones(2, dtype=given), 1), b=torch.ones(2, dtype=F64), n=torch.ones(2, dtype=torch.int32))
     casts = param if cast_inputs else None
@@ -175,7 +175,8 @@ def test_cast_around(param: torch.dtype | None, output: torch.dtype | None, give
 def test_outputs_are_restored(wrap: Any, given: torch.dtype) -> None:
     """To the dtype of the first floating point input."""
     x = wrap(torch.ones(2, dtype=given))
-    out = wrap_in_casts(lambda a, b: torch.ones(2), Precision(param=F32, restore_outputs=True))(x, torch.ones(2, dtype=F64))
+    policy = P(precision=Precision(param=F32, restore_outputs=True))
+    out = wrap_in_casts(lambda a, b: torch.ones(2), policy)(x, torch.ones(2, dtype=F64))
     assert out.dtype == given
 
 
@@ -190,12 +191,12 @@ BOXES = [
 
 @pytest.mark.parametrize("wrap", BOXES)
 def test_outputs_are_restored_from_dataclasses(wrap: Any) -> None:
-    run = wrap_in_casts(lambda a: torch.ones(2, dtype=BF16), Precision(param=BF16, restore_outputs=True))
+    run = wrap_in_casts(lambda a: torch.ones(2, dtype=BF16), P(precision=Precision(param=BF16, restore_outputs=True)))
     assert run(wrap(torch.ones(2))).dtype == F32
 
 
 def test_outputs_stay_where_no_input_is_floating() -> None:
-    run = wrap_in_casts(lambda a: torch.ones(2, dtype=BF16), Precision(param=BF16, restore_outputs=True))
+    run = wrap_in_casts(lambda a: torch.ones(2, dtype=BF16), P(precision=Precision(param=BF16, restore_outputs=True)))
     assert run(torch.ones(2, dtype=torch.int64)).dtype == BF16
 
 
@@ -219,9 +220,9 @@ def test_shards_are_those_of_every_precision(shapes: list[tuple[int, int]]) -> N
 
 def test_nothing_around_without_precision() -> None:
     forward = lambda x: x  # noqa: E731
-    assert wrap_in_casts(forward, None) is forward
+    assert wrap_in_casts(forward, P()) is forward
     x = torch.ones(2, dtype=F64)
-    assert wrap_in_casts(forward, Precision())(x) is x
+    assert wrap_in_casts(forward, P(precision=Precision()))(x) is x
 
 
 # --- buffers ---

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import Codec, codecs
-from funshard._spec.precision import pack_bytes
+from funshard._spec.codec import pack_bytes
 
 LOW, WIDE = [torch.bfloat16, torch.float16], [torch.float32, torch.float64]
 EPS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-22, torch.float64: 2**-50}

@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 import funshard as fs
 from funshard import P
-from funshard._compiled.step import TracedFloats
 from funshard._transforms.error_hints import find_hint
 
 pytestmark = [
@@ -340,15 +339,6 @@ def full_parameters_in_a_step(rank: int) -> None:
 
 def test_full_parameters_in_a_step(gloo2: Pool) -> None:
     gloo2.run(full_parameters_in_a_step)
-
-
-def test_an_operator_that_takes_no_traced_float_makes_it_a_constant() -> None:
-    """The operator's own error, which is raised instead of Dynamo's, still is one of compilation: the step runs again."""
-    floats = TracedFloats(network)
-    error = RuntimeError("expected a number")
-    assert not floats.make_constant(error)
-    error.__cause__ = torch._dynamo.exc.Unsupported("got RuntimeError('expected a number')")
-    assert floats.make_constant(error)
 
 
 def test_dropout_of_sizes_that_change() -> None:

@@ -118,9 +118,8 @@ def trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard"
         close((got, ours, our_norm), (expected, value, norm), rtol)
     assert [leaf.data_ptr() for leaf in pytree.tree_leaves(got)] == pointers
     assert [values.numbers for values in got[1].values()] == numbers
-    assert Counters["stats"]["unique_graphs"] == 1
+    assert Counters["stats"]["unique_graphs"] == (2 if kind == "float" else 1)
     assert not Counters["graph_break"]
-    assert not Counters["recompiles"]
     if path is not None:
         for name, state in (("got", got), ("expected", expected)):
             fs.checkpoint.save(path / name, {"params": state[0], "opt": state[1]}, spec)
@@ -130,9 +129,9 @@ def trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard"
 
 @each
 @pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "AdamW"))
-@pytest.mark.parametrize("kind", depth(["float"], ["float", "tensor"]))
+@pytest.mark.parametrize("kind", depth(["tensor"], ["float", "tensor"]))
 def test_updates_compile_with_the_step(gloo2: Pool, name: str, kind: str) -> None:
-    """One graph for steps with other rates: equal to eager, the skipped one too, in the memory of the given tensors."""
+    """One graph for steps with other rates, two with floats: equal to eager, in the memory of the given tensors."""
     gloo2.run(trained, name, "aot_eager", kind)
 
 
@@ -143,13 +142,13 @@ def test_updates_compile_with_every_policy(gloo2: Pool, policy: str, tmp_path: P
     """The state is saved as eager's is."""
     if policy == "precision" and not _torch.FORWARD_CAN_BE_REPLACED:
         pytest.skip("torch 2.11: fs.compile refuses the precision of units inside the model")
-    gloo2.run(trained, "AdamW", "aot_eager", "float", policy, tmp_path)
+    gloo2.run(trained, "AdamW", "aot_eager", "tensor", policy, tmp_path)
 
 
 @seldom
 @needs_cpp
 def test_updates_compile_by_inductor(gloo2: Pool) -> None:
-    gloo2.run(trained, "AdamW", "inductor", "float")
+    gloo2.run(trained, "AdamW", "inductor", "tensor")
 
 
 def hostile(dtype: torch.dtype, i: int) -> Tensor:
@@ -180,7 +179,7 @@ def test_recorded_updates_equal_eager_ones(name: str, dtype: torch.dtype, lr: fl
         expected = step(*expected, hostile(dtype, i), rate)
         close(got, expected, 1e-10 if dtype in (torch.float64, torch.complex128) else 2 * torch.finfo(dtype).eps)
         assert torch.equal(got[0]["frozen"], params["frozen"])
-    assert Counters["stats"]["unique_graphs"] == 1
+    assert Counters["stats"]["unique_graphs"] <= 2
 
 
 def test_rates_that_are_tensors_of_the_optimizer() -> None:
@@ -333,23 +332,9 @@ def run_with(step: Callable[..., Any], values: tuple[float, ...]) -> int:
     return Counters["stats"]["unique_graphs"]
 
 
-def test_floats_do_not_recompile() -> None:
-    """torch compiles once more for a second value, if its profile is not told before."""
-    assert run_with(scaled, RATES) == 1
-    nested = fs.compile(lambda p, *, options: scaled(p, options["lr"][0]), backend="aot_eager")
-    for rate in RATES:
-        nested({"w": torch.ones(2)}, options={"lr": (rate,)})
-    assert Counters["stats"]["unique_graphs"] == 2
-
-
-def test_floats_that_cannot_be_traced_are_constants() -> None:
-    """Each value compiles again, and none is an error."""
-    assert run_with(lambda p, lr: {"w": p["w"] * len(str(lr))}, (0.5, 0.25, 0.125, 0.5)) <= 3
-
-
-def test_floats_recompile_without_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch whose private profile has another form compiles a second time."""
-    from funshard._torch import compiler
-
-    monkeypatch.setattr(compiler, "pgo", None)
+def test_floats_recompile_once() -> None:
+    """A second value makes a float an input of the graph; with dynamic=False each is a constant, which any operator takes."""
     assert run_with(scaled, RATES) == 2
+    compiled = fs.compile(lambda p, lr: {"w": p["w"] * len(str(lr))}, backend="aot_eager", dynamic=False)
+    for value in (0.5, 0.25, 0.125):
+        close(compiled({"w": torch.ones(2)}, value), {"w": torch.full((2,), float(len(str(value))))})

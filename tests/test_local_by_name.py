@@ -94,7 +94,7 @@ def test_averages_keep_pieces_apart(gloo4: Pool) -> None:
 
 
 def test_averages_over_a_local_axis_are_refused() -> None:
-    spec = SPEC.on({"tensor": 1, "shard": 1})
+    spec = SPEC.on({"tensor": 2, "shard": 1})
     with pytest.raises(ValueError, match=r"average_buffers: unit '.*' is local over axis 'tensor'.*expected axes="):
         averaging.average_buffers({"mean": torch.zeros(2)}, spec)
     assert averaging.average_buffers({"mean": torch.zeros(2)}, spec, axes="shard")

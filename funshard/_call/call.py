@@ -15,7 +15,6 @@ from .._batchnorm import SyncBatchNorm
 from .._core.checks import check_spec
 from .._core.division import ReduceBy, Reduction
 from .._core.spec import PartitionSpec
-from .._spec.precision import precision_of
 from .._transforms.error_hints import add_argument_hints, add_hints, as_call_arguments
 from . import compiled_call
 from .casting import module_overrides, wrap_in_casts
@@ -122,7 +121,7 @@ def _run_call(
     """Call the model, or another of its methods than forward. ``returned`` are globs of attributes to return."""
     with call.install(buffers, returned=returned, guards=_GUARDS) as run:
         forward = getattr(call.bound.modules[""], method or "__call__")
-        run.out = wrap_in_casts(forward, precision_of(call.spec.by_path[""]))(*args, **kwargs)
+        run.out = wrap_in_casts(forward, call.spec.by_path[""])(*args, **kwargs)
     return run
 
 

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .._batchnorm import MESH, WEIGHT, SyncBatchNorm
 from .._core.spec import PartitionSpec
-from .._core.unit import Unit
+from .._core.unit import P, Unit
 from .._spec.local import check_axes_are_given
-from .._spec.precision import Precision, precision_of
+from .._spec.precision import precision_of
 
 __all__ = ["buffer_dtypes", "cast_back", "cast_floats", "cast_params", "has_casts", "module_overrides", "wrap_in_casts"]
 
@@ -55,14 +55,16 @@ def _map_floats(fn: Callable[[Tensor | PackedSequence], Tensor | PackedSequence]
     return pytree.tree_map(one, tree)
 
 
-def has_casts(precision: Precision) -> bool:
-    """Return whether a precision casts around a module, and not only in gathers, reductions or buffers."""
-    return precision.restore_outputs or any((precision.output, precision.cast_inputs and precision.param))
+def has_casts(p: P) -> bool:
+    """Return whether there are casts around a module."""
+    precision = precision_of(p)
+    return precision is not None and precision._has_casts
 
 
-def wrap_in_casts(forward: Callable[..., Any], precision: Precision | None) -> Callable[..., Any]:
+def wrap_in_casts(forward: Callable[..., Any], p: P) -> Callable[..., Any]:
     """Return a module's forward, or another method, with its inputs and outputs cast."""
-    if precision is None or not has_casts(precision):
+    precision = precision_of(p)
+    if precision is None or not has_casts(p):
         return forward
 
     @functools.wraps(forward)
@@ -102,8 +104,8 @@ def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:
     def dtype(path: str) -> torch.dtype | None:
         while path not in spec.by_path:
             path = path.rpartition(".")[0]
-        p = spec.by_path[path]
-        return precision.buffer if p.precision and (precision := precision_of(p)) else None
+        precision = precision_of(spec.by_path[path])
+        return precision and precision.buffer
 
     return dtype
 
@@ -130,10 +132,11 @@ def module_overrides(
     """
     for at, module in (modules if norms is None else norms).items():
         if isinstance(module, SyncBatchNorm):
-            check_axes_are_given(module.axes, spec.units if module.training else (), f"SyncBatchNorm '{at}'")
+            if module.training:
+                check_axes_are_given(module.axes, spec, f"SyncBatchNorm '{at}'")
             yield module, MESH, spec.bound_mesh
             if weight is not None:
                 yield module, WEIGHT, weight
     for at, p in spec.by_path.items():
-        if p.precision and (precision := precision_of(p)) and has_casts(precision) and at in modules and at != path:
-            yield modules[at], "forward", wrap_in_casts(modules[at].forward, precision)
+        if at in modules and at != path and has_casts(p):
+            yield modules[at], "forward", wrap_in_casts(modules[at].forward, p)

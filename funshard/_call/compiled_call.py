@@ -18,7 +18,6 @@ from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._core.unit import Unit
 from .._spec.options import RECOMPUTE_ALL, remat_of
-from .._spec.precision import precision_of
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
 from .._wire.flow import gather_unit, weigh_grad
 from .._wire.mixed_layout import cast_views
@@ -57,7 +56,7 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
         _override_modules(modules, spec, inputs.options.weight),
         _drop_new_entries(modules),
     ):
-        run = wrap_in_casts(getattr(model, method) if method else model, precision_of(spec.by_path[""]))
+        run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""])
         out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
         after = {name: own[attr] for name, (_, own, attr, _, _) in replaced.items()}
     _keep_buffers(model, replaced, after, buffers)
@@ -217,7 +216,7 @@ def _drop_new_entries(modules: Mapping[str, nn.Module]) -> Generator[None]:
 def _check_casts_inside(spec: PartitionSpec) -> None:
     """Raise NotImplementedError for a unit with casts inside the model, where this torch can trace none."""
     for path, p in () if _torch.FORWARD_CAN_BE_REPLACED else spec.by_path.items():
-        if path and (precision := precision_of(p)) and has_casts(precision):
+        if path and has_casts(p):
             raise NotImplementedError(
                 f"unit '{path}' has a Precision: inside torch.compile, torch {torch.__version__} can cast around the whole "
                 "model only: expected torch 2.13, or a Precision for whole(P(...)) and for no other unit"

@@ -23,12 +23,10 @@ from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._core.unit import Unit
-from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of
-from .._spec.precision import precision_of
+from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of, surrounds_forward
 from .._transforms._recompute.regions import RecomputeRegions, collect_regions, missing_names_message
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
 from .buffers import is_first_warning
-from .casting import has_casts
 from .modes import UnitInUse
 from .module_state import GatheringParameters, ModuleAttributes
 from .running import Call, Override
@@ -174,8 +172,7 @@ def _check_units_inside(spec: PartitionSpec, *paths: str) -> bool:
     """Return True; raise ValueError if a unit inside one of these modules has remat, casts or offloaded activations."""
     for path in paths:
         for inner, p in spec.by_run.items():
-            casts = (precision := precision_of(p)) is not None and has_casts(precision)
-            if inner != path and is_within(inner, path) and (p.remat or casts or "activations" in p.offloads):
+            if inner != path and is_within(inner, path) and surrounds_forward(p):
                 raise ValueError(
                     f"unit '{inner}' with {p} is inside of module '{path}', which is compiled as one: expected no remat, casts "
                     "or offloaded activations inside of a compiled module; compile the inner unit instead"

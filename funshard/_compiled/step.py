@@ -12,7 +12,6 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,50 +28,8 @@ from .._transforms.error_hints import add_compile_hint
 from .._transforms.grad import is_in_gradient
 from ..optim._checks import refuse_shared_memory
 
-__all__ = ["TracedFloats", "compile"]
+__all__ = ["compile"]
 
-
-# --- Python floats among a compiled step's arguments, such as a learning rate: inputs of the graph, not constants ---
-
-
-class TracedFloats:
-    """The floats among the arguments of one compiled function, which Dynamo traces from the first call on.
-
-    Where it cannot, as in ``len(str(x))``, they are constants, and each new value compiles again.
-    """
-
-    def __init__(self, function: FunctionType) -> None:
-        self._function = function
-        self._can_be_traced = True
-
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Tell Dynamo how to take the floats among the arguments. Return whether it will trace some."""
-        if not (names := _names_of_floats(args, kwargs)):
-            return False
-        from .._torch.compiler import trace_floats  # here, because the compiler takes a second to import
-
-        return trace_floats(self._function, names, traced=self._can_be_traced)
-
-    def make_constant(self, error: Exception) -> bool:
-        """Make floats constants from the next call on, if the error may be due to them. Return whether it may."""
-        is_torchs, _ = _torch.classify_compile_error(error.__cause__ or error)  # the cause of what the program raises
-        self._can_be_traced = not is_torchs
-        return is_torchs
-
-
-def _names_of_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Return Dynamo's names of the Python floats among the arguments."""
-    found: list[str] = []
-    for name, given in (*((f"L['args'][{i}]", x) for i, x in enumerate(args)), ("L['kwargs']", kwargs)):
-        if isinstance(given, float):
-            found.append(name)
-        elif not isinstance(given, Tensor) and any(isinstance(x, float) for x in pytree.tree_leaves(given)):
-            leaves, _ = pytree.tree_flatten_with_path(given)
-            found += [name + pytree.keystr(path) for path, leaf in leaves if isinstance(leaf, float)]
-    return found
-
-
-# --- compile ---
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -144,9 +101,7 @@ def compile(
         return _run_step(step, donated_indices, *args, **kwargs)
 
     # Dynamo counts recompiles by code object, so every compiled step needs its own.
-    function = _torch.copy_function(run, "run")
-    run = torch.compile(function, backend=compiler, fullgraph=fullgraph, **others)
-    floats = TracedFloats(function)
+    run = torch.compile(_torch.copy_function(run, "run"), backend=compiler, fullgraph=fullgraph, **others)
 
     def run_traced(*args: Any, **kwargs: Any) -> tuple[Any, str]:
         with _torch.guard_hooks(), collect_regions() as regions, _torch.collect_graph_errors() as errors:
@@ -182,14 +137,7 @@ def compile(
                 "constants: expected the gradient inside of the step, or the step without compile"
             )
         donated = _check_donated(args, donated_indices)
-        are_traced = floats.trace(args, kwargs)
-        try:
-            out, problem = run_traced(*args, **kwargs)
-        except Exception as error:
-            if not (are_traced and fullgraph and floats.make_constant(error)):  # with breaks, some of the step has run
-                raise
-            floats.trace(args, kwargs)
-            out, problem = run_traced(*args, **kwargs)
+        out, problem = run_traced(*args, **kwargs)
         seen = Counter(_torch.storage_id(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor))
         if any(seen[storage] > count for storage, count in donated.items()):
             problem = "compile: a result is, or is a view of, a donated tensor, which was written to: return a clone of it"

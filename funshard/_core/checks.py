@@ -113,7 +113,7 @@ def check_params(params: Mapping[str, Tensor], spec: PartitionSpec, sizes: Mappi
     _check_stored(shards, spec, [unit for unit in spec if unit.key not in full])
     for unit in spec:
         for tensor in full.get(unit.key) or (params[unit.key],):
-            if tensor.dtype == unit.dtype or (unit.at_rest and unit.key not in full):
+            if tensor.dtype == unit.dtype or (unit.is_encoded and unit.key not in full):
                 continue
             if not (tensor.is_floating_point() and unit.dtype.is_floating_point):
                 like = "a floating point dtype such as " if unit.dtype.is_floating_point else ""

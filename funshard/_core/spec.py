@@ -273,18 +273,15 @@ class PartitionSpec:
 
 
 def _count_slices(spec: PartitionSpec, p: P) -> int:
-    """Return into how many slices the axes of ``p`` split a unit."""
     sizes = dict(spec.sizes or ())
     return torch.Size(sizes[axis] for axis in p.axes).numel()
 
 
 def _stored_by_key(spec: PartitionSpec) -> dict[str, tuple[int, torch.dtype]]:
-    """Return each unit's number of elements and dtype at rest."""
     return {unit.key: _stored_of(unit, spec) for unit in spec}
 
 
 def _stored_of(unit: Unit, spec: PartitionSpec) -> tuple[int, torch.dtype]:
-    """Return the length and dtype of a unit's shard: those of its bytes with ``at_rest``."""
     numel = spec.shard_numel(unit)
     return unit.at_rest._count_stored(numel, unit.dtype) if unit.at_rest else (numel, unit.dtype)
 

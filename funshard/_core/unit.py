@@ -273,6 +273,11 @@ class Unit:
         return self.p.at_rest if frozen else None
 
     @property
+    def is_encoded(self) -> bool:
+        """Whether its slices are stored as bytes, which stand for its elements."""
+        return self.at_rest is not None
+
+    @property
     def requires_grad(self) -> bool:
         """Whether the parameters are trained."""
         return self.params[0].requires_grad

@@ -29,8 +29,7 @@ from .._sharding.hashes import hash_bits
 from .._sharding.sharding import check_rank, collect_full_params
 from .._spec.table import log_spec
 from .._torch.modules import find_reset
-from .._wire.flow import encode_at_rest
-from .._wire.host import place_slice
+from .._wire.flow import store_slice
 from .._wire.whole import flatten_whole, scatter_whole
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
@@ -456,7 +455,7 @@ def _init_units(
             buffer = flatten_whole({param.name: x for param, x in zip(unit.params, full, strict=True)}, unit, spec)
         return scatter_whole(buffer, unit, mesh, rank)
 
-    out = {unit.key: place_slice(encode_at_rest(init_slice(unit), unit), unit, mesh) for unit in spec}
+    out = {unit.key: store_slice(init_slice(unit), unit, mesh) for unit in spec}
     if not compared:
         return out, None
     return out, torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)

@@ -16,6 +16,7 @@ from .. import _torch
 from .._core.checks import bind_spec, check_buffers
 from .._core.spec import PartitionSpec
 from .._core.unit import P, Unit
+from .._wire.host import is_host_resident
 from ..optim import from_torch
 
 __all__ = [
@@ -46,7 +47,7 @@ class UnitBytes(NamedTuple):
 
 def is_on_host(unit: Unit, spec: PartitionSpec) -> bool:
     """Return whether a unit lives in host memory and is used elsewhere: on any mesh but one of the CPU."""
-    return "params" in unit.p.offloads and spec.bound_mesh.device_type != "cpu"
+    return is_host_resident(unit) and spec.bound_mesh.device_type != "cpu"
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:

@@ -23,8 +23,8 @@ from .._spec.byte_size import parse_bytes
 from .._spec.table import log_spec
 from .._torch.phases import phase
 from .._wire.chain import CollectiveChain
-from .._wire.flow import encode_at_rest
-from .._wire.host import check_host_resident, compute_device, move, place_slice, start_copy_to_host
+from .._wire.flow import store_slice
+from .._wire.host import check_host_resident, compute_device, move, start_copy_to_host
 from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names
 from .._wire.whole import apply_options, decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
@@ -100,20 +100,20 @@ def find_result_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtyp
 
 def find_sent_dtype(piece: Tensor, unit: Unit, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which a piece is sent: the narrower one of its own and ``dtype``; bytes at rest as they are."""
-    result = piece.dtype if unit.at_rest else find_result_dtype(piece.dtype, dtype)
+    result = piece.dtype if unit.is_encoded else find_result_dtype(piece.dtype, dtype)
     return result if result.itemsize <= piece.itemsize else piece.dtype
 
 
 def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dtype | None, *, to_first: bool) -> int:
     """Return the peak bytes of a unit: its buffer, the buffers that a gather makes on the way, and a copy of one parameter."""
-    own = unit.dtype if unit.at_rest else find_sent_dtype(piece, unit, dtype)
+    own = unit.dtype if unit.is_encoded else find_sent_dtype(piece, unit, dtype)
     result = find_result_dtype(own, dtype)
     pieces = count_ranks(unit.local_axes, mesh)
     total = unit.padded_numel(count_ranks(unit.p.axes, mesh)) * pieces * own.itemsize
-    gathered = piece.nbytes * count_ranks(unit.distinct_axes, mesh) if unit.at_rest else total
+    gathered = piece.nbytes * count_ranks(unit.distinct_axes, mesh) if unit.is_encoded else total
     if sizes := [size for name in unit.distinct_axes if (size := mesh[name].size) > 1][:-1]:
         total += gathered // sizes[0] + gathered // math.prod(sizes)  # what the inner axes gather, and a cast of the slice
-    if unit.at_rest:
+    if unit.is_encoded:
         total += gathered
     elif to_first and own != piece.dtype:  # other gathers cast as they write the buffer
         total += piece.numel() * own.itemsize
@@ -458,7 +458,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
             assert full is not None
             buffer = flatten_whole(full, unit, spec).detach()
             buffer = buffer.to(device) if mesh.device or has_peers(mesh) else buffer
-        out[unit.key] = place_slice(encode_at_rest(_scatter_from(buffer, unit, spec, mesh, source, device), unit), unit, mesh)
+        out[unit.key] = store_slice(_scatter_from(buffer, unit, spec, mesh, source, device), unit, mesh)
     return out
 
 

@@ -15,11 +15,11 @@ from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.tree import Param, check_not_compiled
 from .._core.unit import Unit
-from .._spec.precision import check_trainable
+from .._spec.codec import check_trainable
 from .._spec.table import log_spec
 from .._units.accumulation import find_accumulation
-from .._wire.flow import encode_at_rest, gather_unit
-from .._wire.host import check_host_resident, place_slice
+from .._wire.flow import gather_unit, store_slice
+from .._wire.host import check_host_resident
 from .._wire.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
@@ -88,7 +88,7 @@ def shard(
     out: Params = {}
     for unit in spec:
         piece = scatter_whole(flatten_whole(full, unit, spec), unit, mesh, rank)
-        out[unit.key] = place_slice(encode_at_rest(piece, unit), unit, mesh)
+        out[unit.key] = store_slice(piece, unit, mesh)
     return out
 
 
@@ -234,7 +234,7 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
             gathered.add(key)
             full |= _gather_stored(shards[key], spec.by_key[key], spec.bound_mesh)
         buffer = flatten_whole(full, unit, new_spec)
-        out[unit.key] = place_slice(encode_at_rest(scatter_whole(buffer, unit, new_mesh), unit), unit, new_mesh)
+        out[unit.key] = store_slice(scatter_whole(buffer, unit, new_mesh), unit, new_mesh)
         for old in (key for key in names[unit.key] if last[key] == unit.key):
             for param in spec.by_key[old].params:
                 del full[param.name]

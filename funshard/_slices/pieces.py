@@ -15,7 +15,7 @@ from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
-from .._spec.precision import check_trainable
+from .._spec.codec import check_trainable
 from .._wire.host import check_host_resident
 
 __all__ = ["Piece", "check_slice", "map_unpadded", "padding_mask", "param_views", "slice_index", "slice_pieces"]
@@ -47,13 +47,13 @@ def param_views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int 
     """
     spec = bind_spec(spec)
     check_trainable((unit for unit in spec if unit.key in shards), "param_views")
-    check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if not unit.at_rest})
+    check_buffers(shards, spec, {unit.key: spec.shard_numel(unit) for unit in spec if not unit.is_encoded})
     check_host_resident(shards, spec)
     at = rank_coords(spec.bound_mesh, rank)
     return {
         piece.param.name: shards[unit.key][piece.low : piece.high]
         for unit in spec
-        if not unit.at_rest
+        if not unit.is_encoded
         for piece in slice_pieces(unit, spec, at)
     }
 

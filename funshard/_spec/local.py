@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import PARSERS, LocalDims, Option, P, Unit, whole_shape
 from .globs import find_unmatched, parse_globs, value_of
@@ -96,13 +97,14 @@ PARSERS["local"] = _parse_local
 # --- Tensors of pieces ---
 
 
-def check_axes_are_given(axes: object, units: Iterable[Unit], what: str) -> None:
-    """Raise ValueError where ``axes`` is None, for all, and a unit is local over one: there ranks may have other channels."""
-    if axes is None and (unit := next((unit for unit in units if unit.local_axes), None)) is not None:
-        raise ValueError(
-            f"{what}: unit '{unit.key}' is local over axis '{unit.local_axes[0]}', where ranks may have values of other "
-            "channels: expected axes=, the mesh axes over which all ranks have the same channels, got None"
-        )
+CHANNELS = "where ranks may have values of other channels: expected axes=, the mesh axes over which all have the same channels"
+
+
+def check_axes_are_given(axes: object, spec: PartitionSpec, what: str, why: str = CHANNELS) -> None:
+    """Raise ValueError where ``axes`` is None, for all, and a unit is local over one of several ranks."""
+    for unit in spec if axes is None else ():
+        if local := [axis for axis in unit.local_axes if spec.bound_mesh[axis].size > 1]:
+            raise ValueError(f"{what}: unit '{unit.key}' is local over axis '{local[0]}', {why}, got None")
 
 
 def stack_dims(param: Param, shape: Sequence[int], sizes: Mapping[str, int]) -> LocalDims:

@@ -14,8 +14,10 @@ from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.unit import PARSERS, Option, P, add_keyword
 from .._torch import OpOverload
+from .precision import precision_of
 
 __all__ = ["RECOMPUTE_ALL", "Chosen", "Compile", "Remat", "Save", "check_names", "find_compiled", "remat_of"]
+__all__ += ["surrounds_forward"]
 
 
 # --- Compile: how torch.compile compiles a unit's forward ---
@@ -87,19 +89,18 @@ def find_compiled(spec: PartitionSpec) -> dict[str, Compile]:
 
 def check_names(where: str, backend: object, mode: str | None, options: Mapping[str, Any]) -> None:
     """Raise ValueError for a backend, a mode or options that torch.compile does not know; ``where`` begins the message."""
-    known: Sequence[str] = ()
-    if isinstance(backend, str) and backend not in (known := _torch.list_backends()):
-        raise ValueError(_format_unknown_name(where, "backend", backend, known))
-    if backend == "inductor" and mode is not None and mode not in (known := [*_torch.inductor_modes()]):
-        raise ValueError(_format_unknown_name(where, "mode", mode, known))
+
+    def check(what: str, name: str, known: Sequence[str], *, close: bool = False) -> None:
+        if name not in known and name.replace("-", "_") not in known:
+            known = (difflib.get_close_matches(name, known) or known[:5]) if close else known
+            raise ValueError(f"{where}: {what}: expected one of {', '.join(map(repr, known))}, got {name!r}")
+
+    if isinstance(backend, str):
+        check("backend", backend, _torch.list_backends())
+    if backend == "inductor" and mode is not None:
+        check("mode", mode, [*_torch.inductor_modes()])
     for name in options if backend == "inductor" else ():
-        if name.replace("-", "_") not in (known := _torch.list_inductor_options()):
-            known = difflib.get_close_matches(name, known) or known[:5]
-            raise ValueError(_format_unknown_name(where, "options", name, known))
-
-
-def _format_unknown_name(where: str, what: str, given: str, known: Sequence[str]) -> str:
-    return f"{where}: {what}: expected one of {', '.join(map(repr, known))}, got {given!r}"
+        check("options", name, _torch.list_inductor_options(), close=True)
 
 
 # --- Remat: the results that are saved of a module that runs again for its derivatives ---
@@ -251,3 +252,12 @@ def _parse_offload(offload: Any, _: P) -> str | tuple[str, ...] | None:
 
 
 PARSERS["offload"] = _parse_offload
+
+
+# --- all of these, and the casts of a `Precision` ---
+
+
+def surrounds_forward(p: P) -> bool:
+    """Return whether an option surrounds the forward of a module, which a compiled module around it would trace over."""
+    precision = precision_of(p)
+    return bool(p.remat) or "activations" in p.offloads or (precision is not None and precision._has_casts)

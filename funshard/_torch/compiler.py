@@ -1,13 +1,10 @@
 """Private parts of torch's compilers, which take a second to import: import this module only to compile."""
 
-import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from types import FunctionType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch._functorch.config
-from torch._dynamo import pgo
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch.eager_transforms import _autograd_grad  # pyright: ignore[reportAttributeAccessIssue]
@@ -27,7 +24,6 @@ __all__ = [
     "get_hash_for_files",
     "is_view",
     "original_op",
-    "trace_floats",
     "view_base",
 ]
 
@@ -96,30 +92,3 @@ def original_op(node: Node) -> Any:
     """
     original = node.meta.get("original_aten")
     return getattr(original.overloadpacket, original._overloadname) if isinstance(original, OpOverload) else node.target
-
-
-def trace_floats(function: FunctionType, names: Iterable[str], *, traced: bool) -> bool:
-    """Have torch.compile take these Python floats as inputs of its graph from the first call on, or as constants.
-
-    Torch does the first once it has seen a second value, at the price of another compilation. This function writes into torch's
-    profile of the code that it has. A branch on a float still makes it a constant. Pinned by ``test_floats_do_not_recompile``.
-
-    Args:
-        function: The function that torch.compile was given.
-        names: Dynamo's names of the floats, such as ``L['args'][2]``.
-        traced: Whether they are inputs.
-
-    Returns:
-        Whether they are inputs. In a version of torch with another profile a second value compiles again.
-    """
-    try:
-        make: Any = pgo.CodeId.make
-        given = (function.__code__, function.__closure__)[: len(inspect.signature(make).parameters)]
-        known: dict[str, Any] = pgo.get_code_state()[make(*given)].automatic_dynamic
-        for name in names:
-            known.pop(name, None)
-            if traced:
-                known[name] = pgo.FrameStateSizeEntry(scalar=pgo.auto_dynamic)
-    except Exception:
-        return False
-    return traced

@@ -20,7 +20,7 @@ from .._core.layout import Params, concat_padded, unflatten_unit
 from .._core.mesh import Mesh, Simulated
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._spec.precision import check_trainable
+from .._spec.codec import check_trainable
 from .._wire.flow import apply_unit_options, gather_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from ..collectives._functions import broadcast, sum_over

@@ -15,7 +15,7 @@ from torch import Tensor
 from .._core.mesh import Axis
 from .._core.ops import OpContext, PendingResult, start_op
 from .._core.primitive import apply
-from .._spec.precision import Codec, Form, pack_rows, unpack_bytes
+from .._spec.codec import Codec, Form, pack_rows, unpack_bytes
 from ..collectives._functions import make_label
 
 __all__ = ["count_senders", "encode_slices", "reduce_encoded", "start_encoded_reduction"]

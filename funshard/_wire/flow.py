@@ -21,15 +21,16 @@ from .._core.mesh import Axis, Mesh, Simulated
 from .._core.primitive import LinearFunction, linear_map
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._spec.precision import pack_bytes, precision_of, storage_codec
+from .._spec.codec import pack_bytes, storage_codec
+from .._spec.precision import precision_of
 from .._units.accumulation import drop_unweighted
 from ..collectives._functions import reduce_scatter, unvary
-from .host import HOST
+from .host import HOST, place_slice
 from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 
-__all__ = ["apply_unit_options", "encode_at_rest", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit"]
-__all__ += ["refuse_reduce_codec_in_graph", "weigh_grad"]
+__all__ = ["apply_unit_options", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit"]
+__all__ += ["refuse_reduce_codec_in_graph", "store_slice", "weigh_grad"]
 
 
 def refuse_reduce_codec_in_graph(spec: PartitionSpec) -> None:
@@ -90,17 +91,20 @@ def _weigh_grad(buffer: Tensor, weight: Tensor) -> Tensor:
     return LinearFunction.apply(buffer, None, linear_map(lambda x, _: x, drop_unweighted), weight)
 
 
-def encode_at_rest(piece: Tensor, unit: Unit) -> Tensor:
-    """Return a slice as `shard` gives it: itself, or its bytes in the codec. Raise RuntimeError if it has a derivative."""
+def store_slice(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
+    """Return a slice as `shard` gives it, where it is kept: itself, or its bytes in the codec that it is stored in.
+
+    Raise RuntimeError for bytes of a slice that has a derivative.
+    """
     codec = storage_codec(unit)
     if codec is None:
-        return piece
+        return place_slice(piece, unit, mesh)
     if _torch.has_derivative(piece):
         raise RuntimeError(
             f"unit '{unit.key}' is at rest in {codec}, and bytes have no derivative: expected full parameters "
             "without one; detach them, or leave at_rest= out of its P"
         )
-    return pack_bytes(codec._encode_slice(piece.detach().to(unit.dtype)))[0]
+    return place_slice(pack_bytes(codec._encode_slice(piece.detach().to(unit.dtype)))[0], unit, mesh)
 
 
 def reduce_unit(

@@ -17,8 +17,8 @@ from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._torch.phases import phase
 
-__all__ = ["HOST", "check_host_resident", "compute_device", "is_host", "make_host_copy_step", "move", "place_slice"]
-__all__ += ["start_copy_to_device", "start_copy_to_host"]
+__all__ = ["HOST", "check_host_resident", "compute_device", "is_host", "is_host_resident", "make_host_copy_step", "move"]
+__all__ += ["place_slice", "start_copy_to_device", "start_copy_to_host"]
 
 
 # --- Units that live in host memory, ``P(offload="params")``, and the device on which they are used ---
@@ -31,14 +31,17 @@ def is_host(device: torch.device) -> bool:
     return device.type == HOST.type
 
 
+def is_host_resident(unit: Unit) -> bool:
+    """Return whether a unit lives in host memory, where its mesh computes on another device."""
+    return "params" in unit.p.offloads
+
+
 def compute_device(unit: Unit, mesh: Mesh) -> torch.device | None:
     """Return the device to which a host-resident unit is copied for use, None for a unit that is used where it is stored.
 
     It is the mesh's own. A mesh that does not say on which device it computes leaves units where they are.
     """
-    if "params" not in unit.p.offloads:
-        return None
-    device = _mesh_compute_device(mesh)
+    device = _mesh_compute_device(mesh) if is_host_resident(unit) else None
     return None if device is None or is_host(device) else device
 
 
@@ -112,7 +115,7 @@ def place_slice(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
         ValueError: Naming the unit, where it is kept on the host and nothing says which device it is used on.
     """
     device = mesh.device
-    if device is None and "params" in unit.p.offloads and _torch.is_accelerator(piece.device):
+    if device is None and is_host_resident(unit) and _torch.is_accelerator(piece.device):
         raise ValueError(
             f"unit '{unit.key}' has P(offload=\"params\"): expected a mesh that says on which device it is used, got sizes "
             f"{dict(mesh.sizes)} and parameters on {piece.device}; bind the spec by .on(init_device_mesh(...))"

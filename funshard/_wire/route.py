@@ -15,7 +15,8 @@ from .._core.flow import UnitAxes
 from .._core.layout import longest_padding, unflatten_unit
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.unit import Unit
-from .._spec.precision import Dtypes, Precision, precision_of, storage_codec
+from .._spec.codec import storage_codec
+from .._spec.precision import Dtypes, Precision, precision_of
 from .host import compute_device
 from .mixed_layout import MixedLayout, find_param_dtypes, make_mixed_layout
 from .stages import AllGather, Bytes, Copy, Decode, Divide, Encode, GatherEncodedBack, GradDtype, Join, Move, Replicas, Stage

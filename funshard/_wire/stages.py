@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import _torch
 from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 from .._core.ops import OpContext, PendingResult, start_op
-from .._spec.precision import Codec, Form, pack_bytes, unpack_bytes
+from .._spec.codec import Codec, Form, pack_bytes, unpack_bytes
 from ..collectives._functions import gather_slices, reduce_scatter, unvary, vary
 from .encoded_reduction import encode_slices, reduce_encoded, start_encoded_reduction
 from .host import HOST, make_host_copy_step, move

@@ -294,7 +294,7 @@ def _iter_entries(
         full = find_full_params(params, unit, sizes)
         for i, param in enumerate(unit.params):
             check_storable(params[unit.key] if full is None else full[i], f"parameter '{param.name}'")
-            own = full[i].dtype if full is not None else unit.dtype if unit.at_rest else params[unit.key].dtype
+            own = full[i].dtype if full is not None else unit.dtype if unit.is_encoded else params[unit.key].dtype
             yield make_entry(param.name, whole_shape(param, sizes), own)
     for name, tensor in _unsharded_tensors(params, spec, buffers).items():
         if name in spec.by_name:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
 from .._sharding.hashes import hash_bits
+from .._spec.codec import storage_codec
 from .._torch.phases import LOGGER, phase
 from ._errors import CheckpointError, SavedError
 from ._files.directory import StagingDirectory
@@ -275,7 +276,7 @@ class StateSummary:
                 self.common[name] = f"slices {leaf.dtype} of unit '{leaf.unit.key}'"
                 if leaf.is_encoded:
                     raise ValueError(
-                        f"unit '{leaf.unit.key}' is at rest in {leaf.unit.at_rest}, encoded from the frozen model: "
+                        f"unit '{leaf.unit.key}' is at rest in {storage_codec(leaf.unit)}, encoded from the frozen model: "
                         "expected a state without it; save fs.partition(params, spec)[0]"
                     )
                 index, slices = leaf.slice_index(self.spec)

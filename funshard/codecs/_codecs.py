@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _torch
-from .._spec.precision import Codec
+from .._spec.codec import Codec
 
 __all__ = ["NF4", "cast", "dynamic8", "int8", "nf4"]
 

@@ -29,7 +29,7 @@ from .._core.layout import Params, flatten_unit
 from .._core.mesh import Axes
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._spec.precision import check_trainable
+from .._spec.codec import check_trainable
 from .._wire.flow import reduce_along
 from .._wire.host import HOST, compute_device
 from .._wire.whole import transpose_options

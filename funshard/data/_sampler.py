@@ -13,6 +13,7 @@ from torch import Tensor
 from .._core.checks import bind_spec
 from .._core.layout import rank_along, rank_coords
 from .._core.spec import PartitionSpec
+from .._spec.local import check_axes_are_given
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
 
@@ -63,7 +64,8 @@ def sampler(
     spec = bind_spec(spec)
     together = rank is None and has_peers(spec.bound_mesh)
     with report_to_ranks(spec, together):
-        chosen = _find_sample_axes(spec, axes)
+        check_axes_are_given(axes, spec, "data.sampler", _SAMPLES)
+        chosen = spec.bound_mesh.select(axes)
         index, parts = rank_along(chosen, spec.bound_mesh, rank_coords(spec.bound_mesh, rank))
         size = len(data) if isinstance(data, Sized) else _to_int("data", data, "a data set with a length, or its size")
         made = BatchSampler(size, batch, seed, shuffle, last, epochs, index, parts)
@@ -79,15 +81,7 @@ def _to_int(name: str, value: int, expected: str = "a whole number") -> int:
         raise TypeError(f"{name}: expected {expected}, got {value!r}") from None
 
 
-def _find_sample_axes(spec: PartitionSpec, axes: Iterable[str] | None) -> tuple[str, ...]:
-    """Return the axes along which ranks have different samples; raise ValueError for None with local axes."""
-    unit = next((unit for unit in spec for axis in unit.local_axes if spec.bound_mesh[axis].size > 1), None)
-    if axes is None and unit is not None:
-        raise ValueError(
-            f"data.sampler: unit '{unit.key}' is local over axis '{unit.local_axes[0]}', along which ranks may share samples "
-            "(tensor parallel) or have different ones (experts): expected axes=, those along which samples differ, got None"
-        )
-    return spec.bound_mesh.select(axes)
+_SAMPLES = "along which ranks may share samples (tensor parallel) or have different ones (experts): expected axes= that differ"
 
 
 class BatchSampler:

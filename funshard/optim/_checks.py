@@ -91,7 +91,7 @@ NUMBERS = ("step", "eta", "mu", "mu_product")
 def is_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
     """Return whether the tensor is as long as this rank's slice of the unit."""
     length, dtype = spec.stored(unit)
-    if unit.at_rest and tensor.dtype == dtype:
+    if unit.is_encoded and tensor.dtype == dtype:
         return tensor.shape == (length,)
     return tensor.shape == (spec.shard_numel(unit),)
 

@@ -409,7 +409,7 @@ def _slot_from_json(data: Any, path: StatePath) -> Node:
     (kind, content), *_ = data.items()
     unit, names = path.unit, path.names
     if kind == "slice":
-        is_encoded = unit.at_rest is not None and not path.slot
+        is_encoded = unit.is_encoded and not path.slot
         return SliceLeaf(unit, names, plain_from_json(content), is_encoded, path.subset, path.is_compact)
     if kind == "blocks":
         dtype, block = content

@@ -18,8 +18,8 @@ from ..._core.tree import Param
 from ..._core.unit import LocalDims, Unit, join_shape, whole_shape
 from ..._slices.pieces import Piece, slice_pieces
 from ..._spec.local import piece_offsets
-from ..._wire.flow import encode_at_rest
-from ..._wire.host import place_slice
+from ..._wire.flow import store_slice
+from ..._wire.host import is_host_resident, place_slice
 
 __all__ = ["MAX_DIMS", "Box", "Leaf", "OwnedLeaf", "RangeSharer", "ScalarLeaf", "SliceLeaf", "StoredLeaf", "TensorLeaf"]
 __all__ += ["TensorRange", "ValueLeaf", "check_storable", "check_tiles", "is_uniform", "leaf_names", "range_to_boxes"]
@@ -216,7 +216,7 @@ class SliceLeaf:
 
     def allocate(self, spec: PartitionSpec) -> Tensor:
         """Return memory to read into, padding zeroed, on the mesh's device or on the host if it goes through the host."""
-        device = None if self.is_encoded or "params" in self.unit.p.offloads else spec.bound_mesh.device
+        device = None if self.is_encoded or is_host_resident(self.unit) else spec.bound_mesh.device
         memory = torch.empty(self.numel(spec), dtype=self.dtype, device=device or "cpu")
         if self.is_compact:
             return memory
@@ -238,7 +238,7 @@ class SliceLeaf:
 
     def to_state(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
         """Return a slice that was read as a state has it: encoded, and on the device or host where it is kept."""
-        return place_slice(encode_at_rest(tensor, self.unit) if self.is_encoded else tensor, self.unit, spec.bound_mesh)
+        return (store_slice if self.is_encoded else place_slice)(tensor, self.unit, spec.bound_mesh)
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
         """Yield the ranges of the parameters that lie in the slice."""

@@ -299,7 +299,7 @@ def stored_names(params: Iterable[Param], path: Sequence[str], slot: Sequence[st
 
 def parameter_slice(unit: Unit, path: Sequence[str] = ()) -> SliceLeaf:
     """Return the leaf of the unit's parameters, as the part of a state at this path."""
-    return SliceLeaf(unit, stored_names(unit.params, path, ()), unit.dtype, unit.at_rest is not None)
+    return SliceLeaf(unit, stored_names(unit.params, path, ()), unit.dtype, unit.is_encoded)
 
 
 def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Node]]:
@@ -430,7 +430,7 @@ class _Describer:
         if value.shape != (leaf.numel(self._spec),) if leaf.is_compact else not is_slice(value, unit, self._spec):
             length, dtype = (leaf.numel(self._spec), value.dtype) if leaf.is_compact else self._spec.stored(unit)
             _raise_other_slice(unit.key, path.error_path, f"this rank's slice, [{length}] {dtype}, or a number", value)
-        is_encoded = unit.at_rest is not None and value.dtype == torch.uint8
+        is_encoded = unit.is_encoded and value.dtype == torch.uint8
         return replace(leaf, dtype=unit.dtype, is_encoded=True) if is_encoded else leaf
 
     def _describe_blocks(self, value: Tensor, path: StatePath) -> SliceLeaf:

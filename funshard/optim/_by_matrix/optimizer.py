@@ -17,8 +17,8 @@ from ..._core.layout import Params
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
 from ..._core.unit import Unit, whole_shape
+from ..._spec.codec import check_trainable
 from ..._spec.local import stack_dims
-from ..._spec.precision import check_trainable
 from ..._spec.unit_state import UnitState
 from ..._torch.phases import phase
 from ..._wire.host import place_slice

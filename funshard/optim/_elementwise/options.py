@@ -84,10 +84,10 @@ def option_ranges(
             "options: where a parameter lies in a shard depends on the rank, and simulated ranks are all there at once: "
             "expected rank=, a mesh of processes, or the same options for all parameters"
         )
-    numels = {unit.key: spec.shard_numel(unit) for unit in spec if not unit.at_rest}
-    frozen = {unit.key: OptionRanges(frozen_unit=unit) for unit in spec if unit.at_rest}
+    numels = {unit.key: spec.shard_numel(unit) for unit in spec if not unit.is_encoded}
+    frozen = {unit.key: OptionRanges(frozen_unit=unit) for unit in spec if unit.is_encoded}
     if is_rank_unknown:  # where a parameter's part is the whole slice
-        parts = {param.name: OptionRanges(numels[unit.key]) for unit in spec if not unit.at_rest for param in unit.params}
+        parts = {param.name: OptionRanges(numels[unit.key]) for unit in spec if not unit.is_encoded for param in unit.params}
         return groups or [{}], {key: OptionRanges(numel) for key, numel in numels.items()} | parts | frozen
     where = param_views({key: torch.empty(numel, device="meta") for key, numel in numels.items()}, spec, rank=rank)
     by_key = {key: _ranges_of_unit(spec.by_key[key], numel, where, group_of_param) for key, numel in numels.items()}

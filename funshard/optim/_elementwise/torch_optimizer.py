@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ... import _torch
 from ..._core.checks import check_mapping
 from ..._core.spec import PartitionSpec
-from ..._spec.precision import check_trainable
+from ..._spec.codec import check_trainable
 from ..._spec.unit_state import replace_values
 from .._checks import StateMapping, Tensors, break_message, check_rate, named_tensors
 from .._quantized.slices import refuse_encoded

@@ -16,6 +16,7 @@ from ..._core.division import count_ranks
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
 from ..._core.unit import LocalDims, Unit, whole_shape
+from ..._wire.host import is_host_resident
 
 __all__ = ["Cost", "Matrix", "Owner", "Select", "all_coords", "assign_owners", "batch_matrices", "count_chunks"]
 __all__ += ["format_owners", "hidden", "largest_unit_numel", "select_matrices"]
@@ -271,7 +272,7 @@ def largest_unit_numel(found: Sequence[Matrix]) -> int:
 def _batch_key(matrix: Matrix) -> tuple[object, ...]:
     """Return the key that matrices sent together share: axes of pieces and of slices, dtype, whether they are on the host."""
     unit = matrix.unit
-    return unit.local_axes, unit.p.axes, matrix.stack_axes, unit.dtype, "params" in unit.p.offloads
+    return unit.local_axes, unit.p.axes, matrix.stack_axes, unit.dtype, is_host_resident(unit)
 
 
 def format_owners(found: Sequence[Matrix], spec: PartitionSpec) -> str:

@@ -17,7 +17,7 @@ from ..._core.spec import PartitionSpec
 from ..._core.unit import Unit
 from ..._slices.pieces import zero_padding
 from ..._slices.random_slices import draw_like, draw_uniform, hash_text
-from ..._spec.precision import Codec
+from ..._spec.codec import Codec
 from ..._spec.unit_state import UnitState, replace_values
 from .._by_matrix.optimizer import MatrixOptimizer
 from .._checks import Tensors, find_option_numbers, refuse_shared_memory
@@ -62,7 +62,7 @@ class StateCodec:
         """Return whether the state of a unit is encoded."""
         if self.at_least is None:
             return False
-        return unit.numel >= self.at_least and unit.dtype.is_floating_point and unit.at_rest is None
+        return unit.numel >= self.at_least and unit.dtype.is_floating_point and not unit.is_encoded
 
     def encode(self, state: object) -> dict[str, UnitState]:
         """Return a state by unit key with encoded slices."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import _torch
 from ..._core.spec import PartitionSpec
 from ..._core.unit import Unit
-from ..._spec.precision import Codec
+from ..._spec.codec import Codec
 
 __all__ = ["QuantizedSlice", "check_blocks", "check_codec", "check_encoding", "decode_slice", "encode_slice", "refuse_encoded"]
 
