@@ -12,10 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
+from collective_log import world
 from models import EXACT
 from ranks import Pool
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 import funshard as fs
 from funshard import P
@@ -199,3 +201,24 @@ def test_constants_are_the_stages(p: P) -> None:
     stages = Route.for_unit(unit, spec.bound_mesh, Reduction(), torch.float32).stages
     assert stages
     assert from_constants(to_constants(stages)) == stages
+
+
+@pytest.mark.parametrize("strategy", ["shard", "cast"])
+def test_a_new_stage_in_a_graph(strategy: str) -> None:
+    """What the stages of a unit's way compute is freed with its buffer, and backward's gather computes it again."""
+    gathers: list[int] = []
+
+    def count(graph: GraphModule, inputs: object) -> GraphModule:
+        gathers.append(sum("all_gather" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    with world(4):
+        model, x = nn.Sequential(Residual(), Residual()).double(), torch.randn(4, 3, dtype=torch.float64)
+        spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model).bound
+        params = fs.shard(model, spec)
+        step = fs.grad(lambda params, x: fs.functional_call(model, params, (x,), spec=spec).square().mean())
+        for context in (contextlib.nullcontext(), scaled()):
+            torch._dynamo.reset()
+            with context:
+                fs.compile(step, backend=count)(params, x)
+    assert gathers == [6 + 3, 6 + 3]

@@ -12,26 +12,9 @@ from torch.utils import _pytree as pytree
 from .._torch.compiler import FUNC_GRADIENT, OpOverload, annotate, get_annotation, is_view
 from .._transforms._recompute.regions import NAME_KEY, REGION_PREFIX
 
-__all__ = [
-    "CHECK_ORDER_KEY",
-    "UNIT_KEY",
-    "GatherNodes",
-    "annotate",
-    "annotate_phases",
-    "find_gathers",
-    "find_phases",
-    "find_written",
-    "get_annotation",
-    "get_regions",
-    "is_annotated",
-    "is_assembly",
-    "is_cheap",
-    "is_collective_start",
-    "is_mutating",
-    "is_view",
-    "is_wait",
-    "reachable_nodes",
-]
+__all__ = ["CHECK_ORDER_KEY", "UNIT_KEY", "GatherNodes", "annotate", "annotate_phases", "find_gathers", "find_phases"]
+__all__ += ["find_written", "get_annotation", "get_regions", "is_annotated", "is_assembly", "is_cheap", "is_collective_start"]
+__all__ += ["is_mutating", "is_view", "is_wait", "reachable_nodes"]
 
 _PHASE_KEY, _RESHARD_KEY = "funshard_phase", "funshard_reshard"
 CHECK_ORDER_KEY, UNIT_KEY = "funshard_check_order", "funshard_unit"
@@ -166,14 +149,14 @@ def find_gathers(graph: Graph) -> list[GatherNodes]:
 
 
 def _find_views(gathered: Node) -> list[Node]:
-    """Return the views and casts of a gathered value, and the concatenations of these alone that its unit's gather makes."""
+    """Return the views and casts of a gathered value, and what the stages of its unit's way compute of it alone."""
     views: dict[Node, None] = {}
     front = [gathered]
     while front:
         for user in front.pop().users:
-            joins = user.target is torch.ops.aten.cat.default and get_annotation(user, UNIT_KEY) is not None
-            is_view = is_cheap(user) or (joins and all(n is gathered or n in views for n in user.all_input_nodes))
-            if is_view and user not in views:
+            is_stage = get_annotation(user, UNIT_KEY) is not None and not is_mutating(user)
+            is_derived = is_stage and all(n is gathered or n in views for n in user.all_input_nodes)
+            if (is_cheap(user) or is_derived) and user not in views:
                 views[user] = None
                 front.append(user)
     return list(views)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
-from .._core.tree import ModuleTree, check_not_compiled, join_path, module_tree
+from .._core.tree import ModuleTree, join_path, module_tree
 
 __all__ = ["is_skeleton", "skeleton"]
 
@@ -56,7 +56,6 @@ def skeleton(model: M) -> M:
     tree = module_tree(model)
     memo: dict[int, Any] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        check_not_compiled(path, module)
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(f"skeleton: module '{path}' is a ScriptModule, which cannot be copied without its parameters")
         for name, param in module._parameters.items():

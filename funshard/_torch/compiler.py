@@ -12,20 +12,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
-__all__ = [
-    "FUNC_GRADIENT",
-    "CustomGraphPass",
-    "OpOverload",
-    "annotate",
-    "aot_autograd",
-    "compile_fx",
-    "compile_with_joint_pass",
-    "get_annotation",
-    "get_hash_for_files",
-    "is_view",
-    "original_op",
-    "view_base",
-]
+__all__ = ["FUNC_GRADIENT", "CustomGraphPass", "OpOverload", "annotate", "aot_autograd", "compile_fx"]
+__all__ += ["compile_with_joint_pass", "get_annotation", "get_hash_for_files", "is_view", "original_op", "view_base"]
 
 FUNC_GRADIENT = _autograd_grad
 """The function that takes torch.func's gradients in the graph that Dynamo makes.

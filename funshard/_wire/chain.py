@@ -24,15 +24,8 @@ from .host import start_copy_to_device
 from .route import Route, find_slice
 from .stages import AllGather, Decode, Join, Move, Names, Replicas, Stage, StartStep, Transit, Wire
 
-__all__ = [
-    "BufferPool",
-    "CollectiveChain",
-    "RouteSteps",
-    "RouteTable",
-    "copy_kept_slice",
-    "forgetting_on_error",
-    "make_route_table",
-]
+__all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "copy_kept_slice", "forgetting_on_error"]
+__all__ += ["make_route_table"]
 
 
 class BufferPool:

@@ -35,16 +35,7 @@ def encode_slices(buffer: Tensor, codec: Codec, num_slices: int) -> Tensor:
 def start_encoded_reduction(
     sent: Tensor, *, codec: Codec, context: OpContext, numel: int, dtype: torch.dtype, mean: bool
 ) -> PendingResult:
-    """Start to reduce encoded slices to this rank's own, of ``numel`` elements; return the sum or the mean in this dtype.
-
-    Args:
-        sent: The rows of `encode_slices`.
-        codec: The codec that has encoded them.
-        context: The process group.
-        numel: The number of elements of a slice.
-        dtype: The dtype of what was encoded, and of the sum.
-        mean: Whether the result is the mean.
-    """
+    """Start to reduce the rows of `encode_slices` to this rank's slice of ``numel`` elements: the sum or the ``mean``."""
     form = codec._describe_encoding(numel, dtype)[1]
 
     def decode(received: Tensor) -> Tensor:

@@ -59,15 +59,9 @@ def gather_unit(
     one function. In backward the gradient is reduce-scattered first and all-reduced as a slice. Where the precision keeps some
     parameters in a dtype of their own, the buffer is in one that has the values of all: see `split_by_dtype`.
 
-    Args:
-        piece: This rank's slice.
-        unit: The unit.
-        mesh: The mesh that it is sharded on.
-        reduction: How its gradient is reduced.
-        check_order: Whether ranks compare which unit they are about to gather, and in derivatives to reduce: RuntimeError where
-            they differ.
-        casts: Whether the buffer and the reduction have the dtypes of the unit's `Precision`.
-        as_stored: Whether the buffer is what was sharded, as of gradients and optimizer state, whatever options compute with.
+    With ``check_order`` ranks compare which unit they are about to gather, and in derivatives to reduce. With ``casts`` the
+    buffer and the reduction have the dtypes of the unit's `Precision`. A buffer ``as_stored``, as of gradients and optimizer
+    state, is what was sharded, whatever options compute with.
     """
     route = Route.for_unit(unit, mesh, reduction, piece.dtype, casts=casts)
     if not unit.numel:  # nothing to send

@@ -62,7 +62,6 @@ def check_host_resident(shards: Mapping[str, Tensor], spec: PartitionSpec) -> No
 
 
 def _host_resident_units(spec: PartitionSpec) -> tuple[tuple[str, torch.device], ...]:
-    """Return the keys of the units that live in host memory, and the device on which each is used."""
     devices = ((unit.key, compute_device(unit, spec.bound_mesh)) for unit in spec)
     return tuple((key, device) for key, device in devices if device is not None)
 
@@ -111,8 +110,7 @@ def make_host_copy_step(key: str) -> Callable[[Tensor, Tensor | None], PendingRe
 def place_slice(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     """Return a slice of a unit where it is kept: on the mesh's device, or in pinned host memory, by one copy.
 
-    Raises:
-        ValueError: Naming the unit, where it is kept on the host and nothing says which device it is used on.
+    Raises ValueError where it is kept on the host and nothing says which device it is used on.
     """
     device = mesh.device
     if device is None and is_host_resident(unit) and _torch.is_accelerator(piece.device):

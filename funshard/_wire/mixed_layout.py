@@ -77,7 +77,6 @@ class MixedLayout:
         return torch.float64 if torch.float64 in self.dtypes else torch.float32
 
     def _own_slice(self) -> SliceGroup:
-        """Return the group of this rank's slice."""
         assert self.index is not None
         first = 0
         for group in self.slices:
@@ -150,15 +149,8 @@ def make_mixed_layout(
 ) -> MixedLayout | None:
     """Return the layout of a unit's buffer in bytes, or None if all its parameters have one dtype in use.
 
-    Args:
-        unit: The unit.
-        padded_numel: The elements of its whole buffer.
-        num_slices: The number of slices.
-        default: The dtype of the parameters that its `Precision` does not keep in another one.
-        index: Which slice this rank has, if it is known.
-
-    Raises:
-        ValueError: Naming the unit, where a parameter would begin between two elements of its dtype.
+    ``default`` is that of the parameters which its `Precision` does not keep in another one, ``index`` says which slice this
+    rank has, if it is known. Raises ValueError where a parameter would begin between two elements of its dtype.
     """
     param_dtypes = find_param_dtypes(unit, default)
     if not unit.param_dtypes or len({*param_dtypes}) == 1:
@@ -201,9 +193,8 @@ def split_by_dtype(buffer: Tensor, unit: Unit, shard_dtype: torch.dtype) -> list
     if not unit.param_dtypes:
         return [buffer]
     dtypes = _find_computed_dtypes(unit, shard_dtype)
-    pieces = [
-        x for x, (_, param) in zip(buffer.split_with_sizes(_list_part_sizes(buffer, unit)), unit.parts, strict=False) if param
-    ]
+    parts = buffer[: unit.span].split_with_sizes([size for size, _ in unit.parts])
+    pieces = [x for x, (_, param) in zip(parts, unit.parts, strict=True) if param]
     return [
         torch.cat([piece.to(own) for piece, own in zip(pieces, dtypes, strict=True) if own == dtype])
         for dtype in dict.fromkeys(dtypes)
@@ -221,13 +212,7 @@ def view_by_dtype(buffers: Sequence[Tensor], unit: Unit, shard_dtype: torch.dtyp
 
 
 def _find_computed_dtypes(unit: Unit, shard_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return the dtypes in use of the parameters of a unit whose shard has ``shard_dtype``."""
     return find_param_dtypes(unit, resolve_dtypes(unit.p, shard_dtype).param)
-
-
-def _list_part_sizes(buffer: Tensor, unit: Unit) -> list[int]:
-    """Return the elements of each part of a unit's buffer, and of the padding at its end."""
-    return [*(size for size, _ in unit.parts), len(buffer) - unit.span]
 
 
 def view_whole_elements(buffer: Tensor, dtype: torch.dtype) -> Tensor:
@@ -254,7 +239,6 @@ def _group_slices(runs: Sequence[Run], length: int) -> Iterator[SliceGroup]:
 
 
 def _count_run_bytes(runs: Sequence[Run]) -> int:
-    """Return the number of bytes of these runs."""
     return sum(numel * dtype.itemsize for numel, dtype in runs)
 
 

@@ -63,7 +63,6 @@ class ReductionQueue:
             self.add_unreduced(unit.key, steps.prepare(buffer))
 
     def _padding_zeros(self, route: Route, like: Tensor, routes: RouteTable) -> Tensor:
-        """Return zeros as long as the longest padding of any unit."""
         at = route.device or like.device, route.dtypes.param
         if at not in self._zeros:
             longest = max(route.longest_padding for route in routes.by_key.values())
@@ -118,7 +117,6 @@ class ReductionQueue:
         self._add_chain(key, CollectiveChain(grad, ()))
 
     def _add_chain(self, key: str, chain: CollectiveChain) -> None:
-        """Keep a unit's running reduction, and announce it to the receiver."""
         self._slices.append((key, chain))
         if self._receiver:
             self._receiver.expect(key)
@@ -141,7 +139,6 @@ class ReductionQueue:
         return chain.result()
 
     def _report(self, parts: Iterable[tuple[str, Tensor]], receiver: GradReceiver) -> None:
-        """Hand reduced gradients to the receiver."""
         for key, grad in self._move_to_final_device([*parts]):
             receiver.receive(key, grad)
 
@@ -165,7 +162,6 @@ class ReductionQueue:
             self._reduce_bucket(full, kind)
 
     def _reduce_bucket(self, bucket: Bucket, kind: BucketKind) -> None:
-        """Start to reduce a bucket."""
         with phase("reduce bucket", " ".join(key or "''" for key in bucket.keys)):
             buffer = _torch.concat_into(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind.reduce))
             bucket.pieces.clear()

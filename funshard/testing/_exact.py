@@ -16,7 +16,6 @@ from .._core.mesh import ProcessAxis
 from .._core.spec import PartitionSpec
 from .._sharding.hashes import hash_params
 from .._sharding.sharding import collect_full_params
-from .._spec.precision import resolve_dtypes
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCTS, Case, Convex, Loss, Order, Outcome
