@@ -104,8 +104,8 @@ def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:
     def dtype(path: str) -> torch.dtype | None:
         while path not in spec.by_path:
             path = path.rpartition(".")[0]
-        precision = precision_of(spec.by_path[path])
-        return precision and precision.buffer
+        p = spec.by_path[path]
+        return precision.buffer if p.precision and (precision := precision_of(p)) else None
 
     return dtype
 
@@ -138,5 +138,5 @@ def module_overrides(
             if weight is not None:
                 yield module, WEIGHT, weight
     for at, p in spec.by_path.items():
-        if at in modules and at != path and has_casts(p):
+        if p.precision and has_casts(p) and at in modules and at != path:
             yield modules[at], "forward", wrap_in_casts(modules[at].forward, p)

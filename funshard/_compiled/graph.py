@@ -10,10 +10,9 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from .._torch.compiler import FUNC_GRADIENT, OpOverload, annotate, get_annotation, is_view
-from .._transforms._recompute.regions import NAME_KEY, REGION_PREFIX
 
 __all__ = ["CHECK_ORDER_KEY", "UNIT_KEY", "GatherNodes", "annotate", "annotate_phases", "find_gathers", "find_phases"]
-__all__ += ["find_written", "get_annotation", "get_regions", "is_annotated", "is_assembly", "is_cheap", "is_collective_start"]
+__all__ += ["find_written", "get_annotation", "is_annotated", "is_assembly", "is_cheap", "is_collective_start"]
 __all__ += ["is_mutating", "is_view", "is_wait", "reachable_nodes"]
 
 _PHASE_KEY, _RESHARD_KEY = "funshard_phase", "funshard_reshard"
@@ -31,20 +30,13 @@ def annotate_phases(graph: Graph) -> str:
     for node in graph.nodes:
         phase += node.target in _GRAD_FUNCTIONS
         annotate(node, **{_PHASE_KEY: phase})
-    keys = (_PHASE_KEY, _RESHARD_KEY, CHECK_ORDER_KEY, UNIT_KEY, NAME_KEY)
-    return repr([(*(get_annotation(node, key) for key in keys), get_regions(node)) for node in graph.nodes])
+    notes = [node.meta.get("custom", {}) for node in graph.nodes]
+    return repr([[(key, note[key]) for key in sorted(note) if key.startswith("funshard_")] for note in notes])
 
 
 def is_annotated(node: Node) -> bool:
     """Return whether a node was traced; a node that a compiler pass has inserted may have no annotations."""
     return get_annotation(node, _PHASE_KEY) is not None
-
-
-def get_regions(node: Node) -> tuple[int, ...]:
-    """Return the numbers of the regions that contain the node, the outermost first."""
-    return tuple(
-        sorted(int(key.removeprefix(REGION_PREFIX)) for key in node.meta.get("custom", {}) if key.startswith(REGION_PREFIX))
-    )
 
 
 # --- kinds of nodes in an ATen graph ---

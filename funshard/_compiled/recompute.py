@@ -23,14 +23,13 @@ from torch.utils import _pytree as pytree
 
 from .._spec.options import Remat
 from .._torch.compiler import OpOverload, view_base
-from .._transforms._recompute.regions import NAME_KEY
+from .._transforms._recompute.regions import NAME_KEY, REGION_PREFIX
 from .._transforms._recompute.saved_nodes import find_saved
 from .graph import (
     annotate,
     find_phases,
     find_written,
     get_annotation,
-    get_regions,
     is_annotated,
     is_mutating,
     is_view,
@@ -41,6 +40,12 @@ __all__ = ["mark_saved", "recompute"]
 
 _SAVED_KEY = "funshard_keep"
 """The annotation with regions that save a node's value."""
+
+
+def get_regions(node: Node) -> tuple[int, ...]:
+    """Return the numbers of the regions that contain the node, the outermost first."""
+    keys = node.meta.get("custom", {})
+    return tuple(sorted(int(key.removeprefix(REGION_PREFIX)) for key in keys if key.startswith(REGION_PREFIX)))
 
 
 def mark_saved(graph: Graph, remats: Sequence[Remat]) -> None:

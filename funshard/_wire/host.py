@@ -17,8 +17,8 @@ from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._torch.phases import phase
 
-__all__ = ["HOST", "check_host_resident", "compute_device", "is_host", "is_host_resident", "make_host_copy_step", "move"]
-__all__ += ["place_slice", "start_copy_to_device", "start_copy_to_host"]
+__all__ = ["HOST", "check_host_resident", "compute_device", "is_host", "is_host_resident", "move"]
+__all__ += ["place_slice", "start_copy_to_device", "start_copy_to_host", "start_grad_copy"]
 
 
 # --- Units that live in host memory, ``P(offload="params")``, and the device on which they are used ---
@@ -87,24 +87,17 @@ def start_copy_to_device(shard: Tensor, key: str, device: torch.device, dtype: t
         return there, _torch.AsyncCopy(shard, there)
 
 
-def make_host_copy_step(key: str) -> Callable[[Tensor, Tensor | None], PendingResult]:
-    """Return the last step of the chain of a unit or bucket: it copies to pinned host memory.
+def start_grad_copy(x: Tensor, key: str) -> PendingResult:
+    """Start to copy a gradient to pinned host memory, for which `_torch.synchronize_copies` waits."""
+    there = _torch.allocate_like(x, HOST)
+    with phase("copy gradient to the host", key):
+        copy = _torch.AsyncCopy(x, there)
 
-    `_torch.synchronize_copies` waits for it.
-    """
+    def end(x: Tensor = x) -> Tensor:  # which is held until then
+        copy.wait()
+        return there
 
-    def step(x: Tensor, out: Tensor | None) -> PendingResult:
-        there = _torch.allocate_like(x, HOST)
-        with phase("copy gradient to the host", key):
-            copy = _torch.AsyncCopy(x, there)
-
-        def end(x: Tensor = x) -> Tensor:  # which is held until then
-            copy.wait()
-            return there
-
-        return PendingResult((), end)
-
-    return step
+    return PendingResult((), end)
 
 
 def place_slice(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor:

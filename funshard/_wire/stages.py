@@ -12,7 +12,6 @@ flow, chain.py asynchronously on buffers of its own.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -23,10 +22,10 @@ from torch import Tensor
 from .. import _torch
 from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 from .._core.ops import OpContext, PendingResult, start_op
-from .._spec.codec import Codec, Form, pack_bytes, unpack_bytes
-from ..collectives._functions import gather_slices, reduce_scatter, unvary, vary
-from .encoded_reduction import encode_slices, reduce_encoded, start_encoded_reduction
-from .host import HOST, make_host_copy_step, move
+from .._core.primitive import apply
+from .._spec.codec import Codec, Form, pack_bytes, pack_rows, unpack_bytes
+from ..collectives._functions import gather_slices, make_label, reduce_scatter, unvary, vary
+from .host import HOST, move, start_grad_copy
 from .mixed_layout import MixedLayout
 
 if TYPE_CHECKING:
@@ -172,7 +171,7 @@ class Move(Stage):
         return grad.to(self.leaves_in)
 
     def start_transpose(self, names: Names) -> StartStep | None:
-        return None if self.device is None else make_host_copy_step(names.key)
+        return None if self.device is None else lambda x, out: start_grad_copy(x, names.key)
 
 
 @dataclass(frozen=True)
@@ -289,7 +288,11 @@ class AllGather(_Collective):
 
 @dataclass(frozen=True)
 class GatherEncodedBack(AllGather):
-    """A gather whose gradients are sent encoded to the owners of slices, which decode and add them."""
+    """A gather whose gradients are sent encoded to the owners of slices, which decode and add them.
+
+    The sum is in the dtype of the reduction, however narrow what is sent is. A slice is encoded for itself, so that a codec's
+    blocks lie in one slice, and every rank's in the same way, its own too: which rank owns a slice does not change the result.
+    """
 
     codec: Codec
     numel: int
@@ -302,16 +305,51 @@ class GatherEncodedBack(AllGather):
         return f" encoded by {self.codec}"  # ranks compare it: other codecs may send as many bytes
 
     def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
-        return reduce_encoded(grad, self.codec, self.axis_in(transit), self.op, transit.label)
+        batch = grad.shape[1:]
+        rows = grad.unflatten(0, (self.size, -1)).movedim(1, -1)  # by owner, by batch
+        numel = rows.shape[-1]
+        raw, form = pack_rows(self.codec._encode_rows(rows.reshape(-1, numel)))
+        label = make_label(transit.label and transit.label + self.encoding)
+        received = apply("all_to_all", raw.reshape(self.size, -1), self.axis_in(transit), label=label).reshape(raw.shape)
+        return self._sum_rows(received, form, numel, grad.dtype).reshape(*batch, numel).movedim(-1, 0)
 
     def transpose_(self, grad: Tensor) -> Tensor:
-        return encode_slices(grad, self.codec, self.size)
+        rows = grad.view(self.size, -1)
+        raw, form = pack_rows(self.codec._encode_rows(rows))
+        self.codec._forms.setdefault((rows.shape[1], grad.dtype), (raw.shape[1], form))  # not every encode runs on shapes
+        return raw
 
     def start_transpose(self, names: Names) -> StartStep | None:
         context = self.context(names, reduces=True)
         context = context._replace(label=context.label + self.encoding)
-        start = functools.partial(start_encoded_reduction, codec=self.codec, context=context)
-        return lambda x, out: start(x, numel=self.numel, dtype=self.dtype, mean=self.op == "mean")
+
+        def start(sent: Tensor, out: Tensor | None) -> PendingResult:
+            form = self.codec._describe_encoding(self.numel, self.dtype)[1]
+            return start_op("all_to_all", sent, context).then(lambda x: self._sum_rows(x, form, self.numel, self.dtype))
+
+        return start
+
+    def _sum_rows(self, received: Tensor, form: Form, numel: int, dtype: torch.dtype) -> Tensor:
+        """Decode the slices that this rank has received, by sender, and add them in the order of ranks.
+
+        Some senders' at a time: those of all ranks, decoded, are as large as the unit's buffer.
+        """
+        tensors, rows_each = unpack_bytes(received, form), len(received) // self.size  # several rows under vmap
+
+        def decode(rows: Sequence[Tensor]) -> Tensor:
+            decoded = self.codec._decode_slices(rows, numel, dtype)
+            return decoded if len(rows[0]) == rows_each else decoded.reshape(-1, rows_each * numel).sum(0)
+
+        senders = -(-self.size // _MOST_DECODES)
+        first, *rest = zip(*(x.split(senders * rows_each) for x in tensors), strict=True)
+        total = decode(first)
+        for rows in rest:
+            total = total + decode(rows)
+        return total / self.size if self.op == "mean" else total
+
+
+_MOST_DECODES = 4
+"""The most calls of a decoder for one reduction: each decodes the slices of as many ranks as that takes."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._core.checks import take_full_params
 from .._core.division import Reduction, count_ranks
 from .._core.flow import scatter_unit
-from .._core.layout import concat_padded, flatten_unit, rank_coords, to_memory_order, unflatten_unit
+from .._core.layout import flatten_unit, rank_coords, unflatten_unit
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.unit import LocalDims, Unit
@@ -35,13 +35,8 @@ def flatten_whole(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec)
     sizes = dict(spec.bound_mesh.sizes)
     tensors = take_full_params(params, unit, sizes)
     pieces = zip(*(split_pieces(x, param.local, sizes) for x, param in zip(tensors, unit.params, strict=True)), strict=True)
-    return torch.cat([_flatten_piece(of_rank, unit, padded) for of_rank in pieces])
-
-
-def _flatten_piece(tensors: Sequence[Tensor], unit: Unit, padded: int) -> Tensor:
-    """Return the flat buffer of a unit's tensors, each in its memory order, padded to ``padded`` elements."""
-    flat = [to_memory_order(x, param).reshape(-1) for x, param in zip(tensors, unit.params, strict=True)]
-    return concat_padded(flat, unit, padded)
+    names = [param.name for param in unit.params]
+    return torch.cat([flatten_unit(dict(zip(names, of_rank, strict=True)), unit, padded) for of_rank in pieces])
 
 
 def split_pieces(whole: Tensor, local: LocalDims, sizes: Mapping[str, int]) -> list[Tensor]:
