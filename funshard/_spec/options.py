@@ -51,11 +51,11 @@ class Compile(Option):
     def __post_init__(self) -> None:
         if not (isinstance(self.backend, str) or callable(self.backend)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"Compile: backend: expected a name or a function, got {self.backend!r}")
-        kinds = {
-            "mode": (str | None, "a string or None"),
-            "dynamic": (bool | None, "True, False or None"),
+        kinds: dict[str, tuple[Any, str]] = {
+            "mode": ((str, type(None)), "a string or None"),
+            "dynamic": ((bool, type(None)), "True, False or None"),
             "fullgraph": (bool, "True or False"),
-            "options": (Mapping | tuple, "a dict"),
+            "options": ((Mapping, tuple), "a dict"),
         }
         for name, (kind, expected) in kinds.items():
             if not isinstance(value := getattr(self, name), kind):

@@ -212,7 +212,6 @@ def offload(
         if value < 0:
             raise ValueError(f"offload: {name}: expected at least 0 bytes, got {value}")
     target = OffloadTarget(at_least, load, None if host is None else torch.device(host))
-    module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
 
     @functools.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
@@ -220,6 +219,7 @@ def offload(
             return f(*args, **kwargs)
         outer = find_hooks(_torch.current_pack_hook())
         held = outer.held if isinstance(outer, OffloadHooks) else ()
+        module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
         own = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
         return OffloadHooks(outer.restorable if outer else {}, target, held).run(f, own, args, kwargs)
 
