@@ -12,10 +12,12 @@ from torch.utils import _pytree as pytree
 from .. import _torch
 from .._call.write_watch import compare_values
 from .._core.checks import bind_spec
+from .._core.flow import REDUCE_MEAN
 from .._core.mesh import ProcessAxis
 from .._core.spec import PartitionSpec
 from .._sharding.hashes import hash_params
 from .._sharding.sharding import collect_full_params
+from .._wire.route import Route
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCTS, Case, Convex, Loss, Order, Outcome
@@ -144,7 +146,8 @@ def _check_batch_is_stacked(case: Case) -> None:
 
 
 def _choose_tolerance(spec: PartitionSpec) -> float:
-    dtypes = {d for unit in spec for d in (unit.dtype, *resolve_dtypes(unit.p, unit.dtype))}
+    routes = [Route.for_unit(unit, spec.bound_mesh, REDUCE_MEAN, unit.dtype) for unit in spec]
+    dtypes = {dtype for route in routes for dtype in (route.shard_dtype, *route.dtypes)}
     return max(map(_dtype_tolerance, dtypes), default=0.0)
 
 
