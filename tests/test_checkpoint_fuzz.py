@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 import pickletools
 import random
 import resource
@@ -244,7 +243,9 @@ def test_descriptions(files: Path, tmp_path: Path, kind: str) -> None:
     model, spec = made()
     expected = fs.shard(model, spec)
     good = (path / ".metadata").read_bytes()
-    change = mutated if kind == "bytes" else with_operations
+    change = mutated
+    if kind == "operations":
+        good, change = good[:2] + good[11:], with_operations  # without the frame, whose length it has
 
     def check(found: Any) -> None:
         assert all(found[key].equal(shard) for key, shard in expected.items())
@@ -328,44 +329,3 @@ def test_headers_of_safetensors(files: Path, tmp_path: Path) -> None:
                 index.write_bytes(text if seed % 2 else mutated(listed, rng))
             where = whole if seed % 3 else pieces
             outcomes.append(outcome(f"{seed}", lambda where=where: checkpoint.read_safetensors(where, spec), check))
-
-
-def test_pickles_are_read_as_pickle_reads_them() -> None:
-    """What has no object in it, of every protocol that the reader takes."""
-    from funshard.checkpoint._files.untrusted import read_pickle
-
-    rng = random.Random(0)
-
-    def value(deep: int) -> Any:
-        match rng.randrange(9 if deep else 6):
-            case 0:
-                return rng.choice((None, True, False, ()))
-            case 1:
-                return rng.choice((0, 255, 256, 65535, 65536, -1, 1 << 31, -(1 << 70)))
-            case 2:
-                return rng.choice(("", "a", "ä" * 300, "\ud800", "x" * 70_000))
-            case 3:
-                return rng.choice((0.5, float("inf")))
-            case 4:
-                return rng.choice((b"", b"a" * 300))
-            case 5:
-                return SHARED
-            case 6:
-                return [value(deep - 1) for _ in range(rng.randrange(5))]
-            case 7:
-                return tuple(value(deep - 1) for _ in range(rng.randrange(5)))
-            case _:
-                return {rng.choice(("a", "b", 3, i)): value(deep - 1) for i in range(rng.randrange(5))}
-
-    for _ in range(CASES * 5):
-        expected = value(4)
-        for protocol in range(2 if not has_bytes(expected) else 3, pickle.HIGHEST_PROTOCOL + 1):
-            assert read_pickle(pickle.dumps(expected, protocol), lambda name: None) == expected
-
-
-SHARED = ["shared", ("by", 1000)]
-
-
-def has_bytes(value: Any) -> bool:
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return isinstance(value, bytes) or any(map(has_bytes, children))

@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import inspect
+import io
 import os
 import pickle
 import subprocess
@@ -102,6 +103,25 @@ def test_stored_at() -> None:
     found = _torch.make_storage_info("__0_0.distcp", 3, 5)
     assert (found.relative_path, found.offset, found.length, found.transform_descriptors) == ("__0_0.distcp", 3, 5, None)
     assert b"torch.distributed.checkpoint.filesystem\n_StorageInfo" in pickle.dumps(found, 2)
+
+
+def test_saved_unchecked(tmp_path: Path) -> None:
+    """`_torch.save_unchecked` writes what torch.save does but for its checksums, whatever the switch for all threads says."""
+    tensor = torch.arange(6.0).view(2, 3)
+    with (tmp_path / "x").open("wb") as file:
+        file.write(b"before")
+        _torch.save_unchecked(tensor, file)
+    assert torch.load(io.BytesIO((tmp_path / "x").read_bytes()[6:]), weights_only=True).equal(tensor)
+    assert torch.serialization.get_crc32_options()
+
+
+def test_where_elements_are() -> None:
+    """A storage on the meta device says where in its file the elements are, as torch's notes on serialization have it."""
+    tensor = torch.arange(6.0).view(2, 3)
+    torch.save(tensor, record := io.BytesIO())
+    record.seek(0)
+    offset = torch.load(record, map_location="meta", weights_only=True).untyped_storage()._checkpoint_offset
+    assert record.getvalue()[offset : offset + 24] == bytes(_torch.host_bytes(tensor))
 
 
 def test_grad_over_raw_collectives_raises(fake_group: str) -> None:

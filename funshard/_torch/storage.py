@@ -17,10 +17,11 @@ from torch.autograd.function import FunctionCtx
 from .levels import below_transforms, is_batched, is_wrapped, unwrap
 from .tracing import allow_in_graph, is_fake, is_tracing
 
-__all__ = ["AsyncCopy", "allocate_like", "backend_name", "bound_device", "concat_into", "has_internal_overlap", "host_bytes"]
-__all__ += ["is_accelerator", "is_pinned", "is_sole_holder", "is_strided", "lazy_clone", "make_storage_info"]
-__all__ += ["make_version_probe", "memory_range", "overwrite", "resolve_group", "shares_counter", "shares_memory"]
-__all__ += ["shares_storage", "storage_id", "storage_id_of", "synchronize_copies", "take_storage", "version", "view_as_dtype"]
+__all__ = ["AsyncCopy", "allocate_like", "backend_name", "bound_device", "checkpoint_offset", "concat_into", "host_bytes"]
+__all__ += ["has_internal_overlap", "is_accelerator", "is_pinned", "is_sole_holder", "is_strided", "lazy_clone"]
+__all__ += ["make_storage_info", "make_version_probe", "memory_range", "overwrite", "resolve_group", "save_unchecked"]
+__all__ += ["shares_counter", "shares_memory", "shares_storage", "storage_id", "storage_id_of", "synchronize_copies"]
+__all__ += ["take_storage", "version", "view_as_dtype"]
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
@@ -85,10 +86,7 @@ _ONE_REFERENCE = _count_references(torch.empty(1))
 
 
 def lazy_clone(tensor: Tensor) -> Tensor:
-    """Return a copy that shares the tensor's memory until one of the two is written to, also through ``.data``.
-
-    Memory that torch did not allocate is copied at once. Pinned, with `shares_memory`, by ``test_copies_on_write``.
-    """
+    """Return a copy that shares memory that torch has allocated until either is written to. See ``test_copies_on_write``."""
     try:
         return torch._lazy_clone(tensor)  # pyright: ignore[reportPrivateImportUsage]
     except RuntimeError:
@@ -104,7 +102,6 @@ def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @allow_in_graph
 def _reinterpret_in_graph(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """View a tensor in a dtype, as one node for Dynamo, which may be inside of a vmap."""
     return _Reinterpreted.apply(tensor, dtype)
 
 
@@ -231,6 +228,17 @@ def make_storage_info(file: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # half a second, which only checkpoints need
 
     return _StorageInfo(file, offset, length)
+
+
+def save_unchecked(tensor: Tensor, file: Any) -> None:
+    """Write as torch.save does, but without its checksums, whose switch is one for all threads: ``test_saved_unchecked``."""
+    writer = torch._C.PyTorchFileWriter(file, False, 64)  # pyright: ignore
+    torch.serialization._save(tensor, writer, torch.serialization.pickle, 2, False)  # pyright: ignore
+    writer.write_end_of_file()
+
+
+checkpoint_offset: Callable[[Tensor], int] = lambda tensor: tensor.untyped_storage()._checkpoint_offset  # noqa: E731 # pyright: ignore
+"""The place in its file of a tensor that torch.load gave on the meta device. Pinned by ``test_where_elements_are``."""
 
 
 # --- Copies between a device and the host, in streams of their own ---

@@ -25,8 +25,8 @@ from .._spec.local import describe_pieces
 from .._torch.phases import LOGGER, phase
 from ._errors import CheckpointError, DamagedError
 from ._files.manifest import METADATA, read_manifest, read_metadata
-from ._files.untrusted import Record, checksum, open_regular, read_record, read_regular
-from ._files.writer import check_chunks, iter_boxes, make_chunk
+from ._files.untrusted import checksum, find_record, open_regular, read_regular
+from ._files.writer import PIECE_BYTES, check_chunks, iter_boxes, make_chunk
 from ._optimizer_state_dict import clean_name
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._state.json_tree import check_rank_count, iter_plain_values, select_part, tree_from_json
@@ -122,7 +122,7 @@ class _Loader:
     def __init__(self, directory: Path, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any) -> None:
         self._spec, self._ranks = spec, ranks
         manifest = read_manifest(directory)  # also checks the metadata's checksum
-        self._stored = StoredTensors(directory, read_metadata(directory), manifest.checksums if manifest else {})
+        self._stored = StoredTensors(directory, read_metadata(directory), manifest.records if manifest else {})
         path = tuple(only.split(".")) if only else ()
         saved = dict(iter_plain_values(manifest.state, ranks.rank)) if manifest else {}
         if like is not None:
@@ -255,7 +255,7 @@ class StoredTensors:
     directory: Path
     metadata: Metadata
     checksums: Mapping[str, Mapping[str, int]]
-    """Those of the manifest, as in `Manifest`."""
+    """Those of the records, as in `Manifest`."""
     _checked: set[str] = field(default_factory=set)
 
     def find_key(self, names: Sequence[str]) -> str | None:
@@ -363,28 +363,29 @@ class StoredTensors:
         """Read the parts of one chunk, a tensor in a file, that some items ask for; ``expected`` is its checksum, if known."""
         if offset + length > os.fstat(file.fileno()).st_size:
             raise DamagedError("it was cut short")
-        found = read_record(lambda at, size: _read_exactly(file, offset + at, size), length, check_other_members=check)
-        if expected is not None and found.crc32 != expected:
-            raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
+        found = find_record(file, offset, length, check=check and expected is None)
+        shape = tuple(found.like.shape)
         for item, _ in items:
-            self._check_chunk(found, item.storage_index)
-        dense = torch.empty_strided(found.shape, found.stride, device="meta").is_contiguous()
+            tensor: Any = self.metadata.state_dict_metadata[item.storage_index.fqn]
+            wanted = tuple(tensor.chunks[item.storage_index.index].sizes), tensor.properties.dtype
+            if (shape, found.like.dtype) != wanted:
+                raise DamagedError(f"expected {[*wanted[0]]} {wanted[1]} there, got {[*shape]} {found.like.dtype}")
+        first, target = items[0]
+        is_direct = len(items) == 1 and tuple(first.lengths) == shape and _has_layout(target, found.like)
+        raw = _torch.host_bytes(target) if is_direct else memoryview(bytearray(found.end - found.offset))
+        crc32 = _read_into(file, offset, found.offset, 0)
+        crc32 = _read_into(file, offset + found.offset, raw, crc32)
+        if check and expected not in (None, _read_into(file, offset + found.end, length - found.end, crc32)):
+            raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
+        if is_direct:
+            return
+        values = torch.frombuffer(raw, dtype=found.like.dtype) if raw else torch.empty(0, dtype=found.like.dtype)
+        values = values.as_strided(shape, found.like.stride())
         for item, target in items:
-            if dense and tuple(item.lengths) == found.shape and _has_layout(target, found):  # most items: no buffer in between
-                _read_into(target, file, offset, found, check=check)
-                continue
-            raw = torch.empty(found.nbytes, dtype=torch.uint8)
-            _read_into(raw, file, offset, found, check=check)
-            part = raw.view(found.dtype).as_strided(found.shape, found.stride, found.start)
+            part = values
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, start, size)
             target.copy_(part)
-
-    def _check_chunk(self, found: Record, index: MetadataIndex) -> None:
-        tensor: Any = self.metadata.state_dict_metadata[index.fqn]
-        expected = tuple(tensor.chunks[index.index].sizes), tensor.properties.dtype
-        if (found.shape, found.dtype) != expected:
-            raise DamagedError(f"expected {[*expected[0]]} {expected[1]} there, got {[*found.shape]} {found.dtype}")
 
 
 def plan_reads(parts: Sequence[TensorRange], metadata: Metadata) -> Iterator[tuple[ReadItem, Tensor]]:
@@ -401,34 +402,22 @@ def plan_reads(parts: Sequence[TensorRange], metadata: Metadata) -> Iterator[tup
             yield item, view
 
 
-def _read_into(memory: Tensor, file: BinaryIO, offset: int, found: Record, *, check: bool) -> None:
-    if not found.nbytes:
-        return
-    raw = _torch.host_bytes(memory)
-    file.seek(offset + found.offset)
+def _read_into(file: BinaryIO, offset: int, memory: memoryview | int, crc32: int) -> int:
+    """Read bytes of a file into memory, or so many to nowhere, and return the checksum of these after those before."""
+    raw = memoryview(bytearray(memory)) if isinstance(memory, int) else memory
+    file.seek(offset)
     at = 0
-    while at < len(raw) and (read := file.readinto(raw[at:])):  # pyright: ignore[reportAttributeAccessIssue]
+    while at < len(raw) and (read := file.readinto(raw[at : at + PIECE_BYTES])):  # pyright: ignore[reportAttributeAccessIssue]
+        crc32 = checksum(raw[at : at + read], crc32)
         at += read
     if at < len(raw):
         raise DamagedError("it was cut short")
-    if check and checksum(raw) != found.crc32:
-        raise DamagedError("its checksum is not what was written")
+    return crc32
 
 
-def _has_layout(target: Tensor, found: Record) -> bool:
-    is_same = target.dtype == found.dtype and target.nbytes == found.nbytes
-    return is_same and target.is_contiguous() and target.device.type == "cpu"
-
-
-def _read_exactly(file: BinaryIO, offset: int, size: int) -> bytes:
-    """Read ``size`` bytes at an offset; raise DamagedError if the file ends before."""
-    file.seek(offset)
-    raw = b""
-    while len(raw) < size and (more := file.read(size - len(raw))):
-        raw += more
-    if len(raw) < size:
-        raise DamagedError("it was cut short")
-    return raw
+def _has_layout(target: Tensor, like: Tensor) -> bool:
+    is_dense = target.is_contiguous() and like.is_contiguous()
+    return is_dense and target.dtype == like.dtype and target.shape == like.shape and target.device.type == "cpu"
 
 
 @contextmanager

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import serialization
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from .._errors import CheckpointError, DamagedError, NewerError
 from .._state.json_tree import check_fields, check_tree, raise_damaged
 from .._state.leaves import MAX_DIMS
-from .untrusted import SIZE_LIMIT, PickledName, PickledObject, checksum, read_pickle, read_regular
+from .untrusted import SIZE_LIMIT, Pickled, checksum, read_pickle, read_regular
 
 __all__ = ["MANIFEST", "MAX_SEQUENCE", "METADATA", "Manifest", "is_plain_name", "read_manifest", "read_metadata"]
 __all__ += ["write_manifest"]
@@ -54,8 +53,8 @@ class Manifest:
     """The checksum of torch's metadata file."""
     state: Any
     """The JSON tree of the state, as `tree_to_json` returns it."""
-    checksums: Mapping[str, Mapping[Any, int]]
-    """For each file by name, the checksum of each tensor's elements by the tensor's offset; {} in files of version 0.2."""
+    records: Mapping[str, Mapping[Any, int]]
+    """For each file by name, the checksum of each tensor's record by its offset; {} in files of version 0.2."""
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -102,17 +101,17 @@ def _parse(raw: bytes) -> Manifest:
     check_fields(content, {"version": int}, "the content")
     if (version := content["version"]) > VERSION:
         raise NewerError(f"of version {version}, expected at most {VERSION}: use a newer funshard")
-    content.setdefault("checksums", {})
-    fields = {"sequence": int, "files": dict, "metadata": int, "state": dict, "checksums": dict}
+    content.setdefault("records", {})
+    fields = {"sequence": int, "files": dict, "metadata": int, "state": dict, "records": dict}
     check_fields(content, fields, "the content")
     if not 0 < content["sequence"] <= MAX_SEQUENCE:
         raise_damaged("field 'sequence'", "a number from 1 on, of at most 63 bits", content["sequence"])
     for name, size in content["files"].items():
         if not is_plain_name(name) or type(size) is not int or not 0 <= size < SIZE_LIMIT:
             raise_damaged("field 'files'", "files of the directory and their sizes", {name: size})
-    for name, checksums in content["checksums"].items():
-        if type(checksums) is not dict:
-            raise_damaged("field 'checksums'", "an object for each file", {name: checksums})
+    for name, records in content["records"].items():
+        if type(records) is not dict:
+            raise_damaged("field 'records'", "an object for each file", {name: records})
     check_tree(content["state"])
     return Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__})
 
@@ -124,18 +123,15 @@ def is_plain_name(name: object) -> bool:
 
 # --- torch's metadata file of a checkpoint, `.metadata`: a pickle, which is read as data and checked completely ---
 
-DCP = f"{dcp.__name__}."
-"""The prefix of the classes that a metadata file pickles."""
-STORAGE_INFO, LAYOUT = f"{filesystem.__name__}._StorageInfo", f"{serialization.__name__}._get_layout"
 CLASSES = "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata"
 ALLOWED_GLOBALS = {
-    STORAGE_INFO,
-    LAYOUT,
+    f"{filesystem.__name__}._StorageInfo",
+    f"{serialization.__name__}._get_layout",
     "torch.Size",
     "collections.OrderedDict",
     "builtins.getattr",
-    f"{DCP}_MEM_FORMAT_ENCODING",
-} | {f"{DCP}{name}" for name in CLASSES.split()}
+    f"{dcp.__name__}._MEM_FORMAT_ENCODING",
+} | {f"{dcp.__name__}.{name}" for name in CLASSES.split()}
 """The names that a metadata file may have. Early releases of Python 3.11 pickle an enum member as ``getattr(enum, name)``."""
 PATHS = re.compile(r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path")
 """The classes of the checkpoint's own path; Python 3.13 keeps them in ``pathlib._local``."""
@@ -157,8 +153,7 @@ def read_metadata(path: Path) -> Metadata:
     CheckpointError for one that is damaged or names anything but data.
     """
     try:
-        raw = read_regular(path / METADATA)
-        return _parse_metadata(read_pickle(raw, _check_pickled_name), len(raw))
+        return _parse_metadata(read_pickle(read_regular(path / METADATA), _check_pickled_name))
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{path}: expected a checkpoint, which has a file '{METADATA}'; is it a directory of several?"
@@ -168,106 +163,75 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _check_pickled_name(name: str) -> None:
-    is_dtype = name.startswith("torch.") and isinstance(getattr(torch, name[6:], None), torch.dtype)
-    if name not in ALLOWED_GLOBALS and not is_dtype and not PATHS.fullmatch(name):
+    if name not in ALLOWED_GLOBALS and _find_dtype(name) is None and not PATHS.fullmatch(name):
         raise DamagedError(f"it asks for {name}, which is no description of tensors: it is not loaded")
 
 
-def _parse_metadata(found: Any, nbytes: int) -> Metadata:
-    state = _get_fields(found, f"{DCP}Metadata")
+def _find_dtype(name: str) -> torch.dtype | None:
+    found = getattr(torch, name.removeprefix("torch."), None) if name.startswith("torch.") else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _parse_metadata(found: Any) -> Metadata:
+    state = _get_fields(found, "Metadata", state_dict_metadata=dict, storage_data=dict)
     tensors: dict[str, Any] = {}
-    known: dict[int, Any] = {}  # tied parameters share one entry
-    for name, entry in _get_dict(state, "state_dict_metadata").items():
-        if type(name) is not str:
-            _raise_damaged("the name of a tensor", name)
-        if id(entry) not in known:
-            known[id(entry)] = _parse_entry(entry, name, nbytes)
-            nbytes -= len(getattr(known[id(entry)], "chunks", ()))
-        tensors[name] = known[id(entry)]
+    for name, entry in state["state_dict_metadata"].items():
+        is_bytes = getattr(entry, "dotted", "") == f"{dcp.__name__}.BytesStorageMetadata"
+        tensors[name] = BytesStorageMetadata() if is_bytes else _parse_tensor(entry)
     storage: dict[MetadataIndex, StorageInfo] = {}
-    for key, info in _get_dict(state, "storage_data").items():
-        index = _parse_index(key)
+    for key, info in state["storage_data"].items():
+        fields = _get_fields(key, "MetadataIndex", fqn=str)
+        index = MetadataIndex(fields["fqn"], None if fields.get("offset") is None else _parse_shape(fields["offset"]))
         if index in storage:
-            _raise_damaged(f"each chunk of '{index.fqn}' once", f"two at {list(index.offset or ())}")
+            raise_damaged(f"a chunk of '{index.fqn}'", "one at each place", index.offset)
         storage[index] = _parse_info(info)
     return Metadata(tensors, storage_data=storage)
 
 
-def _parse_entry(found: Any, name: str, most: int) -> TensorStorageMetadata | BytesStorageMetadata:
-    """Return the entry of a tensor, with its chunks, of which there are at most so many."""
-    if type(found) is PickledObject and found.name == f"{DCP}BytesStorageMetadata":
-        return BytesStorageMetadata()
-    state = _get_fields(found, f"{DCP}TensorStorageMetadata")
+def _parse_tensor(found: Any) -> TensorStorageMetadata:
+    state = _get_fields(found, "TensorStorageMetadata", chunks=list, properties=Pickled)
     size = _parse_shape(state.get("size"))
-    chunks = state.get("chunks")
-    if type(chunks) is not list or len(chunks) > most:  # entries may share a list: a small file could have a million chunks
-        _raise_damaged(f"the chunks of '{name}', fewer than the file's bytes", chunks)
-    out: list[ChunkStorageMetadata] = []
-    for chunk in chunks:
-        box = _get_fields(chunk, f"{DCP}ChunkStorageMetadata")
-        offsets, sizes = _parse_shape(box.get("offsets")), _parse_shape(box.get("sizes"))
-        if not len(offsets) == len(sizes) == len(size):
-            _raise_damaged(f"chunks of '{name}' with {len(size)} dimensions", f"one of {list(sizes)} at {list(offsets)}")
-        out.append(ChunkStorageMetadata(offsets, sizes))
-    return TensorStorageMetadata(TensorProperties(dtype=_parse_dtype(state.get("properties"))), size, out)
-
-
-def _parse_dtype(properties: Any) -> torch.dtype:
-    state = properties.state if _is_object(properties, f"{DCP}TensorProperties") else None
-    named = state[0] if type(state) is tuple and state else None
-    dtype = getattr(torch, named.dotted[6:], None) if type(named) is PickledName else None
-    if not isinstance(dtype, torch.dtype):
-        _raise_damaged("a tensor's properties, its dtype first", state)
-    return dtype
-
-
-def _parse_index(found: Any) -> MetadataIndex:
-    state = _get_fields(found, f"{DCP}MetadataIndex")
-    name, offset = state.get("fqn"), state.get("offset")
-    if type(name) is not str:
-        _raise_damaged("the name of a tensor", name)
-    return MetadataIndex(name, None if offset is None else _parse_shape(offset))
+    chunks: list[ChunkStorageMetadata] = []
+    for chunk in state["chunks"]:
+        box = _get_fields(chunk, "ChunkStorageMetadata")
+        chunks.append(ChunkStorageMetadata(_parse_shape(box.get("offsets")), _parse_shape(box.get("sizes"))))
+        if not len(chunks[-1].offsets) == len(chunks[-1].sizes) == len(size):
+            raise_damaged("a chunk", f"{len(size)} dimensions", [*chunks[-1].sizes])
+    properties: Any = state["properties"].state
+    named = properties[0] if type(properties) is tuple and properties else None
+    if (dtype := _find_dtype(getattr(named, "dotted", ""))) is None:
+        raise_damaged("a tensor's properties", "its dtype first", properties)
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
 def _parse_info(found: Any) -> StorageInfo:
-    state = _get_fields(found, STORAGE_INFO)
+    state = _get_fields(found, "_StorageInfo")
     file: Any = state.get("relative_path")
     if not is_plain_name(file):
-        _raise_damaged("a file of the checkpoint's directory", file)
+        raise_damaged("the place of a chunk", "a file of the checkpoint's directory", file)
     if state.get("transform_descriptors"):
-        _raise_damaged(f"bytes in '{file}' as torch.save writes them", f"transformed ones, {state['transform_descriptors']}")
+        raise_damaged(f"file '{file}'", "bytes as torch.save writes them", f"transformed {state['transform_descriptors']}")
     return StorageInfo(file, _parse_size(state.get("offset")), _parse_size(state.get("length")))
 
 
-def _raise_damaged(expected: str, found: Any) -> NoReturn:
-    got = found if isinstance(found, str) else getattr(found, "name", reprlib.repr(found))
-    raise DamagedError(f"expected {expected}, got {got}")
-
-
-def _is_object(found: Any, name: str) -> bool:
-    return type(found) is PickledObject and found.name == name
-
-
-def _get_fields(found: Any, name: str) -> dict[Any, Any]:
-    if not _is_object(found, name) or type(found.state) is not dict:
-        _raise_damaged(f"an object of {name}", found)
+def _get_fields(found: Any, cls: str, **fields: type) -> dict[str, Any]:
+    """Return the fields of an object of this class of torch, some of which have these types."""
+    if not isinstance(found, Pickled) or type(found).__name__ != cls or type(found.state) is not dict:
+        raise_damaged("the pickle", f"an object of {cls}", getattr(found, "dotted", found))
+    for name, kind in fields.items():
+        if not isinstance(found.state.get(name), kind):
+            raise_damaged(cls, f"a {kind.__name__} as '{name}'", found.state.get(name))
     return found.state
 
 
-def _get_dict(state: dict[Any, Any], name: str) -> dict[Any, Any]:
-    if type(found := state.get(name)) is not dict:
-        _raise_damaged(f"a dict as '{name}'", found)
-    return found
-
-
 def _parse_shape(found: Any) -> torch.Size:
-    values = found.args[0] if _is_object(found, "torch.Size") and len(found.args) == 1 else found
+    values = found.args[0] if getattr(found, "dotted", "") == "torch.Size" and found.args else found
     if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
-        _raise_damaged(f"a shape of at most {MAX_DIMS} dimensions", values)
+        raise_damaged("a tensor", f"a shape of at most {MAX_DIMS} dimensions", values)
     return torch.Size([_parse_size(value) for value in values])
 
 
 def _parse_size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < SIZE_LIMIT:
-        _raise_damaged("a number that is no less than 0", value)
+        raise_damaged("a size or place", "a number that is no less than 0", value)
     return value

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
-import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -24,14 +22,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.serialization import skip_data
 
 from ... import _torch
 from .._state.leaves import Box, RangeSharer, TensorRange, check_tiles, range_to_boxes, split_range
 from .untrusted import checksum
 
-__all__ = ["CheckpointWriter", "RangeSavePlanner", "RecordLayout", "check_chunks", "iter_boxes", "join_plans", "make_chunk"]
-__all__ += ["make_record_layout", "write_record"]
+__all__ = ["PIECE_BYTES", "CheckpointWriter", "RangeSavePlanner", "check_chunks", "iter_boxes", "join_plans", "make_chunk"]
+__all__ += ["write_record"]
 
 
 # --- Which boxes of every stored tensor this rank writes, as a plan of torch.distributed.checkpoint ---
@@ -169,13 +166,12 @@ class CheckpointWriter(FileSystemWriter):
     def write_items(self, plan: SavePlan, planner: RangeSavePlanner) -> list[WriteResult]:
         """Write the items to this rank's file, flush it, and return where each item is."""
         name = f"__{self.rank}_0.distcp"
-        layouts: dict[Any, RecordLayout] = {}
         results: list[WriteResult] = []
         tensors = map(planner.resolve_data, plan.items)
         at, checksums = 0, self.checksums.setdefault(name, {})
         with (Path(self.path) / name).open("wb", buffering=BUFFER_BYTES) as file:
             for item, tensor in zip(plan.items, _iter_on_host(tensors), strict=True):
-                length, checksums[at] = write_record(file, tensor, layouts)
+                length, checksums[at] = write_record(file, tensor)
                 results.append(WriteResult(item.index, length, _torch.make_storage_info(name, at, length)))
                 at += length
             file.flush()
@@ -215,69 +211,37 @@ def _iter_on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         yield before
 
 
-# --- A record: a ZIP file of about seven members, one of which is the elements as they lie in memory. ---
+# --- A record: what torch.save writes of a tensor, about 1,500 bytes around the elements ---
 
 
-def write_record(file: BinaryIO, tensor: Tensor, layouts: dict[Any, RecordLayout]) -> tuple[int, int]:
-    """Write a tensor of the host as torch.save does, and return the number of bytes and the checksum of the elements.
+class _RecordFile:
+    """A file as torch.save sees it, which keeps the number and the checksum of the bytes of a record."""
 
-    The elements are written straight from the tensor's memory. `make_record_layout` makes the bytes around them once for each
-    dtype, shape and strides, and ``layouts`` keeps them.
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.nbytes = self.crc32 = 0
+
+    def write(self, raw: memoryview) -> int:
+        for begin in range(0, len(raw), PIECE_BYTES):
+            piece = raw[begin : begin + PIECE_BYTES]
+            self.crc32 = checksum(piece, self.crc32)
+            self._file.write(piece)
+        self.nbytes += len(raw)
+        return len(raw)
+
+    def flush(self) -> None:
+        """Leave it to the end of the file: called after each record."""
+
+
+def write_record(file: BinaryIO, tensor: Tensor) -> tuple[int, int]:
+    """Write a tensor of the host as torch.save does, and return the number of bytes and their checksum.
+
+    torch.save writes a whole storage: so it is given one that has the elements alone, in the memory where they are.
     """
-    if not tensor.permute(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))).is_contiguous():  # with gaps
-        tensor = tensor.contiguous()
-    key = tensor.dtype, tensor.shape, tensor.stride()
-    if key not in layouts:
-        layouts[key] = make_record_layout(*key)
-    before, after, crc_offsets = layouts[key]
-    crc32 = 0
-    file.write(before)
-    raw = _torch.host_bytes(tensor)
-    for begin in range(0, len(raw), PIECE_BYTES):
-        piece = raw[begin : begin + PIECE_BYTES]
-        crc32 = checksum(piece, crc32)
-        file.write(piece)
-    end = bytearray(after)
-    for offset in crc_offsets:
-        struct.pack_into("<I", end, offset, crc32)
-    file.write(end)
-    return len(before) + len(raw) + len(after), crc32
-
-
-class RecordLayout(NamedTuple):
-    """The bytes that torch.save writes before and after the elements of a tensor."""
-
-    before: bytes
-    after: bytes
-    crc_offsets: tuple[int, ...]
-    """The offsets in ``after`` of the elements' checksum, which occurs twice."""
-
-
-def make_record_layout(dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int]) -> RecordLayout:
-    """Return the layout of a dense tensor's record."""
-    tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="cpu")  # nothing touches this memory
-    found = _GapFile()
-    with skip_data():
-        torch.save(tensor, found)
-    raw = found.getvalue()
-    if not tensor.nbytes:
-        return RecordLayout(raw, b"", ())
-    (at, size), *more = found.gaps or [(0, 0)]
-    before, after = raw[:at], raw[at:]  # after: the elements' data descriptor first, and the ZIP file's directory last
-    entry = after.rfind(b"PK\x01\x02", 0, after.find(b"/data/0"))
-    if (size, more, after[:4], entry > 0) != (tensor.nbytes, [], b"PK\x07\x08", True):
-        raise AssertionError("torch.save writes in another format: expected a ZIP file with one gap for the elements")
-    return RecordLayout(before, after, (4, entry + 16))
-
-
-class _GapFile(io.BytesIO):
-    """A file in which a relative seek only notes ``(offset among the bytes written, length)`` in ``gaps``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gaps: list[tuple[int, int]] = []
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        if whence == io.SEEK_CUR:
-            self.gaps.append((self.tell(), offset))
-        return self.tell()
+    dense = tensor.contiguous()
+    record = _RecordFile(file)
+    raw = _torch.host_bytes(dense)
+    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    alone = flat.view(dense.dtype).view(dense.shape) if raw else torch.empty(dense.shape, dtype=dense.dtype)
+    _torch.save_unchecked(alone, record)
+    return record.nbytes, record.crc32
