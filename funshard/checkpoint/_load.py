@@ -24,7 +24,7 @@ from .._core.spec import PartitionSpec
 from .._spec.local import describe_pieces
 from .._torch.phases import LOGGER, phase
 from ._errors import CheckpointError, DamagedError
-from ._files.manifest import METADATA, read_manifest, read_metadata
+from ._files.manifest import MANIFEST, METADATA, read_manifest, read_metadata
 from ._files.untrusted import checksum, find_record, open_regular, read_regular
 from ._files.writer import PIECE_BYTES, check_chunks, iter_boxes, make_chunk
 from ._optimizer_state_dict import clean_name
@@ -124,11 +124,15 @@ class _Loader:
         manifest = read_manifest(directory)  # also checks the metadata's checksum
         self._stored = StoredTensors(directory, read_metadata(directory), manifest.records if manifest else {})
         path = tuple(only.split(".")) if only else ()
-        saved = dict(iter_plain_values(manifest.state, ranks.rank)) if manifest else {}
+        saved: dict[str, Any] = {}
+        if manifest:
+            with explain_bad_tree(directory):
+                saved = dict(iter_plain_values(manifest.state, ranks.rank))
         if like is not None:
             self._node, _ = describe(like, spec, path, is_template=True)
         elif manifest:
-            self._node = tree_from_json(select_part(manifest.state, only or ""), spec, ranks.rank, ranks.size, path)
+            with explain_bad_tree(directory):
+                self._node = tree_from_json(select_part(manifest.state, only or ""), spec, ranks.rank, ranks.size, path)
         else:
             children: dict[str, Node] = {unit.key: parameter_slice(unit, path) for unit in spec}  # another program's state_dict
             self._node = make_units_node(only or "", children, is_complete=True)
@@ -168,7 +172,8 @@ class _Loader:
                 self._stored.read(parts, check=check)
                 for i in numbers:
                     self._values[i] = self._to_state(self._leaves[i], memory.pop(i))
-        return build_state(self._node, iter(self._values))
+        with explain_bad_tree(self._stored.directory):
+            return build_state(self._node, iter(self._values))
 
     def _iter_rounds(self) -> Iterator[list[int]]:
         """Yield the numbers of leaves to read together: all but encoded slices, and each of these alone to save memory."""
@@ -386,6 +391,17 @@ class StoredTensors:
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 part = part.narrow(dim, start, size)
             target.copy_(part)
+
+
+@contextmanager
+def explain_bad_tree(directory: Path) -> Generator[None]:
+    """Raise CheckpointError for a tree in the manifest that `tree_to_json` did not write, as only other programs do."""
+    try:
+        yield
+    except (DamagedError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{directory}: the state in its file '{MANIFEST}' is damaged: {type(error).__name__}: {error}"
+        ) from error
 
 
 def plan_reads(parts: Sequence[TensorRange], metadata: Metadata) -> Iterator[tuple[ReadItem, Tensor]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import serialization
@@ -23,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .._errors import CheckpointError, DamagedError, NewerError
-from .._state.json_tree import check_fields, check_tree, raise_damaged
 from .._state.leaves import MAX_DIMS
 from .untrusted import SIZE_LIMIT, Pickled, checksum, read_pickle, read_regular
 
@@ -112,8 +112,21 @@ def _parse(raw: bytes) -> Manifest:
     for name, records in content["records"].items():
         if type(records) is not dict:
             raise_damaged("field 'records'", "an object for each file", {name: records})
-    check_tree(content["state"])
     return Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__})
+
+
+def check_fields(data: Any, fields: dict[str, type], where: str) -> None:
+    """Check that data is a dict with these fields, of exactly these types. Raises DamagedError otherwise."""
+    if type(data) is not dict:
+        raise_damaged(where, "an object", data)
+    for name, cls in fields.items():
+        if type(data.get(name)) is not cls:
+            raise_damaged(where, f"a {cls.__name__} as field '{name}'", data.get(name))
+
+
+def raise_damaged(where: str, expected: str, found: object) -> NoReturn:
+    """Raise DamagedError that says what was expected and what was found."""
+    raise DamagedError(f"{where}: expected {expected}, got {reprlib.repr(found)}")
 
 
 def is_plain_name(name: object) -> bool:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
 from ..._core.unit import whole_shape
 from ...optim import Matrices, MatrixState, matrices
 from ...optim._matrices.owners import Matrix
-from .._errors import DamagedError
 from .leaves import OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 from .tree import (
-    FACTORIES,
     FALLBACK,
-    MAPPINGS,
-    MAX_DEPTH,
-    SEQUENCES,
-    TUPLES,
     ContainerNode,
     Node,
     StatePath,
     UnitsNode,
     container_to_json,
     file_entries,
-    get_fields,
     make_container_node,
     make_dict_node,
     make_matrix_state_node,
@@ -36,8 +28,7 @@ from .tree import (
     plain_to_json,
 )
 
-__all__ = ["check_fields", "check_rank_count", "check_tree", "iter_plain_values", "raise_damaged", "select_part"]
-__all__ += ["tree_from_json", "tree_to_json"]
+__all__ = ["check_rank_count", "iter_plain_values", "select_part", "tree_from_json", "tree_to_json"]
 
 
 # --- The state of an optimizer by matrix as JSON: an entry for each parameter, whatever units and owners there are ---
@@ -115,175 +106,6 @@ def _owned_from_json(data: Any, param: Param, path: StatePath, known: Matrices) 
         is_here = known._is_owner(param.name)
         leaves[slot] = OwnedLeaf(names, tuple(shape), plain_from_json(dtype), is_accelerated, is_here, stack)
     return make_dict_node(leaves)
-
-
-# --- Check the JSON tree of a state once when it is read, so that the code that uses it meets no other data ---
-
-KeyPath = tuple[str, ...]
-"""The keys that lead to a part of a state."""
-MAX_NUMEL = 1 << 63
-"""More than any size of a tensor."""
-
-
-def raise_damaged(where: str, expected: str, found: object) -> NoReturn:
-    """Raise DamagedError that says what was expected and what was found."""
-    raise DamagedError(f"{where}: expected {expected}, got {reprlib.repr(found)}")
-
-
-def check_fields(data: Any, fields: dict[str, type], where: str) -> None:
-    """Check that data is a dict with these fields, of exactly these types. Raises DamagedError otherwise."""
-    if type(data) is not dict:
-        raise_damaged(where, "an object", data)
-    for name, cls in fields.items():
-        if name not in data:
-            raise_damaged(where, f"a field '{name}'", [*data])
-        if type(data[name]) is not cls:
-            raise_damaged(f"{where}: field '{name}'", f"one of type {cls.__name__}", data[name])
-
-
-FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "shape": ("a shape", lambda x: type(x) is list and all(type(size) is int and 0 <= size < MAX_NUMEL for size in x)),
-    "dtype": ("a dtype", lambda x: type(x) is dict and [*x] == ["dtype"]),
-    "flag": ("true or false", lambda x: type(x) is bool),
-    "block": ("a number of elements", lambda x: type(x) is int and 1 < x < MAX_NUMEL),
-}
-"""What a field of a leaf is called in errors, and whether JSON data is one."""
-TREE_LEAVES = {"tensor": ("shape", "dtype", "flag", "flag", "flag")}
-UNIT_LEAVES = {"slice": ("dtype",), "scalar": ("dtype", "flag"), "blocks": ("dtype", "block")}
-OWNED = ("shape", "dtype", "flag")
-"""The fields of leaves, by kind: outside of units, in a unit's state, and of a matrix's owner."""
-
-
-def check_tree(data: Any, path: KeyPath = (), *, in_unit: bool = False) -> None:
-    """Check that data is a tree of `tree_to_json`, or a part of one parameter's state in a unit.
-
-    Raises DamagedError, with the path in the state, otherwise.
-    """
-    kind, content = _open_node(data, path)
-    leaves = UNIT_LEAVES if in_unit else TREE_LEAVES
-    if _is_container(data, path):
-        for entry, child in _check_entries(data, path):
-            check_tree(child, (*path, str(entry)), in_unit=in_unit)
-    elif kind == "value":
-        _check_plain(content, path)
-    elif kind in leaves:
-        _check_leaf([content] if kind == "slice" else content, leaves[kind], path)
-    elif kind == "units" and not in_unit:
-        _check_units(content, path)
-    elif kind == "values" and not in_unit:
-        if type(content) is not list or not content:
-            raise_damaged(_format_path(path), "the values of all ranks", content)
-        for value in content:
-            _check_plain(value, path)
-    elif kind == MATRIX and in_unit:
-        step, slices, owned = _check_items(content, 3, path)
-        check_tree(step, path, in_unit=True)
-        for part in (slices, owned):
-            if not _is_container(part, path):
-                raise_damaged(_format_path(path), "a container", part)
-        check_tree(slices, path, in_unit=True)
-        for entry, child in _check_entries(owned, path):
-            _check_leaf(_open_node(child, (*path, str(entry)), "owned")[1], OWNED, path)
-    elif kind == FALLBACK and in_unit:
-        for part in _check_items(content, 2, path):
-            check_tree(part, path, in_unit=True)
-    else:
-        raise_damaged(_format_path(path), f"a container or a leaf{' of a unit' if in_unit else ''}", kind)
-
-
-def _check_units(data: Any, path: KeyPath) -> None:
-    where = _format_path(path)
-    check_fields(data, {"whole": bool, "params": list, "rest": list}, where)
-    kind = data.get("kind", "dict")
-    if type(kind) is not str or kind not in MAPPINGS:
-        raise_damaged(where, f"one of {', '.join(MAPPINGS)}", kind)
-    _check_argument(kind, data.get("of"), path)
-    known: set[str] = set()
-    for param in data["params"]:
-        names, dtype, slot = _check_items(param, 3, path)
-        if type(names) is not list or not names or any(type(name) is not str for name in names):
-            raise_damaged(where, "the names of a parameter", names)
-        if known & {*names}:
-            raise_damaged(where, "each parameter once", names)
-        known |= {*names}
-        _check_plain({"dtype": dtype}, path)
-        check_tree(slot, (*path, names[0]), in_unit=True)
-    for entry, child in _check_pairs(data["rest"], path):
-        check_tree(child, (*path, str(entry)))
-
-
-def _format_path(path: KeyPath) -> str:
-    return f"state '{'.'.join(path)[:200]}'"
-
-
-def _open_node(data: Any, path: KeyPath, wanted: str = "") -> tuple[str, Any]:
-    """Return the kind and the content of a node, which is of the kind ``wanted`` if that is given."""
-    if len(path) > MAX_DEPTH:
-        raise_damaged(_format_path(path), f"at most {MAX_DEPTH} containers in each other", "more")
-    if type(data) is not dict or not data or {*[*data][1:]} - {"of"}:
-        raise_damaged(_format_path(path), "an object of one kind", data)
-    kind, content = next(iter(data.items()))
-    if wanted and kind != wanted:
-        raise_damaged(_format_path(path), wanted, kind)
-    return kind, content
-
-
-def _is_container(data: Any, path: KeyPath) -> bool:
-    kind, _ = _open_node(data, path)
-    return kind in SEQUENCES or kind in MAPPINGS or kind in TUPLES or kind == "other"
-
-
-def _check_entries(data: dict[str, Any], path: KeyPath) -> list[tuple[Any, Any]]:
-    kind, content = next(iter(data.items()))
-    _check_argument(kind, data.get("of"), path)
-    if kind in SEQUENCES:
-        if type(content) is not list:
-            raise_damaged(_format_path(path), "a list", content)
-        return [*enumerate(content)]
-    pairs = _check_pairs(content, path)
-    if kind in TUPLES and (names := tuple(entry for entry, _ in pairs)) != get_fields(TUPLES[kind]):
-        raise_damaged(_format_path(path), f"the fields {get_fields(TUPLES[kind])} of {kind}", names)
-    return pairs
-
-
-def _check_pairs(content: Any, path: KeyPath) -> list[tuple[Any, Any]]:
-    if type(content) is not list:
-        raise_damaged(_format_path(path), "a list of pairs", content)
-    pairs = [(_check_plain(entry, path), child) for entry, child in (_check_items(pair, 2, path) for pair in content)]
-    if len({entry for entry, _ in pairs}) < len(pairs):
-        raise_damaged(_format_path(path), "each key once", [entry for entry, _ in pairs])
-    return pairs
-
-
-def _check_argument(kind: str, argument: Any, path: KeyPath) -> None:
-    is_length = kind == "deque" and type(argument) is int and 0 <= argument < MAX_NUMEL
-    is_factory = kind == "defaultdict" and type(argument) is str and argument in FACTORIES
-    is_numbers = kind == "UnitState" and type(argument) is list and all(type(name) is str for name in argument)
-    if (argument is not None or kind == "UnitState") and not (is_length or is_factory or is_numbers):
-        raise_damaged(_format_path(path), f"no other argument of a {kind}", argument)
-
-
-def _check_items(data: Any, count: int, path: KeyPath) -> Sequence[Any]:
-    if type(data) is not list or len(data) != count:
-        raise_damaged(_format_path(path), f"a list of {count}", data)
-    return data
-
-
-def _check_leaf(content: Any, fields: Sequence[str], path: KeyPath) -> None:
-    """Raise DamagedError unless the content of a leaf has these of `FIELDS`."""
-    for field, item in zip(fields, _check_items(content, len(fields), path), strict=True):
-        expected, is_right = FIELDS[field]
-        if not is_right(item):
-            raise_damaged(_format_path(path), expected, item)
-        if field == "dtype":
-            _check_plain(item, path)
-
-
-def _check_plain(value: Any, path: KeyPath) -> Any:
-    try:
-        return plain_from_json(value)
-    except DamagedError as error:
-        raise DamagedError(f"{_format_path(path)}: {error}") from error
 
 
 # --- The tree of a state as JSON, and back ---
