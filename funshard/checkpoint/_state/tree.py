@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import reprlib
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from ...optim._checks import find_option_numbers, is_slice
 from .._errors import DamagedError
 from .leaves import Leaf, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 
-__all__ = ["FACTORIES", "FALLBACK", "MAPPINGS", "MAX_DEPTH", "SEQUENCES", "TUPLES", "ContainerNode", "Node", "StatePath"]
+__all__ = ["FALLBACK", "MAPPINGS", "MAX_DEPTH", "SEQUENCES", "TUPLES", "ContainerNode", "Node", "StatePath"]
 __all__ += ["UnitsNode", "build_state", "container_to_json", "describe", "file_entries", "get_fields", "iter_leaves"]
 __all__ += ["make_container_node", "make_dict_node", "make_matrix_state_node", "make_units_node", "parameter_slice", "per_rank"]
 __all__ += ["plain_from_json", "plain_to_json", "walk"]
@@ -79,21 +79,19 @@ def plain_from_json(data: Any) -> Any:
 
 Builder = Callable[[list[Any]], Any]
 """A function from the children of a container to the container."""
-SEQUENCES = {cls.__name__: cls for cls in (list, tuple, deque)}
-MAPPINGS = {cls.__name__: cls for cls in (dict, OrderedDict, defaultdict, Counter, UnitState)}
+SEQUENCES = {"list": list, "tuple": tuple, "deque": list}
+MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict, "UnitState": UnitState, "defaultdict": dict, "Counter": dict}
 COMPOSED = (AccumulationState, EmaState, FiniteState, ScheduleState)
 TUPLES = {cls.__name__: cls for cls in (Averaging, LossScale, MatrixState, PowerSGD, QuantizedSlice, *COMPOSED)}
 STORED_FIELDS = {MatrixState: ("step", "slices", "owned", "rest")}
 """The names of fields in files, for classes whose attributes were renamed since version 0.1."""
-NAMED = SEQUENCES | MAPPINGS | TUPLES
-"""The classes that a file can name: exactly these, not their subclasses."""
-FACTORIES = {cls.__name__: cls for cls in (bool, bytes, dict, float, int, list, set, str, tuple, OrderedDict, Counter, deque)}
-"""The default factories of a defaultdict that a file can name, besides None."""
+NAMED: dict[str, Any] = SEQUENCES | MAPPINGS | TUPLES
+"""The classes that a file can name: exactly these, not their subclasses. Version 0.2 named more, which come as dict or list."""
 
 
 def is_container(value: Any) -> bool:
     """Return whether a state takes a value apart; None is a plain value."""
-    return type(value) is Counter or not (value is None or optree.tree_is_leaf(value, namespace=NAMESPACE))
+    return not (value is None or optree.tree_is_leaf(value, namespace=NAMESPACE))
 
 
 def describe_container(value: Any, describe_child: Callable[[Any, Any], Node]) -> ContainerNode:
@@ -115,18 +113,11 @@ def describe_container(value: Any, describe_child: Callable[[Any, Any], Node]) -
 
 
 def get_kind(value: Any) -> tuple[str, Any]:
-    """Return a container's kind, "" if files do not know it, and what makes one beside its children, such as a maxlen."""
+    """Return a container's kind, "" if files do not know it, and the names of the numbers of a `UnitState`."""
     cls = type(value)
     if NAMED.get(cls.__name__) is not cls:
         return "", None
-    if isinstance(value, UnitState):
-        return "UnitState", sorted(value.numbers)
-    if cls is deque:
-        return "deque", value.maxlen
-    if cls is defaultdict and (factory := value.default_factory) is not None:
-        name = getattr(factory, "__name__", "")
-        return ("defaultdict", name) if FACTORIES.get(name) is factory else ("", None)
-    return cls.__name__, None
+    return cls.__name__, sorted(value.numbers) if isinstance(value, UnitState) else None
 
 
 def get_fields(cls: Any) -> tuple[str, ...]:
@@ -137,25 +128,13 @@ def get_fields(cls: Any) -> tuple[str, ...]:
 
 def get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
     """Return the function that builds a container that a file can name."""
-    match kind:
-        case "list":
-            return list
-        case "tuple":
-            return tuple
-        case "deque":
-            return lambda xs: deque(xs, argument)
-        case "dict" | "OrderedDict":
-            cls: Any = MAPPINGS[kind]
-            return lambda xs: cls(zip(entries, xs, strict=True))
-        case "UnitState":
-            return lambda xs: UnitState(zip(entries, xs, strict=True), argument)
-        case "Counter":
-            return lambda xs: Counter(dict(zip(entries, xs, strict=True)))
-        case "defaultdict":
-            factory: Callable[[], Any] | None = FACTORIES[argument] if argument else None
-            return lambda xs: defaultdict(factory, zip(entries, xs, strict=True))
-        case _:
-            return lambda xs: TUPLES[kind](*xs)
+    cls = NAMED[kind]
+    if kind in SEQUENCES:
+        return cls
+    if kind in TUPLES:
+        return lambda xs: cls(*xs)
+    more = (argument,) if kind == "UnitState" else ()
+    return lambda xs: cls(zip(entries, xs, strict=True), *more)
 
 
 def container_to_json(kind: str, argument: Any, entries: Iterable[Any], children: list[Any]) -> dict[str, Any]:
@@ -192,7 +171,7 @@ class ContainerNode:
     kind: str
     """Its name in a file, or "" if a file has none."""
     argument: Any
-    """The length limit of a deque, the name of a defaultdict's factory, or the names of a `UnitState`'s numbers."""
+    """The names of a `UnitState`'s numbers."""
     entries: tuple[Any, ...]
     children: tuple[Node, ...]
     build: Builder
@@ -505,11 +484,6 @@ class _Describer:
             raise TypeError(
                 f"state '{'.'.join(path)}': expected keys that are strings, numbers, bytes or None, got {bad[0]!r} "
                 f"({type(bad[0]).__name__})"
-            )
-        if not kind and type(value) is defaultdict and not self._is_template:
-            raise TypeError(
-                f"state '{'.'.join(path)}': expected a defaultdict of one of {', '.join(FACTORIES)}, which a file can name, "
-                f"got one of {value.default_factory!r}: save dict(...) of it"
             )
         return kind, argument
 
