@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
+import math
 import os
-import re
 import reprlib
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +27,14 @@ from .._wire.host import check_host_resident
 from .._wire.whole import apply_options, unflatten_whole
 from ..collectives._agree import check_ranks_agree
 from ..collectives._world import has_peers
-from ._errors import CheckpointError
-from ._files.directory import LOCK, StagingDirectory, check_replaceable, copy_access
-from ._files.manifest import MANIFEST, is_plain_name
-from ._files.untrusted import read_regular
+from ._errors import CheckpointError, DamagedError
+from ._files.directory import StagingDirectory, check_replaceable
+from ._files.manifest import is_plain_name
+from ._files.untrusted import SIZE_LIMIT, open_regular, read_regular
 from ._files.writer import iter_boxes
 from ._optimizer_state_dict import clean_name
 from ._ranks import TIMEOUT, connect_ranks
-from ._state.leaves import TensorRange, check_storable
+from ._state.leaves import MAX_DIMS, Box, TensorRange, check_storable
 from ._state.tree import parameter_slice
 
 __all__ = ["DTYPES", "INDEX", "SINGLE", "export", "read_safetensors"]
@@ -72,70 +69,113 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """A tensor to write."""
+class FileTensor:
+    """A tensor in a file."""
 
     name: str
-    """Its name in the file."""
-    model_name: str
+    """Its name there."""
     shape: tuple[int, ...]
     dtype: torch.dtype
+    file: Path = Path()
+    offset: int = 0
+    """Where in the file its elements begin."""
 
     @property
     def nbytes(self) -> int:
         """The size of its elements in bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, box: Box) -> Tensor:
+        """Return a part of the tensor, mapped from the file."""
+        if not self.nbytes:
+            return torch.empty(box.sizes, dtype=self.dtype)
+        end = self.offset + self.nbytes
+        raw = torch.from_file(str(self.file), shared=False, size=end, dtype=torch.uint8)[self.offset :]
+        values = (raw.clone() if self.offset % self.dtype.itemsize else raw).view(self.dtype).view(self.shape)
+        return values[tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))]
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A file to write: its header, and the offset of each tensor by its name in the model."""
+    """A file to write: its header, and its tensors by their names in the model."""
 
     name: str
     header: bytes
-    entries: Mapping[str, tuple[int, TensorEntry]]
+    tensors: Mapping[str, FileTensor]
     size: int
 
 
-def lay_out_files(entries: list[TensorEntry], shard_bytes: int, metadata: Mapping[str, str]) -> list[FileLayout]:
+def lay_out_files(entries: Mapping[str, FileTensor], shard_bytes: int, metadata: Mapping[str, str]) -> list[FileLayout]:
     """Return the files for some tensors in their order, each with at most ``shard_bytes`` bytes of tensors or one tensor."""
-    groups: list[list[TensorEntry]] = [[]]
+    groups: list[dict[str, FileTensor]] = [{}]
     size = 0
-    for entry in entries:
+    for model_name, entry in entries.items():
         if groups[-1] and size + entry.nbytes > shard_bytes:
-            groups.append([])
+            groups.append({})
             size = 0
-        groups[-1].append(entry)
+        groups[-1][model_name] = entry
         size += entry.nbytes
     n = len(groups)
     names = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     return [_lay_out_file(name, group, metadata) for name, group in zip(names, groups, strict=True)]
 
 
-def _lay_out_file(name: str, entries: list[TensorEntry], metadata: Mapping[str, str]) -> FileLayout:
+def _lay_out_file(name: str, entries: Mapping[str, FileTensor], metadata: Mapping[str, str]) -> FileLayout:
     """Return the layout of a file: eight bytes of length, JSON, and the tensors' bytes without gaps.
 
-    The library would take all tensors of a file at once. As it does, the widest dtypes come first, so that each tensor begins
-    at a multiple of its element size.
+    As in the package safetensors, the widest dtypes come first, so that each tensor begins at a multiple of its element size.
     """
     at, header = 0, dict[str, Any](__metadata__=dict(metadata))
-    offsets: dict[str, tuple[int, TensorEntry]] = {}
-    for entry in sorted(entries, key=lambda e: -e.dtype.itemsize):
-        begin, at = at, at + entry.nbytes
-        header[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": [*entry.shape], "data_offsets": [begin, at]}
-        offsets[entry.model_name] = begin, entry
+    begins: dict[str, int] = {}
+    for model_name, entry in sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize):
+        begins[model_name], at = at, at + entry.nbytes
+        offsets = [begins[model_name], at]
+        header[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": [*entry.shape], "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     raw = len(text).to_bytes(8, "little") + text
-    return FileLayout(name, raw, {key: (len(raw) + begin, e) for key, (begin, e) in offsets.items()}, len(raw) + at)
+    placed = {key: replace(entries[key], offset=len(raw) + begin) for key, begin in begins.items()}
+    return FileLayout(name, raw, placed, len(raw) + at)
 
 
-def make_index(files: list[FileLayout]) -> bytes:
-    """Return the content of the index of several files."""
-    entries = [(entry, file) for file in files for _, entry in file.entries.values()]
-    total = sum(entry.nbytes for entry, _ in entries)
-    content = {"metadata": {"total_size": total}, "weight_map": {entry.name: file.name for entry, file in entries}}
-    return json.dumps(content, indent=2).encode()
+def read_header(path: Path) -> list[FileTensor]:
+    """Return the tensors of a file. Raises CheckpointError for one that is damaged, or missing."""
+    try:
+        with open_regular(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            nbytes = os.fstat(file.fileno()).st_size
+            if length > nbytes:
+                raise DamagedError("it is cut short")
+            header = json.loads(file.read(length).decode())
+            header.pop("__metadata__", None)
+            found = [_parse_entry(path, 8 + length, name, entry) for name, entry in header.items()]
+            end = 8 + length
+            for tensor in sorted(found, key=lambda tensor: (tensor.offset, tensor.nbytes)):
+                if tensor.offset != end:
+                    raise DamagedError(f"tensor '{tensor.name}' begins at {tensor.offset}, expected {end}")
+                end += tensor.nbytes
+            if end != nbytes:
+                raise DamagedError(f"expected {end} bytes, got {nbytes}")
+            return found
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: expected this file, which the index names, got none") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path}: damaged, cut short, or no file of safetensors: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _parse_entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> FileTensor:
+    """Return a tensor from an entry of the header, which anyone may have written."""
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if entry["dtype"] not in DTYPES:
+        raise DamagedError(f"tensor '{name}': expected one of the dtypes {[*DTYPES]}, got {entry['dtype']!r}")
+    found = FileTensor(name, shape, DTYPES[entry["dtype"]], path, start + begin)
+    if len(shape) > MAX_DIMS or any(type(n) is not int or not 0 <= n < SIZE_LIMIT for n in (*shape, begin, end)):
+        raise DamagedError(f"tensor '{name}': expected sizes and places, got {reprlib.repr(entry)}")
+    if end - begin != found.nbytes:
+        raise DamagedError(f"tensor '{name}': expected {found.nbytes} bytes, got {end - begin}")
+    return found
 
 
 # --- export ---
@@ -151,7 +191,6 @@ def export(
     buffers: Mapping[str, Tensor] | None = None,
     rename: Callable[[str], str] | None = None,
     metadata: Mapping[str, str] | None = None,
-    overwrite: bool = False,
     dry_run: bool = False,
     timeout: float = TIMEOUT,
 ) -> Path:
@@ -173,8 +212,6 @@ def export(
             ignores.
         rename: A function from the name in the model to the name in the files.
         metadata: Entries for the headers, beside ``{"format": "pt"}``.
-        overwrite: Whether the directory may exist. The weights of an earlier export in it are replaced, other files stay, and
-            owners and modes. A directory with a checkpoint is refused.
         dry_run: Whether to only raise the errors that can be known before, such as before the training.
         timeout: The seconds that ranks wait for a lost rank.
 
@@ -182,8 +219,8 @@ def export(
         The path of the directory.
 
     Raises:
-        FileExistsError: If something is at the path, without ``overwrite``.
-        PermissionError: If the directory cannot be made, or the owner of a replaced one cannot be kept.
+        FileExistsError: If something is at the path.
+        PermissionError: If the directory cannot be made.
         ValueError: Naming the unit or tensor, for params of another spec, names given twice and dtypes the format has not.
             For a mount point, and the working directory.
         TypeError: For values that are no dense tensors. Every rank raises the errors of all, and the directory is unchanged.
@@ -203,7 +240,7 @@ def export(
 
     def plan() -> list[FileLayout]:
         if ranks.rank == 0:
-            _check_target(target, overwrite=overwrite)
+            _check_target(target)
         check_mapping(buffers or {})
         check_params(params, spec, dict(spec.bound_mesh.sizes))
         check_host_resident(params, spec)
@@ -214,7 +251,7 @@ def export(
         header = {"format": "pt", **(metadata or {})}
         if wrong := next((key for key, value in header.items() if not isinstance(value, str)), None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"metadata '{wrong}': expected a string, got {type(header[wrong]).__name__}")
-        return lay_out_files(list(_iter_entries(params, spec, dtype, buffers or {}, rename or str)), shard_bytes, header)
+        return lay_out_files(_list_entries(params, spec, dtype, buffers or {}, rename or str), shard_bytes, header)
 
     files = ranks.run(plan, "checkpoint.export")
     if has_peers(spec.bound_mesh):
@@ -227,9 +264,9 @@ def export(
 
     def begin() -> None:
         nonlocal staging
-        staging = StagingDirectory(target, is_carried=_is_foreign if overwrite else None)
+        staging = StagingDirectory(target)
         for file in files:
-            _create_file(staging, file.name, file.header)
+            (staging.directory / file.name).write_bytes(file.header)
 
     try:
         ranks.run_on_first(begin, "checkpoint.export")
@@ -250,34 +287,26 @@ def export(
     return target
 
 
-def _check_target(target: Path, *, overwrite: bool) -> None:
+def _check_target(target: Path) -> None:
     """Check that a directory can be put at the path. Raises FileExistsError or PermissionError otherwise."""
-    try:
-        check_replaceable(target, any_directory=overwrite)
-    except FileExistsError as error:
-        hint = "a directory, and no link" if overwrite else "overwrite=True replaces the weights in a directory"
-        raise FileExistsError(f"{error}; {hint}") from None
-    if os.path.lexists(target / MANIFEST):
-        raise FileExistsError(f"{target}: expected one without a checkpoint, which clean removes with all that is in it")
+    check_replaceable(target)
     parent = next(path for path in target.parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"{target}: expected a place to write to, and '{parent}' is none")
 
 
-def _is_foreign(name: str) -> bool:
-    return name not in (SINGLE, INDEX, LOCK) and not re.fullmatch(r"model-\d{5,}-of-\d{5,}\.safetensors", name)
-
-
-def _iter_entries(
+def _list_entries(
     params: Mapping[str, Tensor],
     spec: PartitionSpec,
     dtype: torch.dtype | None,
     buffers: Mapping[str, Tensor],
     rename: Callable[[str], str],
-) -> Iterator[TensorEntry]:
+) -> dict[str, FileTensor]:
+    """Return what is to be written, by its name in the model."""
+    out: dict[str, FileTensor] = {}
     seen: dict[str, str] = {}
 
-    def make_entry(model_name: str, shape: tuple[int, ...], own: torch.dtype) -> TensorEntry:
+    def add(model_name: str, shape: tuple[int, ...], own: torch.dtype) -> None:
         stored = dtype if dtype is not None and own.is_floating_point else own
         name = rename(model_name)
         if stored not in DTYPE_NAMES:
@@ -287,7 +316,7 @@ def _iter_entries(
                 f"'{model_name}' and '{seen[name]}' would both be '{name}' in the files: expected one name for each"
             )
         seen[name] = model_name
-        return TensorEntry(name, model_name, shape, stored)
+        out[model_name] = FileTensor(name, shape, stored)
 
     sizes = dict(spec.bound_mesh.sizes)
     for unit in spec:
@@ -295,12 +324,13 @@ def _iter_entries(
         for i, param in enumerate(unit.params):
             check_storable(params[unit.key] if full is None else full[i], f"parameter '{param.name}'")
             own = full[i].dtype if full is not None else unit.dtype if unit.is_encoded else params[unit.key].dtype
-            yield make_entry(param.name, whole_shape(param, sizes), own)
+            add(param.name, whole_shape(param, sizes), own)
     for name, tensor in _unsharded_tensors(params, spec, buffers).items():
         if name in spec.by_name:
             raise ValueError(f"buffers: '{name}' is a parameter of the spec: expected others")
         check_storable(tensor, f"'{name}'")
-        yield make_entry(name, tuple(tensor.shape), tensor.dtype)
+        add(name, tuple(tensor.shape), tensor.dtype)
+    return out
 
 
 def _unsharded_tensors(params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -319,27 +349,15 @@ def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, dtype
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 
 
-def _create_file(staging: StagingDirectory, name: str, content: bytes) -> None:
-    """Write the begin of a file, which gets the owner and mode of the weights that it replaces, if there are any."""
-    replaced = sorted(path for path in staging.path.glob("model*") if path.is_file() and not _is_foreign(path.name))
-    with (staging.directory / name).open("wb") as file:
-        if replaced:
-            source = next((path for path in replaced if path.name == name), replaced[0]).resolve()
-            if not os.access(source, os.W_OK):
-                raise PermissionError(f"{source}: expected weights that this user may replace, got a file that is read-only")
-            copy_access(source, staging.directory / name)
-        file.write(content)
-
-
 def _write_tensors(staging: StagingDirectory | None, files: list[FileLayout], tensors: Mapping[str, Tensor]) -> None:
     """Write tensors to their places in the files. Only the first rank calls this, which has a staging directory."""
     assert staging is not None
     for file in files:
-        if names := [name for name in tensors if name in file.entries]:
+        if names := [name for name in tensors if name in file.tensors]:
             with (staging.directory / file.name).open("r+b") as opened:
                 for name in names:
-                    offset, entry = file.entries[name]
-                    opened.seek(offset)
+                    entry = file.tensors[name]
+                    opened.seek(entry.offset)
                     dense = tensors[name].to("cpu", entry.dtype).contiguous()  # alive while its memory is read
                     opened.write(_torch.host_bytes(dense))
 
@@ -350,9 +368,10 @@ def _finish(staging: StagingDirectory | None, files: list[FileLayout], extra: Ma
     _write_tensors(staging, files, extra)
     sizes = {file.name: file.size for file in files}
     if len(files) > 1:
-        index = make_index(files)
-        _create_file(staging, INDEX, index)
-        sizes[INDEX] = len(index)
+        total = sum(entry.nbytes for file in files for entry in file.tensors.values())
+        weights = {entry.name: file.name for file in files for entry in file.tensors.values()}
+        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
+        sizes[INDEX] = (staging.directory / INDEX).write_bytes(index)
     for name in sizes:
         with (staging.directory / name).open("r+b") as file:
             os.fsync(file.fileno())
@@ -392,7 +411,6 @@ def read_safetensors(
         FileNotFoundError: If there is no such file.
         ValueError: Naming the parameter, for one that only the files or the spec have, or of another shape or dtype.
         CheckpointError: Naming the file, for one that is damaged or cut short. Every rank raises the errors of all.
-        ImportError: Without the package safetensors.
 
     Example:
         >>> import tempfile, torch, funshard as fs
@@ -407,8 +425,8 @@ def read_safetensors(
     ranks = connect_ranks(spec, "checkpoint.read_safetensors", timeout, path=path)
 
     def read() -> Params:
-        with ExitStack() as stack, torch.no_grad():
-            stored = _open_tensors(Path(path), stack, rename or clean_name)
+        with torch.no_grad():
+            stored = _find_tensors_in_files(Path(path), rename or clean_name)
             _check_tensors(stored, Path(path), spec, cast=cast)
             return {unit.key: _read_unit(unit, stored, spec, ranks.rank, ranks.size) for unit in spec}
 
@@ -417,60 +435,25 @@ def read_safetensors(
     return params
 
 
-@dataclass(frozen=True)
-class _FileTensor:
-    """A tensor in an open safetensors file, and a function that reads a part of it."""
-
-    file: Path
-    key: str
-    """Its name in the file."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[tuple[slice, ...]], Tensor]
-    """A function that reads a part of it."""
-
-
-def _import_safe_open() -> tuple[Callable[..., Any], type[Exception]]:
-    """Return ``safe_open`` of the package, which maps a file and checks its header, and the error that it raises."""
-    try:
-        package: Any = importlib.import_module("safetensors")
-    except ImportError as error:
-        hint = 'pip install "funshard[checkpoint]"'
-        raise ImportError(f"checkpoint.read_safetensors needs the package safetensors: {hint}") from error
-    return package.safe_open, package.SafetensorError
-
-
-def _open_tensors(path: Path, stack: ExitStack, rename: Callable[[str], str | None]) -> dict[str, _FileTensor]:
-    """Return the tensors of the files by their names in the model. The stack closes the files."""
-    safe_open, damage = _import_safe_open()
-    out: dict[str, _FileTensor] = {}
+def _find_tensors_in_files(path: Path, rename: Callable[[str], str | None]) -> dict[str, FileTensor]:
+    """Return the tensors of the files by their names in the model."""
+    out: dict[str, FileTensor] = {}
     keys: set[str] = set()
     for file, wanted in _list_files(path).items():
-        with _explain_damage(file, damage):
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            names = list(opened.keys())
-            if missing := sorted(wanted - {*names}):
-                raise CheckpointError(f"{file}: tensor '{missing[0]}' is not in it: expected it there, as the index says")
-            for key in names:
-                if key in keys:
-                    raise CheckpointError(f"{file}: tensor '{key}' is in another file too: expected it once")
-                keys.add(key)
-                if (name := rename(key)) is None:
-                    continue
-                if name in out:
-                    both = f"'{key}' and '{out[name].key}'"
-                    raise ValueError(f"{both} are both '{name}' in the model: expected one name for each")
-                out[name] = _open_tensor(file, key, opened)
+        tensors = read_header(file)
+        if missing := sorted(wanted - {tensor.name for tensor in tensors}):
+            raise CheckpointError(f"{file}: tensor '{missing[0]}' is not in it: expected it there, as the index says")
+        for tensor in tensors:
+            if tensor.name in keys:
+                raise CheckpointError(f"{file}: tensor '{tensor.name}' is in another file too: expected it once")
+            keys.add(tensor.name)
+            if (name := rename(tensor.name)) is None:
+                continue
+            if name in out:
+                both = f"'{tensor.name}' and '{out[name].name}'"
+                raise ValueError(f"{both} are both '{name}' in the model: expected one name for each")
+            out[name] = tensor
     return out
-
-
-def _open_tensor(file: Path, key: str, opened: Any) -> _FileTensor:
-    found = opened.get_slice(key)
-    dtype = DTYPES.get(found.get_dtype())
-    if dtype is None:
-        raise ValueError(f"tensor '{key}': expected one of the dtypes {[*DTYPES]}, got {found.get_dtype()}")
-    shape = tuple(found.get_shape())
-    return _FileTensor(file, key, shape, dtype, lambda where: found[where] if where else opened.get_tensor(key))
 
 
 def _list_files(path: Path) -> dict[Path, set[str]]:
@@ -492,19 +475,7 @@ def _list_files(path: Path) -> dict[Path, set[str]]:
     return out
 
 
-@contextlib.contextmanager
-def _explain_damage(file: Path, damage: type[Exception]) -> Generator[None]:
-    if not file.is_file():
-        raise CheckpointError(f"{file}: expected this file, which the index names, got none")
-    if not file.stat().st_size:
-        raise CheckpointError(f"{file}: expected safetensors, got an empty file")
-    try:
-        yield
-    except damage as error:
-        raise CheckpointError(f"{file}: damaged, cut short, or no file of safetensors: {error}") from error
-
-
-def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: PartitionSpec, *, cast: bool) -> None:
+def _check_tensors(stored: Mapping[str, FileTensor], path: Path, spec: PartitionSpec, *, cast: bool) -> None:
     sizes = dict(spec.bound_mesh.sizes)
     for unit in spec:
         for param in unit.params:
@@ -524,11 +495,11 @@ def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: Partitio
             )
 
 
-def _find_tensors(param: Param, stored: Mapping[str, _FileTensor]) -> list[_FileTensor]:
+def _find_tensors(param: Param, stored: Mapping[str, FileTensor]) -> list[FileTensor]:
     return [stored[name] for name in param.names if name in stored]
 
 
-def _check_stored_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: Mapping[str, int], *, cast: bool) -> None:
+def _check_stored_tensor(stored: FileTensor, param: Param, unit: Unit, sizes: Mapping[str, int], *, cast: bool) -> None:
     where, shape = f"parameter '{param.name}' of unit '{unit.key}'", whole_shape(param, sizes)
     if stored.shape != shape:
         hint = describe_pieces(param, sizes)
@@ -539,7 +510,7 @@ def _check_stored_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: M
         raise ValueError(f"{where}: expected {param.dtype}, got {stored.dtype} in {stored.file}{hint}")
 
 
-def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpec, rank: int, ranks: int) -> Tensor:
+def _read_unit(unit: Unit, stored: Mapping[str, FileTensor], spec: PartitionSpec, rank: int, ranks: int) -> Tensor:
     """Read this rank's slice of a unit. Parameters stored under several names must be equal under all."""
     leaf = parameter_slice(unit)
     memory = leaf.allocate(spec)
@@ -552,18 +523,17 @@ def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpe
     return leaf.to_state(memory, spec)
 
 
-def _read_boxes(part: TensorRange, stored: _FileTensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _read_boxes(part: TensorRange, stored: FileTensor) -> Iterator[tuple[Tensor, Tensor]]:
     for box, view in iter_boxes(part, part.begin, part.begin + len(part.data)) if len(part.data) else ():
-        where = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
-        yield view, stored.read(where)
+        yield view, stored.read(box)
 
 
-def _check_tied_values(part: TensorRange, other: _FileTensor, first: _FileTensor) -> None:
+def _check_tied_values(part: TensorRange, other: FileTensor, first: FileTensor) -> None:
     for (_, values), (_, expected) in zip(_read_boxes(part, other), _read_boxes(part, first), strict=True):
         if values.dtype != expected.dtype or not torch.equal(_view_bytes(values), _view_bytes(expected)):
             raise ValueError(
-                f"'{other.key}' and '{first.key}' are one tied parameter: expected the same values, got others; leave one out, "
-                "by a rename= that gives None"
+                f"'{other.name}' and '{first.name}' are one tied parameter: expected the same values, got others; leave one "
+                "out, by a rename= that gives None"
             )
 
 

@@ -11,7 +11,7 @@ import shutil
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -209,12 +209,11 @@ def _is_locked(lock: Path) -> bool:
 class StagingDirectory:
     """A directory beside ``path``, locked while its writer lives, that `publish` renames to ``path``.
 
-    `check_replaceable` says what it may replace there: with ``over_damaged`` a damaged checkpoint, with ``is_carried`` any
-    directory. ``is_carried`` says of a file name whether to take the file over from the one replaced.
+    `check_replaceable` says what it may replace there: with ``over_damaged`` a damaged checkpoint.
     """
 
-    def __init__(self, path: Path, *, over_damaged: bool = False, is_carried: Callable[[str], bool] | None = None) -> None:
-        self.path, self._over_damaged, self._is_carried = path.absolute(), over_damaged, is_carried
+    def __init__(self, path: Path, *, over_damaged: bool = False) -> None:
+        self.path, self._over_damaged = path.absolute(), over_damaged
         if damage := self._check_replaceable():
             warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {damage}", stacklevel=2)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -252,8 +251,6 @@ class StagingDirectory:
         for name, size in sizes.items():
             if (got := (self.directory / name).stat().st_size) != size:
                 raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
-        if self._is_carried is not None and is_directory(self.path):
-            _carry_over(self.path, self.directory, self._is_carried)
         _flush(self.directory)
         replaced = None if self._check_replaceable() is None else self._move_replaced()
         try:
@@ -280,13 +277,13 @@ class StagingDirectory:
 
     def _check_replaceable(self) -> str | None:
         """Return the damage of what the checkpoint replaces, as `check_replaceable` does with the options of this save."""
-        return check_replaceable(self.path, over_damaged=self._over_damaged, any_directory=self._is_carried is not None)
+        return check_replaceable(self.path, over_damaged=self._over_damaged)
 
     def _move_replaced(self) -> Path:
         """Move what is at the path to a staging path, for this process or `clean` to remove, and return that path."""
         moved = make_staging_path(self.path)
         os.rename(self.path, moved)
-        if self._is_carried is None and not find_damage(moved):  # a complete one has come in the meantime
+        if not find_damage(moved):  # a complete one has come in the meantime
             os.rename(moved, self.path)
             self._check_replaceable()
         return moved
@@ -307,10 +304,10 @@ class StagingDirectory:
                 os.close(lock)
 
 
-def check_replaceable(path: Path, *, over_damaged: bool = False, any_directory: bool = False) -> str | None:
+def check_replaceable(path: Path, *, over_damaged: bool = False) -> str | None:
     """Return the damage of the directory at a path that may be replaced, "" if it has none, or None if nothing is there.
 
-    With ``over_damaged``, a damaged checkpoint may be replaced, with ``any_directory`` every directory, but never a link.
+    With ``over_damaged``, a damaged checkpoint may be replaced, but never a link.
     Raises FileExistsError for anything else at the path, ValueError for a directory that a rename must not replace, and
     PermissionError for one that this user may not write to.
     """
@@ -323,11 +320,8 @@ def check_replaceable(path: Path, *, over_damaged: bool = False, any_directory: 
         raise PermissionError(f"{path}: expected a directory that this user may write to")
     if not os.path.lexists(path) or (is_directory(path) and not any(path.iterdir())):
         return None
-    if is_directory(path):
-        if any_directory:
-            return ""
-        if over_damaged and (damage := find_damage(path)):
-            return damage
+    if over_damaged and is_directory(path) and (damage := find_damage(path)):
+        return damage
     raise FileExistsError(
         f"{path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint "
         "that is whole is never written over"
@@ -339,24 +333,6 @@ def _holds_working_directory(path: Path) -> bool:
         return Path.cwd().is_relative_to(os.path.realpath(path))
     except FileNotFoundError:  # it was removed
         return False
-
-
-def _carry_over(source: Path, target: Path, is_carried: Callable[[str], bool]) -> None:
-    """Link entries of a directory, chosen by name, into another one, or copy them if the file system has no hard links."""
-    for entry in os.scandir(source):
-        old, new = source / entry.name, target / entry.name
-        if not is_carried(entry.name) or os.path.lexists(new):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            new.mkdir()
-            _carry_over(old, new, lambda name: True)
-            copy_access(old, new)
-            continue
-        try:
-            os.link(old, new, follow_symlinks=False)
-        except OSError:
-            shutil.copy2(old, new, follow_symlinks=False)
-            copy_access(old, new)
 
 
 def copy_access(source: Path, target: Path) -> None:
