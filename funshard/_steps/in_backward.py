@@ -100,6 +100,7 @@ def update_in_backward(
         check_max_norm("update_in_backward", max_norm)
     elif norm is not None:
         raise ValueError("update_in_backward: norm is that of the step before: expected max_norm= with it")
+    plan = AccumulationPlan.make(params, microbatches, spec, weights, has_aux, reduce, reduce_axes)
     if not callable(update):
         raise TypeError(f"update_in_backward: update: expected the second of (init, update), got {type(update).__name__}")
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -110,7 +111,6 @@ def update_in_backward(
     for key in params:
         if key not in state:
             raise ValueError(f"unit '{key}' has no state: expected that of init(params) or of a step, got {[*state][:8]}")
-    plan = AccumulationPlan.make(params, microbatches, spec, weights, has_aux, reduce, reduce_axes)
     new: dict[str, tuple[Tensor, Any]] = {}
     squares: Params = {}
 
