@@ -61,28 +61,23 @@ def load(
     check: bool = True,
     timeout: float = TIMEOUT,
 ) -> Any:
-    """Return the state that `save` wrote to a directory, sharded by this spec.
+    """Return the state that `save` wrote to a directory, sharded by this spec. Nothing in the files is run.
 
     The policy, the mesh, `P` and the number of ranks may differ from those of the save. Each rank reads what overlaps with its
-    slices, in boxes of at most 16 MiB, into the result's own memory. Pickles in the files are read as data: nothing in them is
-    imported or called.
-
-    The checkpoints of FSDP1, FSDP2 and DDP by torch.distributed.checkpoint are read by the names of their parameters, without
-    the prefixes of wrappers. ``only="model"`` returns the shards of what was saved as ``{"model": state_dict}``, and
-    ``like={"model": params, "optim": {"state": opt_state}}`` the optimizer's state too.
+    slices. Checkpoints of FSDP1, FSDP2 and DDP by torch.distributed.checkpoint are read by the names of their parameters:
+    ``only="model"`` returns the shards of what was saved as ``{"model": state_dict}``. See ``checkpoints.md``.
 
     Args:
-        path: The directory of the checkpoint, the same one on all ranks: a copy for each machine is, another save is an error.
+        path: The directory of the checkpoint, the same one on all ranks, or a copy of it.
         spec: A bound spec, all ranks of whose mesh call this.
         only: The path of a part of the state to read, such as ``"params"`` or ``"opt.ema"``.
         like: A state with the structure, shapes and dtypes of the result; tensors may be on the meta device. It is needed for
-            containers of the caller's own classes and for optimizer states that other programs wrote.
+            containers of other classes and for optimizer states that other programs wrote.
         check: Whether to compare the checksums of the records that are read.
         timeout: The seconds that ranks wait for a lost rank.
 
     Returns:
-        The state, or the part of it. Tensors are on the mesh's device if they were on an accelerator, else on the host. What
-        was marked by `per_rank` comes back without the mark.
+        The state, or the part of it. Tensors are on the mesh's device if they were on an accelerator, else on the host.
 
     Raises:
         FileNotFoundError: If there is no checkpoint.

@@ -196,11 +196,9 @@ def export(
 ) -> Path:
     """Write the full parameters to a directory as safetensors files. All ranks take part.
 
-    The files are what ``from_pretrained`` of transformers loads once ``model.config.save_pretrained(directory)`` has added the
-    rest: ``model.safetensors``, or several files and an index. One rename puts them at ``directory``. The mesh's first rank
-    gathers and writes a unit at a time: its peak memory is that unit, twice over gloo, and the other ranks allocate nothing. A
-    tied parameter is written once, under the first of its names, and a unit at rest in a codec decoded. Replicas have to
-    agree, and nothing compares them: of those that have drifted apart the first rank's values are written.
+    The files are what ``from_pretrained`` of transformers loads. One rename puts them at ``directory``. The mesh's first rank
+    gathers and writes a unit at a time. A tied parameter is written once, under the first of its names. Replicas have to
+    agree: the first rank's values are written.
 
     Args:
         directory: A path where nothing is.
@@ -208,8 +206,7 @@ def export(
         spec: The bound spec of the parameters.
         shard_bytes: The most bytes of tensors in a file.
         dtype: The dtype of floating point tensors in the files, instead of their own.
-        buffers: Tensors that the first rank adds, by name: the running statistics of BatchNorm, parameters that the spec
-            ignores.
+        buffers: Tensors that the first rank adds, by name, such as the running statistics of BatchNorm.
         rename: A function from the name in the model to the name in the files.
         metadata: Entries for the headers, beside ``{"format": "pt"}``.
         dry_run: Whether to only raise the errors that can be known before, such as before the training.
@@ -219,11 +216,9 @@ def export(
         The path of the directory.
 
     Raises:
-        FileExistsError: If something is at the path.
-        PermissionError: If the directory cannot be made.
+        FileExistsError, PermissionError: If something is at the path, or nothing can be put there.
         ValueError: Naming the unit or tensor, for params of another spec, names given twice and dtypes the format has not.
-            For a mount point, and the working directory.
-        TypeError: For values that are no dense tensors. Every rank raises the errors of all, and the directory is unchanged.
+        TypeError: For values that are no dense tensors. Every rank raises the errors of all.
 
     Example:
         >>> import tempfile, torch, funshard as fs
@@ -391,13 +386,11 @@ def read_safetensors(
 ) -> Params:
     """Return the shards of the parameters in safetensors files. Inverse of `export`.
 
-    Every rank sees the files. It reads of each tensor the range in its slice, straight into the result's memory: no full tensor
-    is made. A tied parameter may have any of its names, or several with the same values. Parameters that the spec ignores are
-    not read.
+    Every rank sees the files, and reads the ranges in its slice. A tied parameter may have any of its names, or several with
+    the same values. Parameters that the spec ignores are not read.
 
     Args:
-        path: A file, an index (``.json``), or a directory with ``model.safetensors`` or ``model.safetensors.index.json``, the
-            same path on all ranks. If a directory has both, the first is read, as in transformers.
+        path: A file, an index (``.json``), or a directory with ``model.safetensors`` or an index, the same on all ranks.
         spec: A bound spec, all ranks of whose mesh call this.
         rename: A function from the name in the files to the name in the model, or to None for a tensor to pass over, such as a
             buffer. The default is `clean_name`, which removes the prefixes of wrappers.

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from .._core.spec import PartitionSpec
 from .._sharding.hashes import hash_bits
 from .._spec.codec import storage_codec
 from .._torch.phases import LOGGER, phase
-from ._errors import CheckpointError, SavedError
+from ._errors import SavedError
 from ._files.directory import StagingDirectory
 from ._files.writer import CheckpointWriter, RangeSavePlanner
 from ._ranks import TIMEOUT, Ranks, connect_ranks
@@ -97,26 +97,21 @@ def save(
     spec: PartitionSpec,
     *,
     asynchronous: bool = False,
-    when_busy: Literal["wait", "raise"] = "wait",
     timeout: float = TIMEOUT,
 ) -> Saving:
     """Write a state to the directory ``path``, by all ranks of the spec's mesh in parallel, each byte once.
 
-    The files are those of torch.distributed.checkpoint (DCP), and any reader of it sees whole tensors under the model's own
-    names, ``{path in the state}.{parameter}.{path in the unit's state}``. ``funshard.json`` beside them has the structure and
-    the plain values. A checkpoint appears at ``path`` by one rename: completely or not at all. See ``checkpoints.md``.
+    The files are those of torch.distributed.checkpoint (DCP), with whole tensors named ``{path in the state}.{parameter}.{path
+    in the unit's state}``. A checkpoint appears at ``path`` by one rename: completely or not at all. See ``checkpoints.md``.
 
     Args:
         path: A path where nothing is, on a file system that all ranks see. An empty directory there is replaced, and with a
-            warning a checkpoint that `latest` passes over as damaged. The new directory has the old one's owner and mode.
-        state: A pytree of dicts, lists, tuples, named tuples and optree's registered classes. A mapping by the keys of units
-            is sharded: parameters, an optimizer's state, averages. All ranks have equal values in the rest, which is stored
-            once: tensors, numbers, strings, bytes, None. `per_rank` marks what is each rank's own. Parameters at rest in a
-            codec are left out, by `partition`.
+            warning a checkpoint that `latest` passes over as damaged.
+        state: A pytree. A mapping by the keys of units is sharded; all ranks have equal values in the rest, but for what
+            `per_rank` marks.
         spec: The bound spec of the slices.
-        asynchronous: Whether to return after this rank's share is copied to host memory. A thread writes it, over a process
-            group of its own, while training goes on. Wait for it before ``destroy_process_group``.
-        when_busy: Whether a save before the end of the last one waits for it, or raises CheckpointError.
+        asynchronous: Whether to return after this rank's share is copied to host memory, which a thread then writes. Wait for
+            it before ``destroy_process_group``.
         timeout: The seconds that ranks wait for a lost rank. They wait twice as long for one that never calls this.
 
     Returns:
@@ -124,11 +119,9 @@ def save(
 
     Raises:
         FileExistsError: If anything else is at ``path``.
-        ValueError: Naming unit and leaf, for a slice of another spec or mesh, and for values that differ between ranks. For
-            a mount point, and the working directory.
+        ValueError: Naming unit and leaf, for a slice of another spec or mesh, and for values that differ between ranks.
         TypeError: For a value that cannot be saved.
-        CheckpointError: For a failure while the files are written. Every rank raises the errors of all, and nothing new is at
-            ``path``, except if only the last flush fails or a rank is lost that waits for the end; the error says so.
+        CheckpointError: For a failure while files are written, on every rank. Nothing new is at ``path`` unless it says so.
 
     Example:
         >>> import tempfile, torch, funshard as fs
@@ -143,8 +136,6 @@ def save(
     path = os.fsdecode(path)
     if "://" in path:
         raise ValueError(f"checkpoint.save: expected a path in a file system that all ranks see, got {path!r}")
-    if when_busy not in ("wait", "raise"):
-        raise ValueError(f"checkpoint.save: when_busy: expected 'wait' or 'raise', got {when_busy!r}")
     ranks = connect_ranks(spec, "checkpoint.save", timeout, path=path, asynchronous=bool(asynchronous))
     writing = ranks.with_background_group() if asynchronous else ranks
     target = Path(path).absolute()
@@ -152,7 +143,8 @@ def save(
     resources = _SaveResources()
 
     def begin() -> StateSummary:
-        _finish_last(when_busy)
+        for saving in list(_pending):
+            saving.wait()
         with phase("checkpoint plan"):
             summary = summarize_state(state, spec, ranks)
             resources.planner = RangeSavePlanner(summary.ranges)
@@ -199,13 +191,6 @@ class _SaveResources:
             if self.staging is not None:
                 self.staging.abandon()
             raise
-
-
-def _finish_last(when_busy: str) -> None:
-    for saving in list(_pending):
-        if when_busy == "raise" and not saving.done():
-            raise CheckpointError(f"the save to {saving.path} is still being written: expected its end; call its wait()")
-        saving.wait()
 
 
 def _write_checkpoint(

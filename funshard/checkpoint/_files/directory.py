@@ -27,9 +27,7 @@ __all__ = ["LOCK", "StagingDirectory", "check_replaceable", "clean", "copy_acces
 
 PARTIAL_SUFFIX = ".partial"
 """The suffix of a staging directory."""
-NEW_SUFFIX = ".new"
-"""The suffix of a staging directory until it is locked."""
-STAGING_NAME = re.compile(rf"\..+\.[0-9a-f]{{12}}({re.escape(PARTIAL_SUFFIX)}|{re.escape(NEW_SUFFIX)})", re.DOTALL)
+STAGING_NAME = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(PARTIAL_SUFFIX)}", re.DOTALL)
 """The names that `make_staging_path` makes; other directories may have similar ones."""
 LOCK_SECONDS = 60
 """The most seconds between the creation of a staging directory and its lock."""
@@ -180,10 +178,11 @@ def _remove(path: Path) -> bool:
 
 
 def _is_left_over(path: Path) -> bool:
-    if path.name.endswith(NEW_SUFFIX):
-        with contextlib.suppress(FileNotFoundError):
-            return time.time() - path.stat().st_mtime > LOCK_SECONDS
-    return path.name.endswith(PARTIAL_SUFFIX) and not _is_locked(path / LOCK)
+    if (path / LOCK).exists() or (path / MANIFEST).exists():  # else between its creation and its lock, or left behind there
+        return not _is_locked(path / LOCK)
+    with contextlib.suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime > LOCK_SECONDS
+    return False
 
 
 def _is_locked(lock: Path) -> bool:
@@ -219,17 +218,14 @@ class StagingDirectory:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.directory = make_staging_path(self.path)
         self._lock: int | None = None
-        new = self.directory.with_suffix(NEW_SUFFIX)
         try:
-            new.mkdir()
-            self._lock = os.open(new / LOCK, os.O_CREAT | os.O_RDWR)
+            self.directory.mkdir()
+            self._lock = os.open(self.directory / LOCK, os.O_CREAT | os.O_RDWR)
             with contextlib.suppress(OSError):  # a file system without locks: `clean` keeps what it cannot lock
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
-            os.rename(new, self.directory)  # only now do others see it
             if is_directory(self.path):
                 copy_access(self.path, self.directory)  # before there is anything to read in it
         except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
             self.abandon()
             raise
 
