@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from ranks import Pool
@@ -17,7 +18,7 @@ from torch import nn
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint import CheckpointError
+from funshard.checkpoint import CheckpointError, _save
 from funshard.checkpoint._files import directory as staging
 
 CALLS = [(os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "open"), (os, "close"), (os, "unlink"), (fcntl, "flock")]
@@ -200,3 +201,79 @@ def test_a_working_directory_that_is_gone_does_not_matter(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path / "cwd")
     (tmp_path / "cwd").rmdir()
     assert checkpoint.save(tmp_path / "1", params, spec).wait() == tmp_path / "1"
+
+
+# --- Object stores, by fsspec. ---
+
+
+def remote(rank: int, url: str) -> list[str]:
+    """Saves of two ranks, of which the last fails on one of them; what is left, as the checkpoints' names."""
+    model = nn.Linear(4, 3)
+    spec = fs.policies.whole()(model)
+    params = fs.shard(model, spec, src=0)
+    for step in (1, 2, 3):
+        state = {"params": params, "step": step, "rank": checkpoint.per_rank(rank)}
+        assert str(checkpoint.save(f"{url}/{step}", state, spec, asynchronous=step == 2).wait()) == f"{url}/{step}"
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(_save.CheckpointWriter, "write_items", lambda *_: raise_error(OSError(5, "the store is gone")))
+        with pytest.raises(OSError, match=r"nothing was saved: rank 1: .*gone"):
+            checkpoint.save(f"{url}/4", state, spec)
+    path = checkpoint.latest(url, spec)
+    found = checkpoint.load(path or "", spec)
+    assert (found["step"], found["rank"]) == (3, rank)
+    assert found["params"][""].equal(params[""])
+    with pytest.raises(FileExistsError, match="/3: expected a path where no checkpoint is"):
+        checkpoint.save(f"{url}/3", state, spec)
+    return [str(path) for path in checkpoint.clean(url, keep=1)] if rank == 0 else []
+
+
+def raise_error(error: Exception) -> None:
+    raise error
+
+
+def test_two_ranks_in_a_store(gloo2: Pool, tmp_path: Path) -> None:
+    """Any file system of fsspec: here the local one, as a store that both ranks see. A failed save leaves no file."""
+    removed, _ = gloo2.run(remote, f"file://{tmp_path}/run")
+    assert removed == [f"file://{tmp_path}/run/1", f"file://{tmp_path}/run/2"]
+    left = sorted(path.name for path in (tmp_path / "run" / "3").iterdir())
+    assert [name[:4] for name in left] == [".met", "__0_", "__1_", "funs"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["3"]
+
+
+def test_a_save_that_was_killed_in_a_store(tmp_path: Path) -> None:
+    """Without a manifest nothing is there, a save to the same path goes ahead; late writes of the killed one change nothing."""
+    params, spec = state_of()
+    store: Any = fsspec.filesystem("memory")
+    url = f"memory://{tmp_path.name}"
+    for name, raw in {"__0_0_123456789abc.distcp": b"killed", ".metadata": b"half"}.items():
+        store.pipe(f"/{tmp_path.name}/1/{name}", raw)
+    assert checkpoint.latest(url) is None
+    with pytest.raises(CheckpointError, match=r"1: its file '\.metadata' is damaged"):
+        checkpoint.load(f"{url}/1", spec)
+    with pytest.raises(FileNotFoundError, match="2: expected a checkpoint"):
+        checkpoint.load(f"{url}/2", spec)
+    path = checkpoint.save(f"{url}/1", {"params": params}, spec).wait()
+    assert len(store.find(f"/{tmp_path.name}/1")) == 3
+    store.pipe(f"/{tmp_path.name}/1/__0_0_123456789abc.distcp", b"late")
+    assert checkpoint.latest(url) == path
+    assert checkpoint.load(path, spec)["params"][""].equal(params[""])
+
+
+def test_damage_in_a_store(tmp_path: Path) -> None:
+    """A flipped bit is an error that names tensor and file, what is cut short is passed over and saved over."""
+    params, spec = state_of()
+    store: Any = fsspec.filesystem("memory")
+    url, folder = f"memory://{tmp_path.name}", f"/{tmp_path.name}/1"
+    checkpoint.save(f"{url}/1", {"params": params}, spec)
+    (file,) = (name for name in store.find(folder) if name.endswith(".distcp"))
+    raw = store.cat(file)
+    at = raw.index(params[""].view(torch.uint8)[:8].numpy().tobytes())
+    store.pipe(file, raw[:at] + bytes([raw[at] ^ 4]) + raw[at + 1 :])
+    with pytest.raises(CheckpointError, match=r"tensor 'params\.\w+' in file '__0_0_.*' .* is damaged: its checksum"):
+        checkpoint.load(f"{url}/1", spec)
+    store.pipe(file, raw[:-9])
+    with pytest.warns(UserWarning, match="passed over a damaged checkpoint: .*is cut short"):
+        assert checkpoint.latest(url) is None
+    checkpoint.save(f"{url}/1", {"params": params}, spec)
+    assert checkpoint.load(f"{url}/1", spec)["params"][""].equal(params[""])

@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -25,6 +24,7 @@ from .._spec.local import describe_pieces
 from .._torch.phases import LOGGER, phase
 from ._errors import CheckpointError, DamagedError
 from ._files.manifest import MANIFEST, METADATA, read_manifest, read_metadata
+from ._files.remote import AnyPath, open_path
 from ._files.untrusted import checksum, find_record, open_regular, read_regular
 from ._files.writer import PIECE_BYTES, check_chunks, iter_boxes, make_chunk
 from ._optimizer_state_dict import clean_name
@@ -99,7 +99,7 @@ def load(
     path = os.fsdecode(path)
     ranks = connect_ranks(spec, "checkpoint.load", timeout, only=only)
     loader, found = ranks.run_and_exchange(
-        lambda: _Loader(Path(path), spec, ranks, only, like), "checkpoint.load", lambda loader: (loader.identity, path)
+        lambda: _Loader(open_path(path), spec, ranks, only, like), "checkpoint.load", lambda loader: (loader.identity, path)
     )
     if other := next((rank for rank, (identity, _) in enumerate(found) if identity != found[0][0]), 0):
         raise ValueError(
@@ -114,7 +114,7 @@ def load(
 class _Loader:
     """A load: it finds the tree to read in a checkpoint, checks that the files have its leaves, and reads them."""
 
-    def __init__(self, directory: Path, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any) -> None:
+    def __init__(self, directory: AnyPath, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any) -> None:
         self._spec, self._ranks = spec, ranks
         manifest = read_manifest(directory)  # also checks the metadata's checksum
         self._stored = StoredTensors(directory, read_metadata(directory), manifest.records if manifest else {})
@@ -252,7 +252,7 @@ def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
 class StoredTensors:
     """The tensors of a checkpoint, by their keys: their names, perhaps with the prefixes of wrappers."""
 
-    directory: Path
+    directory: AnyPath
     metadata: Metadata
     checksums: Mapping[str, Mapping[str, int]]
     """Those of the records, as in `Manifest`."""
@@ -361,7 +361,7 @@ class StoredTensors:
         check: bool,
     ) -> None:
         """Read the parts of one chunk, a tensor in a file, that some items ask for; ``expected`` is its checksum, if known."""
-        if offset + length > os.fstat(file.fileno()).st_size:
+        if offset + length > file.seek(0, os.SEEK_END):
             raise DamagedError("it was cut short")
         found = find_record(file, offset, length, check=check and expected is None)
         shape = tuple(found.like.shape)
@@ -389,7 +389,7 @@ class StoredTensors:
 
 
 @contextmanager
-def explain_bad_tree(directory: Path) -> Generator[None]:
+def explain_bad_tree(directory: AnyPath) -> Generator[None]:
     """Raise CheckpointError for a tree in the manifest that `tree_to_json` did not write, as only other programs do."""
     try:
         yield

@@ -27,7 +27,8 @@ from .._sharding.hashes import hash_bits
 from .._spec.codec import storage_codec
 from .._torch.phases import LOGGER, phase
 from ._errors import SavedError
-from ._files.directory import StagingDirectory
+from ._files.directory import RemoteStaging, StagingDirectory
+from ._files.remote import AnyPath, RemotePath, open_path
 from ._files.writer import CheckpointWriter, RangeSavePlanner
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._state.json_tree import tree_to_json
@@ -44,7 +45,7 @@ class Saving:
         path: The path of the checkpoint once it is complete.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self.path = path
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -53,7 +54,7 @@ class Saving:
         """Return whether the save has ended, with or without an error."""
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self) -> Path:
+    def wait(self) -> AnyPath:
         """Return the checkpoint's path once the save has ended. Raises the error of the save, on every rank."""
         if self._thread is not None:
             self._thread.join()
@@ -105,8 +106,8 @@ def save(
     in the unit's state}``. A checkpoint appears at ``path`` by one rename: completely or not at all. See ``checkpoints.md``.
 
     Args:
-        path: A path where nothing is, on a file system that all ranks see. An empty directory there is replaced, and with a
-            warning a checkpoint that `latest` passes over as damaged.
+        path: A path where nothing is, on a file system that all ranks see, or a URL of fsspec, where the manifest is written
+            last. An empty directory there is replaced, and with a warning a checkpoint that `latest` passes over as damaged.
         state: A pytree. A mapping by the keys of units is sharded; all ranks have equal values in the rest, but for what
             `per_rank` marks.
         spec: The bound spec of the slices.
@@ -134,11 +135,9 @@ def save(
     """
     spec = bind_spec(spec)
     path = os.fsdecode(path)
-    if "://" in path:
-        raise ValueError(f"checkpoint.save: expected a path in a file system that all ranks see, got {path!r}")
+    target = open_path(path) if "://" in path else Path(path).absolute()
     ranks = connect_ranks(spec, "checkpoint.save", timeout, path=path, asynchronous=bool(asynchronous))
     writing = ranks.with_background_group() if asynchronous else ranks
-    target = Path(path).absolute()
     saving = Saving(target)
     resources = _SaveResources()
 
@@ -148,26 +147,31 @@ def save(
         with phase("checkpoint plan"):
             summary = summarize_state(state, spec, ranks)
             resources.planner = RangeSavePlanner(summary.ranges)
-            resources.staging = StagingDirectory(target, over_damaged=True) if ranks.rank == 0 else None
+            if ranks.rank == 0:
+                if isinstance(target, RemotePath):
+                    resources.staging = RemoteStaging(target)
+                else:
+                    resources.staging = StagingDirectory(target, over_damaged=True)
         if asynchronous:
             with phase("checkpoint copy"):
                 resources.planner.stage()
         return summary
 
-    def message(summary: StateSummary) -> tuple[str, Any]:
-        return str(resources.staging and resources.staging.directory), summary.message()
+    def message(summary: StateSummary) -> tuple[str, str, Any]:
+        staging = resources.staging
+        return (str(staging.directory), staging.suffix, summary.message()) if staging else ("", "", summary.message())
 
     def write() -> None:
         assert resources.planner is not None
         with resources.release_on_error(), phase("checkpoint write"):
-            _write_checkpoint(directory, resources.planner, tree, resources.staging, writing)
+            _write_checkpoint(writer, resources.planner, tree, resources.staging, writing)
             resources.planner.release()
         LOGGER.info("checkpoint.save: %s is complete", target)
 
     with resources.release_on_error():
         summary, messages = ranks.run_and_exchange(begin, "checkpoint.save", message)
-        tree = summary.check_agreement([theirs for _, theirs in messages], ranks)
-        directory = Path(messages[0][0])
+        tree = summary.check_agreement([theirs for *_, theirs in messages], ranks)
+        writer = CheckpointWriter(open_path(messages[0][0]), ranks.rank, messages[0][1])
     if asynchronous:
         saving._start(write)
     else:
@@ -178,7 +182,7 @@ def save(
 class _SaveResources:
     def __init__(self) -> None:
         self.planner: RangeSavePlanner | None = None
-        self.staging: StagingDirectory | None = None
+        self.staging: StagingDirectory | RemoteStaging | None = None
 
     @contextlib.contextmanager
     def release_on_error(self) -> Generator[None]:
@@ -194,10 +198,13 @@ class _SaveResources:
 
 
 def _write_checkpoint(
-    directory: Path, planner: RangeSavePlanner, tree: Any, staging: StagingDirectory | None, ranks: Ranks
+    writer: CheckpointWriter,
+    planner: RangeSavePlanner,
+    tree: Any,
+    staging: StagingDirectory | RemoteStaging | None,
+    ranks: Ranks,
 ) -> None:
     """Write this rank's file. The first rank then writes the metadata of all files, and commits the directory."""
-    writer = CheckpointWriter(directory, ranks.rank)
 
     def write() -> tuple[SavePlan, list[WriteResult], dict[str, dict[int, int]]]:
         plan = planner.create_local_plan()

@@ -20,9 +20,10 @@ from ..._core.spec import PartitionSpec
 from .._errors import CheckpointError, NewerError, SavedError
 from .._ranks import TIMEOUT, connect_ranks
 from .manifest import MANIFEST, MAX_SEQUENCE, METADATA, Manifest, read_manifest, write_manifest
+from .remote import AnyPath, RemotePath, open_path
 from .untrusted import checksum, read_regular
 
-__all__ = ["LOCK", "StagingDirectory", "check_replaceable", "clean", "copy_access", "latest"]
+__all__ = ["LOCK", "RemoteStaging", "StagingDirectory", "check_replaceable", "clean", "copy_access", "latest"]
 
 
 PARTIAL_SUFFIX = ".partial"
@@ -35,7 +36,7 @@ LOCK = ".lock"
 """The file of a staging directory that its writer keeps locked."""
 
 
-def is_directory(path: Path) -> bool:
+def is_directory(path: AnyPath) -> bool:
     """Return whether a path is a directory and not a link to one, which belongs to whoever made it."""
     return path.is_dir() and not path.is_symlink()
 
@@ -45,13 +46,13 @@ def make_staging_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{PARTIAL_SUFFIX}")
 
 
-def list_committed(directory: Path) -> list[tuple[tuple[float, int], Path, str]]:
+def list_committed(directory: AnyPath) -> list[tuple[tuple[float, int], Any, str]]:
     """Return ``(order, path, damage)`` of the checkpoints that `save` has put into a directory, the oldest first.
 
     The damage is "" if all files have their sizes. The order is the sequence number, and then the time of the manifest, since
     two jobs may give two checkpoints one number. The order of a damaged manifest is infinity.
     """
-    found: list[tuple[tuple[float, int], Path, str]] = []
+    found: list[tuple[tuple[float, int], Any, str]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if not is_directory(path) or STAGING_NAME.fullmatch(path.name):
             continue
@@ -60,12 +61,12 @@ def list_committed(directory: Path) -> list[tuple[tuple[float, int], Path, str]]
                 order = manifest.sequence, (path / MANIFEST).stat().st_mtime_ns
                 found.append((order, path, _find_wrong_file(path, manifest.files)))
         except (CheckpointError, OSError) as error:
-            if os.path.lexists(path / MANIFEST):
+            if (path / MANIFEST).exists() or (path / MANIFEST).is_symlink():
                 found.append(((math.inf, 0), path, str(error)))
     return sorted(found)
 
 
-def find_damage(path: Path) -> str:
+def find_damage(path: AnyPath) -> str:
     """Return the damage of a checkpoint that `save` has written, as far as `latest` looks for it; "" for any other path."""
     try:
         manifest = read_manifest(path)
@@ -78,7 +79,7 @@ def find_damage(path: Path) -> str:
     return _find_wrong_file(path, manifest.files) if manifest else ""
 
 
-def _find_wrong_file(path: Path, sizes: Mapping[str, int]) -> str:
+def _find_wrong_file(path: AnyPath, sizes: Mapping[str, int]) -> str:
     """Return the damage of the first file that is missing or has another size."""
     for name, size in sizes.items():
         file = path / name
@@ -87,7 +88,7 @@ def _find_wrong_file(path: Path, sizes: Mapping[str, int]) -> str:
     return ""
 
 
-def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None) -> Path | None:
+def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None) -> AnyPath | None:
     """Return the last checkpoint that `save` has completed in a directory, or None if there is none.
 
     The order is that in which the saves ended, whatever names and clocks say. Links do not count. The function passes over a
@@ -115,14 +116,14 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
         return connect_ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT).run_on_first(
             lambda: latest(directory), "checkpoint.latest"
         )
-    for _, path, damage in reversed(list_committed(Path(os.fsdecode(directory)))):
+    for _, path, damage in reversed(list_committed(open_path(os.fsdecode(directory)))):
         if not damage:
             return path
         warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {damage}", stacklevel=2)
     return None
 
 
-def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
+def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
     """Remove all but the last ``keep`` complete checkpoints in a directory, and what interrupted saves have left.
 
     Damaged checkpoints, links, directories that `save` has not written and those that another process is writing stay,
@@ -150,9 +151,14 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[Path]:
     """
     if keep < 1:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
-    directory = Path(os.fsdecode(directory))
+    directory = open_path(os.fsdecode(directory))
     complete = [path for _, path, damage in list_committed(directory) if not damage]
-    removed: list[Path] = []
+    removed: list[AnyPath] = []
+    if isinstance(directory, RemotePath):
+        for path in complete[:-keep]:
+            (path / MANIFEST).remove()  # first, so that no reader takes a half of it for a checkpoint
+            path.remove()
+        return complete[:-keep]
     for path in complete[:-keep]:
         moved = make_staging_path(path)
         try:
@@ -211,6 +217,9 @@ class StagingDirectory:
     `check_replaceable` says what it may replace there: with ``over_damaged`` a damaged checkpoint.
     """
 
+    suffix = ""
+    """That of its files' names, which need none."""
+
     def __init__(self, path: Path, *, over_damaged: bool = False) -> None:
         self.path, self._over_damaged = path.absolute(), over_damaged
         if damage := self._check_replaceable():
@@ -231,10 +240,7 @@ class StagingDirectory:
 
     def commit(self, tree: Any, sizes: Mapping[str, int], checksums: Mapping[str, Mapping[int, int]]) -> None:
         """Write the manifest of a checkpoint with this JSON tree, sizes of files and checksums, and `publish` it."""
-        known = (number for (number, _), *_ in list_committed(self.path.parent) if number < math.inf)
-        sequence = min(1 + int(max(known, default=0)), MAX_SEQUENCE)  # after all that exist now: writes take long
-        metadata = checksum(read_regular(self.directory / METADATA))
-        write_manifest(self.directory, Manifest(sequence, dict(sizes), metadata, tree, dict(checksums)))
+        _describe_checkpoint(self.path, self.directory, tree, sizes, checksums)
         for name in (METADATA, MANIFEST):  # after both are written: one flush of a journal takes both
             _flush(self.directory / name)
         self.publish(sizes)
@@ -244,9 +250,7 @@ class StagingDirectory:
 
         Raises SavedError for a failure after the rename, and other errors before it.
         """
-        for name, size in sizes.items():
-            if (got := (self.directory / name).stat().st_size) != size:
-                raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
+        _check_sizes(self.directory, sizes)
         _flush(self.directory)
         replaced = None if self._check_replaceable() is None else self._move_replaced()
         try:
@@ -298,6 +302,53 @@ class StagingDirectory:
         if lock is not None:
             with contextlib.suppress(OSError):  # also closes and unlocks it if it raises
                 os.close(lock)
+
+
+class RemoteStaging:
+    """A directory in an object store: it is a checkpoint once its manifest is there, which `commit` writes last.
+
+    Its files have a suffix of their own, so that a save that was killed, or one that goes on for too long, changes no other.
+    """
+
+    def __init__(self, path: RemotePath) -> None:
+        if (path / MANIFEST).exists() and not find_damage(path):
+            raise FileExistsError(
+                f"{path}: expected a path where no checkpoint is, such as one with the number of the step in its name"
+            )
+        self.path = self.directory = path
+        path.mkdir()
+        self.suffix = f"_{uuid.uuid4().hex[:12]}"
+
+    def commit(self, tree: Any, sizes: Mapping[str, int], checksums: Mapping[str, Mapping[int, int]]) -> None:
+        """Check the files, write the manifest, and remove what other saves have left."""
+        _check_sizes(self.directory, sizes)
+        _describe_checkpoint(self.path, self.directory, tree, sizes, checksums)
+        for path in list(self.path.iterdir()):
+            if path.name.endswith(".distcp") and path.name not in sizes:
+                path.remove()
+
+    def abandon(self) -> None:
+        """Remove the files of this save, and their directory if nothing else is in it."""
+        every = list(self.path.iterdir()) if self.path.is_dir() else []
+        own = [path for path in every if self.suffix in path.name]
+        for path in own if len(own) < len(every) else [self.path]:
+            path.remove()
+
+
+def _check_sizes(directory: AnyPath, sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if (got := (directory / name).stat().st_size) != size:
+            raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
+
+
+def _describe_checkpoint(
+    path: AnyPath, directory: AnyPath, tree: Any, sizes: Mapping[str, int], checksums: Mapping[str, Mapping[int, int]]
+) -> None:
+    """Write the manifest of a checkpoint, which lies in a directory and is to be at a path."""
+    known = (number for (number, _), *_ in list_committed(path.parent) if number < math.inf)
+    sequence = min(1 + int(max(known, default=0)), MAX_SEQUENCE)  # after all that exist now: writes take long
+    metadata = checksum(read_regular(directory / METADATA))
+    write_manifest(directory, Manifest(sequence, dict(sizes), metadata, tree, dict(checksums)))
 
 
 def check_replaceable(path: Path, *, over_damaged: bool = False) -> str | None:

@@ -7,7 +7,7 @@ import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._errors import CheckpointError, DamagedError, NewerError
 from .._state.leaves import MAX_DIMS
+from .remote import AnyPath
 from .untrusted import SIZE_LIMIT, Pickled, checksum, read_pickle, read_regular
 
 __all__ = ["MANIFEST", "MAX_SEQUENCE", "METADATA", "Manifest", "is_plain_name", "read_manifest", "read_metadata"]
@@ -57,13 +58,14 @@ class Manifest:
     """For each file by name, the checksum of each tensor's record by its offset; {} in files of version 0.2."""
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
+def write_manifest(directory: AnyPath, manifest: Manifest) -> None:
     """Write the manifest of the checkpoint in a directory."""
     text = json.dumps({"version": VERSION, **asdict(manifest)})
-    (directory / MANIFEST).write_text(json.dumps({"crc32": checksum(text.encode()), "content": text}))
+    with (directory / MANIFEST).open("wb") as file:
+        file.write(json.dumps({"crc32": checksum(text.encode()), "content": text}).encode())
 
 
-def read_manifest(path: Path) -> Manifest | None:
+def read_manifest(path: AnyPath) -> Manifest | None:
     """Return the manifest of a checkpoint, or None if the directory has none, as when `save` did not write it.
 
     Raises CheckpointError if the manifest is damaged, or if torch's metadata file has another checksum than it says.
@@ -159,7 +161,7 @@ class StorageInfo:
     length: int
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: AnyPath) -> Metadata:
     """Return torch's metadata of the checkpoint in a directory, without running anything in the file.
 
     The result is built of torch's own classes, from checked parts. Raises FileNotFoundError if there is no file, and

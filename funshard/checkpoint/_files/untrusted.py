@@ -10,7 +10,6 @@ import stat
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from ... import _torch
 from .._errors import DamagedError
+from .remote import AnyPath, RemotePath
 
 __all__ = ["SIZE_LIMIT", "Pickled", "Record", "checksum", "find_record", "open_regular", "read_pickle", "read_regular"]
 
@@ -34,12 +34,14 @@ SIZE_LIMIT = 1 << 63
 """More bytes than any file has, and more elements than any tensor."""
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: AnyPath) -> BinaryIO:
     """Open a regular file, or a link to one, without a buffer.
 
     Raises FileNotFoundError if there is none, and DamagedError for other files: a FIFO would wait for a writer, and a device
     may never end.
     """
+    if isinstance(path, RemotePath):
+        return path.open("rb")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -52,7 +54,7 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb", buffering=0)
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(path: AnyPath) -> bytes:
     """Return the content of a regular file. Raises the errors of `open_regular`."""
     with open_regular(path) as file:
         return file.read()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,7 +13,6 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,6 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ... import _torch
 from .._state.leaves import Box, RangeSharer, TensorRange, check_tiles, range_to_boxes, split_range
+from .manifest import METADATA
+from .remote import AnyPath
 from .untrusted import checksum
 
 __all__ = ["PIECE_BYTES", "CheckpointWriter", "RangeSavePlanner", "check_chunks", "iter_boxes", "join_plans", "make_chunk"]
@@ -150,48 +153,47 @@ PIECE_BYTES = 1 << 19
 """The bytes that are added to the checksum and then written: the second read finds them in the cache."""
 
 
-class CheckpointWriter(FileSystemWriter):
-    """A writer of one file on each rank.
+class CheckpointWriter:
+    """A writer of one file on each rank, whose name has a suffix.
 
     After `write_items`, each rank has the checksums of its file's tensors in ``checksums``, by file and offset. After
     `write_metadata`, the first rank has the sizes of all files in ``sizes``.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
-        super().__init__(path, single_file_per_rank=True, sync_files=False, overwrite=False)
-        self.set_up_storage_writer(rank == 0, rank=rank)
+    def __init__(self, path: AnyPath, rank: int, suffix: str = "") -> None:
+        self.path = path
+        self.name = f"__{rank}_0{suffix}.distcp"
         self.sizes: dict[str, int] = {}
         self.checksums: dict[str, dict[int, int]] = {}
 
     def write_items(self, plan: SavePlan, planner: RangeSavePlanner) -> list[WriteResult]:
         """Write the items to this rank's file, flush it, and return where each item is."""
-        name = f"__{self.rank}_0.distcp"
         results: list[WriteResult] = []
         tensors = map(planner.resolve_data, plan.items)
-        at, checksums = 0, self.checksums.setdefault(name, {})
-        with (Path(self.path) / name).open("wb", buffering=BUFFER_BYTES) as file:
+        at, checksums = 0, self.checksums.setdefault(self.name, {})
+        with (self.path / self.name).open("wb", buffering=BUFFER_BYTES) as file:
             for item, tensor in zip(plan.items, _iter_on_host(tensors), strict=True):
                 length, checksums[at] = write_record(file, tensor)
-                results.append(WriteResult(item.index, length, _torch.make_storage_info(name, at, length)))
+                results.append(WriteResult(item.index, length, _torch.make_storage_info(self.name, at, length)))
                 at += length
-            file.flush()
-            os.fsync(file.fileno())
+            if isinstance(self.path, Path):
+                file.flush()
+                os.fsync(file.fileno())
         return results
-
-    def storage_meta(self) -> StorageMeta:
-        """Leave out the path, which is not the checkpoint's final one, and whose class only Python 3.13 has."""
-        return StorageMeta(save_id=self.save_id)
 
     def write_metadata(self, plans: list[SavePlan], results: list[list[WriteResult]]) -> None:
         """Write the metadata file, which also has the other names of tied parameters. `StagingDirectory.commit` flushes it."""
         metadata, aliases = join_plans(plans)
-        aliased: list[WriteResult] = []
+        storage: dict[MetadataIndex, Any] = {}
         for result in itertools.chain.from_iterable(results):
             info: Any = result.storage_data
             self.sizes[info.relative_path] = max(self.sizes.get(info.relative_path, 0), info.offset + info.length)
-            names = aliases.get(result.index.fqn, ())
-            aliased += [WriteResult(MetadataIndex(name, result.index.offset, result.index.index), 0, info) for name in names]
-        self.finish(metadata, [*results, aliased])
+            for name in (result.index.fqn, *aliases.get(result.index.fqn, ())):
+                storage[MetadataIndex(name, result.index.offset, result.index.index)] = info
+        metadata.storage_data = storage
+        metadata.storage_meta = StorageMeta(save_id=str(uuid.uuid4()))  # no path, whose class not every Python has
+        with (self.path / METADATA).open("wb") as file:
+            pickle.dump(metadata, file)
 
 
 def _iter_on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

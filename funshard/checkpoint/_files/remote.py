@@ -1,0 +1,99 @@
+"""Paths in object stores, by fsspec, which torch requires."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import fsspec
+
+__all__ = ["AnyPath", "RemotePath", "open_path"]
+
+
+class RemotePath(os.PathLike[str]):
+    """A path in a file system of fsspec, such as ``s3://bucket/run/step1``, with the methods of pathlib that are needed."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        found: tuple[Any, str] = fsspec.core.url_to_fs(self._url)
+        self._fs, self._path = found
+
+    def __fspath__(self) -> str:
+        return self._url
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemotePath) and self._url == other._url
+
+    def __lt__(self, other: RemotePath) -> bool:
+        return self._url < other._url
+
+    def __hash__(self) -> int:
+        return hash(self._url)
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self._url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self._url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        """The directory that the path is in."""
+        return RemotePath(self._url.rpartition("/")[0])
+
+    def open(self, mode: str, buffering: int = -1) -> Any:
+        """Open the file. One that is written is there when it is closed, as a whole."""
+        return self._fs.open(self._path, mode)
+
+    def is_file(self) -> bool:
+        """Return whether a file is there."""
+        return self._fs.isfile(self._path)
+
+    def is_dir(self) -> bool:
+        """Return whether files are below the path."""
+        self._fs.invalidate_cache()
+        return self._fs.isdir(self._path)
+
+    def is_symlink(self) -> bool:
+        """Return that it is no link."""
+        return False
+
+    def exists(self) -> bool:
+        """Return whether anything is there."""
+        self._fs.invalidate_cache()
+        return self._fs.exists(self._path)
+
+    def stat(self) -> Any:
+        """Return the size, and no time: checkpoints of one number are ordered by their names."""
+        return types.SimpleNamespace(st_size=self._fs.size(self._path), st_mtime_ns=0)
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """Yield what is in the directory."""
+        self._fs.invalidate_cache()
+        return (self / path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False))
+
+    def mkdir(self) -> None:
+        """Make the directory, in a file system that has any, if it is not there."""
+        self._fs.makedirs(self._path, exist_ok=True)
+
+    def remove(self) -> None:
+        """Remove a file, or all below the path."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._path, recursive=True)
+
+
+AnyPath: TypeAlias = Path | RemotePath
+
+
+def open_path(path: str) -> AnyPath:
+    """Return a path, which is in an object store if it has a scheme."""
+    return RemotePath(path) if "://" in path else Path(path)
