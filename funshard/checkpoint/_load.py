@@ -372,15 +372,14 @@ class StoredTensors:
                 raise DamagedError(f"expected {[*wanted[0]]} {wanted[1]} there, got {[*shape]} {found.like.dtype}")
         first, target = items[0]
         is_direct = len(items) == 1 and tuple(first.lengths) == shape and _has_layout(target, found.like)
-        raw = _torch.host_bytes(target) if is_direct else memoryview(bytearray(found.end - found.offset))
+        memory = target if is_direct else torch.empty(found.end - found.offset, dtype=torch.uint8)
         crc32 = _read_into(file, offset, found.offset, 0)
-        crc32 = _read_into(file, offset + found.offset, raw, crc32)
+        crc32 = _read_into(file, offset + found.offset, _torch.host_bytes(memory), crc32)
         if check and expected not in (None, _read_into(file, offset + found.end, length - found.end, crc32)):
             raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
         if is_direct:
             return
-        values = torch.frombuffer(raw, dtype=found.like.dtype) if raw else torch.empty(0, dtype=found.like.dtype)
-        values = values.as_strided(shape, found.like.stride())
+        values = memory.view(found.like.dtype).as_strided(shape, found.like.stride())
         for item, target in items:
             part = values
             for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

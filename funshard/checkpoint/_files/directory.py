@@ -23,7 +23,7 @@ from .manifest import MANIFEST, MAX_SEQUENCE, METADATA, Manifest, read_manifest,
 from .remote import AnyPath, RemotePath, open_path
 from .untrusted import checksum, read_regular
 
-__all__ = ["LOCK", "RemoteStaging", "StagingDirectory", "check_replaceable", "clean", "copy_access", "latest"]
+__all__ = ["LOCK", "RemoteStaging", "StagingDirectory", "check_replaceable", "clean", "latest"]
 
 
 PARTIAL_SUFFIX = ".partial"
@@ -38,7 +38,7 @@ LOCK = ".lock"
 
 def is_directory(path: AnyPath) -> bool:
     """Return whether a path is a directory and not a link to one, which belongs to whoever made it."""
-    return path.is_dir() and not path.is_symlink()
+    return path.is_dir() and (isinstance(path, RemotePath) or not path.is_symlink())
 
 
 def make_staging_path(path: Path) -> Path:
@@ -61,9 +61,9 @@ def list_committed(directory: AnyPath) -> list[tuple[tuple[float, int], Any, str
                 order = manifest.sequence, (path / MANIFEST).stat().st_mtime_ns
                 found.append((order, path, _find_wrong_file(path, manifest.files)))
         except (CheckpointError, OSError) as error:
-            if (path / MANIFEST).exists() or (path / MANIFEST).is_symlink():
+            if os.path.lexists(path / MANIFEST) or (path / MANIFEST).exists():
                 found.append(((math.inf, 0), path, str(error)))
-    return sorted(found)
+    return sorted(found, key=lambda entry: (entry[0], str(entry[1])))
 
 
 def find_damage(path: AnyPath) -> str:
@@ -233,7 +233,9 @@ class StagingDirectory:
             with contextlib.suppress(OSError):  # a file system without locks: `clean` keeps what it cannot lock
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             if is_directory(self.path):
-                copy_access(self.path, self.directory)  # before there is anything to read in it
+                found = self.path.stat()  # an empty one's, before there is anything to read
+                os.chown(self.directory, found.st_uid, found.st_gid)
+                shutil.copystat(self.path, self.directory)
         except BaseException:
             self.abandon()
             raise
@@ -380,23 +382,6 @@ def _holds_working_directory(path: Path) -> bool:
         return Path.cwd().is_relative_to(os.path.realpath(path))
     except FileNotFoundError:  # it was removed
         return False
-
-
-def copy_access(source: Path, target: Path) -> None:
-    """Give a path the owner, group, mode and times of another, which it will replace; neither is followed if it is a link.
-
-    Raises PermissionError for an owner or a group that this user cannot give.
-    """
-    wanted, found = source.lstat(), target.lstat()
-    try:
-        if (wanted.st_uid, wanted.st_gid) != (found.st_uid, found.st_gid):
-            os.chown(target, wanted.st_uid, wanted.st_gid, follow_symlinks=False)
-    except PermissionError as error:
-        raise PermissionError(
-            f"{source}: expected to keep its owner and group, {wanted.st_uid}:{wanted.st_gid}, which this user cannot give: "
-            "give another path, or replace it as its owner"
-        ) from error
-    shutil.copystat(source, target, follow_symlinks=False)  # after it: a change of the owner clears bits of the mode
 
 
 def _flush(path: Path) -> None:

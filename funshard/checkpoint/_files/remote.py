@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import fsspec
-
 __all__ = ["AnyPath", "RemotePath", "open_path"]
 
 
@@ -18,8 +16,10 @@ class RemotePath(os.PathLike[str]):
     """A path in a file system of fsspec, such as ``s3://bucket/run/step1``, with the methods of pathlib that are needed."""
 
     def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs  # which local paths do not need
+
         self._url = url.rstrip("/")
-        found: tuple[Any, str] = fsspec.core.url_to_fs(self._url)
+        found: tuple[Any, str] = url_to_fs(self._url)
         self._fs, self._path = found
 
     def __fspath__(self) -> str:
@@ -27,15 +27,6 @@ class RemotePath(os.PathLike[str]):
 
     def __str__(self) -> str:
         return self._url
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and self._url == other._url
-
-    def __lt__(self, other: RemotePath) -> bool:
-        return self._url < other._url
-
-    def __hash__(self) -> int:
-        return hash(self._url)
 
     def __truediv__(self, name: str) -> RemotePath:
         return RemotePath(f"{self._url}/{name}")
@@ -62,10 +53,6 @@ class RemotePath(os.PathLike[str]):
         """Return whether files are below the path."""
         self._fs.invalidate_cache()
         return self._fs.isdir(self._path)
-
-    def is_symlink(self) -> bool:
-        """Return that it is no link."""
-        return False
 
     def exists(self) -> bool:
         """Return whether anything is there."""

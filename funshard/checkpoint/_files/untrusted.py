@@ -35,11 +35,7 @@ SIZE_LIMIT = 1 << 63
 
 
 def open_regular(path: AnyPath) -> BinaryIO:
-    """Open a regular file, or a link to one, without a buffer.
-
-    Raises FileNotFoundError if there is none, and DamagedError for other files: a FIFO would wait for a writer, and a device
-    may never end.
-    """
+    """Open a regular file without a buffer. Raises DamagedError for a FIFO or a device, whose reading may never end."""
     if isinstance(path, RemotePath):
         return path.open("rb")
     try:
@@ -71,12 +67,12 @@ class Pickled:
     dotted = ""
     """The name of the class or function, with its module."""
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
+    args: tuple[Any, ...]
+    state: Any = None
 
     def __new__(cls, *args: Any) -> Pickled:
         made = super().__new__(cls)
-        made.args, made.state = args, None
+        made.args = args
         return made
 
     def __setstate__(self, state: Any) -> None:

@@ -231,9 +231,6 @@ class _RecordFile:
         self.nbytes += len(raw)
         return len(raw)
 
-    def flush(self) -> None:
-        """Leave it to the end of the file: called after each record."""
-
 
 def write_record(file: BinaryIO, tensor: Tensor) -> tuple[int, int]:
     """Write a tensor of the host as torch.save does, and return the number of bytes and their checksum.
