@@ -59,7 +59,7 @@ def training(dtype):
 
     def validation(weights):
         given = order, torch.stack([weights[groups, chosen] for chosen in order])
-        (trained, _), _ = fs.scan(step, (params, init(params)), given, spec=spec)
+        (trained, _), _ = fs.scan(step, (params, init(params)), given)
         return losses(trained, x_val, y_val).mean()
 
     return validation, spec.bound_mesh

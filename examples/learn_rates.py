@@ -53,7 +53,7 @@ def validation(logs):
             new, new_moments = new | stepped, new_moments | state
         return (new, new_moments), value
 
-    (trained, _), _ = fs.scan(step, (params, init(params)), (x, y, factors), spec=spec)
+    (trained, _), _ = fs.scan(step, (params, init(params)), (x, y, factors))
     return loss(trained, x_val, y_val)
 
 

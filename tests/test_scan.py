@@ -20,8 +20,7 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 import funshard as fs
-from funshard import P, _torch
-from funshard._steps import scan as state_store
+from funshard import P
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of in-place kernels under vmap
 
@@ -105,17 +104,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"segments": STEPS},
     "one": {"segments": 1},
     "uneven": {"segments": 3},
-    "host": {"segments": 4, "offload": "host"},
-    "log on the host": {"segments": "log", "offload": "host"},
 }
 
 
 @each
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("derivative", DERIVATIVES)
-def test_every_derivative_is_that_of_the_loop(derivative: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout, clipping and a schedule, also at second order; states that are kept are elsewhere."""
-    monkeypatch.setattr(state_store, "needs_host_copy", lambda device: True)  # the device is the host
+def test_every_derivative_is_that_of_the_loop(derivative: str, options: str) -> None:
+    """With dropout, clipping and a schedule, also at second order."""
     spec = fs.by_type(nn.Linear)(MODEL).bound
     at = WEIGHTS[0], LR, fs.shard(FULL, spec)
     got, want = (
@@ -193,7 +189,7 @@ def test_the_law_on_two_ranks(gloo2: Pool) -> None:
 
 @seldom
 def test_the_law_on_two_ranks_with_every_option(gloo2: Pool) -> None:
-    chosen = [{}, {"segments": "log"}, {"segments": 3, "offload": "host"}]
+    chosen = [{}, {"segments": "log"}, {"segments": 3}]
     gloo2.run(law_on_rank, list(itertools.product([{"shard": 2}], POLICIES, chosen)))
 
 
@@ -210,25 +206,14 @@ def test_the_law_on_four_ranks(gloo4: Pool) -> None:
 
 def other_numbers_of_steps(rank: int) -> None:
     spec = fs.policies.whole()(MODEL).bound
-    calls: list[int] = []
-
-    def step(state: Tensor, x: Tensor) -> tuple[Tensor, None]:
-        calls.append(0)
-        return state * x, None
-
-    lacks = "got length 0"
-    with pytest.raises(ValueError, match=lacks if rank else f"expected 3 steps, .* got an error: scan: .* {lacks}"):
-        fs.scan(step, torch.ones(()), torch.ones(3 * (1 - rank)), spec=spec)
-    with pytest.raises(ValueError, match=r"run different steps: expected 3 steps, segments=None, .* got 4 steps"):
-        fs.scan(step, torch.ones(()), torch.ones(3 + rank), spec=spec)
-    with pytest.raises(ValueError, match=r"segments='log' on rank 1"):
-        fs.scan(step, torch.ones(()), torch.ones(3), segments=(3, "log")[rank], spec=spec)
-    assert not calls
-    assert fs.scan(step, torch.ones(()), torch.full((3,), 2.0), spec=spec)[0] == 8
+    params = fs.shard(FULL, spec)
+    step = lambda state, x: (state + weighted_loss(spec, params, X[0, 0], x), None)  # noqa: E731
+    with pytest.raises(RuntimeError, match="rank 1"), fs.check(timeout=60):
+        fs.scan(step, torch.zeros(()).double(), WEIGHTS[0, : 2 + rank])
 
 
 def test_ranks_with_another_number_of_steps_are_told(gloo2: Pool) -> None:
-    """Before anything runs, and on every rank."""
+    """By fs.check, as of any loop."""
     gloo2.run(other_numbers_of_steps)
 
 
@@ -539,18 +524,3 @@ def test_nothing_is_kept_where_nothing_is_differentiated_in_reverse() -> None:
         peaks.append(held(record))
         assert count_run() - before - 1 == steps
     assert peaks[1] <= peaks[0] + 4096
-
-
-def test_states_on_the_host_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all segments but the last one, whose states stay."""
-    monkeypatch.setattr(state_store, "needs_host_copy", lambda device: True)
-    copied = 0
-
-    def counted(like: Tensor, device: torch.device) -> Tensor:
-        nonlocal copied
-        copied += like.nbytes
-        return torch.empty_like(like)
-
-    monkeypatch.setattr(_torch, "allocate_like", counted)
-    peak_and_runs(16, offload="host")
-    assert copied == 3 * STATE_BYTES

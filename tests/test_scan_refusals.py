@@ -36,7 +36,6 @@ def keep(state: Any, x: Any) -> tuple[Any, None]:
         (VALUES[:0], {}, ValueError, r"xs: expected one step at least, got length 0"),
         (VALUES, {"segments": 5}, ValueError, r"segments: expected 1 to 4, the number of steps, got 5"),
         (VALUES, {"segments": "half"}, TypeError, r"segments: expected a number, 'log' or None, got 'half'"),
-        (VALUES, {"offload": "/tmp"}, ValueError, r"offload: expected 'host' or None, got '/tmp'; segments='log' keeps"),
     ],
 )
 def test_arguments(xs: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:

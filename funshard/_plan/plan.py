@@ -86,6 +86,8 @@ class Comparison(dict[str, "Plan"]):
 # --- Other choices: those of `Plan.compare` for the main units, and those that `Plan.fit` tries ---
 
 MICROBATCHES = (1, 2, 4, 8)
+FIGURES = ["peak", "peaks", "has_activations", "padding", "balance", "largest_unit", "tokens", "seconds", "exposed_seconds"]
+"""The figures of a plan that JSON has as they are."""
 BF16 = Precision(param=torch.bfloat16, reduce=torch.float32)
 
 
@@ -236,9 +238,8 @@ class Plan:
     @property
     def largest_unit(self) -> str:
         """The key of the unit whose gathered buffer is the largest."""
-        dtypes = {unit.key: resolve_dtypes(unit.p, unit.dtype) for unit in self.spec}
-        sizes = {unit.key: self.spec.padded_numel(unit) * dtypes[unit.key].param.itemsize for unit in self.spec}
-        return max(sizes, key=sizes.__getitem__, default="")
+        nbytes = lambda unit: self.spec.padded_numel(unit) * resolve_dtypes(unit.p, unit.dtype).param.itemsize  # noqa: E731
+        return max(self.spec, key=nbytes).key if len(self.spec) else ""
 
     @property
     def seconds(self) -> float:
@@ -300,24 +301,13 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as plain dicts, lists, numbers and strings."""
-        figures = (
-            "peak",
-            "peaks",
-            "has_activations",
-            "padding",
-            "balance",
-            "largest_unit",
-            "tokens",
-            "seconds",
-            "exposed_seconds",
-        )
         return {
             "mesh": dict(self.spec.bound_mesh.sizes),
             "hardware": dataclasses.asdict(self.hardware),
             "at_rest": {**self.at_rest, "host": self.host_bytes},
             "optimizer_state": dict(sum(map(Counter, self.optimizer_state.values()), Counter[str]())),
             "traffic": [dataclasses.asdict(one) for one in self.traffic],
-            **{name: getattr(self, name) for name in figures},
+            **{name: getattr(self, name) for name in FIGURES},
             "units": {key: {**unit._asdict(), "peak": self.peaks_by_unit.get(key, 0)} for key, unit in self.units.items()},
         }
 

@@ -33,6 +33,7 @@ __all__ = ["StepRecorder", "has_parameter", "record_schedule", "record_step"]
 MOST_VALUES = 2**20
 """The elements of the largest tensor with values that a planned step computes with."""
 
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _RANKING = {"topk", "sort", "argmax", "argmin", "max", "min", "multinomial"}
 
 
@@ -51,12 +52,6 @@ def _give_even_indices(name: str, args: Any, out: Any) -> Any:
             with _torch.real_tensors():
                 results[i] = (torch.arange(out_i.numel(), device=out_i.device) % choices).view(out_i.shape)
     return tuple(results) if isinstance(out, tuple | list) else results[0]
-
-
-def _has_known_integers(name: str, out: Any) -> bool:
-    """Return whether an operator without inputs makes a tensor of integers, such as positions: models look at their values."""
-    known = name in ("arange", "full", "ones", "zeros") and isinstance(out, Tensor) and not out.is_floating_point()
-    return known and not out.is_meta and not out.is_complex() and out.numel() <= MOST_VALUES
 
 
 def _fill_collective(op: str, sent: Tensor, out: Tensor, ranks: int) -> None:
@@ -171,7 +166,8 @@ class StepRecorder(_torch.DispatchMode):
                 with _torch.real_tensors():
                     _fill_collective(op, args[0], out, self._axes[args[-1]][1])
             return out
-        if not inputs and _has_known_integers(name, out):
+        is_counting = not inputs and name in ("arange", "full", "ones", "zeros") and out.dtype in _INTEGERS
+        if is_counting and not out.is_meta and out.numel() <= MOST_VALUES:  # as positions, whose values models look at
             with _torch.real_tensors():
                 out = func(*args, **kwargs)
         out = _give_even_indices(name, args, out)
@@ -358,20 +354,21 @@ class _Read(torch.autograd.Function):
 
 def _make_modules(spec: PartitionSpec) -> dict[str, _Skeleton]:
     """Return the modules of the model by path, with parameters of shapes alone."""
-    params = [param for unit in spec for param in unit.params]
-    paths = {"", *spec.paths, *(path for unit in spec for path in unit.paths)}
-    for path in [*paths, *(path for param in params for path, _ in param.locations)]:
-        parts = path.split(".")
-        paths |= {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
-    modules = {path: _Skeleton() for path in sorted(paths)}
-    for path, module in modules.items():
-        above, _, name = path.rpartition(".")
-        if path:
-            modules[above].add_module(name, module)
-    for param in params:
-        tensor = torch.empty(param.shape, dtype=param.dtype, device=META)
+    modules = {"": _Skeleton()}
+
+    def find(path: str) -> _Skeleton:
+        if path not in modules:
+            above, _, name = path.rpartition(".")
+            modules[path] = _Skeleton()
+            find(above).add_module(name, modules[path])
+        return modules[path]
+
+    for path in (*spec.paths, *(path for unit in spec for path in unit.paths)):
+        find(path)
+    for param in (param for unit in spec for param in unit.params):
+        tensor = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device=META), requires_grad=False)
         for path, attr in param.locations:
-            modules[path].register_parameter(attr, nn.Parameter(tensor, requires_grad=False))
+            find(path).register_parameter(attr, tensor)
     return modules
 
 

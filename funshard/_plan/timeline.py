@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -195,15 +197,12 @@ class Traffic:
 
 def sum_traffic(events: Iterable[Event], hardware: Hardware) -> tuple[Traffic, ...]:
     """Return the sums of a step's collectives."""
-    found: dict[tuple[str, str], list[Collective]] = {}
+    found: dict[tuple[str, str], Traffic] = {}
     for one in (event.collective for event in events if event.collective):
-        found.setdefault((one.axis, one.op), []).append(one)
-
-    def add_up(axis: str, op: str, some: list[Collective]) -> Traffic:
-        into, out, sent = (sum(getattr(one, name) for one in some) for name in ("input_bytes", "output_bytes", "sent_bytes"))
-        return Traffic(axis, op, len(some), into, out, sent, sum(map(hardware.collective_seconds, some)))
-
-    return tuple(add_up(axis, op, some) for (axis, op), some in found.items())
+        total = found.get((one.axis, one.op)) or Traffic(one.axis, one.op, 0, 0, 0, 0, 0.0)
+        costs = 1, one.input_bytes, one.output_bytes, one.sent_bytes, hardware.collective_seconds(one)
+        found[one.axis, one.op] = Traffic(one.axis, one.op, *map(operator.add, dataclasses.astuple(total)[2:], costs))
+    return tuple(found.values())
 
 
 # --- Bytes and times as a plan writes them ---

@@ -24,15 +24,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
-from .._core.checks import bind_spec
-from .._core.primitive import LinearFunction, linear_map
-from .._core.spec import PartitionSpec
 from .._spec.options import Remat
 from .._transforms._recompute.regions import mark_region
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.snapshot import find_tensors
 from .._transforms.grad import assume_differentiated
-from ..collectives._agree import Comparison, RankLines, find_difference, find_host_groups
 
 __all__ = ["scan"]
 
@@ -116,38 +112,6 @@ def _concat_results(ys: Sequence[Any]) -> Any:
     return pytree.tree_unflatten([None if column[0] is None else torch.cat(column) for column in columns], first[0])
 
 
-# --- States in host memory ---
-
-
-def needs_host_copy(device: torch.device) -> bool:
-    """Return whether a tensor on this device needs a copy to be in host memory."""
-    return _torch.is_accelerator(device)
-
-
-def _store_state(state: Any) -> Any:
-    """Return the state with its tensors in host memory. Those of the CPU are there."""
-
-    def copy(x: Tensor) -> Tensor:
-        out = _torch.allocate_like(x, torch.device("cpu"))
-        _torch.AsyncCopy(x, out).wait()
-        return out
-
-    def move(x: Tensor) -> Tensor:
-        if not x.numel() or x.layout is not torch.strided or not needs_host_copy(x.device):
-            return x
-        return LinearFunction.apply(x, None, linear_map(copy, lambda grad, device=x.device: grad.to(device)))
-
-    return pytree.tree_map_only(Tensor, move, state)
-
-
-def _fetch_state(state: Any, layout: _Layout) -> Any:
-    """Return a stored state with its tensors on the devices of the layout."""
-    leaves, tree = pytree.tree_flatten(state)
-    pairs = zip(leaves, layout[1], strict=True)
-    moved = [x.to(kind[2], non_blocking=True) if isinstance(kind, tuple) else x for x, kind in pairs]
-    return pytree.tree_unflatten(moved, tree)
-
-
 # --- scan ---
 
 State = TypeVar("State")
@@ -159,8 +123,6 @@ def scan(
     xs: Any,
     *,
     segments: int | Literal["log"] | None = None,
-    offload: Literal["host"] | None = None,
-    spec: PartitionSpec | None = None,
 ) -> tuple[State, Any]:
     """Run a step for each slice of ``xs``, and keep few states for derivatives, of any order (jax.lax.scan).
 
@@ -175,8 +137,6 @@ def scan(
         segments: The number of segments that are recomputed as a whole, by default about sqrt(T): a step runs at most three
             times. With T it runs twice, and every state is kept. ``"log"`` keeps log2(T) states, and a step runs
             1 + log2(T) / 2 times.
-        offload: ``"host"``: the states that segments begin with are in host memory.
-        spec: The ranks of its mesh compare T and ``segments`` before anything runs.
 
     Returns:
         ``(state, ys)``: the last state, and every step's y, stacked along dimension 0. A y may be None.
@@ -190,20 +150,8 @@ def scan(
         >>> fs.grad(lambda rates: fs.scan(lambda w, lr: (w - lr * w, None), torch.tensor(1.0), rates)[0])(torch.zeros(2))
         tensor([-1., -1.])
     """
-    if offload not in (None, "host"):
-        raise ValueError(f"scan: offload: expected 'host' or None, got {offload!r}; segments='log' keeps the fewest states")
-    bound = spec if spec is None else bind_spec(spec)
-    try:
-        steps = _count_steps(xs)
-        run = _ScanRun(_count_segments(segments, steps), _read_layout(state), offload == "host")
-    except (TypeError, ValueError) as error:
-        if bound is not None:  # so that the other ranks do not wait
-            with contextlib.suppress(ValueError):
-                _check_ranks_agree(f"an error: {error}", bound)
-        raise
-    if bound is not None:
-        _check_ranks_agree(f"{steps} steps, segments={segments!r}", bound)
-    return run.run_piece(step, state, xs, steps, 0)
+    steps = _count_steps(xs)
+    return _ScanRun(_count_segments(segments, steps), _read_layout(state)).run_piece(step, state, xs, steps, 0)
 
 
 def _count_segments(segments: int | str | None, steps: int) -> int | None:
@@ -219,28 +167,13 @@ def _count_segments(segments: int | str | None, steps: int) -> int | None:
     return steps if segments == 1 else segments  # one segment is all steps, whose states would be kept when it runs again
 
 
-def _check_ranks_agree(text: str, spec: PartitionSpec) -> None:
-    """Raise ValueError on every rank of the mesh if the ranks pass different texts."""
-    mesh = spec.bound_mesh
-
-    def make_error(everyone: RankLines) -> ValueError:
-        (first, expected), (other, got) = find_difference(everyone)
-        return ValueError(
-            f"scan: the ranks of the mesh {mesh.names} run different steps: expected {expected}, as on rank {first}, got {got} "
-            f"on rank {other}; give every rank as many slices"
-        )
-
-    Comparison([text], find_host_groups(mesh), make_error, "steps of scan").finish()
-
-
 @dataclass(frozen=True)
 class _ScanRun:
-    """One call of `scan`: how its steps are divided, the layout of its state, and where states are kept."""
+    """One call of `scan`: how its steps are divided, and the layout of its state."""
 
     segments: int | None
     """None divides by halves."""
     layout: _Layout
-    on_host: bool
 
     def run_piece(self, step: Any, state: Any, xs: Any, count: int, depth: int) -> tuple[Any, Any]:
         """Return the state after so many steps, and their stacked y."""
@@ -254,7 +187,7 @@ class _ScanRun:
         for i, (size, part) in enumerate(zip(sizes, parts, strict=True)):
             run = functools.partial(self.run_piece, count=size, depth=depth + 1)
             if recorded and i + 1 < len(sizes):
-                run = functools.partial(self._recompute, run, is_stored=self.on_host and (size > 1 or depth == 0))
+                run = functools.partial(_recompute, run)
             state, y = run(step, state, pytree.tree_unflatten(list(part), tree))
             ys.append(y)
         return state, _concat_results(ys)
@@ -265,15 +198,6 @@ class _ScanRun:
         if depth:
             return [1] * count
         return [count // self.segments + (i < count % self.segments) for i in range(self.segments)]
-
-    def _recompute(self, run: Callable[..., Any], step: Any, state: Any, xs: Any, *, is_stored: bool) -> Any:
-        """Run a piece whose derivatives keep the state that it begins with, and run it again."""
-        if _torch.is_in_graph():
-            with mark_region(Remat(), "scan"):
-                return run(step, state, xs)
-        fetch_and_run = lambda step, state, xs: run(step, _fetch_state(state, self.layout), xs)  # noqa: E731
-        roots = {"step": step, "state": _store_state(state) if is_stored else state, "xs": xs}
-        return call_recomputed(fetch_and_run if is_stored else run, "scan", roots, remat=Remat())
 
     def _run_step(self, step: Any, state: Any, xs: Any, *, recorded: bool) -> tuple[Any, Any]:
         """Run one step, of slices of length 1, and check what it returns."""
@@ -290,6 +214,14 @@ class _ScanRun:
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise TypeError(f"scan: y{pytree.keystr(path)}: expected a tensor or None, got {type(leaf).__name__}")
         return new, pytree.tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), y)
+
+
+def _recompute(run: Callable[..., Any], step: Any, state: Any, xs: Any) -> Any:
+    """Run a piece whose derivatives keep the state that it begins with, and run it again."""
+    if not _torch.is_in_graph():
+        return call_recomputed(run, "scan", {"step": step, "state": state, "xs": xs}, remat=Remat())
+    with mark_region(Remat(), "scan"):
+        return run(step, state, xs)
 
 
 def _is_recorded(step: object, state: object, xs: object) -> bool:
