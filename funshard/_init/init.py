@@ -183,11 +183,10 @@ def _open_values(
 
 
 class _InitialValues:
-    """The values that initialisers give slots, within `_open_values`.
+    """The values that initialisers give slots, within `_open_values`: they depend on the model alone.
 
     Each initialiser runs on the meta device first, which shows its reach; only slots in its reach have values when it runs
-    again. A slot's value is the result of all initialisers that reach it, in order: it depends on the model alone, not on
-    which slots are filled together.
+    again. A slot's value is the result of all initialisers that reach it, in order.
     """
 
     def __init__(self, model: nn.Module, spec: PartitionSpec, init_fn: InitFn | None, seed: int, device: torch.device) -> None:
@@ -293,7 +292,10 @@ class _InitialValues:
                         placed.append((tensors, attr, slot))
                         tensors[attr] = put[slot]
             on_meta = {_torch.storage_id(x): slot for slot, x in put.items() if slot not in values}
-            self._seed_generators(one.path)
+            number = int.from_bytes(hashlib.sha256(f"{self._seed} {one.path}".encode()).digest()[:7], "big")
+            torch.default_generator.manual_seed(number)
+            if _torch.is_accelerator(self._device):
+                torch.get_device_module(self._device.type).default_generators[self._device.index].manual_seed(number)
             touched = _TouchedSlots({**self._storages, **on_meta})
             try:
                 with touched:
@@ -302,7 +304,8 @@ class _InitialValues:
                 error = failed
             for tensors, attr, slot in placed:
                 now, value = tensors.get(attr), memory[slot]  # another tensor, or one that was given other memory (``.data``)
-                if now is put[slot] and _is_same_view(put[slot], value):
+                places = [(_torch.storage_id(x), x.storage_offset(), x.stride()) for x in (put[slot], value)]
+                if now is put[slot] and places[0] == places[1]:
                     continue
                 if slot not in values:
                     touched.slots.add(slot)
@@ -313,13 +316,6 @@ class _InitialValues:
                     error = ValueError(f"expected {list(value.shape)} {value.dtype} in the place of '{slot.name}', got {got}")
         written = {slot for slot in put if _torch.version(memory[slot]) or _torch.version(put[slot])}
         return touched.slots | written, written, error  # a function of C++ or of TorchScript is not seen, but what it writes
-
-    def _seed_generators(self, path: str) -> None:
-        """Seed the generators that initialisers draw from: the CPU's and the device's."""
-        number = int.from_bytes(hashlib.sha256(f"{self._seed} {path}".encode()).digest()[:7], "big")
-        torch.default_generator.manual_seed(number)
-        if _torch.is_accelerator(self._device):
-            torch.get_device_module(self._device.type).default_generators[self._device.index].manual_seed(number)
 
 
 def _check_set(slot: _Slot, value: Tensor, is_written: bool) -> None:
@@ -335,11 +331,6 @@ def _check_set(slot: _Slot, value: Tensor, is_written: bool) -> None:
             f"init: {slot} of {slot.place} was left without values, or has some that are NaN: expected its initialiser to "
             f"write all of it; {hint}"
         )
-
-
-def _is_same_view(a: Tensor, b: Tensor) -> bool:
-    places = [(_torch.storage_id(x), x.storage_offset(), x.stride()) for x in (a, b)]
-    return places[0] == places[1]
 
 
 def _format_slots(slots: Iterable[_Slot]) -> str:
@@ -363,8 +354,7 @@ def init(
     """Initialise a model on the meta device unit by unit, and return the shards of its parameters, as `shard` does.
 
     Each rank makes every unit whole, for its slice of it. At once it holds its slices, one unit, and at most a unit's size of
-    what an initialiser writes to in other units. It sends only a digest.
-    See ``examples/guide/recipes.md``, "A model that does not fit", for initialisers.
+    what an initialiser writes to in other units. See ``examples/guide/recipes.md``, "A model that does not fit".
 
     Args:
         model: A model on the meta device. It does not change. For its buffers: `init_buffers`.
@@ -413,9 +403,7 @@ def init(
     with report_to_ranks(spec, together), _open_values(model, spec, init_fn, number, where) as values:
         params, digest = _init_units(values, spec, rank, where, compared=together and check_values)
     if together:
-        hint = (
-            "expected initialisers that depend on the module and torch's default generators alone; or give check_values=False"
-        )
+        hint = "expected initialisers that depend on the module and torch's default generators alone; or check_values=False"
         check_ranks_agree(spec, digest, hint=hint)
     log_spec(spec)
     return params
@@ -439,15 +427,15 @@ def _init_units(
     def init_slice(unit: Unit) -> Tensor:
         buffer: Tensor | None = None
         with _torch.below_transforms():
-            if unit.local_axes:
-                shapes = [whole_shape(param, dict(mesh.sizes)) for param in unit.params]
-                full = [torch.zeros(shape, dtype=unit.dtype, device=device) for shape in shapes]
-            elif unit.key in shared:
+            if unit.key in shared:
                 buffer = workspace[: numels[unit.key] * unit.dtype.itemsize].zero_().view(unit.dtype)
+            elif not unit.local_axes:
+                buffer = torch.zeros(numels[unit.key], dtype=unit.dtype, device=device)
+            if buffer is not None:
                 full = unflatten_unit(buffer, unit)
             else:
-                buffer = torch.zeros(numels[unit.key], dtype=unit.dtype, device=device)
-                full = unflatten_unit(buffer, unit)
+                shapes = [whole_shape(param, dict(mesh.sizes)) for param in unit.params]
+                full = [torch.zeros(shape, dtype=unit.dtype, device=device) for shape in shapes]
         values.fill({slots[param.name]: x for param, x in zip(unit.params, full, strict=True)})
         if compared:
             digests.extend(hash_bits(to_memory_order(x, param)).cpu() for x, param in zip(full, unit.params, strict=True))
@@ -456,9 +444,8 @@ def _init_units(
         return scatter_whole(buffer, unit, mesh, rank)
 
     out = {unit.key: store_slice(init_slice(unit), unit, mesh) for unit in spec}
-    if not compared:
-        return out, None
-    return out, torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)
+    digest = torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)
+    return out, digest if compared else None
 
 
 def init_buffers(
