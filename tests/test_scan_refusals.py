@@ -28,14 +28,19 @@ def keep(state: Any, x: Any) -> tuple[Any, None]:
 @pytest.mark.parametrize(
     ("xs", "options", "error", "message"),
     [
-        ((VALUES, {"b": VALUES[:3]}), {}, ValueError, r"xs\[1\]\['b'\]: expected length 4 .* as xs\[0\] has, got 3"),
-        ((VALUES, VALUES.sum()), {}, ValueError, r"xs\[1\]: expected one slice for each step .* shape \[\]"),
+        (
+            (VALUES, {"b": VALUES[:3]}),
+            {},
+            ValueError,
+            r"xs\[1\]\['b'\]: expected .* as many as in xs\[0\] of shape \[4, 3\], got shape \[3, 3\]",
+        ),
+        ((VALUES, VALUES.sum()), {}, ValueError, r"xs\[1\]: expected a slice for each step, .* got shape \[\]"),
         ({"a": [1.0]}, {}, TypeError, r"xs\['a'\]\[0\]: expected a tensor, got float"),
         (None, {}, TypeError, r"xs: expected a tensor, got NoneType"),
         ({}, {}, ValueError, r"xs has no tensors: expected one at least, such as torch.arange\(T\)"),
-        (VALUES[:0], {}, ValueError, r"xs: expected one step at least, got length 0"),
-        (VALUES, {"segments": 5}, ValueError, r"segments: expected 1 to 4, the number of steps, got 5"),
-        (VALUES, {"segments": "half"}, TypeError, r"segments: expected a number, 'log' or None, got 'half'"),
+        (VALUES[:0], {}, ValueError, r"xs: expected a slice for each step, got shape \[0, 3\]"),
+        (VALUES, {"segments": 5}, ValueError, r"segments: expected 1 to 4, the number of steps, 'log' or None, got 5"),
+        (VALUES, {"segments": "half"}, ValueError, r"segments: expected 1 to 4, .* 'log' or None, got 'half'"),
     ],
 )
 def test_arguments(xs: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -39,15 +39,12 @@ class GradSums(GradReceiver):
     """Sums of gradients, reduced ones as they arrive while backward runs, and the values of the micro-batches so far."""
 
     def __init__(self) -> None:
-        self.own: Params = {}
-        """Gradients of the shards that do not pass through functional_call, such as those of penalties."""
-        self.through: Params = {}
-        """Gradients that pass through functional_call: slices by unit key, or full gradients by parameter name."""
+        self.own: Params = {}  # of the shards, not through functional_call, such as those of penalties
+        self.through: Params = {}  # through functional_call: slices by unit key, or full gradients by parameter name
         self.values: list[Tensor] = []
         self.auxes: list[Any] = []
         self.in_loss = False
-        self.weight: Tensor | None = None
-        """The weight of full gradients, if it may be 0."""
+        self.weight: Tensor | None = None  # of full gradients, if it may be 0
 
     def check(self, key: str) -> None:
         """Raise RuntimeError for a gradient that arrives while the loss runs: it would be counted twice."""
@@ -80,12 +77,9 @@ class AccumulationPlan:
     has_aux: bool
     reduction: Reduction
     batches: Sequence[Any]
-    scales: Tensor | None
-    """The factor of each micro-batch's loss, if there are weights."""
-    positive: Sequence[bool]
-    """For each weight, whether it is known not to be 0."""
-    in_place: bool
-    """Whether nothing around the accumulation differentiates it."""
+    scales: Tensor | None  # the factor of each micro-batch's loss, if there are weights
+    positive: Sequence[bool]  # for each weight, whether it is known not to be 0
+    in_place: bool  # nothing around the accumulation differentiates it
 
     @classmethod
     def make(

@@ -41,17 +41,14 @@ def _count_steps(xs: object) -> int:
     leaves = [(f"xs{pytree.keystr(path)}", leaf) for path, leaf in pytree.tree_flatten_with_path(xs)[0]]
     if not leaves:
         raise ValueError("scan: xs has no tensors: expected one at least, such as torch.arange(T) for T steps")
+    first, x = leaves[0]
     for name, leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"scan: {name}: expected a tensor, got {type(leaf).__name__}")
-        if not leaf.dim():
-            raise ValueError(f"scan: {name}: expected one slice for each step along dimension 0, got a tensor of shape []")
-        first, steps = leaves[0][0], len(leaves[0][1])
-        if len(leaf) != steps:
-            raise ValueError(f"scan: {name}: expected length {steps} along dimension 0, as {first} has, got {len(leaf)}")
-        if not steps:
-            raise ValueError(f"scan: {first}: expected one step at least, got length 0")
-    return len(leaves[0][1])
+        if not leaf.dim() or not len(leaf) or len(leaf) != len(x):
+            also = f", as many as in {first} of shape {list(x.shape)}" if leaf is not x else ""
+            raise ValueError(f"scan: {name}: expected a slice for each step{also}, got shape {list(leaf.shape)}")
+    return len(x)
 
 
 _Layout = tuple[pytree.TreeSpec, list[Any]]
@@ -155,15 +152,13 @@ def scan(
 
 
 def _count_segments(segments: int | str | None, steps: int) -> int | None:
-    """Return the number of segments, None for halves; 1 becomes one per step; raise TypeError or ValueError for others."""
+    """Return the number of segments, None for halves; 1 becomes one per step; raise ValueError for others."""
     if segments == "log":
         return None
     if segments is None:
         return max(1, round(math.sqrt(steps)))
-    if not isinstance(segments, int) or isinstance(segments, bool):
-        raise TypeError(f"scan: segments: expected a number, 'log' or None, got {segments!r}")
-    if not 1 <= segments <= steps:
-        raise ValueError(f"scan: segments: expected 1 to {steps}, the number of steps, got {segments}")
+    if not isinstance(segments, int) or isinstance(segments, bool) or not 1 <= segments <= steps:
+        raise ValueError(f"scan: segments: expected 1 to {steps}, the number of steps, 'log' or None, got {segments!r}")
     return steps if segments == 1 else segments  # one segment is all steps, whose states would be kept when it runs again
 
 
