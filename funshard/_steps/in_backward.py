@@ -154,6 +154,7 @@ class _UpdatingSums(GradSums):
     @contextlib.contextmanager
     def watch(self, loss: Tensor, given: Params) -> Generator[None]:
         """Hand gradients on meanwhile: in the backward of the last micro-batch's loss, of these shards."""
+        self._in_flight.clear()
         handles = list(self._hook_uses(loss, {id(x): key for key, x in given.items()}))
         self._is_last = True
         try:
