@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -195,8 +197,19 @@ def _add_with_gradient(
     needs = [x.requires_grad for x in tensors]
 
     def run_slice(*xs: Tensor) -> tuple[Tensor, ...]:
-        """Return the sum, the count, and the sum's gradients by the tensors that need one."""
         given = [x.detach().requires_grad_(need) for x, need in zip(xs, needs, strict=True)]
+        held = [weakref.ref(x) for x in given if x.requires_grad]
+        out = differentiate(given)
+        del given
+        if _is_any_alive(held):
+            raise RuntimeError(
+                f"{name} hands on a tensor by a global or an object, where it has no gradient: expected it in the sum, or "
+                'detached; or no gradient="forward"'
+            )
+        return out
+
+    def differentiate(given: list[Tensor]) -> tuple[Tensor, ...]:
+        """Return the sum, the count, and the sum's gradients by the tensors that need one."""
         rest = iter(given)
         own_w, own_rows = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], treedef)
         # not the hooks of a call around this
@@ -246,6 +259,15 @@ class _SumWithGradient(torch.autograd.Function):
         else:
             grads, ctx.grads = iter([grad.mul_(cotangent) for grad in ctx.grads]), None
         return None, None, *(next(grads) if need else None for need in ctx.needs_input_grad[2:])
+
+
+def _is_any_alive(refs: Sequence[weakref.ref[Tensor]]) -> bool:
+    """Return whether a tensor lives on, in more than autocast's cache and cycles of objects."""
+    for free in (torch.clear_autocast_cache, gc.collect):
+        if not any(ref() is not None for ref in refs):
+            return False
+        free()
+    return any(ref() is not None for ref in refs)
 
 
 def _return_unchanged(x: Tensor) -> Tensor:
