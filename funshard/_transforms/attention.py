@@ -25,9 +25,8 @@ def transforms_attention(block: int = 128) -> contextlib.AbstractContextManager[
     """Return a context in which attention has every derivative, in memory linear in the length of the sequence.
 
     Inside, this thread's calls of ``F.scaled_dot_product_attention``, also those of ``nn.MultiheadAttention`` and transformers'
-    "sdpa", run torch's math kernel on a block of queries at a time, and again for derivatives: second and higher ones, forward
-    mode and vmap, which the fused kernels lack. Numbers are the math kernel's, but for dropout's random ones. A recomputed
-    function keeps the attention of its first run. Units with ``P(compile=True)`` run without compilation.
+    "sdpa", run torch's math kernel on a block of queries at a time, and again for derivatives. Numbers are the math kernel's,
+    but for dropout's random ones. Units with ``P(compile=True)`` run without compilation.
 
     Args:
         block: The number of queries of a block. A shorter sequence has its scores kept, and nothing runs again.

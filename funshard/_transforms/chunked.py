@@ -216,9 +216,9 @@ def _add_with_gradient(
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_return_unchanged, _return_unchanged):
             total, count = _run_slice(f, own_w, own_rows, name)
         if count.requires_grad or (total.requires_grad and not _torch.depends_only_on(total, given)):
-            what = "a count that has a gradient"
-            if not count.requires_grad:
-                what = "a tensor that requires grad, and is not in w or rows"
+            what = (
+                "a count that has a gradient" if count.requires_grad else "a tensor that requires grad, and is not in w or rows"
+            )
             raise RuntimeError(
                 f'{name} has {what}: expected all of them in w or rows, and a constant count, with gradient="forward"; '
                 "or no gradient="

@@ -106,8 +106,7 @@ class OffloadQueue(threading.local):
     def __init__(self) -> None:
         self._latest: OffloadBatch | None = None
         self._is_open = False
-        self._buffers: weakref.WeakValueDictionary[tuple[int, int, int, torch.dtype], HostBuffer]
-        self._buffers = weakref.WeakValueDictionary()
+        self._buffers: weakref.WeakValueDictionary[tuple[Any, ...], HostBuffer] = weakref.WeakValueDictionary()
 
     def add(self, source: Tensor, start: int, stop: int, target: OffloadTarget) -> tuple[HostBuffer, OffloadBatch]:
         """Start to copy these elements of a tensor's storage to the host, in the open batch."""
@@ -264,7 +263,8 @@ class OffloadHooks(SavedTensorHooks):
         """Return the same context; what is saved in it is a batch."""
         _QUEUE.close_batch()
         try:
-            with _torch.saved_tensor_hooks(pack, unpack, what="offload: what is offloaded", instead=_INSTEAD):
+            instead = "none inside of it; offload what is inside of the transform"
+            with _torch.saved_tensor_hooks(pack, unpack, what="offload: what is offloaded", instead=instead):
                 yield
         finally:
             _QUEUE.close_batch()
@@ -298,9 +298,6 @@ class OffloadHooks(SavedTensorHooks):
         start, stop = _storage_span(tensor)
         is_large = (stop - start) * tensor.itemsize >= max(target.at_least, 1)
         return is_large and not any(_torch.storage_id(tensor) in held for held in self.held)
-
-
-_INSTEAD = "none inside of it; offload what is inside of the transform"
 
 
 def _storage_span(x: Tensor) -> tuple[int, int]:
@@ -364,8 +361,7 @@ def choose_offload(
 
     In a run of a recomputed module, which ``is_recomputing``, backward soon reads what is saved.
     """
-    own = spec._compute_once(_offloaded_paths)
-    around = find_hooks(outer)
+    own, around = spec._compute_once(_offloaded_paths), find_hooks(outer)
     around = around if isinstance(around, OffloadHooks) else None
     if not (own or around) or not can_offload():
         return None
