@@ -300,11 +300,7 @@ def ignoring(
 
 
 def _build_ignoring(policy: Policy, modules: list[object], params: list[object], tree: ModuleTree) -> PartitionSpec:
-    gone, names = set[str](), set[str]()
-    for item in modules:
-        gone |= (found := {node.path for node in tree.nodes() if matches_module(item, node)})
-        if not found:
-            raise ValueError(f"ignoring: modules: {item!r} matches no module: expected some of {list(tree.canonical)[:8]}")
+    gone, names = {node.path for node in find_matching("ignoring: modules", modules, [*tree.nodes()])}, set[str]()
     for item in params:
         names |= (found := {p.name for node in tree.nodes() for p in node.params if _matches_param(item, p, node)})
         if not found:
@@ -447,11 +443,8 @@ def by_group(modules: Iterable[str | nn.Module | type[nn.Module]], *, size: int 
 
 
 def _build_groups(items: list[object], size: int | None, p: P, tree: ModuleTree) -> PartitionSpec:
-    nodes = [node for node in tree.nodes() if node is not tree]  # which is beside no other module
-    for item in items:
-        if not any(matches_module(item, node) for node in nodes):
-            raise ValueError(f"by_group: {item!r} matches no module: expected some of {[node.path for node in nodes][:8]}")
-    matched = [node for node in nodes if any(matches_module(item, node) for item in items)]
+    # the root is beside no other module
+    matched = find_matching("by_group", items, [node for node in tree.nodes() if node is not tree])
     siblings: dict[str, list[str]] = {}
     for node in sorted(matched, key=lambda node: min(map(natural_key, node.names))):
         siblings.setdefault("" if size is None else node.path.rpartition(".")[0], []).append(node.path)
@@ -479,7 +472,15 @@ def check_modules(policy: str, modules: object) -> list[object]:
     return items
 
 
-def matches_module(item: object, node: ModuleTree) -> bool:
+def find_matching(what: str, items: Iterable[object], nodes: list[ModuleTree]) -> list[ModuleTree]:
+    """Return the modules that some item selects; raise ValueError, which says what it is for, for an item without any."""
+    for item in items:
+        if not any(_matches_module(item, node) for node in nodes):
+            raise ValueError(f"{what}: {item!r} matches no module: expected some of {[node.path for node in nodes][:8]}")
+    return [node for node in nodes if any(_matches_module(item, node) for item in items)]
+
+
+def _matches_module(item: object, node: ModuleTree) -> bool:
     """Return whether an item selects a module: a pattern of its path, its class or a base class, or the module itself."""
     if isinstance(item, str):
         return any(matches_path(item.split("."), path.split(".")) for path in node.names)
