@@ -553,8 +553,8 @@ def test_all_start_or_none() -> None:
     """A rank that reports an error as the last one comes, and the last one itself: the first to set the key decides."""
     store = dist.HashStore()
     first, second = (Wait(f"0/{i}", (0,), "a", "a (line)", 0) for i in range(2))
-    assert first.meet(store, 0, 1, "") == ""
+    assert first.meet(store, 0, "") == ""
     second.decide(store, "an error")
-    assert second.meet(store, 0, 1, "") == "an error"
+    assert second.meet(store, 0, "") == "an error"
     first.decide(store, "late")
     assert store.get(first.key) == b"start"

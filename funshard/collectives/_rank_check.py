@@ -1,8 +1,8 @@
 """The check around a step: ranks compare every collective before it starts, and hear of each other's errors.
 
-The main thread waits for the other ranks in the key-value store of the process group. Twice a second it looks whether a rank
-has reported an error, and which ranks are missing: one that compiles is waited for; one that has left the check, has ended, or
-does not come within the limit is an error. A thread of each rank writes as often where its main thread is.
+The main thread waits for a key in the store of the process group, without a limit of its own. A thread beside it writes twice
+a second where this rank is, and sets that key if a rank has reported an error, or is missing: one that compiles is waited for;
+one that has left the check, has ended, or does not come within the limit is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -89,23 +89,10 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 TICK = 0.5  # seconds between two looks at the store
 SLOW = 5.0  # after which a rank that waits warns, or a third of the limit if that is less
 MUTE = 10.0  # after which a rank that writes nothing has ended or is stopped
-FAREWELL = 5.0  # the most that a rank waits until the others have read what it leaves in the store
+FAREWELL = 5.0  # the most that a rank waits until the others have read what it leaves in the store, and for its thread
 _START = "start"  # lets ranks start the collective; any other value is an error
+_END = 1 << 62, 0  # a rank that ends has left every check
 _LAG = 100  # collectives after which keys are deleted: nobody looks at those any more
-
-
-def wait_for_key(store: Store, key: str, look: Callable[[], object] | None = None) -> str:
-    """Return the value of a key once a rank has set it; look around at every tick, or give up after a short time."""
-    begin = seen = time.monotonic()
-    while not store.check([key]):
-        now = time.monotonic()
-        if look is None and now - begin > FAREWELL:
-            return ""
-        if look is not None and now - seen > TICK:
-            seen = now
-            look()
-        time.sleep(min(0.002, (now - begin) / 4))
-    return store.get(key).decode()
 
 
 def arrive(store: Store, key: str, size: int) -> None:
@@ -116,17 +103,18 @@ def arrive(store: Store, key: str, size: int) -> None:
 
 @dataclass
 class Wait:
-    """The wait of a rank for others before a collective.
+    """The wait of a rank for others: before a collective, or without ``ranks`` for a short time, until they know what it says.
 
     Whoever sets the ``key`` first decides: the last one that comes, or a rank that differs or has an error. So either all ranks
     start the collective, or none does.
     """
 
     key: str
-    ranks: tuple[int, ...]
-    what: str
-    goal: str  # what it waits for, with the line
-    epoch: int
+    ranks: tuple[int, ...] = ()
+    what: str = ""
+    goal: str = ""  # what it waits for, with the line
+    epoch: int = 0
+    stale: str = ""  # a key of long ago, to be deleted
     check: int = 1  # the number of the check: a rank that has left it, or a later one, does not come
     begin: float = field(default_factory=time.monotonic)
     seen: float = field(default_factory=time.monotonic)  # when this rank has looked last
@@ -134,16 +122,19 @@ class Wait:
     beats: dict[int, tuple[str, float]] = field(default_factory=dict)  # the last one of each missing rank, and when it was new
     has_warned: bool = False
 
-    def meet(self, store: Store, rank: int, limit: float, where: str) -> str:
+    def meet(self, store: Store, rank: int, where: str) -> str:
         """Wait until all ranks are about to start the collective; return an empty string, or an error if they differ."""
         first = store.compare_set(f"{self.key}/first", "", f"{rank}\n{self.what}\n{self.goal}").decode()
         other, what, goal = first.split("\n", 2)
+        if int(other) == rank and self.stale:  # it waits anyway
+            for name in ("", "/first", "/count"):
+                store.delete_key(self.stale + name)
         if what != self.what:
             each = "; ".join(f"rank {number} {text}" for number, text in sorted([(int(other), goal), (rank, self.goal)]))
             self.decide(store, f"fs.check: ranks disagree on {where}. Each was about to start: {each}")
         else:
             arrive(store, self.key, len(self.ranks))
-        answer = wait_for_key(store, self.key, lambda: self.decide(store, self.find_missing(store, rank, limit)))
+        answer = store.get(self.key).decode()
         return "" if answer == _START else answer
 
     def decide(self, store: Store, error: str) -> None:
@@ -153,9 +144,11 @@ class Wait:
 
     def find_missing(self, store: Store, rank: int, limit: float) -> str:
         """Return an error that a rank has reported, or that of ranks that do not come; warn of slow ones."""
+        now = time.monotonic()
+        if not self.ranks:
+            return "late" if now - self.begin > FAREWELL else ""
         if error := _read(store, f"{self.epoch}/error", ""):
             return error
-        now = time.monotonic()
         step, self.seen = now - self.seen, now
         begin, goal = f"fs.check: rank {rank} has waited", f"to start {self.goal}"
         is_compiling, is_mute, places = False, False, []
@@ -180,7 +173,10 @@ class Wait:
             return f"{text}. The limit is fs.check(timeout={limit:g})"
         if not is_mute and not self.has_warned:
             self.has_warned = True
-            warnings.warn(text, RuntimeWarning, stacklevel=1)
+            try:
+                warnings.warn(text, RuntimeWarning, stacklevel=1)
+            except RuntimeWarning:  # a filter makes errors of warnings, which nobody would see in this thread
+                print(text, file=sys.stderr, flush=True)
         return text if is_mute else ""
 
 
@@ -205,10 +201,10 @@ class Monitor:
         self._numbers: dict[tuple[int, ...], int] = {}  # of collectives that some ranks have compared
         self._by_name: dict[str, tuple[int, ...]] = {}
         self._wait: Wait | None = None
-        self._store = _torch.connect_store("funshard/check", timedelta(days=7))
+        self._store, self._side_store = (_torch.connect_store("funshard/check", timedelta(days=7)) for _ in range(2))
         self._stopped = threading.Event()
-        self._publish()
-        self._thread = threading.Thread(target=self._publish_always, name="funshard.check", daemon=True)
+        self._publish(self._store)
+        self._thread = threading.Thread(target=self._look_around, name="funshard.check", daemon=True)
         self._thread.start()
 
     @property
@@ -232,14 +228,12 @@ class Monitor:
             raise RankError(self.error)
         number = self._numbers[ranks] = self._numbers.get(ranks, 0) + 1
         prefix = f"{self._epoch}/{hashlib.blake2b(repr(ranks).encode(), digest_size=12).hexdigest()}"
-        self._wait = wait = Wait(f"{prefix}/{number}", ranks, what, f"{what} ({line})", self._epoch, self.check)
+        stale = f"{prefix}/{number - _LAG}" if number > _LAG else ""
+        self._wait = wait = Wait(f"{prefix}/{number}", ranks, what, f"{what} ({line})", self._epoch, stale, self.check)
         if is_end:  # the wait is known first: at its end all ranks have left
             self.left = self._epoch, self.check
         try:
-            if ranks[0] == self.rank and number > _LAG:
-                for name in ("", "/first", "/count"):
-                    self._store.delete_key(f"{prefix}/{number - _LAG}{name}")
-            error = wait.meet(self._store, self.rank, self._timeouts[-1], f"collective {number} of {_name_ranks(ranks)}")
+            error = wait.meet(self._store, self.rank, f"collective {number} of {_name_ranks(ranks)}")
         except RuntimeError as lost:
             text = f"fs.check: the store of the default process group has ended, with its process: {str(lost).splitlines()[0]}"
             error = self.error or text
@@ -255,8 +249,7 @@ class Monitor:
             first = (_torch.error_text(error).strip() or "no message").splitlines()[0][:500]
             line = _describe_line(reversed([*traceback.walk_tb(trace)])) or "no line of user code"
             self._declare(f"fs.check: rank {self.rank} raised {type(error).__name__}: {first} ({line})")
-        with contextlib.suppress(RuntimeError):
-            wait_for_key(self._store, f"{self._epoch}/heard")
+        self._wait_until_known(f"{self._epoch}/heard")
         self._epoch, self.check = self._epoch + 1, 0
         self._numbers.clear()
 
@@ -275,8 +268,14 @@ class Monitor:
         """Have the first rank, with which the store may end, wait until all know what they have compared."""
         with contextlib.suppress(RuntimeError):
             arrive(self._store, key, len(self.ranks))
-            if self.rank == 0:
-                wait_for_key(self._store, key)
+        if self.rank == 0:
+            self._wait_until_known(key)
+
+    def _wait_until_known(self, key: str) -> None:
+        self._wait = Wait(key)
+        with contextlib.suppress(RuntimeError):
+            self._store.get(key)
+        self._wait = None
 
     def stop(self) -> None:
         """End the thread."""
@@ -285,28 +284,28 @@ class Monitor:
 
     def end_process(self) -> None:
         """Say that this process ends, and end the thread."""
-        self.stop()
-        if self.world() is not None:  # else the store may be gone, which torch reports at length
-            self.left = 1 << 62, 0
+        if self.world() is not None and self._thread.is_alive():  # else the store may be gone, which torch reports at length
+            self.left = _END
             with contextlib.suppress(RuntimeError):
-                self._publish("has ended")
+                self._publish(self._store)
             self._part("ended")
+        self.stop()
 
-    def _publish_always(self) -> None:
+    def _look_around(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store has ended with its rank
             while not self._stopped.wait(TICK) and self.world() is not None:
-                self._publish()
+                self._publish(self._side_store)
+                if wait := self._wait:
+                    wait.decide(self._side_store, wait.find_missing(self._side_store, self.rank, self._timeouts[-1]))
 
-    def _publish(self, doing: str = "") -> None:
+    def _publish(self, store: Store) -> None:
         """Write where this rank is, and that it has heard of a new error."""
-        store, epoch, left, wait = self._store, self._epoch, self.left, self._wait
+        epoch, left, wait = self._epoch, self.left, self._wait
         self._beat += 1
         frames = [*_walk(_main_frame())]
         is_compiling = wait is None and any(is_compiler_file(frame.f_code.co_filename) for frame, _ in frames)
-        if wait:
-            doing = f"waits to start {wait.goal}"
-        elif not doing:
-            doing = f"{'compiles' if is_compiling else 'is'} at {_describe_line(frames) or 'no line of user code'}"
+        doing = f"{'compiles' if is_compiling else 'is'} at {_describe_line(frames) or 'no line of user code'}"
+        doing = "has ended" if left == _END else f"waits to start {wait.goal}" if wait and wait.goal else doing
         key = wait.key if wait else ""
         store.set(f"where/{self.rank}", f"{self._beat}\n{int(is_compiling)}\n{left[0]} {left[1]}\n{key}\n{doing}")
         if self._heard < epoch and (error := _read(store, f"{epoch}/error", "")):
