@@ -203,7 +203,7 @@ def test_constants_are_the_stages(p: P) -> None:
     assert from_constants(to_constants(stages)) == stages
 
 
-@pytest.mark.parametrize("strategy", ["shard", "cast"])
+@pytest.mark.parametrize("strategy", ["shard", "cast", "codec"])
 def test_a_new_stage_in_a_graph(strategy: str) -> None:
     """What the stages of a unit's way compute is freed with its buffer, and backward's gather computes it again."""
     gathers: list[int] = []
@@ -214,7 +214,8 @@ def test_a_new_stage_in_a_graph(strategy: str) -> None:
 
     with world(4):
         model, x = nn.Sequential(Residual(), Residual()).double(), torch.randn(4, 3, dtype=torch.float64)
-        spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model).bound
+        codec = P("shard", precision=fs.Precision(codec=fs.codecs.int8()))
+        spec = fs.by_type(nn.Linear, p=STRATEGIES.get(strategy, codec))(model).bound
         params = fs.shard(model, spec)
         step = fs.grad(lambda params, x: fs.functional_call(model, params, (x,), spec=spec).square().mean())
         for context in (contextlib.nullcontext(), scaled()):

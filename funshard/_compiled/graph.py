@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
+from .. import _torch
 from .._torch.compiler import FUNC_GRADIENT, OpOverload, annotate, get_annotation, is_view
 
 __all__ = ["CHECK_ORDER_KEY", "UNIT_KEY", "GatherNodes", "annotate", "annotate_phases", "find_gathers", "find_phases"]
@@ -78,14 +78,9 @@ def is_mutating(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-def find_written(node: Node) -> list[Node]:
+def find_written(node: Node) -> Iterable[Node]:
     """Return the inputs that a node writes to."""
-    if not isinstance(node.target, OpOverload) or not is_mutating(node):
-        return []
-    arguments = node.target._schema.arguments
-    given = {**{a.name: x for a, x in zip(arguments, node.args, strict=False)}, **node.kwargs}
-    into = [given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
-    return [x for x in pytree.tree_leaves(into) if isinstance(x, Node)]
+    return _torch.mutated_args(node.target, node.args, node.kwargs, Node) if isinstance(node.target, OpOverload) else ()
 
 
 _CAST_OPS = ("aten._to_copy", "aten.clone", "prims.convert_element_type")

@@ -136,7 +136,7 @@ class StepRecorder(_torch.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _torch.is_no_operator(func):
+        if func.namespace in ("profiler", "prim"):  # which mark a range
             return func(*args, **kwargs)
         self._allocates_on_host = not self._has_layers and kwargs.get("device") == HOST != self._device
         if self._allocates_on_host:
@@ -186,7 +186,7 @@ class StepRecorder(_torch.DispatchMode):
 
     def _place(self, name: str, inputs: list[Tensor]) -> None:
         """Note the phase and the unit that an operator belongs to."""
-        if _torch.is_in_backward():
+        if _torch.current_graph_task() != -1:
             self.phase, self._was_backward = "backward", True
         elif self._was_backward and self.phase == "backward":
             self.phase = "update"

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 __all__ = ["PLAIN_TYPES", "DispatchMode", "OpOverload", "OpTraits", "detach_in_dispatch", "function_modes", "has_dispatch_mode"]
 __all__ += ["is_attribute_subclass", "is_graph_retained", "is_inplace_view", "is_plain", "is_pure_op", "mutated_args"]
 __all__ += ["op_traits"]
+
+
+A = TypeVar("A")
 
 
 class DispatchMode(TorchDispatchMode):
@@ -74,11 +77,11 @@ def is_pure_op(op: OpOverload) -> bool:
     return fresh and op.namespace not in COLLECTIVE_NAMESPACES and name not in IMPURE_OPS and not name.startswith("empty_")
 
 
-def mutated_args(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensor arguments that an operator mutates. Pinned with `is_pure_op`."""
+def mutated_args(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], kind: type[A] = Tensor) -> Iterator[A]:
+    """Yield the tensor arguments that an operator mutates, or what stands for them. Pinned with `is_pure_op`."""
     for i, name in _mutated_arg_slots(op):
         value = args[i] if i is not None and i < len(args) else kwargs.get(name)
-        yield from (x for x in (value if isinstance(value, list | tuple) else (value,)) if isinstance(x, Tensor))
+        yield from (x for x in (value if isinstance(value, list | tuple) else (value,)) if isinstance(x, kind))
 
 
 @functools.cache

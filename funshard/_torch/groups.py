@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.constants import default_pg_timeout
 
-from .backward import current_graph_task
 from .dispatch import OpOverload
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["axis_group", "connect_store", "counted_flops", "default_store", "fake_world", "group_timeout", "is_in_backward"]
-__all__ += ["is_no_operator", "make_unregistered_gloo", "named_groups", "real_tensors", "warn_of_tasks"]
+__all__ = ["axis_group", "connect_store", "counted_flops", "default_store", "fake_world", "group_timeout"]
+__all__ += ["make_unregistered_gloo", "named_groups", "real_tensors", "warn_of_tasks"]
 
 
 if dist.is_available() and not dist.is_initialized():
@@ -122,23 +121,12 @@ real_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = unset_fake_
 """Return a context outside of the active mode of fake tensors. Pinned by ``test_a_world_in_name``."""
 
 
-def is_in_backward() -> bool:
-    """Return whether autograd runs a graph."""
-    return current_graph_task() != -1
-
-
 def counted_flops(op: OpOverload, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of one call of an operator that torch's counter knows, 0 for others. Pinned by ``test_flops``."""
     from torch.utils.flop_counter import flop_registry  # which training does not need
 
     count = flop_registry.get(op.overloadpacket)
     return int(count(*args, **kwargs, out_val=out)) if count else 0
-
-
-@functools.cache
-def is_no_operator(op: OpOverload) -> bool:
-    """Return whether an operator only marks a range of the profiler or the like."""
-    return op.namespace in ("profiler", "prim")
 
 
 _TASKS = {"SLURM_NTASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
