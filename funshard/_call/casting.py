@@ -78,7 +78,6 @@ def wrap_in_casts(forward: Callable[..., Any], p: P) -> Callable[..., Any]:
 
 
 def _first_dtype(tree: Any) -> torch.dtype | None:
-    """Return the dtype of the first floating point tensor."""
     dtypes: list[torch.dtype] = []
 
     def note(x: Tensor | PackedSequence) -> Tensor | PackedSequence:

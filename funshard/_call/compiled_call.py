@@ -168,7 +168,6 @@ def _replace_buffers(
 def _keep_buffers(
     model: nn.Module, replaced: Mapping[str, ReplacedBuffer], after: Mapping[str, Tensor], buffers: dict[str, Tensor] | None
 ) -> None:
-    """Update the given buffers; warn of changes of the others, which are lost."""
     lost: list[str] = []
     for name, (moves, _, _, before, now) in replaced.items():
         if buffers is None or name not in buffers:
@@ -224,14 +223,12 @@ def _check_casts_inside(spec: PartitionSpec) -> None:
 
 
 def _shape_overrides(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield the forwards to set in linear layers where the graph has symbolic shapes: module, attribute, value."""
     for module in modules.values() if _torch.FORWARD_CAN_BE_REPLACED and _torch.has_symbolic_shapes() else ():
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
             yield module, "forward", _torch.flat_linear(module)
 
 
 def _recompute_overrides(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield the forwards to set in recomputed modules, which make a region of each: module, attribute, value."""
     for path in spec.recomputed if _torch.FORWARD_CAN_BE_REPLACED and is_collecting_regions() else ():
         if path:
             yield modules[path], "forward", _wrap_in_region(modules[path].forward, path, spec)

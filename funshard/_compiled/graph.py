@@ -68,9 +68,12 @@ def is_cheap(node: Node) -> bool:
 
 def is_assembly(node: Node) -> bool:
     """Return whether a node may assemble the input of a reduction from gradients, as early as these are complete."""
-    tags = getattr(node.target, "tags", ())
-    pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and not _is_random(node)
     return is_cheap(node) or pointwise or _calls(node, *_ASSEMBLY_OPS)
+
+
+def _is_random(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def is_mutating(node: Node) -> bool:
@@ -141,7 +144,7 @@ def _find_views(gathered: Node) -> list[Node]:
     front = [gathered]
     while front:
         for user in front.pop().users:
-            is_stage = get_annotation(user, UNIT_KEY) is not None and not is_mutating(user)
+            is_stage = get_annotation(user, UNIT_KEY) is not None and not is_mutating(user) and not _is_random(user)
             is_derived = is_stage and all(n is gathered or n in views for n in user.all_input_nodes)
             if (is_cheap(user) or is_derived) and user not in views:
                 views[user] = None

@@ -328,7 +328,6 @@ class NoGradInForwardMode(NoGradInTracedForwardMode):
 
 
 def _unflatten(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Call the method of a tensor."""
     return x.unflatten(*args, **kwargs)
 
 

@@ -160,14 +160,12 @@ def _flow(x: Tensor, stages: tuple[Stage, ...], mesh: Mesh, compared: str | None
 
 
 def _apply_stages(stages: Iterable[Stage], x: Tensor, transit: Transit) -> Tensor:
-    """Return what leaves the stages."""
     for stage in stages:
         x = stage.apply(x, transit)
     return x
 
 
 def _transpose_stages(stages: Sequence[Stage], grad: Tensor, transit: Transit) -> Tensor:
-    """Return the gradient of what enters the stages."""
     for stage in reversed(stages):
         grad = stage.transpose(grad, transit)
     return grad
