@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -257,10 +258,19 @@ def test_a_checkpoint_of_version_0_2_loads(tmp_path: Path, monkeypatch: pytest.M
     """Its manifest has no checksums of tensors: its records have, as torch.save writes them."""
     model, spec = made()
     params = fs.shard(model, spec)
-    monkeypatch.setattr(_torch, "save_unchecked", torch.save)
+
+    def save_checked(tensor: torch.Tensor, file: Any) -> None:
+        torch.save(tensor, record := io.BytesIO())
+        file.write(record.getbuffer())
+
+    monkeypatch.setattr(_torch, "save_unchecked", save_checked)
     checkpoint.save(tmp_path / "1", params, spec)
     contents(tmp_path / "1", lambda content: content.pop("records"))
     assert all(shard.equal(params[key]) for key, shard in checkpoint.load(tmp_path / "1", spec).items())
+    checkpoint.save(tmp_path / "2", {"deque": [1, 2], "Counter": {"a": 3}}, spec)
+    old = {"deque": {"deque": [{"value": 1}, {"value": 2}], "of": 4}, "Counter": {"Counter": [["a", {"value": 3}]]}}
+    contents(tmp_path / "2", lambda content: content.update(state={"dict": [list(pair) for pair in old.items()]}))
+    assert checkpoint.load(tmp_path / "2", spec) == {"deque": [1, 2], "Counter": {"a": 3}}  # classes that files named then
     file = tmp_path / "1" / "__0_0.distcp"
     raw = bytearray(file.read_bytes())
     raw[raw.index(bytes(_torch.host_bytes(model[0].weight.detach()))[:16])] ^= 1

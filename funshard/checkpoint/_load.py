@@ -6,7 +6,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, BinaryIO
@@ -123,6 +123,7 @@ class _Loader:
         if manifest:
             with explain_bad_tree(directory):
                 saved = dict(iter_plain_values(manifest.state, ranks.rank))
+        self._is_template = like is not None
         if like is not None:
             self._node, _ = describe(like, spec, path, is_template=True)
         elif manifest:
@@ -167,7 +168,7 @@ class _Loader:
                 self._stored.read(parts, check=check)
                 for i in numbers:
                     self._values[i] = self._to_state(self._leaves[i], memory.pop(i))
-        with explain_bad_tree(self._stored.directory):
+        with nullcontext() if self._is_template else explain_bad_tree(self._stored.directory):
             return build_state(self._node, iter(self._values))
 
     def _iter_rounds(self) -> Iterator[list[int]]:
