@@ -422,6 +422,7 @@ ATTACKS: dict[str, bytes] = {
     "a function that gives attributes": on("builtins", "getattr"),
     "a dtype": on("torch", "float32"),
     "an ordered dict": on("collections", "OrderedDict"),
+    "an ordered dict of a deep key": b"ccollections\nOrderedDict\n])" + b"\x85" * 200_000 + b"K\x01\x86a\x85R",
     "the items of a class": b"ccollections\nOrderedDict\n\x8c\x01aK\x01s",
     "what is added to a class": b"cpathlib\nPosixPath\nK\x01a",
     "a call of what a call gave": b"cbuiltins\ngetattr\ncpathlib\nPosixPath\n\x8c\x04home\x86R)R",

@@ -186,7 +186,6 @@ class _SaveResources:
 
     @contextlib.contextmanager
     def release_on_error(self) -> Generator[None]:
-        """Release the memory and remove the directory if the block raises."""
         try:
             yield
         except BaseException:

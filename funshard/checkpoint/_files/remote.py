@@ -33,12 +33,10 @@ class RemotePath(os.PathLike[str]):
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return self._url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """The directory that the path is in."""
         return RemotePath(self._url.rpartition("/")[0])
 
     def open(self, mode: str, buffering: int = -1) -> Any:
@@ -46,7 +44,6 @@ class RemotePath(os.PathLike[str]):
         return self._fs.open(self._path, mode)
 
     def is_file(self) -> bool:
-        """Return whether a file is there."""
         return self._fs.isfile(self._path)
 
     def is_dir(self) -> bool:
@@ -55,7 +52,6 @@ class RemotePath(os.PathLike[str]):
         return self._fs.isdir(self._path)
 
     def exists(self) -> bool:
-        """Return whether anything is there."""
         self._fs.invalidate_cache()
         return self._fs.exists(self._path)
 
@@ -64,7 +60,6 @@ class RemotePath(os.PathLike[str]):
         return types.SimpleNamespace(st_size=self._fs.size(self._path), st_mtime_ns=0)
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yield what is in the directory."""
         self._fs.invalidate_cache()
         return (self / path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False))
 

@@ -1,4 +1,4 @@
-"""Files that somebody else may have written, read as data: nothing in them is imported, called or allocated unchecked."""
+"""Files that somebody else may have written, read as data: nothing that they name is imported or called."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ class _DataUnpickler(_Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         dotted = f"{module}.{name}"
         self._check_name(dotted)
-        return (dict) if dotted == "collections.OrderedDict" else type(name, (Pickled,), {"dotted": dotted})
+        if dotted == "collections.OrderedDict":
+            return lambda: {}  # noqa: PIE807 - takes no arguments, and what a pickle may set on it goes with it
+        return type(name, (Pickled,), {"dotted": dotted})
 
     def load_setitem(self) -> None:
         self.metastack.append(self.stack)
