@@ -95,10 +95,9 @@ _END = 1 << 62, 0  # a rank that ends has left every check
 _LAG = 100  # collectives after which keys are deleted: nobody looks at those any more
 
 
-def arrive(store: Store, key: str, size: int) -> None:
-    """Count this rank; the last one of so many sets the key that others wait for."""
-    if store.add(f"{key}/count", 1) == size:
-        store.compare_set(key, "", _START)
+def arrive(store: Store, key: str, size: int) -> str:
+    """Count this rank; the last one of so many sets the key that others wait for, and returns it."""
+    return store.compare_set(key, "", _START).decode() if store.add(f"{key}/count", 1) == size else ""
 
 
 @dataclass
@@ -131,16 +130,14 @@ class Wait:
                 store.delete_key(self.stale + name)
         if what != self.what:
             each = "; ".join(f"rank {number} {text}" for number, text in sorted([(int(other), goal), (rank, self.goal)]))
-            self.decide(store, f"fs.check: ranks disagree on {where}. Each was about to start: {each}")
+            answer = self.decide(store, f"fs.check: ranks disagree on {where}. Each was about to start: {each}")
         else:
-            arrive(store, self.key, len(self.ranks))
-        answer = store.get(self.key).decode()
+            answer = arrive(store, self.key, len(self.ranks)) or store.get(self.key).decode()
         return "" if answer == _START else answer
 
-    def decide(self, store: Store, error: str) -> None:
-        """Say what is wrong, if anything, unless some rank has decided before."""
-        if error:
-            store.compare_set(self.key, "", error)
+    def decide(self, store: Store, error: str) -> str:
+        """Say what is wrong, if anything, unless some rank has decided before; return what was decided."""
+        return store.compare_set(self.key, "", error).decode() if error else ""
 
     def find_missing(self, store: Store, rank: int, limit: float) -> str:
         """Return an error that a rank has reported, or that of ranks that do not come; warn of slow ones."""
