@@ -14,7 +14,6 @@ from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
-from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard.testing import spmd
@@ -194,85 +193,6 @@ def test_leaves_of_owners_and_of_all_ranks_are_written_once(gloo2: Pool, gloo4: 
     sizes, axis = MESHES[mesh]
     pool = gloo4 if math.prod(sizes.values()) == 4 else gloo2
     pool.run(saved_in_the_middle, sizes, axis, "shampoo", str(tmp_path / "step_5"))
-
-
-def resharded_in_the_middle(mesh: Any, axis: Any, policy: str, optimizer: str) -> fs.Params:
-    first, second = spec_on(mesh, axis), POLICIES[policy](MODEL).on(mesh)
-    params = fs.shard(PARAMS, first)
-    here, there = (matrices_on(spec, optimizer) for spec in (first, second))
-    (init, update), (_, after) = (OPTIMIZERS[optimizer][0](where) for where in (here, there))
-    state = init(params)
-    for grads in GRADS[: STEPS // 2]:
-        params, state = update(fs.shard(grads, first), state, params)
-    params, state = fs.reshard(params, first, second), fs.optim.reshard(state, here, there)
-    for grads in GRADS[STEPS // 2 :]:
-        params, state = after(fs.shard(grads, second), state, params)
-    return fs.unshard(params, second)
-
-
-def test_parameters_without_dimensions_or_elements_are_resharded() -> None:
-    """A scalar's state has the shape of a count; and counts are written by a donated step, each by itself."""
-    mixed = nn.Module()
-    mixed.inner = nn.Linear(3, 4)
-    mixed.scalar, mixed.none = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0, 3))
-    mixed.vector = nn.Parameter(torch.ones(5))
-    first, second = (policy(mixed).on({"shard": 1}) for policy in (fs.policies.always(), fs.policies.whole()))
-    for here, there in ((first, second), (second, first)):
-        before, after = (fs.optim.matrices(spec) for spec in (here, there))
-        (init, update), (begin, updated) = (fs.optim.muon(where, dtype=torch.float32, donate=True) for where in (before, after))
-        params = fs.shard(mixed, here)
-        grads = {key: torch.ones_like(p) for key, p in params.items()}
-        params, state = update(grads, init(params), params)
-        others, moved = fs.reshard(params, here, there), fs.optim.reshard(state, before, after)
-        of_moved, of_new = (pytree.tree_map(lambda x: (x.shape, x.dtype), state) for state in (moved, begin(others)))
-        assert of_moved == of_new
-        got, _ = updated({key: torch.ones_like(p) for key, p in others.items()}, moved, others)
-        want, _ = update(grads, state, params)
-        assert_close(fs.unshard(got, there), fs.unshard(want, here))
-
-
-def test_counts_that_may_be_slices_are_not_resharded() -> None:
-    """Of a unit that has as many options as elements nothing says which is which, unless the state declares it."""
-    model = nn.LayerNorm(1)
-
-    def options(name: str, param: Any) -> dict[str, float]:
-        return {"weight_decay": 0.0} if name == "bias" else {}
-
-    def resharded(align: int, *, declared: bool = False) -> Any:
-        first, second = (fs.policies.whole(fs.P("shard", align=n))(model).on({"shard": 1}) for n in (align, 8))
-        before, after = fs.optim.matrices(first), fs.optim.matrices(second)
-        init, _ = fs.optim.muon(before, fallback=fs.optim.from_torch(torch.optim.AdamW, spec=first, options=options))
-        state = init(fs.shard(model, first))
-        if not declared:
-            state = {key: x._replace(fallback={k: dict(v) for k, v in x.fallback.items()}) for key, x in state.items()}
-        return fs.optim.reshard(state, before, after)
-
-    assert resharded(1, declared=True)[""].fallback[""]["exp_avg"].shape == (16,)
-    assert resharded(3)[""].fallback[""]["exp_avg"].shape == (16,)  # two parameters, aligned
-    with pytest.raises(ValueError, match=r"unit '' of state 'fallback.*': \[2\] may be this rank's slice, or numbers.*align"):
-        resharded(1)
-
-
-def resharded_on_ranks(rank: int, sizes: dict[str, int], axis: Any, policy: str, optimizer: str) -> fs.Params:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return resharded_in_the_middle(mesh, axis, policy, optimizer)
-
-
-@each
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mesh", ["fsdp", "hsdp"])
-@pytest.mark.parametrize("optimizer", mark_seldom(OPTIMIZERS, *[*OPTIMIZERS][::2]))
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_another_policy_in_the_middle(gloo2: Pool, gloo4: Pool, optimizer: str, mesh: str, policy: str) -> None:
-    """Parameters and state resharded after half of the steps, on real ranks and simulated ones."""
-    sizes, axis = MESHES[mesh]
-    ranks = math.prod(sizes.values())
-    want = expected(optimizer)
-    for got in (gloo2 if ranks == 2 else gloo4).run(resharded_on_ranks, sizes, axis, policy, optimizer):
-        assert_close(got, want, rtol=1e-9, atol=1e-9)
-    got = spmd(lambda mesh, _: resharded_in_the_middle(mesh, axis, policy, optimizer), sizes)(torch.zeros(ranks))
-    for name, x in got.items():
-        assert_close(x[0], want[name], rtol=1e-9, atol=1e-9)
 
 
 # --- your own, and what goes wrong in it ---

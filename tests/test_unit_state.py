@@ -242,12 +242,3 @@ def test_an_update_returns_what_it_was_given() -> None:
     state = init(params)
     assert isinstance(update(params, state, params)[1][""], UnitState)
     assert type(update(params, {"": dict(state[""])}, params)[1][""]) is dict
-
-
-def test_resharding_keeps_the_declaration() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    old, new = (fs.optim.matrices(policy(model)) for policy in (fs.policies.whole(), fs.by_type(nn.Linear)))
-    init = fs.optim.muon(old).init
-    found = fs.optim.reshard(init(fs.shard(model, old.spec)), old, new)
-    wanted = fs.optim.muon(new).init(fs.shard(model, new.spec))
-    assert pytree.tree_structure(found) == pytree.tree_structure(wanted)

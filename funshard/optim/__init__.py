@@ -2,7 +2,7 @@
 
 from .._spec.unit_state import UnitState
 from ._by_matrix.muon import muon, orthogonal
-from ._by_matrix.optimizer import MatrixOptimizer, by_matrix, reshard
+from ._by_matrix.optimizer import MatrixOptimizer, by_matrix
 from ._by_matrix.shampoo import shampoo, soap
 from ._by_matrix.step import MatrixState
 from ._composition.pairs import ComposedOptimizer, GradientTransformation
@@ -32,5 +32,16 @@ __all__ = [
     "MatrixOptimizer", "MatrixState", "Optimizer", "QuantizedSlice", "ScheduleState", "State", "UnitState", "accumulate_steps",
     "apply_if_finite", "axpy", "by_matrix", "chain", "clip_by_global_norm", "clip_gradients", "decode_state", "ema",
     "encode_state", "from_torch", "global_norm", "hidden", "matrices", "muon", "norms", "orthogonal", "quantized_state",
-    "reshard", "scale", "schedule", "schedule_lr", "shampoo", "soap", "vdot",
+    "scale", "schedule", "schedule_lr", "shampoo", "soap", "vdot",
 ]  # fmt: skip
+
+_GONE = {
+    "reshard": "checkpoint.save and checkpoint.load(path, spec, like=...), which give each owner its part",
+}
+"""Names of 0.2 that are gone, and what to write instead."""
+
+
+def __getattr__(name: str) -> object:
+    if name in _GONE:
+        raise AttributeError(f"funshard.optim has no '{name}' any more: use {_GONE[name]}")
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
