@@ -34,39 +34,16 @@ class Counting(torch.optim.Optimizer):
             self.state[param]["count"].add_(1)
 
 
-class Scales(nn.Module):
-    """Eight parameters of one element, each with options of its own: as many numbers as elements in the slice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(8)])
-
-
-def options(name: str, param: Any) -> dict[str, float]:
-    return {"lr": 0.1 + int(name.split(".")[-1])}
-
-
 def initial(param: Tensor) -> dict[str, Tensor]:
     return {"count": torch.zeros(()), "sum": torch.zeros_like(param)}
 
 
 def stepped() -> tuple[fs.PartitionSpec, dict[str, Any]]:
-    spec = fs.policies.whole(fs.P("shard", align=1))(Scales()).on({"shard": 1})
-    init, update = fs.optim.from_torch(Counting, spec=spec, options=options, initial=initial)
+    spec = fs.policies.whole(fs.P("shard", align=1))(nn.Linear(8, 1, bias=False)).on({"shard": 1})
+    init, update = fs.optim.from_torch(Counting, spec=spec, initial=initial)
     params = {"": torch.arange(8.0)}
     _, state = update(params, init(params), params)
     return spec, state
-
-
-def test_numbers_as_long_as_a_slice_need_no_guess(tmp_path: Path) -> None:
-    spec, state = stepped()
-    assert state[""]["count"].shape == state[""]["sum"].shape == (8,)
-    fs.checkpoint.save(tmp_path / "declared", state, spec)
-    found = fs.checkpoint.load(tmp_path / "declared", spec, like=state)
-    assert pytree.tree_structure(found) == pytree.tree_structure(state)
-    assert_close(found[""]["sum"], state[""]["sum"])
-    with pytest.raises(ValueError, match="may be this rank's slice, or numbers"):
-        fs.checkpoint.save(tmp_path / "plain", {"": dict(state[""])}, spec)
 
 
 def test_a_file_keeps_the_declaration(tmp_path: Path) -> None:
@@ -91,7 +68,7 @@ def test_functions_of_trees_keep_the_declaration() -> None:
         optree.tree_map(lambda x: 2 * x, state),  # pyright: ignore[reportArgumentType]
         torch.func.jvp(double, (state,), (state,))[1],
         torch.func.vjp(double, state)[1](state)[0],
-        torch.func.vmap(double)(state),
+        torch.func.vmap(double, axis_size=8, in_dims=None)(state),
         torch.compile(double, fullgraph=True, backend="eager")(state),
         pytree.tree_map(lambda x: 2 * x, copy.deepcopy(state)),
     ):
@@ -176,23 +153,6 @@ def test_a_state_of_numbers_alone_is_stored_by_parameter(tmp_path: Path) -> None
     assert found == {key: {"count": torch.tensor(3)} for key in ("0", "1")}
 
 
-def test_a_state_dict_of_torch_reads_the_declaration() -> None:
-    """As many options as elements: the declaration tells, and a plain dict is refused as by `save`."""
-    spec, state = stepped()
-    init, _ = fs.optim.from_torch(Counting, spec=spec, options=options, initial=initial)
-    found = fs.checkpoint.optimizer_state_dict(state, spec, Counting, options=options)
-    assert_close(found["state"]["w.3"], {"count": torch.tensor(1.0), "sum": torch.tensor([3.0])})
-    fresh = init({"": torch.zeros(8)})
-    again = fs.checkpoint.from_optimizer_state_dict(found, spec, fresh, options=options)
-    assert pytree.tree_structure(again) == pytree.tree_structure(state)
-    assert_close(again[""]["count"], state[""]["count"])
-    with pytest.raises(ValueError, match="may be this rank's slice, or numbers"):
-        fs.checkpoint.optimizer_state_dict({"": dict(state[""])}, spec, Counting, options=options)
-    wrong = {"": UnitState({**state[""], "sum": torch.zeros(7)}, ["count"])}
-    with pytest.raises(ValueError, match=r"'sum' of unit '': expected this rank's slice, \[8\], or .* 8 .*, got \[7\]"):
-        fs.checkpoint.optimizer_state_dict(wrong, spec, Counting, options=options)
-
-
 def test_a_group_of_torch_without_parameters() -> None:
     """Ours have some: the way that the guide names puts it in and leaves it out."""
     model = nn.Linear(4, 3)
@@ -213,16 +173,18 @@ def test_a_group_of_torch_without_parameters() -> None:
     assert_close(theirs.state_dict(), before)
 
 
-@pytest.mark.parametrize("is_differentiated", [False, True])
-def test_numbers_are_no_padding(is_differentiated: bool) -> None:
-    """Where an update leaves padding alone, numbers of several options are not taken for elements."""
+def test_a_unit_has_one_number_for_all_options() -> None:
+    """What torch would compute of a parameter's own options is refused."""
     spec = fs.policies.whole(fs.P("shard", align=4))(nn.LayerNorm(1)).on({"shard": 1})
-    init, update = fs.optim.from_torch(
-        torch.optim.AdamW, spec=spec, options=lambda name, _: {"eps": 0.5 + len(name)}, differentiable=is_differentiated
-    )
+    init, update = fs.optim.from_torch(torch.optim.AdamW, spec=spec, options=lambda name, _: {"eps": 0.5 + len(name)})
     params = {"": torch.ones(spec.shard_numel(spec.by_key[""]))}
     _, state = update(params, init(params), params)
-    assert state[""]["step"].tolist() == [1.0, 1.0]
+    assert state[""]["step"].tolist() == 1
+    for cls, own in ((torch.optim.NAdam, {"momentum_decay": 0.1}), (torch.optim.ASGD, {"lr": 0.1})):
+        with pytest.raises(ValueError, match=f"{cls.__name__} computes a number of the unit's state from .*fs.partition"):
+            fs.optim.from_torch(cls, spec=spec, options=lambda name, _, own=own: own)
+    with pytest.raises(ValueError, match=r"Counting has numbers in its state, \['count'\]: expected options=None"):
+        fs.optim.from_torch(Counting, spec=spec, options=lambda name, _: {"lr": float(len(name))}, initial=initial)
 
 
 def test_donated_memory_keeps_the_declaration() -> None:

@@ -20,9 +20,8 @@ from .._sharding.full import gather_stored
 from .._slices.pieces import slice_pieces
 from .._spec.local import describe_pieces, piece_offsets
 from .._spec.unit_state import replace_values
-from ..optim._checks import find_option_numbers
-from ..optim._elementwise.optimizer import State, copy_like
-from ..optim._elementwise.options import ParamOptions, group_by_options
+from ..optim._checks import State, copy_like
+from ..optim._options import ParamOptions, group_by_options
 from ..optim._quantized.slices import refuse_encoded
 from ._ranks import TIMEOUT, connect_ranks
 
@@ -273,27 +272,25 @@ def _make_converters(
     for key in state:
         if key not in spec.by_key:
             raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*spec.by_key][:8]}; is the state another's?")
-    numbers = find_option_numbers(state, state, spec, (), group_of_param)
-    return {key: _UnitConverter(spec.by_key[key], spec, group_of_param, numbers) for key in state}
+    return {key: _UnitConverter(spec.by_key[key], spec, group_of_param) for key in state}
 
 
 class _UnitConverter:
-    def __init__(self, unit: Unit, spec: PartitionSpec, group_of_param: Mapping[str, int], numbers: frozenset[int]) -> None:
-        self.unit, self._spec, self._group_of_param, self._numbers = unit, spec, group_of_param, numbers
+    def __init__(self, unit: Unit, spec: PartitionSpec, group_of_param: Mapping[str, int]) -> None:
+        self.unit, self._spec, self._group_of_param = unit, spec, group_of_param
         self._groups = list(dict.fromkeys(group_of_param[param.name] for param in self.unit.params))  # as numbers are stacked
 
     def iter_slots(self, slots: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | list[Tensor]]]:
         """Yield ``(slot, slice)``, or ``(slot, a number for each group of options)``. Raises ValueError for other shapes."""
         length, groups = self._spec.shard_numel(self.unit), len(self._groups)
         for name, tensor in slots.items():
-            is_number = not tensor.dim() or id(tensor) in self._numbers
-            if tensor.dim() and tensor.shape != ((groups,) if is_number else (length,)):
-                numbers = "a number" if groups == 1 else f"a number for each of its {groups} different options"
+            is_number = not tensor.dim()
+            if tensor.dim() and tensor.shape != (length,):
                 raise ValueError(
-                    f"'{name}' of unit '{self.unit.key}': expected this rank's slice, [{length}], or {numbers}, got "
+                    f"'{name}' of unit '{self.unit.key}': expected this rank's slice, [{length}], or a number, got "
                     f"{list(tensor.shape)}; was it made with other options, or another spec or mesh?"
                 )
-            yield name, ([*tensor] if tensor.dim() else [tensor] * groups) if is_number else tensor
+            yield name, [tensor] * groups if is_number else tensor
 
     def to_names(self, slots: Mapping[str, Tensor], *, rank0_only: bool, offload_to_cpu: bool) -> dict[str, dict[str, Tensor]]:
         """Return the state of each of the unit's parameters, without those that were never stepped, as torch has it."""
@@ -333,9 +330,6 @@ class _UnitConverter:
             own = {name: 1 if is_counted and slot == "step" else state[slot] for name, state in own.items()}
             if isinstance(value, Tensor):
                 out[slot] = self._read_slice(slot, value, own)
-            elif initial[slot].dim():
-                pairs = zip(self._groups, value, strict=True)
-                out[slot] = torch.stack([self._read_number(slot, number, {group}, own) for group, number in pairs])
             else:
                 out[slot] = self._read_number(slot, value[0], {*self._groups}, own)
         return replace_values(initial, out)

@@ -1,41 +1,38 @@
-"""Optimizers as pure functions over shards: torch's, and of whole matrices, and what composes them; norms, clipping, trees."""
+"""Optimizers as pure functions over shards: rules, torch's, and of whole matrices, and what composes them; norms and trees."""
 
 from .._spec.unit_state import UnitState
+from ._by_matrix.adafactor import adafactor
 from ._by_matrix.muon import muon, orthogonal
-from ._by_matrix.optimizer import MatrixOptimizer, by_matrix
+from ._by_matrix.optimizer import by_matrix
 from ._by_matrix.shampoo import shampoo, soap
 from ._by_matrix.step import MatrixState
-from ._composition.pairs import ComposedOptimizer, GradientTransformation
-from ._composition.wrappers import (
-    AccumulationState,
-    EmaState,
-    FiniteState,
-    ScheduleState,
-    accumulate_steps,
-    apply_if_finite,
-    chain,
-    clip_gradients,
-    ema,
-    schedule,
-    schedule_lr,
-)
-from ._elementwise.optimizer import Optimizer, State
+from ._checks import Optimizer
+from ._compose import accumulate_steps, apply_if_finite, chain, clip_gradients, ema, schedule_lr
 from ._from_torch import from_torch
 from ._matrices.matrices import Matrices, matrices
 from ._matrices.owners import hidden
 from ._norms import axpy, clip_by_global_norm, global_norm, norms, scale, vdot
 from ._quantized.optimizer import decode_state, encode_state, quantized_state
 from ._quantized.slices import QuantizedSlice
+from ._rules import adagrad, adam, adamw, lion, rmsprop, sgd
+from ._schedules import cosine, join, linear, schedule, warmup
 
 __all__ = [
-    "AccumulationState", "ComposedOptimizer", "EmaState", "FiniteState", "GradientTransformation", "Matrices",
-    "MatrixOptimizer", "MatrixState", "Optimizer", "QuantizedSlice", "ScheduleState", "State", "UnitState", "accumulate_steps",
-    "apply_if_finite", "axpy", "by_matrix", "chain", "clip_by_global_norm", "clip_gradients", "decode_state", "ema",
-    "encode_state", "from_torch", "global_norm", "hidden", "matrices", "muon", "norms", "orthogonal", "quantized_state",
-    "scale", "schedule", "schedule_lr", "shampoo", "soap", "vdot",
+    "Matrices", "MatrixState", "Optimizer", "QuantizedSlice", "UnitState", "accumulate_steps", "adafactor", "adagrad", "adam",
+    "adamw", "apply_if_finite", "axpy", "by_matrix", "chain", "clip_by_global_norm", "clip_gradients", "cosine", "decode_state",
+    "ema", "encode_state", "from_torch", "global_norm", "hidden", "join", "linear", "lion", "matrices", "muon", "norms",
+    "orthogonal", "quantized_state", "rmsprop", "scale", "schedule", "schedule_lr", "sgd", "shampoo", "soap", "vdot", "warmup",
 ]  # fmt: skip
 
 _GONE = {
+    "AccumulationState": "the fields of what init(params) returns",
+    "ComposedOptimizer": "Optimizer, the type of every pair",
+    "EmaState": "the fields of what init(params) returns",
+    "FiniteState": "the fields of what init(params) returns",
+    "GradientTransformation": "Optimizer, the type of every pair",
+    "MatrixOptimizer": "Optimizer, the type of every pair",
+    "ScheduleState": "the fields of what init(params) returns",
+    "State": "dict[str, dict[str, Tensor]]",
     "reshard": "checkpoint.save and checkpoint.load(path, spec, like=...), which give each owner its part",
 }
 """Names of 0.2 that are gone, and what to write instead."""

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
-import optree
+import torch
 from torch import Tensor
 
 from .. import _torch
 from .._core.checks import check_mapping
+from .._core.layout import Params
 from .._core.spec import PartitionSpec
-from .._core.tree import NAMESPACE
 from .._core.unit import Unit
-from .._spec.unit_state import UnitState
+from ._quantized.slices import refuse_encoded
 
-__all__ = ["StateMapping", "Tensors", "break_message", "check_rate", "check_tensors", "find_option_numbers", "is_slice"]
-__all__ += ["named_tensors", "refuse_pickle", "refuse_shared_memory", "same_pair"]
+__all__ = ["Optimizer", "State", "StateMapping", "Tensors", "break_message", "check_fits", "check_nonnegative", "check_rate"]
+__all__ += [
+    "check_tensors",
+    "copy_like",
+    "is_slice",
+    "is_updated",
+    "named_tensors",
+    "refuse_shared_memory",
+]
 
 
-Pair = TypeVar("Pair")
 Tensors = Mapping[str, Tensor]
 """A tree that is only read: by unit key or parameter name."""
 StateMapping = Mapping[str, Tensors]
@@ -38,17 +43,29 @@ def check_rate(lr: object, what: str, *, optional: bool = True) -> None:
         )
 
 
-def refuse_pickle(self: object) -> NoReturn:
-    """Raise TypeError: the ``__reduce__`` of a pair of functions. A copy of a pair is the pair."""
-    raise TypeError(
-        f"{type(self).__name__}: a pair of functions of this process does not pickle: make it in the function that "
-        "mp.spawn runs; its state, the parameters and the spec do pickle"
-    )
+State = dict[str, dict[str, Any]]
+"""By unit key, then by torch's name: slices like the shard, and numbers. The structure never changes."""
 
 
-def same_pair(optimizer: Pair, memo: object = None, /) -> Pair:
-    """Return the pair: its ``__copy__`` and ``__deepcopy__``."""
-    return optimizer
+class Optimizer(NamedTuple):
+    """A pair of pure functions, which holds no state itself: an optimizer, or a link of `chain`. Any such tuple is one."""
+
+    init: Callable[[Any], Any]
+    """``init(params) -> state``."""
+    update: Callable[..., tuple[Params, Any]]
+    """``update(grads, state, params, **rates) -> (new params, new state)``; a link returns new gradients."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "Optimizer: a pair of functions of this process does not pickle: make it in the function that mp.spawn runs; its "
+            "state, the parameters and the spec do pickle"
+        )
+
+    def __copy__(self) -> Optimizer:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Optimizer:
+        return self
 
 
 def break_message(name: str, why: str) -> str:
@@ -81,11 +98,71 @@ def check_tensors(tree: Tensors, what: str) -> None:
             raise TypeError(f"{what}: '{key}': expected a tensor, got {type(x).__name__}{hint}")
 
 
-# --- Which tensors in the states of units are slices, and which hold one number for each of the options of a unit ---
+def check_nonnegative(who: str, **values: Any) -> None:
+    """Raise ValueError, naming it, for an option below 0, and TypeError for a learning rate that is not a number."""
+    for name, value in values.items():
+        if name == "lr":
+            check_rate(value, f"{who}: lr", optional=False)
+        if not value >= 0:
+            raise ValueError(f"{who}: {name}: expected at least 0, got {value}")
 
 
-NUMBERS = ("step", "eta", "mu", "mu_product")
-"""Names of the numbers in the states of torch's optimizers."""
+def is_updated(tensor: Tensor) -> bool:
+    """Return whether an optimizer changes the tensor: integers stay as they are."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def copy_like(template: Tensor, values: Tensor) -> Tensor:
+    """Return a copy of the values where ``template`` lives, in pinned memory if that is pinned."""
+    return torch.empty_like(template, dtype=values.dtype, pin_memory=_torch.is_pinned(template)).copy_(values)
+
+
+def check_fits(
+    grads: Tensors, state: StateMapping, params: Tensors, names: Mapping[str, frozenset[str]], numbers: frozenset[str]
+) -> None:
+    """Raise ValueError or TypeError, naming the unit, unless each unit in ``names`` has a gradient and a state that fit it."""
+    if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"state: expected a dict by unit key, as init(params) or an update returns, got {type(state).__name__}; that of an "
+            "optimizer made of others has this one's inside"
+        )
+    refuse_encoded(state)
+    for what, tree in (("gradient", grads), ("state", state)):
+        for key in tree:
+            if key not in params:
+                raise ValueError(f"unit '{key}' has a {what} and is not in params: expected some of {[*params][:8]}")
+    for key in grads:
+        if params[key].dtype == torch.uint8:
+            raise TypeError(
+                f"unit '{key}' is torch.uint8, as is what is frozen and at rest in a codec: expected no gradient of it; set it "
+                "apart with fs.partition(params, spec)"
+            )
+    for key in params:
+        if key not in state:
+            raise ValueError(f"unit '{key}' has no state: expected that of init(params) or of an update, got {[*state][:8]}")
+    for key, expected in names.items():
+        param = params[key]
+        if key not in grads:
+            raise ValueError(f"unit '{key}' has no gradient: expected one for each of the params, got {[*grads][:8]}")
+        _check_like(f"the gradient of unit '{key}'", grads[key], param)
+        if set(state[key]) != expected:
+            raise ValueError(f"the state of unit '{key}': expected {sorted(expected)}, got {sorted(state[key])}")
+        for name, tensor in state[key].items():
+            if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"'{name}' of unit '{key}': expected a tensor, got {type(tensor).__name__}")
+            shape = () if name in numbers else param.shape
+            if tensor.shape != shape:
+                raise ValueError(f"'{name}' of unit '{key}': expected shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def _check_like(what: str, grad: object, param: Tensor) -> None:
+    if not isinstance(grad, Tensor):
+        raise TypeError(f"{what}: expected a tensor, got {type(grad).__name__}; an unused parameter has gradient zeros")
+    if grad.layout != torch.strided:
+        raise ValueError(f"{what}: expected a dense tensor, got {grad.layout}; use grad.to_dense()")
+    if (grad.shape, grad.dtype, grad.device) != (param.shape, param.dtype, param.device):
+        expected, got = (f"{list(t.shape)} {t.dtype} on {t.device}" for t in (param, grad))
+        raise ValueError(f"{what}: expected {expected}, got {got}")
 
 
 def is_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
@@ -94,57 +171,3 @@ def is_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
     if unit.is_encoded and tensor.dtype == dtype:
         return tensor.shape == (length,)
     return tensor.shape == (spec.shard_numel(unit),)
-
-
-def find_option_numbers(
-    state: Mapping[str, Any],
-    keys: Iterable[str],
-    spec: PartitionSpec,
-    path: Sequence[str],
-    group_of_param: Mapping[str, int] | None = None,
-) -> frozenset[int]:
-    """Return the ids of tensors that are numbers, one for each of the unit's options, as `optim.from_torch` has them.
-
-    A `UnitState` declares them. Shapes tell them in other states, which are of users' own ``(init, update)`` or of an older
-    version: a unit has at most as many options as parameters, and most slices are longer. Where both have one length, a unit
-    without any 0-D number decides; then the same slot of other units; then the names that torch's optimizers use. ValueError
-    names the slot below ``path`` if nothing decides. ``group_of_param`` says which options each parameter has, if known.
-    """
-    found: set[int] = set()
-    told: dict[tuple[Any, ...], set[bool]] = defaultdict(set)  # of a slot, by units where it can be one thing only
-    open_: list[tuple[Unit, tuple[Any, ...], Tensor]] = []
-    for unit in map(spec.by_key.__getitem__, keys):
-        of_unit = state[unit.key]
-        if isinstance(of_unit, UnitState):
-            found |= {id(of_unit[name]) for name in of_unit.numbers}
-            continue
-        paths, leaves = (f(of_unit, namespace=NAMESPACE) for f in (optree.tree_paths, optree.tree_leaves))
-        slots = [(slot, x) for slot, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor) and x.dim() < 2]
-        vectors = [(slot, x) for slot, x in slots if x.dim()]
-        groups = len({group_of_param[param.name] for param in unit.params}) if group_of_param else None
-        lengths = range(2, len(unit.params) + 1) if groups is None else range(groups, groups + 1)
-        short = [id(x) for _, x in vectors if len(x) in lengths and len(x) > 1]
-        numbers = {id(x) for _, x in vectors if id(x) in short and not is_slice(x, unit, spec)}
-        if groups is None and len(numbers) == len(vectors):  # slices of another spec
-            numbers = set[int]()
-        found |= numbers
-        for slot, x in slots:
-            if x.dim() == 0 or id(x) in numbers:
-                told[slot].add(True)
-            elif is_slice(x, unit, spec):
-                if id(x) not in short or len(vectors) == 1 or len(slots) > len(vectors):
-                    told[slot].add(False)
-                else:
-                    open_.append((unit, slot, x))
-    for unit, slot, x in open_:
-        said = told[slot] or ({True} if slot and slot[-1] in NUMBERS else {True, False})
-        if len(said) > 1:
-            raise ValueError(
-                f"unit '{unit.key}' of state '{'.'.join(map(str, (*path, unit.key, *slot)))}': [{len(x)}] may be this rank's "
-                f"slice, or numbers of parameters with different options, of which the unit has {len(unit.params)}: expected a "
-                f"slice that is longer; give the unit fs.P(align={len(unit.params) + 1}), or more, or declare its numbers: "
-                "fs.optim.UnitState(state, numbers)"
-            )
-        if said == {True}:
-            found.add(id(x))
-    return frozenset(found)

@@ -24,8 +24,9 @@ from ..._spec.unit_state import UnitState
 from ...averaging import Averaging
 from ...compress._powersgd import PowerSGD
 from ...loss_scale import LossScale
-from ...optim import AccumulationState, EmaState, FiniteState, MatrixState, QuantizedSlice, ScheduleState
-from ...optim._checks import find_option_numbers, is_slice
+from ...optim import MatrixState, QuantizedSlice
+from ...optim._checks import is_slice
+from ...optim._compose import AccumulationState, EmaState, FiniteState, ScheduleState
 from .._errors import DamagedError
 from .leaves import Leaf, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 
@@ -196,8 +197,6 @@ class StatePath(NamedTuple):
     unit: Unit
     path: tuple[str, ...]
     """The path of the mapping by units."""
-    numbers: frozenset[int] = frozenset()
-    """The ids of tensors that are numbers for each group of options, as `find_option_numbers` returns them."""
     slot: tuple[str, ...] = ()
     """The path within the unit's entry of the mapping."""
     subset: tuple[Param, ...] | None = None
@@ -353,11 +352,8 @@ class _Describer:
         if isinstance(value, PerRank):
             return self.describe(value.tree, path, is_per_rank=True)
         if isinstance(value, Mapping) and not is_per_rank and (units := self._unit_keys(value, path)):
-            # In the state of an optimizer by matrix, only parameters that are no matrices have numbers for each option.
-            elementwise = {key: x.fallback.get(key, {}) if isinstance(x, MatrixState) else x for key, x in value.items()}
-            numbers = find_option_numbers(elementwise, [key for key in value if key in units], self._spec, path)
             children = {
-                key: self._describe_unit(child, StatePath(self._spec.by_key[key], path, numbers))
+                key: self._describe_unit(child, StatePath(self._spec.by_key[key], path))
                 if key in units
                 else self.describe(child, (*path, str(key)), is_per_rank=is_per_rank)
                 for key, child in value.items()
@@ -403,7 +399,7 @@ class _Describer:
         if not isinstance(value, Tensor):
             plain_to_json(value, ".".join(path.error_path))
             return ValueLeaf(names[0][0], value, names=names)
-        if value.dim() == 0 or id(value) in path.numbers:
+        if value.dim() == 0:
             return ScalarLeaf(unit, names, value.dtype, _torch.is_accelerator(value.device))
         leaf = SliceLeaf(unit, names, value.dtype, subset=path.subset, is_compact=path.is_compact)
         if value.shape != (leaf.numel(self._spec),) if leaf.is_compact else not is_slice(value, unit, self._spec):

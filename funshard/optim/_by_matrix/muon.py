@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..._core.spec import PartitionSpec
-from .._elementwise.options import ParamOptions
+from .._checks import Optimizer, check_nonnegative
 from .._matrices.matrices import Matrices
 from .._norms import upcast
-from .optimizer import MatrixOptimizer, check_nonnegative, optimizer_with_fallback, resolve_real_matrices
+from .._options import ParamOptions
+from .optimizer import optimizer_with_fallback, resolve_real_matrices
 from .step import Fallback, MatricesOptions, MatrixOptions, MatrixRule, OwnedState, OwnerResults, Payload, Sent, Slots
 
 __all__ = ["muon", "orthogonal"]
@@ -37,7 +38,7 @@ def muon(
     options: ParamOptions | None = None,
     fallback: Fallback | None = None,
     donate: bool = False,
-) -> MatrixOptimizer:
+) -> Optimizer:
     """Return ``(init, update)`` of Muon: orthonormalized momentum for matrices, AdamW for other parameters.
 
     ``B = B + (1 - momentum) (G - B)``; with ``nesterov`` the direction is ``orthogonal(G + momentum (B - G))``, else
@@ -65,7 +66,7 @@ def muon(
         donate: As in `by_matrix`.
 
     Returns:
-        A `MatrixOptimizer`.
+        An `Optimizer`.
 
     Raises:
         ValueError: An option is out of range, and as in `by_matrix`.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +18,11 @@ from ..._core.tree import Param
 from ..._spec.local import stack_dims
 from ..._spec.precision import check_trainable
 from ..._torch.phases import phase
-from .._checks import (
-    Tensors,
-    break_message,
-    check_rate,
-    named_tensors,
-    refuse_pickle,
-    refuse_shared_memory,
-    same_pair,
-)
-from .._elementwise.optimizer import elementwise
-from .._elementwise.options import ParamOptions
+from .._checks import Optimizer, Tensors, break_message, check_nonnegative, check_rate, named_tensors, refuse_shared_memory
+from .._elementwise import elementwise
 from .._matrices.matrices import Matrices, matrices
+from .._options import ParamOptions
+from .._rules import adamw
 from .step import (
     Fallback,
     MatrixConfig,
@@ -44,7 +37,7 @@ from .step import (
     rule_from_update,
 )
 
-__all__ = ["MatrixOptimizer", "break_graphs", "by_matrix", "check_nonnegative", "optimizer_from_rule"]
+__all__ = ["break_graphs", "by_matrix", "optimizer_from_rule"]
 __all__ += ["optimizer_with_fallback", "resolve_options", "resolve_real_matrices"]
 
 
@@ -123,21 +116,9 @@ def _check_unit_state(known: Matrices, slots: Sequence[str], owned: OwnedShapes,
             )
 
 
-class MatrixOptimizer(NamedTuple):
-    """A pair of pure functions; it holds no state itself."""
-
-    init: Callable[[Mapping[str, Tensor]], dict[str, MatrixState]]
-    """Returns the state before the first step, by unit key of ``params``."""
-    update: Callable[..., tuple[Params, dict[str, MatrixState]]]
-    """``update(grads, state, params, *, lr=None, fallback_lr=None) -> (new params, new state)``, for some or all units."""
-
-    __reduce__ = refuse_pickle
-    __copy__ = __deepcopy__ = same_pair
-
-
 def by_matrix(
     init: MatrixInit, update: MatrixUpdate, spec: PartitionSpec | Matrices, *, fallback: Fallback, donate: bool = False
-) -> MatrixOptimizer:
+) -> Optimizer:
     """Return ``(init, update)`` for a pure update of single matrices, which runs once for each matrix, on its owner.
 
     State of the matrix's shape is kept in slices like the parameters' and is sent with the matrix; other state, such as
@@ -153,7 +134,7 @@ def by_matrix(
             ``fallback`` may not donate either.
 
     Returns:
-        A `MatrixOptimizer`. Its state has one `MatrixState` a unit. ``lr`` of a step goes to ``update``, ``fallback_lr`` to
+        An `Optimizer`. Its state has one `MatrixState` a unit. ``lr`` of a step goes to ``update``, ``fallback_lr`` to
         ``fallback``.
 
     Raises:
@@ -186,7 +167,7 @@ def optimizer_from_rule(
     is_default_fallback: bool = False,
     donate: bool = False,
     lr: float | None = None,
-) -> MatrixOptimizer:
+) -> Optimizer:
     """Return the optimizer of a rule; ``options`` are by matrix, ``lr`` is the default learning rate among them."""
     every = {matrix.name: options.get(matrix.name, {}) for matrix in known.chosen}
     if not (isinstance(fallback, tuple) and len(fallback) == 2 and all(map(callable, fallback))):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -201,10 +182,10 @@ def optimizer_from_rule(
     owned = {name: shapes[kind] for name, kind in kinds.items()}
     check_stacks(rule, known, owned)
     config = MatrixConfig(rule, known, every, fallback, is_default_fallback, donate, lr, owned)
-    return MatrixOptimizer(partial(_init, config), partial(_update, config))
+    return Optimizer(partial(_init, config), partial(_update, config))
 
 
-def break_graphs(optimizer: MatrixOptimizer, name: str, why: str) -> MatrixOptimizer:
+def break_graphs(optimizer: Optimizer, name: str, why: str) -> Optimizer:
     """Return the optimizer with an update that runs eagerly inside torch.compile, which gives the reason ``why``."""
     return optimizer._replace(update=_torch.disable_in_graph(break_message(name, why))(optimizer.update))
 
@@ -287,15 +268,6 @@ ADAMW_OPTIONS = ("lr", "weight_decay")
 """Options of matrices that AdamW also has."""
 
 
-def check_nonnegative(who: str, **values: float) -> None:
-    """Raise ValueError, naming it, for an option below 0, and TypeError for a learning rate that is not a number."""
-    for name, value in values.items():
-        if name == "lr":
-            check_rate(value, f"{who}: lr", optional=False)
-        if not value >= 0:
-            raise ValueError(f"{who}: {name}: expected at least 0, got {value}")
-
-
 def resolve_options(
     who: str, known: Matrices, defaults: Mapping[str, Any], options: ParamOptions | None
 ) -> dict[str, Mapping[str, Any]]:
@@ -320,7 +292,7 @@ def optimizer_with_fallback(
     *,
     donate: bool,
     constants: Mapping[str, Mapping[str, Any]] | None = None,
-) -> MatrixOptimizer:
+) -> Optimizer:
     """Return the optimizer of a rule, with AdamW as the default ``fallback``; ``constants`` are options that nobody sets."""
     resolved = resolve_options(who, known, defaults, options)
     if constants is not None:
@@ -333,17 +305,22 @@ def optimizer_with_fallback(
 
 
 def _fallback_adamw(known: Matrices, lr: float, weight_decay: float, options: ParamOptions | None, *, donate: bool) -> Fallback:
-    if options is None:
-        return elementwise(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, donate=donate, derived_by=known.spec)
+    """Return AdamW: of torch's kernels, or where something follows the tensors the pure rule, whose state is the same."""
 
     def adamw_options(name: str, param: Param) -> Mapping[str, Any]:
-        if name in known.by_name:
-            return {}
-        return {key: value for key, value in options(name, param).items() if key in ADAMW_OPTIONS}
+        own = {} if options is None or name in known.by_name else options(name, param)
+        return {key: value for key, value in own.items() if key in ADAMW_OPTIONS}
 
-    return elementwise(
-        torch.optim.AdamW, lr=lr, weight_decay=weight_decay, spec=known.spec, options=adamw_options, donate=donate
-    )
+    own: dict[str, Any] = {} if options is None else {"spec": known.spec, "options": adamw_options}
+    fast = elementwise(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, donate=donate, **own)
+    rule = adamw(lr, weight_decay=weight_decay, **{"spec": known.spec, **own})
+
+    def update(grads: Tensors, state: Any, params: Tensors, **rates: Any) -> tuple[Params, Any]:
+        given = [x for x in pytree.tree_leaves((grads, state, params, rates)) if isinstance(x, Tensor)]
+        follows = not _torch.is_eager() or _torch.any_tracked(given)
+        return (rule if follows else fast).update(grads, state, params, **rates)
+
+    return fast.init, update
 
 
 def resolve_real_matrices(who: str, spec: PartitionSpec | Matrices) -> Matrices:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ... import _torch
 from ..._core.spec import PartitionSpec
-from .._elementwise.options import ParamOptions
+from .._checks import Optimizer, check_nonnegative
 from .._matrices.matrices import Matrices
 from .._norms import upcast
-from .optimizer import MatrixOptimizer, break_graphs, check_nonnegative, optimizer_with_fallback, resolve_real_matrices
+from .._options import ParamOptions
+from .optimizer import break_graphs, optimizer_with_fallback, resolve_real_matrices
 from .step import Fallback, MatricesOptions, MatrixOptions, MatrixRule, OwnedState, OwnerResults, Payload, Sent, Slots
 
 __all__ = ["shampoo", "soap"]
@@ -76,7 +77,7 @@ def shampoo(
     options: ParamOptions | None = None,
     fallback: Fallback | None = None,
     donate: bool = False,
-) -> MatrixOptimizer:
+) -> Optimizer:
     """Return ``(init, update)`` of Shampoo: ``M = momentum M + L^(-1/4) G R^(-1/4)``, ``W = (1 - lr weight_decay) W - lr M``.
 
     L and R begin as ``eps`` times the identity and accumulate ``G G^T`` and ``G^T G``. Eigenvalues give their roots, in float32
@@ -103,7 +104,7 @@ def shampoo(
         donate: As in `by_matrix`.
 
     Returns:
-        A `MatrixOptimizer`.
+        An `Optimizer`.
 
     Raises:
         ValueError: An option is out of range, and as in `by_matrix`.
@@ -182,7 +183,7 @@ def soap(
     options: ParamOptions | None = None,
     fallback: Fallback | None = None,
     donate: bool = False,
-) -> MatrixOptimizer:
+) -> Optimizer:
     """Return ``(init, update)`` of SOAP: Adam's step in the eigenbasis of moving averages of ``G G^T`` and ``G^T G``.
 
     With Q the eigenvectors of both sides, the gradient and its average M are rotated, ``G' = Q_L^T G Q_R``; V averages
@@ -208,7 +209,7 @@ def soap(
         donate: As in `by_matrix`.
 
     Returns:
-        A `MatrixOptimizer`.
+        An `Optimizer`.
 
     Raises:
         ValueError: An option is out of range, and as in `by_matrix`.

@@ -13,12 +13,11 @@ from torch.utils import _pytree as pytree  # Dynamo traces it, and not optree
 
 from ... import _torch
 from ..._core.layout import Params
-from .._checks import Tensors
-from .._elementwise.optimizer import copy_like
-from .._elementwise.options import SharedOptions, scale_lr
+from .._checks import Tensors, copy_like
 from .._matrices.exchange import Chunk, MatrixBatch, chunk_slice
 from .._matrices.matrices import Matrices, SliceLayout
 from .._matrices.owners import Matrix
+from .._options import SharedOptions, scale_lr
 
 __all__ = ["Fallback", "MatrixConfig", "MatrixInit", "MatrixOptions", "MatrixRule", "MatrixState", "MatrixStep"]
 __all__ += ["MatrixUpdate", "OwnedShapes", "OwnedState", "Payload", "Slots", "init_state", "place_like", "rule_from_update"]

@@ -19,10 +19,8 @@ from ..._slices.pieces import zero_padding
 from ..._slices.random_slices import draw_like, draw_uniform, hash_text
 from ..._spec.codec import Codec
 from ..._spec.unit_state import UnitState, replace_values
-from .._by_matrix.optimizer import MatrixOptimizer
-from .._checks import Tensors, find_option_numbers, refuse_shared_memory
-from .._composition.pairs import AnyOptimizer, ComposedOptimizer, check_optimizer
-from .._elementwise.optimizer import copy_like
+from .._checks import Optimizer, Tensors, copy_like, refuse_shared_memory
+from .._compose import Pair, check_optimizer
 from .slices import QuantizedSlice, check_blocks, check_codec, check_encoding, decode_slice, encode_slice
 
 __all__ = ["decode_state", "encode_state", "quantized_state"]
@@ -68,10 +66,9 @@ class StateCodec:
         """Return a state by unit key with encoded slices."""
         units = self.find_units(state)
         spec = bind_spec(self.spec)
-        numbers = find_option_numbers(units, [key for key in units if key in spec.by_key], spec, ())
         out: dict[str, UnitState] = {}
         for key, values in units.items():
-            of_unit = {name for name, x in values.items() if isinstance(x, Tensor) and (not x.dim() or id(x) in numbers)}
+            of_unit = {name for name, x in values.items() if isinstance(x, Tensor) and not x.dim()}
             slots = [name for name in values if name not in of_unit] if key in spec.by_key else []
             new = UnitState(values, of_unit)
             if slots and self.encodes(unit := spec.by_key[key]):
@@ -243,7 +240,7 @@ def decode_state(
 
 
 def quantized_state(
-    optimizer: AnyOptimizer,
+    optimizer: Pair,
     codec: Codec,
     *,
     spec: PartitionSpec,
@@ -251,7 +248,7 @@ def quantized_state(
     seed: int | None = None,
     donate: bool = False,
     rank: int | None = None,
-) -> ComposedOptimizer:
+) -> Optimizer:
     """Return an elementwise optimizer whose state is at rest in a codec, such as 8 bits (``codecs.dynamic8()``).
 
     Its update decodes the state of one unit, updates that unit, and encodes the state again. Numbers such as the step are
@@ -271,7 +268,7 @@ def quantized_state(
         rank: The rank of the shards, as in `from_torch`.
 
     Returns:
-        A `ComposedOptimizer`, whose state by unit key has a `QuantizedSlice` for each slice. `encode_state` and `decode_state`
+        An `Optimizer`, whose state by unit key has a `QuantizedSlice` for each slice. `encode_state` and `decode_state`
         convert it.
 
     Raises:
@@ -293,13 +290,6 @@ def quantized_state(
     who = "quantized_state"
     check_spec(spec)
     check_optimizer(who, optimizer)
-    if isinstance(optimizer, MatrixOptimizer):
-        raise TypeError(f"{who}: an optimizer of matrices updates all units together: expected one such as optim.from_torch's")
-    if isinstance(optimizer, ComposedOptimizer):
-        raise TypeError(
-            f"{who}: expected an optimizer that treats each unit by itself, got one that is made of others: put it inside, as "
-            "optim.chain(..., optim.quantized_state(adamw, ...)), optim.ema(optim.quantized_state(adamw, ...), ...)"
-        )
     begin, apply = optimizer
     state_codec = StateCodec(who, codec, spec, at_least, seed, rank)
 
@@ -349,7 +339,7 @@ def quantized_state(
             new_params[key], new_state[key] = update_unit(key)
         return {key: new_params[key] for key in params}, {key: new_state[key] for key in units}
 
-    return ComposedOptimizer(init, update)
+    return Optimizer(init, update)
 
 
 def _write_state(old: Mapping[str, Any], new: Mapping[str, Any]) -> Any:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ... import _torch
-from ..._core.checks import bind_spec
-from ..._core.mesh import Simulated
-from ..._core.spec import PartitionSpec
-from ..._core.tree import Param
-from ..._core.unit import Unit
-from ..._slices.pieces import padding_mask, param_views
-from ...collectives._functions import vary
-from .._checks import Tensors
+from .. import _torch
+from .._core.checks import bind_spec
+from .._core.mesh import Simulated
+from .._core.spec import PartitionSpec
+from .._core.tree import Param
+from .._core.unit import Unit
+from .._slices.pieces import padding_mask, param_views
+from .._spec.precision import check_trainable
+from ..collectives._functions import vary
+from ._checks import Tensors
 
-__all__ = ["OptionRanges", "ParamOptions", "SharedOptions", "expand_numbers", "fill_padding", "group_by_options", "join_ranges"]
-__all__ += ["option_ranges", "padding_masks", "refuse_without_spec", "scale_lr", "scatter_range", "split_axes"]
-__all__ += ["split_by_options", "state_of_range"]
+__all__ = ["OptionRanges", "ParamOptions", "SharedOptions", "find_ranges", "group_by_options", "join_ranges", "option_ranges"]
+__all__ += ["padding_masks", "scale_lr", "split_axes", "split_by_options"]
 
 
 ParamOptions = Callable[[str, Param], Mapping[str, Any]]
@@ -52,6 +51,10 @@ class OptionRanges(NamedTuple):
     """The groups of the unit's parameters, the same on every rank: each has a range, perhaps an empty one."""
     frozen_unit: Unit | None = None
     """The unit, if its shard is bytes of a codec."""
+
+    def without_cuts(self) -> OptionRanges:
+        """Return one piece, with the padding, where all parameters have the same options."""
+        return self if len(self.groups) > 1 else self._replace(ranges=())
 
 
 Check = Callable[[str, Mapping[str, Any]], None]
@@ -121,63 +124,35 @@ def split_by_options(tensor: Tensor, ranges: OptionRanges) -> Iterator[tuple[int
         yield option_range.group, tensor[option_range.begin : option_range.end]
 
 
-def state_of_range(values: Tensors, ranges: OptionRanges, at: int, scalars: Iterable[str]) -> dict[str, Tensor]:
-    """Return the state of range ``at``, as views: its part of each vector, and its group's number.
-
-    Each range counts up its own, so a further range of the same group gets copies of the numbers.
-    """
+def join_ranges(old: Tensor, ranges: OptionRanges, parts: Sequence[Tensor | None]) -> Tensor:
+    """Return a shard of these parts, and of ``old`` outside of the ranges and where a part is None. Differentiable."""
     if not ranges.ranges:
-        return dict(values)
-    option_range = ranges.ranges[at]
-    out: dict[str, Tensor] = {}
-    for name, tensor in values.items():
-        if name not in scalars:
-            out[name] = tensor[option_range.begin : option_range.end]
-            continue
-        scalar = tensor if len(ranges.groups) == 1 else tensor[ranges.groups.index(option_range.group)]
-        is_repeated = option_range.group in {before.group for before in ranges.ranges[:at]}
-        out[name] = scalar.clone() if is_repeated else scalar
-    return out
+        return old if parts[0] is None else parts[0]
+    tensors: list[Tensor] = []
+    end = 0
+    for item, part in zip(ranges.ranges, parts, strict=True):
+        if item.end > item.begin:
+            tensors += [old[end : item.begin], old[item.begin : item.end] if part is None else part]
+            end = item.end
+    return torch.cat([*tensors, old[end:]])
 
 
-def expand_numbers(tensor: Tensor, ranges: OptionRanges | None) -> Tensor:
-    """Return one number a group if the state has one for all groups, as checkpoints do."""
-    one = tensor.dim() == 0 and ranges is not None and ranges.ranges and len(ranges.groups) > 1
-    return tensor.expand(len(ranges.groups)).clone() if one and ranges is not None else tensor
-
-
-def scatter_range(whole: Tensor, new: Tensor, ranges: OptionRanges, at: int, *, scalar: bool = False) -> Tensor:
-    """Return a shard, or numbers, with the new value of range number ``at``. Differentiable: it writes nothing."""
-    if not ranges.ranges or (scalar and len(ranges.groups) == 1):
-        return new
-    option_range = ranges.ranges[at]
-    if scalar:
-        return whole.select_scatter(new, 0, ranges.groups.index(option_range.group))
-    return whole.slice_scatter(new, 0, option_range.begin, option_range.end)
-
-
-def join_ranges(
-    tensor: Tensor, ranges: OptionRanges, parts: list[dict[str, Tensor]], scalars: Iterable[str]
-) -> dict[str, Tensor]:
-    """Return a shard's state from those of its ranges, with zeros for padding, and stacked numbers, one a group."""
-    if not ranges.ranges:
-        return parts[0]
-    out: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for values in parts for name in values):
-        found = next(values[name] for values in parts if name in values)
-        if name in scalars:
-            of_group = {
-                option_range.group: values.get(name)
-                for option_range, values in reversed([*zip(ranges.ranges, parts, strict=True)])
-            }
-            each = [torch.zeros_like(found) if (t := of_group[group]) is None else t for group in ranges.groups]
-            out[name] = each[0] if len(each) == 1 else torch.stack(each)
-            continue
-        out[name] = found.new_zeros(tensor.shape)
-        for option_range, values in zip(ranges.ranges, parts, strict=True):
-            if name in values:
-                out[name][option_range.begin : option_range.end] = values[name]
-    return out
+def find_ranges(ranges: Mapping[str, OptionRanges] | None, key: str, tensor: object) -> OptionRanges:
+    """Return a unit's option ranges. ValueError or TypeError, naming the unit, if the tensor is not a shard of it."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"unit '{key}': expected a tensor, got {type(tensor).__name__}")
+    if ranges is None:
+        return OptionRanges()
+    if key not in ranges:
+        raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*ranges][:8]}")
+    if frozen := ranges[key].frozen_unit:
+        check_trainable([frozen], "update")
+    if tuple(tensor.shape) != (ranges[key].numel,):
+        raise ValueError(
+            f"unit '{key}': expected a shard of {ranges[key].numel} elements, got shape {list(tensor.shape)}; "
+            "are these params of another spec or another mesh?"
+        )
+    return ranges[key]
 
 
 # --- Derivatives of an update: which ranks share an option, and which elements are padding, by the spec ---
@@ -227,23 +202,3 @@ def padding_masks(spec: PartitionSpec | None, params: Tensors, rank: int | None)
         if unit.numel < spec.padded_numel(unit) and tensor.shape == (spec.shard_numel(unit),):
             masks[key] = padding_mask(unit, spec, tensor.device, rank)
     return masks
-
-
-def fill_padding(grad: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the gradient with 1 in its padding: the root of a zero has no derivative and would make all others NaN."""
-    return grad if mask is None else torch.where(mask, 1, grad)
-
-
-def refuse_without_spec(options: Iterable[tuple[str, Tensor]], params: Tensors) -> None:
-    """Raise RuntimeError for a differentiated option on several ranks, unless tensors have several dimensions: no shards."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
-    if any(x.dim() != 1 for x in params.values()):
-        return
-    for name, option in options:
-        if _torch.has_derivative(option):
-            raise RuntimeError(
-                f"from_torch: {name} is differentiated on {dist.get_world_size()} ranks, of which each has a part of the "
-                "derivative where a unit is split, and all of it where it is replicated: expected spec=, by which it is the "
-                "whole one for every unit, or a number"
-            )

@@ -1,0 +1,475 @@
+"""chain, and its links: clipping, accumulation, averages, finite checks and rates by a schedule, as in Optax."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree  # Dynamo traces it, and not optree
+
+from .. import _torch
+from .._core.checks import bind_spec, check_mapping, check_spec
+from .._core.layout import Params
+from .._core.spec import PartitionSpec
+from .._slices.finite import agree_finite, find_nonfinite, select_if_finite
+from .._slices.moving_average import check_decay, is_averaged, update_average
+from .._torch.phases import LOGGER
+from ..collectives._world import check_spans_world
+from ._checks import Optimizer, Tensors, break_message, check_tensors, is_updated
+from ._norms import check_max_norm, clip_by_global_norm, upcast
+from ._schedules import read_count
+
+__all__ = ["AccumulationState", "EmaState", "FiniteState", "Link", "Pair", "ScheduleState", "accumulate_steps"]
+__all__ += ["apply_if_finite", "chain", "check_optimizer", "clip_gradients", "ema", "schedule_lr"]
+
+
+Pair = tuple[Callable[[Any], Any], Callable[..., tuple[Mapping[str, Tensor], Any]]]
+"""``(init, update)``: an `Optimizer`, or such functions of yours."""
+Link = Callable[[Pair], Optimizer]
+"""A function from an optimizer to one around it."""
+
+
+def check_optimizer(who: str, optimizer: object) -> None:
+    """Raise TypeError for a pair that returns gradients, and for anything else than a pair of functions."""
+    if not _is_pair(optimizer):
+        raise TypeError(f"{who}: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW), got {optimizer!r}")
+    if _returns_gradients(optimizer):
+        raise TypeError(
+            f"{who}: a gradient transformation returns gradients: expected an optimizer, whose update returns parameters; "
+            "fs.optim.chain(transformation, optimizer) makes one"
+        )
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _returns_gradients(pair: Any) -> bool:
+    return getattr(pair[1], "returns_gradients", False)
+
+
+def _make_transformation(init: Callable[[Any], Any], update: Any) -> Optimizer:
+    update.returns_gradients = True
+    return Optimizer(init, update)
+
+
+def _check_state(who: str, state: object, kind: type[object]) -> None:
+    """Raise TypeError unless this is a state of the optimizer that ``who`` makes: not that of the optimizer inside it."""
+    if not isinstance(state, kind):
+        got = type(state).__name__
+        raise TypeError(f"{who}: state: expected {kind.__name__}, as init(params) or an update returns, got {got}")
+
+
+def _read_flag(flag: Tensor) -> bool | None:
+    """Return a flag's value, True for a fake tensor (`plan`); None while a compiler records, or if simulated ranks differ."""
+    if _torch.is_in_graph() or _torch.is_tracing():
+        return None
+    values = _torch.unwrap(flag)
+    if _torch.is_fake(values):
+        return True
+    found = set[bool](values.reshape(-1).tolist())
+    return found.pop() if len(found) == 1 else None
+
+
+def chain(*links: Pair | Link) -> Optimizer:
+    """Return gradient transformations and an optimizer, in this order, and what surrounds them, as one optimizer.
+
+    A pair before the last one changes the gradients of the next pair. A function, as `ema` and `apply_if_finite` return, takes
+    the optimizer of all that follows it and returns another. The state is the tuple of the pairs' states, in those of such
+    functions. `checkpoint.save` takes it as it is; functions that take an optimizer's own state, such as
+    `checkpoint.optimizer_state_dict`, take its last entry.
+
+    Args:
+        *links: Pairs ``(init, update)``, functions of an optimizer, and the optimizer, which is last. Without an optimizer, of
+            pairs such as `clip_gradients` returns, the result is such a pair.
+
+    Returns:
+        An `Optimizer`. ``update(grads, state, params, **rates)`` passes ``rates``, such as ``lr=``, to the last pair.
+
+    Raises:
+        TypeError: An argument is no pair of functions and no function.
+        ValueError: An optimizer is not the last one; in ``update``, a state of another chain, or a transformation that returns
+            other keys than those of its gradients.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
+        >>> init, update = fs.optim.chain(fs.optim.ema(0.9), fs.optim.clip_gradients(spec, 2.5), fs.optim.sgd(1.0))
+        >>> params = {"weight": torch.zeros(1, 2)}
+        >>> update({"weight": torch.tensor([[3.0, 4.0]])}, init(params), params)[0]
+        {'weight': tensor([[-1.5000, -2.0000]])}
+
+    Source: ``optax.chain``.
+    """
+    if not links:
+        raise ValueError("chain: expected transformations and an optimizer, got nothing")
+    for i, link in enumerate(links):
+        is_link = callable(link) and not isinstance(link, type) and i < len(links) - 1
+        if not (is_link or _is_pair(link)):
+            raise TypeError(
+                f"chain: argument {i}: expected (init, update), or before it a function of an optimizer, got {link!r}"
+            )
+        if isinstance(link, Optimizer) and not _returns_gradients(link) and i < len(links) - 1:
+            raise ValueError(
+                f"chain: argument {i} of {len(links)} is an optimizer, which returns parameters: expected it last, after what "
+                "changes the gradients"
+            )
+    around = next((i for i, link in reversed([*enumerate(links)]) if callable(link)), None)
+    if around is None:
+        return _chain_pairs([link for link in links if isinstance(link, tuple)])
+    outer: Any = links[around]
+    return chain(*links[:around], outer(chain(*links[around + 1 :])))
+
+
+def _chain_pairs(pairs: list[Pair]) -> Optimizer:
+    *transformations, (last_init, last_update) = pairs
+
+    def init(params: Tensors, /) -> tuple[Any, ...]:
+        return (*(begin(params) for begin, _ in transformations), last_init(params))
+
+    def update(grads: Tensors, state: tuple[Any, ...], params: Tensors, /, **rates: Any) -> tuple[Params, tuple[Any, ...]]:
+        check_mapping(grads, "grads")
+        if not isinstance(state, tuple) or len(state) != len(pairs):  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = f"{len(state)}" if isinstance(state, tuple) else type(state).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"chain: state: expected a tuple of {len(pairs)}, as init(params) returns, got {got}")
+        new: list[Any] = []
+        for i, ((_, transform), own) in enumerate(zip(transformations, state[:-1], strict=True)):
+            changed, after = transform(grads, own, params)
+            check_mapping(changed, f"chain: the gradients that transformation {i} returns")
+            if changed.keys() != grads.keys():
+                key = next(iter(changed.keys() ^ grads.keys()))
+                raise ValueError(f"chain: transformation {i}: expected gradients of the same keys, got others: '{key}'")
+            grads = changed
+            new.append(after)
+        result, after = last_update(grads, state[-1], params, **rates)
+        return dict(result), (*new, after)
+
+    return _make_transformation(init, update) if _returns_gradients(pairs[-1]) else Optimizer(init, update)
+
+
+def clip_gradients(spec: PartitionSpec, max_norm: float | Tensor, *, p: float = 2.0) -> Optimizer:
+    """Return `clip_by_global_norm` as a pair for `chain`, which changes gradients. It has no state.
+
+    Args:
+        spec: The spec of the gradients.
+        max_norm: The largest norm of all gradients together, >= 0 (otherwise ValueError).
+        p: The order of the norm.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
+        >>> init, update = fs.optim.clip_gradients(spec, 2.5)
+        >>> grads = {"weight": torch.tensor([[3.0, 4.0]])}
+        >>> update(grads, init(grads), grads)
+        ({'weight': tensor([[1.5000, 2.0000]])}, ())
+    """
+    check_spec(spec)
+    check_max_norm("clip_gradients", max_norm)
+
+    def update(grads: Tensors, state: tuple[()], params: object, /) -> tuple[Params, tuple[()]]:
+        return clip_by_global_norm(grads, spec, max_norm, p=p)[0], state
+
+    return _make_transformation(lambda params, /: (), update)
+
+
+class AccumulationState(NamedTuple):
+    """The state of `accumulate_steps`."""
+
+    inner: Any
+    """The optimizer's state, as after its last step."""
+    num_summed: Tensor
+    """The number of gradients in the sums, below k: int64, on the host, the same on all ranks."""
+    sums: Params
+    """The sums of the gradients since then, in float32 or a wider dtype: slices as the parameters."""
+
+
+def accumulate_steps(k: int) -> Link:
+    """Return a link whose optimizer takes one step for every k updates, with the mean of their gradients.
+
+    The others return the given parameters. For gradients that come one by one; `accumulate` takes micro-batches together, sums
+    without keeping a sum between steps, and counts tokens. Whether it steps is a branch on the host, so inside `compile` and
+    torch.compile the update breaks the graph.
+
+    Args:
+        k: The number of updates for one step, at least 1 (otherwise ValueError).
+
+    Returns:
+        A function of an optimizer, for `chain`. The state is an `AccumulationState`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> init, update = fs.optim.chain(fs.optim.accumulate_steps(2), fs.optim.sgd(1.0))
+        >>> params = {"": torch.zeros(2)}
+        >>> state = init(params)
+        >>> for g in (1.0, 3.0):
+        ...     params, state = update({"": torch.full((2,), g)}, state, params)
+        ...     print(params)
+        {'': tensor([0., 0.])}
+        {'': tensor([-2., -2.])}
+
+    Source: ``optax.MultiSteps``.
+    """
+    if k < 1:
+        raise ValueError(f"accumulate_steps: expected k of 1 or more, got {k}")
+
+    def link(optimizer: Pair) -> Optimizer:
+        check_optimizer("accumulate_steps", optimizer)
+        begin, apply = optimizer
+
+        def init(params: Tensors, /) -> AccumulationState:
+            sums = {key: torch.zeros_like(upcast(x)) for key, x in params.items() if is_updated(x)}
+            return AccumulationState(begin(params), torch.zeros((), dtype=torch.int64), sums)
+
+        def update(
+            grads: Tensors, state: AccumulationState, params: Tensors, /, **rates: Any
+        ) -> tuple[Params, AccumulationState]:
+            check_mapping(grads, "grads")
+            _check_state("accumulate_steps", state, AccumulationState)
+            for key in state.sums:
+                if key not in grads:
+                    raise ValueError(
+                        f"accumulate_steps: unit '{key}' has no gradient: expected those of all units, got {[*grads][:8]}"
+                    )
+            count = read_count(state.num_summed, "accumulate_steps", planned=k - 1) + 1
+            if count > k:
+                raise ValueError(
+                    f"accumulate_steps: the state has {count - 1} gradients of a larger k: expected less than k={k}"
+                )
+            sums = {key: total + upcast(grads[key]) for key, total in state.sums.items()}
+            if count < k:
+                return dict(params), AccumulationState(state.inner, state.num_summed + 1, sums)
+            means = {key: (sums[key] / k).to(g.dtype) if key in sums else g for key, g in grads.items()}
+            new, inner = apply(means, state.inner, params, **rates)
+            zeros = {key: torch.zeros_like(total) for key, total in sums.items()}
+            return dict(new), AccumulationState(inner, torch.zeros_like(state.num_summed), zeros)
+
+        why = "whether it steps is a branch on the host"
+        return Optimizer(init, _torch.disable_in_graph(break_message("accumulate_steps", why))(update))
+
+    return link
+
+
+class EmaState(NamedTuple):
+    """The state of `ema`."""
+
+    inner: Any
+    """The optimizer's state."""
+    average: Params
+    """The moving average: slices as the parameters, to evaluate with."""
+    step: Tensor
+    """The number of steps taken: int64, on the host, the same on all ranks."""
+
+
+def ema(decay: float | Callable[[Tensor], float | Tensor], *, dtype: torch.dtype | None = None) -> Link:
+    """Return a link whose optimizer keeps a moving average of the parameters in its state, as `averaging.ema` computes it.
+
+    ``optax.ema`` is another one, of gradients: a transformation for `chain`.
+
+    Args:
+        decay: The weight of the average so far, in 0..1 (otherwise ValueError), or a function that returns it for the step, a
+            0-D int64 tensor that counts from 0, such as ``lambda step: ((1 + step) / (10 + step)).clamp(max=0.999)``.
+        dtype: The dtype of the average; by default that of the parameters, and float32 for narrower ones: bfloat16 would round
+            each step of the average away.
+
+    Returns:
+        A function of an optimizer, for `chain`. The state is an `EmaState`, whose average begins as a copy of the parameters.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> init, update = fs.optim.chain(fs.optim.ema(0.75), fs.optim.sgd(1.0))
+        >>> params = {"": torch.zeros(2)}
+        >>> update({"": torch.ones(2)}, init(params), params)[1].average
+        {'': tensor([-0.2500, -0.2500])}
+    """
+    if not callable(decay):
+        check_decay(decay)
+
+    def link(optimizer: Pair) -> Optimizer:
+        check_optimizer("ema", optimizer)
+        begin, apply = optimizer
+
+        def init(params: Tensors, /) -> EmaState:
+            dtypes = {key: dtype or torch.promote_types(x.dtype, torch.float32) for key, x in params.items() if is_averaged(x)}
+            average = {key: x.to(dtypes.get(key, x.dtype), copy=True) for key, x in params.items()}
+            return EmaState(begin(params), average, torch.zeros((), dtype=torch.int64))
+
+        def update(grads: Tensors, state: EmaState, params: Tensors, /, **rates: Any) -> tuple[Params, EmaState]:
+            _check_state("ema", state, EmaState)
+            new, inner = apply(grads, state.inner, params, **rates)
+            weight = decay(state.step) if callable(decay) else decay
+            return dict(new), EmaState(inner, update_average(state.average, new, weight), state.step + 1)
+
+        return Optimizer(init, update)
+
+    return link
+
+
+class FiniteState(NamedTuple):
+    """The state of `apply_if_finite`."""
+
+    inner: Any
+    """The optimizer's state, as after the last step that was not skipped."""
+    consecutive: Tensor
+    """The number of steps that were skipped since the last one that was not: int64."""
+    total: Tensor
+    """The number of all steps that were skipped: int64."""
+
+
+def apply_if_finite(spec: PartitionSpec, *, max_consecutive: int | None = None) -> Link:
+    """Return a link whose optimizer's step all ranks skip if a gradient on any of them is inf or NaN.
+
+    A skipped step returns the given parameters and state, bit for bit, also of an optimizer with ``donate=True``: ranks agree
+    before the update, by an all-reduce of one number for each mesh axis, which the host waits for. It is counted in the state,
+    and logged at INFO by the logger "funshard" with this rank's units that are not finite.
+
+    In a graph of `compile` the update of such a step runs, on ones as gradients, and its result is dropped.
+    `update_in_backward`, which updates each unit before it knows the others' gradients, refuses this optimizer.
+
+    Args:
+        spec: The spec of the gradients.
+        max_consecutive: How many steps in a row may be skipped. One more is a FloatingPointError on all ranks, before anything
+            changes; optax applies that step, which makes the parameters NaN. Not in a graph: read ``state.consecutive`` there.
+
+    Returns:
+        A function of an optimizer, for `chain`. The state is a `FiniteState`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
+        >>> init, update = fs.optim.chain(fs.optim.apply_if_finite(spec), fs.optim.sgd(1.0))
+        >>> params = {"weight": torch.ones(1, 2)}
+        >>> update({"weight": torch.tensor([[torch.nan, 1.0]])}, init(params), params)[0]
+        {'weight': tensor([[1., 1.]])}
+
+    Source: ``optax.apply_if_finite``.
+    """
+    check_spec(spec)
+    if max_consecutive is not None and max_consecutive < 0:
+        raise ValueError(f"apply_if_finite: max_consecutive: expected a number from 0 on, or None, got {max_consecutive}")
+
+    def link(optimizer: Pair) -> Optimizer:
+        check_optimizer("apply_if_finite", optimizer)
+        begin, apply = optimizer
+
+        def init(params: Tensors, /) -> FiniteState:
+            device = next((x.device for x in params.values()), None)  # where the gradients are: a graph counts without a copy
+            zero = torch.zeros((), dtype=torch.int64, device=device)
+            return FiniteState(begin(params), zero, zero.clone())
+
+        def update(grads: Tensors, state: FiniteState, params: Tensors, /, **rates: Any) -> tuple[Params, FiniteState]:
+            check_tensors(grads, "grads")
+            _check_state("apply_if_finite", state, FiniteState)
+            bound = bind_spec(spec)
+            check_spans_world(bound.bound_mesh, "apply_if_finite")
+            nonfinite = find_nonfinite({key: g.detach() for key, g in grads.items()}, bound)
+            finite = agree_finite(nonfinite, bound)
+            applies = _read_flag(finite)
+            if applies is None and max_consecutive is not None:
+                raise ValueError(
+                    "apply_if_finite: max_consecutive: an error needs the host, which reads no value in a graph: expected "
+                    "None, and a look at state.consecutive after the step"
+                )
+            if applies is None:
+                return _select_step(optimizer, finite, grads, state, params, rates)
+            if not applies:
+                return dict(params), _count_skipped(state, nonfinite, [*grads], max_consecutive)
+            new, inner = apply(grads, state.inner, params, **rates)
+            return dict(new), FiniteState(inner, torch.zeros_like(state.consecutive), state.total)
+
+        return Optimizer(init, update)
+
+    return link
+
+
+def _select_step(
+    optimizer: Pair, finite: Tensor, grads: Tensors, state: FiniteState, params: Tensors, rates: Mapping[str, Any]
+) -> tuple[Params, FiniteState]:
+    """Return the step's result if ``finite``, else what was given, without a branch on the host.
+
+    A dropped step gets ones as gradients, because NaN and zeros may reach derivatives, and copies of the rest: it may donate.
+    """
+    safe = {key: torch.where(finite.to(g.device), g, torch.ones_like(g)) for key, g in grads.items()}
+    given = dict(params), state.inner
+    copied, inner = pytree.tree_map_only(Tensor, torch.clone, given)
+    new, inner = optimizer[1](safe, inner, copied, **rates)
+    new, inner = select_if_finite(finite, (dict(new), inner), given)
+    consecutive, total = state.consecutive.to(finite.device), state.total.to(finite.device)
+    skipped = (~finite).to(total.dtype)
+    return new, FiniteState(inner, (consecutive + 1) * skipped, total + skipped)
+
+
+def _count_skipped(state: FiniteState, nonfinite: Tensor, keys: list[str], max_consecutive: int | None) -> FiniteState:
+    """Count and log a skipped step; return the state, or raise FloatingPointError if too many were skipped in a row."""
+    counted = FiniteState(state.inner, state.consecutive + 1, state.total + 1)
+    in_a_row = read_count(counted.consecutive, "apply_if_finite")
+    if not LOGGER.isEnabledFor(logging.INFO) and (max_consecutive is None or in_a_row <= max_consecutive):
+        return counted
+    flags = [False] * len(keys) if _torch.is_batched(nonfinite) else nonfinite.tolist()
+    here = [key for key, is_bad in zip(keys, flags, strict=True) if is_bad]
+    where = f"in units {here[:8]}" if here else "on another rank"
+    if max_consecutive is not None and in_a_row > max_consecutive:
+        raise FloatingPointError(
+            f"apply_if_finite: the gradients of {in_a_row} steps in a row were not finite, now {where}: expected at most "
+            f"{max_consecutive}; nothing is changed: go on from a checkpoint, with another learning rate or other data"
+        )
+    LOGGER.info(
+        "apply_if_finite: a step is skipped, %d in a row, %d in all: gradients are not finite %s",
+        in_a_row,
+        read_count(counted.total, "apply_if_finite"),
+        where,
+    )
+    return counted
+
+
+class ScheduleState(NamedTuple):
+    """The state of `schedule_lr`."""
+
+    inner: Any
+    """The optimizer's state."""
+    step: Tensor
+    """The number of steps taken: int64, on the host, the same on all ranks."""
+
+
+def schedule_lr(rate: Callable[[Tensor], float | Tensor]) -> Link:
+    """Return a link whose optimizer's update counts its steps and takes ``lr=rate(step)``.
+
+    Args:
+        rate: A function of the step, a 0-D int64 tensor that counts from 0, such as `schedule` returns. One of tensor
+            operations, ``lambda step: 0.1 * 0.99**step``, can be part of a graph of `compile`.
+
+    Returns:
+        A function of an optimizer, for `chain`. The state is a `ScheduleState`. Its update refuses an ``lr=`` (TypeError) and
+        passes others on.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> rate = fs.optim.schedule(torch.optim.lr_scheduler.StepLR, 0.5, step_size=1)
+        >>> init, update = fs.optim.chain(fs.optim.schedule_lr(rate), fs.optim.sgd(0.5))
+        >>> params = {"": torch.ones(2)}
+        >>> params, state = update({"": torch.ones(2)}, init(params), params)
+        >>> params, state.step
+        ({'': tensor([0.5000, 0.5000])}, tensor(1))
+    """
+
+    def link(optimizer: Pair) -> Optimizer:
+        check_optimizer("schedule_lr", optimizer)
+        begin, apply = optimizer
+
+        def init(params: Tensors, /) -> ScheduleState:
+            return ScheduleState(begin(params), torch.zeros((), dtype=torch.int64))
+
+        def update(grads: Tensors, state: ScheduleState, params: Tensors, /, **rates: Any) -> tuple[Params, ScheduleState]:
+            if "lr" in rates:
+                raise TypeError(
+                    "schedule_lr: its schedule gives lr=: expected no other one, or the optimizer without schedule_lr"
+                )
+            _check_state("schedule_lr", state, ScheduleState)
+            new, inner = apply(grads, state.inner, params, lr=rate(state.step), **rates)
+            return dict(new), ScheduleState(inner, state.step + 1)
+
+        return Optimizer(init, update)
+
+    return link

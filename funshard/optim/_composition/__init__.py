@@ -1,1 +1,0 @@
-"""Gradient transformations and wrappers of optimizers: pairs of pure functions that compose, as in Optax."""

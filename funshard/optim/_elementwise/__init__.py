@@ -1,1 +1,0 @@
-"""Optimizers that work element by element: torch's kernels on slices."""

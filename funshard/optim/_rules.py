@@ -1,0 +1,370 @@
+"""sgd, adam, adamw, lion, rmsprop and adagrad: pure functions of tensors, for derivatives, batches and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._core.checks import check_mapping
+from .._core.layout import Params
+from .._core.spec import PartitionSpec
+from .._spec.unit_state import UnitState, replace_values
+from .._torch.phases import phase
+from ._checks import Optimizer, State, StateMapping, Tensors, check_fits, check_nonnegative, check_rate, is_updated
+from ._options import (
+    ParamOptions,
+    SharedOptions,
+    find_ranges,
+    join_ranges,
+    option_ranges,
+    padding_masks,
+    scale_lr,
+    split_axes,
+    split_by_options,
+)
+
+__all__ = ["Rate", "adagrad", "adam", "adamw", "lion", "rmsprop", "sgd"]
+
+
+Rate = float | Tensor | Callable[[Tensor], float | Tensor]
+"""A learning rate, or a function of the step, which counts from 0."""
+Slots = dict[str, Tensor]
+Rule = Callable[..., tuple[Tensor, Slots]]
+"""``rule(grad, param, slots, step, lr, **options) -> (new param, new slots)``: step counts from 1, a 0-D float64 tensor."""
+
+
+def _make_optimizer(
+    name: str,
+    rule: Rule,
+    learning_rate: Rate,
+    slots: Mapping[str, float],
+    own: tuple[PartitionSpec | None, ParamOptions | None, int | None],
+    *,
+    counts: bool = True,
+    **hyper: Any,
+) -> Optimizer:
+    """Return the pair of a rule; ``slots`` are the initial values, ``own`` the public ``(spec, options, rank)``."""
+    spec, options, rank = own
+    if not callable(learning_rate):
+        check_rate(learning_rate, f"{name}: learning_rate", optional=False)
+    counts = counts or callable(learning_rate)
+    check_nonnegative(name, **{key: x for key, x in hyper.items() if isinstance(x, float | int)})
+
+    def check(param: str, given: Mapping[str, Any]) -> None:
+        if unknown := sorted({*given} - {"lr", *hyper}):
+            raise ValueError(f"{name}: options of '{param}': expected some of {['lr', *hyper]}, got '{unknown[0]}'")
+        if "lr" in given and not isinstance(learning_rate, float | int):
+            raise ValueError(f"{name}: an lr among the options keeps its ratio to learning_rate: expected that to be a number")
+        check_nonnegative(f"{name}: options of '{param}'", **given)
+
+    if spec is None and options is not None:
+        raise ValueError(f"{name}: options are those of a spec's parameters: expected spec=, got none")
+    no_options: list[Mapping[str, Any]] = [{}]
+    groups, ranges = (no_options, None) if spec is None else option_ranges(spec, options, rank, check)
+    numbers = frozenset(["step"] if counts else [])
+    names = frozenset(slots) | numbers
+
+    def init(params: Tensors) -> State:
+        check_mapping(params)
+        state: State = {}
+        for key, x in params.items():
+            find_ranges(ranges, key, x)
+            if x.is_complex():
+                raise TypeError(f"{name}: unit '{key}': expected real parameters, got {x.dtype}; optim.from_torch takes them")
+            step = {"step": torch.zeros(())} if counts else {}
+            values = {slot: torch.full_like(x.detach(), value) for slot, value in slots.items()} | step
+            state[key] = UnitState(values if is_updated(x) else {}, numbers if is_updated(x) else ())
+        return state
+
+    def update(
+        grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
+    ) -> tuple[Params, State]:
+        check_mapping(params)
+        check_mapping(grads, "grads")
+        check_rate(lr, "lr")
+        updated = {key: find_ranges(ranges, key, x) for key, x in params.items()}
+        updated = {key: found.without_cuts() for key, found in updated.items() if is_updated(params[key])}
+        check_fits(grads, state, params, dict.fromkeys(updated, names), numbers)
+        shared = SharedOptions(spec)
+        is_derived = not torch.compiler.is_compiling() and any(map(_torch.has_derivative, grads.values()))
+        masks = padding_masks(spec if is_derived else None, {key: params[key] for key in updated}, rank)
+        new_params = dict(params)
+        new_state = {key: dict(values) for key, values in state.items()}
+        for key, unit_ranges in updated.items():
+            param, grad, values = params[key], grads[key], state[key]
+            if key in masks:  # the root of a zero has no derivative
+                grad = torch.where(masks[key], 1, grad)
+            rate = lr if lr is not None else learning_rate(values["step"]) if callable(learning_rate) else learning_rate
+            rate = shared.over_axes(rate, split_axes(spec, key))
+            count = values["step"] + 1 if counts else torch.ones(())
+            olds = {"": param, **{slot: values[slot] for slot in slots}}
+            parts: dict[str, list[Tensor]] = {slot: [] for slot in olds}
+            for (group, grad_part), *cut in zip(
+                split_by_options(grad, unit_ranges), *(split_by_options(x, unit_ranges) for x in olds.values()), strict=True
+            ):
+                given = dict(groups[group])
+                part_rate = scale_lr(rate, given.pop("lr"), learning_rate) if "lr" in given else rate
+                param_part, *slot_parts = (x for _, x in cut)
+                slots_of_part = dict(zip(slots, slot_parts, strict=True))
+                new, after = rule(grad_part, param_part, slots_of_part, count.double(), part_rate, **{**hyper, **given})
+                for slot, x in {"": new, **after}.items():
+                    parts[slot].append(x.to(olds[slot].dtype))
+            for slot, old in olds.items():
+                x = join_ranges(old, unit_ranges, parts[slot])
+                x = torch.where(masks[key], old, x) if key in masks else x
+                if slot:
+                    new_state[key][slot] = x
+                else:
+                    new_params[key] = x
+            if counts:
+                new_state[key]["step"] = count
+        return new_params, {key: replace_values(state[key], values) for key, values in new_state.items()}
+
+    def update_in_phase(*args: Any, **kwargs: Any) -> tuple[Params, State]:
+        with phase("update", name):
+            return update(*args, **kwargs)
+
+    return Optimizer(init, update_in_phase)
+
+
+def _number(x: Any) -> Any:
+    """Return a number, in a graph in memory: inductor would compute an expression of it for each element again."""
+    return x.as_strided((), ()) if isinstance(x, Tensor) and not x.dim() and _torch.is_in_graph() else x
+
+
+def _add(x: Tensor, y: Tensor, factor: Any) -> Tensor:
+    """Return ``x + factor * y``, rounded as torch's optimizers do."""
+    return x + factor * y if isinstance(factor, Tensor) else torch.add(x, y, alpha=factor)
+
+
+def _lerp(x: Tensor, y: Tensor, weight: Any) -> Tensor:
+    return torch.lerp(x, y, weight.to(x.dtype) if isinstance(weight, Tensor) else weight)
+
+
+def _average_square(x: Tensor, grad: Tensor, decay: Any) -> Tensor:
+    scaled = (1 - decay) * grad if isinstance(decay, Tensor) else None
+    return torch.addcmul(x * decay, grad, grad, value=1 - decay) if scaled is None else x * decay + scaled * grad
+
+
+def sgd(
+    learning_rate: Rate,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    *,
+    spec: PartitionSpec | None = None,
+    options: ParamOptions | None = None,
+    rank: int | None = None,
+) -> Optimizer:
+    """Return ``(init, update)`` of gradient descent: ``m = momentum m + g``, ``p = p - learning_rate m``.
+
+    A pure rule, as `adam`: see there for its arguments.
+
+    Source: ``optax.sgd``; equal to torch.optim.SGD.
+    """
+    slots = {} if momentum is None else {"momentum_buffer": 0.0}
+    hyper = {"momentum": momentum, "nesterov": nesterov}
+    return _make_optimizer("sgd", _step_sgd, learning_rate, slots, (spec, options, rank), counts=False, **hyper)
+
+
+def _step_sgd(
+    grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, *, momentum: Any, nesterov: bool
+) -> tuple[Tensor, Slots]:
+    if momentum is None:
+        return _add(param, grad, -lr), {}
+    buffer = slots["momentum_buffer"] * momentum + grad
+    direction = _add(grad, buffer, momentum) if nesterov else buffer
+    return _add(param, direction, -lr), {"momentum_buffer": buffer}
+
+
+def adam(
+    learning_rate: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    *,
+    spec: PartitionSpec | None = None,
+    options: ParamOptions | None = None,
+    rank: int | None = None,
+) -> Optimizer:
+    """Return ``(init, update)`` of Adam: ``p = p - learning_rate m / (sqrt(v + eps_root) + eps)``, m and v bias-corrected.
+
+    A pure rule of tensors: `torch.func`, `remat`, `scan`, vmap and `compile` take it as any function. On eager tensors that
+    nothing follows, `from_torch` is faster and may donate.
+
+    Args:
+        learning_rate: A number, a 0-D tensor, or a function of the step, a 0-D tensor that counts from 0, such as `cosine`.
+        b1: The decay of the average m of gradients.
+        b2: The decay of the average v of their squares.
+        eps: Added to the root.
+        eps_root: Added under the root. Without it, derivatives are NaN where all gradients of an element were 0.
+        spec: The spec of the shards, for ``options``, and so that the derivative of a shared learning rate is whole on every
+            rank.
+        options: ``options(name, param)`` replaces these for a parameter, such as ``{"eps": 1e-6}``; an ``lr`` keeps its
+            ratio to ``learning_rate``. Needs ``spec``.
+        rank: The rank of the shards, as in `param_views`; by default this process's.
+
+    Returns:
+        An `Optimizer`, whose state has the names of torch.optim.Adam's. ``update(..., lr=)`` is a step's own learning rate.
+
+    Raises:
+        ValueError: An option is negative or unknown, or a tree does not fit; the message names the unit.
+        TypeError: A parameter is complex.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> init, update = fs.optim.adam(0.5)
+        >>> params = {"": torch.tensor([1.0, 2.0])}
+        >>> update({"": torch.tensor([3.0, -4.0])}, init(params), params)[0]
+        {'': tensor([0.5000, 2.5000])}
+
+    Source: ``optax.adam``; the same bits as torch.optim.Adam with ``foreach=True`` if ``eps_root`` is 0.
+    """
+    return adamw(learning_rate, b1, b2, eps, eps_root, weight_decay=0.0, spec=spec, options=options, rank=rank)
+
+
+def adamw(
+    learning_rate: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    weight_decay: float = 1e-4,
+    *,
+    spec: PartitionSpec | None = None,
+    options: ParamOptions | None = None,
+    rank: int | None = None,
+) -> Optimizer:
+    """Return ``(init, update)`` of AdamW: `adam`, and before it ``p = (1 - learning_rate weight_decay) p``.
+
+    Source: ``optax.adamw``, whose default ``weight_decay`` is 1e-4; equal to torch.optim.AdamW, where it is 1e-2.
+    """
+    hyper = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
+    slots = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+    return _make_optimizer("adamw", _step_adamw, learning_rate, slots, (spec, options, rank), **hyper)
+
+
+def _step_adamw(
+    grad: Tensor,
+    param: Tensor,
+    slots: Slots,
+    step: Tensor,
+    lr: Any,
+    *,
+    b1: Any,
+    b2: Any,
+    eps: Any,
+    eps_root: float,
+    weight_decay: Any,
+) -> tuple[Tensor, Slots]:
+    average = _lerp(slots["exp_avg"], grad, 1 - b1)
+    square = _average_square(slots["exp_avg_sq"], grad, b2)
+    correction = _number((1 - b2**step).sqrt())
+    root = (square / correction**2 + eps_root).sqrt() if eps_root else square.sqrt() / correction
+    decayed = param * _number(1 - lr * weight_decay)
+    return decayed - average * _number(lr / (1 - b1**step)) / (root + eps), {"exp_avg": average, "exp_avg_sq": square}
+
+
+def lion(
+    learning_rate: Rate,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 1e-3,
+    *,
+    spec: PartitionSpec | None = None,
+    options: ParamOptions | None = None,
+    rank: int | None = None,
+) -> Optimizer:
+    """Return ``(init, update)`` of Lion: steps of the sign of ``b1 m + (1 - b1) g``, then ``m = b2 m + (1 - b2) g``.
+
+    The weight decays as in `adamw`. A pure rule, as `adam`: see there for its arguments.
+
+    Source: ``optax.lion``; Chen et al., Symbolic Discovery of Optimization Algorithms, 2023.
+    """
+    hyper = {"b1": b1, "b2": b2, "weight_decay": weight_decay}
+    own = spec, options, rank
+    return _make_optimizer("lion", _step_lion, learning_rate, {"exp_avg": 0.0}, own, counts=False, **hyper)
+
+
+def _step_lion(
+    grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, *, b1: Any, b2: Any, weight_decay: Any
+) -> tuple[Tensor, Slots]:
+    average = slots["exp_avg"]
+    new = _add(param * _number(1 - lr * weight_decay), _lerp(average, grad, 1 - b1).sign(), -lr)
+    return new, {"exp_avg": _lerp(average, grad, 1 - b2)}
+
+
+def rmsprop(
+    learning_rate: Rate,
+    decay: float = 0.9,
+    eps: float = 1e-8,
+    eps_in_sqrt: bool = True,
+    centered: bool = False,
+    momentum: float | None = None,
+    *,
+    spec: PartitionSpec | None = None,
+    options: ParamOptions | None = None,
+    rank: int | None = None,
+) -> Optimizer:
+    """Return ``(init, update)`` of RMSprop: ``p = p - learning_rate g / sqrt(v + eps)``, where v averages squares.
+
+    With ``centered``, v is less the square of the average gradient. With ``eps_in_sqrt=False``, eps is added to the root: so it
+    is equal to torch.optim.RMSprop with ``alpha=decay``. A pure rule, as `adam`: see there for its other arguments.
+
+    Source: ``optax.rmsprop``.
+    """
+    slots = {"square_avg": 0.0}
+    slots |= {"grad_avg": 0.0} if centered else {}
+    slots |= {} if momentum is None else {"momentum_buffer": 0.0}
+    hyper = {"decay": decay, "eps": eps, "eps_in_sqrt": eps_in_sqrt, "momentum": momentum}
+    return _make_optimizer("rmsprop", _step_rmsprop, learning_rate, slots, (spec, options, rank), **hyper)
+
+
+def _step_rmsprop(
+    grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, *, decay: Any, eps: Any, eps_in_sqrt: bool, momentum: Any
+) -> tuple[Tensor, Slots]:
+    new = {"square_avg": _average_square(slots["square_avg"], grad, decay)}
+    square = new["square_avg"]
+    if "grad_avg" in slots:
+        new["grad_avg"] = _lerp(slots["grad_avg"], grad, 1 - decay)
+        square = torch.addcmul(square, new["grad_avg"], new["grad_avg"], value=-1)
+    root = (square + eps).sqrt() if eps_in_sqrt else square.sqrt() + eps
+    if momentum is None:
+        return param - grad * lr / root, new
+    new["momentum_buffer"] = slots["momentum_buffer"] * momentum + grad / root
+    return _add(param, new["momentum_buffer"], -lr), new
+
+
+def adagrad(
+    learning_rate: Rate,
+    initial_accumulator_value: float = 0.1,
+    eps: float = 1e-7,
+    eps_in_sqrt: bool = True,
+    *,
+    spec: PartitionSpec | None = None,
+    options: ParamOptions | None = None,
+    rank: int | None = None,
+) -> Optimizer:
+    """Return ``(init, update)`` of Adagrad: ``p = p - learning_rate g / sqrt(sum of squares + eps)``.
+
+    With ``eps_in_sqrt=False``, eps is added to the root: so it is equal to torch.optim.Adagrad, whose defaults are
+    ``initial_accumulator_value=0`` and ``eps=1e-10``. A pure rule, as `adam`: see there for its other arguments.
+
+    Source: ``optax.adagrad``.
+    """
+    hyper = {"eps": eps, "eps_in_sqrt": eps_in_sqrt}
+    check_nonnegative("adagrad", initial_accumulator_value=initial_accumulator_value)
+    slots = {"sum": initial_accumulator_value}
+    return _make_optimizer("adagrad", _step_adagrad, learning_rate, slots, (spec, options, rank), **hyper)
+
+
+def _step_adagrad(
+    grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, *, eps: Any, eps_in_sqrt: bool
+) -> tuple[Tensor, Slots]:
+    total = torch.addcmul(slots["sum"], grad, grad)
+    root = (total + eps).sqrt() if eps_in_sqrt else total.sqrt() + eps
+    return param - grad * lr / root, {"sum": total}

@@ -1,0 +1,229 @@
+"""Learning rates as functions of the step: cosine, linear, warmup and join, as in Optax, and torch's schedulers by a table."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from ._checks import break_message
+
+__all__ = ["Schedule", "cosine", "join", "linear", "read_count", "schedule", "warmup"]
+
+
+Schedule = Callable[[int | Tensor], Any]
+"""A function of the step, which counts from 0: of tensor operations for a tensor, and a number for a number."""
+
+
+def read_count(count: Tensor, who: str, *, planned: int = 0) -> int:
+    """Return a count of steps, ``planned`` for a fake tensor; raise ValueError if it is recorded or simulated ranks differ."""
+    values = _torch.unwrap(count).reshape(-1)
+    if _torch.is_tracing():
+        raise ValueError(
+            f"{who}: the count of steps in its state has no value where operators are recorded: record the gradients, and run "
+            "this update outside"
+        )
+    if _torch.is_fake(values):
+        return planned
+    numbers = set[int](values.tolist())
+    if len(numbers) != 1:
+        raise ValueError(f"{who}: expected a state with the same count of steps on all ranks, got {sorted(numbers)}")
+    return numbers.pop()
+
+
+def _of_any_step(f: Callable[[Tensor], Tensor]) -> Schedule:
+    """Return the function for steps that are tensors, in float64, and for numbers."""
+
+    def rate(step: int | Tensor) -> float | Tensor:
+        return f(step.double()) if isinstance(step, Tensor) else f(torch.tensor(float(step), dtype=torch.float64)).item()
+
+    return rate
+
+
+def linear(init_value: float, end_value: float, transition_steps: int) -> Schedule:
+    """Return a schedule from ``init_value`` to ``end_value`` in so many steps, and then ``end_value``.
+
+    Example:
+        >>> import funshard as fs
+        >>> [fs.optim.linear(1.0, 0.0, 4)(step) for step in (0, 1, 9)]
+        [1.0, 0.75, 0.0]
+
+    Source: ``optax.linear_schedule``.
+    """
+    if transition_steps < 1:
+        raise ValueError(f"linear: expected transition_steps of 1 or more, got {transition_steps}")
+    return _of_any_step(
+        lambda step: init_value + (end_value - init_value) * step.clamp(max=transition_steps) / transition_steps
+    )
+
+
+def cosine(init_value: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
+    """Return a schedule from ``init_value`` to ``alpha init_value`` along half a period of a cosine, and then constant.
+
+    Example:
+        >>> import funshard as fs
+        >>> [round(fs.optim.cosine(1.0, 4)(step), 3) for step in (0, 1, 2, 9)]
+        [1.0, 0.854, 0.5, 0.0]
+
+    Source: ``optax.cosine_decay_schedule``.
+    """
+    if decay_steps < 1:
+        raise ValueError(f"cosine: expected decay_steps of 1 or more, got {decay_steps}")
+
+    def rate(step: Tensor) -> Tensor:
+        decay = 0.5 * (1 + (math.pi * step.clamp(max=decay_steps) / decay_steps).cos())
+        return init_value * ((1 - alpha) * decay + alpha)
+
+    return _of_any_step(rate)
+
+
+def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """Return one schedule after the other; each counts its steps from the boundary at which it begins.
+
+    Args:
+        schedules: Functions of the step.
+        boundaries: The first step of each schedule but the first one, in rising order.
+
+    Example:
+        >>> import funshard as fs
+        >>> rate = fs.optim.join([fs.optim.linear(0.0, 1.0, 2), fs.optim.linear(1.0, 0.0, 4)], [2])
+        >>> [rate(step) for step in (0, 1, 2, 3)]
+        [0.0, 0.5, 1.0, 0.75]
+
+    Source: ``optax.join_schedules``.
+    """
+    if len(boundaries) != len(schedules) - 1 or any(a >= b for a, b in itertools.pairwise([0, *boundaries])):
+        raise ValueError(
+            f"join: expected a rising boundary for each of {len(schedules)} schedules but the first, got {boundaries}"
+        )
+
+    def rate(step: int | Tensor) -> Any:
+        out = schedules[0](step)
+        for following, begin in zip(schedules[1:], boundaries, strict=True):
+            if isinstance(step, Tensor):
+                out = torch.where(step >= begin, following((step - begin).clamp(min=0)), out)
+            elif step >= begin:
+                out = following(step - begin)
+        return out
+
+    return rate
+
+
+def warmup(schedule: Schedule, steps: int, init_value: float = 0.0) -> Schedule:
+    """Return a schedule that rises from ``init_value`` to the first rate of another in so many steps, and then follows it.
+
+    Example:
+        >>> import funshard as fs
+        >>> rate = fs.optim.warmup(fs.optim.cosine(1.0, 100), 4)
+        >>> [rate(step) for step in (0, 2, 4)]
+        [0.0, 0.5, 1.0]
+
+    Source: ``optax.warmup_cosine_decay_schedule``.
+    """
+    return join([linear(init_value, float(schedule(0)), steps), schedule], [steps])
+
+
+# --- torch's schedulers, by a table of their rates ---
+
+
+FIRST_RATES = 1024
+"""How many steps' rates are computed first; then always twice as many, so that each step costs two of the scheduler's."""
+
+
+class _RateHolder(torch.optim.Optimizer):
+    """An optimizer for a scheduler to set the rate of: it has no momentum or other option, and its step does nothing."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__([torch.zeros(())], {"lr": lr})
+
+    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Do nothing: torch's schedulers warn where no step comes before theirs."""
+
+
+def schedule(scheduler: Callable[..., Any], lr: float, **options: Any) -> Callable[[int | Tensor], float]:
+    """Return the learning rates of a torch scheduler as a function of the step, which counts from 0.
+
+    ``scheduler(optimizer, **options)`` of torch computes them, so they are the same bits. Composite schedulers come from a
+    function: ``lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), ...], milestones=[100])``.
+
+    Args:
+        scheduler: A class of torch.optim.lr_scheduler, or a function of an optimizer that returns such a scheduler. Its rates
+            depend on the step alone.
+        lr: The learning rate that the optimizer has.
+        **options: The scheduler's arguments.
+
+    Returns:
+        ``rate(step)``, for `schedule_lr` or ``update(..., lr=rate(step))``. It reads the step on the host, so a graph of
+        `compile` takes its value as an argument.
+
+    Raises:
+        TypeError: The scheduler depends on metrics, as ReduceLROnPlateau.
+        ValueError: Torch refuses an option, or the scheduler changes more than the rate: CyclicLR and OneCycleLR need
+            ``cycle_momentum=False``. ``rate`` raises it for a step that the scheduler does not have.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> rate = fs.optim.schedule(torch.optim.lr_scheduler.StepLR, 0.5, step_size=2)
+        >>> [rate(step) for step in range(4)]
+        [0.5, 0.5, 0.05, 0.05]
+    """
+    name = getattr(scheduler, "__name__", str(scheduler))
+    make = functools.partial(scheduler, **options)
+    _begin_schedule(name, make, lr)
+    compute = functools.lru_cache(maxsize=None)(functools.partial(_compute_rates, name, make, lr))
+
+    def rate(step: int | Tensor) -> float:
+        at = read_count(step, f"schedule: {name}") if isinstance(step, Tensor) else step
+        if at < 0:
+            raise ValueError(f"schedule: {name}: expected a step from 0 on, got {at}")
+        rates, error = compute(max(FIRST_RATES, 1 << at.bit_length()))
+        if at >= len(rates):
+            raise ValueError(f"schedule: {name}: expected a step below {len(rates)}, got {at}: {error}") from error
+        return rates[at]
+
+    return _torch.disable_in_graph(break_message("schedule", "torch's scheduler computes on the host"))(rate)
+
+
+def _begin_schedule(name: str, make: Callable[[torch.optim.Optimizer], Any], lr: float) -> tuple[_RateHolder, Any]:
+    """Return a new optimizer and its scheduler; raise TypeError or ValueError if the scheduler needs more than the step."""
+    holder = _RateHolder(lr)
+    try:
+        made = make(holder)
+    except (TypeError, ValueError) as error:
+        hint = "; a schedule is of the learning rate alone: give cycle_momentum=False" if "momentum" in str(error) else ""
+        raise type(error)(f"schedule: {name}: {error}{hint}") from error
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TypeError(
+            f"schedule: {name} depends on metrics, not on the step alone: keep a scheduler beside the run, such as on "
+            "torch.optim.SGD([torch.zeros(())], lr=...), step it with a metric that is the same on all ranks, and give update "
+            "lr=scheduler.get_last_lr()[0]"
+        )
+    if not (isinstance(made, torch.optim.lr_scheduler.LRScheduler) and made.optimizer is holder):
+        raise TypeError(f"schedule: {name}: expected a scheduler of torch for the optimizer that it is given, got {made!r}")
+    return holder, made
+
+
+def _compute_rates(
+    name: str, make: Callable[[torch.optim.Optimizer], Any], lr: float, count: int
+) -> tuple[list[float], Exception | None]:
+    """Return the rates of the first ``count`` steps, and the scheduler's error if it ends before."""
+    holder, made = _begin_schedule(name, make, lr)
+    (group,) = holder.param_groups
+    rates = [float(group["lr"])]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")  # torch's own SequentialLR gives it
+        while len(rates) < count:
+            holder.step()
+            try:
+                made.step()
+            except Exception as error:  # such as that of OneCycleLR after its last step
+                return rates, error
+            rates.append(float(group["lr"]))
+    return rates, None
