@@ -43,7 +43,7 @@ def training(dtype):
     model.to(dtype)
     spec = fs.by_type(nn.Linear)(model).bound
     params = fs.shard({name: p.to(dtype) for name, p in full.items()}, spec)
-    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=LR, spec=spec, differentiable=True, eps_root=1e-12)
+    init, update = fs.optim.adamw(LR, eps_root=1e-12, weight_decay=1e-2, spec=spec)
     groups = torch.arange(len(x))[:, None]
 
     def losses(params, x, y):

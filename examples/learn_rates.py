@@ -32,7 +32,7 @@ x = torch.randn(STEPS + 1, SAMPLES, FEATURES).double()
 y = torch.sin(x @ torch.randn(FEATURES, 1).double() / FEATURES**0.5)
 (x, x_val), (y, y_val) = ((t[:-1], t[-1]) for t in (t.chunk(world, 1)[rank] for t in (x, y)))
 factors = torch.linspace(1, 0.1, STEPS).double()  # a schedule
-init, update = fs.optim.from_torch(torch.optim.AdamW, spec=spec, differentiable=True, eps_root=1e-12)
+init, update = fs.optim.adamw(1e-3, eps_root=1e-12, weight_decay=1e-2, spec=spec)
 
 
 def loss(params, x, y):

@@ -72,8 +72,8 @@ def microbatches(step: int) -> list[tuple[Tensor, Tensor, bool]]:
 adamw = fs.optim.from_torch(torch.optim.AdamW, spec=spec, lr=3e-3, donate=True)
 adamw = fs.optim.quantized_state(adamw, fs.codecs.dynamic8(), spec=spec, donate=True, seed=2)
 rate = fs.optim.schedule(torch.optim.lr_scheduler.CosineAnnealingLR, 3e-3, T_max=args.steps)
-chained = fs.optim.chain(fs.optim.clip_gradients(spec, 1.0), fs.optim.schedule_lr(adamw, rate))
-init, update = fs.optim.apply_if_finite(chained, spec, max_consecutive=3)
+chained = fs.optim.clip_gradients(spec, 1.0), fs.optim.schedule_lr(rate), adamw
+init, update = fs.optim.chain(fs.optim.apply_if_finite(spec, max_consecutive=3), *chained)
 state: Any = init(params)
 torch.manual_seed(1 + rank)
 first, stand_in = 0, (torch.zeros(1, SEQ, dtype=torch.long),) * 2 + (False,)

@@ -596,7 +596,7 @@ def test_ema_in_float32_of_bfloat16() -> None:
 def test_ema_moves_in_any_dtype(dtype: torch.dtype) -> None:
     """A step of 0.001 is less than bfloat16 can add to 1: such an average never moved. It is in float32 or wider."""
     slow, new = {"w": torch.ones(2, dtype=dtype)}, {"w": torch.full((2,), 2.0, dtype=dtype)}
-    init, update = fs.optim.ema(fs.optim.from_torch(torch.optim.SGD, lr=0.0), decay=0.999)
+    init, update = fs.optim.ema(0.999)(fs.optim.from_torch(torch.optim.SGD, lr=0.0))
     state = init(slow)
     for step in range(200):
         slow = av.ema(slow, new, decay=0.999 if step % 2 else torch.tensor(0.999, dtype=torch.float64))

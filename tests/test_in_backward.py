@@ -233,7 +233,7 @@ def test_under_a_transform() -> None:
     model = MLP(3)
     spec = fs.policies.whole()(model)
     params, x = fs.shard(model, spec), torch.linspace(-1, 1, 6).double().view(2, 3)
-    init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9, differentiable=True)
+    init, update = fs.optim.sgd(0.1, momentum=0.9)
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
 
     def after(p: fs.Params) -> Tensor:

@@ -143,7 +143,7 @@ def test_derivative_of_a_rate(max_norm: float | None) -> None:
         on = spec.on(mesh)
         params, axes = fs.shard(full, on), {name: on.axis(name) for name in ("tensor", "expert")}
         loss = lambda p, x: objective(fs.functional_call(model, p, (x, axes), spec=on))  # noqa: E731
-        init, update = fs.optim.from_torch(torch.optim.SGD, differentiable=True, spec=on, lr=0.1)
+        init, update = fs.optim.sgd(0.1, spec=on)
 
         def after(lr: Tensor) -> Tensor:
             step = lambda grads, state, params: update(grads, state, params, lr=lr)  # noqa: E731

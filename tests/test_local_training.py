@@ -113,7 +113,7 @@ def found_finite(case: Rank) -> None:
         grads[key] = grads[key].clone().index_fill_(0, torch.tensor(0), float("inf"))
     _, finite = fs.loss_scale.unscale(fs.loss_scale.init(4.0), grads, case.spec)
     assert not finite
-    init, update = fs.optim.apply_if_finite(fs.optim.from_torch(torch.optim.SGD), case.spec)
+    init, update = fs.optim.apply_if_finite(case.spec)(fs.optim.from_torch(torch.optim.SGD))
     params, state = update(grads, init(case.params), case.params)
     assert state.total == 1
     torch.testing.assert_close(params, case.params, rtol=0, atol=0)

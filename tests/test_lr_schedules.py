@@ -94,7 +94,7 @@ def test_what_is_no_function_of_the_step_is_refused() -> None:
         rate(40)
     with pytest.raises(ValueError, match="expected a step from 0 on, got -1"):
         rate(-1)
-    init, update = fs.optim.schedule_lr(fs.optim.from_torch(torch.optim.SGD), rate)
+    init, update = fs.optim.schedule_lr(rate)(fs.optim.from_torch(torch.optim.SGD))
     params = {"": torch.ones(2)}
     with pytest.raises(TypeError, match="its schedule gives lr="):
         update(params, init(params), params, lr=0.1)

@@ -90,7 +90,7 @@ def test_a_gradient_whose_square_overflows_leaves_state_finite(name: str, dtype:
     """Of Shampoo and SOAP it was NaN for good, at the first step or later, and `apply_if_finite` saw a finite gradient."""
     module = nn.Linear(6, 8, bias=False, dtype=dtype)
     spec = fs.policies.whole()(module).on({"shard": 1})
-    init, update = fs.optim.apply_if_finite(OPTIMIZERS[name](spec, torch.float32), spec)
+    init, update = fs.optim.apply_if_finite(spec)(OPTIMIZERS[name](spec, torch.float32))
     params, huge = fs.shard({"weight": torch.zeros_like(module.weight)}, spec), torch.finfo(dtype).max
     state = init(params)
     for t, scale in enumerate((min(huge, 1e19), 1.0, huge, 1.0)):

@@ -175,32 +175,6 @@ def test_kept_and_recomputed_units_and_some_of_them(world: None, way: str) -> No
     assert (in_slices(marks)["end"], in_slices(marks)["host"]) == (2 * (n - k), 2 * k)
 
 
-@each
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("units", [4, 8])
-def test_an_update_has_three_units_on_the_device(world: None, units: int, donate: bool) -> None:
-    """In slices, of n units under AdamW, whose state is 2 for each: a unit is 4 with its gradient, and 3 of it are new.
-
-    device: 4 that come, 4 that are updated, 3 that leave, and what torch's step computes with (2)
-    host: 4 * n that were given, and the new ones, 3 * n unless they are donated
-    """
-    shards = {str(i): torch.zeros(SLICE // 8, dtype=torch.float64) for i in range(units)}
-    grads = {key: torch.zeros_like(x) for key, x in shards.items()}
-    init, update = fs.optim.from_torch(torch.optim.AdamW, device="meta", donate=donate, foreach=False)
-    state = init(shards)
-    with Where() as where:
-        for x in (*shards.values(), *grads.values(), *(x for values in state.values() for x in values.values())):
-            where.see(x)
-        assert where.now("cpu") == 4 * units * SLICE
-        new, after = update(grads, state, shards)
-    comes, leaves = [("meta", True)] * 4, [("cpu", True)] * 3
-    assert where.copies == [*comes, *comes, *[*leaves, *comes] * (units - 2), *leaves, *leaves]
-    assert where.now("cpu") == (4 + 3 * (not donate)) * units * SLICE
-    assert where.now("meta") == 0
-    assert where.peak["meta"] == (4 + 4 + 3 + 2) * SLICE
-    assert all(x.device.type == "cpu" for x in (*new.values(), *(x for values in after.values() for x in values.values())))
-
-
 @pytest.mark.parametrize("collectives", [1, 2])
 def test_a_gradient_that_was_handed_on_is_let_go(collectives: int) -> None:
     """Also where it has left early, with more than one collective before (HSDP): nothing holds it to the next unit's."""
@@ -325,7 +299,7 @@ def test_the_host_memory_of_units_is_pinned(world: None, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(storage, "_copy_stream", lambda device, towards: stream)
     shards = fs.shard(model, spec, rank=0)
-    init, update = fs.optim.from_torch(torch.optim.AdamW, device="meta", foreach=False)
+    init, update = fs.optim.from_torch(torch.optim.AdamW, foreach=False)
     state = init(shards)
     with Where(), logged(logging.DEBUG) as said:
         grads = fs.grad(lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())(shards)

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
-from funshard.optim import from_torch
+from funshard.optim import adamw, sgd
 
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
@@ -42,20 +42,20 @@ def sign(grad: Tensor, state: Any, param: Tensor, *, lr: Any) -> tuple[Tensor, A
 
 
 def by_owners(spec: fs.PartitionSpec) -> Any:
-    rest = from_torch(torch.optim.AdamW, differentiable=True, spec=spec, lr=0.05)
+    rest = adamw(0.05, weight_decay=0.01, spec=spec)
     update = fs.optim.by_matrix(lambda p: {"momentum": torch.zeros_like(p)}, sign, spec, fallback=rest)
     return update.init, lambda *args, lr: update.update(*args, lr=lr, fallback_lr=lr)
 
 
 def muon(spec: fs.PartitionSpec) -> Any:
-    rest = from_torch(torch.optim.AdamW, differentiable=True, spec=spec, lr=0.05)
+    rest = adamw(0.05, weight_decay=0.01, spec=spec)
     init, update = fs.optim.muon(spec, dtype=torch.float64, fallback=rest)
     return init, lambda *args, lr: update(*args, lr=lr, fallback_lr=lr)
 
 
 OPTIMIZERS: dict[str, Callable[[fs.PartitionSpec], Any]] = {
-    "AdamW": lambda spec: from_torch(torch.optim.AdamW, differentiable=True, spec=spec, lr=0.05),
-    "SGD": lambda spec: from_torch(torch.optim.SGD, differentiable=True, spec=spec, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "AdamW": lambda spec: adamw(0.05, weight_decay=0.01, spec=spec),
+    "SGD": lambda spec: sgd(0.05, momentum=0.9, spec=spec),
     "muon": muon,
     "owners": by_owners,
 }
@@ -186,7 +186,7 @@ def test_weights_of_a_ranks_own_samples(policy: str) -> None:
 
 def without_a_spec(rank: int) -> None:
     shards = {"": torch.ones(3)}
-    init, update = from_torch(torch.optim.AdamW, differentiable=True)
+    init, update = adamw(0.05)
     slope = torch.func.grad(lambda lr: update(shards, init(shards), shards, lr=lr)[0][""].sum())
     with pytest.raises(RuntimeError, match="lr is differentiated on 2 ranks, of which each has a part"):
         slope(torch.tensor(0.1))

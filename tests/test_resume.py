@@ -40,7 +40,7 @@ def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) 
 
         return fs.optim.from_torch(torch.optim.AdamW, spec=spec, options=decay, lr=0.1, weight_decay=0.5, donate=True)
 
-    def steps(params: fs.Params, state: fs.optim.State, spec: fs.PartitionSpec) -> dict[str, torch.Tensor]:
+    def steps(params: fs.Params, state: dict[str, Any], spec: fs.PartitionSpec) -> dict[str, torch.Tensor]:
         for i in range(2):
             params, state = made(spec).update({key: p.cos() + i for key, p in params.items()}, state, params)
         return fs.gather_full(params, spec)

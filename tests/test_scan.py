@@ -53,7 +53,7 @@ def run_adamw(
     scan: Scan, spec: fs.PartitionSpec, x: Tensor, validation: Tensor, **options: Any
 ) -> Callable[[Tensor, Tensor, fs.Params], Tensor]:
     """A rank's validation loss after clipped steps of AdamW on a schedule, by weights of samples, rate and first params."""
-    init, update = fs.optim.from_torch(torch.optim.AdamW, differentiable=True, spec=spec, eps_root=1e-8)
+    init, update = fs.optim.adamw(1e-3, eps_root=1e-8, weight_decay=1e-2, spec=spec)
     ramp = torch.linspace(0.5, 1.0, STEPS).double()
 
     def after(weights: Tensor, lr: Tensor, params: fs.Params) -> Tensor:
@@ -221,7 +221,7 @@ def test_ranks_with_another_number_of_steps_are_told(gloo2: Pool) -> None:
 
 
 def by_muon(spec: fs.PartitionSpec) -> Any:
-    fallback = fs.optim.from_torch(torch.optim.AdamW, differentiable=True, spec=spec, eps_root=1e-8)
+    fallback = fs.optim.adamw(1e-3, eps_root=1e-8, weight_decay=1e-2, spec=spec)
     init, update = fs.optim.muon(spec, dtype=torch.float64, fallback=fallback)
 
     def step(state: Any, given: tuple[Tensor, Tensor], lr: Tensor) -> Any:
@@ -233,7 +233,7 @@ def by_muon(spec: fs.PartitionSpec) -> Any:
 
 
 def by_accumulate(spec: fs.PartitionSpec, parts: int = 2, keep: Any = "shards") -> Any:
-    init, update = fs.optim.from_torch(torch.optim.AdamW, differentiable=True, spec=spec, eps_root=1e-8)
+    init, update = fs.optim.adamw(1e-3, eps_root=1e-8, weight_decay=1e-2, spec=spec)
 
     def step(state: Any, given: tuple[Tensor, Tensor], lr: Tensor) -> Any:
         params, moments = state
@@ -245,7 +245,7 @@ def by_accumulate(spec: fs.PartitionSpec, parts: int = 2, keep: Any = "shards") 
 
 
 def in_backward(spec: fs.PartitionSpec) -> Any:
-    init, update = fs.optim.from_torch(torch.optim.AdamW, differentiable=True, spec=spec, eps_root=1e-8)
+    init, update = fs.optim.adamw(1e-3, eps_root=1e-8, weight_decay=1e-2, spec=spec)
 
     clipping: Any = {"max_norm": 0.2, "clip": "previous", "norm": torch.tensor(0.5)}
 
@@ -369,7 +369,7 @@ def rate_derivative(eps: float, eps_root: float, gradient: float) -> Tensor:
     """Of the parameter by the gradient's scale, through two steps of Adam."""
     model = nn.Linear(2, 1, bias=False).double()
     spec = fs.policies.whole()(model).on({"shard": 1})
-    init, update = fs.optim.from_torch(torch.optim.Adam, differentiable=True, lr=0.1, eps=eps, eps_root=eps_root, spec=spec)
+    init, update = fs.optim.adam(0.1, eps=eps, eps_root=eps_root, spec=spec)
     first = fs.shard(model, spec)
 
     def after(scale: Tensor) -> Tensor:
@@ -395,8 +395,7 @@ def test_trap_adams_eps_inside_or_outside_of_the_root() -> None:
         assert_close(rate_derivative(eps, eps_root, gradient), want, **EXACT)
         assert want.isfinite().all()
         assert want.any()
-    with pytest.warns(UserWarning, match=r"unit '' has elements whose gradients were all 0.* give eps_root=1e-8"):
-        rate_derivative(1e-8, 0.0, 0.0)
+    assert rate_derivative(1e-8, 0.0, 0.0).isnan().all()
 
 
 @pytest.mark.parametrize("keep", ["shards", "full"])

@@ -34,7 +34,7 @@ def batches(ranks: int) -> Tensor:
     return torch.randn(STEPS, ranks, 4, 5, generator=torch.Generator().manual_seed(1))
 
 
-def train(module: nn.Module, xs: Tensor) -> tuple[fs.Params, fs.optim.State]:
+def train(module: nn.Module, xs: Tensor) -> tuple[fs.Params, dict[str, Any]]:
     """Full parameters after a step on each of this rank's batches, and this rank's optimizer state."""
     replicated, split = specs(module)
     params = fs.shard(module, replicated)

@@ -66,7 +66,7 @@ class Run:
 
     def trained(self, scan: Callable[..., Any], weights: Tensor, grad: Callable[..., Any] = fs.grad) -> Tensor:
         """The loss after training on shards, in steps by this gradient."""
-        init, update = fs.optim.from_torch(torch.optim.AdamW, differentiable=True, spec=self.spec, eps_root=ROOT, **ADAMW)
+        init, update = fs.optim.adamw(spec=self.spec, eps_root=ROOT, **ADAMW)
         params = fs.shard(self.full, self.spec)
 
         def step(state: Any, given: Any) -> Any:

@@ -20,9 +20,8 @@ from .._sharding.full import gather_stored
 from .._slices.pieces import slice_pieces
 from .._spec.local import describe_pieces, piece_offsets
 from .._spec.unit_state import replace_values
-from ..optim._checks import State, copy_like
+from ..optim._checks import State, copy_like, refuse_encoded
 from ..optim._options import ParamOptions, group_by_options
-from ..optim._quantized.slices import refuse_encoded
 from ._ranks import TIMEOUT, connect_ranks
 
 __all__ = ["StateDict", "clean_name", "from_optimizer_state_dict", "optimizer_state_dict", "rekey"]

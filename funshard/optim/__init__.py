@@ -6,14 +6,13 @@ from ._by_matrix.muon import muon, orthogonal
 from ._by_matrix.optimizer import by_matrix
 from ._by_matrix.shampoo import shampoo, soap
 from ._by_matrix.step import MatrixState
-from ._checks import Optimizer
+from ._checks import Optimizer, QuantizedSlice
 from ._compose import accumulate_steps, apply_if_finite, chain, clip_gradients, ema, schedule_lr
 from ._from_torch import from_torch
 from ._matrices.matrices import Matrices, matrices
 from ._matrices.owners import hidden
 from ._norms import axpy, clip_by_global_norm, global_norm, norms, scale, vdot
-from ._quantized.optimizer import decode_state, encode_state, quantized_state
-from ._quantized.slices import QuantizedSlice
+from ._quantized import decode_state, encode_state, quantized_state
 from ._rules import adagrad, adam, adamw, lion, rmsprop, sgd
 from ._schedules import cosine, join, linear, schedule, warmup
 

@@ -15,17 +15,10 @@ from .._core.checks import check_mapping
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from ._quantized.slices import refuse_encoded
 
-__all__ = ["Optimizer", "State", "StateMapping", "Tensors", "break_message", "check_fits", "check_nonnegative", "check_rate"]
-__all__ += [
-    "check_tensors",
-    "copy_like",
-    "is_slice",
-    "is_updated",
-    "named_tensors",
-    "refuse_shared_memory",
-]
+__all__ = ["Optimizer", "QuantizedSlice", "State", "StateMapping", "Tensors", "break_message", "check_fits"]
+__all__ += ["check_nonnegative", "check_rate", "check_tensors", "copy_like", "is_slice", "is_updated", "named_tensors"]
+__all__ += ["refuse_encoded", "refuse_shared_memory"]
 
 
 Tensors = Mapping[str, Tensor]
@@ -115,6 +108,32 @@ def is_updated(tensor: Tensor) -> bool:
 def copy_like(template: Tensor, values: Tensor) -> Tensor:
     """Return a copy of the values where ``template`` lives, in pinned memory if that is pinned."""
     return torch.empty_like(template, dtype=values.dtype, pin_memory=_torch.is_pinned(template)).copy_(values)
+
+
+class QuantizedSlice(NamedTuple):
+    """A rank's slice of a unit's state, in the codec of `quantized_state`.
+
+    No block straddles two parameters or two ranks, so a checkpoint has each parameter's bytes, for any mesh and policy.
+    """
+
+    codes: Tensor
+    """1-D, as long as the slice or, where a code stands for several elements, that much shorter."""
+    scales: Tensor
+    """One for each block, in the dtype that the slice has when it is decoded."""
+
+
+torch.serialization.add_safe_globals([QuantizedSlice])
+
+
+def refuse_encoded(state: Mapping[str, object]) -> None:
+    """Raise TypeError, naming the unit, for a slice in a codec where a state in its own dtypes is expected."""
+    for key, values in state.items():
+        for name, x in values.items() if isinstance(values, Mapping) else ():  # pyright: ignore[reportUnknownVariableType]
+            if isinstance(x, QuantizedSlice):
+                raise TypeError(
+                    f"'{name}' of unit '{key}' is in a codec: expected a state in the optimizer's own dtypes, as "
+                    "optim.decode_state(state, codec, spec=spec) returns it; optim.encode_state is its inverse"
+                )
 
 
 def check_fits(

@@ -121,7 +121,9 @@ def chain(*links: Pair | Link) -> Optimizer:
     if around is None:
         return _chain_pairs([link for link in links if isinstance(link, tuple)])
     outer: Any = links[around]
-    return chain(*links[:around], outer(chain(*links[around + 1 :])))
+    inner = links[around + 1 :]
+    optimizer = outer(inner[0] if len(inner) == 1 else chain(*inner))
+    return chain(*links[:around], optimizer) if around else optimizer
 
 
 def _chain_pairs(pairs: list[Pair]) -> Optimizer:

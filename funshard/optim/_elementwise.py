@@ -87,6 +87,8 @@ def elementwise(
     check_rate(defaults.get("lr"), "from_torch: lr")
     if defaults.get("differentiable") or "eps_root" in defaults:
         raise ValueError(f"from_torch: torch's kernels write in place: for derivatives use {RULES}, and take eps_root")
+    if "device" in defaults:
+        raise ValueError("from_torch: an update runs where the shards are: expected no device=, and on the host fused=True")
     lr = cls([torch.empty(0)], **defaults).defaults.get("lr")
 
     def check(name: str, overrides: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
@@ -20,7 +21,7 @@ from ..collectives._functions import vary
 from ._checks import Tensors
 
 __all__ = ["OptionRanges", "ParamOptions", "SharedOptions", "find_ranges", "group_by_options", "join_ranges", "option_ranges"]
-__all__ += ["padding_masks", "scale_lr", "split_axes", "split_by_options"]
+__all__ += ["padding_masks", "refuse_without_spec", "scale_lr", "split_axes", "split_by_options"]
 
 
 ParamOptions = Callable[[str, Param], Mapping[str, Any]]
@@ -169,7 +170,13 @@ class SharedOptions:
         """Return the option for units split over these axes: itself, unless it is differentiated."""
         if isinstance(option, tuple):
             return tuple(self.over_axes(one, axes) for one in option)  # pyright: ignore[reportUnknownVariableType]
-        if self._spec is None or not axes or not isinstance(option, Tensor) or not _torch.has_derivative(option):
+        if self._spec is None or not axes or not isinstance(option, Tensor):
+            return option
+        if torch.compiler.is_compiling():  # which does not tell; forward it is nothing
+            for name in axes:
+                option = vary(option, self._spec.bound_mesh[name], reduce="sum")
+            return option
+        if not _torch.has_derivative(option):
             return option
         key = id(option), axes
         if key not in self._entered:  # once, so that backward sends one number for many units
@@ -202,3 +209,15 @@ def padding_masks(spec: PartitionSpec | None, params: Tensors, rank: int | None)
         if unit.numel < spec.padded_numel(unit) and tensor.shape == (spec.shard_numel(unit),):
             masks[key] = padding_mask(unit, spec, tensor.device, rank)
     return masks
+
+
+def refuse_without_spec(name: str, rate: object, params: Tensors) -> None:
+    """Raise RuntimeError for a differentiated rate on several ranks, unless tensors have several dimensions: no shards."""
+    if not (isinstance(rate, Tensor) and dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    if all(x.dim() == 1 for x in params.values()) and _torch.has_derivative(rate):
+        raise RuntimeError(
+            f"{name}: lr is differentiated on {dist.get_world_size()} ranks, of which each has a part of the derivative where "
+            "a unit is split, and all of it where it is replicated: expected spec=, by which it is the whole one for every "
+            "unit, or a number"
+        )

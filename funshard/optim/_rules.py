@@ -22,6 +22,7 @@ from ._options import (
     join_ranges,
     option_ranges,
     padding_masks,
+    refuse_without_spec,
     scale_lr,
     split_axes,
     split_by_options,
@@ -86,9 +87,13 @@ def _make_optimizer(
         check_mapping(params)
         check_mapping(grads, "grads")
         check_rate(lr, "lr")
+        if torch.compiler.is_compiling() and isinstance(lr, float):
+            lr = torch.ones((), dtype=torch.float64) * lr  # a value of the graph, and no constant
         updated = {key: find_ranges(ranges, key, x) for key, x in params.items()}
         updated = {key: found.without_cuts() for key, found in updated.items() if is_updated(params[key])}
         check_fits(grads, state, params, dict.fromkeys(updated, names), numbers)
+        if spec is None and not torch.compiler.is_compiling():
+            refuse_without_spec(name, lr if lr is not None else learning_rate, params)
         shared = SharedOptions(spec)
         is_derived = not torch.compiler.is_compiling() and any(map(_torch.has_derivative, grads.values()))
         masks = padding_masks(spec if is_derived else None, {key: params[key] for key in updated}, rank)
@@ -133,12 +138,12 @@ def _make_optimizer(
 
 def _number(x: Any) -> Any:
     """Return a number, in a graph in memory: inductor would compute an expression of it for each element again."""
-    return x.as_strided((), ()) if isinstance(x, Tensor) and not x.dim() and _torch.is_in_graph() else x
+    return x.as_strided((), ()) if isinstance(x, Tensor) and not x.dim() and torch.compiler.is_compiling() else x
 
 
 def _add(x: Tensor, y: Tensor, factor: Any) -> Tensor:
     """Return ``x + factor * y``, rounded as torch's optimizers do."""
-    return x + factor * y if isinstance(factor, Tensor) else torch.add(x, y, alpha=factor)
+    return x + _number(factor) * y if isinstance(factor, Tensor) else torch.add(x, y, alpha=factor)
 
 
 def _lerp(x: Tensor, y: Tensor, weight: Any) -> Tensor:
@@ -202,8 +207,8 @@ def adam(
         b2: The decay of the average v of their squares.
         eps: Added to the root.
         eps_root: Added under the root. Without it, derivatives are NaN where all gradients of an element were 0.
-        spec: The spec of the shards, for ``options``, and so that the derivative of a shared learning rate is whole on every
-            rank.
+        spec: The spec of the shards, for ``options``, and for derivatives: that of a shared learning rate is whole on every
+            rank, and padding has none.
         options: ``options(name, param)`` replaces these for a parameter, such as ``{"eps": 1e-6}``; an ``lr`` keeps its
             ratio to ``learning_rate``. Needs ``spec``.
         rank: The rank of the shards, as in `param_views`; by default this process's.
@@ -334,7 +339,7 @@ def _step_rmsprop(
         square = torch.addcmul(square, new["grad_avg"], new["grad_avg"], value=-1)
     root = (square + eps).sqrt() if eps_in_sqrt else square.sqrt() + eps
     if momentum is None:
-        return param - grad * lr / root, new
+        return param - grad * _number(lr) / root, new
     new["momentum_buffer"] = slots["momentum_buffer"] * momentum + grad / root
     return _add(param, new["momentum_buffer"], -lr), new
 
@@ -367,4 +372,4 @@ def _step_adagrad(
 ) -> tuple[Tensor, Slots]:
     total = torch.addcmul(slots["sum"], grad, grad)
     root = (total + eps).sqrt() if eps_in_sqrt else total.sqrt() + eps
-    return param - grad * lr / root, {"sum": total}
+    return param - grad * _number(lr) / root, {"sum": total}
