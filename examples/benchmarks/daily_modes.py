@@ -233,7 +233,7 @@ PARTS: dict[str, dict[str, Build]] = {
         "FSDP2": update_fsdp2(scaled=False),
         "FSDP2, GradScaler": update_fsdp2(scaled=True),
         "fs": update(lambda pair, spec: pair),
-        "fs, apply_if_finite": update(fs.optim.apply_if_finite),
+        "fs, apply_if_finite": update(lambda pair, spec: fs.optim.apply_if_finite(spec)(pair)),
     },
     "state": {
         "float32": update(lambda pair, spec: pair, align=256),

@@ -120,7 +120,7 @@ def unsharded(model: nn.Module) -> Step:
     return stepping(update, params, (momentum, begin({name: params[name] for name in others})))
 
 
-def muon(matrices: fs.optim.Matrices) -> fs.optim.MatrixOptimizer:
+def muon(matrices: fs.optim.Matrices) -> fs.optim.Optimizer:
     return fs.optim.muon(matrices, lr=LR, weight_decay=DECAY, dtype=torch.float32, fallback=adamw(), donate=True)
 
 

@@ -89,7 +89,8 @@ def fsdp2_adamw(model: nn.Module) -> Step:
 def adamw(*, compile_grad: bool = False, compile_step: bool = False) -> Callable[[nn.Module], Step]:
     def build(model: nn.Module) -> Step:
         spec = fs.by_type(Block)(model).bound
-        init, update = fs.optim.from_torch(torch.optim.AdamW, fused=True, donate=not compile_step)
+        fused = fs.optim.from_torch(torch.optim.AdamW, fused=True, donate=True)
+        init, update = fs.optim.adamw(1e-3, weight_decay=1e-2) if compile_step else fused
         params = fs.shard(model, spec)
         model.to("meta")
         grad = fs.grad_and_value(lambda p, x, y: loss_of(fs.functional_call(model, p, (x,), spec=spec), y))

@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import funshard as fs
 
-ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "eps": 1e-8}
+ADAMW: dict[str, Any] = {"learning_rate": 1e-3, "weight_decay": 0.01, "eps": 1e-8}
 ROOT = 1e-12
 SCANS: dict[str, dict[str, Any]] = {"sqrt": {}, "log": {"segments": "log"}, "all": {"segments": "all"}}
 MODES = ("loop", *SCANS, "forward mode", "TorchOpt")
@@ -82,7 +82,7 @@ class Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import torchopt
-        optimizer = torchopt.adamw(ADAMW["lr"], eps=ADAMW["eps"], eps_root=ROOT, weight_decay=ADAMW["weight_decay"])
+        optimizer = torchopt.adamw(ADAMW["learning_rate"], eps=ADAMW["eps"], eps_root=ROOT, weight_decay=ADAMW["weight_decay"])
         params: Any = self.full
         state = optimizer.init(params)
         for given in zip(self.x[:-1], self.y[:-1], weights, strict=True):

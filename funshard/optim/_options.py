@@ -172,7 +172,7 @@ class SharedOptions:
             return tuple(self.over_axes(one, axes) for one in option)  # pyright: ignore[reportUnknownVariableType]
         if self._spec is None or not axes or not isinstance(option, Tensor):
             return option
-        if torch.compiler.is_compiling():  # which does not tell; forward it is nothing
+        if _torch.is_in_dynamo():  # which does not tell; forward it is nothing
             for name in axes:
                 option = vary(option, self._spec.bound_mesh[name], reduce="sum")
             return option

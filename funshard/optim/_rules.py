@@ -87,15 +87,15 @@ def _make_optimizer(
         check_mapping(params)
         check_mapping(grads, "grads")
         check_rate(lr, "lr")
-        if torch.compiler.is_compiling() and isinstance(lr, float):
+        if _torch.is_in_dynamo() and isinstance(lr, float):
             lr = torch.ones((), dtype=torch.float64) * lr  # a value of the graph, and no constant
         updated = {key: find_ranges(ranges, key, x) for key, x in params.items()}
         updated = {key: found.without_cuts() for key, found in updated.items() if is_updated(params[key])}
         check_fits(grads, state, params, dict.fromkeys(updated, names), numbers)
-        if spec is None and not torch.compiler.is_compiling():
+        if spec is None and not _torch.is_in_dynamo():
             refuse_without_spec(name, lr if lr is not None else learning_rate, params)
         shared = SharedOptions(spec)
-        is_derived = not torch.compiler.is_compiling() and any(map(_torch.has_derivative, grads.values()))
+        is_derived = not _torch.is_in_dynamo() and any(map(_torch.has_derivative, grads.values()))
         masks = padding_masks(spec if is_derived else None, {key: params[key] for key in updated}, rank)
         new_params = dict(params)
         new_state = {key: dict(values) for key, values in state.items()}
@@ -138,7 +138,7 @@ def _make_optimizer(
 
 def _number(x: Any) -> Any:
     """Return a number, in a graph in memory: inductor would compute an expression of it for each element again."""
-    return x.as_strided((), ()) if isinstance(x, Tensor) and not x.dim() and torch.compiler.is_compiling() else x
+    return x.as_strided((), ()) if isinstance(x, Tensor) and not x.dim() and _torch.is_in_dynamo() else x
 
 
 def _add(x: Tensor, y: Tensor, factor: Any) -> Tensor:
