@@ -164,7 +164,7 @@ def check_fits(
         if key not in grads:
             raise ValueError(f"unit '{key}' has no gradient: expected one for each of the params, got {[*grads][:8]}")
         _check_like(f"the gradient of unit '{key}'", grads[key], param)
-        if set(state[key]) != expected:
+        if frozenset(state[key]) != expected:
             raise ValueError(f"the state of unit '{key}': expected {sorted(expected)}, got {sorted(state[key])}")
         for name, tensor in state[key].items():
             if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]

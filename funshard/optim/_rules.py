@@ -43,12 +43,12 @@ def _make_optimizer(
     rule: Rule,
     learning_rate: Rate,
     slots: Mapping[str, float],
+    hyper: Mapping[str, Any],
     own: tuple[PartitionSpec | None, ParamOptions | None, int | None],
     *,
     counts: bool = True,
-    **hyper: Any,
 ) -> Optimizer:
-    """Return the pair of a rule; ``slots`` are the initial values, ``own`` the public ``(spec, options, rank)``."""
+    """Return the pair of a rule; ``slots`` are initial values, ``hyper`` its options, ``own`` the ``(spec, options, rank)``."""
     spec, options, rank = own
     if not callable(learning_rate):
         check_rate(learning_rate, f"{name}: learning_rate", optional=False)
@@ -151,8 +151,9 @@ def _lerp(x: Tensor, y: Tensor, weight: Any) -> Tensor:
 
 
 def _average_square(x: Tensor, grad: Tensor, decay: Any) -> Tensor:
-    scaled = (1 - decay) * grad if isinstance(decay, Tensor) else None
-    return torch.addcmul(x * decay, grad, grad, value=1 - decay) if scaled is None else x * decay + scaled * grad
+    if isinstance(decay, Tensor):
+        return x * decay + (1 - decay) * grad * grad
+    return torch.addcmul(x * decay, grad, grad, value=1 - decay)
 
 
 def sgd(
@@ -172,7 +173,7 @@ def sgd(
     """
     slots = {} if momentum is None else {"momentum_buffer": 0.0}
     hyper = {"momentum": momentum, "nesterov": nesterov}
-    return _make_optimizer("sgd", _step_sgd, learning_rate, slots, (spec, options, rank), counts=False, **hyper)
+    return _make_optimizer("sgd", _step_sgd, learning_rate, slots, hyper, (spec, options, rank), counts=False)
 
 
 def _step_sgd(
@@ -250,7 +251,7 @@ def adamw(
     """
     hyper = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
     slots = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
-    return _make_optimizer("adamw", _step_adamw, learning_rate, slots, (spec, options, rank), **hyper)
+    return _make_optimizer("adamw", _step_adamw, learning_rate, slots, hyper, (spec, options, rank))
 
 
 def _step_adamw(
@@ -291,8 +292,8 @@ def lion(
     Source: ``optax.lion``; Chen et al., Symbolic Discovery of Optimization Algorithms, 2023.
     """
     hyper = {"b1": b1, "b2": b2, "weight_decay": weight_decay}
-    own = spec, options, rank
-    return _make_optimizer("lion", _step_lion, learning_rate, {"exp_avg": 0.0}, own, counts=False, **hyper)
+    slots = {"exp_avg": 0.0}
+    return _make_optimizer("lion", _step_lion, learning_rate, slots, hyper, (spec, options, rank), counts=False)
 
 
 def _step_lion(
@@ -326,7 +327,7 @@ def rmsprop(
     slots |= {"grad_avg": 0.0} if centered else {}
     slots |= {} if momentum is None else {"momentum_buffer": 0.0}
     hyper = {"decay": decay, "eps": eps, "eps_in_sqrt": eps_in_sqrt, "momentum": momentum}
-    return _make_optimizer("rmsprop", _step_rmsprop, learning_rate, slots, (spec, options, rank), **hyper)
+    return _make_optimizer("rmsprop", _step_rmsprop, learning_rate, slots, hyper, (spec, options, rank))
 
 
 def _step_rmsprop(
@@ -364,7 +365,7 @@ def adagrad(
     hyper = {"eps": eps, "eps_in_sqrt": eps_in_sqrt}
     check_nonnegative("adagrad", initial_accumulator_value=initial_accumulator_value)
     slots = {"sum": initial_accumulator_value}
-    return _make_optimizer("adagrad", _step_adagrad, learning_rate, slots, (spec, options, rank), **hyper)
+    return _make_optimizer("adagrad", _step_adagrad, learning_rate, slots, hyper, (spec, options, rank))
 
 
 def _step_adagrad(

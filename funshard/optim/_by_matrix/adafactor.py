@@ -74,7 +74,8 @@ def adafactor(
         rows, columns = (*param.shape[:-1], 1), (*param.shape[:-2], 1, param.shape[-1])
         return step | {"row_var": param.new_zeros(rows), "col_var": param.new_zeros(columns)}
 
-    def update(grad: Tensor, state: Tensors, param: Tensor, *, lr: Any, weight_decay: Any) -> tuple[Tensor, Tensors]:
+    def update(grad: Tensor, state: Tensors, param: Tensor, /, **rates: Any) -> tuple[Tensor, Tensors]:
+        lr, weight_decay = rates["lr"], rates["weight_decay"]
         grad = -grad if maximize else grad
         smallest = torch.finfo(param.dtype).eps if eps is None else eps
         new: dict[str, Tensor] = {"step": state["step"] + 1}
@@ -93,7 +94,8 @@ def adafactor(
         length = direction.norm(2).double() / (direction.numel() ** 0.5 * clipping_threshold)
         return (param * (1 - lr * weight_decay) - direction * (rate / length.clamp(min=1))).to(param.dtype), new
 
-    rule = rule_from_update(init, update, [(m.shape, m.unit.dtype) for m in known.chosen])
+    kinds = [(m.shape, m.unit.dtype) for m in known.chosen]
+    rule = rule_from_update(init, update, kinds)
     resolved = resolve_options("adafactor", known, {"lr": learning_rate, "weight_decay": weight_decay}, options)
     fallback = partial(_refuse_update, known.spec), lambda grads, state, params, **rates: (dict(params), dict(state))
     return optimizer_from_rule(

@@ -313,7 +313,7 @@ def _fallback_adamw(known: Matrices, lr: float, weight_decay: float, options: Pa
 
     own: dict[str, Any] = {} if options is None else {"spec": known.spec, "options": adamw_options}
     fast = elementwise(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, donate=donate, **own)
-    rule = adamw(lr, weight_decay=weight_decay, **{"spec": known.spec, **own})
+    rule = adamw(lr, weight_decay=weight_decay, spec=known.spec, options=adamw_options if own else None)
 
     def update(grads: Tensors, state: Any, params: Tensors, **rates: Any) -> tuple[Params, Any]:
         given = [x for x in pytree.tree_leaves((grads, state, params, rates)) if isinstance(x, Tensor)]
