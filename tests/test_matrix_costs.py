@@ -19,7 +19,7 @@ from torch.distributed import init_device_mesh
 import funshard as fs
 from funshard import P
 from funshard.collectives import ProcessAxis
-from funshard.optim._by_matrix import muon as muon_module
+from funshard.optim._by_matrix import rules as muon_module
 
 # --- what is sent ---
 

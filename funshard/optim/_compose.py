@@ -56,13 +56,6 @@ def _make_transformation(init: Callable[[Any], Any], update: Any) -> Optimizer:
     return Optimizer(init, update)
 
 
-def _check_state(who: str, state: object, kind: type[object]) -> None:
-    """Raise TypeError unless this is a state of the optimizer that ``who`` makes: not that of the optimizer inside it."""
-    if not isinstance(state, kind):
-        got = type(state).__name__
-        raise TypeError(f"{who}: state: expected {kind.__name__}, as init(params) or an update returns, got {got}")
-
-
 def _read_flag(flag: Tensor) -> bool | None:
     """Return a flag's value, True for a fake tensor (`plan`); None while a compiler records, or if simulated ranks differ."""
     if _torch.is_in_graph() or _torch.is_tracing():
@@ -72,6 +65,30 @@ def _read_flag(flag: Tensor) -> bool | None:
         return True
     found = set[bool](values.reshape(-1).tolist())
     return found.pop() if len(found) == 1 else None
+
+
+def _make_link(
+    who: str, kind: type[Any], begin: Callable[[Any, Tensors], Any], step: Callable[..., tuple[Mapping[str, Tensor], Any]]
+) -> Link:
+    """Return the link of ``begin(inner state, params)`` and ``step(update, grads, state, params, **rates)``."""
+
+    def link(optimizer: Pair) -> Optimizer:
+        check_optimizer(who, optimizer)
+
+        def init(params: Tensors, /) -> Any:
+            return begin(optimizer[0](params), params)
+
+        def update(grads: Tensors, state: Any, params: Tensors, /, **rates: Any) -> tuple[Params, Any]:
+            check_tensors(grads, "grads")
+            if not isinstance(state, kind):
+                got = type(state).__name__
+                raise TypeError(f"{who}: state: expected {kind.__name__}, as init(params) or an update returns, got {got}")
+            new, after = step(optimizer[1], grads, state, params, **rates)
+            return dict(new), after
+
+        return Optimizer(init, update)
+
+    return link
 
 
 def chain(*links: Pair | Link) -> Optimizer:
@@ -217,41 +234,29 @@ def accumulate_steps(k: int) -> Link:
     if k < 1:
         raise ValueError(f"accumulate_steps: expected k of 1 or more, got {k}")
 
-    def link(optimizer: Pair) -> Optimizer:
-        check_optimizer("accumulate_steps", optimizer)
-        begin, apply = optimizer
+    def begin(inner: Any, params: Tensors) -> AccumulationState:
+        sums = {key: torch.zeros_like(upcast(x)) for key, x in params.items() if is_updated(x)}
+        return AccumulationState(inner, torch.zeros((), dtype=torch.int64), sums)
 
-        def init(params: Tensors, /) -> AccumulationState:
-            sums = {key: torch.zeros_like(upcast(x)) for key, x in params.items() if is_updated(x)}
-            return AccumulationState(begin(params), torch.zeros((), dtype=torch.int64), sums)
-
-        def update(
-            grads: Tensors, state: AccumulationState, params: Tensors, /, **rates: Any
-        ) -> tuple[Params, AccumulationState]:
-            check_mapping(grads, "grads")
-            _check_state("accumulate_steps", state, AccumulationState)
-            for key in state.sums:
-                if key not in grads:
-                    raise ValueError(
-                        f"accumulate_steps: unit '{key}' has no gradient: expected those of all units, got {[*grads][:8]}"
-                    )
-            count = read_count(state.num_summed, "accumulate_steps", planned=k - 1) + 1
-            if count > k:
+    def step(update: Any, grads: Tensors, state: AccumulationState, params: Tensors, **rates: Any) -> tuple[Tensors, Any]:
+        for key in state.sums:
+            if key not in grads:
                 raise ValueError(
-                    f"accumulate_steps: the state has {count - 1} gradients of a larger k: expected less than k={k}"
+                    f"accumulate_steps: unit '{key}' has no gradient: expected those of all units, got {[*grads][:8]}"
                 )
-            sums = {key: total + upcast(grads[key]) for key, total in state.sums.items()}
-            if count < k:
-                return dict(params), AccumulationState(state.inner, state.num_summed + 1, sums)
-            means = {key: (sums[key] / k).to(g.dtype) if key in sums else g for key, g in grads.items()}
-            new, inner = apply(means, state.inner, params, **rates)
-            zeros = {key: torch.zeros_like(total) for key, total in sums.items()}
-            return dict(new), AccumulationState(inner, torch.zeros_like(state.num_summed), zeros)
+        count = read_count(state.num_summed, "accumulate_steps", planned=k - 1) + 1
+        if count > k:
+            raise ValueError(f"accumulate_steps: the state has {count - 1} gradients of a larger k: expected less than k={k}")
+        sums = {key: total + upcast(grads[key]) for key, total in state.sums.items()}
+        if count < k:
+            return params, AccumulationState(state.inner, state.num_summed + 1, sums)
+        means = {key: (sums[key] / k).to(g.dtype) if key in sums else g for key, g in grads.items()}
+        new, inner = update(means, state.inner, params, **rates)
+        zeros = {key: torch.zeros_like(total) for key, total in sums.items()}
+        return new, AccumulationState(inner, torch.zeros_like(state.num_summed), zeros)
 
-        why = "whether it steps is a branch on the host"
-        return Optimizer(init, _torch.disable_in_graph(break_message("accumulate_steps", why))(update))
-
-    return link
+    reason = break_message("accumulate_steps", "whether it steps is a branch on the host")
+    return _make_link("accumulate_steps", AccumulationState, begin, _torch.disable_in_graph(reason)(step))
 
 
 class EmaState(NamedTuple):
@@ -289,24 +294,17 @@ def ema(decay: float | Callable[[Tensor], float | Tensor], *, dtype: torch.dtype
     if not callable(decay):
         check_decay(decay)
 
-    def link(optimizer: Pair) -> Optimizer:
-        check_optimizer("ema", optimizer)
-        begin, apply = optimizer
+    def begin(inner: Any, params: Tensors) -> EmaState:
+        dtypes = {key: dtype or torch.promote_types(x.dtype, torch.float32) for key, x in params.items() if is_averaged(x)}
+        average = {key: x.to(dtypes.get(key, x.dtype), copy=True) for key, x in params.items()}
+        return EmaState(inner, average, torch.zeros((), dtype=torch.int64))
 
-        def init(params: Tensors, /) -> EmaState:
-            dtypes = {key: dtype or torch.promote_types(x.dtype, torch.float32) for key, x in params.items() if is_averaged(x)}
-            average = {key: x.to(dtypes.get(key, x.dtype), copy=True) for key, x in params.items()}
-            return EmaState(begin(params), average, torch.zeros((), dtype=torch.int64))
+    def step(update: Any, grads: Tensors, state: EmaState, params: Tensors, **rates: Any) -> tuple[Tensors, Any]:
+        new, inner = update(grads, state.inner, params, **rates)
+        weight = decay(state.step) if callable(decay) else decay
+        return new, EmaState(inner, update_average(state.average, new, weight), state.step + 1)
 
-        def update(grads: Tensors, state: EmaState, params: Tensors, /, **rates: Any) -> tuple[Params, EmaState]:
-            _check_state("ema", state, EmaState)
-            new, inner = apply(grads, state.inner, params, **rates)
-            weight = decay(state.step) if callable(decay) else decay
-            return dict(new), EmaState(inner, update_average(state.average, new, weight), state.step + 1)
-
-        return Optimizer(init, update)
-
-    return link
+    return _make_link("ema", EmaState, begin, step)
 
 
 class FiniteState(NamedTuple):
@@ -352,42 +350,34 @@ def apply_if_finite(spec: PartitionSpec, *, max_consecutive: int | None = None) 
     if max_consecutive is not None and max_consecutive < 0:
         raise ValueError(f"apply_if_finite: max_consecutive: expected a number from 0 on, or None, got {max_consecutive}")
 
-    def link(optimizer: Pair) -> Optimizer:
-        check_optimizer("apply_if_finite", optimizer)
-        begin, apply = optimizer
+    def begin(inner: Any, params: Tensors) -> FiniteState:
+        device = next((x.device for x in params.values()), None)  # where the gradients are: a graph counts without a copy
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return FiniteState(inner, zero, zero.clone())
 
-        def init(params: Tensors, /) -> FiniteState:
-            device = next((x.device for x in params.values()), None)  # where the gradients are: a graph counts without a copy
-            zero = torch.zeros((), dtype=torch.int64, device=device)
-            return FiniteState(begin(params), zero, zero.clone())
+    def step(update: Any, grads: Tensors, state: FiniteState, params: Tensors, **rates: Any) -> tuple[Tensors, Any]:
+        bound = bind_spec(spec)
+        check_spans_world(bound.bound_mesh, "apply_if_finite")
+        nonfinite = find_nonfinite({key: g.detach() for key, g in grads.items()}, bound)
+        finite = agree_finite(nonfinite, bound)
+        applies = _read_flag(finite)
+        if applies is None and max_consecutive is not None:
+            raise ValueError(
+                "apply_if_finite: max_consecutive: an error needs the host, which reads no value in a graph: expected None, "
+                "and a look at state.consecutive after the step"
+            )
+        if applies is None:
+            return _select_step(update, finite, grads, state, params, rates)
+        if not applies:
+            return params, _count_skipped(state, nonfinite, [*grads], max_consecutive)
+        new, inner = update(grads, state.inner, params, **rates)
+        return new, FiniteState(inner, torch.zeros_like(state.consecutive), state.total)
 
-        def update(grads: Tensors, state: FiniteState, params: Tensors, /, **rates: Any) -> tuple[Params, FiniteState]:
-            check_tensors(grads, "grads")
-            _check_state("apply_if_finite", state, FiniteState)
-            bound = bind_spec(spec)
-            check_spans_world(bound.bound_mesh, "apply_if_finite")
-            nonfinite = find_nonfinite({key: g.detach() for key, g in grads.items()}, bound)
-            finite = agree_finite(nonfinite, bound)
-            applies = _read_flag(finite)
-            if applies is None and max_consecutive is not None:
-                raise ValueError(
-                    "apply_if_finite: max_consecutive: an error needs the host, which reads no value in a graph: expected "
-                    "None, and a look at state.consecutive after the step"
-                )
-            if applies is None:
-                return _select_step(optimizer, finite, grads, state, params, rates)
-            if not applies:
-                return dict(params), _count_skipped(state, nonfinite, [*grads], max_consecutive)
-            new, inner = apply(grads, state.inner, params, **rates)
-            return dict(new), FiniteState(inner, torch.zeros_like(state.consecutive), state.total)
-
-        return Optimizer(init, update)
-
-    return link
+    return _make_link("apply_if_finite", FiniteState, begin, step)
 
 
 def _select_step(
-    optimizer: Pair, finite: Tensor, grads: Tensors, state: FiniteState, params: Tensors, rates: Mapping[str, Any]
+    update: Any, finite: Tensor, grads: Tensors, state: FiniteState, params: Tensors, rates: Mapping[str, Any]
 ) -> tuple[Params, FiniteState]:
     """Return the step's result if ``finite``, else what was given, without a branch on the host.
 
@@ -396,7 +386,7 @@ def _select_step(
     safe = {key: torch.where(finite.to(g.device), g, torch.ones_like(g)) for key, g in grads.items()}
     given = dict(params), state.inner
     copied, inner = pytree.tree_map_only(Tensor, torch.clone, given)
-    new, inner = optimizer[1](safe, inner, copied, **rates)
+    new, inner = update(safe, inner, copied, **rates)
     new, inner = select_if_finite(finite, (dict(new), inner), given)
     consecutive, total = state.consecutive.to(finite.device), state.total.to(finite.device)
     skipped = (~finite).to(total.dtype)
@@ -456,22 +446,13 @@ def schedule_lr(rate: Callable[[Tensor], float | Tensor]) -> Link:
         ({'': tensor([0.5000, 0.5000])}, tensor(1))
     """
 
-    def link(optimizer: Pair) -> Optimizer:
-        check_optimizer("schedule_lr", optimizer)
-        begin, apply = optimizer
+    def begin(inner: Any, params: Tensors) -> ScheduleState:
+        return ScheduleState(inner, torch.zeros((), dtype=torch.int64))
 
-        def init(params: Tensors, /) -> ScheduleState:
-            return ScheduleState(begin(params), torch.zeros((), dtype=torch.int64))
+    def step(update: Any, grads: Tensors, state: ScheduleState, params: Tensors, **rates: Any) -> tuple[Tensors, Any]:
+        if "lr" in rates:
+            raise TypeError("schedule_lr: its schedule gives lr=: expected no other one, or the optimizer without schedule_lr")
+        new, inner = update(grads, state.inner, params, lr=rate(state.step), **rates)
+        return new, ScheduleState(inner, state.step + 1)
 
-        def update(grads: Tensors, state: ScheduleState, params: Tensors, /, **rates: Any) -> tuple[Params, ScheduleState]:
-            if "lr" in rates:
-                raise TypeError(
-                    "schedule_lr: its schedule gives lr=: expected no other one, or the optimizer without schedule_lr"
-                )
-            _check_state("schedule_lr", state, ScheduleState)
-            new, inner = apply(grads, state.inner, params, lr=rate(state.step), **rates)
-            return dict(new), ScheduleState(inner, state.step + 1)
-
-        return Optimizer(init, update)
-
-    return link
+    return _make_link("schedule_lr", ScheduleState, begin, step)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from .._core.spec import PartitionSpec
-from ._by_matrix.adafactor import adafactor
-from ._by_matrix.muon import muon
+from ._by_matrix.rules import adafactor, muon
 from ._checks import Optimizer, check_rate
 from ._elementwise import InitialState, elementwise
 from ._matrices.matrices import Matrices

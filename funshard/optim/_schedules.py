@@ -133,10 +133,6 @@ def warmup(schedule: Schedule, steps: int, init_value: float = 0.0) -> Schedule:
 # --- torch's schedulers, by a table of their rates ---
 
 
-FIRST_RATES = 1024
-"""How many steps' rates are computed first; then always twice as many, so that each step costs two of the scheduler's."""
-
-
 class _RateHolder(torch.optim.Optimizer):
     """An optimizer for a scheduler to set the rate of: it has no momentum or other option, and its step does nothing."""
 
@@ -175,17 +171,25 @@ def schedule(scheduler: Callable[..., Any], lr: float, **options: Any) -> Callab
         [0.5, 0.5, 0.05, 0.05]
     """
     name = getattr(scheduler, "__name__", str(scheduler))
-    make = functools.partial(scheduler, **options)
-    _begin_schedule(name, make, lr)
-    compute = functools.lru_cache(maxsize=None)(functools.partial(_compute_rates, name, make, lr))
+    holder, made = _begin_schedule(name, functools.partial(scheduler, **options), lr)
+    (group,) = holder.param_groups
+    rates = [float(group["lr"])]
 
     def rate(step: int | Tensor) -> float:
         at = read_count(step, f"schedule: {name}") if isinstance(step, Tensor) else step
         if at < 0:
             raise ValueError(f"schedule: {name}: expected a step from 0 on, got {at}")
-        rates, error = compute(max(FIRST_RATES, 1 << at.bit_length()))
-        if at >= len(rates):
-            raise ValueError(f"schedule: {name}: expected a step below {len(rates)}, got {at}: {error}") from error
+        while len(rates) <= at:
+            holder.step()
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings(
+                        "ignore", "The epoch parameter in `scheduler.step"
+                    )  # torch's own SequentialLR gives it
+                    made.step()
+            except Exception as error:  # such as that of OneCycleLR after its last step
+                raise ValueError(f"schedule: {name}: expected a step below {len(rates)}, got {at}: {error}") from error
+            rates.append(float(group["lr"]))
         return rates[at]
 
     return _torch.disable_in_graph(break_message("schedule", "torch's scheduler computes on the host"))(rate)
@@ -208,22 +212,3 @@ def _begin_schedule(name: str, make: Callable[[torch.optim.Optimizer], Any], lr:
     if not (isinstance(made, torch.optim.lr_scheduler.LRScheduler) and made.optimizer is holder):
         raise TypeError(f"schedule: {name}: expected a scheduler of torch for the optimizer that it is given, got {made!r}")
     return holder, made
-
-
-def _compute_rates(
-    name: str, make: Callable[[torch.optim.Optimizer], Any], lr: float, count: int
-) -> tuple[list[float], Exception | None]:
-    """Return the rates of the first ``count`` steps, and the scheduler's error if it ends before."""
-    holder, made = _begin_schedule(name, make, lr)
-    (group,) = holder.param_groups
-    rates = [float(group["lr"])]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")  # torch's own SequentialLR gives it
-        while len(rates) < count:
-            holder.step()
-            try:
-                made.step()
-            except Exception as error:  # such as that of OneCycleLR after its last step
-                return rates, error
-            rates.append(float(group["lr"]))
-    return rates, None
