@@ -79,9 +79,6 @@ def muon(
         fallback: As in `by_matrix`; by default AdamW with this ``lr`` and ``weight_decay``.
         donate: As in `by_matrix`.
 
-    Returns:
-        An `Optimizer`.
-
     Raises:
         ValueError: An option is out of range, and as in `by_matrix`.
         TypeError: A matrix is complex.
@@ -271,9 +268,6 @@ def shampoo(
         fallback: As in `muon`.
         donate: As in `by_matrix`.
 
-    Returns:
-        An `Optimizer`.
-
     Raises:
         ValueError: An option is out of range, and as in `by_matrix`.
         TypeError: A matrix is complex.
@@ -375,9 +369,6 @@ def soap(
         options: As in `muon`, ``lr`` and ``weight_decay``.
         fallback: As in `muon`.
         donate: As in `by_matrix`.
-
-    Returns:
-        An `Optimizer`.
 
     Raises:
         ValueError: An option is out of range, and as in `by_matrix`.
