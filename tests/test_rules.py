@@ -123,6 +123,24 @@ def test_derivatives_batches_and_graphs(name: str) -> None:
     assert_close(compiled(x, lr), torch.func.grad(loss, (0, 1))(x, lr))
 
 
+def test_adafactor_is_a_rule_of_whole_matrices() -> None:
+    """With derivatives by parameters, gradients and a rate, and in a graph; its steps are compared in test_matrix_steps."""
+    model = nn.Linear(3, 2).double()
+    spec = fs.policies.whole()(model).on({"shard": 1})
+    init, update = optim.adafactor(0.1, spec)
+    shards = fs.shard(model, spec)
+    state = init(shards)
+
+    def after(x: Tensor, lr: Tensor) -> Tensor:
+        return update({"": x.cos()}, state, {"": x}, lr=lr)[0][""][:8]
+
+    x, lr = shards[""].clone().requires_grad_(), torch.tensor(0.1).double().requires_grad_()
+    assert torch.autograd.gradcheck(after, (x, lr))
+    torch._dynamo.reset()
+    grads = {"": torch.ones_like(shards[""])}
+    assert_close(fs.compile(update, backend="aot_eager")(grads, state, shards)[0], update(grads, state, shards)[0])
+
+
 def test_zeros_need_a_root() -> None:
     """Where all gradients of an element were 0, the root has no derivative without ``eps_root``."""
     x = torch.tensor([1.0, 0.0]).double()
