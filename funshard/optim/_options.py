@@ -16,7 +16,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
 from .._slices.pieces import padding_mask, param_views
-from .._spec.precision import check_trainable
+from .._spec.codec import check_trainable
 from ..collectives._functions import vary
 from ._checks import Tensors
 

@@ -18,7 +18,7 @@ from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._slices.pieces import zero_padding
 from .._slices.random_slices import draw_like, draw_uniform, hash_text
-from .._spec.precision import Codec
+from .._spec.codec import Codec
 from .._spec.unit_state import UnitState, replace_values
 from ._checks import Optimizer, QuantizedSlice, Tensors, copy_like, refuse_shared_memory
 from ._compose import Pair, check_optimizer
