@@ -19,7 +19,7 @@ class RemotePath(os.PathLike[str]):
         from fsspec.core import url_to_fs  # which local paths do not need
 
         self._url = url.rstrip("/")
-        found: tuple[Any, str] = url_to_fs(self._url)
+        found: tuple[Any, str] = url_to_fs(self._url, use_listings_cache=False)
         self._fs, self._path = found
 
     def __fspath__(self) -> str:
@@ -33,10 +33,12 @@ class RemotePath(os.PathLike[str]):
 
     @property
     def name(self) -> str:
+        """The last part of the path."""
         return self._url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
+        """The directory that the path is in."""
         return RemotePath(self._url.rpartition("/")[0])
 
     def open(self, mode: str, buffering: int = -1) -> Any:
@@ -44,15 +46,15 @@ class RemotePath(os.PathLike[str]):
         return self._fs.open(self._path, mode)
 
     def is_file(self) -> bool:
+        """Return whether a file is there."""
         return self._fs.isfile(self._path)
 
     def is_dir(self) -> bool:
         """Return whether files are below the path."""
-        self._fs.invalidate_cache()
         return self._fs.isdir(self._path)
 
     def exists(self) -> bool:
-        self._fs.invalidate_cache()
+        """Return whether anything is there."""
         return self._fs.exists(self._path)
 
     def stat(self) -> Any:
@@ -60,7 +62,7 @@ class RemotePath(os.PathLike[str]):
         return types.SimpleNamespace(st_size=self._fs.size(self._path), st_mtime_ns=0)
 
     def iterdir(self) -> Iterator[RemotePath]:
-        self._fs.invalidate_cache()
+        """Yield what is in the directory."""
         return (self / path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False))
 
     def mkdir(self) -> None:
