@@ -84,7 +84,7 @@ def _compare_counts(
         if group is None and n > 1:  # every rank is taken to send what this one does
             return send, [send[here]] * n if receive is None else receive
         own = _Row(error, (str(x.dtype), [*x.shape[1:]]), size, send, receive)
-        every = [_Row(*row) for row in group.all_gather_object((*own,))] if group else [own]
+        every: list[_Row] = group.all_gather_object(own) if group else [own]
         _check_rows(every, group.ranks if group else (0,))
         return send, [row.send[here] for row in every]
 

@@ -242,7 +242,8 @@ def _exchange_simulated(
     fits = (send >= 0).all() & (send.sum() <= len(x)) & (ends[-1] <= size)
     if receive_counts is not None:
         fits = fits & (receive == torch.as_tensor(receive_counts, device=x.device)).all()
-    _require(fits, f"counts: expected at most {len(x)} rows to send, at most {size} to receive, and the counts of other ranks")
+    expected = f"at most {len(x)} rows to send, at most {size} to receive, and the counts of other ranks"
+    _Require.apply(fits, f"counts: expected {expected}")
     rows = gather_values(x, axis)
     rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])  # the last one is the padding
     place = torch.arange(size, device=x.device)
@@ -267,7 +268,3 @@ class _Require(_torch.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, fits: Tensor, message: str) -> tuple[Tensor, int]:  # pyright: ignore
         return _Require.apply(fits, message), in_dims[0]
-
-
-def _require(fits: Tensor, message: str) -> None:
-    _Require.apply(fits, message)
