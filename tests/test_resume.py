@@ -56,18 +56,6 @@ def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) 
         torch.testing.assert_close(steps(again["params"], again["state"], other), expected, rtol=0, atol=0)
 
 
-def test_numbers_of_groups_that_differ_are_refused(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(6, 5))
-    spec = fs.policies.whole()(model)
-    params = fs.shard(model, spec)
-    options = {"spec": spec, "options": lambda name, _: {"momentum_decay": 0.1} if "bias" in name else {}}
-    init, update = fs.optim.from_torch(torch.optim.NAdam, **options)
-    params, state = update(params, init(params), params)
-    with pytest.raises(ValueError, match=r"unit '': expected one 'state.0.bias.mu_product' for all of its parameters, got \[0"):
-        fs.checkpoint.save(tmp_path / "a", {"params": params, "state": state}, spec)
-    assert not list(tmp_path.iterdir())
-
-
 # --- train_gpt.py: ended, and started again. ---
 
 TRAIN = Path(__file__).parent.parent / "examples" / "train_gpt.py"

@@ -269,8 +269,8 @@ def _step_adamw(
 ) -> tuple[Tensor, Slots]:
     average = _lerp(slots["exp_avg"], grad, 1 - b1)
     square = _average_square(slots["exp_avg_sq"], grad, b2)
-    correction = _number((1 - b2**step).sqrt())
-    root = (square / correction**2 + eps_root).sqrt() if eps_root else square.sqrt() / correction
+    correction = 1 - b2**step
+    root = (square / _number(correction) + eps_root).sqrt() if eps_root else square.sqrt() / _number(correction.sqrt())
     decayed = param * _number(1 - lr * weight_decay)
     return decayed - average * _number(lr / (1 - b1**step)) / (root + eps), {"exp_avg": average, "exp_avg_sq": square}
 
