@@ -68,7 +68,7 @@ def test_functions_of_trees_keep_the_declaration() -> None:
         optree.tree_map(lambda x: 2 * x, state),  # pyright: ignore[reportArgumentType]
         torch.func.jvp(double, (state,), (state,))[1],
         torch.func.vjp(double, state)[1](state)[0],
-        torch.func.vmap(double, axis_size=8, in_dims=None)(state),
+        pytree.tree_map(lambda x: x[0], torch.func.vmap(double)(pytree.tree_map(lambda x: x[None], state))),
         torch.compile(double, fullgraph=True, backend="eager")(state),
         pytree.tree_map(lambda x: 2 * x, copy.deepcopy(state)),
     ):

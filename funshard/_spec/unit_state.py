@@ -21,7 +21,7 @@ class UnitState(dict[str, Any]):
 
     Args:
         values: The tensors by name, such as a plain dict of an older checkpoint.
-        numbers: The names of tensors that are numbers: [], or [n] with one for each of the unit's different options.
+        numbers: The names of tensors that are numbers, which have no dimensions.
 
     Raises:
         ValueError: A number has no value.
