@@ -149,7 +149,7 @@ class StateCodec:
         """Return whether the state of a unit is encoded."""
         if self.at_least is None:
             return False
-        return unit.numel >= self.at_least and unit.dtype.is_floating_point and unit.at_rest is None
+        return unit.numel >= self.at_least and unit.dtype.is_floating_point and not unit.is_encoded
 
     def encode(self, state: object) -> dict[str, UnitState]:
         """Return a state by unit key with encoded slices."""

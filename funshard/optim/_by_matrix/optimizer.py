@@ -15,8 +15,8 @@ from ..._core.checks import check_mapping
 from ..._core.layout import Params
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
-from ..._spec.local import stack_dims
 from ..._spec.codec import check_trainable
+from ..._spec.local import stack_dims
 from ..._torch.phases import phase
 from .._checks import Optimizer, Tensors, break_message, check_nonnegative, check_rate, named_tensors, refuse_shared_memory
 from .._elementwise import elementwise
