@@ -286,9 +286,8 @@ def test_saved_results_of_a_compiled_unit(alone: Pool, name: str, compile: Any) 
 
 
 def test_a_name_that_no_compiled_unit_gives() -> None:
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"module '0' with P\(compile=True\) is to save 'q', .* expected some of 'up'"):
-            trained(model(), P("shard", remat=Remat(save={"q"}), compile=AOT))
+    got, want = (trained(model(), P("shard", remat=remat, compile=AOT)) for remat in (Remat(save={"q"}), True))
+    torch.testing.assert_close(got, want)
 
 
 ASKED: list[int] = []

@@ -11,7 +11,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -1079,3 +1079,27 @@ def test_parameters_that_an_inner_call_puts_back(derivative: str) -> None:
     got = take(lambda p: fs.functional_call(model, p, (x,), spec=spec).sin().sum())
     expected = take(lambda p: fs.functional_call(model, p, (x,), spec=plain_spec).sin().sum())
     torch.testing.assert_close(got, expected)
+
+
+def counts_with_a_partial(x: Tensor) -> Tensor:
+    """Lists in a partial, counters, and a list that is in two places."""
+    taken: list[Tensor] = []
+    counter, places = Counter[str](), {"a": taken, "b": list[Tensor]()}
+
+    def f(taken: list[Tensor], x: Tensor) -> Tensor:
+        taken.append(x.sin())
+        counter["calls"] += 1
+        places["b"] = places["a"]
+        return taken[-1] * counter["calls"] * len(places["b"])
+
+    run = fs.remat(functools.partial(f, taken))
+    out = run(x) * run(x)
+    assert (len(taken), counter["calls"]) == (2, 2)
+    assert places["b"] is taken
+    return out
+
+
+def test_changes_are_written_back_where_they_were_made() -> None:
+    for key in ("fs.grad", "torch.func.grad", "backward", "hvp"):
+        got = WAYS[key](lambda p: counts_with_a_partial(p["w"]).sum(), {"w": W}, {"w": W.cos()})
+        assert_close(got, WAYS[key](lambda p: (4 * p["w"].sin() ** 2).sum(), {"w": W}, {"w": W.cos()}), **EXACT)

@@ -162,10 +162,16 @@ def chunks(x: Tensor) -> tuple[Tensor, ...]:
     return torch.cat([x.sin(), x.cos()]).view(2, 3).chunk(2, 1)
 
 
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = torch.cat([x.sin(), x.cos()])
+    return y[:3], y[3:]
+
+
 SHARED: dict[str, tuple[Callable[[Tensor], Any], int]] = {
     "a view changes": (two, 1),
     "its base changes": (two, 0),
     "chunks": (chunks, 0),
+    "halves": (halves, 0),
     "a view of an argument": (lambda x: (x.sin(), x.view(3)), 1),
     "a view of a captured tensor": (lambda x: (x.sin(), (x.detach() * 2).view(3, 1), x[1:]), 2),
 }
@@ -174,43 +180,24 @@ SHARED: dict[str, tuple[Callable[[Tensor], Any], int]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", SHARED)
 def test_results_in_one_memory_are_not_changed_in_place(kind: str, way: str) -> None:
-    """Without the change they are exact."""
+    """Without the change they are exact, and as clones."""
     f, changed = SHARED[kind]
 
-    def loss(f: Callable[[Tensor], Any], *, in_place: bool) -> Callable[[Tensor], Tensor]:
+    def loss(f: Callable[[Tensor], Any], *, in_place: bool, clones: bool = False) -> Callable[[Tensor], Tensor]:
         def of(x: Tensor) -> Tensor:
             argument = x * 1.5
-            results = f(argument)
+            results = [y.clone() for y in f(argument)] if clones else f(argument)
             if in_place:
                 results[changed].mul_(2)
             return sum(((i + 1) * result.square()).sum() for i, result in enumerate(results)) + argument.cos().sum()
 
         return of
 
-    got, want = (WAYS[way](loss(g, in_place=False))(X) for g in (fs.remat(f), f))
-    assert_close(got, want)
+    for options in ({"in_place": False}, {"in_place": True, "clones": True}):
+        got, want = (WAYS[way](loss(g, **options))(X) for g in (fs.remat(f), f))
+        assert_close(got, want)
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
         WAYS[way](loss(fs.remat(f), in_place=True))(X)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_results_in_parts_of_one_memory_can_be_changed_in_place(way: str) -> None:
-    """As those of `two` can in torch."""
-
-    def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = torch.cat([x.sin(), x.cos()])
-        return y[:3], y[3:]
-
-    def loss(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
-        def of(x: Tensor) -> Tensor:
-            a, b = f(x)
-            a.mul_(2)
-            return (a * b).sum()
-
-        return of
-
-    got, want = (WAYS[way](loss(f))(X) for f in (fs.remat(halves), halves))
-    assert_close(got, want)
 
 
 def leaf_with_grad() -> Tensor:
@@ -598,7 +585,20 @@ class Counter(nn.Module):
         return self.calls
 
 
-MARK, KEY = object(), Lossy()
+class Empty:
+    pass
+
+
+class Some(list[int]):
+    pass
+
+
+MARK, KEY, EMPTY, SOME = object(), Lossy(), Empty(), Some()
+
+
+def append(given: list[int]) -> float:
+    given.append(1)
+    return float(len(given))
 
 
 def increase(array: np.ndarray[Any, Any]) -> float:
@@ -613,8 +613,9 @@ def increase(array: np.ndarray[Any, Any]) -> float:
         (KEY, lambda kept, given: 2.0 if given is kept else 5.0, KEY),
         ({KEY: 2.0}, lambda kept, given: kept.get(given, 5.0), KEY),
         (None, lambda kept, given: given.factor, KEY),
+        (None, lambda kept, given: append(given) / len(given), SOME),
     ],
-    ids=["sentinel", "attribute", "key", "lossy"],
+    ids=["sentinel", "attribute", "key", "lossy", "global list"],
 )
 def test_arguments_are_who_they_are(kept: Any, read: Callable[[Any, Any], float], given: Any) -> None:
     """The copies of a run are the same among each other, and have all that the objects have."""
@@ -634,8 +635,9 @@ def test_arguments_are_who_they_are(kept: Any, read: Callable[[Any, Any], float]
         (np.zeros(1), lambda kept, _: increase(kept)),
         (random.Random(0), lambda kept, _: kept.random()),
         ([Counter()], lambda kept, _: kept[0].count()),
+        ([EMPTY], lambda kept, _: vars(kept[0]).setdefault("calls", 2.0)),
     ],
-    ids=["generator", "array", "random", "module"],
+    ids=["generator", "array", "random", "module", "global"],
 )
 def test_what_each_run_would_change_again_is_refused(kept: Any, read: Callable[[Any, Any], float]) -> None:
     model = Keeps(kept, read).double()

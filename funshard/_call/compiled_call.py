@@ -239,11 +239,10 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
     if path not in spec.recomputed:
         return forward
     remat = remat_of(spec.by_path[path]) or RECOMPUTE_ALL
-    name = f"module '{path}' with P(remat=True)"
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with mark_region(remat, name):
+        with mark_region(remat):
             return forward(*args, **kwargs)
 
     return run

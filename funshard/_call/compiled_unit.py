@@ -24,7 +24,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._core.unit import Unit
 from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of, surrounds_forward
-from .._transforms._recompute.regions import RecomputeRegions, collect_regions, missing_names_message
+from .._transforms._recompute.regions import collect_regions
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
 from .buffers import is_first_warning
 from .modes import UnitInUse
@@ -46,23 +46,18 @@ class CompiledRun:
     run: Run
 
     def __init__(self, remat: Remat | None) -> None:
-        self._path, self._names = "", frozenset[str]() if remat is None else remat.names
-        self._regions = RecomputeRegions()
-        if remat is not None:
-            self._regions.enter(remat, "")
+        self._path, self._regions = "", [remat] if remat is not None and remat.names else None
 
     def __call__(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the module at ``path``. Raises ValueError if it gives none of the names to save."""
+        """Return the result of the module at ``path``."""
         self._path = path
         try:
-            with _torch.guard_hooks(), collect_regions(self._regions) if self._names else contextlib.nullcontext():
+            with _torch.guard_hooks(), collect_regions(self._regions) if self._regions else contextlib.nullcontext():
                 out = self.run(module, args, kwargs)
         except RuntimeError as error:
             if (explained := _explain(error, path)) is error:
                 raise
             raise explained from error
-        if self._names and self._names.isdisjoint(seen := self._regions.seen):
-            raise ValueError(missing_names_message(f"module '{path}' with P(compile=True)", self._names, seen))
         return out
 
     def make_prehook(self) -> Callable[[Any], None]:

@@ -104,7 +104,7 @@ def compile(
     run = torch.compile(_torch.copy_function(run, "run"), backend=compiler, fullgraph=fullgraph, **others)
 
     def run_traced(*args: Any, **kwargs: Any) -> tuple[Any, str]:
-        with _torch.guard_hooks(), collect_regions() as regions, _torch.collect_graph_errors() as errors:
+        with _torch.guard_hooks(), collect_regions(), _torch.collect_graph_errors() as errors:
             try:
                 with _torch.restore_autograd_state():
                     return run(_identify_world(), *args, **kwargs)
@@ -118,8 +118,6 @@ def compile(
                         "compile: the graph breaks inside of a gradient, as by a branch on values in forward, and torch cannot "
                         "go on from there: expected a step that is one graph, or no compile; fullgraph=True names the line"
                     ) from error
-                if regions.problem:
-                    raise ValueError(regions.problem) from error
                 raise add_compile_hint(error, error)  # noqa: B904 - the same one
 
     @functools.wraps(step)
@@ -214,10 +212,7 @@ class _Backend:
         from .graph import annotate_phases
         from .passes import ChoosePass, SchedulePass
 
-        regions = current_regions()
-        if regions:
-            regions.check()
-        choose_pass = ChoosePass(regions.remats if regions else ())
+        choose_pass = ChoosePass(current_regions() or ())
         schedule_pass = SchedulePass(annotate_phases(graph.graph), self.prefetch, self.in_flight)
         if self.compiler == "inductor":
             passes = {_FIRST_PASS: choose_pass, _LAST_PASS: schedule_pass}

@@ -215,7 +215,7 @@ def _recompute(run: Callable[..., Any], step: Any, state: Any, xs: Any) -> Any:
     """Run a piece whose derivatives keep the state that it begins with, and run it again."""
     if not _torch.is_in_graph():
         return call_recomputed(run, "scan", {"step": step, "state": state, "xs": xs}, remat=Remat())
-    with mark_region(Remat(), "scan"):
+    with mark_region(Remat()):
         return run(step, state, xs)
 
 

@@ -96,7 +96,7 @@ def _add_slices(
     if _torch.is_in_graph() or not _torch.needs_graph():
         outs: list[tuple[Tensor, Tensor]] = []
         for tensors in taken:
-            with mark_region(Remat(), name):  # nothing but in torch.compile
+            with mark_region(Remat()):  # nothing but in torch.compile
                 outs.append(_run_slice(f, w, pytree.tree_unflatten(tensors, treedef), name))
         totals, counts = zip(*outs, strict=True)
         return functools.reduce(torch.add, totals), functools.reduce(torch.add, counts)

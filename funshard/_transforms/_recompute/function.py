@@ -11,7 +11,7 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -35,14 +35,15 @@ from .checks import (
 from .saved_results import SavedResults
 from .snapshot import (
     ATOMS,
-    Outcome,
     Snapshot,
-    find_changed,
+    TensorText,
+    find_difference,
     find_tensors,
     is_watched,
     load,
+    merge,
     read_cell,
-    write_back,
+    take_snapshot,
 )
 
 __all__ = ["RUNNING", "RecomputedFunction"]
@@ -60,12 +61,6 @@ class _Running(threading.local):
 RUNNING = _Running()
 
 
-def _own_parameters(module: nn.Module) -> list[Tensor]:
-    """Return a module's own parameters; nothing is gathered for that."""
-    own = vars(module).get("_parameters")
-    return [x for x in dict.values(own) if x is not None] if isinstance(own, dict) else []
-
-
 def _read_object(x: Any) -> dict[str, tuple[Any, int]]:
     """Return the attributes of an object, with the length of each container, and a module's buffers with their versions."""
     own = {key: (value, len(value) if isinstance(value, list | dict | set) else 0) for key, value in vars(x).items()}  # pyright: ignore
@@ -73,11 +68,12 @@ def _read_object(x: Any) -> dict[str, tuple[Any, int]]:
     return own | {key: (value, _torch.version(value)) for key, value in (buffers or {}).items() if value is not None}
 
 
-def _read_default(x: Any, key: str, value: Any, length: int) -> tuple[Any, int]:
+def _read_default(x: Any, key: str, value: Any, length: int, *, is_empty: bool) -> tuple[Any, int]:
     """Return the value of a class for an attribute that a run has set, or the new one, which may be a cached property."""
     default = inspect.getattr_static(type(x), key, None)
-    is_value = default is not None and not hasattr(default, "__get__")
-    return (default, 0) if is_value else (None if isinstance(value, Tensor) or isinstance(x, nn.Module) else value, length)
+    if default is not None and not hasattr(default, "__get__"):
+        return default, 0
+    return None if is_empty or isinstance(value, Tensor) or isinstance(x, nn.Module) else value, length
 
 
 _MISSING = object()
@@ -118,9 +114,12 @@ class RecomputedFunction:
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         self._attention = _torch.current_attention()
         objects = {id(x): x for module in owned for x in vars(module).values() if is_watched(x)}
-        self._before = self._freeze([find_variables(), *roots.values()], objects.values())
+        self._shared_objects = objects.keys()
+        self._before = self._freeze([find_variables(), *roots.values()])
+        self._constants |= {id(x) for x in self._before.others if isinstance(x, _torch.ForbiddenTensor)}  # in this run alone
         own_modules = {*owned}
-        watched = (*objects.values(), *(m for m in self._reached_modules() if m not in own_modules))
+        watched = [*objects.values(), *(m for m in self._reached_modules() if m not in own_modules)]
+        watched += filter(is_watched, self._before.others)  # sentinels
         self._watched = [(x, _read_object(x)) for x in watched]  # what all runs share, and one could change
         tensors = self._before.tensors
         levels = _torch.current_level() + _torch.is_in_forward_ad()  # plain autograd is another one, where it records
@@ -139,8 +138,8 @@ class RecomputedFunction:
         self._tensor_attributes = {i: dict(vars(x)) for i, x in enumerate(tensors) if vars(x)}
         self._ambient: AmbientState | None = None
         self.has_changed_objects = False
-        self._first: Outcome | None = None  # what the first run left, without the objects
-        self._left: tuple[Snapshot, list[int]] | None = None  # the same with them, and what has changed, until `finish`
+        self._first: tuple[list[bytes], list[Any]] | None = None  # what the first run left, and its results' layouts
+        self._left: Any = None  # the same, until `finish`
         self._foreign, self._foreign_name = list[weakref.ref[Tensor]](), ""
 
     def _watches_outer_tensors(self) -> bool:
@@ -155,10 +154,14 @@ class RecomputedFunction:
         """Return the modules that run, and all those that the arguments reach."""
         return (m for top in (*self._modules, *self._before.others) if isinstance(top, nn.Module) for m in top.modules())
 
-    def _freeze(self, roots: list[Any], shared: Collection[Any]) -> Snapshot:
+    def _freeze(self, roots: list[Any]) -> Snapshot:
         """Return the snapshot of the arguments; raise TypeError for one that cannot be copied."""
+        self._caller: list[Any] | None = roots
+        parameters: Iterable[Any] = (vars(module).get("_parameters") or {} for module in self._modules)
+        self._constants = {id(x) for own in parameters for x in dict.values(own)}  # nothing is gathered for that
+        parts = [roots[:-1], roots[-1]]
         with contextlib.suppress(Exception):
-            return self._take_snapshot(roots, shared)
+            return take_snapshot(parts, constants=self._constants, shared=self._shared_objects)
         for own in roots[-1].values() if self._modules else ():
             for key in [key for key, value in own.items() if _find_error(value)]:
                 del own[key]  # as a list of locks
@@ -168,12 +171,7 @@ class RecomputedFunction:
                     f"{self.name} was given an object that cannot be copied for another run, {path} ({error}): expected "
                     "tensors, and containers of them"
                 )
-        return self._take_snapshot(roots, shared)
-
-    def _take_snapshot(self, roots: list[Any], shared: Iterable[Any]) -> Snapshot:
-        snapshot = Snapshot(shared=shared).add(*roots[:-1])
-        snapshot.share(x for module in self._modules for x in _own_parameters(module))
-        return snapshot.add(roots[-1])
+        return take_snapshot(parts, constants=self._constants, shared=self._shared_objects)
 
     def _arguments(self, roots: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments by the names that errors give them."""
@@ -215,21 +213,22 @@ class RecomputedFunction:
             for i, attributes in self._tensor_attributes.items():
                 vars(xs[i]).update(attributes)
         versions = [(_torch.version(x), len(x._backward_hooks or ())) for x in xs]
-        arguments, objects = load(self._before, xs)
-        out = self._run(arguments, xs)
-        self._check_operands(xs, versions, arguments)
+        (first, last), made = load(self._before, xs)
+        out = self._run([*first, last], xs)
+        self._check_operands(xs, versions, [*first, last])
         try:
-            after = Snapshot(xs, self._before, objects).add(*arguments, out)
-            changed = find_changed(self._before, after) if is_first else []
+            after = take_snapshot([first, last, out], xs, self._before.others, made, self._constants, self._shared_objects)
         except Exception as error:
             raise self._uncopied_result(error) from error
         results = after.tensors[len(xs) :]
-        if self._first is None:
+        layouts = [(x.dtype, x.shape, x.device) for x in results]
+        if is_first:
             self._check_results(results, begins)
-            self.has_changed_objects = bool(changed)
-            self._first, self._left = Outcome.of(after), (after, changed)
+            self.has_changed_objects = after.parts[:2] != self._before.parts
+            self._first, self._left = (after.parts, layouts), (after, out, len(xs))
             return tuple(r.detach() for r in results)  # autograd writes on what a Function returns; it may be a constant
-        self._check_same(self._first, Outcome.of(after))
+        if self._first != (after.parts, layouts) and (text := self._find_difference(after, layouts, len(xs))):
+            raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {text}")
         return tuple(results)
 
     def _begin_graph(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -309,7 +308,7 @@ class RecomputedFunction:
             self._check_attributes(x, self._tensor_attributes.get(i, {}))
         for shared, before in self._watched if self._first is None else ():
             for key, (value, length) in _read_object(shared).items():
-                was, old_length = before.get(key) or _read_default(shared, key, value, length)
+                was, old_length = before.get(key) or _read_default(shared, key, value, length, is_empty=not before)
                 if old_length != length or not (was is value or (type(value) in ATOMS and was == value)):
                     raise RuntimeError(
                         f"{self.name} changes '{key}' of a {type(shared).__name__}, which each run would change again: "
@@ -351,42 +350,69 @@ class RecomputedFunction:
             "would have no gradient: expected it among the arguments"
         )
 
-    def _check_same(self, was: Outcome, now: Outcome) -> None:
-        """Raise RuntimeError if a run has not left what the first one has."""
-        names = *self._names, "its result"
-        for name, a, b in reversed([*zip(names, was.roots, now.roots, strict=True)]) if was != now else ():
-            if text := was.find_difference(now, a, b, name):
-                raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {text}")
+    def _find_difference(self, now: Snapshot, layouts: list[Any], operands: int) -> str:
+        """Return what differs from what the first run left, in words; empty for an object that is only shared otherwise."""
+        assert self._first is not None
+        outcomes: list[list[Any]] = []
+        for parts, own in ((self._first[0], self._first[1]), (now.parts, layouts)):
+            texts = [TensorText(f"operand {i}") for i in range(operands)]
+            texts += [TensorText(f"{dtype} of shape {list(shape)} on {device}") for dtype, shape, device in own]
+            (first, last, out), _ = load(now._replace(parts=parts), texts)
+            outcomes.append([out, *first, last])
+        compared = zip(outcomes[0], outcomes[1], ("its result", *self._names), strict=True)
+        return next((text for was, is_now, name in compared if (text := find_difference(was, is_now, name))), "")
 
     # --- what the first run has left ---
 
     def finish(self, outputs: Sequence[Tensor]) -> Any:
         """Write what the first run has changed into the caller's objects, with these results, and return its result."""
+        assert self._caller is not None
         if self._outer_tensors is not None:
             self._outer_tensors.check()
             self._outer_tensors = None
-        assert self._left is not None
-        after, changed = self._left
-        before = self._before
-        classes = map(type, after.tensors[after.operands :])
+        (after, out, count), caller = self._left, self._caller
+        classes = map(type, after.tensors[count:])
         outputs = [y.as_subclass(c) if _torch.is_attribute_subclass(c) else y for c, y in zip(classes, outputs, strict=True)]
+        tensors = [*self._before.tensors, *outputs]
         del classes
-        self._left, self._watched = None, []
-        try:
-            value = write_back(before, after, changed, [*before.tensors, *outputs])
-        except Exception as error:
-            raise self._uncopied_result(error) from error
-        before.forget()
-        del after
+        self._left = self._caller = None
+        self._watched = []
+        self._before = self._before._replace(tensors=[])
+        if (
+            self.has_changed_objects
+            or (value := _replace(out, {id(x): y for x, y in zip(after.tensors, tensors, strict=True)})) is _MISSING
+        ):
+            value = self._write_back(after, tensors, caller)
+        del after, out
         if any(leaf() is not None for leaf in self._foreign):
             self._refuse_foreign(self._foreign_name)
         return value
+
+    def _write_back(self, after: Snapshot, tensors: Sequence[Tensor], caller: list[Any]) -> Any:
+        """Write what the first run has changed into the caller's objects, and return its result."""
+        done: dict[int, tuple[Any, Any]] = {}
+        try:
+            (first, last, out), _ = load(after, tensors)
+            merge(caller, [*first, last], done)
+            return merge(None, out, done)
+        except Exception as error:
+            raise self._uncopied_result(error) from error
 
 
 def _find_error(value: Any) -> str:
     """Return why pickle cannot copy a value; empty if it can."""
     try:
-        Snapshot().add(value)
+        take_snapshot([value])
     except Exception as error:
         return str(error) or type(error).__name__
     return ""
+
+
+def _replace(out: Any, tensors: Mapping[int, Tensor]) -> Any:
+    """Return a result with other tensors, if it is made of tensors and tuples alone; else `_MISSING`."""
+    if isinstance(out, Tensor):
+        return tensors[id(out)]
+    if type(out) is tuple:
+        parts = tuple([_replace(x, tensors) for x in out])
+        return _MISSING if any(x is _MISSING for x in parts) else parts
+    return out if type(out) in ATOMS else _MISSING

@@ -219,8 +219,8 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
         A function with the signature and the results of ``f``.
 
     Raises:
-        RuntimeError: ``f`` changes in place a tensor that it was given or that it saves (but by ``.data``), reads parameters
-            of a module or functional_call around it, or does not do the same in every run.
+        RuntimeError: ``f`` changes in place a tensor that it was given (but by ``.data``), reads parameters of a module or
+            functional_call around it, or does not do the same in every run.
         TypeError: pickle cannot copy an argument or a result; or ``f`` changes an argument otherwise than in lists, dicts, sets
             and attributes.
         ValueError: ``f`` gives none of the names to save.
@@ -236,7 +236,7 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     @functools.wraps(f)
     def run(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if _torch.is_in_graph():
-            with mark_region(what, name):
+            with mark_region(what):
                 return f(*args, **kwargs)
         if not _torch.needs_graph():
             return f(*args, **kwargs)
@@ -267,24 +267,14 @@ def apply_recomputed(fn: TensorFunction, xs: Iterable[Tensor]) -> tuple[tuple[Te
 
 
 def _protect_aliases(outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
-    """Return the outputs; one in the memory of another or of an operand as a view that torch lets no one change in place.
+    """Return the outputs; one in the storage of another or of an operand as a view that torch lets no one change in place.
 
     Each output is differentiated by itself, so that a change in one would be missing in the others' gradients.
     """
-    out, memory = list(outputs), [_memory_of(x) for x in outputs]
-    if not any(memory):
-        return out
-    taken = [*memory, *map(_memory_of, operands)]
-    for i, mine in enumerate(memory):
-        others = (other for k, other in enumerate(taken) if k != i)
-        if mine and any(other and other[0] == mine[0] and other[1] < mine[2] and mine[1] < other[2] for other in others):
-            out[i] = out[i].unsqueeze(0).unbind(0)[0]  # as what chunk and split return
-    return out
-
-
-def _memory_of(x: Tensor) -> tuple[int, int, int] | None:
-    x = _torch.unwrap(x)
-    return _torch.memory_range(x) if x.layout is torch.strided and x.numel() else None
+    inner = [_torch.unwrap(x) for x in (*outputs, *operands)]
+    storages = [_torch.storage_id(x) if x.layout is torch.strided and x.numel() else None for x in inner]
+    pairs = zip(outputs, storages, strict=False)  # as what chunk and split return
+    return [x.unsqueeze(0).unbind(0)[0] if key is not None and storages.count(key) > 1 else x for x, key in pairs]
 
 
 class _RecomputeFunction(_torch.Function):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from ... import _torch
 from ..._spec.options import Remat
 from .ambient import AmbientState
-from .regions import mark_name, missing_names_message
+from .regions import mark_name
 
 __all__ = ["SavedResults", "checkpoint_name", "run_unrecorded"]
 
@@ -136,13 +136,6 @@ class SavedResults:
             f"{how}; expected the same control flow in each run"
         )
 
-    def changed(self, op: object, how: str = "") -> RuntimeError:
-        """Return the error for a saved result that was changed in place."""
-        return RuntimeError(
-            f"{self.name}: the result of {op} is saved, and was changed in place afterwards{how}: expected it unchanged; do "
-            "not save this operator, or change a copy of its result"
-        )
-
 
 class _Run(_torch.DispatchMode):
     """A mode around one run that counts the calls of each operator."""
@@ -164,7 +157,7 @@ class _Run(_torch.DispatchMode):
             out = func(*args, **kwargs)
             if traits.is_mutation:
                 for x in filter(_torch.is_plain, _torch.mutated_args(func, args, kwargs)):
-                    self.check_write(x, func)
+                    self.forget(x)
             return out
         self.counts[traits] = count = self.counts.get(traits, 0) + 1
         return self.run_op((traits, count), args, kwargs)
@@ -172,7 +165,7 @@ class _Run(_torch.DispatchMode):
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def check_write(self, x: Tensor, op: _torch.OpOverload) -> None: ...
+    def forget(self, x: Tensor) -> None: ...
 
     def add_name(self, x: Tensor, name: str) -> None: ...
 
@@ -186,9 +179,8 @@ class _SavingRun(_Run):
         super().__init__(saved, ambient)
         self._names, self._seen_names, remat = saved.remat.names, set[str](), saved.remat
         self._is_chosen = None if remat.save == remat.names else remat._choose_operators()
-        # by storage: what made it, saved if it gets a name; and the operators that made what is saved
+        # by storage: what made it, and is saved, or will be if it gets a name
         self._makers: weakref.WeakKeyDictionary[Any, _SavedResult] = weakref.WeakKeyDictionary()
-        self._saved_ops: weakref.WeakKeyDictionary[Any, _torch.OpOverload] = weakref.WeakKeyDictionary()
 
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator. Save its results if they are chosen, or as soon as the first of them gets a name."""
@@ -213,13 +205,12 @@ class _SavingRun(_Run):
     def _save(self, result: _SavedResult) -> None:
         self._saved.by_call[result.call] = result
         for x in result_tensors(result.value):
-            self._saved_ops[x.untyped_storage()] = result.call[0].op
+            self._makers[x.untyped_storage()] = result
 
-    def check_write(self, x: Tensor, op: _torch.OpOverload) -> None:
-        """Raise RuntimeError if this tensor is saved: the last run would reuse it as it was before the write."""
-        self._makers.pop(x.untyped_storage(), None)
-        if (maker := self._saved_ops.get(x.untyped_storage())) is not None:
-            raise self._saved.changed(maker, f", by {op}")
+    def forget(self, x: Tensor) -> None:
+        """Let the last run compute a tensor that was written to, which would be reused as it is after the write."""
+        if (result := self._makers.pop(x.untyped_storage(), None)) is not None:
+            self._saved.by_call.pop(result.call, None)
 
     def add_name(self, x: Tensor, name: str) -> None:
         """Save what made a tensor of this name, if the name is to be saved and the tensor is unchanged."""
@@ -227,8 +218,8 @@ class _SavingRun(_Run):
         x = _torch.unwrap(x)
         if name not in self._names or not _torch.is_plain(x):
             return
-        result = self._makers.pop(x.untyped_storage(), None)
-        if result is None or result.view[0] != x.dtype:
+        result = self._makers.get(x.untyped_storage())
+        if result is None or result.call in self._saved.by_call or result.view[0] != x.dtype:
             return
         with _torch.below_transforms():
             first = x.detach().as_strided(*result.view[1:])
@@ -240,7 +231,11 @@ class _SavingRun(_Run):
         for result in self._saved.by_call.values():
             result.versions = result.current_versions()
         if self._names and not self._names & self._seen_names:
-            raise ValueError(missing_names_message(self._saved.name, self._names, self._seen_names))
+            wanted, given = (", ".join(sorted(map(repr, names))) for names in (self._names, self._seen_names))
+            expected = f"some of {given}" if given else "funshard.checkpoint_name(x, name) in it"
+            raise ValueError(
+                f"{self._saved.name} is to save {wanted}, and gave none of these names while it ran: expected {expected}"
+            )
 
 
 class _ReusingRun(_Run):
@@ -248,14 +243,12 @@ class _ReusingRun(_Run):
 
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the saved results and set the random state as after the call; run the operator if there are none."""
-        op = call[0].op
-        if (result := self._saved.by_call.pop(call, None)) is None:
-            return op(*args, **kwargs)
+        op, result = call[0].op, self._saved.by_call.pop(call, None)
         self.is_done = not self._saved.by_call
+        if result is None or result.versions != result.current_versions():  # or changed since
+            return op(*args, **kwargs)
         if result.layout != _layout_of(args):
             raise self._saved.differs(op, f"given {result.layout}, now {_layout_of(args)}")
-        if result.versions != result.current_versions():
-            raise self._saved.changed(op)
         if result.random_states is not None:
             self._ambient.set_random_states(result.random_states)
         return tree_map_only(Tensor, Tensor.detach, result.value)

@@ -1,6 +1,6 @@
-"""What a function is given, and what it leaves, as a table of objects: tensors, modules and classes stand beside it, by number.
+"""What a function is given, and what it leaves, as bytes: tensors, modules and classes stand beside them, by number.
 
-Loaded with other tensors, the table gives each run objects of its own. Runs that leave equal tables have done the same.
+Loaded with other tensors, the bytes give each run objects of its own. Runs that leave equal bytes have done the same.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ import builtins
 import contextvars
 import copyreg
 import functools
+import io
+import itertools
+import pickle
 import random
 import sys
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,17 +28,16 @@ from ... import _torch
 from ..._core.mesh import Mesh, ProcessAxis, Simulated
 from ..._core.spec import PartitionSpec
 
-__all__ = ["ATOMS", "Outcome", "Snapshot", "find_changed", "find_tensors", "is_copied", "is_watched", "load", "read_cell"]
-__all__ += ["write_back"]
+__all__ = ["ATOMS", "Snapshot", "TensorText", "find_difference", "find_tensors", "is_copied", "is_watched", "load", "merge"]
+__all__ += ["read_cell", "take_snapshot"]
 
 ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), type(...), type, range, slice, torch.dtype, torch.device, torch.Size}
-    | {torch.memory_format, torch.layout, types.ModuleType}
+    | {torch.memory_format, torch.layout, types.BuiltinFunctionType, types.ModuleType}
 )
 """The types of values that nothing can change, and that contain no tensor."""
 
-_SHARED = (nn.Module, types.FunctionType, types.BuiltinFunctionType, weakref.ref, contextvars.ContextVar)
-_SHARED += tuple(ATOMS - {type(None), type(...)})
+_SHARED = (nn.Module, types.FunctionType, weakref.ref, contextvars.ContextVar, *ATOMS - {type(None), type(...)})
 _CONTAINERS = (tuple, list, dict, set, Mesh, ProcessAxis, Simulated)
 
 
@@ -78,184 +80,119 @@ def is_watched(value: Any) -> bool:
     return hasattr(value, "__dict__") and not is_copied(value) and not _is_shared(type(value))
 
 
-def _is_sentinel(obj: Any) -> bool:
-    """Return whether an object is its identity alone: ``object()``, or a global without attributes, where its class is."""
-    cls: Any = type(obj)
-    if cls is object:
-        return True
-    is_empty = hasattr(obj, "__dict__") and not vars(obj) and _is_made_empty(cls) and not _read_attributes(obj)
-    return is_empty and any(x is obj for x in vars(sys.modules.get(cls.__module__, builtins)).values())
+# --- The bytes ---
 
 
-# --- The table ---
+class Snapshot(NamedTuple):
+    """Objects as bytes, in parts that know each other's objects; the tensors in them, and what all runs share, by number."""
+
+    parts: list[bytes]
+    tensors: list[Tensor]
+    others: list[Any]
 
 
-class Ref(NamedTuple):
-    """A tensor, a shared object ("other") or an object of a snapshot, by number."""
+def take_snapshot(
+    parts: Iterable[Any],
+    tensors: Iterable[Tensor] = (),
+    others: Iterable[Any] = (),
+    made: Iterable[tuple[Any, int]] = (),
+    constants: Container[int] = (),
+    shared: Container[int] = (),
+) -> Snapshot:
+    """Return the snapshot of some objects; an error of pickle for what it cannot copy.
 
-    kind: str
-    number: int
-
-
-class Row(NamedTuple):
-    """An object: a function, the arguments that make it, and what it contains: atoms, references, and rows of tuples."""
-
-    kind: str
-    make: tuple[Any, ...]
-    items: tuple[Any, ...] = ()
-    pairs: tuple[tuple[Any, Any], ...] = ()
-    attributes: Mapping[str, Any] = types.MappingProxyType({})
-    state: Any = None
-
-
-class Snapshot:
-    """Objects, and the rows of those that they reach, by number; with the tensors, shared objects and objects of the rows.
-
-    ``objects``, which were loaded from the snapshot ``before`` with ``tensors``, have their numbers there.
+    ``tensors`` and shared objects ``others`` have the first numbers; ``made`` are objects that a load has made in place of
+    others, with the numbers of those. All parts share the objects whose ids are in ``shared``, and all but the first the
+    tensors whose ids are in ``constants``.
     """
+    snapshot = Snapshot([], list(tensors), list(others))
+    pickler = _Pickler(file := io.BytesIO(), snapshot, made, shared)
+    for part in parts:
+        start = file.tell()
+        pickler.dump(part)
+        snapshot.parts.append(file.getvalue()[start:])
+        pickler.constants = constants
+    return snapshot
 
-    def __init__(
-        self,
-        tensors: Iterable[Tensor] = (),
-        before: Snapshot | None = None,
-        objects: Iterable[Any] = (),
-        shared: Iterable[Any] = (),
-    ) -> None:
-        self.tensors, self.others, self.objects = [*tensors], [*before.others] if before else [*shared], [*objects]
-        self._values = {"tensor": self.tensors, "other": self.others, "object": self.objects}
-        self._numbers = {kind: {id(x): i for i, x in enumerate(xs)} for kind, xs in self._values.items()}
-        self._before: Mapping[int, Row] = before.rows if before else {}
-        self.operands, self.roots, self.rows = len(self.tensors), list[Any](), dict[int, Row]()
 
-    def add(self, *roots: Any) -> Snapshot:
-        """Add objects, and return this snapshot; TypeError for an object that cannot be copied."""
-        self.roots += map(self._encode, roots)
-        return self
+class _Pickler(pickle.Pickler):
+    """Pickles objects, and lists tensors and shared objects in a snapshot."""
 
-    def share(self, tensors: Iterable[Tensor]) -> None:
-        """Share those of these tensors that were not found yet."""
-        for x in tensors:
-            if id(x) not in self._numbers["tensor"]:
-                self._refer("other", x)
+    def __init__(self, file: io.BytesIO, snapshot: Snapshot, made: Iterable[tuple[Any, int]], shared: Container[int]) -> None:
+        super().__init__(file, protocol=5)
+        self._tensors, self._others = snapshot.tensors, snapshot.others
+        self.constants: Container[int] = ()
+        self._shared = shared
+        self._tensor_numbers = {id(x): i for i, x in enumerate(self._tensors)}
+        self._numbers = {id(x): i for x, i in (*zip(self._others, itertools.count()), *made)}
 
-    def forget(self) -> None:
-        """Let go of all but the shared objects and the rows."""
-        self.tensors.clear()
-        self.objects.clear()
-
-    def _encode(self, obj: Any) -> Any:
-        """Return the entry of an object, after adding its row."""
+    def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return how an object is made again, if it is none of Python's containers and atoms."""
         cls: Any = type(obj)
-        if cls in ATOMS:
-            return obj
-        if cls is tuple:
-            return self._read(obj, cls)
-        if cls is not dict and cls is not list and id(obj) not in self._numbers["object"]:
-            if id(obj) in self._numbers["other"]:
-                return self._refer("other", obj)
-            if issubclass(cls, Tensor) and not issubclass(cls, _torch.ForbiddenTensor):
-                inner = _torch.unwrap_untracked(obj)  # an operand may be inside of other wrappers
-                return self._refer("tensor", inner if id(inner) in self._numbers["tensor"] else obj)
-            if not _is_rebuilt(obj, cls) and (_is_shared(cls) or _is_sentinel(obj)):
-                return self._refer("other", obj)
-        ref = self._refer("object", obj)
-        if ref.number not in self.rows:
-            self.rows[ref.number] = Row("", ())  # in progress
-            self.rows[ref.number] = self._read(obj, cls, ref.number)
-        return ref
+        if issubclass(cls, Tensor) and not issubclass(cls, _torch.ForbiddenTensor):
+            if id(obj) not in self.constants or id(obj) in self._tensor_numbers:
+                return _tensor, (self._number_tensor(obj),)
+        elif cls is types.FunctionType:
+            if obj.__module__ == __name__:
+                return NotImplemented
+            if _has_own_state(obj):
+                state = obj.__defaults__, obj.__kwdefaults__, vars(obj)
+                return _function, (self._number(obj), obj.__closure__), state, None, None, _fill_function
+        elif cls is types.MethodType:  # pickle would look it up by its name, and super().f is another one
+            return types.MethodType, (obj.__func__, obj.__self__)
+        elif cls is types.CellType:
+            return types.CellType, (), read_cell(obj), None, None, _fill_cell
+        elif cls is PartitionSpec and any(isinstance(axis, Simulated) for _, axis in obj.bound_mesh.axes):
+            return _spec, (self._number(obj), obj.bound_mesh)
+        elif not (_is_shared(cls) or id(obj) in self._shared or _is_sentinel(obj)):
+            if not _has_own_state_methods(cls):
+                return NotImplemented
+            return copyreg.__newobj__, (cls,), _read_attributes(obj), None, None, _fill_object  # pyright: ignore
+        return _shared, (self._number(obj),)
 
-    def _refer(self, kind: str, obj: Any) -> Ref:
-        values = self._values[kind]
-        number = self._numbers[kind].setdefault(id(obj), len(values))
-        if number == len(values):
-            values.append(obj)
-        return Ref(kind, number)
+    def _number(self, obj: Any) -> int:
+        i = self._numbers.setdefault(id(obj), len(self._others))
+        if i == len(self._others):
+            self._others.append(obj)
+        return i
 
-    def _encode_value(self, value: Any) -> Any:
-        """Return the entry of what pickle was given in place of an object, which may have been made for that."""
-        if type(value) in (tuple, list, dict):
-            return self._read(value, type(value), encode=self._encode_value)
-        return self._encode(value)
-
-    def _read(self, obj: Any, cls: Any, number: int | None = None, encode: Callable[[Any], Any] | None = None) -> Row:
-        encode, kind = encode or self._encode, cls.__name__
-        if cls is tuple:
-            return Row(kind, (_make_tuple, *map(encode, obj)))
-        if cls is list or cls is set:
-            return Row(kind, (cls,), tuple(map(encode, obj)))
-        if cls is dict:
-            return Row(kind, (cls,), pairs=tuple([(encode(key), encode(value)) for key, value in obj.items()]))
-        if cls is types.MethodType:  # super().f is another one than the method of that name
-            return Row(kind, (cls, encode(obj.__func__), encode(obj.__self__)))
-        if cls is types.CellType:
-            content = read_cell(obj)
-            return Row(kind, (cls,), attributes={"cell_contents": encode(content[0])} if content else {})
-        if cls is types.FunctionType or cls is PartitionSpec:
-            original = self._before[number].make[1] if number in self._before else self._refer("other", obj)
-            if cls is PartitionSpec:
-                return Row(kind, (PartitionSpec.on, original, encode(obj.bound_mesh)))
-            make = _make_function, original, *map(encode, obj.__closure__ or ())
-            attributes = {**{name: getattr(obj, name) for name in _DEFAULTS}, **vars(obj)}
-        elif _is_made_empty(cls) and _has_state_methods(cls):  # which may leave out what the function reads
-            make, attributes = (object.__new__, cls), _read_attributes(obj)
-        else:
-            return self._read_reduced(obj, cls)
-        return Row(kind, make, attributes={name: encode(value) for name, value in attributes.items()})
-
-    def _read_reduced(self, obj: Any, cls: Any) -> Row:
-        """Return the row of an object as pickle would copy it."""
-        reduced = copyreg.dispatch_table.get(cls, lambda x: x.__reduce_ex__(4))(obj)
-        if isinstance(reduced, str) or len(reduced) > 5:
-            raise TypeError(f"cannot copy '{cls.__name__}' object")
-        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-        entries = tuple([self._encode(x) for x in items or ()])
-        encoded = tuple([(self._encode(key), self._encode(value)) for key, value in pairs or ()])
-        make = make, *map(self._encode if isinstance(obj, tuple) else self._encode_value, args)
-        if state is None or hasattr(cls, "__setstate__"):
-            return Row(cls.__name__, make, entries, encoded, state=self._encode_value(state))
-        own, slots = state if isinstance(state, tuple) else (state, None)
-        attributes = {name: self._encode(value) for name, value in {**(own or {}), **(slots or {})}.items()}
-        return Row(cls.__name__, make, entries, encoded, attributes)
+    def _number_tensor(self, x: Tensor) -> int:
+        """Return the number of a tensor; an operand may be inside of other wrappers."""
+        if (i := self._tensor_numbers.get(id(x))) is None:
+            i = self._tensor_numbers.get(id(_torch.unwrap_untracked(x)), len(self._tensors))
+            self._tensor_numbers[id(x)] = i
+            if i == len(self._tensors):
+                self._tensors.append(x)
+        return i
 
 
-_DEFAULTS = ("__defaults__", "__kwdefaults__")
+# The bytes name these functions, in the place of which `load` puts its own.
 
 
-def _make_tuple(*items: Any) -> tuple[Any, ...]:
-    return items
+def _tensor(i: int) -> Any: ...
 
 
-def _make_function(original: types.FunctionType, *closure: types.CellType) -> types.FunctionType:
-    f = types.FunctionType(original.__code__, original.__globals__, original.__name__, None, closure)
-    f.__qualname__, f.__module__ = original.__qualname__, original.__module__
-    return f
+def _shared(i: int) -> Any: ...
 
 
-def _is_rebuilt(obj: Any, cls: type) -> bool:
-    """Return whether an object of a shared class has a state of each run's own."""
-    if cls is PartitionSpec:
-        return any(isinstance(axis, Simulated) for _, axis in obj.bound_mesh.axes)
-    return cls is types.FunctionType and _has_own_state(obj)
+def _function(i: int, closure: Any) -> Any: ...
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_made_empty(cls: Any) -> bool:
-    """Return whether objects of this class are made without arguments, and are their attributes alone."""
-    getstate = getattr(cls, "__getstate__", None)  # of a class in C, what it returns is in no attribute
-    is_python = getstate is getattr(object, "__getstate__", None) or isinstance(getstate, types.FunctionType)
-    is_default = cls.__reduce_ex__ is object.__reduce_ex__ and cls.__reduce__ is object.__reduce__
-    return is_python and is_default and cls.__new__ is object.__new__ and not hasattr(cls, "__getnewargs__")
+def _spec(i: int, mesh: Any) -> Any: ...
 
 
-def _has_state_methods(cls: Any) -> bool:
-    own = getattr(cls, "__getstate__", None), getattr(cls, "__setstate__", None)
-    return own != (getattr(object, "__getstate__", None), None)
+def _fill_function(f: Any, state: Any) -> None:
+    f.__defaults__, f.__kwdefaults__, attributes = state
+    vars(f).update(attributes)
 
 
-def _read_attributes(obj: Any) -> dict[str, Any]:
-    """Return the attributes of an object, and its slots that are set."""
-    slots = {name: getattr(obj, name) for name in copyreg._slotnames(type(obj)) if hasattr(obj, name)}  # pyright: ignore
-    return slots | getattr(obj, "__dict__", {})
+def _fill_cell(cell: Any, state: Any) -> None:
+    (cell.cell_contents,) = state
+
+
+def _fill_object(obj: Any, state: Any) -> None:
+    for name, value in state.items():
+        object.__setattr__(obj, name, value)
 
 
 def read_cell(cell: Any) -> tuple[Any] | None:
@@ -266,134 +203,191 @@ def read_cell(cell: Any) -> tuple[Any] | None:
         return None
 
 
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, own: dict[str, Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._own = own
+
+    def find_class(self, module: str, name: str) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return a function that the bytes name."""
+        return (module == __name__ and self._own.get(name)) or super().find_class(module, name)
+
+
+def load(snapshot: Snapshot, tensors: Sequence[Any]) -> tuple[list[Any], list[tuple[Any, int]]]:
+    """Return the parts with other tensors in them, and what was made in the place of shared objects, with their numbers."""
+    made: list[tuple[Any, int]] = []
+    others = snapshot.others
+
+    def function(i: int, closure: Any) -> Any:
+        f = others[i]
+        new = types.FunctionType(f.__code__, f.__globals__, f.__name__, None, closure)
+        new.__qualname__, new.__module__ = f.__qualname__, f.__module__
+        made.append((new, i))
+        return new
+
+    def spec(i: int, mesh: Mesh) -> Any:
+        made.append((others[i].on(mesh), i))
+        return made[-1][0]
+
+    own = {"_tensor": tensors.__getitem__, "_shared": others.__getitem__, "_function": function, "_spec": spec}
+    unpickler = _Unpickler(b"".join(snapshot.parts), own)
+    return [unpickler.load() for _ in snapshot.parts], made
+
+
 def find_tensors(*values: Any) -> list[Tensor]:
     """Return the tensors that can be reached from some values; those alone in values that cannot be copied."""
     try:
-        return Snapshot().add(*values).tensors
+        return take_snapshot(values).tensors
     except Exception:
         return [x for value in values for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
-
-
-# --- Objects from the table ---
-
-
-class _Loader:
-    """Makes the objects of a snapshot, with other tensors; ``objects`` are those that exist, by number."""
-
-    def __init__(self, snapshot: Snapshot, tensors: Sequence[Tensor], objects: dict[int, Any]) -> None:
-        self._snapshot, self._tensors, self.objects = snapshot, tensors, objects
-
-    def build(self, entry: Any) -> Any:
-        """Return the object of an entry."""
-        if type(entry) is Row:
-            return self.fill(entry.make[0](*map(self.build, entry.make[1:])), entry)
-        if type(entry) is not Ref:
-            return entry
-        kind, number = entry
-        if kind != "object":
-            return self._tensors[number] if kind == "tensor" else self._snapshot.others[number]
-        if number not in self.objects:
-            row = self._snapshot.rows[number]
-            args = [self.build(arg) for arg in row.make[1:]]
-            if number not in self.objects:  # an argument may have led back to it
-                self.objects[number] = obj = row.make[0](*args)
-                self.fill(obj, row)
-        return self.objects[number]
-
-    def fill(self, obj: Any, row: Row) -> Any:
-        """Fill an empty object with what is in a row, and return it."""
-        build = self.build
-        if row.items:
-            (obj.update if isinstance(obj, set) else obj.extend)([build(item) for item in row.items])  # pyright: ignore
-        for key, value in row.pairs:
-            _dict_of(obj).__setitem__(obj, build(key), build(value))
-        if row.state is not None:
-            obj.__setstate__(build(row.state))
-        slots: Any = copyreg._slotnames(type(obj)) if row.attributes else ()  # pyright: ignore
-        for name, value in row.attributes.items():
-            if name in slots or name in _DEFAULTS or not hasattr(obj, "__dict__"):
-                object.__setattr__(obj, name, build(value))
-            else:
-                vars(obj)[name] = build(value)
-        return obj
-
-
-def _dict_of(obj: Any) -> Any:
-    return OrderedDict if isinstance(obj, OrderedDict) else dict
-
-
-def load(snapshot: Snapshot, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the roots, with other tensors in them, and all objects by number."""
-    loader = _Loader(snapshot, tensors, {})
-    roots = [loader.build(root) for root in snapshot.roots]
-    return roots, [loader.objects[i] for i in range(len(loader.objects))]
-
-
-def write_back(before: Snapshot, after: Snapshot, changed: Iterable[int], tensors: Sequence[Tensor]) -> Any:
-    """Write what a run has changed into the objects of ``before``, by these numbers; return the object of the last root."""
-    loader = _Loader(after, tensors, dict(enumerate(before.objects)))
-    for obj, row in ((before.objects[number], before.rows[number]) for number in changed):
-        if isinstance(obj, dict):
-            _dict_of(obj).clear(obj)
-        elif row.items:
-            obj.clear()
-        for name in row.attributes.keys() - _DEFAULTS:
-            vars(obj).pop(name) if name in getattr(obj, "__dict__", {}) else object.__delattr__(obj, name)
-    for number in changed:
-        loader.fill(before.objects[number], after.rows[number])
-    return loader.build(after.roots[-1])
 
 
 # --- Where two runs differ ---
 
 
-class Outcome(NamedTuple):
-    """What a run has left, without the objects."""
+class TensorText(str):
+    """The words for a tensor, which stand for it where what two runs have left is compared."""
 
-    roots: list[Any]
-    rows: dict[int, Row]
-    layouts: list[tuple[torch.dtype, list[int], torch.device]]
-    operands: int
+    __slots__ = ()
 
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> Outcome:
-        """Return what is in a snapshot."""
-        layouts = [(x.dtype, [*x.shape], x.device) for x in snapshot.tensors[snapshot.operands :]]
-        return cls(snapshot.roots, snapshot.rows, layouts, snapshot.operands)
 
-    def texts(self, entry: Any, path: str, seen: set[Ref]) -> Iterator[tuple[str, str]]:
-        """Yield the paths and words for an entry and all that it contains."""
-        if type(entry) is Ref and entry.kind == "object":
-            row = self.rows[entry.number]
-        elif type(entry) is Ref and entry.kind == "tensor" and entry.number >= self.operands:
-            row = "{} of shape {} on {}".format(*self.layouts[entry.number - self.operands])
+def find_difference(was: Any, now: Any, path: str) -> str:
+    """Return what differs between what two runs have left, with its path; empty if nothing does."""
+    old, new = dict(_describe(was, path, {})), dict(_describe(now, path, {}))
+    differ = (key for key in old | new if old.get(key) != new.get(key))
+    return next((f"{key} was {old.get(key, 'absent')}, now it is {new.get(key, 'absent')}" for key in differ), "")
+
+
+def _describe(obj: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the paths and words for an object and all that it contains."""
+    is_atom = isinstance(obj, TensorText) or type(obj) in ATOMS
+    yield path, str(obj) if isinstance(obj, TensorText) else repr(obj) if is_atom else f"a {type(obj).__name__}"
+    if not is_atom and seen.setdefault(id(obj), path) == path:
+        for name, value in _items_of(obj):
+            yield from _describe(value, path + name, seen)
+
+
+def _items_of(obj: Any) -> list[tuple[str, Any]]:
+    """Return what an object contains, and the text that follows the object's name for each."""
+    if isinstance(obj, types.FunctionType):
+        state = obj.__defaults__, obj.__kwdefaults__, vars(obj), *map(read_cell, obj.__closure__ or ())
+        return [(f"'s {i}", value) for i, value in enumerate(state)]
+    if _is_shared(type(obj)):
+        return []
+    out = [(f".{name}", value) for name, value in _read_attributes(obj).items()]
+    if isinstance(obj, dict):
+        return out + [(f"[{k!r}]", v) for k, v in dict.items(obj)]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return out + [(f"[{i}]", v) for i, v in enumerate(obj if isinstance(obj, list | tuple | deque | set) else ())]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+# --- What a run has changed goes into the caller's objects ---
+
+
+def merge(old: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    """Return what stands for a run's object, loaded with the caller's tensors: the caller's at the same place, filled anew.
+
+    Only an object of the same class is filled. ``done`` has, by the id of a run's object, what stands for it, and the object.
+    """
+    cls: Any = type(new)
+    if cls in ATOMS or isinstance(new, Tensor):
+        return old if cls in ATOMS and type(old) is cls and old == new else new
+    if id(new) in done:
+        return done[id(new)][0]
+    if isinstance(new, tuple):
+        out = _merge_tuple(old if type(old) is cls else (), new, done)
+    elif _is_shared(cls) and not (cls is types.FunctionType and _has_own_state(new)):
+        out = new
+    elif cls is types.MethodType:
+        out = types.MethodType(new.__func__, merge(getattr(old, "__self__", None), new.__self__, done))
+    else:
+        is_same = type(old) is cls and getattr(old, "__code__", None) is getattr(new, "__code__", None)
+        out = old if is_same else new
+        done[id(new)] = out, new
+        _merge_contents(out, new, done)
+    done[id(new)] = out, new
+    return out
+
+
+def _merge_tuple(old: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    parts = _merge_elements(old, new, done)
+    for whole in (old, new):
+        if len(whole) == len(parts) and all(a is b for a, b in zip(parts, whole, strict=True)):
+            return whole
+    return type(new)(parts) if hasattr(new, "n_sequence_fields") else tuple.__new__(type(new), parts)
+
+
+def _merge_elements(old: Iterable[Any], new: Iterable[Any], done: dict[int, tuple[Any, Any]]) -> list[Any]:
+    return [merge(a, b, done) for a, b in zip(itertools.chain(old, itertools.repeat(None)), [*new])]  # noqa: B905
+
+
+def _merge_contents(out: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> None:
+    """Fill an object with what another one of its class contains; TypeError for a change of what is in no attribute."""
+    if isinstance(new, types.FunctionType):
+        states = [(f.__defaults__, f.__kwdefaults__, dict(vars(f)), f.__closure__) for f in (out, new)]
+        _fill_function(out, merge(states[0], states[1], done)[:3])
+    elif isinstance(new, types.CellType):
+        if state := merge(read_cell(out), read_cell(new), done):
+            _fill_cell(out, state)
+    elif isinstance(new, functools.partial):
+        states = [(f.func, f.args, f.keywords, vars(f)) for f in (out, new)]
+        getattr(out, "__setstate__")(merge(states[0], states[1], done))  # noqa: B009
+    elif isinstance(new, dict):
+        base: Any = OrderedDict if isinstance(new, OrderedDict) else dict
+        items = [(merge(None, k, done), merge(base.get(out, k), v, done)) for k, v in base.items(new)]
+        base.clear(out)
+        for key, value in items:
+            base.__setitem__(out, key, value)
+        _merge_attributes(out, new, done)
+    elif isinstance(new, list | deque | set):
+        elements = _merge_elements(() if isinstance(new, set) else out, new, done)
+        out.clear()
+        (out.update if isinstance(out, set) else out.extend)(elements)
+        _merge_attributes(out, new, done)
+    elif _is_plain(type(new)):
+        _merge_attributes(out, new, done)
+    elif out is not new:
+        before, now = take_snapshot([out]), take_snapshot([new])
+        if before.parts != now.parts or any(a is not b for a, b in zip(before.tensors, now.tensors, strict=True)):
+            raise TypeError(f"a {type(new).__name__} that it changes")
+
+
+def _is_plain(cls: Any) -> bool:
+    """Return whether objects of this class are copied by their attributes alone."""
+    getstate = getattr(cls, "__getstate__", None)  # of a class in C, what it returns is in no attribute
+    is_python = getstate is getattr(object, "__getstate__", None) or isinstance(getstate, types.FunctionType)
+    is_default = cls.__reduce_ex__ is object.__reduce_ex__ and not hasattr(cls, "__getnewargs_ex__")
+    return is_python and is_default and cls.__reduce__ in (object.__reduce__, types.SimpleNamespace.__reduce__)
+
+
+def _has_own_state_methods(cls: Any) -> bool:
+    """Return whether pickle would ask an object for its state, which may leave out what the function reads."""
+    own = getattr(cls, "__getstate__", None), getattr(cls, "__setstate__", None)
+    is_made_empty = _is_plain(cls) and cls.__new__ is object.__new__ and not hasattr(cls, "__getnewargs__")
+    return is_made_empty and own != (getattr(object, "__getstate__", None), None)
+
+
+def _is_sentinel(obj: Any) -> bool:
+    """Return whether an object is its identity alone: ``object()``, or a global without attributes, where its class is."""
+    cls: Any = type(obj)
+    if cls is object:
+        return True
+    is_empty = hasattr(obj, "__dict__") and cls.__new__ is object.__new__ and _is_plain(cls) and not _read_attributes(obj)
+    return is_empty and any(x is obj for x in vars(sys.modules.get(cls.__module__, builtins)).values())
+
+
+def _read_attributes(obj: Any) -> dict[str, Any]:
+    """Return the attributes of an object, and its slots that are set."""
+    slots = {name: getattr(obj, name) for name in copyreg._slotnames(type(obj)) if hasattr(obj, name)}  # pyright: ignore
+    return slots | getattr(obj, "__dict__", {})
+
+
+def _merge_attributes(out: Any, new: Any, done: dict[int, tuple[Any, Any]]) -> None:
+    before, now, own = _read_attributes(out), _read_attributes(new), getattr(out, "__dict__", {})
+    for name in before.keys() - now.keys():
+        own.pop(name) if name in own else object.__delattr__(out, name)
+    for name, value in now.items():
+        value = merge(before.get(name), value, done)
+        if name in copyreg._slotnames(type(out)):  # pyright: ignore
+            object.__setattr__(out, name, value)
         else:
-            row = entry
-        yield path, f"a {row.kind}" if type(row) is Row else str(row) if row is not entry else repr(row)
-        if type(row) is not Row or (row is not entry and entry in seen):
-            return
-        if row is not entry:
-            seen.add(entry)
-        parts = [(f"[{i}]", x) for i, x in enumerate((*row.make[1:], *row.items, row.state))]
-        parts += [(f"[{key!r}]", x) for key, x in row.pairs] + [(f".{name}", x) for name, x in row.attributes.items()]
-        for name, part in parts:
-            yield from self.texts(part, path + name, seen)
-
-    def find_difference(self, now: Outcome, a: Any, b: Any, path: str) -> str:
-        """Return what differs between an entry and one of another run, in words.
-
-        Empty if nothing does, or only which objects are the same.
-        """
-        old, new = dict(self.texts(a, path, set())), dict(now.texts(b, path, set()))
-        differ = (key for key in old | new if old.get(key) != new.get(key))
-        return next((f"{key} was {old.get(key, 'absent')}, now it is {new.get(key, 'absent')}" for key in differ), "")
-
-
-def find_changed(before: Snapshot, after: Snapshot) -> list[int]:
-    """Return the numbers of the objects that a run has changed; TypeError for one that no list, dict or attribute tells of."""
-    changed = [number for number, row in before.rows.items() if after.rows.get(number, row) != row]
-    opaque = [i for i in changed if (before.rows[i].make, before.rows[i].state) != (after.rows[i].make, after.rows[i].state)]
-    for entry in (Ref("object", number) for number in opaque):
-        if Outcome.of(before)._replace(operands=len(before.tensors)).find_difference(Outcome.of(after), entry, entry, ""):
-            raise TypeError(f"a {before.rows[entry.number].kind} that it changes")
-    return [i for i in changed if i not in opaque]
+            own[name] = value
