@@ -77,7 +77,7 @@ def is_copied(value: Any) -> bool:
 
 def is_watched(value: Any) -> bool:
     """Return whether an attribute of a module is an object that all runs share, and that one of them could change."""
-    return hasattr(value, "__dict__") and not is_copied(value) and not _is_shared(type(value))
+    return hasattr(value, "__dict__") and not _is_shared(type(value)) and not is_copied(value)
 
 
 # --- The bytes ---
