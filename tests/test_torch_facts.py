@@ -1460,21 +1460,6 @@ def test_nested_compile_regions_stop_inside_of_torch_func() -> None:
         torch.compile(grad, backend="aot_eager", fullgraph=True)(torch.ones(2))
 
 
-def test_optimizers_ask_is_compiling() -> None:
-    """Where it is True they read no numbers on the host, and do not check the devices of ``capturable=True``."""
-    param = torch.ones(2)
-    param.grad = torch.ones(2)
-    optimizer = torch.optim.RAdam([param], capturable=True, foreach=False)
-    assert not torch.compiler.is_compiling()
-    with _torch.set_in_graph(True):
-        assert torch.compiler.is_compiling()
-        optimizer.step()
-        with _torch.set_in_graph(False), pytest.raises(AssertionError, match="capturable=True"):
-            optimizer.step()
-        assert torch.compiler.is_compiling()
-    assert not torch.compiler.is_compiling()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_scalars_are_written_in_a_graph(dtype: torch.dtype) -> None:
     """torch 2.11 and 2.13 lose a plain copy_ into a 0-D float64 tensor; `write_into` may go where none does."""

@@ -19,9 +19,9 @@ from torch.torch_version import TorchVersion
 
 from .levels import current_level
 
-__all__ = ["FORWARD_CAN_BE_REPLACED", "PROFILER_OPS", "FakeTensor", "allow_in_graph", "annotate_graph", "assume_constant"]
+__all__ = ["FORWARD_CAN_BE_REPLACED", "FakeTensor", "allow_in_graph", "annotate_graph", "assume_constant"]
 __all__ += ["collect_graph_errors", "current_annotations", "disable_in_graph", "fake_mode", "is_eager", "is_fake"]
-__all__ += ["is_in_dynamo", "is_in_graph", "is_profiling", "is_tracing", "set_in_graph", "write_into"]
+__all__ += ["is_in_dynamo", "is_in_graph", "is_profiling", "is_tracing", "write_into"]
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -72,10 +72,6 @@ def annotate_graph(**notes: object) -> contextlib.AbstractContextManager[None]:
     return annotate(notes)
 
 
-PROFILER_OPS = (torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit._RecordFunction)
-"""The operators of torch.autograd.profiler.record_function. Pinned by ``test_graphs_of_updates_have_no_profiler``."""
-
-
 def current_annotations(*names: str) -> dict[str, object]:
     """Return those of the notes of `annotate_graph` with these names that hold for the node that is being traced; eager none.
 
@@ -96,20 +92,6 @@ def assume_constant(fn: F) -> F:
     """
     fn._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return fn
-
-
-@contextlib.contextmanager
-def set_in_graph(flag: bool) -> Generator[None]:
-    """Make ``torch.compiler.is_compiling()`` this, which torch's optimizers ask: then they read no numbers on the host.
-
-    Torch versions differ in what it is while AOTAutograd records operators. Pinned by ``test_optimizers_ask_is_compiling``.
-    """
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = flag
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
 
 
 _graph_errors: contextvars.ContextVar[list[Exception] | None] = contextvars.ContextVar("funshard_graph_errors", default=None)
