@@ -130,7 +130,7 @@ def test_files_are_short() -> None:
 
 BUDGETS = {
     "_call": 3650, "_compiled": 975, "_core": 2500, "_init": 525, "_plan": 1675, "_sharding": 1300, "_slices": 425,
-    "_spec": 1050, "_steps": 1050, "_torch": 2250, "_transforms": 3950, "_units": 200, "_wire": 1900, "checkpoint": 4400,
+    "_spec": 1050, "_steps": 1050, "_torch": 2225, "_transforms": 3950, "_units": 200, "_wire": 1900, "checkpoint": 4400,
     "codecs": 375, "collectives": 1725, "compress": 600, "curvature": 800, "data": 225, "optim": 5075, "policies": 500,
     "testing": 925,
 }  # fmt: skip
@@ -142,20 +142,24 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 36_610
+    assert sum(lines.values()) <= 36_590
 
 
 OPTIONS = {
     "compil": (r"_compiled/|_call/compiled_|_torch/|_spec/options|^__init__|_recompute/saved_nodes", 14),
-    "remat|recompu": (r"_recompute/|recompute.py|_spec/options|^__init__", 21),
-    "offload(?!_to_cpu)": (r"offload.py|_wire/host|_spec/options|^__init__", 7),
-    "precision": (r"_spec/|_call/casting|_wire/|^__init__", 7),
+    "remat|recompu": (
+        r"_recompute/|recompute.py|_spec/options|^__init__|_compiled/|_call/compiled_|scan.py|chunked.py|attention.py",
+        3,
+    ),
+    "offload(?!_to_cpu)": (r"offload.py|_wire/host|_spec/options|^__init__", 5),
+    "precision": (r"_spec/|_call/casting|_wire/|^__init__", 5),
     "at_rest": (r"_spec/|_wire/|^_plan/|^__init__", 3),
     "local_axes|localdims": (r"_spec/local|_wire/whole|_core/unit", 11),
 }
 """Words in the names of an option, the files of its own, and the most others that name it. They may only be lowered.
 
-What a plan calls at rest is memory between steps, of any option; `gather_full` has an ``offload_to_cpu`` of its own.
+What a plan calls at rest is memory between steps, of any option; `gather_full` has an ``offload_to_cpu`` of its own. `scan`,
+`chunked` and attention are made of the transform `remat`, and compiled code recomputes by its own means.
 """
 
 

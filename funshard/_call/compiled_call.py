@@ -17,7 +17,7 @@ from .._core.division import ReduceBy, Reduction
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._core.unit import Unit
-from .._spec.options import RECOMPUTE_ALL, remat_of
+from .._spec.options import RECOMPUTE_ALL, inner_calls, remat_of
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
 from .._wire.flow import gather_unit, weigh_grad
 from .._wire.mixed_layout import cast_views
@@ -229,14 +229,14 @@ def _shape_overrides(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Modu
 
 
 def _recompute_overrides(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Iterator[tuple[nn.Module, str, Any]]:
-    for path in spec.recomputed if _torch.FORWARD_CAN_BE_REPLACED and is_collecting_regions() else ():
+    for path in inner_calls(spec) if _torch.FORWARD_CAN_BE_REPLACED and is_collecting_regions() else ():
         if path:
             yield modules[path], "forward", _wrap_in_region(modules[path].forward, path, spec)
 
 
 def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec) -> Callable[..., Any]:
     """Return a module's forward, traced as a region where it is to be recomputed."""
-    if path not in spec.recomputed:
+    if path not in inner_calls(spec):
         return forward
     remat = remat_of(spec.by_path[path]) or RECOMPUTE_ALL
 

@@ -164,7 +164,7 @@ def choose_mode(
     options: CallOptions,
     receiver: GradReceiver | None,
     *,
-    is_recomputing: bool,
+    is_inner: bool,
     replaces: bool,
 ) -> Mode:
     """Return the mode of an uncompiled call: scheduled, gathered again by each level of transforms, or plain data flow.
@@ -175,13 +175,13 @@ def choose_mode(
         reduction: How gradients are reduced.
         options: How far gathers and reductions may be ahead and behind.
         receiver: Takes gradients as they are reduced.
-        is_recomputing: Whether this is a run of a recomputed module, which need keep nothing for derivatives.
+        is_inner: Whether this is a call inside of another that backward runs: it need keep nothing for derivatives.
         replaces: Whether saved weights are replaced. A checkpoint around the call would do that itself.
     """
     if _is_schedulable(params, spec):
         schedule = Schedule(params, _sharded_part(params, spec), reduction, options, receiver)
         return Scheduled(schedule, params, spec, reduction, replaces)
-    if not is_recomputing and replaces and torch.is_grad_enabled() and _can_regather_per_level(spec):
+    if not is_inner and replaces and torch.is_grad_enabled() and _can_regather_per_level(spec):
         return RegatherPerLevel(params, spec, reduction, options)
     return DataFlow(params, spec, reduction, options)
 

@@ -20,11 +20,11 @@ from .. import _torch
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
-from .._spec.options import RECOMPUTE_ALL, remat_of
+from .._spec.options import RECOMPUTE_ALL, inner_calls, remat_of
 from .._torch.phases import phase
 from .._transforms._recompute.remat import call_recomputed
-from .._transforms._recompute.saved_results import run_unrecorded
 from .._transforms._recompute.snapshot import is_copied
+from .._transforms.ambient import run_unrecorded
 from .buffers import copy_buffer
 from .compiled_unit import can_run_compiled, is_compiled
 from .modes import Scheduled
@@ -43,7 +43,7 @@ _Own = Mapping[str, dict[str, Any]]
 
 def recomputed_forwards(call: Call, before: ModuleAttributes) -> Iterator[Override]:
     """Yield the forwards of the modules with ``P(remat=...)``, which run again in backward, around their scopes."""
-    for path in call.spec.recomputed:
+    for path in inner_calls(call.spec):
         module = call.bound.modules[path]
         yield module, "forward", _wrap_recomputed(call, path, before, module.forward)
 
@@ -149,7 +149,7 @@ class _RecomputedModule:
         self._level = _torch.current_level()
         self._gathered_units = units
         # a backward that nobody comes back to runs it with these
-        self._leases = [one.lease_for_recompute() for one in units]
+        self._leases = [one.hold_for_inner_run() for one in units]
         self._read: list[str] = []
         self._written: dict[int, bool] = {}
         self.bumped: set[int] = set()

@@ -20,6 +20,7 @@ from .. import _torch
 from .._core.division import Reduction
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
+from .._spec.options import inner_calls
 from .._transforms.offload import choose_hooks, choose_offload
 from .._units.accumulation import GradReceiver
 from .buffers import CallBuffers
@@ -81,7 +82,7 @@ class Call:
         receiver: GradReceiver | None = None,
         *,
         buffers: Mapping[str, Tensor] | None = None,
-        is_recomputing: bool = False,
+        is_inner: bool = False,
         thread: int | None = None,
         wrappers: Sequence[Wrapper] = (),
     ) -> None:
@@ -91,12 +92,12 @@ class Call:
         self.thread = calling_thread(thread)
         self.options = options
         outer = _torch.current_pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
-        self.offload = choose_offload(params, spec, outer, is_recomputing=is_recomputing)
+        self.offload = choose_offload(params, spec, outer, is_inner=is_inner)
         replaces = outer is None or self.offload is not None
-        self.mode = choose_mode(params, spec, reduction, options, receiver, is_recomputing=is_recomputing, replaces=replaces)
-        self.scopes = UnitScopes(self.mode, params, spec, self.offload, buffers or {})
+        self.mode = choose_mode(params, spec, reduction, options, receiver, is_inner=is_inner, replaces=replaces)
+        self.scopes = UnitScopes(self.mode, params, spec, self.offload and self.offload.exclude, buffers or {})
         self.is_inference = torch.is_inference_mode_enabled()
-        self.used_parameters: set[str] | None = set() if is_recomputing else None  # what the recomputed module has read
+        self.used_parameters: set[str] | None = set() if is_inner else None  # what the module has read
 
     @functools.cached_property
     def is_fake(self) -> bool:
@@ -137,7 +138,7 @@ class Call:
                     stack.callback(run.guards[-1].restore)
             try:
                 with hooks, self.scopes.forward():
-                    for unit in () if self.bound.path in self.spec.recomputed else self.units_at(self.bound.path):
+                    for unit in () if self.bound.path in inner_calls(self.spec) else self.units_at(self.bound.path):
                         self.scopes.gather(unit)
                     yield run
                 self.mode.check_forward()
@@ -171,7 +172,7 @@ class Call:
 
     def read(self, unit: Unit, i: int) -> Tensor:
         """Return the unit's i-th parameter."""
-        if self.used_parameters is not None:  # recomputing
+        if self.used_parameters is not None:
             self.used_parameters.add(unit.params[i].name)
         return self.scopes.gather(unit).views[i]
 
@@ -180,7 +181,7 @@ class Call:
     ) -> Call:
         """Return the call in which a module of this one is recomputed; ``buffers`` are those of units given in full."""
         given = bound, params, spec, self.reduction, self.options
-        return Call(*given, buffers=buffers, is_recomputing=True, thread=self.thread, wrappers=self.wrappers)
+        return Call(*given, buffers=buffers, is_inner=True, thread=self.thread, wrappers=self.wrappers)
 
     def is_view(self, unit: Unit, i: int, tensor: object) -> bool:
         """Return whether a tensor is the unit's i-th parameter as it is gathered now."""
@@ -189,7 +190,7 @@ class Call:
 
 
 def _units_by_path(spec: PartitionSpec) -> dict[str, list[Unit]]:
-    by_path: dict[str, list[Unit]] = {path: [] for path in spec.recomputed}
+    by_path: dict[str, list[Unit]] = {path: [] for path in inner_calls(spec)}
     for unit in spec:
         for path in unit.paths:
             by_path.setdefault(path, []).append(unit)
@@ -198,9 +199,9 @@ def _units_by_path(spec: PartitionSpec) -> dict[str, list[Unit]]:
 
 def scoped_forwards(call: Call, _: ModuleAttributes) -> Iterator[Override]:
     """Yield the forwards of the modules at which units are gathered and released; the caller gathers those of the place."""
-    modules, recomputed = call.bound.modules, call.spec.recomputed
+    modules, inner = call.bound.modules, inner_calls(call.spec)
     for path, units in call.spec._compute_once(_units_by_path).items():
-        if path in recomputed or (path in modules and path != call.bound.path):
+        if path in inner or (path in modules and path != call.bound.path):
             yield modules[path], "forward", _wrap_in_scope(call.scopes, modules[path].forward, units)
 
 

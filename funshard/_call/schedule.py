@@ -142,7 +142,7 @@ class RunGradients:
         if not runs and self._receiver:
             self._receiver.expect(gathered.unit.key)
         self._sums[gathered] = runs + 1, total
-        if runs + 1 == gathered.recomputed_runs:
+        if runs + 1 == gathered.inner_runs:
             self._reduce(gathered)
 
     def reduce_rest(self, task: int) -> None:
@@ -389,8 +389,8 @@ class GatheredUnit:
     """A unit that one call has gathered once in forward, and gathers again in backward."""
 
     __slots__ = (
-        "__weakref__", "_backward_buffer", "_version", "chain", "dtypes", "forward_buffer", "index", "is_trained",
-        "recomputed_runs", "restoring", "route", "schedule", "shard", "unit",
+        "__weakref__", "_backward_buffer", "_version", "chain", "dtypes", "forward_buffer", "index", "inner_runs", "is_trained",
+        "restoring", "route", "schedule", "shard", "unit",
     )  # fmt: skip
 
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
@@ -405,7 +405,7 @@ class GatheredUnit:
         )
         self.chain: CollectiveChain | None = None  # the gather, while it is under way
         self.is_trained = False
-        self.recomputed_runs = 0  # of modules that forward ran with this buffer, and that backward runs again
+        self.inner_runs = 0  # of modules that forward ran with this buffer, and that backward runs again
         self._version = _torch.version(self.shard)
         self.restoring = -2  # the run of backward that reads its views
         self.unshard()
@@ -444,10 +444,10 @@ class GatheredUnit:
         self.is_trained = torch.is_grad_enabled() and shard.requires_grad
         return self._view_parameters(shard)
 
-    def _view_parameters(self, shard: Tensor, *, recomputing: bool = False) -> Sequence[Tensor]:
+    def _view_parameters(self, shard: Tensor, *, is_inner: bool = False) -> Sequence[Tensor]:
         """Return the parameters as views of the buffer, with the shard's graph if gradients are wanted."""
         if torch.is_grad_enabled() and shard.requires_grad:
-            return _Unflatten.apply(shard, self, recomputing and self.recomputed_runs > 1)
+            return _Unflatten.apply(shard, self, is_inner and self.inner_runs > 1)
         return self.route.unflatten(self.buffer, self.unit)
 
     @property
@@ -483,10 +483,10 @@ class GatheredUnit:
             self._backward_buffer = weakref.ref(backward_buffer)
         return backward_buffer
 
-    def lease_for_recompute(self) -> BackwardBuffer:
+    def hold_for_inner_run(self) -> BackwardBuffer:
         """Return what a module holds that backward recomputes with this buffer."""
         backward_buffer = self.hold_for_backward()
-        self.recomputed_runs += 1
+        self.inner_runs += 1
         if not self.route.reshard_after_forward:
             backward_buffer.buffer = self.forward_buffer
         return backward_buffer
@@ -521,7 +521,7 @@ class GatheredUnit:
         """Return the unit's parameters for backward to recompute its module with."""
         self.schedule.prefetch_backward(self)
         self.wait_again()
-        return self._view_parameters(shard, recomputing=True)
+        return self._view_parameters(shard, is_inner=True)
 
     def release(self) -> None:
         """Free backward's buffer; another use gathers it again."""

@@ -16,9 +16,7 @@ from torch import Tensor
 from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._transforms._recompute.function import RUNNING
-from .._transforms._recompute.saved_results import run_unrecorded
-from .._transforms.offload import ActivationOffload
+from .._transforms.ambient import RUNNING, run_unrecorded
 from .modes import Mode, UnitInUse, units_given_full
 from .write_watch import write_error
 
@@ -40,10 +38,10 @@ class UnitScopes:
         mode: Mode,
         params: Mapping[str, Tensor],
         spec: PartitionSpec,
-        offload: ActivationOffload | None,
+        exclude: Callable[[Sequence[Tensor]], None] | None,
         buffers: Mapping[str, Tensor],
     ) -> None:
-        self._mode, self._offload = mode, offload
+        self._mode, self._exclude = mode, exclude  # the latter takes parameters that stay gathered
         self._differentiable, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.hook = self._outer = _torch.current_pack_hook()  # the first is what replaces saved tensors while forward runs
         self._outer_reentrant = _torch.count_reentrant_checkpoints()
@@ -79,8 +77,8 @@ class UnitScopes:
         with torch.inference_mode(False) if probe else contextlib.nullcontext(), torch.set_grad_enabled(self._differentiable):
             gathered = run_unrecorded(self._mode.gather, unit)
         gathered.watch.views = gathered.views
-        if self._offload and not gathered.reshard:
-            self._offload.exclude(gathered.views)
+        if self._exclude and not gathered.reshard:
+            self._exclude(gathered.views)
         self.active[unit.key] = gathered
         self._scopes[-1].append(gathered)
         return gathered

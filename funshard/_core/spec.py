@@ -101,11 +101,6 @@ class PartitionSpec:
         """The `P` of each module path that runs as a unit: "" only where nothing else is selected, as by ``whole(P(...))``."""
         return dict(self.selected) or {"": self.root}
 
-    @property
-    def recomputed(self) -> tuple[str, ...]:
-        """The paths of the modules with ``P(remat=True)``, which run again for their derivatives; as in `by_run`."""
-        return tuple(path for path, p in self.by_run.items() if p.remat)
-
     def _compute_once(self, make: Callable[..., Cached], *args: Hashable) -> Cached:
         """Return ``make(self, *args)``, computed once for this object and kept while it lives; it must not hold the spec."""
         if _torch.is_in_graph():  # which has no use for it, and would guard it
@@ -287,11 +282,11 @@ def _stored_of(unit: Unit, spec: PartitionSpec) -> tuple[int, torch.dtype]:
 
 
 def _restrict_to_units(spec: PartitionSpec, path: str, keys: frozenset[str]) -> PartitionSpec:
-    """Return the spec of these units inside the module at ``path``, which keeps no remat and no compile of its own."""
+    """Return the spec of these units inside the module at ``path``, which nothing surrounds any more."""
     return dataclasses.replace(
         spec,
         selected=tuple((inner, p) for inner, p in spec.selected if inner != path and is_within(inner, path)),
-        root=dataclasses.replace(spec.root, remat=False, compile=False),
+        root=spec.root._without_wrappers(),
         units=tuple(unit for unit in spec.units if unit.key in keys),
         ignored=tuple(name for name in spec.ignored if is_within(name, path)),
         run_order=None if spec.run_order is None else tuple(key for key in spec.run_order if key in keys),

@@ -16,7 +16,7 @@ from .._core.unit import PARSERS, Option, P, add_keyword
 from .._torch import OpOverload
 from .precision import precision_of
 
-__all__ = ["RECOMPUTE_ALL", "Chosen", "Compile", "Remat", "Save", "check_names", "find_compiled", "remat_of"]
+__all__ = ["RECOMPUTE_ALL", "Chosen", "Compile", "Remat", "Save", "check_names", "find_compiled", "inner_calls", "remat_of"]
 __all__ += ["surrounds_forward"]
 
 
@@ -189,13 +189,17 @@ class Remat(Option):
 RECOMPUTE_ALL = Remat()
 """The `Remat` of ``P(remat=True)``, which saves nothing."""
 
-
 add_keyword("remat", bool | Remat, "True or False, got {} (or a Remat, which says what is kept)")
 
 
 def remat_of(p: P) -> Remat | None:
     """Return ``P(remat=...)``; None where the module does not run again."""
     return p.remat if isinstance(p.remat, Remat) else RECOMPUTE_ALL if p.remat else None
+
+
+def inner_calls(spec: PartitionSpec) -> tuple[str, ...]:
+    """Return the paths of the modules that are calls inside of a call, since backward runs them again."""
+    return tuple(path for path, p in spec.by_run.items() if p.remat)
 
 
 def _count_required_args(save: Callable[..., Any]) -> int:

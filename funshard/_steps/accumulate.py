@@ -20,13 +20,13 @@ from .._core.flow import resolve_reduction
 from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._spec.precision import resolve_dtypes
 from .._transforms.error_hints import add_hints
 from .._transforms.grad import check_differentiable, check_recorded, is_differentiated_outside, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
 from .._wire.flow import gather_unit, reduce_slice, reduce_unit
 from .._wire.host import check_host_resident
 from .._wire.mixed_layout import cast_views
+from .._wire.route import Route
 from .microbatches import are_positive, list_microbatches, make_loss_scales, sum_dtype, to_sum_dtype
 
 __all__ = ["AccumulationPlan", "GradSums", "accumulate", "add_up", "replacement_key", "run_in_place"]
@@ -219,7 +219,8 @@ class AccumulationPlan:
             if not rest or not self.is_deferred:
                 return grad / count
             reduction, reduce = Reduction("mean" if by == "mean" else "sum", frozenset(rest)), reduce_slice
-        return reduce((grad / count).to(resolve_dtypes(p, shard.dtype).reduce), unit, mesh, reduction, shard.dtype)
+        dtype = Route.for_unit(unit, mesh, reduction, shard.dtype).dtypes.reduce
+        return reduce((grad / count).to(dtype), unit, mesh, reduction, shard.dtype)
 
 
 def _pop_sum(sums: Params, key: str, like: Tensor, shape: Sequence[int]) -> Tensor:

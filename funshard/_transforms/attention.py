@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _torch
-from ._recompute.ambient import AmbientState
 from ._recompute.remat import SlicedFunction, TensorFunction, apply_recomputed
+from .ambient import AmbientState
 
 __all__ = ["transforms_attention"]
 

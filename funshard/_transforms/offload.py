@@ -24,7 +24,7 @@ from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._torch.phases import phase
-from ._recompute.function import RUNNING
+from .ambient import RUNNING
 from .saved_tensors import RestorableBuffer, SavedTensorHooks, TensorRestorer, unpack
 
 __all__ = ["ActivationOffload", "choose_hooks", "choose_offload", "offload"]
@@ -355,17 +355,17 @@ class ActivationOffload:
 
 
 def choose_offload(
-    params: Mapping[str, Tensor], spec: PartitionSpec, outer: Callable[..., object] | None, *, is_recomputing: bool
+    params: Mapping[str, Tensor], spec: PartitionSpec, outer: Callable[..., object] | None, *, is_inner: bool
 ) -> ActivationOffload | None:
     """Return what a call offloads, None for nothing. ``outer`` packs what is saved around the call.
 
-    In a run of a recomputed module, which ``is_recomputing``, backward soon reads what is saved.
+    In a call ``is_inner`` to another, which backward runs, it soon reads what is saved.
     """
     own, around = spec._compute_once(_offloaded_paths), find_hooks(outer)
     around = around if isinstance(around, OffloadHooks) else None
     if not (own or around) or not can_offload():
         return None
-    return ActivationOffload(own - {""} if is_recomputing else own, around, params)
+    return ActivationOffload(own - {""} if is_inner else own, around, params)
 
 
 def _offloaded_paths(spec: PartitionSpec) -> frozenset[str]:

@@ -24,8 +24,8 @@ from .._spec.codec import check_trainable
 from .._wire.flow import apply_unit_options, gather_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from ..collectives._functions import broadcast, sum_over
-from ._recompute.ambient import AmbientState
-from ._recompute.checks import REGISTER_HOOK, ForbiddenFunctions
+from .ambient import AmbientState
+from .checks import REGISTER_HOOK, ForbiddenFunctions
 from .error_hints import as_call_arguments
 from .grad import grad
 

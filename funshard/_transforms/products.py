@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from .. import _torch
 from .._core.division import ReduceBy, Reduction
-from ._recompute.ambient import AmbientState
+from .ambient import AmbientState
 from .error_hints import add_hints, is_forward_rule_missing
 from .grad import check_differentiable, check_recorded, is_differentiated_outside, split_loss
 

@@ -19,6 +19,7 @@ from .._core.division import Reduction
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.ops import PendingResult
 from .._core.spec import PartitionSpec
+from .._spec.options import inner_calls
 from ..collectives._agree import is_comparable
 from .host import start_copy_to_device
 from .route import Route, find_slice
@@ -282,7 +283,7 @@ class RouteTable:
     by_key: dict[str, Route]
     steps: dict[str, RouteSteps]
     gather_positions: tuple[int, ...]
-    """The positions in ``spec.order`` of units that are gathered or copied, except those inside of recomputed modules."""
+    """The positions in ``spec.order`` of units that are gathered or copied, except those in `inner_calls`."""
     has_groups: bool
     """Whether every axis has a process group."""
     needs_order_check: bool
@@ -299,14 +300,14 @@ def make_route_table(
     spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction, check_order: bool
 ) -> RouteTable:
     """Return the routes of a spec's units, whose shards have these dtypes, on its process groups."""
-    mesh, recomputed = spec.bound_mesh, {*spec.recomputed}
+    mesh, inner = spec.bound_mesh, {*inner_calls(spec)}
     routes = {unit.key: Route.for_unit(unit, mesh, reduction, dtype) for unit, dtype in zip(spec, dtypes, strict=True)}
 
     def inside(key: str) -> bool:
         paths = spec.by_key[key].paths
         parts = [path.split(".") for path in paths]
         around = {".".join(names[:i]) for names in parts for i in range(len(names) + 1)}
-        return not recomputed.isdisjoint(around.difference(paths))
+        return not inner.isdisjoint(around.difference(paths))
 
     groups = [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis)]
     connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import types
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +19,8 @@ from torch import Tensor, nn
 from ... import _torch
 from ..._spec.options import Remat
 from ..._torch import DATA
-from ..grad import assume_differentiated, is_assumed_differentiated
-from ..saved_tensors import SavedTensorHooks
-from .ambient import AmbientState, find_variables, set_variables
-from .checks import (
+from ..ambient import RUNNING, AmbientState, find_variables, set_variables
+from ..checks import (
     QUERY_GETTERS,
     REGISTER_HOOK,
     ForbiddenFunctions,
@@ -32,6 +29,8 @@ from .checks import (
     check_not_read,
     describe_parameter,
 )
+from ..grad import assume_differentiated, is_assumed_differentiated
+from ..saved_tensors import SavedTensorHooks
 from .saved_results import SavedResults
 from .snapshot import (
     ATOMS,
@@ -46,19 +45,7 @@ from .snapshot import (
     take_snapshot,
 )
 
-__all__ = ["RUNNING", "RecomputedFunction"]
-
-
-class _Running(threading.local):
-    """The recomputed functions that this thread runs, by name, the innermost last."""
-
-    names: tuple[str, ...] = ()
-    in_stack = False
-    is_first = False
-    """Whether the innermost is in its first run, whose graph is not kept."""
-
-
-RUNNING = _Running()
+__all__ = ["RecomputedFunction"]
 
 
 def _read_object(x: Any) -> dict[str, tuple[Any, int]]:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ... import _torch
 from ..._spec.options import Remat
-from .ambient import AmbientState
+from ..ambient import RUNNING, AmbientState
 from .regions import mark_name
 
-__all__ = ["SavedResults", "checkpoint_name", "run_unrecorded"]
+__all__ = ["SavedResults", "checkpoint_name"]
 
 Call = tuple[_torch.OpTraits, int]
 """A call of an operator: the operator, and how many calls of it were before."""
@@ -29,26 +29,13 @@ Call = tuple[_torch.OpTraits, int]
 
 # --- The runs of selective recomputation that are active in this thread ---
 
-Args = ParamSpec("Args")
-Result = TypeVar("Result")
-
 
 class _Thread(threading.local):
     runs: tuple[_Run, ...] = ()
     """The runs that count operators in this thread, the innermost last."""
-    paused = False
 
 
 _THREAD = _Thread()
-
-
-def run_unrecorded(f: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
-    """Call ``f`` without saving or reusing results: it gathers parameters, which all ranks must do together."""
-    before, _THREAD.paused = _THREAD.paused, True
-    try:
-        return f(*args, **kwargs)
-    finally:
-        _THREAD.paused = before
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
@@ -150,7 +137,7 @@ class _Run(_torch.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _THREAD.paused or self.is_done or not isinstance(func, _torch.OpOverload):
+        if RUNNING.is_paused or self.is_done or not isinstance(func, _torch.OpOverload):
             return func(*args, **kwargs)
         traits = _torch.op_traits(func)
         if not traits.is_pure or kwargs.get("generator") is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ... import _torch
+from .. import _torch
 
 __all__ = [
     "QUERY_GETTERS", "REGISTER_HOOK", "ForbiddenFunctions", "OuterTensors", "check_backward_hooks", "check_not_read",

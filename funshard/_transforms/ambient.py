@@ -7,15 +7,19 @@ import contextvars
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from ... import _torch
+from .. import _torch
 
-__all__ = ["AmbientState", "find_variables", "set_variables"]
+__all__ = ["RUNNING", "AmbientState", "find_variables", "run_unrecorded", "set_variables"]
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
 
 
 def _get_python_states() -> tuple[Any, Any]:
@@ -156,3 +160,29 @@ def set_variables(values: dict[contextvars.ContextVar[Any], Any], name: str) -> 
 
 def _is_users(var: contextvars.ContextVar[Any]) -> bool:
     return not (_torch.is_compiler_variable(var) or _torch.is_config_variable(var))
+
+
+# --- What this thread runs ---
+
+
+class _Running(threading.local):
+    """The functions that this thread runs and will run again, by name, the innermost last."""
+
+    names: tuple[str, ...] = ()
+    in_stack = False
+    is_first = False
+    """Whether the innermost is in its first run, whose graph is not kept."""
+    is_paused = False
+    """Whether results of operators are neither saved nor reused."""
+
+
+RUNNING = _Running()
+
+
+def run_unrecorded(f: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
+    """Call ``f`` without saving or reusing results: it gathers parameters, which all ranks must do together."""
+    before, RUNNING.is_paused = RUNNING.is_paused, True
+    try:
+        return f(*args, **kwargs)
+    finally:
+        RUNNING.is_paused = before
