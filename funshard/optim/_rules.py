@@ -167,7 +167,20 @@ def sgd(
 ) -> Optimizer:
     """Return ``(init, update)`` of gradient descent: ``m = momentum m + g``, ``p = p - learning_rate m``.
 
-    A pure rule, as `adam`: see there for its arguments.
+    Args:
+        learning_rate: As in `adam`.
+        momentum: The factor of the sum m; None for none.
+        nesterov: Step along ``g + momentum m``.
+        spec: As in `adam`.
+        options: As in `adam`.
+        rank: As in `adam`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> init, update = fs.optim.sgd(0.5)
+        >>> params = {"": torch.tensor([1.0, 2.0])}
+        >>> update({"": torch.tensor([3.0, -4.0])}, init(params), params)[0]
+        {'': tensor([-0.5000,  4.0000])}
 
     Source: ``optax.sgd``; equal to torch.optim.SGD.
     """
@@ -247,6 +260,24 @@ def adamw(
 ) -> Optimizer:
     """Return ``(init, update)`` of AdamW: `adam`, and before it ``p = (1 - learning_rate weight_decay) p``.
 
+    Args:
+        learning_rate: As in `adam`.
+        b1: As in `adam`.
+        b2: As in `adam`.
+        eps: As in `adam`.
+        eps_root: As in `adam`.
+        weight_decay: The weight's decay, times the learning rate.
+        spec: As in `adam`.
+        options: As in `adam`.
+        rank: As in `adam`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> init, update = fs.optim.adamw(0.5, weight_decay=0.1)
+        >>> params = {"": torch.tensor([1.0, 2.0])}
+        >>> update({"": torch.tensor([3.0, -4.0])}, init(params), params)[0]
+        {'': tensor([0.4500, 2.4000])}
+
     Source: ``optax.adamw``, whose default ``weight_decay`` is 1e-4; equal to torch.optim.AdamW, where it is 1e-2.
     """
     hyper = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
@@ -287,7 +318,21 @@ def lion(
 ) -> Optimizer:
     """Return ``(init, update)`` of Lion: steps of the sign of ``b1 m + (1 - b1) g``, then ``m = b2 m + (1 - b2) g``.
 
-    The weight decays as in `adamw`. A pure rule, as `adam`: see there for its arguments.
+    Args:
+        learning_rate: As in `adam`.
+        b1: The weight of m in a step.
+        b2: The decay of m.
+        weight_decay: As in `adamw`.
+        spec: As in `adam`.
+        options: As in `adam`.
+        rank: As in `adam`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> init, update = fs.optim.lion(0.5, weight_decay=0.1)
+        >>> params = {"": torch.tensor([1.0, 2.0])}
+        >>> update({"": torch.tensor([3.0, -4.0])}, init(params), params)[0]
+        {'': tensor([0.4500, 2.4000])}
 
     Source: ``optax.lion``; Chen et al., Symbolic Discovery of Optimization Algorithms, 2023.
     """
@@ -318,8 +363,23 @@ def rmsprop(
 ) -> Optimizer:
     """Return ``(init, update)`` of RMSprop: ``p = p - learning_rate g / sqrt(v + eps)``, where v averages squares.
 
-    With ``centered``, v is less the square of the average gradient. With ``eps_in_sqrt=False``, eps is added to the root: so it
-    is equal to torch.optim.RMSprop with ``alpha=decay``. A pure rule, as `adam`: see there for its other arguments.
+    Args:
+        learning_rate: As in `adam`.
+        decay: The decay of v.
+        eps: Added under the root.
+        eps_in_sqrt: False adds eps to the root, as torch.optim.RMSprop does, to which it is then equal with ``alpha=decay``.
+        centered: Take the square of the average gradient from v.
+        momentum: The factor of a sum of steps; None for none.
+        spec: As in `adam`.
+        options: As in `adam`.
+        rank: As in `adam`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> init, update = fs.optim.rmsprop(0.5, decay=0.0)
+        >>> params = {"": torch.tensor([1.0, 2.0])}
+        >>> update({"": torch.tensor([3.0, -4.0])}, init(params), params)[0]
+        {'': tensor([0.5000, 2.5000])}
 
     Source: ``optax.rmsprop``.
     """
@@ -357,8 +417,22 @@ def adagrad(
 ) -> Optimizer:
     """Return ``(init, update)`` of Adagrad: ``p = p - learning_rate g / sqrt(sum of squares + eps)``.
 
-    With ``eps_in_sqrt=False``, eps is added to the root: so it is equal to torch.optim.Adagrad, whose defaults are
-    ``initial_accumulator_value=0`` and ``eps=1e-10``. A pure rule, as `adam`: see there for its other arguments.
+    Args:
+        learning_rate: As in `adam`.
+        initial_accumulator_value: Where the sum begins.
+        eps: Added under the root.
+        eps_in_sqrt: False adds eps to the root, as torch.optim.Adagrad does, whose defaults are
+            ``initial_accumulator_value=0`` and ``eps=1e-10``.
+        spec: As in `adam`.
+        options: As in `adam`.
+        rank: As in `adam`.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> init, update = fs.optim.adagrad(0.5, 0.0)
+        >>> params = {"": torch.tensor([1.0, 2.0])}
+        >>> update({"": torch.tensor([3.0, -4.0])}, init(params), params)[0]
+        {'': tensor([0.5000, 2.5000])}
 
     Source: ``optax.adagrad``.
     """

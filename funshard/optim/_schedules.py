@@ -50,6 +50,11 @@ def _of_any_step(f: Callable[[Tensor], Tensor]) -> Schedule:
 def linear(init_value: float, end_value: float, transition_steps: int) -> Schedule:
     """Return a schedule from ``init_value`` to ``end_value`` in so many steps, and then ``end_value``.
 
+    Args:
+        init_value: The rate of step 0.
+        end_value: The last rate.
+        transition_steps: The number of steps between, at least 1.
+
     Example:
         >>> import funshard as fs
         >>> [fs.optim.linear(1.0, 0.0, 4)(step) for step in (0, 1, 9)]
@@ -66,6 +71,11 @@ def linear(init_value: float, end_value: float, transition_steps: int) -> Schedu
 
 def cosine(init_value: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
     """Return a schedule from ``init_value`` to ``alpha init_value`` along half a period of a cosine, and then constant.
+
+    Args:
+        init_value: The rate of step 0.
+        decay_steps: The number of steps to the last rate, at least 1.
+        alpha: The last rate, as a part of the first.
 
     Example:
         >>> import funshard as fs
@@ -118,6 +128,11 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 def warmup(schedule: Schedule, steps: int, init_value: float = 0.0) -> Schedule:
     """Return a schedule that rises from ``init_value`` to the first rate of another in so many steps, and then follows it.
+
+    Args:
+        schedule: The schedule that follows, with step 0 at the end of the warmup.
+        steps: The number of steps of the warmup, at least 1.
+        init_value: The rate of step 0.
 
     Example:
         >>> import funshard as fs
