@@ -230,7 +230,7 @@ def init_state(config: MatrixConfig, params: Tensors) -> dict[str, MatrixState]:
         initial = _init_batch(config, batch, params)
         whole |= {name: {key: x for key, x in state.items() if key not in slots} for name, state in initial.items()}
         for slot, parts in slots.items() if config.rule.needs_values else ():
-            parts |= batch.spread({name: state[slot] for name, state in initial.items()})
+            parts |= batch.spread({name: state[slot] for name, state in initial.items()})()
     state: dict[str, MatrixState] = {}
     for key, tensor in params.items():
         layout, names = config.matrices._slice_layout(key), config.matrices._names_in(key)
@@ -252,7 +252,7 @@ def _init_batch(config: MatrixConfig, batch: MatrixBatch, params: Tensors) -> Ow
     parts = {
         m.name: config.matrices._slice_layout(m.unit.key).select(params[m.unit.key].detach(), m.name) for m in batch.matrices
     }
-    given = batch.collect(parts) if config.rule.needs_values else {}
+    given = batch.collect(parts)() if config.rule.needs_values else {}
     out: OwnedState = {}
     for matrix in batch.matrices:
         part = parts[matrix.name]
@@ -346,7 +346,7 @@ class MatrixStep:
             if not self.tracked and name not in wanted:
                 sent[name] = tuple(x.new_empty(0) for x in sent[name])
         names = [*sent]
-        arriving = [batch.start_collect(dict(zip(names, some, strict=True))) for some in zip(*sent.values(), strict=True)]
+        arriving = [batch.collect(dict(zip(names, some, strict=True))) for some in zip(*sent.values(), strict=True)]
 
         def arrived() -> dict[str, Payload]:
             whole = [wait() for wait in arriving]
@@ -384,7 +384,7 @@ class MatrixStep:
         chunks = batch.chunk_count(results)
 
         def start_chunk(chunk: int) -> list[Callable[[], Params]]:
-            coming = [batch.start_spread(some, (chunk, chunks)) for some in results]
+            coming = [batch.spread(some, (chunk, chunks)) for some in results]
             if chunk + 1 == chunks:
                 results.clear()
             return coming

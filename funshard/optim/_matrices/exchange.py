@@ -9,7 +9,7 @@ stack. Every rank computes all of this from the spec and the owners, so that onl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,8 +65,6 @@ def split_flat(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [x[:, 0] for x in flat[:, None].split_with_sizes(list(sizes))]
 
 
-SliceIndex = tuple[int, int]
-"""``(number of the matrix, number of the slice)``."""
 Coords = tuple[int, ...]
 """A rank's coordinates on the mesh."""
 
@@ -137,111 +135,70 @@ def _send(flat: Tensor, step: AllToAll) -> PendingResult:
 
 def plan_to_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coords) -> ExchangePlan:
     """Return the plan from slices to owners for the rank at ``coords``."""
-    planner = _ExchangePlanner(matrices, spec)
-    own_slice = planner.slice_of(coords)
-    held = [(i, own_slice) for i in range(len(matrices))]
-    to_owners = [(axis, functools.partial(planner.owner_coordinate, axis)) for axis in reversed(planner.split_axes)]
-    steps = planner.plan_steps(planner.begin_at_slices, to_owners, coords, held)
-    last = planner.owned_slices(coords)
-    sizes = [m.numel * m.is_owned_by(coords) for m in matrices]
-    return planner.finish_plan([planner.sizes[i][own_slice] for i, _ in held], steps, last, sizes)
+    return _plan_exchange(matrices, spec, coords, (0, 1), to_owners=True)
 
 
 def plan_from_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coords, chunk: Chunk = (0, 1)) -> ExchangePlan:
     """Return the plan from owners to the slices of all replicas. Inverse of `plan_to_owners`, or of one chunk of it."""
-    planner = _ExchangePlanner(matrices, spec, chunk)
-    own_slice = planner.slice_of(coords)
-    begin = planner.owned_slices
-    to_slices = [(axis, functools.partial(planner.coordinate, axis)) for axis in planner.split_axes]
-    steps = planner.plan_steps(begin, [*to_slices, *((axis, None) for axis in planner.replica_axes)], coords, begin(coords))
-    last = [(i, own_slice) for i in range(len(matrices)) if planner.sizes[i][own_slice]]
-    sizes = [sum(planner.sizes[i]) * m.is_owned_by(coords) for i, m in enumerate(matrices)]
-    return planner.finish_plan(sizes, steps, last, [planner.sizes[i][own_slice] for i in range(len(matrices))])
+    return _plan_exchange(matrices, spec, coords, chunk, to_owners=False)
 
 
-AxisRoute = tuple[int, Callable[[SliceIndex], int | None] | None]
-"""An axis, and a function from a piece to its rank on that axis; None sends it to all ranks."""
+def _plan_exchange(
+    matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coords, chunk: Chunk, *, to_owners: bool
+) -> ExchangePlan:
+    """Follow the pieces of matrices whose units are split alike, ``(number of the matrix, number of the slice)``."""
+    mesh, split, unit = spec.bound_mesh, matrices[0].split_axes, matrices[0].unit
+    axes = {name: i for i, (name, axis) in enumerate(mesh.axes) if axis.size > 1}
+    split_axes = [axes[name] for name in split if name in axes]
+    replica_axes = [i for name, i in axes.items() if name not in unit.distinct_axes]
+    rank_of_slice = {rank_along(split, mesh, rank)[0]: rank for rank in all_coords(spec)}
+    own = rank_along(split, mesh, coords)[0]
+    sizes: dict[tuple[int, int], int] = {}
+    for i, matrix in enumerate(matrices):
+        for s in range(count_ranks(split, mesh)):
+            numel = _count_overlap(matrix, s % spec.size(unit), spec.shard_numel(matrix.unit))
+            sizes[i, s] = len(range(numel)[chunk_slice(numel, *chunk)])
+    places = {piece: [*matrices[piece[0]].owner] for piece, size in sizes.items() if size}  # None: on all ranks of the axis
+    for (_, s), place in places.items() if to_owners else ():
+        for axis in split_axes:
+            place[axis] = rank_of_slice[s][axis]
 
+    def pieces_by_place() -> dict[tuple[int | None, ...], list[tuple[int, int]]]:
+        out: dict[tuple[int | None, ...], list[tuple[int, int]]] = {}
+        for piece, place in places.items():
+            out.setdefault(tuple(place), []).append(piece)
+        return out
 
-class _ExchangePlanner:
-    """A planner that follows the pieces of matrices whose units are split alike."""
+    free = {axis for axis, at in enumerate(matrices[0].owner) if at is None}
+    at_place = pieces_by_place()
 
-    def __init__(self, matrices: Sequence[Matrix], spec: PartitionSpec, chunk: Chunk = (0, 1)) -> None:
-        self.mesh, self.matrices, self._split = spec.bound_mesh, matrices, matrices[0].split_axes
-        names, unit = self.mesh.names, matrices[0].unit
-        nontrivial = [i for i, (_, axis) in enumerate(self.mesh.axes) if axis.size > 1]
-        self.split_axes = [i for name in self._split if (i := names.index(name)) in nontrivial]
-        self.replica_axes = [i for i in nontrivial if names[i] not in unit.distinct_axes]
-        self.slices, of_piece = count_ranks(self._split, self.mesh), spec.size(unit)
-        numels = [[_count_overlap(m, s % of_piece, spec.shard_numel(m.unit)) for s in range(self.slices)] for m in matrices]
-        self.sizes = [[len(range(numel)[chunk_slice(numel, *chunk)]) for numel in own] for own in numels]
-        self._of_slice = {self.slice_of(coords): coords for coords in all_coords(spec)}
+    def pieces_at(at: Coords) -> list[tuple[int, int]]:
+        return at_place.get(tuple(None if axis in free else i for axis, i in enumerate(at)), [])
 
-    def slice_of(self, coords: Coords) -> int:
-        """Return the number of the slice that a rank has, among the slices of all pieces that an owner gathers."""
-        return rank_along(self._split, self.mesh, coords)[0]
-
-    def owned_slices(self, coords: Coords) -> list[SliceIndex]:
-        """Return the slices, which are not empty, of the matrices that a rank owns."""
-        owned = [i for i, matrix in enumerate(self.matrices) if matrix.is_owned_by(coords)]
-        return [(i, s) for i in owned for s in range(self.slices) if self.sizes[i][s]]
-
-    def coordinate(self, axis: int, piece: SliceIndex) -> int:
-        """Return the coordinate, on an axis, of the ranks with the piece's slice."""
-        return self._of_slice[piece[1]][axis]
-
-    def owner_coordinate(self, axis: int, piece: SliceIndex) -> int | None:
-        """Return the coordinate, on an axis, of the owner of the piece's matrix."""
-        return self.matrices[piece[0]].owner[axis]
-
-    def begin_at_slices(self, coords: Coords) -> list[SliceIndex]:
-        """Return the pieces of its slice that a rank sends to owners, which are in its replica."""
-        own, owners = self.slice_of(coords), [matrix.owner for matrix in self.matrices]
-        in_replica = [i for i, owner in enumerate(owners) if all(owner[axis] == coords[axis] for axis in self.replica_axes)]
-        return [(i, own) for i in in_replica if self.sizes[i][own]]
-
-    def plan_steps(
-        self, begin: Callable[[Coords], list[SliceIndex]], routes: Sequence[AxisRoute], coords: Coords, held: list[SliceIndex]
-    ) -> tuple[list[AllToAll], list[SliceIndex]]:
-        """Return ``(steps, pieces held after them)`` for the rank at ``coords``, which begins with the pieces ``held``."""
-
-        @functools.cache
-        def held_after(coords: Coords, number: int) -> list[SliceIndex]:
-            if not number:
-                return begin(coords)
-            axis, to = routes[number - 1]
-            lists = (
-                held_after((*coords[:axis], j, *coords[axis + 1 :]), number - 1) for j in range(self.mesh.axes[axis][1].size)
-            )
-            return [piece for pieces in lists for piece in pieces if to is None or to(piece) == coords[axis]]
-
-        out: list[AllToAll] = []
-        for number, (axis, to) in enumerate(routes):
-            group = self.mesh.axes[axis][1]
-            assert isinstance(group, ProcessAxis)
-            if not group.name:
-                raise missing_group_error(group.size)
-            own = held_after(coords, number)
-            sends = [[p for p in own if to is None or to(p) == j] for j in range(group.size)]
-            others = (held_after((*coords[:axis], j, *coords[axis + 1 :]), number) for j in range(group.size))
-            receives = [[p for p in pieces if to is None or to(p) == coords[axis]] for pieces in others]
-            where = {piece: i for i, piece in enumerate(held)}
-            order = tuple(where[p] for pieces in sends for p in pieces)
-            counts = (tuple(sum(self.sizes[i][s] for i, s in pieces) for pieces in lists) for lists in (sends, receives))
-            out.append(AllToAll(self._sizes(held), order, group.name, *counts))
-            held = [p for pieces in receives for p in pieces]
-        return out, held
-
-    def finish_plan(
-        self, begin: Sequence[int], steps: tuple[list[AllToAll], list[SliceIndex]], last: list[SliceIndex], end: Sequence[int]
-    ) -> ExchangePlan:
-        """Return the plan of these steps, with a last one that puts the pieces in the order ``last``."""
-        routes, held = steps
+    held = [(i, own) for i in range(len(matrices))] if to_owners else pieces_at(coords)
+    steps: list[AllToAll] = []
+    for axis in [*reversed(split_axes)] if to_owners else [*split_axes, *replica_axes]:
+        group = mesh.axes[axis][1]
+        assert isinstance(group, ProcessAxis)
+        if not group.name:
+            raise missing_group_error(group.size)
+        others = [pieces_at((*coords[:axis], j, *coords[axis + 1 :])) for j in range(group.size)]
+        for (i, s), place in places.items():
+            place[axis] = None if axis in replica_axes else matrices[i].owner[axis] if to_owners else rank_of_slice[s][axis]
+        sends = [[p for p in others[coords[axis]] if places[p][axis] in (None, j)] for j in range(group.size)]
+        receives = [[p for p in pieces if places[p][axis] in (None, coords[axis])] for pieces in others]
+        counts = (tuple(sum(sizes[p] for p in pieces) for pieces in some) for some in (sends, receives))
         where = {piece: i for i, piece in enumerate(held)}
-        return ExchangePlan(tuple(begin), (*routes, AllToAll(self._sizes(held), tuple(where[p] for p in last))), tuple(end))
-
-    def _sizes(self, pieces: Sequence[SliceIndex]) -> tuple[int, ...]:
-        return tuple(self.sizes[i][s] for i, s in pieces) or (0,)
+        order = tuple(where[p] for pieces in sends for p in pieces)
+        steps.append(AllToAll(tuple(sizes[p] for p in held) or (0,), order, group.name, *counts))
+        held = [p for pieces in receives for p in pieces]
+        free |= {axis} & {*replica_axes}
+        at_place = pieces_by_place()
+    where = {piece: i for i, piece in enumerate(held)}
+    steps.append(AllToAll(tuple(sizes[p] for p in held) or (0,), tuple(where[p] for p in pieces_at(coords))))
+    slices = tuple(sizes[i, own] for i in range(len(matrices)))
+    owned = tuple(sum(sizes[i, s] for s in rank_of_slice) * m.is_owned_by(coords) for i, m in enumerate(matrices))
+    return ExchangePlan(slices, tuple(steps), owned) if to_owners else ExchangePlan(owned, tuple(steps), slices)
 
 
 def _count_overlap(matrix: Matrix, number: int, length: int) -> int:
@@ -262,9 +219,11 @@ def _run_plan(plan: ExchangePlan, flat: Tensor) -> Tensor:
     return torch.cat(start_plan([flat], plan)())
 
 
-def exchange_matrices(tensors: Sequence[Tensor], plan: ExchangePlan, inverse: ExchangePlan) -> list[Tensor]:
-    """Run a plan on 1-D tensors: linear, and its transpose is ``inverse``."""
-    return split_flat(_exchange(concat_flat(tensors), plan, inverse), plan.end)
+def _start_exchange(tensors: Sequence[Tensor], plan: ExchangePlan, inverse: ExchangePlan) -> Callable[[], list[Tensor]]:
+    if _can_overlap(tensors):
+        return start_plan(tensors, plan)
+    arrived = split_flat(_exchange(concat_flat(tensors), plan, inverse), plan.end)
+    return lambda: arrived
 
 
 # --- A batch of matrices that are sent together, synchronously or asynchronously ---
@@ -302,40 +261,37 @@ class MatrixBatch(NamedTuple):
         """The matrices that this rank owns; all of them on simulated ranks."""
         return [m for m, n in zip(self.matrices, self.to_owners.end, strict=True) if n] if self.to_owners else [*self.matrices]
 
-    def collect(self, parts: Tensors) -> Params:
-        """Return whole matrices from this rank's parts (`SliceLayout.select`), empty if another rank is the owner."""
-        if self.to_owners is None or self.from_owners is None:
-            return {matrix.name: self._gather_simulated(parts[matrix.name], matrix) for matrix in self.matrices}
-        return self._as_matrices(exchange_matrices(self._move_to_device(parts), self.to_owners, self.from_owners))
+    def collect(self, parts: Tensors) -> Callable[[], Params]:
+        """Send this rank's parts (`SliceLayout.select`); call the result for whole matrices, empty if others own them.
 
-    def spread(self, whole: Tensors) -> Params:
-        """Return the parts of whole matrices on all replicas. Inverse of `collect`."""
+        Asynchronous if nothing tracks the tensors, as `spread`.
+        """
         if self.to_owners is None or self.from_owners is None:
-            return {matrix.name: self._scatter_simulated(whole[matrix.name], matrix) for matrix in self.matrices}
-        return self._name_parts(exchange_matrices(self._flatten_matrices(whole), self.from_owners, self.to_owners))
-
-    def start_collect(self, parts: Tensors) -> Callable[[], Params]:
-        """Start `collect`, asynchronously if nothing tracks the tensors; call the result to wait."""
-        if self.to_owners is None or not _can_overlap(parts):
-            whole = self.collect(parts)
+            whole = {matrix.name: self._gather_simulated(parts[matrix.name], matrix) for matrix in self.matrices}
             return lambda: whole
-        pending = start_plan(self._move_to_device(parts), self.to_owners)
-        return lambda: self._as_matrices(pending())
+        device = compute_device(self.matrices[0].unit, self.spec.bound_mesh)
+        tensors = [parts[matrix.name] for matrix in self.matrices]
+        tensors = tensors if device is None else [x.to(device, non_blocking=True) for x in tensors]
+        wait = _start_exchange(tensors, self.to_owners, self.from_owners)
+        return lambda: {m.name: self._view_matrix(x, m) if len(x) else x for m, x in zip(self.matrices, wait(), strict=True)}
 
     def chunk_count(self, whole: Sequence[Tensors]) -> int:
-        """Return the number of chunks in which `start_spread` returns the matrices."""
-        return len(self.from_owners_in_chunks) if self.from_owners_in_chunks and all(map(_can_overlap, whole)) else 1
+        """Return the number of chunks in which `spread` should return the matrices."""
+        can_overlap = all(_can_overlap(some.values()) for some in whole)
+        return len(self.from_owners_in_chunks) if self.from_owners_in_chunks and can_overlap else 1
 
-    def start_spread(self, whole: Tensors, chunk: Chunk) -> Callable[[], Params]:
-        """Start `spread` for one chunk of every part; call the result to wait."""
-        if self.from_owners is None or not _can_overlap(whole):
-            parts = self.spread(whole)
+    def spread(self, whole: Tensors, chunk: Chunk = (0, 1)) -> Callable[[], Params]:
+        """Send whole matrices, or a chunk of each part; call the result for the parts on all replicas. Inverse of `collect`."""
+        if self.to_owners is None or self.from_owners is None:
+            parts = {matrix.name: self._scatter_simulated(whole[matrix.name], matrix) for matrix in self.matrices}
             return lambda: parts
-        way, flat = self.from_owners, self._flatten_matrices(whole)
+        tensors = ((whole[matrix.name], matrix) for matrix in self.matrices)
+        flat = [self._flatten_matrix(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
+        plan = self.from_owners
         if chunk != (0, 1):
-            way, flat = self.from_owners_in_chunks[chunk[0]], chunk_pieces(flat, way.steps[0].sizes, chunk)
-        pending = start_plan(flat, way)
-        return lambda: self._name_parts(pending())
+            plan, flat = self.from_owners_in_chunks[chunk[0]], chunk_pieces(flat, plan.steps[0].sizes, chunk)
+        wait = _start_exchange(flat, plan, self.to_owners)
+        return lambda: {matrix.name: x for matrix, x in zip(self.matrices, wait(), strict=True)}
 
     def select_owner_result(self, matrix: Matrix, new: Tensor, old: Tensor) -> Tensor:
         """Return ``new`` on the owner. A simulated rank that is not the owner keeps ``old``."""
@@ -350,21 +306,6 @@ class MatrixBatch(NamedTuple):
             return lambda x: x
         zeros = [x.reshape(-1)[:0].sum().abs().float().to(given[0].device) for x in given]
         return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
-
-    def _move_to_device(self, parts: Tensors) -> list[Tensor]:
-        device = compute_device(self.matrices[0].unit, self.spec.bound_mesh)
-        tensors = [parts[matrix.name] for matrix in self.matrices]
-        return tensors if device is None else [x.to(device, non_blocking=True) for x in tensors]
-
-    def _as_matrices(self, flat: Sequence[Tensor]) -> Params:
-        return {m.name: self._view_matrix(x, m) if len(x) else x for m, x in zip(self.matrices, flat, strict=True)}
-
-    def _flatten_matrices(self, whole: Tensors) -> list[Tensor]:
-        tensors = ((whole[matrix.name], matrix) for matrix in self.matrices)
-        return [self._flatten_matrix(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
-
-    def _name_parts(self, flat: Sequence[Tensor]) -> Params:
-        return {matrix.name: x for matrix, x in zip(self.matrices, flat, strict=True)}
 
     def _gather_simulated(self, piece: Tensor, matrix: Matrix) -> Tensor:
         """Return the whole matrix at its owner, zeros on the other simulated ranks."""
@@ -410,6 +351,6 @@ class MatrixBatch(NamedTuple):
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _can_overlap(tensors: Tensors) -> bool:
+def _can_overlap(tensors: Iterable[Tensor]) -> bool:
     """Return whether nothing differentiates, batches or records the tensors, so that they can be sent asynchronously."""
-    return _torch.is_eager() and not _torch.any_tracked(tensors.values())
+    return _torch.is_eager() and not _torch.any_tracked(tensors)

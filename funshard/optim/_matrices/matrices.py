@@ -136,7 +136,7 @@ class Matrices:
         self._check_sent_together(parts)
         out: Params = {}
         for group in self._batches_of(tree):
-            out |= group.collect(parts)
+            out |= group.collect(parts)()
         return {matrix.name: out[matrix.name] for matrix in self.chosen if matrix.name in out}
 
     def spread(self, whole: Mapping[str, Tensor]) -> Params:
@@ -158,7 +158,7 @@ class Matrices:
         self._check_sent_together(whole)
         parts: Params = {}
         for group in self._batches_of(keys):
-            parts |= group.spread(whole)
+            parts |= group.spread(whole)()
         out: Params = {}
         for key in keys:
             unit = self.spec.by_key[key]
