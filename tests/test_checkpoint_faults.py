@@ -168,24 +168,17 @@ def damaged(path: Path) -> tuple[fs.Params, fs.PartitionSpec]:
 OVER = "checkpoint.save: takes the place of a damaged checkpoint: .*__0_0.distcp' is cut short"
 
 
-@pytest.mark.parametrize("where", ["written", "renamed"])
-def test_a_damaged_one_stays_until_another_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """Where the save fails it is as it was; and a warning says that it will go."""
+def test_a_damaged_one_stays_until_another_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the writing fails it is as it was; and a warning says that it will go."""
     path = tmp_path / "1"
     params, spec = damaged(path)
     before = {file.name: file.stat().st_size for file in path.iterdir()}
-    rename, fails = os.rename, [OSError(5, "Input/output error")]
-
-    def renamed(old: Any, new: Any) -> None:
-        if new == path and fails:
-            raise fails.pop()
-        rename(old, new)
 
     def written(*_: object) -> None:
-        raise fails.pop()
+        raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((os, "rename", renamed) if where == "renamed" else (writer.CheckpointWriter, "write_items", written)))
+        patch.setattr(writer.CheckpointWriter, "write_items", written)
         with pytest.warns(UserWarning, match=OVER), pytest.raises(OSError, match="Input/output error"):
             checkpoint.save(path, params, spec)
     assert {file.name: file.stat().st_size for file in path.iterdir()} == before
@@ -196,7 +189,7 @@ def test_a_damaged_one_stays_until_another_is_there(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_whole_one_that_has_come_in_the_meantime_stays(tmp_path: Path) -> None:
+def test_a_whole_one_that_has_come_in_the_meantime_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it comes between the last look at the damaged one and its going; `export` does not look for damage."""
     path = tmp_path / "1"
     params, spec = damaged(path)
@@ -206,8 +199,10 @@ def test_a_whole_one_that_has_come_in_the_meantime_stays(tmp_path: Path) -> None
         aside = staging.StagingDirectory(path, over_damaged=True)
     with pytest.warns(UserWarning, match=OVER):
         checkpoint.save(path, params, spec)
-    with pytest.raises(FileExistsError, match="expected a path where nothing is"):
-        aside._move_replaced()
+    with monkeypatch.context() as patch, pytest.raises(FileExistsError, match="expected a path where nothing is"):
+        looks = [staging.check_replaceable, lambda *_, **__: "what it saw before"]
+        patch.setattr(staging, "check_replaceable", lambda *args, **options: looks.pop()(*args, **options))
+        aside.publish({})
     aside.abandon()
     assert checkpoint.latest(tmp_path) == path
     assert list(tmp_path.iterdir()) == [path]

@@ -179,7 +179,7 @@ def from_names(rank: int, found: list[Any], mesh: str, local: str) -> None:
     blank = [init(params) for init, _ in optimizers(spec)]
     for one, old, name in zip(found, blank, ("opt", "momentum"), strict=True):
         given = {"state": one}
-        got = checkpoint.from_optimizer_state_dict(given, spec, old, options=decay if name == "opt" else None)
+        got = checkpoint.from_optimizer_state_dict(given, spec, old)
         without = {
             key: {slot: x for slot, x in of.items() if name == "opt" or slot != "step"} for key, of in state[name].items()
         }

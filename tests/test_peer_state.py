@@ -134,7 +134,7 @@ def by_names(rank: int, kind: str, wrapping: str, grouped: bool) -> None:
     full = exported(kind, spec, state, grouped=grouped)
     options = decayed if grouped else None
     blank = made(kind, spec, grouped=grouped).init(params)
-    same_state(checkpoint.from_optimizer_state_dict(full, spec, blank, options=options), without_count(kind, state))
+    same_state(checkpoint.from_optimizer_state_dict(full, spec, blank), without_count(kind, state))
 
     names = names_of(plain, theirs)
     expected = theirs.state_dict()
@@ -153,7 +153,7 @@ def by_names(rank: int, kind: str, wrapping: str, grouped: bool) -> None:
     other = WRAPPINGS["whole" if wrapping == "blocks" else "blocks"](plain).bound  # and into another wrapping of ours
     blank = fs.shard(Net(), other, check_values=False)
     init, update = made(kind, other, grouped=grouped)
-    found = checkpoint.from_optimizer_state_dict(again, other, init(blank), options=options)
+    found = checkpoint.from_optimizer_state_dict(again, other, init(blank))
     same = exported(kind, other, found, grouped=grouped)
     assert {name: {s: t.tolist() for s, t in slots.items()} for name, slots in same["state"].items()} == {
         name: {s: t.tolist() for s, t in slots.items()} for name, slots in full["state"].items()

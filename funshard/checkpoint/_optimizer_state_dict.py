@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -154,20 +154,24 @@ def optimizer_state_dict(
     ranks = connect_ranks(spec, "checkpoint.optimizer_state_dict", timeout, rank0_only=bool(rank0_only))
     groups, group_of_param = group_by_options(spec, options)
 
-    def describe() -> tuple[list[StateDict], dict[str, _UnitConverter], str]:
+    def describe() -> tuple[list[StateDict], str]:
+        _check_elementwise(state, spec)
         given = [{"params": [torch.empty(0)], **group} for group in groups]
         param_groups = optimizer_class(given, **defaults).state_dict()["param_groups"]
-        converters = _make_converters(state, spec, group_of_param)
-        lines = [f"{name}: {_slot_signature(slot)}" for key in state for name, slot in converters[key].iter_slots(state[key])]
-        return param_groups, converters, hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+        lines = [
+            f"{key} {slot}: {tensor.dtype} {list(tensor.shape) if tensor.dim() else tensor.tolist()}"
+            for key, slots in state.items()
+            for slot, tensor in slots.items()
+        ]
+        return param_groups, hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 
-    param_groups, converters, digest = ranks.run(describe, "checkpoint.optimizer_state_dict")
+    param_groups, digest = ranks.run(describe, "checkpoint.optimizer_state_dict")
     if len({*ranks.gather(digest)}) > 1:
         raise ValueError("checkpoint.optimizer_state_dict: expected the same units, state and counts on all ranks, got others")
     out: dict[str, dict[str, Tensor]] = {}
     with torch.no_grad():
         for unit in (unit for unit in spec if unit.key in state):
-            out |= converters[unit.key].to_names(state[unit.key], rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+            out |= _gather_slots(state[unit.key], unit, spec, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
     if rank0_only and ranks.rank:
         return {}
     for i, group in enumerate(param_groups):
@@ -180,7 +184,6 @@ def from_optimizer_state_dict(
     spec: PartitionSpec,
     init_state: Mapping[str, Mapping[str, Tensor]],
     *,
-    options: ParamOptions | None = None,
     timeout: float = TIMEOUT,
 ) -> State:
     """Return the state of `optim.from_torch` for a state_dict of a torch optimizer. Inverse of `optimizer_state_dict`.
@@ -191,7 +194,6 @@ def from_optimizer_state_dict(
             without a state gets the initial one. The options in ``param_groups`` are not read.
         spec: The bound spec of the result, all ranks of whose mesh call this.
         init_state: The result of ``init(params)``, which the result has the structure, shapes and dtypes of.
-        options: The options that `optim.from_torch` was given.
         timeout: The seconds that ranks wait for a lost rank.
 
     Returns:
@@ -199,7 +201,7 @@ def from_optimizer_state_dict(
 
     Raises:
         ValueError: On every rank and naming the parameter, for one that is missing, unknown or given twice, for a state of
-            another name, shape or dtype, and for a number, such as the step, that differs between parameters that share it.
+            another name, shape or dtype, and for a number, such as the step, that differs between parameters of a unit.
 
     Example:
         >>> import torch, funshard as fs
@@ -213,23 +215,15 @@ def from_optimizer_state_dict(
     ranks = connect_ranks(spec, "checkpoint.from_optimizer_state_dict", timeout)
 
     def read() -> State:
-        _, group_of_param = group_by_options(spec, options)
+        _check_elementwise(init_state, spec)
         states, known = _states_by_name(found, spec)
-        converters = _make_converters(init_state, spec, group_of_param)
-        wanted = {param.name for converter in converters.values() for param in converter.unit.params}
+        wanted = {param.name for key in init_state for param in spec.by_key[key].params}
         if unknown := [name for name in states if name not in wanted]:
             raise ValueError(f"parameter '{unknown[0]}' has a state, expected one of those of init_state: {sorted(wanted)[:3]}")
         with torch.no_grad():
-            return {key: converter.from_names(states, known, init_state[key]) for key, converter in converters.items()}
+            return {key: _read_slots(slots, spec.by_key[key], spec, states, known) for key, slots in init_state.items()}
 
     return ranks.run(read, "checkpoint.from_optimizer_state_dict")
-
-
-def _slot_signature(slot: Tensor | list[Tensor]) -> Any:
-    """Return what ranks compare of a slot: shape and dtype, or its numbers."""
-    if isinstance(slot, Tensor):
-        return [[*slot.shape], str(slot.dtype)]
-    return [(one.tolist(), str(one.dtype)) for one in slot]
 
 
 def _states_by_name(found: Mapping[str, Any], spec: PartitionSpec) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
@@ -256,10 +250,7 @@ def _states_by_name(found: Mapping[str, Any], spec: PartitionSpec) -> tuple[dict
     return states, {own_name(key) for group in found.get("param_groups", ()) for key in group["params"]} | {*states}
 
 
-def _make_converters(
-    state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec, group_of_param: Mapping[str, int]
-) -> dict[str, _UnitConverter]:
-    """Return a converter for each unit of a state. Raises ValueError for a key that is no unit of the spec."""
+def _check_elementwise(state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec) -> None:
     tables = (state, *state.values()) if isinstance(state, Mapping) else (state,)  # pyright: ignore[reportUnnecessaryIsInstance]
     if got := [type(table).__name__ for table in tables if not isinstance(table, Mapping)]:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
@@ -268,104 +259,94 @@ def _make_converters(
             "has no such form: checkpoint.save keeps it for any units and ranks"
         )
     refuse_encoded(state)
-    for key in state:
+    for key, slots in state.items():
         if key not in spec.by_key:
             raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*spec.by_key][:8]}; is the state another's?")
-    return {key: _UnitConverter(spec.by_key[key], spec, group_of_param) for key in state}
-
-
-class _UnitConverter:
-    def __init__(self, unit: Unit, spec: PartitionSpec, group_of_param: Mapping[str, int]) -> None:
-        self.unit, self._spec, self._group_of_param = unit, spec, group_of_param
-        self._groups = list(dict.fromkeys(group_of_param[param.name] for param in self.unit.params))  # as numbers are stacked
-
-    def iter_slots(self, slots: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | list[Tensor]]]:
-        """Yield ``(slot, slice)``, or ``(slot, a number for each group of options)``. Raises ValueError for other shapes."""
-        length, groups = self._spec.shard_numel(self.unit), len(self._groups)
-        for name, tensor in slots.items():
-            is_number = not tensor.dim()
+        length = spec.shard_numel(spec.by_key[key])
+        for slot, tensor in slots.items():
             if tensor.dim() and tensor.shape != (length,):
                 raise ValueError(
-                    f"'{name}' of unit '{self.unit.key}': expected this rank's slice, [{length}], or a number, got "
+                    f"'{slot}' of unit '{key}': expected this rank's slice, [{length}], or a number, got "
                     f"{list(tensor.shape)}; was it made with other options, or another spec or mesh?"
                 )
-            yield name, [tensor] * groups if is_number else tensor
 
-    def to_names(self, slots: Mapping[str, Tensor], *, rank0_only: bool, offload_to_cpu: bool) -> dict[str, dict[str, Tensor]]:
-        """Return the state of each of the unit's parameters, without those that were never stepped, as torch has it."""
-        out: dict[str, dict[str, Tensor]] = {param.name: {} for param in self.unit.params}
-        for slot, value in self.iter_slots(slots):
-            if isinstance(value, Tensor):
-                full = gather_stored({self.unit.key: value}, self._spec, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
-                for name, tensor in full.items():
-                    out[name][slot] = tensor
-            else:
-                for param in self.unit.params:
-                    number = value[self._groups.index(self._group_of_param[param.name])]
-                    out[param.name][slot] = (number.cpu() if offload_to_cpu else number).clone()
-        if {*slots} == COUNTED:
-            out = {name: {s: t for s, t in own.items() if s != "step"} for name, own in out.items() if own["step"] > 0}
-        return {name: own for name, own in out.items() if own}
 
-    def from_names(
-        self, states: Mapping[str, Mapping[str, Any]], known: set[str], initial: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the unit's state, in the form of its initial state."""
-        is_counted = {*initial} == COUNTED
-        for name in (param.name for param in self.unit.params):
-            if name not in known:
-                raise ValueError(
-                    f"parameter '{name}' of unit '{self.unit.key}' has no state and is in no group: expected it in the "
-                    "state_dict of the optimizer"
-                )
-            if name in states and {*states[name]} | ({"step"} if is_counted else set()) != {*initial}:
+def _gather_slots(
+    slots: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, *, rank0_only: bool, offload_to_cpu: bool
+) -> dict[str, dict[str, Tensor]]:
+    """Return the state of each of the unit's parameters as torch has it: none of one that was never stepped."""
+    if {*slots} == COUNTED:
+        slots = {name: tensor for name, tensor in slots.items() if name != "step" and slots["step"] > 0}
+    out: dict[str, dict[str, Tensor]] = {param.name: {} for param in unit.params} if slots else {}
+    for slot, tensor in slots.items():
+        if tensor.dim():
+            full = gather_stored({unit.key: tensor}, spec, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+        else:
+            full = {name: (tensor.cpu() if offload_to_cpu else tensor).clone() for name in out}
+        for name, value in full.items():
+            out[name][slot] = value
+    return out
+
+
+def _read_slots(
+    initial: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, states: Mapping[str, Mapping[str, Any]], known: set[str]
+) -> dict[str, Tensor]:
+    added = {"step": 1} if {*initial} == COUNTED else {}
+    found: dict[str, Mapping[str, Any]] = {}
+    for name in (param.name for param in unit.params):
+        if name not in known:
+            raise ValueError(
+                f"parameter '{name}' of unit '{unit.key}' has no state and is in no group: expected it in the state_dict of "
+                "the optimizer"
+            )
+        if name in states:
+            found[name] = {**states[name], **added}
+            if {*found[name]} != {*initial}:
                 raise ValueError(
                     f"parameter '{name}': expected a state of {sorted(initial)}, got {sorted(states[name])}; is it of "
                     "another optimizer, or of other options?"
                 )
-        out: dict[str, Tensor] = {}
-        for slot, value in self.iter_slots(initial):
-            own = {param.name: states[param.name] for param in self.unit.params if param.name in states}
-            own = {name: 1 if is_counted and slot == "step" else state[slot] for name, state in own.items()}
-            if isinstance(value, Tensor):
-                out[slot] = self._read_slice(slot, value, own)
-            else:
-                out[slot] = self._read_number(slot, value[0], {*self._groups}, own)
-        return replace_values(initial, out)
+    out: dict[str, Tensor] = {}
+    for slot, tensor in initial.items():
+        values = {name: slots[slot] for name, slots in found.items()}
+        out[slot] = (_read_slice if tensor.dim() else _read_number)(slot, tensor, unit, spec, values)
+    return replace_values(initial, out)
 
-    def _read_slice(self, slot: str, initial: Tensor, own: Mapping[str, Any]) -> Tensor:
-        """Return this rank's slice of the full tensors, with the initial values of parameters that have none."""
-        out = copy_like(initial, initial) if _torch.is_pinned(initial) else initial.clone()
-        mesh = self._spec.bound_mesh
-        coords, sizes = rank_coords(mesh, None), dict(mesh.sizes)
-        at = dict(zip(mesh.names, coords, strict=True))
-        for param, low, high, begin in slice_pieces(self.unit, self._spec, coords):
-            if param.name not in own:
-                continue
-            full = own[param.name]
-            got = f"{list(full.shape)} {full.dtype}" if isinstance(full, Tensor) else type(full).__name__
-            if got != (expected := f"{list(whole_shape(param, sizes))} {initial.dtype}"):
-                hint = describe_pieces(param, sizes)
-                raise ValueError(f"'{slot}' of parameter '{param.name}': expected {expected}, got {got}{hint}")
-            offsets = piece_offsets(param.shape, param.local, sizes, at)
-            local = full[tuple(slice(start, start + size) for start, size in zip(offsets, param.shape, strict=True))]
-            out[low:high] = to_memory_order(local, param).reshape(-1)[begin : begin + high - low]
-        return out
 
-    def _read_number(self, slot: str, initial: Tensor, groups: set[int], own: Mapping[str, Any]) -> Tensor:
-        found: dict[str, Tensor] = {}
-        for name in (param.name for param in self.unit.params if self._group_of_param[param.name] in groups):
-            value = own.get(name, initial)
-            found[name] = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else initial.dtype).cpu()
-        (first, number), *_ = found.items()
-        for name, other in found.items():
-            if other.dtype != number.dtype or not torch.equal(other, number):
-                raise ValueError(
-                    f"unit '{self.unit.key}': expected '{slot}' of the same value and dtype for all of its parameters, got "
-                    f"{number} for '{first}' and {other} for '{name}'; choose units whose parameters have taken as many steps"
-                )
-        if number.dtype != initial.dtype or number.dim():
+def _read_slice(slot: str, initial: Tensor, unit: Unit, spec: PartitionSpec, values: Mapping[str, Any]) -> Tensor:
+    """Return this rank's slice of the full tensors, with the initial values of parameters that have none."""
+    out = copy_like(initial, initial) if _torch.is_pinned(initial) else initial.clone()
+    mesh = spec.bound_mesh
+    coords, sizes = rank_coords(mesh, None), dict(mesh.sizes)
+    at = dict(zip(mesh.names, coords, strict=True))
+    for param, low, high, begin in slice_pieces(unit, spec, coords):
+        if param.name not in values:
+            continue
+        full = values[param.name]
+        got = f"{list(full.shape)} {full.dtype}" if isinstance(full, Tensor) else type(full).__name__
+        if got != (expected := f"{list(whole_shape(param, sizes))} {initial.dtype}"):
+            hint = describe_pieces(param, sizes)
+            raise ValueError(f"'{slot}' of parameter '{param.name}': expected {expected}, got {got}{hint}")
+        offsets = piece_offsets(param.shape, param.local, sizes, at)
+        local = full[tuple(slice(start, start + size) for start, size in zip(offsets, param.shape, strict=True))]
+        out[low:high] = to_memory_order(local, param).reshape(-1)[begin : begin + high - low]
+    return out
+
+
+def _read_number(slot: str, initial: Tensor, unit: Unit, spec: PartitionSpec, values: Mapping[str, Any]) -> Tensor:
+    found: dict[str, Tensor] = {}
+    for name in (param.name for param in unit.params):
+        value = values.get(name, initial)
+        found[name] = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else initial.dtype).cpu()
+    (first, number), *_ = found.items()
+    for name, other in found.items():
+        if other.dtype != number.dtype or not torch.equal(other, number):
             raise ValueError(
-                f"'{slot}' of parameter '{first}': expected a number, {initial.dtype}, got {list(number.shape)} {number.dtype}"
+                f"unit '{unit.key}': expected '{slot}' of the same value and dtype for all of its parameters, got "
+                f"{number} for '{first}' and {other} for '{name}'; choose units whose parameters have taken as many steps"
             )
-        return number.to(initial.device, copy=True)
+    if number.dtype != initial.dtype or number.dim():
+        raise ValueError(
+            f"'{slot}' of parameter '{first}': expected a number, {initial.dtype}, got {list(number.shape)} {number.dtype}"
+        )
+    return number.to(initial.device, copy=True)

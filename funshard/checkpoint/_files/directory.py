@@ -26,14 +26,11 @@ from .untrusted import checksum, read_regular
 __all__ = ["LOCK", "RemoteStaging", "StagingDirectory", "check_replaceable", "clean", "latest"]
 
 
-PARTIAL_SUFFIX = ".partial"
-"""The suffix of a staging directory."""
-STAGING_NAME = re.compile(rf"\..+\.[0-9a-f]{{12}}{re.escape(PARTIAL_SUFFIX)}", re.DOTALL)
+STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.partial", re.DOTALL)
 """The names that `make_staging_path` makes; other directories may have similar ones."""
 LOCK_SECONDS = 60
 """The most seconds between the creation of a staging directory and its lock."""
 LOCK = ".lock"
-"""The file of a staging directory that its writer keeps locked."""
 
 
 def is_directory(path: AnyPath) -> bool:
@@ -42,15 +39,14 @@ def is_directory(path: AnyPath) -> bool:
 
 
 def make_staging_path(path: Path) -> Path:
-    """Return a new path beside this one, for a directory to be renamed to it, or one that was moved away from it."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}{PARTIAL_SUFFIX}")
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
 def list_committed(directory: AnyPath) -> list[tuple[tuple[float, int], Any, str]]:
     """Return ``(order, path, damage)`` of the checkpoints that `save` has put into a directory, the oldest first.
 
-    The damage is "" if all files have their sizes. The order is the sequence number, and then the time of the manifest, since
-    two jobs may give two checkpoints one number. The order of a damaged manifest is infinity.
+    The order is the sequence number, and then the time of the manifest, since two jobs may give two checkpoints one number.
+    The order of a damaged manifest is infinity.
     """
     found: list[tuple[tuple[float, int], Any, str]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
@@ -70,17 +66,14 @@ def find_damage(path: AnyPath) -> str:
     """Return the damage of a checkpoint that `save` has written, as far as `latest` looks for it; "" for any other path."""
     try:
         manifest = read_manifest(path)
-    except NewerError:
+    except (NewerError, OSError):
         return ""
     except CheckpointError as error:
         return str(error)
-    except OSError:  # unknown
-        return ""
     return _find_wrong_file(path, manifest.files) if manifest else ""
 
 
 def _find_wrong_file(path: AnyPath, sizes: Mapping[str, int]) -> str:
-    """Return the damage of the first file that is missing or has another size."""
     for name, size in sizes.items():
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
@@ -184,28 +177,21 @@ def _remove(path: Path) -> bool:
 
 
 def _is_left_over(path: Path) -> bool:
-    if (path / LOCK).exists() or (path / MANIFEST).exists():  # else between its creation and its lock, or left behind there
-        return not _is_locked(path / LOCK)
-    with contextlib.suppress(FileNotFoundError):
-        return time.time() - path.stat().st_mtime > LOCK_SECONDS
-    return False
-
-
-def _is_locked(lock: Path) -> bool:
-    """Return whether a process holds the lock, or may hold it; False if the file is gone."""
     try:
-        handle = os.open(lock, os.O_RDWR)
-    except FileNotFoundError:
-        return False  # a checkpoint that `clean` has begun to remove
-    except PermissionError:
-        return True  # another user's, who may be writing
+        handle = os.open(path / LOCK, os.O_RDWR)
+    except FileNotFoundError:  # between its creation and its lock, or left behind there, or begun to be removed
+        with contextlib.suppress(FileNotFoundError):
+            return (path / MANIFEST).exists() or time.time() - path.stat().st_mtime > LOCK_SECONDS
+        return False
+    except PermissionError:  # another user's, who may be writing
+        return False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return True
+        return False
     finally:
         os.close(handle)
-    return False
+    return True
 
 
 # --- The directory that a checkpoint is written to: locked, checked, flushed, and renamed to its path ---
@@ -218,7 +204,6 @@ class StagingDirectory:
     """
 
     suffix = ""
-    """That of its files' names, which need none."""
 
     def __init__(self, path: Path, *, over_damaged: bool = False) -> None:
         self.path, self._over_damaged = path.absolute(), over_damaged
@@ -254,13 +239,16 @@ class StagingDirectory:
         """
         _check_sizes(self.directory, sizes)
         _flush(self.directory)
-        replaced = None if self._check_replaceable() is None else self._move_replaced()
+        if self._check_replaceable():
+            moved = make_staging_path(self.path)  # which `clean` removes if this process cannot
+            os.rename(self.path, moved)
+            if find_damage(moved):
+                shutil.rmtree(moved, ignore_errors=True)
+            else:  # a complete one has come in the meantime
+                os.rename(moved, self.path)
         try:
             os.rename(self.directory, self.path)
         except OSError:
-            if replaced is not None:
-                with contextlib.suppress(OSError):
-                    os.rename(replaced, self.path)
             self._check_replaceable()  # raises for what has come in the meantime
             raise
         try:
@@ -274,24 +262,11 @@ class StagingDirectory:
             with contextlib.suppress(OSError):  # an empty file that has no reader
                 (self.path / LOCK).unlink(missing_ok=True)
             self._unlock()
-            if replaced is not None:
-                shutil.rmtree(replaced, ignore_errors=True)
 
-    def _check_replaceable(self) -> str | None:
-        """Return the damage of what the checkpoint replaces, as `check_replaceable` does with the options of this save."""
+    def _check_replaceable(self) -> str:
         return check_replaceable(self.path, over_damaged=self._over_damaged)
 
-    def _move_replaced(self) -> Path:
-        """Move what is at the path to a staging path, for this process or `clean` to remove, and return that path."""
-        moved = make_staging_path(self.path)
-        os.rename(self.path, moved)
-        if not find_damage(moved):  # a complete one has come in the meantime
-            os.rename(moved, self.path)
-            self._check_replaceable()
-        return moved
-
     def abandon(self) -> None:
-        """Remove the directory, if it has not been published."""
         for _ in range(10):  # another rank, which does not know of the error yet, may just create its file there
             shutil.rmtree(self.directory, ignore_errors=True)
             if not self.directory.exists():
@@ -330,7 +305,6 @@ class RemoteStaging:
                 path.remove()
 
     def abandon(self) -> None:
-        """Remove the files of this save, and their directory if nothing else is in it."""
         every = list(self.path.iterdir()) if self.path.is_dir() else []
         own = [path for path in every if self.suffix in path.name]
         for path in own if len(own) < len(every) else [self.path]:
@@ -353,11 +327,10 @@ def _describe_checkpoint(
     write_manifest(directory, Manifest(sequence, dict(sizes), metadata, tree, dict(checksums)))
 
 
-def check_replaceable(path: Path, *, over_damaged: bool = False) -> str | None:
-    """Return the damage of the directory at a path that may be replaced, "" if it has none, or None if nothing is there.
+def check_replaceable(path: Path, *, over_damaged: bool = False) -> str:
+    """Return the damage of a checkpoint that may be replaced, or "" if nothing or an empty directory is at the path.
 
-    With ``over_damaged``, a damaged checkpoint may be replaced, but never a link.
-    Raises FileExistsError for anything else at the path, ValueError for a directory that a rename must not replace, and
+    Raises FileExistsError for anything else there, ValueError for a directory that a rename must not replace, and
     PermissionError for one that this user may not write to.
     """
     if path.name in ("", "..") or os.path.ismount(path) or _holds_working_directory(path):
@@ -368,7 +341,7 @@ def check_replaceable(path: Path, *, over_damaged: bool = False) -> str | None:
     if is_directory(path) and not os.access(path, os.W_OK | os.X_OK):
         raise PermissionError(f"{path}: expected a directory that this user may write to")
     if not os.path.lexists(path) or (is_directory(path) and not any(path.iterdir())):
-        return None
+        return ""
     if over_damaged and is_directory(path) and (damage := find_damage(path)):
         return damage
     raise FileExistsError(
@@ -385,7 +358,6 @@ def _holds_working_directory(path: Path) -> bool:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file, or the entries of a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
