@@ -325,14 +325,21 @@ def _compressed(rank: int, path: str) -> None:
 
 
 def test_feedback_of_compression(gloo2: Pool, tmp_path: Path) -> None:
-    """PowerSGD's: each rank's own comes back on as many ranks; on another number of them each has the mean."""
+    """PowerSGD's: each rank's own comes back on as many ranks; on another number of them it begins anew."""
     path = str(tmp_path / "a")
     gloo2.run(_compressed, path)
     spec = fs.policies.whole(P())(nn.Linear(16, 16)).on({"shard": 1})
-    found = checkpoint.load(path, spec)["compress"]
     metadata: Any = read_metadata(Path(path)).state_dict_metadata["compress.error.weight"]
     assert metadata.size == (2, 16, 16)
-    assert found.error["weight"].shape == (16, 16)
+    with pytest.raises(
+        ValueError, match=r"'compress.error.weight' is each rank's own, saved by 2 ranks: expected as many, got 1"
+    ):
+        checkpoint.load(path, spec)
+    state = fs.compress.powersgd(rank=1).init(spec)
+    found = state._replace(**{name: checkpoint.load(path, spec, only=f"compress.{name}") for name in ("step", "q")})
+    assert found.step == 1
+    assert {name: x.shape for name, x in found.q.items()} == {name: x.shape for name, x in state.q.items()}
+    assert not any(error.any() for error in found.error.values())
 
 
 # --- Asynchronous. ---

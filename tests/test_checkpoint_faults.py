@@ -199,9 +199,9 @@ def test_a_whole_one_that_has_come_in_the_meantime_stays(tmp_path: Path, monkeyp
         aside = staging.StagingDirectory(path, over_damaged=True)
     with pytest.warns(UserWarning, match=OVER):
         checkpoint.save(path, params, spec)
-    with monkeypatch.context() as patch, pytest.raises(FileExistsError, match="expected a path where nothing is"):
-        looks = [staging.check_replaceable, lambda *_, **__: "what it saw before"]
-        patch.setattr(staging, "check_replaceable", lambda *args, **options: looks.pop()(*args, **options))
+    looks = [staging.check_replaceable, lambda *_, **__: "what it saw before"]
+    monkeypatch.setattr(staging, "check_replaceable", lambda *args, **options: looks.pop()(*args, **options))
+    with pytest.raises(FileExistsError, match="expected a path where nothing is"):
         aside.publish({})
     aside.abandon()
     assert checkpoint.latest(tmp_path) == path

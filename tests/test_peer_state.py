@@ -132,7 +132,6 @@ WRAPPINGS = {
 def by_names(rank: int, kind: str, wrapping: str, grouped: bool) -> None:
     plain, theirs, spec, params, state = trained(rank, kind, WRAPPINGS[wrapping], grouped=grouped)
     full = exported(kind, spec, state, grouped=grouped)
-    options = decayed if grouped else None
     blank = made(kind, spec, grouped=grouped).init(params)
     same_state(checkpoint.from_optimizer_state_dict(full, spec, blank), without_count(kind, state))
 

@@ -7,7 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, BinaryIO
 
@@ -146,7 +146,7 @@ class _Loader:
         match leaf:
             case TensorLeaf():
                 shape = self._stored.check_leaf(leaf)
-                if leaf.is_per_rank and not leaf.is_averaged:
+                if leaf.is_per_rank:
                     check_rank_count(leaf.name, shape[0], self._ranks.size)
             case OwnedLeaf():
                 self._stored.check_tensor(leaf.names, leaf.whole_shape(self._spec), leaf.dtype)
@@ -186,27 +186,19 @@ class _Loader:
             case ScalarLeaf():
                 return torch.empty(len(leaf.names), dtype=leaf.dtype, device="cpu")
             case TensorLeaf():
-                shape = self._stored.check_leaf(leaf)
-                has_own_row = leaf.is_per_rank and shape[0] == self._ranks.size
                 try:
-                    return torch.empty(shape[1:] if has_own_row else shape, dtype=leaf.dtype, device="cpu")
+                    return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
                 except RuntimeError as error:
-                    raise CheckpointError(
-                        f"tensor '{leaf.name}': expected to have memory for {[*shape]} {leaf.dtype}"
-                    ) from error
+                    text = f"tensor '{leaf.name}': expected to have memory for {[*leaf.shape]} {leaf.dtype}"
+                    raise CheckpointError(text) from error
 
     def _iter_ranges(self, leaf: StoredLeaf, memory: Tensor) -> Iterator[TensorRange]:
-        """Yield the ranges of stored tensors that a leaf's memory is read from, by their keys."""
         match leaf:
-            case SliceLeaf() | OwnedLeaf():
-                parts = leaf.ranges(memory, self._spec, self._ranks.rank, self._ranks.size)
             case ScalarLeaf():
                 pairs = enumerate(leaf.names)
                 parts = (TensorRange(names[0], names[1:], (), (), 0, memory[i : i + 1], 0, 1) for i, names in pairs)
-            case TensorLeaf():
-                is_row = memory.dim() == len(leaf.shape)  # else the rows of another number of ranks
-                stored = leaf if is_row else replace(leaf, shape=tuple(memory.shape), is_per_rank=False)
-                parts = stored.ranges(memory, self._spec, self._ranks.rank, self._ranks.size)
+            case _:
+                parts = leaf.ranges(memory, self._spec, self._ranks.rank, self._ranks.size)
         for part in parts:
             key = self._stored.find_key([part.name, *part.aliases])
             assert key is not None
@@ -222,14 +214,11 @@ class _Loader:
                     f"{memory.unique().tolist()[:4]}; choose units whose parameters have taken as many steps"
                 )
             memory = memory[0].clone()
-        elif isinstance(leaf, TensorLeaf) and memory.dim() > len(leaf.shape):  # saved by another number of ranks
-            memory = memory.mean(0)
         device = self._spec.bound_mesh.device
         return memory.to(device) if leaf.is_accelerated and device else memory
 
 
 def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
-    """Return the saved plain value of a leaf, which all parameters of its unit have."""
     values: dict[str, Any] = {}
     for own, *aliases in leaf.names or ((leaf.name,),):
         found = [saved[name] for name in (own, *aliases) if name in saved]
@@ -266,7 +255,6 @@ class StoredTensors:
 
     @cached_property
     def _keys(self) -> dict[str, str]:
-        """The keys by their clean names, if only one key has that name."""
         out: dict[str, str] = {}
         for key in self.metadata.state_dict_metadata:
             out[clean_name(key)] = "" if clean_name(key) in out else key
@@ -297,15 +285,12 @@ class StoredTensors:
     def _check_form(self, name: str) -> None:
         """Raise ValueError if the checkpoint has a missing tensor in another form: in a codec, or in its own dtype."""
         slot, _, part = name.rpartition(".")
-        if self.find_key([f"{name}.codes"]) is not None:
+        is_encoded = self.find_key([f"{name}.codes"]) is not None
+        if is_encoded or (part in ("codes", "scales") and self.find_key([slot]) is not None):
+            tensor, form, function = (name, "a", "decode_state") if is_encoded else (slot, "no", "encode_state")
             raise ValueError(
-                f"tensor '{name}' is in a codec in the checkpoint: expected a like= whose state is encoded for the same "
-                "parameters (at_least= of quantized_state), or no like=; fs.optim.decode_state converts the state"
-            )
-        if part in ("codes", "scales") and self.find_key([slot]) is not None:
-            raise ValueError(
-                f"tensor '{slot}' is in no codec in the checkpoint: expected a like= whose state is not encoded for the same "
-                "parameters (at_least= of quantized_state), or no like=; fs.optim.encode_state converts the state"
+                f"tensor '{tensor}' is in {form} codec in the checkpoint: expected a like= whose state is encoded for the same "
+                f"parameters (at_least= of quantized_state), or no like=; fs.optim.{function} converts the state"
             )
 
     def _check_chunks(self, key: str, tensor: TensorStorageMetadata) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import threading
@@ -65,7 +64,6 @@ GRACE = 2.0
 
 
 def _run_exchange(value: str, group: str, rank: int, size: int, timeout: timedelta) -> list[str]:
-    """Return the values of all ranks, in their order, exchanged through the default store."""
     store, prefix, name = _torch.default_store(), f"funshard/checkpoint/{group}", uuid.uuid4().hex
     requests, answer = [f"{prefix}/from/{i}" for i in range(size)], f"{prefix}/to/{name}"
     own = json.dumps([name, value])
@@ -119,9 +117,9 @@ M = TypeVar("M")
 class Ranks:
     """The ranks of a mesh in its row-major order. ``group`` is None if there is only one.
 
-    They have a gloo group of their own, so that their messages do not come between the collectives of training. A thread in
-    the background has another one, apart from its caller's. A lost rank is an error on the others after ``timeout``, and one
-    that never calls after twice that time.
+    They have a gloo group of their own, so that their messages do not come between the collectives of training. One that a
+    thread in the background may use has another one. A lost rank is an error on the others after ``timeout``, and one that
+    never calls after twice that time.
     """
 
     _last: ClassVar[int] = 0
@@ -129,27 +127,28 @@ class Ranks:
     _numbers: ClassVar[dict[object, int]] = {}
     """The number of each key's group. A group is named by it: a failed attempt leaves its addresses under its name."""
 
-    def __init__(self, spec: PartitionSpec, timeout: timedelta, call: Mapping[str, Any]) -> None:
+    def __init__(self, spec: PartitionSpec, timeout: timedelta, call: Mapping[str, Any], *, in_background: bool) -> None:
         mesh = spec.bound_mesh
         self.rank, self.size = 0, 1
         self._group_ref: weakref.ref[HostGroup] | None = None
         if not has_peers(mesh):
             return
-        self.size, self._timeout = math.prod(size for _, size in mesh.sizes), timeout
-        self._axes = tuple(axis for _, axis in mesh.axes)
-        keys = [self._group_key(background=background) for background in (False, True)]
-        known = [self._numbers[key] if key in host_groups() else -1 for key in keys]
-        numbers = hash_spec(spec)
+        self.size = math.prod(size for _, size in mesh.sizes)
+        groups, key = host_groups(), ("checkpoint", tuple(axis for _, axis in mesh.axes), timeout, in_background)
+        own = self._numbers[key] if key in groups else -1
+        digest = hash_spec(spec)
         with self.explain_lost_rank():  # twice the time: a rank may be one timeout late that an earlier failure kept waiting
-            rows = _gather_rows([dist.get_rank(), self._last, *known, call, numbers], mesh, 2 * timeout)
-            _check_calls([row[4] for row in rows])
-            if any(row[5] != numbers for row in rows):
+            rows = _gather_rows([dist.get_rank(), self._last, own, call, digest], mesh, 2 * timeout)
+            members, lasts, numbers, calls, digests = map(list, zip(*rows, strict=True))
+            _check_calls(calls)
+            if any(other != digest for other in digests):
                 check_ranks_agree(spec)
-        self._members, last, *group_numbers = ([row[i] for row in rows] for i in range(4))
-        self._next = 1 + max(last)
-        self._group_numbers = dict(zip((False, True), group_numbers, strict=True))
-        self.rank = self._members.index(dist.get_rank())
-        self._take_group(background=False)
+            self.rank = members.index(dist.get_rank())
+            if own < 0 or any(number != own for number in numbers):  # one rank has no group, or another one
+                Ranks._last = self._numbers[key] = 1 + max(lasts)
+                name = f"checkpoint/{in_background=}/{self._last}"
+                groups[key] = HostGroup(members, name, timeout, is_announced=not in_background)
+        self._group_ref = weakref.ref(groups[key])
 
     @property
     def group(self) -> HostGroup | None:
@@ -162,29 +161,6 @@ class Ranks:
                 "before torch.distributed.destroy_process_group"
             )
         return group
-
-    def with_background_group(self) -> Ranks:
-        """Return the same ranks over the group for a thread in the background."""
-        found = copy.copy(self)
-        if self._group_ref is not None:
-            found._take_group(background=True)
-        return found
-
-    def _group_key(self, *, background: bool) -> tuple[object, ...]:
-        return "checkpoint", self._axes, self._timeout, background
-
-    def _take_group(self, *, background: bool) -> None:
-        """Use the group that all ranks have, or make a new one if one rank has none or another one."""
-        key, numbers = self._group_key(background=background), self._group_numbers[background]
-        if min(numbers) < 0 or len({*numbers}) > 1:
-            number = self._numbers[key] = self._next
-            Ranks._last = max(self._last, number)
-            with self.explain_lost_rank():
-                host_groups()[key] = HostGroup(
-                    self._members, f"checkpoint/{background=}/{number}", self._timeout, is_announced=not background
-                )
-            self._group_numbers[background] = [number]
-        self._group_ref = weakref.ref(host_groups()[key])
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, on every rank."""
@@ -199,7 +175,6 @@ class Ranks:
         return self._exchange("broadcast_object", value, value)
 
     def _exchange(self, method: str, value: Any, alone: Any) -> Any:
-        """Call a method of the group with a value; ``alone`` is the result of a single rank."""
         if (group := self.group) is None:
             return alone
         with self.explain_lost_rank():
@@ -218,18 +193,15 @@ class Ranks:
 
         The error of one rank is raised on all, and names the public function ``where``.
         """
-        message: Any = None
 
-        def run() -> T:
-            nonlocal message
+        def run() -> tuple[T, M]:
             value = function()
-            message = summarize(value)
-            return value
+            return value, summarize(value)
 
-        value, error = self._try(run)
-        every = self.gather((_error_text(error), message))
+        result, error = self._try(run)
+        every = self.gather((_error_text(error), result and result[1]))
         self._raise_errors([text for text, _ in every], where, error)
-        return value, [message for _, message in every]  # pyright: ignore[reportReturnType]
+        return result[0], [message for _, message in every]  # pyright: ignore
 
     def run_and_finish(
         self, function: Callable[[], T], finish: Callable[[list[T]], None], where: str, unless_saved: str
@@ -272,7 +244,6 @@ class Ranks:
 
     @contextlib.contextmanager
     def explain_lost_rank(self) -> Generator[None]:
-        """Raise an error of the process group as one that says that a rank was lost."""
         try:
             yield
         except BaseException as error:
@@ -293,7 +264,7 @@ class Ranks:
                 del groups[key]
 
 
-def connect_ranks(spec: PartitionSpec, where: str, timeout: float, **options: object) -> Ranks:
+def connect_ranks(spec: PartitionSpec, where: str, timeout: float, *, in_background: bool = False, **options: object) -> Ranks:
     """Return the ranks of a bound spec's mesh, all of which call this with the same ``where`` and options.
 
     Raises ValueError on simulated ranks, on sizes without groups, within a transform, if the ranks' specs, functions or options
@@ -305,7 +276,7 @@ def connect_ranks(spec: PartitionSpec, where: str, timeout: float, **options: ob
     if not is_connected or not _torch.is_eager():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
     check_spans_world(spec.bound_mesh, where)
-    return Ranks(spec, timedelta(seconds=timeout), {"function": where, **options})
+    return Ranks(spec, timedelta(seconds=timeout), {"function": where, **options}, in_background=in_background)
 
 
 def _check_calls(calls: list[dict[str, Any]]) -> None:

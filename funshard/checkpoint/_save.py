@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -56,12 +56,15 @@ class Saving:
 
     def wait(self) -> AnyPath:
         """Return the checkpoint's path once the save has ended. Raises the error of the save, on every rank."""
-        if self._thread is not None:
-            self._thread.join()
+        self._join()
         _pending.discard(self)
         if self._error is not None:
             raise self._error
         return self.path
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
     def _start(self, write: Callable[[], None]) -> None:
         """Run ``write`` in a thread that the process waits for, and keep its error."""
@@ -136,64 +139,53 @@ def save(
     spec = bind_spec(spec)
     path = os.fsdecode(path)
     target = open_path(path) if "://" in path else Path(path).absolute()
-    ranks = connect_ranks(spec, "checkpoint.save", timeout, path=path, asynchronous=bool(asynchronous))
-    writing = ranks.with_background_group() if asynchronous else ranks
+    for earlier in list(_pending):
+        earlier._join()  # before its process group is used again; `begin` raises its error on all ranks
+    ranks = connect_ranks(
+        spec, "checkpoint.save", timeout, path=path, asynchronous=bool(asynchronous), in_background=bool(asynchronous)
+    )
     saving = Saving(target)
-    resources = _SaveResources()
+    undo = contextlib.ExitStack()  # called if the save fails
 
-    def begin() -> StateSummary:
-        for saving in list(_pending):
-            saving.wait()
+    def begin() -> tuple[StateSummary, RangeSavePlanner, StagingDirectory | RemoteStaging | None]:
+        for earlier in list(_pending):
+            earlier.wait()
         with phase("checkpoint plan"):
-            summary = summarize_state(state, spec, ranks)
-            resources.planner = RangeSavePlanner(summary.ranges)
+            summary, staging = summarize_state(state, spec, ranks), None
+            planner = RangeSavePlanner(summary.ranges)
+            undo.callback(planner.release)
             if ranks.rank == 0:
-                if isinstance(target, RemotePath):
-                    resources.staging = RemoteStaging(target)
-                else:
-                    resources.staging = StagingDirectory(target, over_damaged=True)
+                is_remote = isinstance(target, RemotePath)
+                staging = RemoteStaging(target) if is_remote else StagingDirectory(target, over_damaged=True)
+                undo.callback(staging.abandon)
         if asynchronous:
             with phase("checkpoint copy"):
-                resources.planner.stage()
-        return summary
+                planner.stage()
+        return summary, planner, staging
 
-    def message(summary: StateSummary) -> tuple[str, str, Any]:
-        staging = resources.staging
-        return (str(staging.directory), staging.suffix, summary.message()) if staging else ("", "", summary.message())
+    with undo:
+        (summary, planner, staging), messages = ranks.run_and_exchange(
+            begin,
+            "checkpoint.save",
+            lambda begun: (begun[2] and (str(begun[2].directory), begun[2].suffix), begun[0].message()),
+        )
+        tree = summary.check_agreement([message for _, message in messages], ranks)
+        directory, suffix = messages[0][0] or ("", "")
+        writer = CheckpointWriter(open_path(directory), ranks.rank, suffix)
+        undo_write = undo.pop_all()
 
     def write() -> None:
-        assert resources.planner is not None
-        with resources.release_on_error(), phase("checkpoint write"):
-            _write_checkpoint(writer, resources.planner, tree, resources.staging, writing)
-            resources.planner.release()
+        with undo_write, phase("checkpoint write"):
+            _write_checkpoint(writer, planner, tree, staging, ranks)
+            undo_write.pop_all()
+            planner.release()
         LOGGER.info("checkpoint.save: %s is complete", target)
 
-    with resources.release_on_error():
-        summary, messages = ranks.run_and_exchange(begin, "checkpoint.save", message)
-        tree = summary.check_agreement([theirs for *_, theirs in messages], ranks)
-        writer = CheckpointWriter(open_path(messages[0][0]), ranks.rank, messages[0][1])
     if asynchronous:
         saving._start(write)
     else:
         write()
     return saving
-
-
-class _SaveResources:
-    def __init__(self) -> None:
-        self.planner: RangeSavePlanner | None = None
-        self.staging: StagingDirectory | RemoteStaging | None = None
-
-    @contextlib.contextmanager
-    def release_on_error(self) -> Generator[None]:
-        try:
-            yield
-        except BaseException:
-            if self.planner is not None:
-                self.planner.release()
-            if self.staging is not None:
-                self.staging.abandon()
-            raise
 
 
 def _write_checkpoint(

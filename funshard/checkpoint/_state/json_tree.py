@@ -141,7 +141,7 @@ def tree_to_json(node: Node, spec: PartitionSpec, per_rank: Mapping[str, list[An
             return {"owned": [[*node.whole_shape(spec)], plain_to_json(node.dtype, ""), node.is_accelerated]}
         case TensorLeaf():
             dtype = plain_to_json(node.dtype, "")
-            return {"tensor": [[*node.shape], dtype, node.is_accelerated, node.is_per_rank, node.is_averaged]}
+            return {"tensor": [[*node.shape], dtype, node.is_accelerated, node.is_per_rank, False]}  # as 0.3 read it
 
 
 def _dtype_name(param: Param) -> str:
@@ -176,12 +176,11 @@ def tree_from_json(data: Any, spec: PartitionSpec, rank: int, ranks: int, path: 
         return ValueLeaf(name, plain_from_json(content[rank]), is_per_rank=True)
     if kind == "value":
         return ValueLeaf(name, plain_from_json(content))
-    shape, dtype, is_accelerated, is_per_rank, is_averaged = content
-    return TensorLeaf(name, tuple(shape), plain_from_json(dtype), is_accelerated, is_per_rank, is_averaged)
+    shape, dtype, is_accelerated, is_per_rank, _ = content
+    return TensorLeaf(name, tuple(shape), plain_from_json(dtype), is_accelerated, is_per_rank)
 
 
 def check_rank_count(name: str, saved: int, ranks: int) -> None:
-    """Check that a per-rank part was saved by this number of ranks. Raises ValueError otherwise."""
     if saved != ranks:
         raise ValueError(
             f"state '{name}' is each rank's own, saved by {saved} ranks: expected as many, got {ranks}; leave it out, by only= "

@@ -36,14 +36,11 @@ PRIME = (1 << 61) - 1
 
 
 class Box(NamedTuple):
-    """A rectangular part of a tensor: its offset and size in each dimension."""
-
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return math.prod(self.sizes)
 
 
@@ -78,7 +75,6 @@ def _iter_boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
 
 
 def _boxes_in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[Box]:
-    """Yield the boxes of the flat tensor's elements begin..end, all of which lie in this row of dimension 0."""
     start = row * math.prod(shape[1:])
     for box in _iter_boxes(shape[1:], begin - start, end - start):
         yield Box((row, *box.offsets), (1, *box.sizes))
@@ -163,7 +159,6 @@ class TensorRange(NamedTuple):
     """The tensor's dimensions from the outermost in memory to the innermost."""
     begin: int
     data: Tensor
-    """1-D."""
     holder: int
     """The number of this rank among the ranks that hold the range."""
     holders: int
@@ -181,7 +176,6 @@ class SliceLeaf:
     names: tuple[tuple[str, ...], ...]
     """For each of ``params``, the names under which it is stored, its own name first."""
     dtype: torch.dtype
-    """The dtype of the stored tensors."""
     is_encoded: bool = False
     """Whether the state has the slice in the unit's codec; a file has it decoded."""
     subset: tuple[Param, ...] | None = None
@@ -193,11 +187,9 @@ class SliceLeaf:
 
     @property
     def params(self) -> tuple[Param, ...]:
-        """The parameters whose ranges are stored, as many as ``names``."""
         return self.unit.params if self.subset is None else self.subset
 
     def numel(self, spec: PartitionSpec) -> int:
-        """Return the number of its elements on this rank."""
         if self.is_compact:
             return sum(p.high - p.low for p in self._pieces(spec))
         return spec.shard_numel(self.unit) // self.block
@@ -241,7 +233,6 @@ class SliceLeaf:
         return (store_slice if self.is_encoded else place_slice)(tensor, self.unit, spec.bound_mesh)
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the ranges of the parameters that lie in the slice."""
         mesh = spec.bound_mesh
         sizes, coords = dict(mesh.sizes), rank_coords(mesh, None)
         at = dict(zip(mesh.names, coords, strict=True))
@@ -291,15 +282,11 @@ class TensorLeaf:
 
     name: str
     shape: tuple[int, ...]
-    """The shape on one rank."""
     dtype: torch.dtype
     is_accelerated: bool
     is_per_rank: bool = False
-    is_averaged: bool = False
-    """Whether another number of ranks than saved the tensor loads the mean over the ranks."""
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the whole tensor, or this rank's row."""
         data = _flatten_tensor(tensor)
         if not self.is_per_rank:
             yield TensorRange(self.name, (), self.shape, tuple(range(len(self.shape))), 0, data, rank, ranks)
@@ -314,20 +301,16 @@ class OwnedLeaf:
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    """The shape on an owner."""
     dtype: torch.dtype
     is_accelerated: bool
     is_here: bool
-    """Whether this rank is an owner."""
     stack: LocalDims = ()
     """The axes along which owners have a part each, and the dimension that each splits."""
 
     def allocate(self) -> Tensor:
-        """Return memory to read into, on the host."""
         return torch.empty(self.shape if self.is_here else (0, *self.shape), dtype=self.dtype, device="cpu")
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the whole tensor on its owner, or an owner's part."""
         if not self.is_here:
             return
         sizes = dict(spec.bound_mesh.sizes)
@@ -337,14 +320,11 @@ class OwnedLeaf:
         yield TensorRange(self.names[0], self.names[1:], shape, order, 0, _flatten_tensor(tensor), 0, 1, box=box)
 
     def whole_shape(self, spec: PartitionSpec) -> tuple[int, ...]:
-        """Return the shape of the stored tensor, which has the parts of all owners."""
         return join_shape(self.shape, self.stack, dict(spec.bound_mesh.sizes))
 
 
 @dataclass(frozen=True)
 class ValueLeaf:
-    """A plain value."""
-
     name: str
     value: Any = None
     is_per_rank: bool = False
@@ -358,7 +338,6 @@ Leaf = StoredLeaf | ValueLeaf
 
 
 def leaf_names(leaf: Leaf) -> list[str]:
-    """Return all names under which a leaf is stored."""
     if isinstance(leaf, TensorLeaf | ValueLeaf):
         return [leaf.name]
     return [*leaf.names] if isinstance(leaf, OwnedLeaf) else [name for names in leaf.names for name in names]

@@ -39,11 +39,9 @@ __all__ += ["plain_from_json", "plain_to_json", "walk"]
 # --- Plain values (numbers, strings, bytes, dtypes, None) as JSON ---
 
 PLAIN = (bool, int, float, str, type(None))
-"""The classes whose values JSON holds as they are."""
 
 
 def is_plain_value(value: object) -> bool:
-    """Return whether `plain_to_json` takes a value."""
     return type(value) in PLAIN or isinstance(value, bytes | torch.dtype)
 
 
@@ -79,7 +77,6 @@ def plain_from_json(data: Any) -> Any:
 # --- The containers of a state: their children, how to build them, and their names in a file ---
 
 Builder = Callable[[list[Any]], Any]
-"""A function from the children of a container to the container."""
 SEQUENCES = {"list": list, "tuple": tuple, "deque": list}
 MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict, "UnitState": UnitState, "defaultdict": dict, "Counter": dict}
 COMPOSED = (AccumulationState, EmaState, FiniteState, ScheduleState)
@@ -128,7 +125,6 @@ def get_fields(cls: Any) -> tuple[str, ...]:
 
 
 def get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
-    """Return the function that builds a container that a file can name."""
     cls = NAMED[kind]
     if kind in SEQUENCES:
         return cls
@@ -170,9 +166,7 @@ class ContainerNode:
     """A container: its children, and how it is built of them."""
 
     kind: str
-    """Its name in a file, or "" if a file has none."""
     argument: Any
-    """The names of a `UnitState`'s numbers."""
     entries: tuple[Any, ...]
     children: tuple[Node, ...]
     build: Builder
@@ -183,40 +177,29 @@ class UnitsNode(ContainerNode):
     """A mapping by the keys of units, and perhaps other keys. It comes back as a dict if a file has no name for its class."""
 
     prefix: str
-    """Its path in the state."""
     is_complete: bool
-    """Whether it has all units of the spec."""
 
 
 Node = ContainerNode | Leaf
 
 
 class StatePath(NamedTuple):
-    """The path of a part of a unit's state."""
-
     unit: Unit
     path: tuple[str, ...]
-    """The path of the mapping by units."""
     slot: tuple[str, ...] = ()
-    """The path within the unit's entry of the mapping."""
     subset: tuple[Param, ...] | None = None
-    """The parameters that the part belongs to, or None for all of the unit's."""
     is_compact: bool = False
-    """As in `SliceLeaf`."""
 
     @property
     def params(self) -> tuple[Param, ...]:
-        """The parameters that the part belongs to."""
         return self.unit.params if self.subset is None else self.subset
 
     @property
     def error_path(self) -> tuple[str, ...]:
-        """The path for an error: of the unit's key, not of its parameters."""
         return (*self.path, self.unit.key, *self.slot)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """For each of the parameters, the names under which the part is stored."""
         return stored_names(self.params, self.path, self.slot)
 
     @property
@@ -226,7 +209,6 @@ class StatePath(NamedTuple):
         return tuple(tuple(name + order for name in names) for names, order in zip(self.names, orders, strict=True))
 
     def child(self, *entries: str) -> StatePath:
-        """Return the path of an entry in this part."""
         return self._replace(slot=(*self.slot, *entries))
 
     def common_value(self, found: Mapping[str, Any]) -> Any:
@@ -245,27 +227,23 @@ class StatePath(NamedTuple):
 
 
 def make_container_node(kind: str, argument: Any, children: Mapping[Any, Node]) -> ContainerNode:
-    """Return the node of a container that a file can name, of its children by entry."""
     entries = tuple(children)
     return ContainerNode(kind, argument, entries, tuple(children.values()), get_builder(kind, argument, entries))
 
 
 def make_dict_node(children: Mapping[str, Node]) -> ContainerNode:
-    """Return the node of a dict."""
     return make_container_node("dict", None, children)
 
 
 def make_units_node(
     prefix: str, children: Mapping[str, Node], *, is_complete: bool, kind: str = "dict", argument: Any = None
 ) -> UnitsNode:
-    """Return the node of a mapping by the keys of units."""
     return UnitsNode(**vars(make_container_node(kind, argument, children)), prefix=prefix, is_complete=is_complete)
 
 
 def make_matrix_state_node(
     step: Node, slices: Mapping[str, Node], owned: Mapping[str, Node], fallback: Mapping[str, Node]
 ) -> ContainerNode:
-    """Return the node of a unit's `MatrixState`."""
     children = (step, make_dict_node(slices), make_dict_node(owned), make_dict_node(fallback))
     return make_container_node(MatrixState.__name__, None, dict(zip(get_fields(MatrixState), children, strict=True)))
 
@@ -276,7 +254,6 @@ def stored_names(params: Iterable[Param], path: Sequence[str], slot: Sequence[st
 
 
 def parameter_slice(unit: Unit, path: Sequence[str] = ()) -> SliceLeaf:
-    """Return the leaf of the unit's parameters, as the part of a state at this path."""
     return SliceLeaf(unit, stored_names(unit.params, path, ()), unit.dtype, unit.is_encoded)
 
 
@@ -289,7 +266,6 @@ def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Node]]:
 
 
 def iter_leaves(node: Node) -> Iterator[Leaf]:
-    """Yield the leaves in the order of the values that `describe` returns."""
     return (found for _, found in walk(node) if not isinstance(found, ContainerNode))
 
 
@@ -347,8 +323,7 @@ class _Describer:
     def __init__(self, spec: PartitionSpec, values: list[Any], *, is_template: bool) -> None:
         self._spec, self._values, self._is_template = spec, values, is_template
 
-    def describe(self, value: Any, path: tuple[str, ...], *, is_per_rank: bool, is_averaged: bool = False) -> Node:
-        """Return the node of a part of the state."""
+    def describe(self, value: Any, path: tuple[str, ...], *, is_per_rank: bool) -> Node:
         if isinstance(value, PerRank):
             return self.describe(value.tree, path, is_per_rank=True)
         if isinstance(value, Mapping) and not is_per_rank and (units := self._unit_keys(value, path)):
@@ -364,16 +339,14 @@ class _Describer:
         if is_container(value):
 
             def describe_child(entry: Any, child: Any) -> Node:
-                is_error = isinstance(value, PowerSGD) and entry == "error"
-                flags = {"is_per_rank": is_per_rank or is_error, "is_averaged": is_averaged or is_error}
-                return self.describe(child, (*path, str(entry)), **flags)
+                is_own = is_per_rank or (isinstance(value, PowerSGD) and entry == "error")
+                return self.describe(child, (*path, str(entry)), is_per_rank=is_own)
 
             return self._describe_container(value, path, describe_child)
         self._values.append(value)
         name = ".".join(path)
         if isinstance(value, Tensor):
-            on_device = _torch.is_accelerator(value.device)
-            return TensorLeaf(name, tuple(value.shape), value.dtype, on_device, is_per_rank, is_averaged)
+            return TensorLeaf(name, tuple(value.shape), value.dtype, _torch.is_accelerator(value.device), is_per_rank)
         plain_to_json(value, name)
         return ValueLeaf(name, value, is_per_rank)
 
@@ -386,13 +359,10 @@ class _Describer:
     def _describe_unit(self, value: Any, path: StatePath) -> Node:
         if isinstance(value, MatrixState):
             return self._describe_matrix_state(value, path)
-        if isinstance(value, QuantizedSlice):
-            return self._describe_container(
-                value, path.error_path, lambda entry, child: self._describe_blocks(child, path.child(str(entry)))
-            )
         if is_container(value):
+            describe_child = self._describe_blocks if isinstance(value, QuantizedSlice) else self._describe_unit
             return self._describe_container(
-                value, path.error_path, lambda entry, child: self._describe_unit(child, path.child(str(entry)))
+                value, path.error_path, lambda entry, child: describe_child(child, path.child(str(entry)))
             )
         self._values.append(value)
         unit, names = path.unit, path.names
@@ -471,17 +441,14 @@ class _Describer:
             raise ValueError(
                 f"state '{'.'.join(path[:8])}...': expected at most {MAX_DEPTH} containers in each other, got more"
             )
-        kind, argument = get_kind(value)
-        if (
-            bad := [key for key in value if not is_plain_value(key)]
-            if isinstance(value, Mapping) and not self._is_template
-            else []
-        ):
-            raise TypeError(
-                f"state '{'.'.join(path)}': expected keys that are strings, numbers, bytes or None, got {bad[0]!r} "
-                f"({type(bad[0]).__name__})"
-            )
-        return kind, argument
+        if isinstance(value, Mapping) and not self._is_template:
+            for key in value:
+                if not is_plain_value(key):
+                    raise TypeError(
+                        f"state '{'.'.join(path)}': expected keys that are strings, numbers, bytes or None, got {key!r} "
+                        f"({type(key).__name__})"
+                    )
+        return get_kind(value)
 
 
 def _raise_other_slice(key: str, path: tuple[str, ...], expected: str, found: Tensor) -> NoReturn:
