@@ -730,7 +730,9 @@ def test_latest_and_clean(tmp_path: Path) -> None:
     alive = staging.StagingDirectory(tmp_path / "alive")
     dead = staging.StagingDirectory(tmp_path / "dead")
     os.close(dead._lock)
-    begun, stuck = (staging.make_staging_path(tmp_path / name) for name in ("begun", "stuck"))  # not locked yet, and since long
+    begun, stuck = (
+        staging._make_staging_path(tmp_path / name) for name in ("begun", "stuck")
+    )  # not locked yet, and since long
     begun.mkdir()
     stuck.mkdir()
     os.utime(stuck, (1000, 1000))

@@ -42,7 +42,7 @@ from ._state.leaves import (
     is_uniform,
     leaf_names,
 )
-from ._state.tree import Node, build_state, describe, iter_leaves, make_units_node, parameter_slice
+from ._state.tree import Node, build_state, describe, iter_leaves, make_container_node, parameter_slice
 
 __all__ = ["load", "plan_reads"]
 
@@ -99,25 +99,27 @@ def load(
     path = os.fsdecode(path)
     ranks = connect_ranks(spec, "checkpoint.load", timeout, only=only)
     loader, found = ranks.run_and_exchange(
-        lambda: _Loader(open_path(path), spec, ranks, only, like), "checkpoint.load", lambda loader: (loader.identity, path)
+        lambda: _Loader(open_path(path), spec, ranks, only, like, check=check),
+        "checkpoint.load",
+        lambda loader: (loader.identity, path),
     )
     if other := next((rank for rank, (identity, _) in enumerate(found) if identity != found[0][0]), 0):
         raise ValueError(
             f"checkpoint.load: expected one checkpoint and names of one like= on all ranks, got on rank 0 {found[0][1]!r}, on "
             f"rank {other} {found[other][1]!r}, with other contents or names; latest(directory, spec) gives all ranks one path"
         )
-    state = ranks.run(lambda: loader.read(check=check), "checkpoint.load")
+    state = ranks.run(loader.read, "checkpoint.load")
     LOGGER.info("checkpoint.load: %s is read", path)
     return state
 
 
 class _Loader:
-    """A load: it finds the tree to read in a checkpoint, checks that the files have its leaves, and reads them."""
-
-    def __init__(self, directory: AnyPath, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any) -> None:
+    def __init__(
+        self, directory: AnyPath, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any, *, check: bool
+    ) -> None:
         self._spec, self._ranks = spec, ranks
         manifest = read_manifest(directory)  # also checks the metadata's checksum
-        self._stored = StoredTensors(directory, read_metadata(directory), manifest.records if manifest else {})
+        self._stored = StoredTensors(directory, read_metadata(directory), manifest.records if manifest else {}, check)
         path = tuple(only.split(".")) if only else ()
         saved: dict[str, Any] = {}
         if manifest:
@@ -131,7 +133,7 @@ class _Loader:
                 self._node = tree_from_json(select_part(manifest.state, only or ""), spec, ranks.rank, ranks.size, path)
         else:
             children: dict[str, Node] = {unit.key: parameter_slice(unit, path) for unit in spec}  # another program's state_dict
-            self._node = make_units_node(only or "", children, is_complete=True)
+            self._node = make_container_node(children, is_complete=True)
         leaves = list(iter_leaves(self._node))
         self._leaves = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, ValueLeaf)}
         self._values = [_find_value(leaf, saved) if isinstance(leaf, ValueLeaf) else None for leaf in leaves]
@@ -160,12 +162,12 @@ class _Loader:
                 for names in leaf.names:
                     self._stored.check_tensor(names, (), leaf.dtype)
 
-    def read(self, *, check: bool) -> Any:
+    def read(self) -> Any:
         with torch.no_grad(), phase("checkpoint read"):
             for numbers in self._iter_rounds():
                 memory = {i: self._allocate(self._leaves[i]) for i in numbers}
                 parts = [part for i in numbers for part in self._iter_ranges(self._leaves[i], memory[i])]
-                self._stored.read(parts, check=check)
+                self._stored.read(parts)
                 for i in numbers:
                     self._values[i] = self._to_state(self._leaves[i], memory.pop(i))
         with nullcontext() if self._is_template else explain_bad_tree(self._stored.directory):
@@ -246,6 +248,7 @@ class StoredTensors:
     metadata: Metadata
     checksums: Mapping[str, Mapping[str, int]]
     """Those of the records, as in `Manifest`."""
+    check: bool
     _checked: set[str] = field(default_factory=set)
 
     def find_key(self, names: Sequence[str]) -> str | None:
@@ -319,7 +322,7 @@ class StoredTensors:
             )
         return shape
 
-    def read(self, parts: Sequence[TensorRange], *, check: bool) -> None:
+    def read(self, parts: Sequence[TensorRange]) -> None:
         """Read ranges of these tensors into their memory, in file order. Raises CheckpointError for damage."""
         wanted: dict[tuple[str, int, int], list[tuple[ReadItem, Tensor]]] = defaultdict(list)
         storage: Any = self.metadata.storage_data
@@ -334,22 +337,15 @@ class StoredTensors:
                         stack.close()
                         file, opened = stack.enter_context(open_regular(self.directory / name)), name
                     expected = self.checksums.get(name, {}).get(str(offset))
-                    self._read_chunk(file, offset, length, items, expected, check=check)
+                    self._read_chunk(file, offset, length, items, expected)
 
     def _read_chunk(
-        self,
-        file: BinaryIO,
-        offset: int,
-        length: int,
-        items: list[tuple[ReadItem, Tensor]],
-        expected: int | None,
-        *,
-        check: bool,
+        self, file: BinaryIO, offset: int, length: int, items: list[tuple[ReadItem, Tensor]], expected: int | None
     ) -> None:
         """Read the parts of one chunk, a tensor in a file, that some items ask for; ``expected`` is its checksum, if known."""
         if offset + length > file.seek(0, os.SEEK_END):
             raise DamagedError("it was cut short")
-        found = find_record(file, offset, length, check=check and expected is None)
+        found = find_record(file, offset, length, check=self.check and expected is None)
         shape = tuple(found.like.shape)
         for item, _ in items:
             tensor: Any = self.metadata.state_dict_metadata[item.storage_index.fqn]
@@ -361,7 +357,7 @@ class StoredTensors:
         memory = target if is_direct else torch.empty(found.end - found.offset, dtype=torch.uint8)
         crc32 = _read_into(file, offset, found.offset, 0)
         crc32 = _read_into(file, offset + found.offset, _torch.host_bytes(memory), crc32)
-        if check and expected not in (None, _read_into(file, offset + found.end, length - found.end, crc32)):
+        if self.check and expected not in (None, _read_into(file, offset + found.end, length - found.end, crc32)):
             raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
         if is_direct:
             return

@@ -101,11 +101,9 @@ def _collect(store: Any, keys: list[str], timeout: timedelta) -> list[bytes]:
 # --- The ranks of a mesh ---
 
 TIMEOUT = 600.0
-"""The default number of seconds that ranks wait for a missing rank."""
 MAX_TIMEOUT = 1e9
 """The longest timeout in seconds, 30 years: threads and gloo wait for no longer one."""
 MAX_SHOWN = 3
-"""The most ranks whose errors one error shows."""
 _FILE_ERRORS = (OSError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
 SHARED_ERRORS = {cls.__name__: cls for cls in (ValueError, TypeError, MemoryError, SavedError, *_FILE_ERRORS)}
 """The classes of errors that all ranks raise as one rank raised them; other errors become a CheckpointError."""
@@ -137,7 +135,7 @@ class Ranks:
         groups, key = host_groups(), ("checkpoint", tuple(axis for _, axis in mesh.axes), timeout, in_background)
         own = self._numbers[key] if key in groups else -1
         digest = hash_spec(spec)
-        with self.explain_lost_rank():  # twice the time: a rank may be one timeout late that an earlier failure kept waiting
+        with self._explain_lost_rank():  # twice the time: a rank may be one timeout late that an earlier failure kept waiting
             rows = _gather_rows([dist.get_rank(), self._last, own, call, digest], mesh, 2 * timeout)
             members, lasts, numbers, calls, digests = map(list, zip(*rows, strict=True))
             _check_calls(calls)
@@ -166,8 +164,7 @@ class Ranks:
         """Return every rank's value, on every rank."""
         return self._exchange("all_gather_object", value, [value])
 
-    def gather_to_first(self, value: T) -> list[T]:
-        """Return every rank's value on the first rank, and [] on the others."""
+    def _gather_to_first(self, value: T) -> list[T]:
         return self._exchange("gather_object", value, [value])
 
     def broadcast(self, value: T) -> T:
@@ -177,7 +174,7 @@ class Ranks:
     def _exchange(self, method: str, value: Any, alone: Any) -> Any:
         if (group := self.group) is None:
             return alone
-        with self.explain_lost_rank():
+        with self._explain_lost_rank():
             return getattr(group, method)(value)
 
     def run(self, function: Callable[[], T], where: str) -> T:
@@ -211,7 +208,7 @@ class Ranks:
         ``unless_saved`` is a note for any error but a `SavedError`.
         """
         value, error = self._try(function)
-        every: list[Any] = self.gather_to_first((_error_text(error), value))
+        every: list[Any] = self._gather_to_first((_error_text(error), value))
         errors = [text for text, _ in every]
         if self.rank == 0 and not any(errors):
             _, error = self._try(lambda: finish([value for _, value in every]))
@@ -226,7 +223,7 @@ class Ranks:
         except Exception as error:
             return None, error
         except BaseException:  # an interrupt, which the other ranks cannot hear of
-            self.forget_group()
+            self._forget_group()
             raise
 
     def _raise_errors(self, texts: list[tuple[str, str] | None], where: str, own: Exception | None) -> None:
@@ -243,11 +240,11 @@ class Ranks:
         raise cls(f"{where}: {shown}{more}" if self.size > 1 else text) from own
 
     @contextlib.contextmanager
-    def explain_lost_rank(self) -> Generator[None]:
+    def _explain_lost_rank(self) -> Generator[None]:
         try:
             yield
         except BaseException as error:
-            self.forget_group()
+            self._forget_group()
             if not isinstance(error, RuntimeError):
                 raise
             raise CheckpointError(
@@ -255,7 +252,7 @@ class Ranks:
                 f"{str(error).splitlines()[0]}; every rank has to call this, also where one file is written"
             ) from error
 
-    def forget_group(self) -> None:
+    def _forget_group(self) -> None:
         """Use another group the next time, since a group that has failed once does not answer any more."""
         failed = self._group_ref and self._group_ref()
         if failed is not None and dist.is_initialized():

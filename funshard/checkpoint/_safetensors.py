@@ -6,7 +6,7 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from ._files.untrusted import SIZE_LIMIT, open_regular, read_regular
 from ._files.writer import iter_boxes
 from ._optimizer_state_dict import clean_name
 from ._ranks import TIMEOUT, connect_ranks
-from ._state.leaves import MAX_DIMS, Box, TensorRange, check_storable
+from ._state.leaves import MAX_DIMS, Box, check_storable
 from ._state.tree import parameter_slice
 
 __all__ = ["DTYPES", "INDEX", "SINGLE", "export", "read_safetensors"]
@@ -47,33 +47,17 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """The name of the index if there are several files."""
 DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16, "U32": torch.uint32,
+    "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
 """The dtypes by their names in the files."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class FileTensor:
-    """A tensor in a file."""
-
+class _FileTensor:
     name: str
-    """Its name there."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path = Path()
@@ -82,11 +66,9 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """The size of its elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, box: Box) -> Tensor:
-        """Return a part of the tensor, mapped from the file."""
         if not self.nbytes:
             return torch.empty(box.sizes, dtype=self.dtype)
         end = self.offset + self.nbytes
@@ -96,18 +78,15 @@ class FileTensor:
 
 
 @dataclass(frozen=True)
-class FileLayout:
-    """A file to write: its header, and its tensors by their names in the model."""
-
+class _FileLayout:
     name: str
     header: bytes
-    tensors: Mapping[str, FileTensor]
+    tensors: Mapping[str, _FileTensor]
     size: int
 
 
-def lay_out_files(entries: Mapping[str, FileTensor], shard_bytes: int, metadata: Mapping[str, str]) -> list[FileLayout]:
-    """Return the files for some tensors in their order, each with at most ``shard_bytes`` bytes of tensors or one tensor."""
-    groups: list[dict[str, FileTensor]] = [{}]
+def _lay_out_files(entries: Mapping[str, _FileTensor], shard_bytes: int, metadata: Mapping[str, str]) -> list[_FileLayout]:
+    groups: list[dict[str, _FileTensor]] = [{}]
     size = 0
     for model_name, entry in entries.items():
         if groups[-1] and size + entry.nbytes > shard_bytes:
@@ -120,7 +99,7 @@ def lay_out_files(entries: Mapping[str, FileTensor], shard_bytes: int, metadata:
     return [_lay_out_file(name, group, metadata) for name, group in zip(names, groups, strict=True)]
 
 
-def _lay_out_file(name: str, entries: Mapping[str, FileTensor], metadata: Mapping[str, str]) -> FileLayout:
+def _lay_out_file(name: str, entries: Mapping[str, _FileTensor], metadata: Mapping[str, str]) -> _FileLayout:
     """Return the layout of a file: eight bytes of length, JSON, and the tensors' bytes without gaps.
 
     As in the package safetensors, the widest dtypes come first, so that each tensor begins at a multiple of its element size.
@@ -135,10 +114,10 @@ def _lay_out_file(name: str, entries: Mapping[str, FileTensor], metadata: Mappin
     text += b" " * (-len(text) % 8)
     raw = len(text).to_bytes(8, "little") + text
     placed = {key: replace(entries[key], offset=len(raw) + begin) for key, begin in begins.items()}
-    return FileLayout(name, raw, placed, len(raw) + at)
+    return _FileLayout(name, raw, placed, len(raw) + at)
 
 
-def read_header(path: Path) -> list[FileTensor]:
+def _read_header(path: Path) -> list[_FileTensor]:
     """Return the tensors of a file. Raises CheckpointError for one that is damaged, or missing."""
     try:
         with open_regular(path) as file:
@@ -165,12 +144,11 @@ def read_header(path: Path) -> list[FileTensor]:
         ) from error
 
 
-def _parse_entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> FileTensor:
-    """Return a tensor from an entry of the header, which anyone may have written."""
+def _parse_entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> _FileTensor:
     shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
     if entry["dtype"] not in DTYPES:
         raise DamagedError(f"tensor '{name}': expected one of the dtypes {[*DTYPES]}, got {entry['dtype']!r}")
-    found = FileTensor(name, shape, DTYPES[entry["dtype"]], path, start + begin)
+    found = _FileTensor(name, shape, DTYPES[entry["dtype"]], path, start + begin)
     if len(shape) > MAX_DIMS or any(type(n) is not int or not 0 <= n < SIZE_LIMIT for n in (*shape, begin, end)):
         raise DamagedError(f"tensor '{name}': expected sizes and places, got {reprlib.repr(entry)}")
     if end - begin != found.nbytes:
@@ -233,7 +211,7 @@ def export(
     ranks = connect_ranks(spec, "checkpoint.export", timeout, directory=path, dtype=str(dtype), dry_run=bool(dry_run))
     target = Path(path).absolute()
 
-    def plan() -> list[FileLayout]:
+    def plan() -> list[_FileLayout]:
         if ranks.rank == 0:
             _check_target(target)
         check_mapping(buffers or {})
@@ -246,7 +224,7 @@ def export(
         header = {"format": "pt", **(metadata or {})}
         if wrong := next((key for key, value in header.items() if not isinstance(value, str)), None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"metadata '{wrong}': expected a string, got {type(header[wrong]).__name__}")
-        return lay_out_files(_list_entries(params, spec, dtype, buffers or {}, rename or str), shard_bytes, header)
+        return _lay_out_files(_list_entries(params, spec, dtype, buffers or {}, rename or str), shard_bytes, header)
 
     files = ranks.run(plan, "checkpoint.export")
     if has_peers(spec.bound_mesh):
@@ -283,7 +261,6 @@ def export(
 
 
 def _check_target(target: Path) -> None:
-    """Check that a directory can be put at the path. Raises FileExistsError or PermissionError otherwise."""
     check_replaceable(target)
     parent = next(path for path in target.parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -296,9 +273,8 @@ def _list_entries(
     dtype: torch.dtype | None,
     buffers: Mapping[str, Tensor],
     rename: Callable[[str], str],
-) -> dict[str, FileTensor]:
-    """Return what is to be written, by its name in the model."""
-    out: dict[str, FileTensor] = {}
+) -> dict[str, _FileTensor]:
+    out: dict[str, _FileTensor] = {}
     seen: dict[str, str] = {}
 
     def add(model_name: str, shape: tuple[int, ...], own: torch.dtype) -> None:
@@ -311,7 +287,7 @@ def _list_entries(
                 f"'{model_name}' and '{seen[name]}' would both be '{name}' in the files: expected one name for each"
             )
         seen[name] = model_name
-        out[model_name] = FileTensor(name, shape, stored)
+        out[model_name] = _FileTensor(name, shape, stored)
 
     sizes = dict(spec.bound_mesh.sizes)
     for unit in spec:
@@ -344,7 +320,7 @@ def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, dtype
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 
 
-def _write_tensors(staging: StagingDirectory | None, files: list[FileLayout], tensors: Mapping[str, Tensor]) -> None:
+def _write_tensors(staging: StagingDirectory | None, files: list[_FileLayout], tensors: Mapping[str, Tensor]) -> None:
     """Write tensors to their places in the files. Only the first rank calls this, which has a staging directory."""
     assert staging is not None
     for file in files:
@@ -357,8 +333,7 @@ def _write_tensors(staging: StagingDirectory | None, files: list[FileLayout], te
                     opened.write(_torch.host_bytes(dense))
 
 
-def _finish(staging: StagingDirectory | None, files: list[FileLayout], extra: Mapping[str, Tensor]) -> None:
-    """Write the extra tensors and the index, flush all files and publish the directory."""
+def _finish(staging: StagingDirectory | None, files: list[_FileLayout], extra: Mapping[str, Tensor]) -> None:
     assert staging is not None
     _write_tensors(staging, files, extra)
     sizes = {file.name: file.size for file in files}
@@ -428,12 +403,11 @@ def read_safetensors(
     return params
 
 
-def _find_tensors_in_files(path: Path, rename: Callable[[str], str | None]) -> dict[str, FileTensor]:
-    """Return the tensors of the files by their names in the model."""
-    out: dict[str, FileTensor] = {}
+def _find_tensors_in_files(path: Path, rename: Callable[[str], str | None]) -> dict[str, _FileTensor]:
+    out: dict[str, _FileTensor] = {}
     keys: set[str] = set()
     for file, wanted in _list_files(path).items():
-        tensors = read_header(file)
+        tensors = _read_header(file)
         if missing := sorted(wanted - {tensor.name for tensor in tensors}):
             raise CheckpointError(f"{file}: tensor '{missing[0]}' is not in it: expected it there, as the index says")
         for tensor in tensors:
@@ -450,7 +424,6 @@ def _find_tensors_in_files(path: Path, rename: Callable[[str], str | None]) -> d
 
 
 def _list_files(path: Path) -> dict[Path, set[str]]:
-    """Return the files, and the tensors that the index names in each."""
     if path.is_dir():  # as transformers: an index beside the one file belongs to an earlier save
         path = path / SINGLE if (path / SINGLE).is_file() or not (path / INDEX).is_file() else path / INDEX
     if not path.is_file():
@@ -468,7 +441,7 @@ def _list_files(path: Path) -> dict[Path, set[str]]:
     return out
 
 
-def _check_tensors(stored: Mapping[str, FileTensor], path: Path, spec: PartitionSpec, *, cast: bool) -> None:
+def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: PartitionSpec, *, cast: bool) -> None:
     sizes = dict(spec.bound_mesh.sizes)
     for unit in spec:
         for param in unit.params:
@@ -488,11 +461,11 @@ def _check_tensors(stored: Mapping[str, FileTensor], path: Path, spec: Partition
             )
 
 
-def _find_tensors(param: Param, stored: Mapping[str, FileTensor]) -> list[FileTensor]:
+def _find_tensors(param: Param, stored: Mapping[str, _FileTensor]) -> list[_FileTensor]:
     return [stored[name] for name in param.names if name in stored]
 
 
-def _check_stored_tensor(stored: FileTensor, param: Param, unit: Unit, sizes: Mapping[str, int], *, cast: bool) -> None:
+def _check_stored_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: Mapping[str, int], *, cast: bool) -> None:
     where, shape = f"parameter '{param.name}' of unit '{unit.key}'", whole_shape(param, sizes)
     if stored.shape != shape:
         hint = describe_pieces(param, sizes)
@@ -503,31 +476,22 @@ def _check_stored_tensor(stored: FileTensor, param: Param, unit: Unit, sizes: Ma
         raise ValueError(f"{where}: expected {param.dtype}, got {stored.dtype} in {stored.file}{hint}")
 
 
-def _read_unit(unit: Unit, stored: Mapping[str, FileTensor], spec: PartitionSpec, rank: int, ranks: int) -> Tensor:
+def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpec, rank: int, ranks: int) -> Tensor:
     """Read this rank's slice of a unit. Parameters stored under several names must be equal under all."""
     leaf = parameter_slice(unit)
     memory = leaf.allocate(spec)
     for part in leaf.ranges(memory, spec, rank, ranks):
         first, *others = _find_tensors(spec.by_name[part.name][1], stored)
-        for view, values in _read_boxes(part, first):
+        for box, view in iter_boxes(part, part.begin, part.begin + len(part.data)) if len(part.data) else ():
+            values = first.read(box)
+            for other in others:
+                if other.dtype != first.dtype or not torch.equal(_view_bytes(other.read(box)), _view_bytes(values)):
+                    raise ValueError(
+                        f"'{other.name}' and '{first.name}' are one tied parameter: expected the same values, got others; "
+                        "leave one out, by a rename= that gives None"
+                    )
             view.copy_(values)
-        for other in others:
-            _check_tied_values(part, other, first)
     return leaf.to_state(memory, spec)
-
-
-def _read_boxes(part: TensorRange, stored: FileTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    for box, view in iter_boxes(part, part.begin, part.begin + len(part.data)) if len(part.data) else ():
-        yield view, stored.read(box)
-
-
-def _check_tied_values(part: TensorRange, other: FileTensor, first: FileTensor) -> None:
-    for (_, values), (_, expected) in zip(_read_boxes(part, other), _read_boxes(part, first), strict=True):
-        if values.dtype != expected.dtype or not torch.equal(_view_bytes(values), _view_bytes(expected)):
-            raise ValueError(
-                f"'{other.name}' and '{first.name}' are one tied parameter: expected the same values, got others; leave one "
-                "out, by a rename= that gives None"
-            )
 
 
 def _view_bytes(tensor: Tensor) -> Tensor:

@@ -67,7 +67,6 @@ class Saving:
             self._thread.join()
 
     def _start(self, write: Callable[[], None]) -> None:
-        """Run ``write`` in a thread that the process waits for, and keep its error."""
 
         def run() -> None:
             try:
@@ -147,11 +146,11 @@ def save(
     saving = Saving(target)
     undo = contextlib.ExitStack()  # called if the save fails
 
-    def begin() -> tuple[StateSummary, RangeSavePlanner, StagingDirectory | RemoteStaging | None]:
+    def begin() -> tuple[_StateSummary, RangeSavePlanner, StagingDirectory | RemoteStaging | None]:
         for earlier in list(_pending):
             earlier.wait()
         with phase("checkpoint plan"):
-            summary, staging = summarize_state(state, spec, ranks), None
+            summary, staging = _summarize_state(state, spec, ranks), None
             planner = RangeSavePlanner(summary.ranges)
             undo.callback(planner.release)
             if ranks.rank == 0:
@@ -201,7 +200,7 @@ def _write_checkpoint(
         plan = planner.create_local_plan()
         return plan, writer.write_items(plan, planner), writer.checksums
 
-    def commit(every: list[tuple[SavePlan, list[WriteResult], dict[str, dict[int, int]]]]) -> None:
+    def commit(every: list[Any]) -> None:
         assert staging is not None
         writer.write_metadata([plan for plan, *_ in every], [results for _, results, _ in every])
         staging.commit(tree, writer.sizes, {name: found for *_, own in every for name, found in own.items()})
@@ -216,7 +215,7 @@ RankMessage: TypeAlias = tuple[str, dict[str, Any], dict[str, tuple[str, int, in
 
 
 @dataclass(frozen=True)
-class StateSummary:
+class _StateSummary:
     """The parts of a state that this rank can write, and what the ranks compare of the state."""
 
     spec: PartitionSpec
@@ -231,7 +230,6 @@ class StateSummary:
     """For each slice that several ranks hold, by name: the unit's key, the slice's number, and a digest of its values."""
 
     def message(self) -> RankMessage:
-        """Return what the other ranks need of the summary."""
         return hashlib.sha256(json.dumps(self.common).encode()).hexdigest(), self.per_rank, self.replicas
 
     def check_agreement(self, messages: list[RankMessage], ranks: Ranks) -> Any:
@@ -243,7 +241,6 @@ class StateSummary:
         return tree_to_json(self.node, self.spec, every)
 
     def _add(self, leaf: Leaf, value: Any, ranks: Ranks) -> None:
-        """Add a leaf: what all ranks must have in common, or each rank's own."""
         name = leaf_names(leaf)[0]
         if isinstance(value, Tensor):
             check_storable(value, f"state '{name}'")
@@ -274,10 +271,9 @@ class StateSummary:
         self.ranges.extend(leaf.ranges(value, self.spec, ranks.rank, ranks.size))
 
 
-def summarize_state(state: Any, spec: PartitionSpec, ranks: Ranks) -> StateSummary:
-    """Return the summary of a state on this rank. Raises ValueError or TypeError for a state that cannot be saved."""
+def _summarize_state(state: Any, spec: PartitionSpec, ranks: Ranks) -> _StateSummary:
     node, values = describe(state, spec)
-    summary = StateSummary(spec, node)
+    summary = _StateSummary(spec, node)
     for path, found in walk(node):
         if isinstance(found, ContainerNode):
             argument = "" if found.argument is None else f" of {found.argument}"

@@ -27,7 +27,7 @@ __all__ = ["LOCK", "RemoteStaging", "StagingDirectory", "check_replaceable", "cl
 
 
 STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.partial", re.DOTALL)
-"""The names that `make_staging_path` makes; other directories may have similar ones."""
+"""The names that `_make_staging_path` makes; other directories may have similar ones."""
 LOCK_SECONDS = 60
 """The most seconds between the creation of a staging directory and its lock."""
 LOCK = ".lock"
@@ -38,7 +38,7 @@ def is_directory(path: AnyPath) -> bool:
     return path.is_dir() and (isinstance(path, RemotePath) or not path.is_symlink())
 
 
-def make_staging_path(path: Path) -> Path:
+def _make_staging_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
@@ -153,7 +153,7 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
             path.remove()
         return complete[:-keep]
     for path in complete[:-keep]:
-        moved = make_staging_path(path)
+        moved = _make_staging_path(path)
         try:
             if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
                 raise PermissionError  # it can perhaps be renamed, but its files cannot be removed
@@ -210,7 +210,7 @@ class StagingDirectory:
         if damage := self._check_replaceable():
             warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {damage}", stacklevel=2)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.directory = make_staging_path(self.path)
+        self.directory = _make_staging_path(self.path)
         self._lock: int | None = None
         try:
             self.directory.mkdir()
@@ -240,7 +240,7 @@ class StagingDirectory:
         _check_sizes(self.directory, sizes)
         _flush(self.directory)
         if self._check_replaceable():
-            moved = make_staging_path(self.path)  # which `clean` removes if this process cannot
+            moved = _make_staging_path(self.path)  # which `clean` removes if this process cannot
             os.rename(self.path, moved)
             if find_damage(moved):
                 shutil.rmtree(moved, ignore_errors=True)
@@ -267,6 +267,7 @@ class StagingDirectory:
         return check_replaceable(self.path, over_damaged=self._over_damaged)
 
     def abandon(self) -> None:
+        """Remove the directory, if it has not been published."""
         for _ in range(10):  # another rank, which does not know of the error yet, may just create its file there
             shutil.rmtree(self.directory, ignore_errors=True)
             if not self.directory.exists():
@@ -305,6 +306,7 @@ class RemoteStaging:
                 path.remove()
 
     def abandon(self) -> None:
+        """Remove the files of this save, and their directory if nothing else is in it."""
         every = list(self.path.iterdir()) if self.path.is_dir() else []
         own = [path for path in every if self.suffix in path.name]
         for path in own if len(own) < len(every) else [self.path]:

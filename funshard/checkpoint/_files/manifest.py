@@ -14,14 +14,6 @@ import torch
 from torch import serialization
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from .._errors import CheckpointError, DamagedError, NewerError
 from .._state.leaves import MAX_DIMS
@@ -37,7 +29,6 @@ MANIFEST = "funshard.json"
 METADATA = ".metadata"
 """The name of torch's metadata file, which says where each tensor is in the other files."""
 VERSION = 1
-"""The version of the manifest's format."""
 MAX_SEQUENCE = SIZE_LIMIT - 1
 """The highest sequence number: checkpoints that have it are ordered by time alone."""
 
@@ -94,40 +85,38 @@ def read_manifest(path: AnyPath) -> Manifest | None:
 
 
 def _parse(raw: bytes) -> Manifest:
-    """Return the manifest in the bytes of a file. Raises ValueError, NewerError or RecursionError for other bytes."""
     outer = json.loads(raw.decode())
-    check_fields(outer, {"crc32": int, "content": str}, "the file")
+    _check_fields(outer, {"crc32": int, "content": str}, "the file")
     if checksum(outer["content"].encode()) != outer["crc32"]:
         raise DamagedError("its checksum is not what was written")
     content = json.loads(outer["content"])
-    check_fields(content, {"version": int}, "the content")
+    _check_fields(content, {"version": int}, "the content")
     if (version := content["version"]) > VERSION:
         raise NewerError(f"of version {version}, expected at most {VERSION}: use a newer funshard")
     content.setdefault("records", {})
     fields = {"sequence": int, "files": dict, "metadata": int, "state": dict, "records": dict}
-    check_fields(content, fields, "the content")
+    _check_fields(content, fields, "the content")
     if not 0 < content["sequence"] <= MAX_SEQUENCE:
-        raise_damaged("field 'sequence'", "a number from 1 on, of at most 63 bits", content["sequence"])
+        _raise_damaged("field 'sequence'", "a number from 1 on, of at most 63 bits", content["sequence"])
     for name, size in content["files"].items():
         if not is_plain_name(name) or type(size) is not int or not 0 <= size < SIZE_LIMIT:
-            raise_damaged("field 'files'", "files of the directory and their sizes", {name: size})
+            _raise_damaged("field 'files'", "files of the directory and their sizes", {name: size})
     for name, records in content["records"].items():
         if type(records) is not dict:
-            raise_damaged("field 'records'", "an object for each file", {name: records})
+            _raise_damaged("field 'records'", "an object for each file", {name: records})
     return Manifest(**{name: content[name] for name in Manifest.__dataclass_fields__})
 
 
-def check_fields(data: Any, fields: dict[str, type], where: str) -> None:
+def _check_fields(data: Any, fields: dict[str, type], where: str) -> None:
     """Check that data is a dict with these fields, of exactly these types. Raises DamagedError otherwise."""
     if type(data) is not dict:
-        raise_damaged(where, "an object", data)
+        _raise_damaged(where, "an object", data)
     for name, cls in fields.items():
         if type(data.get(name)) is not cls:
-            raise_damaged(where, f"a {cls.__name__} as field '{name}'", data.get(name))
+            _raise_damaged(where, f"a {cls.__name__} as field '{name}'", data.get(name))
 
 
-def raise_damaged(where: str, expected: str, found: object) -> NoReturn:
-    """Raise DamagedError that says what was expected and what was found."""
+def _raise_damaged(where: str, expected: str, found: object) -> NoReturn:
     raise DamagedError(f"{where}: expected {expected}, got {reprlib.repr(found)}")
 
 
@@ -161,7 +150,7 @@ class StorageInfo:
     length: int
 
 
-def read_metadata(path: AnyPath) -> Metadata:
+def read_metadata(path: AnyPath) -> dcp.Metadata:
     """Return torch's metadata of the checkpoint in a directory, without running anything in the file.
 
     The result is built of torch's own classes, from checked parts. Raises FileNotFoundError if there is no file, and
@@ -187,66 +176,66 @@ def _find_dtype(name: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _parse_metadata(found: Any) -> Metadata:
+def _parse_metadata(found: Any) -> dcp.Metadata:
     state = _get_fields(found, "Metadata", state_dict_metadata=dict, storage_data=dict)
     tensors: dict[str, Any] = {}
     for name, entry in state["state_dict_metadata"].items():
         is_bytes = getattr(entry, "dotted", "") == f"{dcp.__name__}.BytesStorageMetadata"
-        tensors[name] = BytesStorageMetadata() if is_bytes else _parse_tensor(entry)
-    storage: dict[MetadataIndex, StorageInfo] = {}
+        tensors[name] = dcp.BytesStorageMetadata() if is_bytes else _parse_tensor(entry)
+    storage: dict[dcp.MetadataIndex, StorageInfo] = {}
     for key, info in state["storage_data"].items():
         fields = _get_fields(key, "MetadataIndex", fqn=str)
-        index = MetadataIndex(fields["fqn"], None if fields.get("offset") is None else _parse_shape(fields["offset"]))
+        index = dcp.MetadataIndex(fields["fqn"], None if fields.get("offset") is None else _parse_shape(fields["offset"]))
         if index in storage:
-            raise_damaged(f"a chunk of '{index.fqn}'", "one at each place", index.offset)
+            _raise_damaged(f"a chunk of '{index.fqn}'", "one at each place", index.offset)
         storage[index] = _parse_info(info)
-    return Metadata(tensors, storage_data=storage)
+    return dcp.Metadata(tensors, storage_data=storage)
 
 
-def _parse_tensor(found: Any) -> TensorStorageMetadata:
+def _parse_tensor(found: Any) -> dcp.TensorStorageMetadata:
     state = _get_fields(found, "TensorStorageMetadata", chunks=list, properties=Pickled)
     size = _parse_shape(state.get("size"))
-    chunks: list[ChunkStorageMetadata] = []
+    chunks: list[dcp.ChunkStorageMetadata] = []
     for chunk in state["chunks"]:
         box = _get_fields(chunk, "ChunkStorageMetadata")
-        chunks.append(ChunkStorageMetadata(_parse_shape(box.get("offsets")), _parse_shape(box.get("sizes"))))
+        chunks.append(dcp.ChunkStorageMetadata(_parse_shape(box.get("offsets")), _parse_shape(box.get("sizes"))))
         if not len(chunks[-1].offsets) == len(chunks[-1].sizes) == len(size):
-            raise_damaged("a chunk", f"{len(size)} dimensions", [*chunks[-1].sizes])
+            _raise_damaged("a chunk", f"{len(size)} dimensions", [*chunks[-1].sizes])
     properties: Any = state["properties"].state
     named = properties[0] if type(properties) is tuple and properties else None
     if (dtype := _find_dtype(getattr(named, "dotted", ""))) is None:
-        raise_damaged("a tensor's properties", "its dtype first", properties)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+        _raise_damaged("a tensor's properties", "its dtype first", properties)
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), size, chunks)
 
 
 def _parse_info(found: Any) -> StorageInfo:
     state = _get_fields(found, "_StorageInfo")
     file: Any = state.get("relative_path")
     if not is_plain_name(file):
-        raise_damaged("the place of a chunk", "a file of the checkpoint's directory", file)
+        _raise_damaged("the place of a chunk", "a file of the checkpoint's directory", file)
     if state.get("transform_descriptors"):
-        raise_damaged(f"file '{file}'", "bytes as torch.save writes them", f"transformed {state['transform_descriptors']}")
+        _raise_damaged(f"file '{file}'", "bytes as torch.save writes them", f"transformed {state['transform_descriptors']}")
     return StorageInfo(file, _parse_size(state.get("offset")), _parse_size(state.get("length")))
 
 
 def _get_fields(found: Any, cls: str, **fields: type) -> dict[str, Any]:
     """Return the fields of an object of this class of torch, some of which have these types."""
     if not isinstance(found, Pickled) or type(found).__name__ != cls or type(found.state) is not dict:
-        raise_damaged("the pickle", f"an object of {cls}", getattr(found, "dotted", found))
+        _raise_damaged("the pickle", f"an object of {cls}", getattr(found, "dotted", found))
     for name, kind in fields.items():
         if not isinstance(found.state.get(name), kind):
-            raise_damaged(cls, f"a {kind.__name__} as '{name}'", found.state.get(name))
+            _raise_damaged(cls, f"a {kind.__name__} as '{name}'", found.state.get(name))
     return found.state
 
 
 def _parse_shape(found: Any) -> torch.Size:
     values = found.args[0] if getattr(found, "dotted", "") == "torch.Size" and found.args else found
     if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
-        raise_damaged("a tensor", f"a shape of at most {MAX_DIMS} dimensions", values)
+        _raise_damaged("a tensor", f"a shape of at most {MAX_DIMS} dimensions", values)
     return torch.Size([_parse_size(value) for value in values])
 
 
 def _parse_size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < SIZE_LIMIT:
-        raise_damaged("a size or place", "a number that is no less than 0", value)
+        _raise_damaged("a size or place", "a number that is no less than 0", value)
     return value

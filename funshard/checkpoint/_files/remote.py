@@ -33,10 +33,12 @@ class RemotePath(os.PathLike[str]):
 
     @property
     def name(self) -> str:
+        """The last part of the path."""
         return self._url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
+        """The directory that the path is in."""
         return RemotePath(self._url.rpartition("/")[0])
 
     def open(self, mode: str, buffering: int = -1) -> Any:
@@ -44,12 +46,15 @@ class RemotePath(os.PathLike[str]):
         return self._fs.open(self._path, mode)
 
     def is_file(self) -> bool:
+        """Return whether a file is there."""
         return self._fs.isfile(self._path)
 
     def is_dir(self) -> bool:
+        """Return whether files are below the path."""
         return self._fs.isdir(self._path)
 
     def exists(self) -> bool:
+        """Return whether anything is there."""
         return self._fs.exists(self._path)
 
     def stat(self) -> Any:
@@ -57,6 +62,7 @@ class RemotePath(os.PathLike[str]):
         return types.SimpleNamespace(st_size=self._fs.size(self._path), st_mtime_ns=0)
 
     def iterdir(self) -> Iterator[RemotePath]:
+        """Yield what is in the directory."""
         return (self / path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False))
 
     def mkdir(self) -> None:
@@ -64,6 +70,7 @@ class RemotePath(os.PathLike[str]):
         self._fs.makedirs(self._path, exist_ok=True)
 
     def remove(self) -> None:
+        """Remove a file, or all below the path."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._path, recursive=True)
 
@@ -72,4 +79,5 @@ AnyPath: TypeAlias = Path | RemotePath
 
 
 def open_path(path: str) -> AnyPath:
+    """Return a path, which is in an object store if it has a scheme."""
     return RemotePath(path) if "://" in path else Path(path)

@@ -65,7 +65,6 @@ class Pickled:
     """A stand-in for an object in a pickle. Its class, made for one pickle, is the stand-in for the object's class."""
 
     dotted = ""
-    """The name of the class or function, with its module."""
 
     args: tuple[Any, ...]
     state: Any = None
@@ -152,8 +151,6 @@ class Record:
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file as a file."""
-
     def __init__(self, file: Any, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 

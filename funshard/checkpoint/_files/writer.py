@@ -12,15 +12,8 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -49,14 +42,14 @@ def iter_boxes(part: TensorRange, begin: int, end: int) -> Iterator[tuple[Box, T
         at += box.numel
 
 
-def check_chunks(tensor: TensorStorageMetadata) -> None:
+def check_chunks(tensor: dcp.TensorStorageMetadata) -> None:
     """Check that the chunks of a stored tensor tile it. Raises ValueError otherwise."""
     check_tiles(tensor.size, (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks))
 
 
-def make_chunk(box: Box) -> ChunkStorageMetadata:
+def make_chunk(box: Box) -> dcp.ChunkStorageMetadata:
     """Return a box as torch.distributed.checkpoint describes it."""
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    return dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
 class RangeSavePlanner:
@@ -65,7 +58,7 @@ class RangeSavePlanner:
     def __init__(self, parts: Iterable[TensorRange]) -> None:
         sharer = RangeSharer()
         self._memory: Tensor | None = None
-        self._items: dict[MetadataIndex, tuple[WriteItem, Tensor]] = {}
+        self._items: dict[dcp.MetadataIndex, tuple[WriteItem, Tensor]] = {}
         self._aliases: dict[str, tuple[str, ...]] = {}
         for part in parts:
             if part.aliases:
@@ -79,8 +72,8 @@ class RangeSavePlanner:
 
     def _add(self, part: TensorRange, box: Box, view: Tensor) -> None:
         chunk = make_chunk(box)
-        index = MetadataIndex(part.name, chunk.offsets)
-        data = TensorWriteData(chunk, TensorProperties(dtype=view.dtype), torch.Size(part.shape))
+        index = dcp.MetadataIndex(part.name, chunk.offsets)
+        data = TensorWriteData(chunk, dcp.TensorProperties(dtype=view.dtype), torch.Size(part.shape))
         self._items[index] = WriteItem(index, WriteItemType.SHARD, tensor_data=data), view
 
     def stage(self) -> None:
@@ -117,20 +110,17 @@ class RangeSavePlanner:
         return self._items[item.index][1]
 
 
-def _check_written(name: str, tensor: TensorStorageMetadata) -> None:
-    try:
-        check_chunks(tensor)
-    except ValueError as error:
-        raise ValueError(f"'{name}', of all ranks: {error}") from error
-
-
-def join_plans(plans: list[SavePlan]) -> tuple[Metadata, dict[str, tuple[str, ...]]]:
+def join_plans(plans: list[SavePlan]) -> tuple[dcp.Metadata, dict[str, tuple[str, ...]]]:
     """Return the metadata of what all ranks write, checked, and the other names of tensors."""
     aliases = {name: others for plan in plans for name, others in plan.planner_data.items()}
     _, metadata = create_default_global_save_plan(plans)
     stored: Any = metadata.state_dict_metadata
-    for name, tensor in stored.items():
-        _check_written(name, tensor)
+    name = ""
+    try:
+        for name in stored:
+            check_chunks(stored[name])
+    except ValueError as error:
+        raise ValueError(f"'{name}', of all ranks: {error}") from error
     for name, others in aliases.items():
         stored |= dict.fromkeys(others, stored[name])
     metadata.planner_data = {name: (name,) for name in stored}
@@ -148,7 +138,6 @@ def _align(nbytes: int) -> int:
 # --- The files of a plan ---
 
 BUFFER_BYTES = 1 << 17
-"""The size of the file buffer, which joins small writes."""
 PIECE_BYTES = 1 << 19
 """The bytes that are added to the checksum and then written: the second read finds them in the cache."""
 
@@ -184,14 +173,14 @@ class CheckpointWriter:
     def write_metadata(self, plans: list[SavePlan], results: list[list[WriteResult]]) -> None:
         """Write the metadata file, which also has the other names of tied parameters. `StagingDirectory.commit` flushes it."""
         metadata, aliases = join_plans(plans)
-        storage: dict[MetadataIndex, Any] = {}
+        storage: dict[dcp.MetadataIndex, Any] = {}
         for result in itertools.chain.from_iterable(results):
             info: Any = result.storage_data
             self.sizes[info.relative_path] = max(self.sizes.get(info.relative_path, 0), info.offset + info.length)
             for name in (result.index.fqn, *aliases.get(result.index.fqn, ())):
-                storage[MetadataIndex(name, result.index.offset, result.index.index)] = info
+                storage[dcp.MetadataIndex(name, result.index.offset, result.index.index)] = info
         metadata.storage_data = storage
-        metadata.storage_meta = StorageMeta(save_id=str(uuid.uuid4()))  # no path, whose class not every Python has
+        metadata.storage_meta = dcp.StorageMeta(save_id=str(uuid.uuid4()))  # no path, whose class not every Python has
         with (self.path / METADATA).open("wb") as file:
             pickle.dump(metadata, file)
 

@@ -17,13 +17,10 @@ from .tree import (
     ContainerNode,
     Node,
     StatePath,
-    UnitsNode,
     container_to_json,
     file_entries,
     make_container_node,
-    make_dict_node,
     make_matrix_state_node,
-    make_units_node,
     plain_from_json,
     plain_to_json,
 )
@@ -105,7 +102,7 @@ def _owned_from_json(data: Any, param: Param, path: StatePath, known: Matrices) 
             shape[dim] //= sizes[axis]
         is_here = known._is_owner(param.name)
         leaves[slot] = OwnedLeaf(names, tuple(shape), plain_from_json(dtype), is_accelerated, is_here, stack)
-    return make_dict_node(leaves)
+    return make_container_node(leaves)
 
 
 # --- The tree of a state as JSON, and back ---
@@ -113,7 +110,7 @@ def _owned_from_json(data: Any, param: Param, path: StatePath, known: Matrices) 
 
 def tree_to_json(node: Node, spec: PartitionSpec, per_rank: Mapping[str, list[Any]]) -> Any:
     """Return the tree as JSON data. ``per_rank`` has, by name, the values of all ranks where each has its own."""
-    if isinstance(node, UnitsNode):
+    if isinstance(node, ContainerNode) and node.is_complete is not None:
         children = dict(zip(node.entries, node.children, strict=True))
         to_json = partial(tree_to_json, spec=spec, per_rank=per_rank)
         params = [
@@ -122,7 +119,9 @@ def tree_to_json(node: Node, spec: PartitionSpec, per_rank: Mapping[str, list[An
             if key in spec.by_key
             for param in spec.by_key[key].params
         ]
-        rest = [[plain_to_json(key, node.prefix), to_json(child)] for key, child in children.items() if key not in spec.by_key]
+        rest = [
+            [plain_to_json(key, "a key of a dict"), to_json(child)] for key, child in children.items() if key not in spec.by_key
+        ]
         return {"units": {"whole": node.is_complete, "params": params, "rest": rest, "kind": node.kind, "of": node.argument}}
     match node:
         case ContainerNode():
@@ -164,13 +163,12 @@ def tree_from_json(data: Any, spec: PartitionSpec, rank: int, ranks: int, path: 
         raise ValueError(f"state '{name}': a container of the caller's own: expected like=, a state of the same structure")
     if (inside := file_entries(data)) is not None:
         children = {entry: child_from_json(entry, child) for entry, child in inside}
-        return make_container_node(kind, data.get("of"), children)
+        return make_container_node(children, kind, data.get("of"))
     if kind == "units":
         children = _units_from_json(content, spec, path)
         rest = [(plain_from_json(key), child) for key, child in content["rest"]]
         children |= {key: child_from_json(key, child) for key, child in rest}
-        kind, argument = content.get("kind", "dict"), content.get("of")
-        return make_units_node(name, children, is_complete=content["whole"], kind=kind, argument=argument)
+        return make_container_node(children, content.get("kind", "dict"), content.get("of"), content["whole"])
     if kind == "values":
         check_rank_count(name, len(content), ranks)
         return ValueLeaf(name, plain_from_json(content[rank]), is_per_rank=True)
@@ -181,6 +179,7 @@ def tree_from_json(data: Any, spec: PartitionSpec, rank: int, ranks: int, path: 
 
 
 def check_rank_count(name: str, saved: int, ranks: int) -> None:
+    """Check that a per-rank part was saved by this number of ranks. Raises ValueError otherwise."""
     if saved != ranks:
         raise ValueError(
             f"state '{name}' is each rank's own, saved by {saved} ranks: expected as many, got {ranks}; leave it out, by only= "
@@ -249,7 +248,7 @@ def _slot_from_json(data: Any, path: StatePath) -> Node:
         raise ValueError(f"unit '{unit.key}' of state '{'.'.join(path.path)}': expected like=, a state of the same structure")
     inside = file_entries(data) or ()
     children = {entry: _slot_from_json(child, path.child(str(entry))) for entry, child in inside}
-    return make_container_node(kind, data.get("of"), children)
+    return make_container_node(children, kind, data.get("of"))
 
 
 def select_part(data: Any, only: str) -> Any:

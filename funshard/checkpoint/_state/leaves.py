@@ -36,11 +36,14 @@ PRIME = (1 << 61) - 1
 
 
 class Box(NamedTuple):
+    """A rectangular part of a tensor: its offset and size in each dimension."""
+
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.sizes)
 
 
@@ -83,10 +86,9 @@ def _boxes_in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Ite
 def check_tiles(shape: Sequence[int], pieces: Iterable[Box]) -> None:
     """Check that boxes tile a tensor: every element is in exactly one of them. Raises ValueError otherwise.
 
-    The check takes linear time, by the Schwartz-Zippel lemma. The mixed difference of a sum of boxes is a sum over their
-    corners, and determines the sum. Each coordinate of each dimension gets a random number mod a prime. A box becomes the
-    product over dimensions of (number of its begin - number of its end), and boxes that tile the tensor add up to the
-    tensor's own product. Other boxes do so for one draw in 2 ** 55.
+    It takes linear time, by the Schwartz-Zippel lemma: each coordinate of each dimension gets a random number mod a prime, and
+    a box the product over dimensions of (number of its begin - number of its end). Boxes that tile the tensor add up to the
+    tensor's own product; others do so for one draw in 2 ** 55.
     """
     numbers = [defaultdict[int, int](lambda: secrets.randbelow(PRIME)) for _ in shape]
 
@@ -187,18 +189,19 @@ class SliceLeaf:
 
     @property
     def params(self) -> tuple[Param, ...]:
+        """The parameters whose ranges are stored, as many as ``names``."""
         return self.unit.params if self.subset is None else self.subset
 
     def numel(self, spec: PartitionSpec) -> int:
+        """Return the number of its elements on this rank."""
         if self.is_compact:
             return sum(p.high - p.low for p in self._pieces(spec))
         return spec.shard_numel(self.unit) // self.block
 
     def stored_shape(self, param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of a parameter's stored tensor: the whole parameter's or, in blocks, [*pieces, blocks].
+        """Return the shape of a parameter's stored tensor: the whole parameter's or [*pieces, blocks].
 
-        Blocks are those of the elements in memory order, of each piece over local axes: a number of pieces for each dimension,
-        which are left out if there is one piece.
+        Blocks are those of the elements in memory order, of each piece over local axes, if there are several.
         """
         whole = whole_shape(param, sizes)
         if self.block == 1:
@@ -233,6 +236,7 @@ class SliceLeaf:
         return (store_slice if self.is_encoded else place_slice)(tensor, self.unit, spec.bound_mesh)
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
+        """Yield the ranges of the parameters that lie in the slice."""
         mesh = spec.bound_mesh
         sizes, coords = dict(mesh.sizes), rank_coords(mesh, None)
         at = dict(zip(mesh.names, coords, strict=True))
@@ -267,13 +271,8 @@ class ScalarLeaf:
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
         """Yield the number once for each parameter. Raises ValueError for several numbers that differ."""
-        if tensor.dim() and not is_uniform(tensor):
-            raise ValueError(
-                f"unit '{self.unit.key}': expected one '{self.names[0][0]}' for all of its parameters, got {tensor.tolist()}; "
-                "choose units whose parameters have the same options"
-            )
         for name, *aliases in self.names:
-            yield TensorRange(name, tuple(aliases), (), (), 0, tensor.detach().reshape(-1)[:1], rank, ranks)
+            yield TensorRange(name, tuple(aliases), (), (), 0, tensor.detach().reshape(1), rank, ranks)
 
 
 @dataclass(frozen=True)
@@ -287,6 +286,7 @@ class TensorLeaf:
     is_per_rank: bool = False
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
+        """Yield the whole tensor, or this rank's row."""
         data = _flatten_tensor(tensor)
         if not self.is_per_rank:
             yield TensorRange(self.name, (), self.shape, tuple(range(len(self.shape))), 0, data, rank, ranks)
@@ -308,9 +308,11 @@ class OwnedLeaf:
     """The axes along which owners have a part each, and the dimension that each splits."""
 
     def allocate(self) -> Tensor:
+        """Return memory to read into, on the host."""
         return torch.empty(self.shape if self.is_here else (0, *self.shape), dtype=self.dtype, device="cpu")
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
+        """Yield the whole tensor on its owner, or an owner's part."""
         if not self.is_here:
             return
         sizes = dict(spec.bound_mesh.sizes)
@@ -320,11 +322,14 @@ class OwnedLeaf:
         yield TensorRange(self.names[0], self.names[1:], shape, order, 0, _flatten_tensor(tensor), 0, 1, box=box)
 
     def whole_shape(self, spec: PartitionSpec) -> tuple[int, ...]:
+        """Return the shape of the stored tensor, which has the parts of all owners."""
         return join_shape(self.shape, self.stack, dict(spec.bound_mesh.sizes))
 
 
 @dataclass(frozen=True)
 class ValueLeaf:
+    """A plain value."""
+
     name: str
     value: Any = None
     is_per_rank: bool = False
@@ -338,6 +343,7 @@ Leaf = StoredLeaf | ValueLeaf
 
 
 def leaf_names(leaf: Leaf) -> list[str]:
+    """Return all names under which a leaf is stored."""
     if isinstance(leaf, TensorLeaf | ValueLeaf):
         return [leaf.name]
     return [*leaf.names] if isinstance(leaf, OwnedLeaf) else [name for names in leaf.names for name in names]

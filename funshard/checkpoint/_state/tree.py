@@ -31,8 +31,8 @@ from .._errors import DamagedError
 from .leaves import Leaf, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 
 __all__ = ["FALLBACK", "MAPPINGS", "MAX_DEPTH", "SEQUENCES", "TUPLES", "ContainerNode", "Node", "StatePath"]
-__all__ += ["UnitsNode", "build_state", "container_to_json", "describe", "file_entries", "get_fields", "iter_leaves"]
-__all__ += ["make_container_node", "make_dict_node", "make_matrix_state_node", "make_units_node", "parameter_slice", "per_rank"]
+__all__ += ["build_state", "container_to_json", "describe", "file_entries", "get_fields", "iter_leaves"]
+__all__ += ["make_container_node", "make_matrix_state_node", "parameter_slice", "per_rank"]
 __all__ += ["plain_from_json", "plain_to_json", "walk"]
 
 
@@ -41,7 +41,7 @@ __all__ += ["plain_from_json", "plain_to_json", "walk"]
 PLAIN = (bool, int, float, str, type(None))
 
 
-def is_plain_value(value: object) -> bool:
+def _is_plain_value(value: object) -> bool:
     return type(value) in PLAIN or isinstance(value, bytes | torch.dtype)
 
 
@@ -87,20 +87,19 @@ NAMED: dict[str, Any] = SEQUENCES | MAPPINGS | TUPLES
 """The classes that a file can name: exactly these, not their subclasses. Version 0.2 named more, which come as dict or list."""
 
 
-def is_container(value: Any) -> bool:
+def _is_container(value: Any) -> bool:
     """Return whether a state takes a value apart; None is a plain value."""
     return not (value is None or optree.tree_is_leaf(value, namespace=NAMESPACE))
 
 
-def describe_container(value: Any, describe_child: Callable[[Any, Any], Node]) -> ContainerNode:
+def _describe_container(value: Any, describe_child: Callable[[Any, Any], Node]) -> ContainerNode:
     """Return the node of a container, whose children ``describe_child(entry, child)`` describes."""
-    kind, argument = get_kind(value)
-    build: Builder
+    kind, argument = _get_kind(value)
     if kind in MAPPINGS or kind in SEQUENCES:
-        entries = tuple(value) if kind in MAPPINGS else tuple(range(len(value)))
-        children = value.values() if kind in MAPPINGS else value
-        build = get_builder(kind, argument, entries)
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        pairs = value.items() if kind in MAPPINGS else enumerate(value)
+        return make_container_node({entry: describe_child(entry, child) for entry, child in pairs}, kind, argument)
+    build: Builder
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
         cls: Any = type(value)
         entries, children, build = get_fields(cls), value, lambda xs: cls(*xs)
     else:
@@ -110,7 +109,7 @@ def describe_container(value: Any, describe_child: Callable[[Any, Any], Node]) -
     return ContainerNode(kind, argument, tuple(entries), tuple(map(describe_child, entries, children)), build)
 
 
-def get_kind(value: Any) -> tuple[str, Any]:
+def _get_kind(value: Any) -> tuple[str, Any]:
     """Return a container's kind, "" if files do not know it, and the names of the numbers of a `UnitState`."""
     cls = type(value)
     if NAMED.get(cls.__name__) is not cls:
@@ -124,7 +123,7 @@ def get_fields(cls: Any) -> tuple[str, ...]:
     return STORED_FIELDS.get(cls, fields)
 
 
-def get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
+def _get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
     cls = NAMED[kind]
     if kind in SEQUENCES:
         return cls
@@ -170,20 +169,16 @@ class ContainerNode:
     entries: tuple[Any, ...]
     children: tuple[Node, ...]
     build: Builder
-
-
-@dataclass(frozen=True)
-class UnitsNode(ContainerNode):
-    """A mapping by the keys of units, and perhaps other keys. It comes back as a dict if a file has no name for its class."""
-
-    prefix: str
-    is_complete: bool
+    is_complete: bool | None = None
+    """For a mapping by the keys of units, and perhaps other keys: whether it has all of the spec."""
 
 
 Node = ContainerNode | Leaf
 
 
 class StatePath(NamedTuple):
+    """The path of a part of a unit's state."""
+
     unit: Unit
     path: tuple[str, ...]
     slot: tuple[str, ...] = ()
@@ -192,14 +187,17 @@ class StatePath(NamedTuple):
 
     @property
     def params(self) -> tuple[Param, ...]:
+        """The parameters that the part belongs to."""
         return self.unit.params if self.subset is None else self.subset
 
     @property
     def error_path(self) -> tuple[str, ...]:
+        """The path for an error: of the unit's key, not of its parameters."""
         return (*self.path, self.unit.key, *self.slot)
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
+        """For each of the parameters, the names under which the part is stored."""
         return stored_names(self.params, self.path, self.slot)
 
     @property
@@ -209,6 +207,7 @@ class StatePath(NamedTuple):
         return tuple(tuple(name + order for name in names) for names, order in zip(self.names, orders, strict=True))
 
     def child(self, *entries: str) -> StatePath:
+        """Return the path of an entry in this part."""
         return self._replace(slot=(*self.slot, *entries))
 
     def common_value(self, found: Mapping[str, Any]) -> Any:
@@ -226,26 +225,20 @@ class StatePath(NamedTuple):
         return value
 
 
-def make_container_node(kind: str, argument: Any, children: Mapping[Any, Node]) -> ContainerNode:
-    entries = tuple(children)
-    return ContainerNode(kind, argument, entries, tuple(children.values()), get_builder(kind, argument, entries))
-
-
-def make_dict_node(children: Mapping[str, Node]) -> ContainerNode:
-    return make_container_node("dict", None, children)
-
-
-def make_units_node(
-    prefix: str, children: Mapping[str, Node], *, is_complete: bool, kind: str = "dict", argument: Any = None
-) -> UnitsNode:
-    return UnitsNode(**vars(make_container_node(kind, argument, children)), prefix=prefix, is_complete=is_complete)
+def make_container_node(
+    children: Mapping[Any, Node], kind: str = "dict", argument: Any = None, is_complete: bool | None = None
+) -> ContainerNode:
+    """Return the node of a container that a file can name, of its children by entry."""
+    entries, build = tuple(children), _get_builder(kind, argument, tuple(children))
+    return ContainerNode(kind, argument, entries, tuple(children.values()), build, is_complete)
 
 
 def make_matrix_state_node(
     step: Node, slices: Mapping[str, Node], owned: Mapping[str, Node], fallback: Mapping[str, Node]
 ) -> ContainerNode:
-    children = (step, make_dict_node(slices), make_dict_node(owned), make_dict_node(fallback))
-    return make_container_node(MatrixState.__name__, None, dict(zip(get_fields(MatrixState), children, strict=True)))
+    """Return the node of a unit's `MatrixState`."""
+    children = (step, *map(make_container_node, (slices, owned, fallback)))
+    return make_container_node(dict(zip(get_fields(MatrixState), children, strict=True)), MatrixState.__name__)
 
 
 def stored_names(params: Iterable[Param], path: Sequence[str], slot: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -254,6 +247,7 @@ def stored_names(params: Iterable[Param], path: Sequence[str], slot: Sequence[st
 
 
 def parameter_slice(unit: Unit, path: Sequence[str] = ()) -> SliceLeaf:
+    """Return the leaf of the unit's parameters, as the part of a state at this path."""
     return SliceLeaf(unit, stored_names(unit.params, path, ()), unit.dtype, unit.is_encoded)
 
 
@@ -266,6 +260,7 @@ def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Node]]:
 
 
 def iter_leaves(node: Node) -> Iterator[Leaf]:
+    """Yield the leaves in the order of the values that `describe` returns."""
     return (found for _, found in walk(node) if not isinstance(found, ContainerNode))
 
 
@@ -334,9 +329,8 @@ class _Describer:
                 for key, child in value.items()
             }
             kind, argument = self._check_container(value, path)
-            is_complete = len(units) == len(self._spec)
-            return make_units_node(".".join(path), children, is_complete=is_complete, kind=kind or "dict", argument=argument)
-        if is_container(value):
+            return make_container_node(children, kind or "dict", argument, len(units) == len(self._spec))
+        if _is_container(value):
 
             def describe_child(entry: Any, child: Any) -> Node:
                 is_own = is_per_rank or (isinstance(value, PowerSGD) and entry == "error")
@@ -354,12 +348,12 @@ class _Describer:
         self, value: Any, path: tuple[str, ...], describe_child: Callable[[Any, Any], Node]
     ) -> ContainerNode:
         self._check_container(value, path)
-        return describe_container(value, describe_child)
+        return _describe_container(value, describe_child)
 
     def _describe_unit(self, value: Any, path: StatePath) -> Node:
         if isinstance(value, MatrixState):
             return self._describe_matrix_state(value, path)
-        if is_container(value):
+        if _is_container(value):
             describe_child = self._describe_blocks if isinstance(value, QuantizedSlice) else self._describe_unit
             return self._describe_container(
                 value, path.error_path, lambda entry, child: describe_child(child, path.child(str(entry)))
@@ -395,7 +389,7 @@ class _Describer:
         of_matrices = path._replace(subset=matrices)
         slices = {slot: self._describe_unit(x, of_matrices.child("slices", slot)) for slot, x in state.slices.items()}
         owned = {
-            name: make_dict_node(
+            name: make_container_node(
                 {slot: self._describe_owned(x, params[name], path.child("owned", slot)) for slot, x in values.items()}
             )
             for name, values in state.owned.items()
@@ -436,19 +430,19 @@ class _Describer:
         return frozenset()
 
     def _check_container(self, value: Any, path: tuple[str, ...]) -> tuple[str, Any]:
-        """Return `get_kind` of a container. Raises TypeError if no file can hold it, ValueError if it is nested too deep."""
+        """Return `_get_kind` of a container. Raises TypeError if no file can hold it, ValueError if it is nested too deep."""
         if len(path) >= MAX_DEPTH and not self._is_template:
             raise ValueError(
                 f"state '{'.'.join(path[:8])}...': expected at most {MAX_DEPTH} containers in each other, got more"
             )
         if isinstance(value, Mapping) and not self._is_template:
             for key in value:
-                if not is_plain_value(key):
+                if not _is_plain_value(key):
                     raise TypeError(
                         f"state '{'.'.join(path)}': expected keys that are strings, numbers, bytes or None, got {key!r} "
                         f"({type(key).__name__})"
                     )
-        return get_kind(value)
+        return _get_kind(value)
 
 
 def _raise_other_slice(key: str, path: tuple[str, ...], expected: str, found: Tensor) -> NoReturn:
