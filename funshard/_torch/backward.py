@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
 from torch._C._functorch import (
     get_single_level_autograd_function_allowed,
     get_unwrapped,
@@ -127,12 +128,17 @@ def is_in_python_node() -> bool:
 def pack_versioned(tensor: Tensor, inner: Tensor) -> Versioned:
     """Return the object that saved-tensor hooks keep instead of a tensor, for `unpack_versioned`.
 
-    ``inner`` is the tensor from `unwrap`. What is kept has no graph, since a node that saves its own output would hold itself;
-    autograd adds it again when it unpacks. Pinned by ``test_saved_outputs_hold_no_graph``.
+    ``inner`` is the tensor from `unwrap`. A node that saves its own output would hold itself, so that output loses its graph;
+    autograd adds it again when it unpacks. Of the C++ nodes only the newest can be saving its output; one that Python
+    defines may have made others since. Pinned by ``test_saved_outputs_hold_no_graph``.
     """
     version = inner._version
-    if inner is not tensor or not tensor.is_leaf:  # asking for grad_fn makes an object of the node
+    if inner is not tensor:
         tensor = detach_level(tensor)
+    elif (node := tensor.grad_fn) is not None and (
+        node._sequence_nr() == _get_sequence_nr() - 1 or isinstance(node, BackwardCFunction)
+    ):
+        tensor = tensor.detach()
     return (tensor, version) if version else tensor
 
 
