@@ -103,10 +103,7 @@ def elementwise(
                 "expected one for all parameters, or a second optimizer for those that fs.partition(params, spec) sets apart"
             )
 
-    if spec is None and options is not None:
-        raise ValueError("from_torch: options are those of a spec's parameters: expected spec=, got none")
-    no_options: list[Mapping[str, Any]] = [{}]
-    groups, ranges = (no_options, None) if spec is None else option_ranges(spec, options, rank, check)
+    groups, ranges = option_ranges("from_torch", spec, options, rank, check)
     starts = [_begin(cls, torch.empty(0), {**defaults, **group}, initial) for group in groups]
     numbers = frozenset(name for start in starts for name, t in start.items() if t.dim() == 0)
     if len(groups) > 1 and initial is not None and numbers - {"step"}:

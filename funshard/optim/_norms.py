@@ -61,7 +61,11 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
     def power(x: Tensor) -> Tensor:
         return upcast(x).abs() if p == math.inf else upcast(x).abs() ** p
 
-    values = {key: _combine(_map_tensors("norm", power, key, spec, x), p) for key, x in tree.items()}
+    values: Params = {}
+    for key, tensor in tree.items():
+        x = _map_tensors("norm", power, key, spec, tensor)
+        values[key] = x.sum() if p < math.inf or not x.numel() else x.amax()
+        del x  # as long as the tensor
     total = _combine_over_ranks(values, tree, spec, p)
     return total if p == math.inf else total ** (1 / p)
 
@@ -106,8 +110,7 @@ def vdots(pairs: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]], sp
         return _map_tensors("inner product", product, key, spec, a[key], b[key]).sum()
 
     first = pairs[0][0]
-    values = {key: torch.stack([multiply(key, a, b) for a, b in pairs]) for key in first}
-    total = _combine_over_ranks(values, first, spec)
+    total = _combine_over_ranks({key: torch.stack([multiply(key, a, b) for a, b in pairs]) for key in first}, first, spec)
     return total if first else torch.zeros(len(pairs))
 
 
@@ -196,26 +199,35 @@ def _combine_over_ranks(
     values: Mapping[str, Tensor], tree: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0
 ) -> Tensor:
     """Sum the tensors' numbers over a tree and over ranks that have other elements; take the maximum for p = inf."""
-    check_spans_world(spec.bound_mesh, "a norm or an inner product")
-    compare_trees(tree, spec)
-    sizes = dict(spec.bound_mesh.sizes)
+    compare_trees(tree, spec, "a norm or an inner product")
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
-        owner = spec.owner(key)
-        used = compute_device(owner, spec.bound_mesh) if isinstance(owner, Unit) else None
-        value = value if used is None else value.to(used)  # what is sent is there
-        parts.setdefault(distinct_axes(owner, tree[key], sizes), []).append(value)
+        axes, value = _place_number(key, tree[key], value, spec)
+        parts.setdefault(axes, []).append(value)
     totals: list[Tensor] = []
     for axes, of_units in parts.items():
-        total = _combine_units(of_units, p)
+        total = _combine_numbers(of_units, p)
         for axis in (spec.bound_mesh[name] for name in axes):
             total = gather_slices(total[None], axis).amax(0) if p == math.inf else sum_shards(total, axis)
         totals.append(total)
-    return _combine_units(totals, p) if totals else torch.zeros(())
+    return _combine_numbers(totals, p) if totals else torch.zeros(())
 
 
-def compare_trees(tree: Mapping[str, Tensor], spec: PartitionSpec) -> None:
+def _combine_numbers(values: Sequence[Tensor], p: float) -> Tensor:
+    stacked = torch.stack([*values])
+    return stacked.sum(0) if p < math.inf else stacked.amax(0)
+
+
+def _place_number(key: str, tensor: Tensor, value: Tensor, spec: PartitionSpec) -> tuple[tuple[str, ...], Tensor]:
+    """Return the axes over which ranks have other parts of a tensor, and its number on the device that sends it."""
+    owner = spec.owner(key)
+    used = compute_device(owner, spec.bound_mesh) if isinstance(owner, Unit) else None
+    return distinct_axes(owner, tensor, dict(spec.bound_mesh.sizes)), value if used is None else value.to(used)
+
+
+def compare_trees(tree: Mapping[str, Tensor], spec: PartitionSpec, what: str) -> None:
     """Raise ValueError on every rank if their trees have other keys; unless nothing of this one is sent to other ranks."""
+    check_spans_world(spec.bound_mesh, what)
     sizes, is_split = dict(spec.bound_mesh.sizes), any(unit.distinct_axes for unit in spec)
     owners = ((spec.owner(key), x) for key, x in tree.items())
     if is_split and (not tree or any(isinstance(one, Unit) or distinct_axes(one, x, sizes) for one, x in owners)):
@@ -238,17 +250,6 @@ def _make_difference_error(everyone: RankLines) -> ValueError:
 def upcast(tensor: Tensor) -> Tensor:
     """Return the tensor in float32, or in its own dtype if that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _combine(values: Tensor, p: float) -> Tensor:
-    """Combine the parts of a p-norm: their sum, or for p = inf their maximum; 0 if there are none."""
-    return values.sum() if p < math.inf or not values.numel() else values.amax()
-
-
-def _combine_units(values: Sequence[Tensor], p: float) -> Tensor:
-    """Sum the numbers of units; take the maximum for p = inf."""
-    stacked = torch.stack([*values])
-    return stacked.sum(0) if p < math.inf else stacked.amax(0)
 
 
 def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable[[str], str] | None = None) -> Params:
@@ -283,23 +284,18 @@ def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable
     check_tensors(tree, "norms")
     if by is not None and not isinstance(by, int) and not callable(by):
         raise TypeError(f"norms: by: expected a function of a name, a number of its components or None, got {by!r}")
-    check_spans_world(spec.bound_mesh, "norms")
-    compare_trees(tree, spec)
-    sizes = dict(spec.bound_mesh.sizes)
+    compare_trees(tree, spec, "norms")
     squares: Params = {}
     axes: dict[str, tuple[str, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for key, tensor in tree.items():
         owner = spec.owner(key)
-        used = compute_device(owner, spec.bound_mesh) if isinstance(owner, Unit) else None
         if isinstance(owner, Unit):
             check_slice(tensor, owner, spec, "norms")
         for param, piece in split_by_param(tensor, owner, spec) if isinstance(owner, Unit) else [(owner, tensor)]:
             if param.name in squares:
                 raise ValueError(f"norms: '{key}' has parameter '{param.name}' again: expected a tree that has it once")
-            square = _sum_squares(piece)
-            squares[param.name] = square if used is None else square.to(used)  # what is sent is there
-            axes[param.name] = distinct_axes(owner, tensor, sizes)
+            axes[param.name], squares[param.name] = _place_number(key, tensor, _sum_squares(piece), spec)
             dtypes[param.name] = upcast(tensor.new_empty(0)).abs().dtype
     for axis in spec.bound_mesh.names:
         if names := [name for name in squares if axis in axes[name]]:

@@ -77,9 +77,13 @@ def group_by_options(
 
 
 def option_ranges(
-    spec: PartitionSpec, options: ParamOptions | None, rank: int | None, check: Check
-) -> tuple[list[Mapping[str, Any]], dict[str, OptionRanges]]:
-    """Return ``(the distinct options, ranges by unit key of shards, and by name of `param_views`)``."""
+    who: str, spec: PartitionSpec | None, options: ParamOptions | None, rank: int | None, check: Check
+) -> tuple[list[Mapping[str, Any]], dict[str, OptionRanges] | None]:
+    """Return ``(the distinct options, ranges by unit key of shards, and by name of `param_views`)``; None without a spec."""
+    if spec is None:
+        if options is not None:
+            raise ValueError(f"{who}: options are those of a spec's parameters: expected spec=, got none")
+        return [{}], None
     spec = bind_spec(spec)
     groups, group_of_param = group_by_options(spec, options, check)
     is_rank_unknown = rank is None and spec.bound_mesh.is_simulated

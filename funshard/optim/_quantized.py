@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -153,31 +153,34 @@ class StateCodec:
 
     def encode(self, state: object) -> dict[str, UnitState]:
         """Return a state by unit key with encoded slices."""
-        units = self.find_units(state)
-        spec = bind_spec(self.spec)
         out: dict[str, UnitState] = {}
-        for key, values in units.items():
-            of_unit = {name for name, x in values.items() if isinstance(x, Tensor) and not x.dim()}
-            slots = [name for name in values if name not in of_unit] if key in spec.by_key else []
-            new = UnitState(values, of_unit)
-            if slots and self.encodes(unit := spec.by_key[key]):
-                check_blocks(self.who, self.codec, unit)
-                if {"square_avg", "grad_avg"} <= {*slots}:
+        for key, values in self.find_units(state).items():
+            out[key] = new = UnitState(values, {name for name, x in values.items() if isinstance(x, Tensor) and not x.dim()})
+            slots = {name: x for name, x in values.items() if name not in new.numbers}
+            unit = self.spec.by_key.get(key)
+            if not slots or unit is None or not self.encodes(unit):
+                continue
+            check_blocks(self.who, self.codec, unit)
+            if {"square_avg", "grad_avg"} <= {*slots}:
+                raise ValueError(
+                    f"{self.who}: unit '{key}': RMSprop(centered=True) takes the root of a difference of averages, which "
+                    "rounding can make negative: expected centered=False"
+                )
+            if "acc_delta" in slots:
+                raise ValueError(
+                    f"{self.who}: unit '{key}': Adadelta multiplies by the root of its average of squared updates, and "
+                    "rounding a small one up makes later updates too large: expected another optimizer"
+                )
+            numel = bind_spec(self.spec).shard_numel(unit)
+            for name, x in slots.items():
+                if not isinstance(x, Tensor) or x.shape != (numel,):
+                    got = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                     raise ValueError(
-                        f"{self.who}: unit '{key}': RMSprop(centered=True) takes the root of a difference of averages, which "
-                        "rounding can make negative: expected centered=False"
+                        f"{self.who}: '{name}' of unit '{key}': expected this rank's slice, [{numel}], or a number, got {got}"
                     )
-                if "acc_delta" in slots:
-                    raise ValueError(
-                        f"{self.who}: unit '{key}': Adadelta multiplies by the root of its average of squared updates, and "
-                        "rounding a small one up makes later updates too large: expected another optimizer"
-                    )
-                for name in slots:
-                    self._check_slice(values[name], unit, name)
-                new = self.encode_unit(unit, new, [name for name in slots if values[name].is_floating_point()])
-                if self.seed is not None:
-                    new = UnitState({**new, ROUNDING: torch.zeros((), dtype=torch.int64)}, {*new.numbers, ROUNDING})
-            out[key] = new
+            out[key] = new = self.encode_unit(unit, new, [name for name, x in slots.items() if x.is_floating_point()])
+            if self.seed is not None:
+                out[key] = UnitState({**new, ROUNDING: torch.zeros((), dtype=torch.int64)}, {*new.numbers, ROUNDING})
         return out
 
     def encoded_slots(self, key: str, values: Mapping[str, Any]) -> list[str]:
@@ -203,11 +206,16 @@ class StateCodec:
         self, unit: Unit, values: Mapping[str, Any], slots: list[str], before: Mapping[str, Any] | None = None
     ) -> UnitState:
         """Return a unit's state with these slots encoded: where ``before`` is, and rounded at random if it counts roundings."""
-        count = None if before is None else before.get(ROUNDING)
+        count, spec = None if before is None else before.get(ROUNDING), bind_spec(self.spec)
         out = dict(values)
         for name in slots:
-            x = zero_padding(values[name].detach(), unit, bind_spec(self.spec), self.rank)
-            encoded = encode_slice(x, self.codec, None if count is None else self._draw_noise(x, unit, name, count))
+            x = zero_padding(values[name].detach(), unit, spec, self.rank)
+            noise = None
+            if count is not None:  # a number in [0, 1) for each element, the same however the parameters are sharded
+                like = torch.empty(len(x), dtype=torch.float32, device=x.device)
+                stream = count * _STEP + hash_text(f"{self.seed} {name}")
+                noise = draw_like(like, unit.key, spec, stream, draw_uniform, self.rank)
+            encoded = encode_slice(x, self.codec, noise)
             place = values[name] if before is None else before[name].codes
             if _torch.is_pinned(place):
                 encoded = QuantizedSlice(*(copy_like(place[: len(part)], part) for part in encoded))
@@ -216,13 +224,6 @@ class StateCodec:
         if count is None:
             return UnitState(out, numbers)
         return UnitState({**out, ROUNDING: count + 1}, {*numbers, ROUNDING})
-
-    def _draw_noise(self, x: Tensor, unit: Unit, name: str, count: Tensor) -> Tensor:
-        """Return a number in [0, 1) for each element, the same however the parameters are sharded."""
-        assert self.seed is not None
-        stream = count * _STEP + hash_text(f"{self.seed} {name}")
-        like = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        return draw_like(like, unit.key, bind_spec(self.spec), stream, draw_uniform, self.rank)
 
     def decode(self, state: object) -> dict[str, dict[str, Any]]:
         """Return a state by unit key with decoded slices, without the count of roundings."""
@@ -259,14 +260,6 @@ class StateCodec:
                     f"{list(self.spec.by_key)[:8]}"
                 )
         return state
-
-    def _check_slice(self, x: object, unit: Unit, name: str) -> None:
-        numel = self.spec.shard_numel(unit)
-        if not isinstance(x, Tensor) or x.shape != (numel,):
-            got = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(
-                f"{self.who}: '{name}' of unit '{unit.key}': expected this rank's slice, [{numel}], or a number, got {got}"
-            )
 
 
 def encode_state(
@@ -402,7 +395,8 @@ def quantized_state(
             # memory that vmap has not batched cannot take results that are
             is_donated = donate and not any(_torch.is_batched(x) for _, x in given)
             if is_donated:
-                refuse_shared_memory(_iter_encoded_tensors(units))
+                encoded = {k: {n: x for n, x in v.items() if isinstance(x, QuantizedSlice)} for k, v in units.items()}
+                refuse_shared_memory(_argument_tensors(state=encoded))
         found_slots = {key: state_codec.encoded_slots(key, values) for key, values in units.items()}
         slots = {key: names for key, names in found_slots.items() if names}
         for what, tree in (("gradient", grads), ("param", params)):
@@ -412,18 +406,13 @@ def quantized_state(
                 )
 
         def update_unit(key: str) -> tuple[Tensor, Any]:  # nothing of the unit is decoded afterwards
-            unit, values = state_codec.spec.by_key[key], units[key]
+            unit, values = spec.by_key[key], units[key]
             new, states = apply({key: grads[key]}, {key: state_codec.decode_unit(unit, values)}, {key: params[key]}, **rates)
             encoded = state_codec.encode_unit(unit, states[key], slots[key], values)
             return new[key], _write_state(values, encoded) if is_donated else encoded
 
         others = [{key: x for key, x in tree.items() if key not in slots} for tree in (grads, units, params)]
-        new_params: Params = {}
-        new_state: dict[str, Any] = {}
-        if any(others):
-            found = apply(*others, **rates)
-            new_params |= found[0]
-            new_state |= found[1]
+        new_params, new_state = map(dict[str, Any], apply(*others, **rates)) if any(others) else ({}, {})
         for key in slots:
             new_params[key], new_state[key] = update_unit(key)
         return {key: new_params[key] for key in params}, {key: new_state[key] for key in units}
@@ -439,13 +428,6 @@ def _write_state(old: Mapping[str, Any], new: Mapping[str, Any]) -> Any:
             written = [_torch.write_into(into, value) for into, value in zip(x, new[name], strict=True)]
             out[name] = QuantizedSlice(*(map(_torch.take_storage, written) if _torch.is_eager() else written))
     return replace_values(new, out)
-
-
-def _iter_encoded_tensors(state: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    for key, values in state.items():
-        for name, x in values.items():
-            if isinstance(x, QuantizedSlice):
-                yield from ((f"{part} of state['{key}']['{name}']", one) for part, one in x._asdict().items())
 
 
 def _argument_tensors(**trees: Any) -> list[tuple[str, Tensor]]:

@@ -62,10 +62,7 @@ def _make_optimizer(
             raise ValueError(f"{name}: an lr among the options keeps its ratio to learning_rate: expected that to be a number")
         check_nonnegative(f"{name}: options of '{param}'", **given)
 
-    if spec is None and options is not None:
-        raise ValueError(f"{name}: options are those of a spec's parameters: expected spec=, got none")
-    no_options: list[Mapping[str, Any]] = [{}]
-    groups, ranges = (no_options, None) if spec is None else option_ranges(spec, options, rank, check)
+    groups, ranges = option_ranges(name, spec, options, rank, check)
     numbers = frozenset(["step"] if counts else [])
     names = frozenset(slots) | numbers
 

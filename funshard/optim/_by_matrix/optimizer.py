@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -37,15 +37,14 @@ from .step import (
     rule_from_update,
 )
 
-__all__ = ["break_graphs", "by_matrix", "optimizer_from_rule"]
-__all__ += ["optimizer_with_fallback", "resolve_options", "resolve_real_matrices"]
+__all__ = ["by_matrix", "optimizer_from_rule", "optimizer_with_fallback", "resolve_options", "resolve_real_matrices"]
 
 
 def check_stacks(rule: MatrixRule, known: Matrices, owned: OwnedShapes) -> None:
     """Raise ValueError if an update would mix a split stack, or a state's shape hides from checkpoints whether it is split."""
     sizes = dict(known.spec.bound_mesh.sizes)
     for matrix in known.chosen:
-        if matrix.stack and rule.mixes_stacks:
+        if matrix.stack and rule.is_whole:
             raise ValueError(
                 f"matrix '{matrix.name}': its stack is local over axis '{matrix.stack_axes[0]}', of which a rank has a part, "
                 f"{list(matrix.shape)}, and the update may mix its matrices: expected matrices(spec, gather_stacks=True), "
@@ -59,11 +58,9 @@ def check_stacks(rule: MatrixRule, known: Matrices, owned: OwnedShapes) -> None:
                 )
 
 
-def check_step(
-    known: Matrices, slots: Sequence[str], owned: OwnedShapes, params: Mapping[str, Any], **trees: Mapping[str, Any]
-) -> None:
+def check_step(config: MatrixConfig, params: Mapping[str, Any], **trees: Mapping[str, Any]) -> None:
     """Raise ValueError or TypeError, naming the unit, unless these are slices of the spec, and ``grads`` and ``state`` fit."""
-    spec = known.spec
+    known, spec = config.matrices, config.matrices.spec
     for what, tree in {"params": params, **trees}.items():
         check_mapping(tree, what)
         for key in tree:
@@ -76,7 +73,7 @@ def check_step(
             if key not in tree:
                 raise ValueError(f"unit '{key}' has no {what}: expected those of each of the params, got {[*tree][:8]}")
             if what == "state":
-                _check_unit_state(known, slots, owned, key, tree[key])
+                _check_unit_state(config, key, tree[key])
             else:
                 _check_slice(f"{what} of unit '{key}'", tree[key], params[key], spec.shard_numel(spec.by_key[key]))
     known._check_sent_together({name: params[key] for key in params for name in known._names_in(key)})
@@ -90,11 +87,12 @@ def _check_slice(what: str, tensor: object, like: Tensor, numel: int) -> None:
         raise ValueError(f"{what}: expected [{numel}] {like.dtype} on {like.device}, got {got}; is it of another spec or mesh?")
 
 
-def _check_unit_state(known: Matrices, slots: Sequence[str], owned: OwnedShapes, key: str, state: object) -> None:
+def _check_unit_state(config: MatrixConfig, key: str, state: object) -> None:
     if not isinstance(state, MatrixState):
         raise TypeError(f"state of unit '{key}': expected a MatrixState, got {type(state).__name__}; make it by init(params)")
+    known = config.matrices
     names = known._names_in(key)
-    slots = slots if names else ()
+    slots = config.rule.slots if names else ()
     if set(state.slices) != set(slots) or set(state.owned) != set(names):
         raise ValueError(
             f"state of unit '{key}': expected {sorted(slots)} of {sorted(names)}, got {sorted(state.slices)} of "
@@ -107,7 +105,7 @@ def _check_unit_state(known: Matrices, slots: Sequence[str], owned: OwnedShapes,
             raise ValueError(f"state of unit '{key}': '{slot}': {got}; is it of another spec or mesh?")
     for name in names:
         here = known._is_owner(name)
-        expected = {slot: list(shape) if here else [0, *shape] for slot, shape in owned[name].items()}
+        expected = {slot: list(shape) if here else [0, *shape] for slot, shape in config.owned[name].items()}
         if (got := {slot: list(x.shape) for slot, x in state.owned[name].items()}) != expected:
             raise ValueError(
                 f"state of unit '{key}': that of '{name}', whose owner is {'this rank' if here else known.owner(name)}: "
@@ -182,17 +180,12 @@ def optimizer_from_rule(
     owned = {name: shapes[kind] for name, kind in kinds.items()}
     check_stacks(rule, known, owned)
     config = MatrixConfig(rule, known, every, fallback, is_default_fallback, donate, lr, owned)
-    return Optimizer(partial(_init, config), partial(_update, config))
 
+    def init(params: Tensors) -> dict[str, MatrixState]:
+        check_step(config, params)
+        return init_state(config, params)
 
-def break_graphs(optimizer: Optimizer, name: str, why: str) -> Optimizer:
-    """Return the optimizer with an update that runs eagerly inside torch.compile, which gives the reason ``why``."""
-    return optimizer._replace(update=_torch.disable_in_graph(break_message(name, why))(optimizer.update))
-
-
-def _init(config: MatrixConfig, params: Tensors) -> dict[str, MatrixState]:
-    check_step(config.matrices, config.rule.slots, config.owned, params)
-    return init_state(config, params)
+    return Optimizer(init, partial(_update, config))
 
 
 def _update(
@@ -204,7 +197,7 @@ def _update(
     lr: float | Tensor | None = None,
     fallback_lr: float | Tensor | None = None,
 ) -> tuple[Params, dict[str, MatrixState]]:
-    check_step(config.matrices, config.rule.slots, config.owned, params, grads=grads, state=state)
+    check_step(config, params, grads=grads, state=state)
     check_rate(lr, "lr")
     check_rate(fallback_lr, "fallback_lr")
     if lr is not None and fallback_lr is None and not config.is_default_fallback:
@@ -213,55 +206,13 @@ def _update(
         )
     rates = {"lr": lr if fallback_lr is None else fallback_lr} if lr is not None or fallback_lr is not None else {}
     given = [x for x in pytree.tree_leaves((grads, state, params, lr, fallback_lr)) if isinstance(x, Tensor)]
+    options = config.options_with_lr(lr)
     if not _torch.is_eager() or _torch.any_tracked(given):
-        options = config.shared_options(config.options_with_lr(lr))
-        return _update_units(config, grads, state, params, options, rates, tracked=True, donate=False)
+        return MatrixStep(config, config.shared_options(options), rates, grads, state, params, True, False).run()
     if config.donate:
         refuse_shared_memory(named_tensors(grads, {key: unit.slices for key, unit in state.items()}, params))
     with phase("update of matrices"), torch.no_grad():
-        return _update_units(
-            config, grads, state, params, config.options_with_lr(lr), rates, tracked=False, donate=config.donate
-        )
-
-
-def _update_units(
-    config: MatrixConfig,
-    grads: Tensors,
-    state: Mapping[str, MatrixState],
-    params: Tensors,
-    options: Mapping[str, MatrixOptions],
-    rates: Mapping[str, Any],
-    *,
-    tracked: bool,
-    donate: bool,
-) -> tuple[Params, dict[str, MatrixState]]:
-    if donate:
-        if any(map(_torch.is_pinned, params.values())):
-            _torch.synchronize_copies()  # what a gather may still read
-        # from here on, so that nobody goes on with what is half written where something raises
-        params = {key: _torch.take_storage(x) if config.matrices._names_in(key) else x for key, x in params.items()}
-        state = {key: unit._replace(slices=pytree.tree_map(_torch.take_storage, unit.slices)) for key, unit in state.items()}
-    keeps = _torch.is_eager() and not donate
-    versions = {key: _torch.version(params[key]) for key in params if keeps and config.matrices._names_in(key)}
-    step = MatrixStep(config, options, grads, state, params, tracked, donate)
-    fallback: dict[str, Any] = {}
-    new_params: Params = {}
-    new_state: dict[str, MatrixState] = {}
-
-    def update_fallback() -> None:
-        given = {name: x for unit in state.values() for name, x in unit.fallback.items()}
-        parts, fallback_state = config.fallback[1](
-            config.fallback_tensors(grads), given, config.fallback_tensors(params), **rates
-        )
-        for key, version in versions.items():
-            if _torch.version(params[key]) != version:
-                raise ValueError(f"fallback: it has written into params['{key}']: expected donate=True of both, or of neither")
-        fallback.update({name: (parts[name], fallback_state[name]) for name in given})
-
-    for key in step.run([*config.matrices._batches_of(params)], update_fallback):
-        others = {name: fallback.pop(name) for name in state[key].fallback}
-        new_params[key], new_state[key] = step.pop_unit(key, others)
-    return {key: new_params[key] for key in params}, {key: new_state[key] for key in state}
+        return MatrixStep(config, options, rates, grads, state, params, False, config.donate).run()
 
 
 ADAMW_OPTIONS = ("lr", "weight_decay")
@@ -292,16 +243,21 @@ def optimizer_with_fallback(
     *,
     donate: bool,
     constants: Mapping[str, Mapping[str, Any]] | None = None,
+    break_graphs: str = "",
 ) -> Optimizer:
-    """Return the optimizer of a rule, with AdamW as the default ``fallback``; ``constants`` are options that nobody sets."""
+    """Return the optimizer of a rule, with AdamW as the default ``fallback``; ``constants`` are options that nobody sets.
+
+    ``break_graphs`` says why an update runs eagerly inside torch.compile, if it does.
+    """
     resolved = resolve_options(who, known, defaults, options)
     if constants is not None:
         resolved = {name: {**values, **constants[name]} for name, values in resolved.items()}
-    lr = defaults["lr"]
+    lr, is_default = defaults["lr"], fallback is None
     others = fallback or _fallback_adamw(known, lr, defaults["weight_decay"], options, donate=donate)
-    return optimizer_from_rule(
-        rule, known, resolved, fallback=others, is_default_fallback=fallback is None, donate=donate, lr=lr
-    )
+    made = optimizer_from_rule(rule, known, resolved, fallback=others, is_default_fallback=is_default, donate=donate, lr=lr)
+    if not break_graphs:
+        return made
+    return made._replace(update=_torch.disable_in_graph(break_message(who, break_graphs))(made.update))
 
 
 def _fallback_adamw(known: Matrices, lr: float, weight_decay: float, options: ParamOptions | None, *, donate: bool) -> Fallback:

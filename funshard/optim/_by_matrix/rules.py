@@ -16,7 +16,7 @@ from .._checks import Optimizer, Tensors, check_nonnegative, is_updated
 from .._matrices.matrices import Matrices, matrices
 from .._norms import upcast
 from .._options import ParamOptions
-from .optimizer import break_graphs, optimizer_from_rule, optimizer_with_fallback, resolve_options, resolve_real_matrices
+from .optimizer import optimizer_from_rule, optimizer_with_fallback, resolve_options, resolve_real_matrices
 from .step import (
     Fallback,
     MatricesOptions,
@@ -132,7 +132,7 @@ def muon(
         direction = direction.to(torch.promote_types(upcast(direction).dtype, param.dtype))
         return param.sub(direction * (rate * options["scale"])).to(param.dtype), slots
 
-    rule = MatrixRule(("momentum_buffer",), lambda x: {}, before_exchange, on_owner, (0,), after_exchange, mixes_stacks=False)
+    rule = MatrixRule(("momentum_buffer",), lambda x: {}, before_exchange, on_owner, (0,), after_exchange)
     defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
     return optimizer_with_fallback("muon", rule, known, defaults, options, fallback, donate=donate, constants=scales)
 
@@ -318,10 +318,10 @@ def shampoo(
         buffer = options["momentum"] * slots["momentum_buffer"] + results[0]
         return param * (1 - options["lr"] * options["weight_decay"]) - options["lr"] * buffer, {"momentum_buffer": buffer}
 
-    rule = MatrixRule(("momentum_buffer",), init_owned, before_exchange, on_owner, (0,), after_exchange, mixes_stacks=False)
+    rule = MatrixRule(("momentum_buffer",), init_owned, before_exchange, on_owner, (0,), after_exchange)
     defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-    optimizer = optimizer_with_fallback("shampoo", rule, known, defaults, options, fallback, donate=donate)
-    return break_graphs(optimizer, "shampoo", "it reads the step to know whether to compute roots")
+    why = "it reads the step to know whether to compute roots"
+    return optimizer_with_fallback("shampoo", rule, known, defaults, options, fallback, donate=donate, break_graphs=why)
 
 
 def _inverse_roots(factor: Tensor, power: int, relative_eps: float) -> list[Tensor]:
@@ -439,10 +439,10 @@ def soap(
         param = param - options["lr"] * size * results[0]
         return param * (1 - options["lr"] * options["weight_decay"] * counts), slots
 
-    rule = MatrixRule(("exp_avg",), init_owned, before_exchange, on_owner, (0,), after_exchange, mixes_stacks=False)
+    rule = MatrixRule(("exp_avg",), init_owned, before_exchange, on_owner, (0,), after_exchange)
     defaults = {"lr": lr, "weight_decay": weight_decay}
-    optimizer = optimizer_with_fallback("soap", rule, known, defaults, options, fallback, donate=donate)
-    return break_graphs(optimizer, "soap", "it reads the step to know whether to compute bases")
+    why = "it reads the step to know whether to compute bases"
+    return optimizer_with_fallback("soap", rule, known, defaults, options, fallback, donate=donate, break_graphs=why)
 
 
 def _is_past_first(step: Tensor, like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ... import _torch
 from ..._core.layout import Params
 from .._checks import Tensors, copy_like
 from .._matrices.exchange import Chunk, MatrixBatch, chunk_slice
-from .._matrices.matrices import Matrices, SliceLayout
+from .._matrices.matrices import Matrices
 from .._matrices.owners import Matrix
 from .._options import SharedOptions, scale_lr
 
@@ -44,7 +44,7 @@ class MatrixRule:
     slots: tuple[str, ...]
     """Names of the elementwise state, which is kept in slices."""
     init_owned: Callable[[Tensor], Slots]
-    """Returns the owner's initial state from a tensor like the matrix; with ``needs_values``, all state from the matrix."""
+    """Returns the owner's initial state from a tensor like the matrix; with ``is_whole``, all state from the matrix."""
     before_exchange: Callable[[Tensor, Slots, Tensor, MatrixOptions], tuple[Payload, Slots]]
     """``before_exchange(grad, slots, param, options) -> (payload, new slots)``."""
     on_owner: Callable[[Sent, OwnedState, MatricesOptions], OwnerResults]
@@ -53,11 +53,8 @@ class MatrixRule:
     """For each result, the index of the tensor in the payload whose dtype it takes."""
     after_exchange: Callable[[Payload, Slots, Tensor, MatrixOptions], tuple[Tensor, Slots]]
     """``after_exchange(results, slots, param, options) -> (new param, new slots)``."""
-    needs_values: bool = False
-    has_owner_options: bool = False
-    """Whether only owners use the options; else slices do, before and after the exchange."""
-    mixes_stacks: bool = True
-    """Whether the update of a matrix [batch, n, m] may depend on others of its batch."""
+    is_whole: bool = False
+    """Whether it is a `MatrixUpdate`, which may mix a batch and only owners give options; else slices use these."""
 
 
 class MatrixInit(Protocol):
@@ -101,16 +98,8 @@ def rule_from_update(
         stepped, *rest = results
         return stepped, dict(zip(slots, rest, strict=True))
 
-    return MatrixRule(
-        slots,
-        lambda x: dict(init(x)),
-        before_exchange,
-        on_owner,
-        tuple(range(1, 2 + len(slots))),
-        after_exchange,
-        needs_values=True,
-        has_owner_options=True,
-    )
+    dtypes = tuple(range(1, 2 + len(slots)))
+    return MatrixRule(slots, lambda x: dict(init(x)), before_exchange, on_owner, dtypes, after_exchange, is_whole=True)
 
 
 def _try_init(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
@@ -186,7 +175,7 @@ class MatrixConfig(NamedTuple):
         """Return the options for derivatives on slices, or on owners, each of which is one rank of the whole mesh."""
         shared, spec = SharedOptions(self.matrices.spec), self.matrices.spec
         every = spec.bound_mesh.names
-        axes = {m.name: every if self.rule.has_owner_options else m.unit.distinct_axes for m in self.matrices.chosen}
+        axes = {m.name: every if self.rule.is_whole else m.unit.distinct_axes for m in self.matrices.chosen}
         return {name: {k: shared.over_axes(x, axes[name]) for k, x in own.items()} for name, own in options.items()}
 
     def fallback_tensors(self, tree: Tensors) -> Params:
@@ -229,22 +218,20 @@ def init_state(config: MatrixConfig, params: Tensors) -> dict[str, MatrixState]:
     for batch in config.matrices._batches_of(params):
         initial = _init_batch(config, batch, params)
         whole |= {name: {key: x for key, x in state.items() if key not in slots} for name, state in initial.items()}
-        for slot, parts in slots.items() if config.rule.needs_values else ():
+        for slot, parts in slots.items() if config.rule.is_whole else ():
             parts |= batch.spread({name: state[slot] for name, state in initial.items()})()
     state: dict[str, MatrixState] = {}
     for key, tensor in params.items():
         layout, names = config.matrices._slice_layout(key), config.matrices._names_in(key)
-        some = {slot: {n: parts[n] for n in names if n in parts} for slot, parts in slots.items()} if names else {}
-        slices = {slot: place_like(tensor, _init_slice(layout, parts, tensor.detach())) for slot, parts in some.items()}
+        slices: Params = {}
+        for slot, parts in slots.items() if names else ():
+            some = {name: parts[name] for name in names if name in parts}
+            zeros = torch.zeros_like(tensor.detach(), dtype=next(iter(some.values()), tensor).dtype)
+            slices[slot] = place_like(tensor, layout.join(some, zeros) if some else zeros)
         owned = {name: whole[name] for name in names}
         others = {name: fallback[name] for name in config.fallback_tensors({key: tensor})}
         state[key] = MatrixState(torch.zeros((), dtype=torch.int64), slices, owned, others)
     return state
-
-
-def _init_slice(layout: SliceLayout, parts: Params, shard: Tensor) -> Tensor:
-    zeros = torch.zeros_like(shard, dtype=next(iter(parts.values()), shard).dtype)
-    return layout.join(parts, zeros) if parts else zeros
 
 
 def _init_batch(config: MatrixConfig, batch: MatrixBatch, params: Tensors) -> OwnedState:
@@ -252,7 +239,7 @@ def _init_batch(config: MatrixConfig, batch: MatrixBatch, params: Tensors) -> Ow
     parts = {
         m.name: config.matrices._slice_layout(m.unit.key).select(params[m.unit.key].detach(), m.name) for m in batch.matrices
     }
-    given = batch.collect(parts)() if config.rule.needs_values else {}
+    given = batch.collect(parts)() if config.rule.is_whole else {}
     out: OwnedState = {}
     for matrix in batch.matrices:
         part = parts[matrix.name]
@@ -275,13 +262,15 @@ ArrivingChunks = Iterator[tuple[Chunk, list[Params]]]
 
 @dataclass(eq=False)
 class MatrixStep:
-    """One step for the matrices of the given units; with ``donate`` in their own memory, part by part.
+    """One step of the given units; with ``donate`` in their own memory, part by part.
 
     ``tracked`` says whether the step is differentiated, batched or recorded: then no rank may skip what another rank runs.
     """
 
     config: MatrixConfig
     options: MatricesOptions
+    rates: Mapping[str, Any]
+    """Of the fallback."""
     grads: Tensors
     state: Mapping[str, MatrixState]
     params: Tensors
@@ -295,28 +284,55 @@ class MatrixStep:
     def __post_init__(self) -> None:
         self._steps = {key: unit.step + 1 for key, unit in self.state.items()}
 
-    def run(self, batches: Sequence[MatrixBatch], update_fallback: Callable[[], None]) -> Iterator[str]:
-        """Yield each unit's key when all of its matrices are done; ``update_fallback`` runs while the first batch is sent."""
+    def run(self) -> tuple[Params, dict[str, MatrixState]]:
+        """Return the new params and state. The fallback runs while the first batch is sent."""
+        known = self.config.matrices
+        if self.donate:
+            if any(map(_torch.is_pinned, self.params.values())):
+                _torch.synchronize_copies()  # what a gather may still read
+            # from here on, so that nobody goes on with what is half written where something raises
+            self.params = {key: _torch.take_storage(x) if known._names_in(key) else x for key, x in self.params.items()}
+            self.state = {
+                key: unit._replace(slices=pytree.tree_map(_torch.take_storage, unit.slices)) for key, unit in self.state.items()
+            }
+        batches = [*known._batches_of(self.params)]
         left = Counter(matrix.unit.key for batch in batches for matrix in batch.matrices)
         arriving = self._start_collect(batches[0]) if batches else None
-        update_fallback()
-        yield from (key for key in self.params if not left[key])
+        fallback = self._update_fallback()
+        new = {key: self._join_unit(key, fallback) for key in self.params if not left[key]}
         returning: tuple[MatrixBatch, ArrivingChunks] | None = None
-        for batch, after in zip(batches, (*batches[1:], None), strict=False):
-            assert arriving is not None
-            now, arriving = arriving, None if after is None else self._start_collect(after)
-            results = self._compute_owned(batch, now())
-            del now  # with what has arrived
+        for batch, after in zip((*batches, None), (*batches[1:], None, None), strict=False):
+            results: list[Params] = []
+            if batch is not None:
+                assert arriving is not None
+                now, arriving = arriving, None if after is None else self._start_collect(after)
+                results = self._compute_owned(batch, now())
+                del now  # with what has arrived
             if returning is not None:
-                yield from self._finish_batch(*returning, left)
-            returning = batch, self._start_spread(batch, results)
-        if returning is not None:
-            yield from self._finish_batch(*returning, left)
+                self._finish_batch(*returning)
+                left.subtract(matrix.unit.key for matrix in returning[0].matrices)
+                done = dict.fromkeys(matrix.unit.key for matrix in returning[0].matrices if not left[matrix.unit.key])
+                new |= {key: self._join_unit(key, fallback) for key in done}
+            returning = None if batch is None else (batch, self._start_spread(batch, results))
+        return {key: new[key][0] for key in self.params}, {key: new[key][1] for key in self.state}
 
-    def pop_unit(self, key: str, others: Mapping[str, tuple[Tensor, Any]]) -> tuple[Tensor, MatrixState]:
-        """Return, once, a unit's new shard and state; ``others`` are the new parts and states of the fallback."""
+    def _update_fallback(self) -> dict[str, tuple[Tensor, Any]]:
+        config = self.config
+        keeps = [key for key in self.params if config.matrices._names_in(key)] if _torch.is_eager() and not self.donate else []
+        versions = {key: _torch.version(self.params[key]) for key in keeps}
+        given = {name: x for unit in self.state.values() for name, x in unit.fallback.items()}
+        grads, params = config.fallback_tensors(self.grads), config.fallback_tensors(self.params)
+        parts, state = config.fallback[1](grads, given, params, **self.rates)
+        for key, version in versions.items():
+            if _torch.version(self.params[key]) != version:
+                raise ValueError(f"fallback: it has written into params['{key}']: expected donate=True of both, or of neither")
+        return {name: (parts[name], state[name]) for name in given}
+
+    def _join_unit(self, key: str, fallback: dict[str, tuple[Tensor, Any]]) -> tuple[Tensor, MatrixState]:
+        """Return, once, a unit's new shard and state."""
         names, layout = self.config.matrices._names_in(key), self.config.matrices._slice_layout(key)
         param, state = self.params[key], self.state[key]
+        others = {name: fallback.pop(name) for name in state.fallback}
         slots = {name: {**self._slots.pop(name), **self._new_slots.pop(name)} for name in names}
         parts = {name: self._parts.pop(name) for name in names} | {name: part for name, (part, _) in others.items()}
         owned = {name: self._whole.pop(name) for name in names}
@@ -397,8 +413,8 @@ class MatrixStep:
 
         return arriving(start_chunk(0))
 
-    def _finish_batch(self, batch: MatrixBatch, returning: ArrivingChunks, left: Counter[str]) -> Iterator[str]:
-        """Run the rule's part after the exchange, and yield each unit's key when its last matrix is done."""
+    def _finish_batch(self, batch: MatrixBatch, returning: ArrivingChunks) -> None:
+        """Run the rule's part after the exchange."""
         for chunk, results in returning:
             for matrix in batch.matrices:
                 name = matrix.name
@@ -413,9 +429,6 @@ class MatrixStep:
                     if x is not slots[slot]:
                         self._store_chunk(made, slot, self._slots[name][slot], x, elements)
             del results
-        for matrix in batch.matrices:
-            left[matrix.unit.key] -= 1
-        yield from dict.fromkeys(matrix.unit.key for matrix in batch.matrices if not left[matrix.unit.key])
 
     def _store_chunk(self, made: Params, name: str, old: Tensor, new: Tensor, elements: slice) -> None:
         """Store one chunk of a new tensor, in the old memory if that is donated."""
