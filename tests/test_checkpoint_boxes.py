@@ -18,7 +18,7 @@ import funshard as fs
 from funshard.checkpoint._files.writer import RangeSavePlanner, join_plans
 from funshard.checkpoint._load import plan_reads
 from funshard.checkpoint._state import leaves as box_file
-from funshard.checkpoint._state.leaves import Box, RangeSharer, SliceLeaf, TensorRange, check_tiles, range_to_boxes, split_range
+from funshard.checkpoint._state.leaves import Box, SliceLeaf, TensorRange, check_tiles, range_to_boxes, share_range, split_range
 from funshard.checkpoint._state.tree import describe, iter_leaves
 from funshard.collectives import ProcessAxis
 from funshard.testing import integers_like, meshes, modules, policies
@@ -49,8 +49,8 @@ def test_ranges_are_shared_once(lengths: list[int], ranks: int) -> None:
     """Of ranges that several ranks hold each element is written by one of them, and none writes much more than another."""
     smallest, box_file.MIN_SHARED_BYTES = box_file.MIN_SHARED_BYTES, 8
     try:
-        dealt = [RangeSharer() for _ in range(ranks)]
-        taken = [[deal.share(5, 5 + n, 1, rank, ranks) for n in lengths] for rank, deal in enumerate(dealt)]
+        written = [[0] * ranks for _ in range(ranks)]
+        taken = [[share_range(known, 5, 5 + n, 1, rank) for n in lengths] for rank, known in enumerate(written)]
     finally:
         box_file.MIN_SHARED_BYTES = smallest
     for i, n in enumerate(lengths):

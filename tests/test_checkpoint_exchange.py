@@ -223,7 +223,7 @@ def by_ranges(rank: int, folder: str) -> int:
         model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 53))
     spec = fs.policies.always(P("shard", align=1))(model)
     asked: list[int] = []
-    real = _safetensors.FileTensor.read
+    real = _safetensors._FileTensor.read
 
     def counted(self: Any, box: Any) -> Tensor:
         found = real(self, box)
@@ -231,7 +231,7 @@ def by_ranges(rank: int, folder: str) -> int:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_safetensors.FileTensor, "read", counted)
+        patch.setattr(_safetensors._FileTensor, "read", counted)
         params = checkpoint.read_safetensors(folder, spec)
     same_bits(params, fs.shard(load_file(Path(folder) / "model.safetensors"), spec))
     assert sum(asked) == sum(piece.nbytes for piece in fs.param_views(params, spec).values())

@@ -46,7 +46,7 @@ from ._state.tree import Node, build_state, describe, iter_leaves, make_containe
 
 __all__ = ["load", "plan_reads"]
 
-OTHER_BLOCKS = (
+_OTHER_BLOCKS = (
     "blocks of a codec follow the memory order of each piece over local axes: was it saved with others? Load it as it was "
     "saved, and save what fs.optim.decode_state returns, which loads with any"
 )
@@ -119,17 +119,17 @@ class _Loader:
     ) -> None:
         self._spec, self._ranks = spec, ranks
         manifest = read_manifest(directory)  # also checks the metadata's checksum
-        self._stored = StoredTensors(directory, read_metadata(directory), manifest.records if manifest else {}, check)
+        self._stored = _StoredTensors(directory, read_metadata(directory), manifest.records if manifest else {}, check)
         path = tuple(only.split(".")) if only else ()
         saved: dict[str, Any] = {}
         if manifest:
-            with explain_bad_tree(directory):
+            with _explain_bad_tree(directory):
                 saved = dict(iter_plain_values(manifest.state, ranks.rank))
         self._is_template = like is not None
         if like is not None:
             self._node, _ = describe(like, spec, path, is_template=True)
         elif manifest:
-            with explain_bad_tree(directory):
+            with _explain_bad_tree(directory):
                 self._node = tree_from_json(select_part(manifest.state, only or ""), spec, ranks.rank, ranks.size, path)
         else:
             children: dict[str, Node] = {unit.key: parameter_slice(unit, path) for unit in spec}  # another program's state_dict
@@ -154,7 +154,7 @@ class _Loader:
                 self._stored.check_tensor(leaf.names, leaf.whole_shape(self._spec), leaf.dtype)
             case SliceLeaf():
                 sizes = dict(self._spec.bound_mesh.sizes)
-                why = OTHER_BLOCKS if leaf.block > 1 else ""
+                why = _OTHER_BLOCKS if leaf.block > 1 else ""
                 for param, names in zip(leaf.params, leaf.names, strict=True):
                     shape, hint = leaf.stored_shape(param, sizes), describe_pieces(param, sizes)
                     self._stored.check_tensor(names, shape, leaf.dtype, hint, why)
@@ -164,20 +164,14 @@ class _Loader:
 
     def read(self) -> Any:
         with torch.no_grad(), phase("checkpoint read"):
-            for numbers in self._iter_rounds():
+            encoded = [i for i, leaf in self._leaves.items() if isinstance(leaf, SliceLeaf) and leaf.is_encoded]
+            for numbers in ([i for i in self._leaves if i not in encoded], *([i] for i in encoded)):  # these alone: for memory
                 memory = {i: self._allocate(self._leaves[i]) for i in numbers}
-                parts = [part for i in numbers for part in self._iter_ranges(self._leaves[i], memory[i])]
-                self._stored.read(parts)
+                self._stored.read([part for i in numbers for part in self._iter_ranges(self._leaves[i], memory[i])])
                 for i in numbers:
                     self._values[i] = self._to_state(self._leaves[i], memory.pop(i))
-        with nullcontext() if self._is_template else explain_bad_tree(self._stored.directory):
+        with nullcontext() if self._is_template else _explain_bad_tree(self._stored.directory):
             return build_state(self._node, iter(self._values))
-
-    def _iter_rounds(self) -> Iterator[list[int]]:
-        """Yield the numbers of leaves to read together: all but encoded slices, and each of these alone to save memory."""
-        is_encoded = {i: isinstance(leaf, SliceLeaf) and leaf.is_encoded for i, leaf in self._leaves.items()}
-        yield [i for i in self._leaves if not is_encoded[i]]
-        yield from ([i] for i in self._leaves if is_encoded[i])
 
     def _allocate(self, leaf: StoredLeaf) -> Tensor:
         match leaf:
@@ -195,13 +189,7 @@ class _Loader:
                     raise CheckpointError(text) from error
 
     def _iter_ranges(self, leaf: StoredLeaf, memory: Tensor) -> Iterator[TensorRange]:
-        match leaf:
-            case ScalarLeaf():
-                pairs = enumerate(leaf.names)
-                parts = (TensorRange(names[0], names[1:], (), (), 0, memory[i : i + 1], 0, 1) for i, names in pairs)
-            case _:
-                parts = leaf.ranges(memory, self._spec, self._ranks.rank, self._ranks.size)
-        for part in parts:
+        for part in leaf.ranges(memory, self._spec, self._ranks.rank, self._ranks.size):
             key = self._stored.find_key([part.name, *part.aliases])
             assert key is not None
             yield part._replace(name=key)
@@ -241,7 +229,7 @@ def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class StoredTensors:
+class _StoredTensors:
     """The tensors of a checkpoint, by their keys: their names, perhaps with the prefixes of wrappers."""
 
     directory: AnyPath
@@ -370,7 +358,7 @@ class StoredTensors:
 
 
 @contextmanager
-def explain_bad_tree(directory: AnyPath) -> Generator[None]:
+def _explain_bad_tree(directory: AnyPath) -> Generator[None]:
     """Raise CheckpointError for a tree in the manifest that `tree_to_json` did not write, as only other programs do."""
     try:
         yield

@@ -54,31 +54,26 @@ def rekey(found: Mapping[str, Any], names: Sequence[str]) -> StateDict:
     >>> rekey(by_name, ["a", "b"])
     {'state': {1: {'step': 1}}, 'param_groups': [{'params': [0, 1], 'lr': 0.1}]}
     """
-    numbers = {name: i for i, name in enumerate(names)}
-    if len(numbers) < len(names):
-        twice = max(names, key=[*names].count)
-        raise ValueError(f"parameter '{twice}' is twice in names: expected each once, as named_parameters() gives them")
     listed = [key for group in found["param_groups"] for key in group["params"]]
+    for where, given in (("names", [*names]), ("param_groups", listed)):
+        if len({*given}) < len(given):
+            raise ValueError(f"parameter '{max(given, key=given.count)}' is twice in {where}: expected each once")
     keys = [*found["state"], *listed]
     kinds = {type(key) for key in keys}
     if len(kinds) > 1 or not kinds <= {int, str}:
         raise ValueError(f"rekey: expected parameters' names or their numbers, got keys of {sorted(k.__name__ for k in kinds)}")
-    new: Mapping[Any, Any] = numbers if kinds == {str} else dict(enumerate(names))
-    if len({*listed}) < len(listed):
-        raise ValueError(f"parameter '{max(listed, key=listed.count)}' is twice in param_groups: expected each once")
+    old: Sequence[Any] = names if kinds == {str} else range(len(names))
+    number = {key: i for i, key in enumerate(old)}
+    new = dict(zip(old, range(len(names)) if kinds == {str} else names, strict=True))
     for key in keys:
         if key not in new:
             raise ValueError(f"parameter '{key}' is not in names: expected one of {len(names)} such as {[*names][:3]}")
     if missing := {*new} - {*listed}:
         raise ValueError(f"parameter '{min(missing)}' of names is in no group: expected the parameters of the optimizer")
-
-    def by_number(key: Any) -> int:
-        return new[key] if kinds == {str} else key
-
-    groups = [{**group, "params": sorted(group["params"], key=by_number)} for group in found["param_groups"]]
-    groups.sort(key=lambda group: by_number(group["params"][0]) if group["params"] else len(names))
+    groups = [{**group, "params": sorted(group["params"], key=number.__getitem__)} for group in found["param_groups"]]
+    groups.sort(key=lambda group: number[group["params"][0]] if group["params"] else len(names))
     return {
-        "state": {new[key]: found["state"][key] for key in sorted(found["state"], key=by_number)},
+        "state": {new[key]: found["state"][key] for key in sorted(found["state"], key=number.__getitem__)},
         "param_groups": [{**group, "params": [new[key] for key in group["params"]]} for group in groups],
     }
 

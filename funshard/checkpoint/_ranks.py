@@ -10,6 +10,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -38,25 +39,22 @@ def exchange_through_store(value: str, group: str, rank: int, size: int, timeout
     nothing that the next call could take for an answer. Groups have different names.
     """
     announce("exchange through the store", group, "for a checkpoint")
-    found: list[list[str]] = []
-    errors: list[BaseException] = []
+    future: Future[list[str]] = Future()
 
     def run() -> None:
         try:
-            found.append(_run_exchange(value, group, rank, size, timeout))
+            future.set_result(_run_exchange(value, group, rank, size, timeout))
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
     # The store's own time limit does not end a wait for the process that has the store if that process is stopped: so a
     # thread waits, which can be left behind.
-    thread = threading.Thread(target=run, name="funshard.checkpoint.exchange", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds() + GRACE)
-    if errors:
-        raise errors[0]
-    if not found:
-        raise RuntimeError(f"the store of the process group did not answer within {timeout.total_seconds():g} s")
-    return found[0]
+    threading.Thread(target=run, name="funshard.checkpoint.exchange", daemon=True).start()
+    try:
+        return future.result(timeout.total_seconds() + GRACE)
+    except TimeoutError:
+        text = f"the store of the process group did not answer within {timeout.total_seconds():g} s"
+        raise RuntimeError(text) from None
 
 
 GRACE = 2.0
@@ -164,13 +162,6 @@ class Ranks:
         """Return every rank's value, on every rank."""
         return self._exchange("all_gather_object", value, [value])
 
-    def _gather_to_first(self, value: T) -> list[T]:
-        return self._exchange("gather_object", value, [value])
-
-    def broadcast(self, value: T) -> T:
-        """Return the first rank's value on every rank."""
-        return self._exchange("broadcast_object", value, value)
-
     def _exchange(self, method: str, value: Any, alone: Any) -> Any:
         if (group := self.group) is None:
             return alone
@@ -186,10 +177,7 @@ class Ranks:
         return self.run_and_exchange(lambda: function() if self.rank == 0 else None, where, lambda value: value)[1][0]  # pyright: ignore[reportReturnType]
 
     def run_and_exchange(self, function: Callable[[], T], where: str, summarize: Callable[[T], M]) -> tuple[T, list[M]]:
-        """Run a function on every rank, and return its result and ``summarize(result)`` of all ranks.
-
-        The error of one rank is raised on all, and names the public function ``where``.
-        """
+        """Return a function's result, and ``summarize(result)`` of all ranks. The error of one rank is raised on all."""
 
         def run() -> tuple[T, M]:
             value = function()
@@ -198,22 +186,24 @@ class Ranks:
         result, error = self._try(run)
         every = self.gather((_error_text(error), result and result[1]))
         self._raise_errors([text for text, _ in every], where, error)
-        return result[0], [message for _, message in every]  # pyright: ignore
+        assert result is not None
+        return result[0], [message for _, message in every]
 
     def run_and_finish(
         self, function: Callable[[], T], finish: Callable[[list[T]], None], where: str, unless_saved: str
     ) -> None:
-        """Run a function on every rank, and ``finish`` with all results on the first. The error of one rank is raised on all.
+        """Run a function on all ranks, and ``finish`` with all results on the first; the error of one is raised on all.
 
         ``unless_saved`` is a note for any error but a `SavedError`.
         """
         value, error = self._try(function)
-        every: list[Any] = self._gather_to_first((_error_text(error), value))
+        every: list[Any] = self._exchange("gather_object", own := (_error_text(error), value), [own])
         errors = [text for text, _ in every]
         if self.rank == 0 and not any(errors):
             _, error = self._try(lambda: finish([value for _, value in every]))
             errors = [_error_text(error)]
-        texts = self.broadcast(errors if any(errors) else [])
+        errors = errors if any(errors) else []
+        texts = self._exchange("broadcast_object", errors, errors)
         is_saved = any(text and text[0] == SavedError.__name__ for text in texts)
         self._raise_errors(texts, where if is_saved else f"{where}: {unless_saved}", error)
 

@@ -97,18 +97,15 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
 
     Example:
         >>> import tempfile, torch, funshard as fs
-        >>> model = torch.nn.Linear(2, 2)
-        >>> spec = fs.policies.whole()(model)
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 2))
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     for step in (1, 2):
-        ...         _ = fs.checkpoint.save(f"{directory}/step{step}", fs.shard(model, spec), spec)
+        ...     _ = [fs.checkpoint.save(f"{directory}/step{step}", {"step": step}, spec) for step in (1, 2)]
         ...     print(fs.checkpoint.latest(directory).name)
         step2
     """
     if spec is not None:
-        return connect_ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT).run_on_first(
-            lambda: latest(directory), "checkpoint.latest"
-        )
+        ranks = connect_ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT)
+        return ranks.run_on_first(lambda: latest(directory), "checkpoint.latest")
     for _, path, damage in reversed(list_committed(open_path(os.fsdecode(directory)))):
         if not damage:
             return path
@@ -134,11 +131,9 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
 
     Example:
         >>> import tempfile, torch, funshard as fs
-        >>> model = torch.nn.Linear(2, 2)
-        >>> spec = fs.policies.whole()(model)
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 2))
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     for step in (1, 2, 3):
-        ...         _ = fs.checkpoint.save(f"{directory}/step{step}", fs.shard(model, spec), spec)
+        ...     _ = [fs.checkpoint.save(f"{directory}/step{step}", {"step": step}, spec) for step in (1, 2, 3)]
         ...     print([path.name for path in fs.checkpoint.clean(directory, keep=2)])
         ['step1']
     """
@@ -147,12 +142,12 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
     directory = open_path(os.fsdecode(directory))
     complete = [path for _, path, damage in list_committed(directory) if not damage]
     removed: list[AnyPath] = []
-    if isinstance(directory, RemotePath):
-        for path in complete[:-keep]:
+    for path in complete[:-keep]:
+        if isinstance(path, RemotePath):
             (path / MANIFEST).remove()  # first, so that no reader takes a half of it for a checkpoint
             path.remove()
-        return complete[:-keep]
-    for path in complete[:-keep]:
+            removed.append(path)
+            continue
         moved = _make_staging_path(path)
         try:
             if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
@@ -165,7 +160,7 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
                 warnings.warn(f"checkpoint.clean: {path} stays, because this user may not remove it", stacklevel=2)
             continue
         removed += [path] if _remove(moved) else []
-    for path in directory.iterdir() if directory.is_dir() else ():
+    for path in directory.iterdir() if isinstance(directory, Path) and directory.is_dir() else ():
         if is_directory(path) and STAGING_NAME.fullmatch(path.name) and _is_left_over(path) and _remove(path):
             removed.append(path)
     return removed

@@ -62,18 +62,12 @@ def read_manifest(path: AnyPath) -> Manifest | None:
     Raises CheckpointError if the manifest is damaged, or if torch's metadata file has another checksum than it says.
     """
     try:
-        raw = read_regular(path / MANIFEST)
+        found = _parse(read_regular(path / MANIFEST))
     except FileNotFoundError:
         return None
-    except DamagedError as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from error
-    try:
-        found = _parse(raw)
     except NewerError as error:
         raise NewerError(f"{path}: {error}") from None
-    except RecursionError as error:
-        raise CheckpointError(f"{path}: its file '{MANIFEST}' is damaged: it is nested too deeply") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: its file '{MANIFEST}' is damaged: {error}") from error
     try:
         metadata = checksum(read_regular(path / METADATA))

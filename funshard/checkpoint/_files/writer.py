@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ... import _torch
-from .._state.leaves import Box, RangeSharer, TensorRange, check_tiles, range_to_boxes, split_range
+from .._state.leaves import Box, TensorRange, check_tiles, range_to_boxes, share_range, split_range
 from .manifest import METADATA
 from .remote import AnyPath
 from .untrusted import checksum
@@ -56,16 +56,16 @@ class RangeSavePlanner:
     """A planner of the writes of this rank's share of some ranges: one of the ranks that hold an element writes it."""
 
     def __init__(self, parts: Iterable[TensorRange]) -> None:
-        sharer = RangeSharer()
+        written: dict[tuple[int, tuple[str, ...] | None], list[int]] = {}  # by the number of holders, and their axes
         self._memory: Tensor | None = None
         self._items: dict[dcp.MetadataIndex, tuple[WriteItem, Tensor]] = {}
         self._aliases: dict[str, tuple[str, ...]] = {}
         for part in parts:
             if part.aliases:
                 self._aliases[part.name] = part.aliases
-            size = part.data.dtype.itemsize
-            end = part.begin + len(part.data)
-            for low, high in sharer.share(part.begin, end, size, part.holder, part.holders, part.axes):
+            size, end = part.data.dtype.itemsize, part.begin + len(part.data)
+            shares = written.setdefault((part.holders, part.axes), [0] * part.holders)
+            for low, high in share_range(shares, part.begin, end, size, part.holder):
                 for at in split_range(low, high, size):
                     for box, view in iter_boxes(part, *at):
                         self._add(part, box, view)

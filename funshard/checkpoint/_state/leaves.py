@@ -21,9 +21,9 @@ from ..._spec.local import piece_offsets
 from ..._wire.flow import store_slice
 from ..._wire.host import is_host_resident, place_slice
 
-__all__ = ["MAX_DIMS", "Box", "Leaf", "OwnedLeaf", "RangeSharer", "ScalarLeaf", "SliceLeaf", "StoredLeaf", "TensorLeaf"]
+__all__ = ["MAX_DIMS", "Box", "Leaf", "OwnedLeaf", "ScalarLeaf", "SliceLeaf", "StoredLeaf", "TensorLeaf"]
 __all__ += ["TensorRange", "ValueLeaf", "check_storable", "check_tiles", "is_uniform", "leaf_names", "range_to_boxes"]
-__all__ += ["split_range"]
+__all__ += ["share_range", "split_range"]
 
 
 # --- Divide flat ranges of tensors into N-d boxes, and among the ranks that hold them ---
@@ -119,30 +119,20 @@ def split_range(begin: int, end: int, itemsize: int) -> list[tuple[int, int]]:
     return [(at, min(at + step, end)) for at in range(begin, end, step)] or [(begin, end)]
 
 
-class RangeSharer:
-    """An even division of ranges among the ranks that hold them, in the same way on each of these ranks."""
+def share_range(written: list[int], begin: int, end: int, itemsize: int, rank: int) -> list[tuple[int, int]]:
+    """Return what ``rank`` writes of a range that several ranks hold: those that have written the fewest bytes come first.
 
-    def __init__(self) -> None:
-        # the bytes that each holder writes, by the number of holders and their axes
-        self._shares: dict[tuple[int, tuple[str, ...] | None], list[int]] = {}
-
-    def share(
-        self, begin: int, end: int, itemsize: int, rank: int, ranks: int, axes: tuple[str, ...] | None = None
-    ) -> list[tuple[int, int]]:
-        """Return what ``rank`` writes of the next range that ``ranks`` ranks hold: those with the fewest bytes come first.
-
-        The ranks along ``axes`` hold the same ranges for these axes, and perhaps different ones for others: each counts alone.
-        """
-        shares = self._shares.setdefault((ranks, axes), [0] * ranks)
-        length = end - begin
-        parts = max(1, min(ranks, length * itemsize // MIN_SHARED_BYTES))
-        mine: list[tuple[int, int]] = []
-        for i, holder in enumerate(reversed(sorted(range(ranks), key=shares.__getitem__)[:parts])):  # later parts are longer
-            low, high = begin + length * i // parts, begin + length * (i + 1) // parts
-            shares[holder] += (high - low) * itemsize
-            if holder == rank:
-                mine.append((low, high))
-        return mine
+    ``written`` has the bytes of each rank. The function adds those of this range, in the same way on each of these ranks.
+    """
+    length, ranks = end - begin, range(len(written))
+    parts = max(1, min(len(ranks), length * itemsize // MIN_SHARED_BYTES))
+    own: list[tuple[int, int]] = []
+    for i, holder in enumerate(reversed(sorted(ranks, key=written.__getitem__)[:parts])):  # later parts are longer
+        low, high = begin + length * i // parts, begin + length * (i + 1) // parts
+        written[holder] += (high - low) * itemsize
+        if holder == rank:
+            own.append((low, high))
+    return own
 
 
 # --- The leaves ---
@@ -270,9 +260,10 @@ class ScalarLeaf:
     """Whether the number is on the mesh's device instead of the host."""
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the number once for each parameter. Raises ValueError for several numbers that differ."""
-        for name, *aliases in self.names:
-            yield TensorRange(name, tuple(aliases), (), (), 0, tensor.detach().reshape(1), rank, ranks)
+        """Yield the number for each parameter, or as many numbers."""
+        numbers = tensor.detach().reshape(-1).expand(len(self.names))
+        for i, (name, *aliases) in enumerate(self.names):
+            yield TensorRange(name, tuple(aliases), (), (), 0, numbers[i : i + 1], rank, ranks)
 
 
 @dataclass(frozen=True)
