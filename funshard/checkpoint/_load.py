@@ -147,8 +147,13 @@ class _Loader:
     def _check(self, leaf: StoredLeaf) -> None:
         match leaf:
             case TensorLeaf():
-                shape = self._stored.check_leaf(leaf)
+                shape = self._stored.check_tensor([leaf.name], None if leaf.is_per_rank else leaf.shape, leaf.dtype)
                 if leaf.is_per_rank:
+                    if shape[1:] != leaf.shape or not shape:
+                        raise ValueError(
+                            f"tensor '{leaf.name}' is each rank's own: expected [ranks, {str([*leaf.shape])[1:]} in the "
+                            f"checkpoint, got {[*shape]}: was another state saved?"
+                        )
                     check_rank_count(leaf.name, shape[0], self._ranks.size)
             case OwnedLeaf():
                 self._stored.check_tensor(leaf.names, leaf.whole_shape(self._spec), leaf.dtype)
@@ -240,7 +245,6 @@ class _StoredTensors:
     _checked: set[str] = field(default_factory=set)
 
     def find_key(self, names: Sequence[str]) -> str | None:
-        """Return the key of the first of these names that the checkpoint has, or None."""
         every = self.metadata.state_dict_metadata
         return next((key for name in names for key in (name, self._keys.get(name)) if key is not None and key in every), None)
 
@@ -254,7 +258,6 @@ class _StoredTensors:
     def check_tensor(
         self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype, hint: str = "", why: str = ""
     ) -> tuple[int, ...]:
-        """Return the shape of a stored tensor. Raises ValueError, with ``why`` and a hint, if it is missing or does not fit."""
         key = self.find_key(names)
         tensor = None if key is None else self.metadata.state_dict_metadata[key]
         if key is None or not isinstance(tensor, TensorStorageMetadata):
@@ -300,18 +303,7 @@ class _StoredTensors:
                 )
         self._checked.add(key)
 
-    def check_leaf(self, leaf: TensorLeaf) -> tuple[int, ...]:
-        """Return the stored shape of a leaf, which has a row for each rank that saved it if it is each rank's own."""
-        shape = self.check_tensor([leaf.name], None if leaf.is_per_rank else leaf.shape, leaf.dtype)
-        if leaf.is_per_rank and (not shape or shape[1:] != leaf.shape):
-            raise ValueError(
-                f"tensor '{leaf.name}' is each rank's own: expected [ranks, {str([*leaf.shape])[1:]} in the checkpoint, got "
-                f"{[*shape]}: was another state saved?"
-            )
-        return shape
-
     def read(self, parts: Sequence[TensorRange]) -> None:
-        """Read ranges of these tensors into their memory, in file order. Raises CheckpointError for damage."""
         wanted: dict[tuple[str, int, int], list[tuple[ReadItem, Tensor]]] = defaultdict(list)
         storage: Any = self.metadata.storage_data
         for item, target in plan_reads(parts, self.metadata):
@@ -341,7 +333,8 @@ class _StoredTensors:
             if (shape, found.like.dtype) != wanted:
                 raise DamagedError(f"expected {[*wanted[0]]} {wanted[1]} there, got {[*shape]} {found.like.dtype}")
         first, target = items[0]
-        is_direct = len(items) == 1 and tuple(first.lengths) == shape and _has_layout(target, found.like)
+        is_dense = found.like.is_contiguous() and target.is_contiguous() and target.device.type == "cpu"
+        is_direct = len(items) == 1 and tuple(first.lengths) == shape and is_dense
         memory = target if is_direct else torch.empty(found.end - found.offset, dtype=torch.uint8)
         crc32 = _read_into(file, offset, found.offset, 0)
         crc32 = _read_into(file, offset + found.offset, _torch.host_bytes(memory), crc32)
@@ -393,11 +386,6 @@ def _read_into(file: BinaryIO, offset: int, memory: memoryview | int, crc32: int
     if at < len(raw):
         raise DamagedError("it was cut short")
     return crc32
-
-
-def _has_layout(target: Tensor, like: Tensor) -> bool:
-    is_dense = target.is_contiguous() and like.is_contiguous()
-    return is_dense and target.dtype == like.dtype and target.shape == like.shape and target.device.type == "cpu"
 
 
 @contextmanager

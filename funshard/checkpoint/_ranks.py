@@ -187,7 +187,7 @@ class Ranks:
         every = self.gather((_error_text(error), result and result[1]))
         self._raise_errors([text for text, _ in every], where, error)
         assert result is not None
-        return result[0], [message for _, message in every]
+        return result[0], [message for _, message in every]  # pyright: ignore[reportReturnType]
 
     def run_and_finish(
         self, function: Callable[[], T], finish: Callable[[list[T]], None], where: str, unless_saved: str
@@ -217,7 +217,6 @@ class Ranks:
             raise
 
     def _raise_errors(self, texts: list[tuple[str, str] | None], where: str, own: Exception | None) -> None:
-        """Raise the errors of all ranks as one, or this rank's own error if all ranks have the same."""
         errors = {rank: text for rank, text in enumerate(texts) if text is not None}
         if not errors:
             return

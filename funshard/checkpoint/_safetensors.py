@@ -233,25 +233,16 @@ def export(
         )
     if dry_run:
         return target
-    staging: StagingDirectory | None = None
-
-    def begin() -> None:
-        nonlocal staging
-        staging = StagingDirectory(target)
-        for file in files:
-            (staging.directory / file.name).write_bytes(file.header)
-
+    staging = ranks.run(lambda: None if ranks.rank else StagingDirectory(target), "checkpoint.export")
     try:
-        ranks.run_on_first(begin, "checkpoint.export")
         with torch.no_grad():
             for unit in spec:
                 with phase("gather", unit.key):
                     full = _gather(params, unit, spec, dtype)
                 ranks.run_on_first(lambda full=full: _write_tensors(staging, files, full), "checkpoint.export")
                 del full  # before the next unit is gathered
-            ranks.run_on_first(
-                lambda: _finish(staging, files, _unsharded_tensors(params, spec, buffers or {})), "checkpoint.export"
-            )
+            extra = _unsharded_tensors(params, spec, buffers or {})
+            ranks.run_on_first(lambda: _finish(staging, files, extra), "checkpoint.export")
     except BaseException:
         if staging is not None:
             staging.abandon()
@@ -324,8 +315,11 @@ def _write_tensors(staging: StagingDirectory | None, files: list[_FileLayout], t
     """Write tensors to their places in the files. Only the first rank calls this, which has a staging directory."""
     assert staging is not None
     for file in files:
+        path = staging.directory / file.name
+        if not path.exists():
+            path.write_bytes(file.header)
         if names := [name for name in tensors if name in file.tensors]:
-            with (staging.directory / file.name).open("r+b") as opened:
+            with path.open("r+b") as opened:
                 for name in names:
                     entry = file.tensors[name]
                     opened.seek(entry.offset)

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._core.checks import bind_spec
+from .._core.layout import rank_along, rank_coords
 from .._core.spec import PartitionSpec
 from .._sharding.hashes import hash_bits
 from .._spec.codec import storage_codec
@@ -154,8 +155,10 @@ def save(
             planner = RangeSavePlanner(summary.ranges)
             undo.callback(planner.release)
             if ranks.rank == 0:
-                is_remote = isinstance(target, RemotePath)
-                staging = RemoteStaging(target) if is_remote else StagingDirectory(target, over_damaged=True)
+                if isinstance(target, RemotePath):
+                    staging = RemoteStaging(target)
+                else:
+                    staging = StagingDirectory(target, over_damaged=True)
                 undo.callback(staging.abandon)
         if asynchronous:
             with phase("checkpoint copy"):
@@ -259,7 +262,8 @@ class _StateSummary:
                         f"unit '{leaf.unit.key}' is at rest in {storage_codec(leaf.unit)}, encoded from the frozen model: "
                         "expected a state without it; save fs.partition(params, spec)[0]"
                     )
-                index, slices = leaf.slice_index(self.spec)
+                mesh = self.spec.bound_mesh
+                index, slices = rank_along(leaf.unit.distinct_axes, mesh, rank_coords(mesh, None))
                 if slices < ranks.size:
                     self.replicas[name] = leaf.unit.key, index, int(hash_bits(value.detach()))
             case TensorLeaf(is_per_rank=True):

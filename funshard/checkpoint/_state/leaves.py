@@ -217,10 +217,6 @@ class SliceLeaf:
             if self.subset is None or param in self.subset:
                 yield Piece(param, low // block, -(-high // block), begin // block)
 
-    def slice_index(self, spec: PartitionSpec) -> tuple[int, int]:
-        """Return the number of this rank's slice among the slices that differ between ranks, and how many there are."""
-        return rank_along(self.unit.distinct_axes, spec.bound_mesh, rank_coords(spec.bound_mesh, None))
-
     def to_state(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
         """Return a slice that was read as a state has it: encoded, and on the device or host where it is kept."""
         return (store_slice if self.is_encoded else place_slice)(tensor, self.unit, spec.bound_mesh)

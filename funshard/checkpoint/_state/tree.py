@@ -88,7 +88,6 @@ NAMED: dict[str, Any] = SEQUENCES | MAPPINGS | TUPLES
 
 
 def _is_container(value: Any) -> bool:
-    """Return whether a state takes a value apart; None is a plain value."""
     return not (value is None or optree.tree_is_leaf(value, namespace=NAMESPACE))
 
 
@@ -110,7 +109,6 @@ def _describe_container(value: Any, describe_child: Callable[[Any, Any], Node]) 
 
 
 def _get_kind(value: Any) -> tuple[str, Any]:
-    """Return a container's kind, "" if files do not know it, and the names of the numbers of a `UnitState`."""
     cls = type(value)
     if NAMED.get(cls.__name__) is not cls:
         return "", None
