@@ -59,20 +59,17 @@ without an underscore is public.
 import typing as _typing
 from importlib import import_module as _import_module
 
-from . import collectives, loss_scale, optim, policies
+from . import collectives, policies
 from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from ._call.buffers import BufferWarning
 from ._call.call import functional_call, trace_order
 from ._call.compiled_unit import CompileWarning
-from ._compiled.step import compile
 from ._core.layout import Params, flatten, unflatten
 from ._core.spec import PartitionSpec
 from ._core.tree import ModuleTree, Param, module_tree
 from ._core.unit import P, Unit
-from ._init.init import init, init_buffers
 from ._sharding.full import gather_full, scatter_full, stream_full
 from ._sharding.grads import reduce_grads, reduce_mean, weight_share
-from ._sharding.random_like import random_like
 from ._sharding.sharding import combine, partition, reshard, shard, unshard
 from ._sharding.skeleton import skeleton
 from ._slices.pieces import param_views
@@ -80,25 +77,28 @@ from ._spec.codec import Codec
 from ._spec.options import Compile, Remat
 from ._spec.precision import Precision
 from ._steps.accumulate import accumulate
-from ._steps.in_backward import StepResult, update_in_backward
 from ._steps.microbatches import PaddedMicrobatches, pad_microbatches
-from ._steps.scan import scan
 from ._transforms._recompute.remat import remat
 from ._transforms._recompute.saved_results import checkpoint_name
-from ._transforms.attention import transforms_attention
-from ._transforms.chunked import chunked
 from ._transforms.grad import grad, grad_and_value
 from ._transforms.offload import offload
-from ._transforms.per_sample import per_sample_grads
-from ._transforms.products import fishervp, ggnvp, hvp
 from .collectives._rank_check import check
 from .policies import Policy, by_path, by_size, by_type
 
 if _typing.TYPE_CHECKING:
-    from . import averaging, checkpoint, codecs, compress, curvature, data, testing
+    from . import averaging, checkpoint, codecs, compress, curvature, data, loss_scale, optim, testing
+    from ._compiled.step import compile
+    from ._init.init import init, init_buffers
     from ._plan.at_rest import visualize
     from ._plan.plan import Plan, plan
     from ._plan.timeline import Hardware
+    from ._sharding.random_like import random_like
+    from ._steps.in_backward import StepResult, update_in_backward
+    from ._steps.scan import scan
+    from ._transforms.attention import transforms_attention
+    from ._transforms.chunked import chunked
+    from ._transforms.per_sample import per_sample_grads
+    from ._transforms.products import fishervp, ggnvp, hvp
 
 __all__ = [
     "BufferWarning", "Codec", "Compile", "CompileWarning", "Hardware", "ModuleTree", "P", "PaddedMicrobatches", "Param",
@@ -112,9 +112,16 @@ __all__ = [
 ]  # fmt: skip
 
 
-_LAZY = {"Hardware": "_plan.timeline", "Plan": "_plan.plan", "plan": "_plan.plan", "visualize": "_plan.at_rest"}
-"""The public names of modules that a step of training does not need, by module."""
-_LAZY_MODULES = {"averaging", "checkpoint", "codecs", "compress", "curvature", "data", "testing"}
+_LAZY = {
+    "Hardware": "_plan.timeline", "Plan": "_plan.plan", "StepResult": "_steps.in_backward", "chunked": "_transforms.chunked",
+    "compile": "_compiled.step", "fishervp": "_transforms.products", "ggnvp": "_transforms.products",
+    "hvp": "_transforms.products", "init": "_init.init", "init_buffers": "_init.init",
+    "per_sample_grads": "_transforms.per_sample", "plan": "_plan.plan", "random_like": "_sharding.random_like",
+    "scan": "_steps.scan", "transforms_attention": "_transforms.attention", "update_in_backward": "_steps.in_backward",
+    "visualize": "_plan.at_rest",
+}  # fmt: skip
+"""The public names of modules that a step of training may do without, by module."""
+_LAZY_MODULES = {"averaging", "checkpoint", "codecs", "compress", "curvature", "data", "loss_scale", "optim", "testing"}
 """The public modules that it does not need."""
 
 

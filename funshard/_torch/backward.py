@@ -126,11 +126,10 @@ def is_in_python_node() -> bool:
 
 
 def pack_versioned(tensor: Tensor, inner: Tensor) -> Versioned:
-    """Return the object that saved-tensor hooks keep instead of a tensor, for `unpack_versioned`.
+    """Return what saved-tensor hooks keep instead of a tensor, for `unpack_versioned`; ``inner`` is the tensor from `unwrap`.
 
-    ``inner`` is the tensor from `unwrap`. A node that saves its own output would hold itself, so that output loses its graph;
-    autograd adds it again when it unpacks. Of the C++ nodes only the newest can be saving its output; one that Python
-    defines may have made others since. Pinned by ``test_saved_outputs_hold_no_graph``.
+    A node that saves its own output would hold itself, so that output loses its graph; autograd adds it again when it unpacks.
+    Only the newest C++ node can be saving its output, and any of Python. Pinned by ``test_saved_outputs_hold_no_graph``.
     """
     version = inner._version
     if inner is not tensor:
