@@ -370,7 +370,6 @@ def quantized_state(
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022.
     """
     who = "quantized_state"
-    check_spec(spec)
     check_optimizer(who, optimizer)
     begin, apply = optimizer
     state_codec = StateCodec(who, codec, spec, at_least, seed, rank)

@@ -198,9 +198,8 @@ def schedule(scheduler: Callable[..., Any], lr: float, **options: Any) -> Callab
             holder.step()
             try:
                 with warnings.catch_warnings():
-                    warnings.filterwarnings(
-                        "ignore", "The epoch parameter in `scheduler.step"
-                    )  # torch's own SequentialLR gives it
+                    # torch's own SequentialLR gives it
+                    warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
                     made.step()
             except Exception as error:  # such as that of OneCycleLR after its last step
                 raise ValueError(f"schedule: {name}: expected a step below {len(rates)}, got {at}: {error}") from error

@@ -66,12 +66,11 @@ def check_step(config: MatrixConfig, params: Mapping[str, Any], **trees: Mapping
         for key in tree:
             if key not in spec.by_key:
                 raise ValueError(f"{what}: unit '{key}' is not in the spec: expected some of {[*spec.by_key][:8]}")
-            if key not in params:
-                raise ValueError(f"unit '{key}' has {what} and is not in params: expected some of {[*params][:8]}")
         check_trainable((spec.by_key[key] for key in tree), "update")
+        if only := sorted(tree.keys() ^ params.keys()):
+            has = f"{what} and is not in params" if only[0] in tree else f"no {what}"
+            raise ValueError(f"unit '{only[0]}' has {has}: expected the same units in both, got {[*tree][:8]}")
         for key in params:
-            if key not in tree:
-                raise ValueError(f"unit '{key}' has no {what}: expected those of each of the params, got {[*tree][:8]}")
             if what == "state":
                 _check_unit_state(config, key, tree[key])
             else:
@@ -144,7 +143,7 @@ def by_matrix(
         tensor([-0.5000,  0.0000,  0.0000, -0.5000])
     """
     known = spec if isinstance(spec, Matrices) else matrices(spec)
-    rule = rule_from_update(init, update, [(m.shape, m.unit.dtype) for m in known.chosen])
+    rule = rule_from_update(init, update, known.chosen)
     return optimizer_from_rule(rule, known, {}, fallback=fallback, donate=donate)
 
 
@@ -247,9 +246,8 @@ def optimizer_with_fallback(
     lr, is_default = defaults["lr"], fallback is None
     others = fallback or _fallback_adamw(known, lr, defaults["weight_decay"], options, donate=donate)
     made = optimizer_from_rule(rule, known, resolved, fallback=others, is_default_fallback=is_default, donate=donate, lr=lr)
-    if not break_graphs:
-        return made
-    return made._replace(update=_torch.disable_in_graph(break_message(who, break_graphs))(made.update))
+    broken = _torch.disable_in_graph(break_message(who, break_graphs))(made.update) if break_graphs else made.update
+    return made._replace(update=broken)
 
 
 def _fallback_adamw(known: Matrices, lr: float, weight_decay: float, options: ParamOptions | None, *, donate: bool) -> Fallback:

@@ -281,8 +281,7 @@ def shampoo(
         >>> fs.unshard(params, spec)["weight"].diagonal().sign()
         tensor([-1., -1.])
     """
-    check_nonnegative("shampoo", lr=lr, weight_decay=weight_decay, momentum=momentum)
-    check_nonnegative("shampoo", relative_eps=relative_eps)
+    check_nonnegative("shampoo", lr=lr, weight_decay=weight_decay, momentum=momentum, relative_eps=relative_eps)
     if not 0 < decay <= 1 or not eps > 0 or every < 1:
         raise ValueError(f"shampoo: expected 0 < decay <= 1, eps > 0 and every >= 1, got {decay}, {eps} and {every}")
     known = resolve_real_matrices("shampoo", spec)
@@ -554,8 +553,7 @@ def adafactor(
         length = direction.norm(2).double() / (direction.numel() ** 0.5 * clipping_threshold)
         return (param * (1 - lr * weight_decay) - direction * (rate / length.clamp(min=1))).to(param.dtype), new
 
-    kinds = [(m.shape, m.unit.dtype) for m in known.chosen]
-    rule = rule_from_update(init, update, kinds)
+    rule = rule_from_update(init, update, known.chosen)
     resolved = resolve_options("adafactor", known, {"lr": learning_rate, "weight_decay": weight_decay}, options)
     fallback = partial(_refuse_update, known.spec), lambda grads, state, params, **rates: (dict(params), dict(state))
     return optimizer_from_rule(

@@ -20,7 +20,7 @@ from .._matrices.owners import Matrix
 from .._options import SharedOptions, scale_lr
 
 __all__ = ["Fallback", "MatrixConfig", "MatrixInit", "MatrixOptions", "MatrixRule", "MatrixState", "MatrixStep"]
-__all__ += ["MatrixUpdate", "OwnedShapes", "OwnedState", "Payload", "Slots", "init_state", "place_like", "rule_from_update"]
+__all__ += ["MatrixUpdate", "OwnedShapes", "OwnedState", "Payload", "Slots", "init_state", "rule_from_update"]
 
 
 MatrixOptions = Mapping[str, Any]
@@ -69,11 +69,10 @@ class MatrixUpdate(Protocol):
     def __call__(self, grad: Tensor, state: Tensors, param: Tensor, /, **options: Any) -> tuple[Tensor, Tensors]: ...
 
 
-def rule_from_update(
-    init: MatrixInit, update: MatrixUpdate, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]
-) -> MatrixRule:
+def rule_from_update(init: MatrixInit, update: MatrixUpdate, chosen: Sequence[Matrix]) -> MatrixRule:
     """Return the rule of a pure update of whole matrices, with which all state of the matrices' own shape is sent."""
-    initial = {shape: _try_init(init, update, shape, dtype) for shape, dtype in dict.fromkeys(shapes)}
+    kinds = dict.fromkeys((m.shape, m.unit.dtype) for m in chosen)
+    initial = {shape: _try_init(init, update, shape, dtype) for shape, dtype in kinds}
     shaped = [[name for name, x in state.items() if x.shape == shape] for shape, state in initial.items()]
     slots = tuple(name for name in shaped[0] if all(name in names for names in shaped)) if shaped else ()
 
@@ -210,9 +209,7 @@ def init_state(config: MatrixConfig, params: Tensors) -> dict[str, MatrixState]:
     others = config.fallback_tensors(params)
     fallback = config.fallback[0](others)
     if [*fallback] != [*others]:
-        raise ValueError(
-            f"fallback: expected a state with the keys of what it is given, {[*others][:4]}, got {[*fallback][:4]}"
-        )
+        raise ValueError(f"fallback: expected a state with the keys {[*others][:4]} that it is given, got {[*fallback][:4]}")
     whole: OwnedState = {}
     slots: dict[str, Params] = {slot: {} for slot in config.rule.slots}
     for batch in config.matrices._batches_of(params):
@@ -227,7 +224,7 @@ def init_state(config: MatrixConfig, params: Tensors) -> dict[str, MatrixState]:
         for slot, parts in slots.items() if names else ():
             some = {name: parts[name] for name in names if name in parts}
             zeros = torch.zeros_like(tensor.detach(), dtype=next(iter(some.values()), tensor).dtype)
-            slices[slot] = place_like(tensor, layout.join(some, zeros) if some else zeros)
+            slices[slot] = _place_like(tensor, layout.join(some, zeros) if some else zeros)
         owned = {name: whole[name] for name in names}
         others = {name: fallback[name] for name in config.fallback_tensors({key: tensor})}
         state[key] = MatrixState(torch.zeros((), dtype=torch.int64), slices, owned, others)
@@ -251,8 +248,7 @@ def _init_batch(config: MatrixConfig, batch: MatrixBatch, params: Tensors) -> Ow
     return out
 
 
-def place_like(old: Tensor, new: Tensor) -> Tensor:
-    """Return ``new`` in pinned memory if ``old`` is."""
+def _place_like(old: Tensor, new: Tensor) -> Tensor:
     return copy_like(old, new) if _torch.is_pinned(old) else new
 
 
@@ -344,8 +340,8 @@ class MatrixStep:
                 layout.select(param, name).copy_(parts[name])
             return param, new
         by_slot = {slot: {name: own[slot] for name, own in slots.items()} for slot in state.slices}
-        slices = {slot: place_like(old, layout.join(by_slot[slot], old)) for slot, old in state.slices.items()}
-        return place_like(param, layout.join(parts, param)), new._replace(slices=slices)
+        slices = {slot: _place_like(old, layout.join(by_slot[slot], old)) for slot, old in state.slices.items()}
+        return _place_like(param, layout.join(parts, param)), new._replace(slices=slices)
 
     def _start_collect(self, batch: MatrixBatch) -> Callable[[], dict[str, Payload]]:
         """Run the rule's part before the exchange, and start to send its payloads to the owners."""
@@ -378,9 +374,8 @@ class MatrixStep:
         names = [matrix.name for matrix in batch.owned_matrices]
         whole = {matrix.name: self.state[matrix.unit.key].owned[matrix.name] for matrix in batch.matrices}
         options = {matrix.name: self._options_of(matrix) for matrix in batch.owned_matrices}
-        results, new = self.config.rule.on_owner(
-            {name: sent[name] for name in names}, {name: whole[name] for name in names}, options
-        )
+        given, owned = ({name: tree[name] for name in names} for tree in (sent, whole))
+        results, new = self.config.rule.on_owner(given, owned, options)
         rates = [x for m in batch.matrices for x in self.options[m.name].values() if isinstance(x, Tensor)]
         tie = batch.tie_to_inputs([*pytree.tree_leaves(sent), *pytree.tree_leaves(whole), *rates])
         for matrix in batch.matrices:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ... import _torch
 from ..._core.announce import announce
 from ..._core.division import count_ranks
 from ..._core.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
-from ..._core.mesh import ProcessAxis, Simulated
+from ..._core.mesh import ProcessAxis
 from ..._core.ops import OpContext, PendingResult, missing_group_error, start_exchange
 from ..._core.primitive import LinearFunction, linear_map
 from ..._core.spec import PartitionSpec
@@ -92,12 +92,6 @@ class ExchangePlan(NamedTuple):
     steps: tuple[AllToAll, ...]
     end: tuple[int, ...]
     """Elements of each matrix after."""
-
-    @staticmethod
-    def from_plain(plain: Any) -> ExchangePlan:
-        """Rebuild a plan from tuples that have lost their names."""
-        begin, steps, end = plain
-        return ExchangePlan(tuple(begin), tuple(AllToAll(*step) for step in steps), tuple(end))
 
 
 def start_plan(tensors: Sequence[Tensor], plan: ExchangePlan) -> Callable[[], list[Tensor]]:
@@ -209,14 +203,14 @@ def _count_overlap(matrix: Matrix, number: int, length: int) -> int:
 
 @_torch.allow_in_graph
 def _exchange(flat: Tensor, plan: ExchangePlan, inverse: ExchangePlan) -> Tensor:
-    """Run a plan, whose transpose is its inverse."""
-    # Values that all replicas have alike count once: so the transpose is the inverse plan. Dynamo hands tuples on.
-    runs = (functools.partial(_run_plan, ExchangePlan.from_plain(one)) for one in (plan, inverse))
-    return LinearFunction.apply(flat, None, linear_map(*runs))
+    """Run a plan, whose transpose is its inverse: values that all replicas have alike count once."""
 
+    def run(plan: ExchangePlan, flat: Tensor) -> Tensor:
+        begin, steps, end = plan  # Dynamo hands on tuples that have lost their names
+        named = ExchangePlan(tuple(begin), tuple(AllToAll(*step) for step in steps), tuple(end))
+        return torch.cat(start_plan([flat], named)())
 
-def _run_plan(plan: ExchangePlan, flat: Tensor) -> Tensor:
-    return torch.cat(start_plan([flat], plan)())
+    return LinearFunction.apply(flat, None, linear_map(functools.partial(run, plan), functools.partial(run, inverse)))
 
 
 def _start_exchange(tensors: Sequence[Tensor], plan: ExchangePlan, inverse: ExchangePlan) -> Callable[[], list[Tensor]]:
@@ -332,9 +326,7 @@ class MatrixBatch(NamedTuple):
     def _is_owner(self, matrix: Matrix, device: torch.device) -> Tensor:
         here = torch.ones((), dtype=torch.bool, device=device)
         for (_, axis), at in zip(self.spec.bound_mesh.axes, matrix.owner, strict=True):
-            if at is None:
-                continue
-            here = here & (axis.rank == at if isinstance(axis, Simulated) else torch.tensor(axis.rank == at, device=device))
+            here = here if at is None else here & (axis.rank == at)
         return here
 
     def _view_matrix(self, flat: Tensor, matrix: Matrix) -> Tensor:

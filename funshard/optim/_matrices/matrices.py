@@ -77,9 +77,8 @@ class SliceLayout(NamedTuple):
 
     def _mask_of(self, name: str, device: torch.device) -> Tensor:
         """Return the mask of a parameter's elements in the unit's buffer."""
-        own: list[Tensor] = []
-        for size, param in self.unit.parts:
-            own.append(torch.full((size,), param is not None and param.name == name, device=device))
+        parts = ((size, param is not None and param.name == name) for size, param in self.unit.parts)
+        own = [torch.full((size,), is_own, device=device) for size, is_own in parts]
         padding = self.spec.padded_numel(self.unit) - self.unit.span
         return torch.cat([*own, torch.zeros(padding, dtype=torch.bool, device=device)])
 
