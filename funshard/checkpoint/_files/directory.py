@@ -234,12 +234,10 @@ class StagingDirectory:
         """
         _check_sizes(self.directory, sizes)
         _flush(self.directory)
+        moved = _make_staging_path(self.path)  # for a damaged one, which `clean` removes if this process cannot
         if self._check_replaceable():
-            moved = _make_staging_path(self.path)  # which `clean` removes if this process cannot
             os.rename(self.path, moved)
-            if find_damage(moved):
-                shutil.rmtree(moved, ignore_errors=True)
-            else:  # a complete one has come in the meantime
+            if not find_damage(moved):  # a complete one has come in the meantime
                 os.rename(moved, self.path)
         try:
             os.rename(self.directory, self.path)
@@ -257,6 +255,7 @@ class StagingDirectory:
             with contextlib.suppress(OSError):  # an empty file that has no reader
                 (self.path / LOCK).unlink(missing_ok=True)
             self._unlock()
+            shutil.rmtree(moved, ignore_errors=True)
 
     def _check_replaceable(self) -> str:
         return check_replaceable(self.path, over_damaged=self._over_damaged)
