@@ -140,9 +140,8 @@ def tree_to_json(node: Node, spec: PartitionSpec, per_rank: Mapping[str, list[An
             return {"owned": [[*node.whole_shape(spec)], plain_to_json(node.dtype, ""), node.is_accelerated]}
         case TensorLeaf():
             dtype = plain_to_json(node.dtype, "")
-            return {
-                "tensor": [[*node.shape], dtype, node.is_accelerated, node.is_per_rank, False]
-            }  # False: version 0.2 reads it
+            last = False  # version 0.2 reads it
+            return {"tensor": [[*node.shape], dtype, node.is_accelerated, node.is_per_rank, last]}
 
 
 def _dtype_name(param: Param) -> str:
