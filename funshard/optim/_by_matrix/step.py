@@ -374,7 +374,7 @@ class MatrixStep:
         names = [matrix.name for matrix in batch.owned_matrices]
         whole = {matrix.name: self.state[matrix.unit.key].owned[matrix.name] for matrix in batch.matrices}
         options = {matrix.name: self._options_of(matrix) for matrix in batch.owned_matrices}
-        given, owned = ({name: tree[name] for name in names} for tree in (sent, whole))
+        given, owned = {name: sent[name] for name in names}, {name: whole[name] for name in names}
         results, new = self.config.rule.on_owner(given, owned, options)
         rates = [x for m in batch.matrices for x in self.options[m.name].values() if isinstance(x, Tensor)]
         tie = batch.tie_to_inputs([*pytree.tree_leaves(sent), *pytree.tree_leaves(whole), *rates])
