@@ -78,7 +78,7 @@ def test_few_functions_are_traced_for_each_unit(inlined: Counter[str]) -> None:
     each = {name: (many[name] - few[name]) / 2 for name in many if many[name] != few[name]}
     own = {name: count for name, count in each.items() if "tests" not in name and not name.endswith(":forward")}
     assert sum(own.values()) <= 12, own
-    assert few["_wire/flow.py:gather_unit"] == 0
+    assert few["_wire/flow.py:unshard_unit"] == 0
     assert few["_core/layout.py:unflatten_unit"] == 0
 
 

@@ -154,7 +154,7 @@ OPTIONS = {
     "offload(?!_to_cpu)": (r"offload.py|_wire/host|_spec/options|^__init__", 5),
     "precision": (r"_spec/|_call/casting|_wire/|^__init__", 5),
     "at_rest": (r"_spec/|_wire/|^_plan/|^__init__", 3),
-    "local_axes|localdims": (r"_spec/local|_wire/whole|_core/unit", 11),
+    "local_axes|localdims": (r"_spec/local|_wire/global_params|_core/unit", 11),
 }
 """Words in the names of an option, the files of its own, and the most others that name it. They may only be lowered.
 

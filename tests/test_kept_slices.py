@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import funshard as fs
 from funshard import P
 from funshard._call import schedule
-from funshard._wire.chain import copy_kept_slice
+from funshard._wire.chain import copy_secondary_slice
 
 BOTH = ("replicate", "shard")
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
@@ -127,11 +127,11 @@ def test_slices_live_from_forward_to_the_backward_of_their_unit(way: str) -> Non
     sizes: list[int] = []
 
     def copied(*args: Any) -> torch.Tensor:
-        kept = copy_kept_slice(*args)
+        kept = copy_secondary_slice(*args)
         refs.append(weakref.ref(kept))
         return kept
 
-    with world(8), mock.patch.object(schedule, "copy_kept_slice", copied), no_collector():
+    with world(8), mock.patch.object(schedule, "copy_secondary_slice", copied), no_collector():
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=BOTH)
         model = Net(blocks=6)
         spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh)

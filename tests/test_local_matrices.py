@@ -25,7 +25,7 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import P
 from funshard._core.layout import rank_along, to_memory_order
-from funshard._wire.whole import split_pieces
+from funshard._wire.global_params import split_pieces
 from funshard.collectives import ProcessAxis
 from funshard.optim._matrices.exchange import MatrixBatch, plan_from_owners, plan_to_owners
 

@@ -349,7 +349,7 @@ class Worst(dist.ProcessGroup):
 
 
 PACKAGE = Path(funshard.__file__).parent
-STARTERS = ("unshard", "reduce_split", "_reduce_bucket", "gather_unit", "reduce_unit")
+STARTERS = ("unshard", "reduce_split", "_reduce_bucket", "unshard_unit", "reduce_unit")
 """The functions of funshard that start a unit's collectives. No other frame is asked for its locals, which would hold them."""
 
 

@@ -19,7 +19,7 @@ from .._core.tree import join_path
 from .._core.unit import Unit
 from .._spec.options import RECOMPUTE_ALL, inner_calls, remat_of
 from .._transforms._recompute.regions import is_collecting_regions, mark_region
-from .._wire.flow import gather_unit, weigh_grad
+from .._wire.flow import unshard_unit, weigh_grad
 from .._wire.mixed_layout import cast_views
 from .buffers import changes_statistics, warn_discarded, write_buffer
 from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
@@ -109,7 +109,7 @@ def _find_runs(spec: PartitionSpec) -> dict[str, tuple[_Run, ...]]:
 
 
 def _gather_unit_views(shard: Tensor, spec: PartitionSpec, unit: Unit, reduction: Reduction) -> Sequence[Tensor]:
-    return cast_views(gather_unit(shard, unit, spec.bound_mesh, reduction), unit, shard.dtype)
+    return cast_views(unshard_unit(shard, unit, spec.bound_mesh, reduction), unit, shard.dtype)
 
 
 @_torch.allow_in_graph

@@ -2,9 +2,9 @@
 
 | mode | when | gathers | what autograd keeps of a weight | reductions |
 |---|---|---|---|---|
-| `Scheduled` | process groups; no transform, or one torch.func.grad | ahead of use | how to have it again | behind backward |
-| `RegatherPerLevel` | several of grad, vjp, jvp | where used | the same, for each level | where the gradient is |
-| `DataFlow` | vmap, simulated ranks, forward mode, recording | where used | the weight | where the gradient is |
+| `Overlapped` | process groups; no transform, or one torch.func.grad | ahead of use | how to have it again | behind backward |
+| `RegatherInTransforms` | several of grad, vjp, jvp | where used | the same, for each level | where the gradient is |
+| `Inline` | vmap, simulated ranks, forward mode, recording | where used | the weight | where the gradient is |
 | compiled_call.py | inside torch.compile | the whole tree at once | what the compiler likes | where the compiler likes |
 
 In all modes a unit is in use from when its module is entered until that is left: `UnitInUse`.
@@ -27,13 +27,13 @@ from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer, TensorRestorer, hook_running_node
 from .._units.accumulation import GradReceiver
-from .._wire.flow import gather_unit, weigh_grad
+from .._wire.flow import unshard_unit, weigh_grad
 from .._wire.mixed_layout import split_by_dtype, view_by_dtype
 from .casting import cast_params
 from .schedule import MAX_UNSHARDED_IN_BACKWARD, CallOptions, GatheredUnit, Schedule, check_unmodified
 from .write_watch import WriteWatch
 
-__all__ = ["Mode", "Scheduled", "UnitInUse", "choose_mode", "units_given_full"]
+__all__ = ["Mode", "Overlapped", "UnitInUse", "choose_mode", "units_given_full"]
 
 
 class PerLevelGathers:
@@ -180,10 +180,10 @@ def choose_mode(
     """
     if _is_schedulable(params, spec):
         schedule = Schedule(params, _sharded_part(params, spec), reduction, options, receiver)
-        return Scheduled(schedule, params, spec, reduction, replaces)
+        return Overlapped(schedule, params, spec, reduction, replaces)
     if not is_inner and replaces and torch.is_grad_enabled() and _can_regather_per_level(spec):
-        return RegatherPerLevel(params, spec, reduction, options)
-    return DataFlow(params, spec, reduction, options)
+        return RegatherInTransforms(params, spec, reduction, options)
+    return Inline(params, spec, reduction, options)
 
 
 def _is_schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
@@ -238,7 +238,7 @@ def _forget_buffers(restorable: dict[int, RestorableBuffer] | None, in_use: Unit
             restorable.pop(storage, None)
 
 
-class DataFlow:
+class Inline:
     """Gathers as nodes of the graph, where a unit is used."""
 
     restorable: dict[int, RestorableBuffer] | None = None
@@ -257,7 +257,7 @@ class DataFlow:
         mesh, reduction, options = self.spec.bound_mesh, self._reduction, self._options
 
         def gather(shard: Tensor) -> list[Tensor]:
-            buffer = gather_unit(shard, unit, mesh, reduction, check_order=options.check_order)
+            buffer = unshard_unit(shard, unit, mesh, reduction, check_order=options.check_order)
             return split_by_dtype(weigh_grad(buffer, options.weight), unit, shard.dtype)
 
         return gather
@@ -285,7 +285,7 @@ class DataFlow:
         """Do nothing: no gather is under way."""
 
 
-class RegatherPerLevel(DataFlow):
+class RegatherInTransforms(Inline):
     """Data flow where each level of transforms saves how to gather a weight again, instead of the weight."""
 
     def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, options: CallOptions) -> None:
@@ -305,7 +305,7 @@ class RegatherPerLevel(DataFlow):
         return gathered
 
 
-class Scheduled:
+class Overlapped:
     """Gathers ahead of their use, in forward and in backward, and reductions behind it."""
 
     def __init__(
@@ -321,9 +321,7 @@ class Scheduled:
         self.restorable: dict[int, RestorableBuffer] | None = None
         if torch.is_grad_enabled() and schedule.routes.has_resharded_units and replaces:
             self.restorable = {}
-        self._flow = DataFlow(
-            self.params, spec, reduction, CallOptions(check_order=schedule.check_order, weight=schedule.weight)
-        )
+        self._flow = Inline(self.params, spec, reduction, CallOptions(check_order=schedule.check_order, weight=schedule.weight))
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, with the next ones under way; inside a transform that began in forward, gather it as data flow."""
@@ -358,5 +356,5 @@ class Scheduled:
         self.schedule.end_forward()
 
 
-Mode = DataFlow | Scheduled
+Mode = Inline | Overlapped
 """The way in which a call gathers and frees its units."""

@@ -27,7 +27,7 @@ from .._transforms._recompute.snapshot import is_copied
 from .._transforms.ambient import run_unrecorded
 from .buffers import copy_buffer
 from .compiled_unit import can_run_compiled, is_compiled
-from .modes import Scheduled
+from .modes import Overlapped
 from .module_state import MODULE_CONTAINERS, BoundModule, ModuleAttributes, Replaced, kept_attributes
 from .running import Call, Override
 from .schedule import GatheredUnit
@@ -64,7 +64,7 @@ def _wrap_recomputed(call: Call, path: str, before: ModuleAttributes, scoped: Ca
             call.used_parameters |= {unit.params[i].name for owned in insides()[0].owned.values() for unit, i in owned.values()}
         if call.is_inference or not _torch.needs_graph() or (compiled and can_run_compiled(call, path)):
             return scoped(*args, **kwargs)
-        if not isinstance(call.mode, Scheduled) or not call.mode.is_at_call_level():
+        if not isinstance(call.mode, Overlapped) or not call.mode.is_at_call_level():
             return _recompute_module(call, insides(), before, (), args, kwargs)
         call.scopes.enter(call.units_at(path))
         try:

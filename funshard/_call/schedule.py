@@ -12,7 +12,7 @@ buffer: autograd holds `SavedView`s, which name an empty `BackwardBuffer`. To fr
 
 The `Schedule` says when a unit starts. While one unit computes in forward, those that come next in ``spec.order`` are gathered,
 and in backward those that forward resharded before it. This is for real process groups, outside of torch.func or under one
-torch.func.grad. Elsewhere gathers are data flow (`flow.gather_unit`), as are reductions that may be differentiated again.
+torch.func.grad. Elsewhere gathers are data flow (`flow.unshard_unit`), as are reductions that may be differentiated again.
 
 Every rank starts and waits in the same order, as long as it runs the same program; `OrderCheck` compares that.
 """
@@ -39,7 +39,7 @@ from .._core.unit import Unit
 from .._torch.phases import phase
 from .._transforms.saved_tensors import hook_running_node, mark_graph_freed
 from .._units.accumulation import GradReceiver, drop_unweighted
-from .._wire.chain import BufferPool, CollectiveChain, copy_kept_slice, forgetting_on_error, make_route_table
+from .._wire.chain import BufferPool, CollectiveChain, copy_secondary_slice, forgetting_on_error, make_route_table
 from .._wire.flow import reduce_unit
 from .._wire.mixed_layout import view_whole_elements
 from .._wire.reductions import ReductionQueue, flat_pieces
@@ -65,12 +65,12 @@ def check_unmodified(key: str, shard: Tensor, version: int) -> None:
 class BackwardBuffer:
     """A gathered buffer in backward; None while nobody has asked for it."""
 
-    __slots__ = ("__weakref__", "buffer", "kept", "unit")
+    __slots__ = ("__weakref__", "buffer", "secondary", "unit")
 
     def __init__(self, unit: GatheredUnit) -> None:
         self.unit = unit
         self.buffer: Tensor | None = None
-        self.kept: Tensor | None = None  # the slice of forward's buffer that it is gathered from, if not the shard
+        self.secondary: Tensor | None = None  # the slice of forward's buffer that it is gathered from, if not the shard
 
 
 def _nothing_held() -> None:
@@ -335,7 +335,7 @@ class Schedule:
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Start to reduce a unit's gradient, given by parameter, which nobody differentiates."""
         steps = self.routes.steps[unit.key]
-        self.order_check.record(steps.reduce_groups, f"the reduction of unit '{unit.key}'{steps.encoding}")
+        self.order_check.record(steps.reduce_groups, f"the reduction of unit '{unit.key}'{steps.codec_label}")
         self.reductions.begin_backward(self.backward.run_number())
         with _torch.below_transforms():
             self.reductions.reduce(unit, grads, self.shards[unit.key], self.routes)
@@ -416,13 +416,13 @@ class GatheredUnit:
         """Start to gather the buffer: from the shards, or from the slices of it that forward has kept."""
         if self.route.has_own_buffer:
             schedule, backward_buffer = self.schedule, self._backward_buffer()
-            kept, steps = backward_buffer and backward_buffer.kept, schedule.routes.steps[self.unit.key]
+            secondary, steps = backward_buffer and backward_buffer.secondary, schedule.routes.steps[self.unit.key]
             with phase("gather", self.unit.key), _torch.below_transforms():
-                if kept is None:
+                if secondary is None:
                     self.chain = steps.gather.start(self.shard, schedule.buffers)
                 else:
-                    self.chain = steps.gather.start_from_kept(kept, schedule.buffers)
-                groups = steps.gather_groups if kept is None else steps.gather_kept_groups
+                    self.chain = steps.gather.start_from_secondary(secondary, schedule.buffers)
+                groups = steps.gather_groups if secondary is None else steps.gather_secondary_groups
                 schedule.order_check.record(groups, f"the gather of unit '{self.unit.key}'")
 
     def wait(self) -> None:
@@ -467,8 +467,8 @@ class GatheredUnit:
         if keep_for_backward and backward_buffer:
             backward_buffer.buffer = self.forward_buffer
         elif self.route.reshard_after_forward:
-            if backward_buffer and self.route.kept_axes:
-                backward_buffer.kept = copy_kept_slice(self.forward_buffer, self.route, self.schedule.spec.bound_mesh)
+            if backward_buffer and self.route.secondary_axes:
+                backward_buffer.secondary = copy_secondary_slice(self.forward_buffer, self.route, self.schedule.spec.bound_mesh)
             self.schedule.buffers.give(self.forward_buffer)
         self.forward_buffer = None
         self.schedule.add_resharded(self)

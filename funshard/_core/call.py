@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .checks import bind_spec, check_full, check_params, check_shards, find_full_params
 from .division import ReduceBy, Reduction
-from .flow import gather_unit, resolve_reduction, scatter_unit
+from .flow import resolve_reduction, scatter_unit, unshard_unit
 from .layout import Params, flatten_unit, unflatten_unit
 from .spec import PartitionSpec
 from .unit import P
@@ -90,7 +90,7 @@ def _gather(params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduct
     """Return the parameters of the units whose slices these are, and those that the spec ignores, by name."""
     full = {name: params[name] for name in spec.ignored if name in params}
     for unit in (unit for unit in spec if unit.key in params):
-        buffer = gather_unit(params[unit.key], unit, spec.bound_mesh, reduction)
+        buffer = unshard_unit(params[unit.key], unit, spec.bound_mesh, reduction)
         full.update(zip((param.name for param in unit.params), unflatten_unit(buffer, unit), strict=True))
     return full
 

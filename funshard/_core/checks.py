@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import _torch
 from .spec import PartitionSpec
 from .tree import Param
-from .unit import Unit, whole_shape
+from .unit import Unit, global_shape
 
 __all__ = ["bind_spec", "check_buffers", "check_full", "check_mapping", "check_param_classes"]
 __all__ += ["check_params", "check_shards", "check_spec", "find_full_params", "take_full_params"]
@@ -148,7 +148,7 @@ def take_full_params(params: Mapping[str, Tensor], unit: Unit, sizes: Mapping[st
 def _take_full(params: Mapping[str, Tensor], param: Param, unit: Unit, sizes: Mapping[str, int] | None = None) -> Tensor:
     """Return a full parameter, found under any of its names; raise ValueError or TypeError unless it fits."""
     tensor = next((params[name] for name in param.names if name in params), None)
-    shape = param.shape if sizes is None else whole_shape(param, sizes)
+    shape = param.shape if sizes is None else global_shape(param, sizes)
     if tensor is None:
         raise ValueError(f"parameter '{param.name}' of unit '{unit.key}' is missing: expected {list(shape)}, got none")
     for name in param.aliases:

@@ -1,4 +1,4 @@
-"""gather_unit and scatter_unit: a unit's buffer from its slices and back, with the reduction of gradients as transpose."""
+"""unshard_unit and scatter_unit: a unit's buffer from its slices and back, with the reduction of gradients as transpose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .mesh import Axis, Mesh, ProcessAxis, Simulated
 from .primitive import LinearFunction, apply, linear_map
 from .unit import Unit
 
-__all__ = ["REDUCE_MEAN", "UnitAxes", "gather_unit", "resolve_reduction", "scatter_unit", "take_slice"]
+__all__ = ["REDUCE_MEAN", "UnitAxes", "resolve_reduction", "scatter_unit", "take_slice", "unshard_unit"]
 
 REDUCE_MEAN = Reduction()
 
@@ -61,7 +61,7 @@ def resolve_reduction(by: ReduceBy, axes: Iterable[str] | None, mesh: Mesh, unit
     return reduction
 
 
-def gather_unit(piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction = REDUCE_MEAN) -> Tensor:
+def unshard_unit(piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction = REDUCE_MEAN) -> Tensor:
     """Return the full buffer of a unit from each rank's slice of it; its gradient is the reduced slice.
 
     Gathers over the axes of ``unit.p``; over the other axes of the mesh the buffer is replicated. FSDP, HSDP and DDP are this
@@ -82,7 +82,7 @@ def _divide_grad(x: Tensor, divisor: float) -> Tensor:
 
 
 def scatter_unit(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
-    """Return this rank's (or ``rank``'s) slice of a unit's full buffer, equal on all ranks. Inverse of `gather_unit`."""
+    """Return this rank's (or ``rank``'s) slice of a unit's full buffer, equal on all ranks. Inverse of `unshard_unit`."""
     at = {} if rank is None else dict(zip(mesh.names, rank_coords(mesh, rank), strict=True))
     for name in unit.p.axes:
         buffer = take_slice(buffer, mesh[name], at.get(name))

@@ -12,13 +12,13 @@ import torch
 
 from .tree import Param
 
-__all__ = ["LocalDims", "P", "Unit", "join_shape", "whole_shape"]
+__all__ = ["LocalDims", "P", "Unit", "global_shape", "join_shape"]
 
 LocalDims = tuple[tuple[str, int], ...]
 """For each axis that a tensor is local over, outermost first, the dimension that it splits."""
 
 
-def whole_shape(param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def global_shape(param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """Return the shape of the larger parameter of which each rank has a piece."""
     return join_shape(param.shape, param.local, sizes)
 

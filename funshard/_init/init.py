@@ -24,13 +24,13 @@ from .._core.checks import bind_spec
 from .._core.layout import Params, to_memory_order, unflatten_unit
 from .._core.spec import PartitionSpec
 from .._core.tree import check_not_compiled, join_path
-from .._core.unit import Unit, whole_shape
+from .._core.unit import Unit, global_shape
 from .._sharding.hashes import hash_bits
 from .._sharding.sharding import check_rank, collect_full_params
 from .._spec.table import log_spec
 from .._torch.modules import find_reset
 from .._wire.flow import store_slice
-from .._wire.whole import flatten_whole, scatter_whole
+from .._wire.global_params import flatten_global, scatter_global
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
 
@@ -434,14 +434,14 @@ def _init_units(
             if buffer is not None:
                 full = unflatten_unit(buffer, unit)
             else:
-                shapes = [whole_shape(param, dict(mesh.sizes)) for param in unit.params]
+                shapes = [global_shape(param, dict(mesh.sizes)) for param in unit.params]
                 full = [torch.zeros(shape, dtype=unit.dtype, device=device) for shape in shapes]
         values.fill({slots[param.name]: x for param, x in zip(unit.params, full, strict=True)})
         if compared:
             digests.extend(hash_bits(to_memory_order(x, param)).cpu() for x, param in zip(full, unit.params, strict=True))
         if buffer is None:
-            buffer = flatten_whole({param.name: x for param, x in zip(unit.params, full, strict=True)}, unit, spec)
-        return scatter_whole(buffer, unit, mesh, rank)
+            buffer = flatten_global({param.name: x for param, x in zip(unit.params, full, strict=True)}, unit, spec)
+        return scatter_global(buffer, unit, mesh, rank)
 
     out = {unit.key: store_slice(init_slice(unit), unit, mesh) for unit in spec}
     digest = torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)

@@ -24,10 +24,18 @@ from .._spec.table import log_spec
 from .._torch.phases import phase
 from .._wire.chain import CollectiveChain
 from .._wire.flow import store_slice
+from .._wire.global_params import (
+    apply_options,
+    decode_global,
+    flatten_global,
+    join_pieces,
+    split_global,
+    unflatten_global,
+    unshard_global,
+)
 from .._wire.host import check_host_resident, compute_device, move, start_copy_to_host
 from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names
-from .._wire.whole import apply_options, decode_whole, flatten_whole, gather_whole, join_pieces, split_whole, unflatten_whole
 from ..collectives._agree import check_sequence, find_host_groups, gather_from_ranks, leave_to_next_call
 from ..collectives._world import has_peers, process_axes
 
@@ -66,7 +74,7 @@ def gather_units(
                 if to_first:
                     buffer = gather_to_first(piece, unit, mesh)
                 else:
-                    buffer = gather_whole(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
+                    buffer = unshard_global(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
             yield unit, buffer
             del buffer
         return
@@ -162,7 +170,7 @@ def _start_gather_on_all(piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Me
     names = Names(unit.key, f"unit '{unit.key}'")
     steps = [AllGather.on_axis(name, mesh, "mean").start(names) for name, _ in reversed(axes)]
     chain = CollectiveChain(piece, steps, buffer)  # a single gather casts as it writes its own slice
-    return lambda: decode_whole(chain.result(), unit, mesh)
+    return lambda: decode_global(chain.result(), unit, mesh)
 
 
 # --- To the first rank: data movement, below autograd, over c10d's own collectives. ---
@@ -184,7 +192,7 @@ def _start_gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> PendingBuff
 def _start_gather_along(names: Sequence[str], piece: Tensor, unit: Unit, mesh: Mesh) -> PendingBuffer:
     """Start to gather to the first rank along the first of these axes. Waiting for it gathers along the others."""
     if not names:
-        return lambda: decode_whole(piece, unit, mesh)
+        return lambda: decode_global(piece, unit, mesh)
     axis, group = _process_group(mesh, names[0])
     if group is None:
         return _start_gather_along(names[1:], piece, unit, mesh)
@@ -320,7 +328,7 @@ def _iter_params(
     with torch.no_grad():
         buffer = apply_options(buffer, unit, mesh)
         buffer = start_copy_to_host(buffer)() if offload_to_cpu else buffer
-        pieces = split_whole(buffer, unit, mesh)
+        pieces = split_global(buffer, unit, mesh)
     sizes = dict(mesh.sizes)
     params = {param.name: (param, views) for param, views in zip(unit.params, pieces, strict=True)}
     for name in names:
@@ -411,7 +419,7 @@ def _copy_params(buffer: Tensor | None, unit: Unit, mesh: Mesh, offload_to_cpu: 
     """Copy a gathered unit's parameters. From a device to the host this is one copy, for which the returned function waits."""
 
     def clone(buffer: Tensor) -> Params:  # each of its own: one that shares memory with others cannot be saved by itself
-        return {param.name: t.clone() for param, t in zip(unit.params, unflatten_whole(buffer, unit, mesh), strict=True)}
+        return {param.name: t.clone() for param, t in zip(unit.params, unflatten_global(buffer, unit, mesh), strict=True)}
 
     if buffer is None:
         return dict
@@ -456,7 +464,7 @@ def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src:
         buffer = None
         if source == here:
             assert full is not None
-            buffer = flatten_whole(full, unit, spec).detach()
+            buffer = flatten_global(full, unit, spec).detach()
             buffer = buffer.to(device) if mesh.device or has_peers(mesh) else buffer
         out[unit.key] = store_slice(_scatter_from(buffer, unit, spec, mesh, source, device), unit, mesh)
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._core.checks import bind_spec, check_mapping
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
-from .._core.unit import Unit, whole_shape
+from .._core.unit import Unit, global_shape
 from .._slices.pieces import check_slice
 from .._slices.random_slices import draw_like, draw_normal
 
@@ -66,7 +66,7 @@ def random_like(
         owner = spec.owner(key)
         if isinstance(owner, Unit):
             check_slice(tensor, owner, spec, "random vector")
-        elif tuple(tensor.shape) != (shape := whole_shape(owner, dict(spec.bound_mesh.sizes))):
+        elif tuple(tensor.shape) != (shape := global_shape(owner, dict(spec.bound_mesh.sizes))):
             raise ValueError(f"parameter '{key}': expected shape {list(shape)}, got {list(tensor.shape)}")
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise TypeError(

@@ -18,9 +18,9 @@ from .._core.unit import Unit
 from .._spec.codec import check_trainable
 from .._spec.table import log_spec
 from .._units.accumulation import find_accumulation
-from .._wire.flow import gather_unit, store_slice
+from .._wire.flow import store_slice, unshard_unit
+from .._wire.global_params import flatten_global, scatter_global, unflatten_global, unshard_global
 from .._wire.host import check_host_resident
-from .._wire.whole import flatten_whole, gather_whole, scatter_whole, unflatten_whole
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
 from .full import scatter_full
@@ -87,7 +87,7 @@ def shard(
     log_spec(spec)
     out: Params = {}
     for unit in spec:
-        piece = scatter_whole(flatten_whole(full, unit, spec), unit, mesh, rank)
+        piece = scatter_global(flatten_global(full, unit, spec), unit, mesh, rank)
         out[unit.key] = store_slice(piece, unit, mesh)
     return out
 
@@ -175,10 +175,10 @@ def unshard(
         accumulation.check_unweighted(shards, "its loss unshards the shards")
     full: Params = {}
     for unit in (spec.by_key[key] for key in chosen):
-        gather = gather_whole if whole else gather_unit
+        gather = unshard_global if whole else unshard_unit
         shard = shards[unit.key]
         buffer = _copy_if_shared(gather(shard, unit, mesh, reduction, check_order=True), shard)
-        tensors = unflatten_whole(buffer, unit, mesh) if whole else unflatten_unit(buffer, unit)
+        tensors = unflatten_global(buffer, unit, mesh) if whole else unflatten_unit(buffer, unit)
         full.update(zip((p.name for p in unit.params), tensors, strict=True))
     return spec._to_model_order(full | {name: shards[name] for name in spec.ignored if name in shards})
 
@@ -233,8 +233,8 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
         for key in sorted(names[unit.key] - gathered):
             gathered.add(key)
             full |= _gather_stored(shards[key], spec.by_key[key], spec.bound_mesh)
-        buffer = flatten_whole(full, unit, new_spec)
-        out[unit.key] = store_slice(scatter_whole(buffer, unit, new_mesh), unit, new_mesh)
+        buffer = flatten_global(full, unit, new_spec)
+        out[unit.key] = store_slice(scatter_global(buffer, unit, new_mesh), unit, new_mesh)
         for old in (key for key in names[unit.key] if last[key] == unit.key):
             for param in spec.by_key[old].params:
                 del full[param.name]
@@ -243,8 +243,8 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
 
 def _gather_stored(piece: Tensor, unit: Unit, mesh: Mesh) -> Params:
     """Return a unit's full values by name as they were sharded, whatever options compute with."""
-    buffer = gather_whole(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
-    tensors = unflatten_whole(_copy_if_shared(buffer, piece), unit, mesh)
+    buffer = unshard_global(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
+    tensors = unflatten_global(_copy_if_shared(buffer, piece), unit, mesh)
     return {param.name: x for param, x in zip(unit.params, tensors, strict=True)}
 
 

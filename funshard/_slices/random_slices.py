@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._core.layout import from_memory_order, rank_coords
 from .._core.spec import PartitionSpec
-from .._core.unit import Unit, whole_shape
-from .._wire.whole import flatten_whole, scatter_whole
+from .._core.unit import Unit, global_shape
+from .._wire.global_params import flatten_global, scatter_global
 from .pieces import slice_pieces
 
 __all__ = ["MASK", "Draw", "draw_like", "draw_normal", "draw_uniform", "hash_text", "philox"]
@@ -37,10 +37,10 @@ def draw_like(tensor: Tensor, key: str, spec: PartitionSpec, seed: int | Tensor,
     mesh = spec.bound_mesh
     if owner.local_axes or (rank is None and mesh.is_simulated):
         sizes = dict(mesh.sizes)
-        params = [dataclasses.replace(param, shape=whole_shape(param, sizes)) for param in owner.params]
+        params = [dataclasses.replace(param, shape=global_shape(param, sizes)) for param in owner.params]
         drawn = _draw_ranges([(param.name, 0, param.numel) for param in params], seed, draw, tensor)
         full = {param.name: from_memory_order(x, param) for x, param in zip(drawn, params, strict=True)}
-        return scatter_whole(flatten_whole(full, owner, spec), owner, mesh, rank)
+        return scatter_global(flatten_global(full, owner, spec), owner, mesh, rank)
     at = rank_coords(mesh, rank) if owner.p.axes else (0,) * len(mesh.axes)
     found = [*slice_pieces(owner, spec, at)]
     drawn = _draw_ranges([(p.param.name, p.begin, p.begin + p.high - p.low) for p in found], seed, draw, tensor)

@@ -14,9 +14,9 @@ from torch import Tensor
 from .. import _torch
 from .._core.unit import Option, Unit, add_keyword
 
-__all__ = ["Codec", "Form", "check_trainable", "pack_bytes", "pack_rows", "storage_codec", "unpack_bytes"]
+__all__ = ["Codec", "Encoding", "check_trainable", "pack_bytes", "pack_rows", "storage_codec", "unpack_bytes"]
 
-Form = tuple[tuple[torch.dtype, torch.Size], ...]
+Encoding = tuple[tuple[torch.dtype, torch.Size], ...]
 """The dtypes and shapes of an encoded slice's tensors."""
 
 _ALIGN = 16  # bytes: more than any dtype's
@@ -54,7 +54,7 @@ class Codec(Option):
     takes_dtype: bool = field(default=False, kw_only=True)
     takes_noise: bool = field(default=False, kw_only=True)
     name: str = field(default="", kw_only=True)
-    _forms: dict[tuple[int, torch.dtype], tuple[int, Form]] = field(default_factory=dict, init=False, compare=False)
+    _encodings: dict[tuple[int, torch.dtype], tuple[int, Encoding]] = field(default_factory=dict, init=False, compare=False)
 
     def __repr__(self) -> str:  # the same on every rank
         if self.name:
@@ -88,23 +88,23 @@ class Codec(Option):
             return [*stacked]
         return [torch.stack(parts) for parts in zip(*map(self._encode_slice, rows), strict=True)]
 
-    def _describe_encoding(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
+    def _describe_encoding(self, numel: int, dtype: torch.dtype) -> tuple[int, Encoding]:
         """Return ``(number of bytes, form)`` of an encoded slice of so many elements, from shapes alone."""
         if _torch.is_in_graph():  # as PartitionSpec._compute_once
-            return self._find_form(numel, dtype)
-        if (numel, dtype) not in self._forms:
+            return self._find_encoding(numel, dtype)
+        if (numel, dtype) not in self._encodings:
             with _torch.below_transforms():
-                self._forms[numel, dtype] = self._find_form(numel, dtype)
-        return self._forms[numel, dtype]
+                self._encodings[numel, dtype] = self._find_encoding(numel, dtype)
+        return self._encodings[numel, dtype]
 
-    def _find_form(self, numel: int, dtype: torch.dtype) -> tuple[int, Form]:
+    def _find_encoding(self, numel: int, dtype: torch.dtype) -> tuple[int, Encoding]:
         try:
             encoded = self._encode_slice(torch.empty(numel, dtype=dtype, device="meta"))
         except RuntimeError as error:
             raise TypeError(f"{self}: expected encode to run on shapes alone, on the meta device, got {error}") from error
-        form = tuple((x.dtype, x.shape) for x in encoded)
-        sizes = [shape.numel() * dtype.itemsize for dtype, shape in form]
-        return sum(size + -size % _ALIGN for size in sizes), form
+        encoding = tuple((x.dtype, x.shape) for x in encoded)
+        sizes = [shape.numel() * dtype.itemsize for dtype, shape in encoding]
+        return sum(size + -size % _ALIGN for size in sizes), encoding
 
     def _decode_slices(self, tensors: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
         """Return all slices end to end in this dtype, from their encoded tensors stacked in dimension 0.
@@ -135,28 +135,28 @@ def storage_codec(unit: Unit) -> Codec | None:
     return cast("Codec | None", unit.at_rest)
 
 
-def pack_bytes(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
+def pack_bytes(tensors: Iterable[Tensor]) -> tuple[Tensor, Encoding]:
     """Return ``(bytes, form)``: the tensors as one of uint8, to be sent at once. Inverse of `unpack_bytes`."""
-    raw, form = pack_rows(x[None] for x in tensors)
-    return raw[0], form
+    raw, encoding = pack_rows(x[None] for x in tensors)
+    return raw[0], encoding
 
 
-def pack_rows(tensors: Iterable[Tensor]) -> tuple[Tensor, Form]:
+def pack_rows(tensors: Iterable[Tensor]) -> tuple[Tensor, Encoding]:
     """Return ``(bytes, form)`` as `pack_bytes` for each row of the tensors."""
     parts: list[Tensor] = []
-    form: list[tuple[torch.dtype, torch.Size]] = []
+    encoding: list[tuple[torch.dtype, torch.Size]] = []
     for x in tensors:
         raw = _torch.view_as_dtype((x.flatten(1) if x.dim() > 1 else x[:, None]).contiguous(), torch.uint8)
         parts += [raw, raw.new_zeros(len(x), -raw.shape[1] % _ALIGN)]
-        form.append((x.dtype, x.shape[1:]))
-    return torch.cat(parts, 1), tuple(form)
+        encoding.append((x.dtype, x.shape[1:]))
+    return torch.cat(parts, 1), tuple(encoding)
 
 
-def unpack_bytes(raw: Tensor, form: Form) -> list[Tensor]:
+def unpack_bytes(raw: Tensor, encoding: Encoding) -> list[Tensor]:
     """Return the tensors in these bytes as views, batched over leading dimensions of the bytes. Inverse of `pack_bytes`."""
     tensors: list[Tensor] = []
     start = 0
-    for dtype, shape in form:
+    for dtype, shape in encoding:
         size = shape.numel() * dtype.itemsize
         part = _torch.view_as_dtype(raw[..., start : start + size], dtype)
         tensors.append(part.view(*raw.shape[:-1], *shape))

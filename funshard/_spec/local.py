@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
-from .._core.unit import PARSERS, LocalDims, Option, P, Unit, whole_shape
+from .._core.unit import PARSERS, LocalDims, Option, P, Unit, global_shape
 from .globs import find_unmatched, parse_globs, value_of
 
 __all__ = ["check_axes_are_given", "describe_pieces", "distinct_axes", "piece_offsets", "stack_dims"]
@@ -129,7 +129,7 @@ def distinct_axes(owner: Unit | Param, tensor: Tensor, sizes: Mapping[str, int])
     """
     if not isinstance(owner, Param):
         return owner.distinct_axes
-    if not owner.local or tuple(tensor.shape) == (whole := whole_shape(owner, sizes)):
+    if not owner.local or tuple(tensor.shape) == (whole := global_shape(owner, sizes)):
         return ()
     if tuple(tensor.shape) != owner.shape:
         raise ValueError(

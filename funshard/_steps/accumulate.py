@@ -23,7 +23,7 @@ from .._core.unit import Unit
 from .._transforms.error_hints import add_hints
 from .._transforms.grad import check_differentiable, check_recorded, is_differentiated_outside, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
-from .._wire.flow import gather_unit, reduce_slice, reduce_unit
+from .._wire.flow import reduce_slice, reduce_unit, unshard_unit
 from .._wire.host import check_host_resident
 from .._wire.mixed_layout import cast_views
 from .._wire.route import Route
@@ -126,7 +126,7 @@ class AccumulationPlan:
             return dict(shards)
         out: Params = {}
         for unit in self.units:
-            buffer = gather_unit(shards[unit.key], unit, self.spec.bound_mesh, self.reduction)
+            buffer = unshard_unit(shards[unit.key], unit, self.spec.bound_mesh, self.reduction)
             views = cast_views(buffer, unit, shards[unit.key].dtype)
             out |= zip((param.name for param in unit.params), views, strict=True)
         return out

@@ -21,7 +21,7 @@ from .._core.mesh import Mesh, Simulated
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.codec import check_trainable
-from .._wire.flow import apply_unit_options, gather_unit, weigh_grad
+from .._wire.flow import apply_unit_options, unshard_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from ..collectives._functions import broadcast, sum_over
 from .ambient import AmbientState
@@ -192,7 +192,7 @@ def _gather_buffers(
     buffers: Params = {}
     for unit in units:
         with _torch.annotate_graph(funshard_unit=unit.key, funshard_reshard=bool(unit.p.reshard)):
-            buffers[unit.key] = gather_unit(params[unit.key], unit, mesh, reduction, casts=False, as_stored=as_stored)
+            buffers[unit.key] = unshard_unit(params[unit.key], unit, mesh, reduction, casts=False, as_stored=as_stored)
     return buffers
 
 

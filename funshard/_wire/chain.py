@@ -25,7 +25,7 @@ from .host import start_copy_to_device
 from .route import Route, find_slice
 from .stages import AllGather, Decode, Join, Move, Names, Replicas, Stage, StartStep, Transit, Wire
 
-__all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "copy_kept_slice", "forgetting_on_error"]
+__all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "copy_secondary_slice", "forgetting_on_error"]
 __all__ += ["make_route_table"]
 
 
@@ -149,7 +149,7 @@ class GatherChain:
         self._after: list[Stage] = []
         self._gathered: Wire | None = None  # what leaves the last gather, if that goes to a buffer of the pool
         gathers: list[StartStep] = []
-        kept: list[StartStep] = []
+        secondary: list[StartStep] = []
         decodes = any(isinstance(stage, Decode) for stage in route.stages)
         wire = Wire(route.slice_numel, route.shard_dtype)
         for stage in route.stages:
@@ -157,13 +157,13 @@ class GatherChain:
             if isinstance(stage, AllGather):
                 assert not self._after
                 gathers.append(step := stage.start(names))
-                kept += [step] if stage.axis in route.kept_axes else []
+                secondary += [step] if stage.axis in route.secondary_axes else []
                 self._gathered = None if decodes else wire  # a chain decodes what it has gathered, and drops it
             elif gathers or self._after or isinstance(stage, Decode | Join):
                 self._after += [stage] if stage.changes_values else []
             elif stage.changes_values:
                 self._before.append(stage)
-        self._gathers, self._gathers_of_kept = tuple(gathers), tuple(kept)
+        self._gathers, self._gathers_of_secondary = tuple(gathers), tuple(secondary)
         self._move = next((stage for stage in self._before if isinstance(stage, Move)), None)
 
     def start(self, shard: Tensor, buffers: BufferPool) -> CollectiveChain:
@@ -178,14 +178,14 @@ class GatherChain:
         chain.copy = copy
         return chain
 
-    def start_from_kept(self, kept: Tensor, buffers: BufferPool) -> CollectiveChain:
+    def start_from_secondary(self, secondary: Tensor, buffers: BufferPool) -> CollectiveChain:
         """Start to gather the unit from the slices of its buffer that forward kept. As `start`."""
         route = self._route
-        if not self._has_groups and _torch.is_fake(kept):
-            return CollectiveChain(route.allocate(kept), ())
-        numel, length = route.num_kept * len(kept), route.buffer_bytes // kept.itemsize
-        out = None if _torch.is_tracing() else buffers.take(numel, kept.dtype, kept)
-        chain = CollectiveChain(kept, self._gathers_of_kept, out)
+        if not self._has_groups and _torch.is_fake(secondary):
+            return CollectiveChain(route.allocate(secondary), ())
+        numel, length = route.num_secondary * len(secondary), route.buffer_bytes // secondary.itemsize
+        out = None if _torch.is_tracing() else buffers.take(numel, secondary.dtype, secondary)
+        chain = CollectiveChain(secondary, self._gathers_of_secondary, out)
         if numel > length:
             chain.decode = lambda buffer: buffer.narrow(0, 0, length)
         return chain
@@ -222,9 +222,9 @@ class RouteSteps(NamedTuple):
     gather_groups: tuple[str, ...]
     """The names of the process groups of ``gather``."""
     reduce_groups: tuple[str, ...]
-    gather_kept_groups: tuple[str, ...]
+    gather_secondary_groups: tuple[str, ...]
     """The names of the process groups that gather its buffer from the slices that forward has kept of it."""
-    encoding: str
+    codec_label: str
     """Says how its gradients are encoded; empty if they are not."""
 
     @classmethod
@@ -249,8 +249,8 @@ class RouteSteps(NamedTuple):
             tuple(steps),
             tuple(stage.group or "" for stage in gathers),
             tuple(stage.reduction_group for stage in over),
-            tuple(stage.group or "" for stage in gathers if stage.axis in route.kept_axes),
-            "".join(stage.encoding for stage in gathers),
+            tuple(stage.group or "" for stage in gathers if stage.axis in route.secondary_axes),
+            "".join(stage.codec_label for stage in gathers),
         )
 
     def prepare(self, grad: Tensor) -> Tensor:
@@ -265,15 +265,15 @@ def _append(step: StartStep, stage: Stage) -> StartStep:
     return lambda x, out: step(x, out).then(stage.transpose_)
 
 
-def copy_kept_slice(buffer: Tensor, route: Route, mesh: Mesh) -> Tensor:
+def copy_secondary_slice(buffer: Tensor, route: Route, mesh: Mesh) -> Tensor:
     """Return a copy of the slice of a gathered buffer that this rank keeps between forward and backward."""
-    index = find_slice(route.kept_axes, mesh) or 0  # sizes without ranks have shapes alone
-    numel = -(-len(buffer) // route.num_kept)
+    index = find_slice(route.secondary_axes, mesh) or 0  # sizes without ranks have shapes alone
+    numel = -(-len(buffer) // route.num_secondary)
     with _torch.below_transforms(), _torch.below_autograd():
         piece = buffer[index * numel : (index + 1) * numel]
-        kept = piece.new_empty(numel)
-        kept[: len(piece)].copy_(piece)  # shorter at the end of bytes, which have no padding for this
-        return kept
+        secondary = piece.new_empty(numel)
+        secondary[: len(piece)].copy_(piece)  # shorter at the end of bytes, which have no padding for this
+        return secondary
 
 
 @dataclass(frozen=True)

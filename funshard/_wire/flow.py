@@ -29,7 +29,7 @@ from .host import HOST, place_slice
 from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 
-__all__ = ["apply_unit_options", "gather_unit", "reduce_along", "reduce_slice", "reduce_unit"]
+__all__ = ["apply_unit_options", "reduce_along", "reduce_slice", "reduce_unit", "unshard_unit"]
 __all__ += ["refuse_reduce_codec_in_graph", "store_slice", "weigh_grad"]
 
 
@@ -43,7 +43,7 @@ def refuse_reduce_codec_in_graph(spec: PartitionSpec) -> None:
             )
 
 
-def gather_unit(
+def unshard_unit(
     piece: Tensor,
     unit: Unit,
     mesh: Mesh,
@@ -112,7 +112,7 @@ def reduce_unit(
     casts: bool = True,
     as_stored: bool = False,
 ) -> Tensor:
-    """Return this rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `gather_unit`."""
+    """Return this rank's slice of the reduced full buffers of a unit, in this dtype. The transpose of `unshard_unit`."""
     dtype = dtype or buffer.dtype
     route = Route.for_unit(unit, mesh, reduction, dtype, casts=casts)
     if not unit.numel:

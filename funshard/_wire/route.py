@@ -63,9 +63,9 @@ class Route:
     """Whether its buffer is another tensor than the shard."""
     reshard_after_forward: bool
     """Whether its buffer is freed between forward and backward."""
-    kept_axes: tuple[str, ...]
+    secondary_axes: tuple[str, ...]
     """The axes of the slice of its buffer that is kept meanwhile and gathered again; none to gather again from the shards."""
-    num_kept: int
+    num_secondary: int
     """The number of slices that these axes split its buffer into."""
 
     @classmethod
@@ -92,8 +92,8 @@ class Route:
             gathers = [GatherEncodedBack.on_axis(split_axes[0], mesh, op, **encoded)]
         decode = functools.partial(Decode, num_slices=num_slices, numel=slice_numel, dtype=dtypes.param)
         if codec := storage_codec(unit):
-            form = codec._describe_encoding(slice_numel, dtype)[1]
-            stages = _gather_at_rest([*gathers, decode(codec, form=form)], device)
+            encoding = codec._describe_encoding(slice_numel, dtype)[1]
+            stages = _gather_at_rest([*gathers, decode(codec, encoding=encoding)], device)
         else:
             sent = dtypes.param  # what comes to the gathers
             if layout:
@@ -109,9 +109,9 @@ class Route:
                 stages = [move, *stages, GradDtype(device, dtypes.reduce)]
 
         has_own_buffer = any(stage.changes_values for stage in stages)
-        kept_axes = tuple(name for name in split_axes if name in unit.p.reshard_axes)
-        reshards = bool(kept_axes) if unit.p.reshard_axes and split_axes else bool(unit.p.reshard)
-        kept_axes = () if kept_axes == split_axes else kept_axes
+        secondary_axes = tuple(name for name in split_axes if name in unit.p.reshard_axes)
+        reshards = bool(secondary_axes) if unit.p.reshard_axes and split_axes else bool(unit.p.reshard)
+        secondary_axes = () if secondary_axes == split_axes else secondary_axes
         return cls(
             stages=tuple(stages),
             padded_numel=padded_numel,
@@ -125,8 +125,8 @@ class Route:
             device=device,
             has_own_buffer=has_own_buffer,
             reshard_after_forward=reshards and has_own_buffer,
-            kept_axes=kept_axes,
-            num_kept=count_ranks(kept_axes, mesh),
+            secondary_axes=secondary_axes,
+            num_secondary=count_ranks(secondary_axes, mesh),
         )
 
     @property

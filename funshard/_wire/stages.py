@@ -23,7 +23,7 @@ from .. import _torch
 from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 from .._core.ops import OpContext, PendingResult, start_op
 from .._core.primitive import apply
-from .._spec.codec import Codec, Form, pack_bytes, pack_rows, unpack_bytes
+from .._spec.codec import Codec, Encoding, pack_bytes, pack_rows, unpack_bytes
 from ..collectives._functions import gather_slices, make_label, reduce_scatter, unvary, vary
 from .host import HOST, move, start_grad_copy
 from .mixed_layout import MixedLayout
@@ -68,13 +68,13 @@ class Buffers(Protocol):
 class Transit:
     """The state that stages share while a tensor passes them."""
 
-    __slots__ = ("buffers", "form", "label", "ranks", "shape")
+    __slots__ = ("buffers", "encoding", "label", "ranks", "shape")
 
     def __init__(self, label: str = "", ranks: Mapping[str, Tensor] | None = None, buffers: Buffers | None = None) -> None:
         self.label = label  # of collectives in data flow, if ranks compare them
         self.ranks = ranks or {}  # of the simulated axes, by name
         self.buffers = buffers  # of a chain
-        self.form: Form | None = None  # of the slice that `Encode` has encoded
+        self.encoding: Encoding | None = None  # of the slice that `Encode` has encoded
         self.shape: Sequence[int] | None = None  # of the slice that `Bytes` has encoded
 
 
@@ -263,7 +263,7 @@ class AllGather(_Collective):
     """The gather of the slices of an axis; gradients are reduce-scattered."""
 
     @property
-    def encoding(self) -> str:
+    def codec_label(self) -> str:
         """Says how gradients are encoded; empty if they are not."""
         return ""
 
@@ -301,40 +301,41 @@ class GatherEncodedBack(AllGather):
     """The dtype of the sum."""
 
     @property
-    def encoding(self) -> str:
+    def codec_label(self) -> str:
         return f" encoded by {self.codec}"  # ranks compare it: other codecs may send as many bytes
 
     def transpose(self, grad: Tensor, transit: Transit) -> Tensor:
         batch = grad.shape[1:]
         rows = grad.unflatten(0, (self.size, -1)).movedim(1, -1)  # by owner, by batch
         numel = rows.shape[-1]
-        raw, form = pack_rows(self.codec._encode_rows(rows.reshape(-1, numel)))
-        label = make_label(transit.label and transit.label + self.encoding)
+        raw, encoding = pack_rows(self.codec._encode_rows(rows.reshape(-1, numel)))
+        label = make_label(transit.label and transit.label + self.codec_label)
         received = apply("all_to_all", raw.reshape(self.size, -1), self.axis_in(transit), label=label).reshape(raw.shape)
-        return self._sum_rows(received, form, numel, grad.dtype).reshape(*batch, numel).movedim(-1, 0)
+        return self._sum_rows(received, encoding, numel, grad.dtype).reshape(*batch, numel).movedim(-1, 0)
 
     def transpose_(self, grad: Tensor) -> Tensor:
         rows = grad.view(self.size, -1)
-        raw, form = pack_rows(self.codec._encode_rows(rows))
-        self.codec._forms.setdefault((rows.shape[1], grad.dtype), (raw.shape[1], form))  # not every encode runs on shapes
+        raw, encoding = pack_rows(self.codec._encode_rows(rows))
+        # not every encode runs on shapes
+        self.codec._encodings.setdefault((rows.shape[1], grad.dtype), (raw.shape[1], encoding))
         return raw
 
     def start_transpose(self, names: Names) -> StartStep | None:
         context = self.context(names, reduces=True)
-        context = context._replace(label=context.label + self.encoding)
+        context = context._replace(label=context.label + self.codec_label)
 
         def start(sent: Tensor, out: Tensor | None) -> PendingResult:
-            form = self.codec._describe_encoding(self.numel, self.dtype)[1]
-            return start_op("all_to_all", sent, context).then(lambda x: self._sum_rows(x, form, self.numel, self.dtype))
+            encoding = self.codec._describe_encoding(self.numel, self.dtype)[1]
+            return start_op("all_to_all", sent, context).then(lambda x: self._sum_rows(x, encoding, self.numel, self.dtype))
 
         return start
 
-    def _sum_rows(self, received: Tensor, form: Form, numel: int, dtype: torch.dtype) -> Tensor:
+    def _sum_rows(self, received: Tensor, encoding: Encoding, numel: int, dtype: torch.dtype) -> Tensor:
         """Decode the slices that this rank has received, by sender, and add them in the order of ranks.
 
         Some senders' at a time: those of all ranks, decoded, are as large as the unit's buffer.
         """
-        tensors, rows_each = unpack_bytes(received, form), len(received) // self.size  # several rows under vmap
+        tensors, rows_each = unpack_bytes(received, encoding), len(received) // self.size  # several rows under vmap
 
         def decode(rows: Sequence[Tensor]) -> Tensor:
             decoded = self.codec._decode_slices(rows, numel, dtype)
@@ -383,7 +384,7 @@ class Encode(Stage):
     """The dtype in which the unit is computed with."""
 
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
-        raw, transit.form = pack_bytes(self.codec._encode_slice(x))
+        raw, transit.encoding = pack_bytes(self.codec._encode_slice(x))
         return raw
 
     def linear(self) -> Stage | None:
@@ -399,17 +400,17 @@ class Decode(Stage):
     numel: int
     """The elements of a slice."""
     dtype: torch.dtype
-    form: Form | None = None
+    encoding: Encoding | None = None
     """The form of a slice that is at rest in the codec."""
 
     @property
     def is_constant(self) -> bool:
-        return self.form is not None
+        return self.encoding is not None
 
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
-        form = self.form or transit.form
-        assert form is not None
-        return self.codec._decode_slices(unpack_bytes(x.view(self.num_slices, -1), form), self.numel, self.dtype)
+        encoding = self.encoding or transit.encoding
+        assert encoding is not None
+        return self.codec._decode_slices(unpack_bytes(x.view(self.num_slices, -1), encoding), self.numel, self.dtype)
 
     def linear(self) -> Stage | None:
         return None

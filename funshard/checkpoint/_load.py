@@ -156,7 +156,7 @@ class _Loader:
                         )
                     check_rank_count(leaf.name, shape[0], self._ranks.size)
             case OwnedLeaf():
-                self._stored.check_tensor(leaf.names, leaf.whole_shape(self._spec), leaf.dtype)
+                self._stored.check_tensor(leaf.names, leaf.global_shape(self._spec), leaf.dtype)
             case SliceLeaf():
                 sizes = dict(self._spec.bound_mesh.sizes)
                 why = _OTHER_BLOCKS if leaf.block > 1 else ""

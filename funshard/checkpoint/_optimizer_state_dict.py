@@ -15,7 +15,7 @@ from .. import _torch
 from .._core.checks import bind_spec
 from .._core.layout import rank_coords, to_memory_order
 from .._core.spec import PartitionSpec
-from .._core.unit import Unit, whole_shape
+from .._core.unit import Unit, global_shape
 from .._sharding.full import gather_stored
 from .._slices.pieces import slice_pieces
 from .._spec.local import describe_pieces, piece_offsets
@@ -319,7 +319,7 @@ def _read_slice(slot: str, initial: Tensor, unit: Unit, spec: PartitionSpec, val
             continue
         full = values[param.name]
         got = f"{list(full.shape)} {full.dtype}" if isinstance(full, Tensor) else type(full).__name__
-        if got != (expected := f"{list(whole_shape(param, sizes))} {initial.dtype}"):
+        if got != (expected := f"{list(global_shape(param, sizes))} {initial.dtype}"):
             hint = describe_pieces(param, sizes)
             raise ValueError(f"'{slot}' of parameter '{param.name}': expected {expected}, got {got}{hint}")
         offsets = piece_offsets(param.shape, param.local, sizes, at)

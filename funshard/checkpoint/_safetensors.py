@@ -19,12 +19,12 @@ from .._core.checks import bind_spec, check_mapping, check_params, find_full_par
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
-from .._core.unit import Unit, whole_shape
+from .._core.unit import Unit, global_shape
 from .._sharding.full import find_sent_dtype, gather_to_first
 from .._spec.local import describe_pieces
 from .._torch.phases import LOGGER, phase
+from .._wire.global_params import apply_options, unflatten_global
 from .._wire.host import check_host_resident
-from .._wire.whole import apply_options, unflatten_whole
 from ..collectives._agree import check_ranks_agree
 from ..collectives._world import has_peers
 from ._errors import CheckpointError, DamagedError
@@ -286,7 +286,7 @@ def _list_entries(
         for i, param in enumerate(unit.params):
             check_storable(params[unit.key] if full is None else full[i], f"parameter '{param.name}'")
             own = full[i].dtype if full is not None else unit.dtype if unit.is_encoded else params[unit.key].dtype
-            add(param.name, whole_shape(param, sizes), own)
+            add(param.name, global_shape(param, sizes), own)
     for name, tensor in _unsharded_tensors(params, spec, buffers).items():
         if name in spec.by_name:
             raise ValueError(f"buffers: '{name}' is a parameter of the spec: expected others")
@@ -307,7 +307,7 @@ def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, dtype
     if full is None:
         piece = params[unit.key].detach()
         buffer = gather_to_first(piece.to(find_sent_dtype(piece, unit, dtype)), unit, mesh)
-        full = [] if buffer is None else unflatten_whole(apply_options(buffer, unit, mesh).cpu(), unit, mesh)
+        full = [] if buffer is None else unflatten_global(apply_options(buffer, unit, mesh).cpu(), unit, mesh)
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 
 
@@ -439,7 +439,7 @@ def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: Partitio
     sizes = dict(spec.bound_mesh.sizes)
     for unit in spec:
         for param in unit.params:
-            found, shape = _find_tensors(param, stored), whole_shape(param, sizes)
+            found, shape = _find_tensors(param, stored), global_shape(param, sizes)
             if not found:
                 raise ValueError(
                     f"parameter '{param.name}' of unit '{unit.key}' is not in {path}: expected {list(shape)} "
@@ -460,7 +460,7 @@ def _find_tensors(param: Param, stored: Mapping[str, _FileTensor]) -> list[_File
 
 
 def _check_stored_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: Mapping[str, int], *, cast: bool) -> None:
-    where, shape = f"parameter '{param.name}' of unit '{unit.key}'", whole_shape(param, sizes)
+    where, shape = f"parameter '{param.name}' of unit '{unit.key}'", global_shape(param, sizes)
     if stored.shape != shape:
         hint = describe_pieces(param, sizes)
         raise ValueError(f"{where}: expected shape {list(shape)}, got {list(stored.shape)} in {stored.file}{hint}")

@@ -31,8 +31,8 @@ from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.codec import check_trainable
 from .._wire.flow import reduce_along
+from .._wire.global_params import transpose_options
 from .._wire.host import HOST, compute_device
-from .._wire.whole import transpose_options
 from ..collectives._exchange import all_to_all
 from ..collectives._functions import gather_slices, scatter
 

@@ -14,7 +14,7 @@ from .. import _torch
 from .._core.checks import bind_spec, check_mapping
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
-from .._core.unit import whole_shape
+from .._core.unit import global_shape
 from .._sharding.full import gather_stored
 from .._sharding.random_like import random_like
 from .._sharding.sharding import shard
@@ -94,7 +94,7 @@ class Operator:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         sizes = dict(self.spec.bound_mesh.sizes)
         owners: list[Any] = [self.spec.owner(key) for key in self.params]
-        return {param.name: whole_shape(param, sizes) for x in owners for param in getattr(x, "params", (x,))}
+        return {param.name: global_shape(param, sizes) for x in owners for param in getattr(x, "params", (x,))}
 
     def check_vector(self, v: Mapping[str, Tensor], what: str = "the vector") -> None:
         """Raise ValueError or TypeError, naming the unit, unless a tree has the keys, shapes and dtypes of params.
@@ -168,7 +168,7 @@ class Operator:
             for param in unit.params:
                 device = torch.device("cpu") if like is None else like.device
                 if (given := full.get(param.name)) is None:
-                    given = torch.zeros(whole_shape(param, sizes), dtype=unit.dtype, device=device)
+                    given = torch.zeros(global_shape(param, sizes), dtype=unit.dtype, device=device)
                 whole[param.name] = given.to(device, unit.dtype)
         shards = shard(whole, self.spec)
         return {key: shards[key] for key in self.params}

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
-from ..._core.unit import whole_shape
+from ..._core.unit import global_shape
 from ...optim import Matrices, MatrixState, matrices
 from ...optim._matrices.owners import Matrix
 from .leaves import OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
@@ -55,7 +55,7 @@ def saved_matrices(saved: Mapping[str, Any], spec: PartitionSpec) -> Matrices:
 
     def has_parts(matrix: Matrix) -> bool:
         entries = file_entries(saved[matrix.name][MATRIX][2]) or ()
-        stacked = whole_shape(matrix.param, sizes)[:-2]
+        stacked = global_shape(matrix.param, sizes)[:-2]
         return all(tuple(child["owned"][0][: len(stacked)]) == stacked for _, child in entries)
 
     sizes = dict(spec.bound_mesh.sizes)
@@ -137,7 +137,7 @@ def tree_to_json(node: Node, spec: PartitionSpec, per_rank: Mapping[str, list[An
         case ScalarLeaf():
             return {"scalar": [plain_to_json(node.dtype, ""), node.is_accelerated]}
         case OwnedLeaf():
-            return {"owned": [[*node.whole_shape(spec)], plain_to_json(node.dtype, ""), node.is_accelerated]}
+            return {"owned": [[*node.global_shape(spec)], plain_to_json(node.dtype, ""), node.is_accelerated]}
         case TensorLeaf():
             dtype = plain_to_json(node.dtype, "")
             last = False  # version 0.2 reads it

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..._core.layout import rank_along, rank_coords
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
-from ..._core.unit import LocalDims, Unit, join_shape, whole_shape
+from ..._core.unit import LocalDims, Unit, global_shape, join_shape
 from ..._slices.pieces import Piece, slice_pieces
 from ..._spec.local import piece_offsets
 from ..._wire.flow import store_slice
@@ -193,7 +193,7 @@ class SliceLeaf:
 
         Blocks are those of the elements in memory order, of each piece over local axes, if there are several.
         """
-        whole = whole_shape(param, sizes)
+        whole = global_shape(param, sizes)
         if self.block == 1:
             return whole
         pieces = () if whole == param.shape else (n // max(size, 1) for n, size in zip(whole, param.shape, strict=True))
@@ -305,10 +305,10 @@ class OwnedLeaf:
         sizes = dict(spec.bound_mesh.sizes)
         at = dict(zip(spec.bound_mesh.names, rank_coords(spec.bound_mesh, None), strict=True))
         box = Box(piece_offsets(self.shape, self.stack, sizes, at), self.shape)
-        shape, order = self.whole_shape(spec), tuple(range(len(self.shape)))
+        shape, order = self.global_shape(spec), tuple(range(len(self.shape)))
         yield TensorRange(self.names[0], self.names[1:], shape, order, 0, _flatten_tensor(tensor), 0, 1, box=box)
 
-    def whole_shape(self, spec: PartitionSpec) -> tuple[int, ...]:
+    def global_shape(self, spec: PartitionSpec) -> tuple[int, ...]:
         """Return the shape of the stored tensor, which has the parts of all owners."""
         return join_shape(self.shape, self.stack, dict(spec.bound_mesh.sizes))
 

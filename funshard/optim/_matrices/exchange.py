@@ -25,8 +25,8 @@ from ..._core.primitive import LinearFunction, linear_map
 from ..._core.spec import PartitionSpec
 from ..._core.unit import join_shape
 from ..._wire.flow import reduce_along
+from ..._wire.global_params import join_pieces, split_pieces
 from ..._wire.host import compute_device
-from ..._wire.whole import join_pieces, split_pieces
 from ...collectives._functions import gather_slices, vary
 from .._checks import Tensors
 from .owners import Matrix, all_coords, count_chunks

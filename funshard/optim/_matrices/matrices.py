@@ -153,7 +153,7 @@ class Matrices:
             ValueError: A matrix is missing, has another shape, or another dtype than the matrices it is sent with.
         """
         keys = dict.fromkeys(self.by_name[name].unit.key for name in whole if name in self.by_name)
-        self._check_whole(whole, keys)
+        self._check_global(whole, keys)
         self._check_sent_together(whole)
         parts: Params = {}
         for group in self._batches_of(keys):
@@ -190,7 +190,7 @@ class Matrices:
             )
         return {name: self._slice_layout(key).select(tree[key], name) for name in self._names_in(key)}
 
-    def _check_whole(self, whole: Mapping[str, Tensor], keys: Mapping[str, None]) -> None:
+    def _check_global(self, whole: Mapping[str, Tensor], keys: Mapping[str, None]) -> None:
         for name in whole:
             if name not in self.by_name:
                 raise ValueError(f"'{name}' is no matrix of these: expected some of {[*self.by_name][:8]}")

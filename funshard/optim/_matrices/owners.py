@@ -15,7 +15,7 @@ from torch import nn
 from ..._core.division import count_ranks
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
-from ..._core.unit import LocalDims, Unit, whole_shape
+from ..._core.unit import LocalDims, Unit, global_shape
 from ..._wire.host import is_host_resident
 
 __all__ = ["Cost", "Matrix", "Owner", "Select", "all_coords", "assign_owners", "batch_matrices", "count_chunks"]
@@ -148,7 +148,7 @@ def _make_matrix(
     unit: Unit, param: Param, begin: int, select: Select | None, sizes: Mapping[str, int], gather_stacks: bool
 ) -> Matrix | None:
     """Return a parameter as a matrix without cost and owner, None if it is not one; raise ValueError for a bad ``select``."""
-    whole = dataclasses.replace(param, shape=whole_shape(param, sizes), local=()) if param.local else param
+    whole = dataclasses.replace(param, shape=global_shape(param, sizes), local=()) if param.local else param
     if (shape := _matrix_shape(unit, whole, select)) is None:
         return None
     leading = shape[:-2] if shape[:-2] == whole.shape[: len(shape) - 2] else ()

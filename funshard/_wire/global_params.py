@@ -1,6 +1,6 @@
-"""Whole parameters: those of which ranks on local axes hold different pieces, and their buffers.
+"""Global parameters: those of which ranks on local axes hold different pieces, and their buffers.
 
-A unit's whole buffer has the buffers of all pieces end to end, in the order of the ranks along its local axes, the outermost
+A unit's global buffer has the buffers of all pieces end to end, in the order of the ranks along its local axes, the outermost
 first. Without local axes it is the unit's own buffer.
 """
 
@@ -19,16 +19,16 @@ from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.unit import LocalDims, Unit
 from ..collectives._functions import gather_slices, scatter
-from .flow import gather_unit
+from .flow import unshard_unit
 from .route import Route
 from .stages import Decode, Stage, Transit
 
-__all__ = ["apply_options", "decode_whole", "flatten_whole", "gather_whole", "join_pieces", "scatter_whole", "split_pieces"]
-__all__ += ["split_whole", "transpose_options", "unflatten_whole"]
+__all__ = ["apply_options", "decode_global", "flatten_global", "join_pieces", "scatter_global", "split_global", "split_pieces"]
+__all__ += ["transpose_options", "unflatten_global", "unshard_global"]
 
 
-def flatten_whole(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
-    """Return the whole buffer of a unit from the whole parameters."""
+def flatten_global(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
+    """Return the global buffer of a unit from the global parameters."""
     padded = spec.padded_numel(unit)
     if not unit.local_axes:
         return flatten_unit(params, unit, padded)
@@ -40,23 +40,23 @@ def flatten_whole(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec)
 
 
 def split_pieces(whole: Tensor, local: LocalDims, sizes: Mapping[str, int]) -> list[Tensor]:
-    """Return a whole tensor's pieces in rank order, the outermost local axis first. Inverse of `join_pieces`."""
+    """Return a global tensor's pieces in rank order, the outermost local axis first. Inverse of `join_pieces`."""
     pieces = [whole]
     for axis, dim in local:
         pieces = [part for piece in pieces for part in piece.chunk(sizes[axis], dim)]
     return pieces
 
 
-def unflatten_whole(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[Tensor]:
-    """Return the whole parameters of a unit from its whole buffer: views where it has no local axes."""
+def unflatten_global(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[Tensor]:
+    """Return the global parameters of a unit from its global buffer: views where it has no local axes."""
     if not unit.local_axes:
         return unflatten_unit(buffer, unit)
-    sizes, pieces = dict(mesh.sizes), split_whole(buffer, unit, mesh)
+    sizes, pieces = dict(mesh.sizes), split_global(buffer, unit, mesh)
     return [join_pieces(views, param.local, sizes) for views, param in zip(pieces, unit.params, strict=True)]
 
 
-def split_whole(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[list[Tensor]]:
-    """Return views of each parameter's pieces in a unit's whole buffer. `join_pieces` joins them to the parameter."""
+def split_global(buffer: Tensor, unit: Unit, mesh: Mesh) -> list[list[Tensor]]:
+    """Return views of each parameter's pieces in a unit's global buffer. `join_pieces` joins them to the parameter."""
     rows = buffer.view(count_ranks(unit.local_axes, mesh), -1) if unit.local_axes else [buffer]
     return [list(pieces) for pieces in zip(*(unflatten_unit(row, unit) for row in rows), strict=True)]
 
@@ -69,32 +69,32 @@ def join_pieces(pieces: list[Tensor], local: LocalDims, sizes: Mapping[str, int]
     return pieces[0]
 
 
-def gather_whole(
+def unshard_global(
     piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, *, check_order: bool = False, as_stored: bool = False
 ) -> Tensor:
-    """Return the whole buffer of a unit from each rank's slice, as `gather_unit`. Its gradient is reduced over all ranks.
+    """Return the global buffer of a unit from each rank's slice, as `unshard_unit`. Its gradient is reduced over all ranks.
 
     Over local axes that is a sum, which the route's divisor makes the mean.
     """
-    buffer = gather_unit(piece, unit, mesh, reduction, check_order=check_order, casts=False, as_stored=as_stored)
+    buffer = unshard_unit(piece, unit, mesh, reduction, check_order=check_order, casts=False, as_stored=as_stored)
     for name in reversed(unit.local_axes):
         buffer = gather_slices(buffer, mesh[name], reduce="sum", label=f"unit '{unit.key}'" if check_order else "")
     return buffer
 
 
-def decode_whole(raw: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
-    """Return the whole buffer of a unit, as stored, from the joined slices of all ranks, which may be bytes at rest."""
+def decode_global(raw: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
+    """Return the global buffer of a unit, as stored, from the joined slices of all ranks, which may be bytes at rest."""
     stages = Route.for_unit(unit, mesh, Reduction(), raw.dtype, casts=False).stages if unit.at_rest else ()
     return _apply_by_piece([stage for stage in stages if isinstance(stage, Decode)], raw, unit, mesh)
 
 
 def apply_options(buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
-    """Return what is computed with, from the whole buffer of a unit's parameters as they are stored."""
+    """Return what is computed with, from the global buffer of a unit's parameters as they are stored."""
     return _apply_by_piece(Route.for_unit(unit, mesh, Reduction(), buffer.dtype, casts=False).options, buffer, unit, mesh)
 
 
 def _apply_by_piece(stages: Sequence[Stage], buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
-    """Return a whole buffer after these stages of each rank along its local axes."""
+    """Return a global buffer after these stages of each rank along its local axes."""
     for stage in stages:
         rows = [stage.apply(row, Transit()) for row in buffer.view(count_ranks(unit.local_axes, mesh), -1)]
         buffer = rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -113,8 +113,8 @@ def transpose_options(grads: list[Tensor], unit: Unit, mesh: Mesh) -> list[Tenso
     return unflatten_unit(buffer, unit)
 
 
-def scatter_whole(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
-    """Return this rank's (or ``rank``'s) slice of a unit's whole buffer, equal on all ranks. Inverse of `gather_whole`."""
+def scatter_global(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
+    """Return this rank's (or ``rank``'s) slice of a unit's global buffer, equal on all ranks. Inverse of `unshard_global`."""
     at = dict(zip(mesh.names, rank_coords(mesh, rank), strict=True)) if rank is not None else {}
     for name in unit.local_axes:
         buffer = scatter(buffer, mesh[name], rank=at.get(name))
