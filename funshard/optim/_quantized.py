@@ -370,9 +370,9 @@ def quantized_state(
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022.
     """
     who = "quantized_state"
+    state_codec = StateCodec(who, codec, spec, at_least, seed, rank)
     check_optimizer(who, optimizer)
     begin, apply = optimizer
-    state_codec = StateCodec(who, codec, spec, at_least, seed, rank)
 
     def init(params: Tensors, /) -> Any:
         check_mapping(params)
