@@ -12,8 +12,6 @@ from ._core.mesh import Axes, Mesh
 from ._core.primitive import apply
 from ._torch.modules import BatchNorm
 
-__all__ = ["MESH", "WEIGHT", "SyncBatchNorm", "convert_sync_batchnorm"]
-
 MESH = "_mesh_of_call"
 """The attribute of a `SyncBatchNorm` in which it finds the mesh of the `functional_call` that runs it."""
 WEIGHT = "_weight_of_call"

@@ -23,10 +23,6 @@ from .._torch.modules import NormWithStatistics
 from .casting import buffer_dtypes, cast_back, cast_floats
 from .module_state import own_tensors
 
-__all__ = ["BufferWarning", "CallBuffers", "changes_statistics", "check_statistics", "copy_buffer", "is_first_warning"]
-__all__ += ["warn_discarded", "write_buffer"]
-
-
 _WARNED: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
 """The kinds of warnings that users have got, by model or class."""
 

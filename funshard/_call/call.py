@@ -27,8 +27,6 @@ from .recompute import recomputed_forwards
 from .running import Call, ForwardRun, Guard, Override, Wrapper, scoped_forwards
 from .schedule import CallOptions
 
-__all__ = ["functional_call", "trace_order"]
-
 
 def functional_call(
     model: nn.Module,

@@ -21,8 +21,6 @@ from .._core.unit import P, Unit
 from .._spec.local import check_axes_are_given
 from .._spec.precision import precision_of
 
-__all__ = ["buffer_dtypes", "cast_back", "cast_floats", "cast_params", "has_casts", "module_overrides", "wrap_in_casts"]
-
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     """Return the pytree with its floating point tensors in this dtype; None for no change.

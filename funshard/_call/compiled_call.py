@@ -25,8 +25,6 @@ from .buffers import changes_statistics, warn_discarded, write_buffer
 from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
 from .entry import CallInputs
 
-__all__ = ["run"]
-
 ReplacedBuffer = tuple[bool, dict[str, Any], str, Tensor, Tensor]
 """Whether its module changes it in place, the module's dict and the name in it, and the tensor before the call and in it."""
 

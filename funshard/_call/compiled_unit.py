@@ -31,9 +31,6 @@ from .modes import UnitInUse
 from .module_state import GatheringParameters, ModuleAttributes
 from .running import Call, Override
 
-__all__ = ["CompileWarning", "can_run_compiled", "compiled_forwards", "is_compiled"]
-
-
 # --- one compiled function for all modules of a structure ---
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]

@@ -23,8 +23,6 @@ from .buffers import is_first_warning
 from .module_state import BoundModule
 from .schedule import CallOptions
 
-__all__ = ["CallInputs", "check_call"]
-
 
 class CallInputs(NamedTuple):
     """The arguments of a functional_call that fit the model and each other."""

@@ -27,8 +27,6 @@ from .buffers import check_statistics, is_first_warning, warn_discarded
 from .module_state import CALL_ATTRIBUTES, BoundModule, calling_thread
 from .running import ForwardRun, Guard
 
-__all__ = ["AttributeWrites", "BackwardGuard", "BufferChanges", "OwnParameters"]
-
 
 class BufferChanges(Guard):
     """A warning of changes of buffers that are thrown away, and of running statistics that are out of date."""

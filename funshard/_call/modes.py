@@ -33,8 +33,6 @@ from .casting import cast_params
 from .schedule import MAX_UNSHARDED_IN_BACKWARD, CallOptions, GatheredUnit, Schedule, check_unmodified
 from .write_watch import WriteWatch
 
-__all__ = ["Mode", "Overlapped", "UnitInUse", "choose_mode", "units_given_full"]
-
 
 class PerLevelGathers:
     """The gathers of one call that the backwards of its transforms repeat."""

@@ -20,10 +20,6 @@ from .._core.spec import PartitionSpec
 from .._core.tree import check_not_compiled, join_path
 from .._core.unit import Unit
 
-__all__ = ["CALL_ATTRIBUTES", "MODEL_LOCK", "MODULE_CONTAINERS", "BoundModule", "GatheringParameters", "ModuleAttributes"]
-__all__ += ["Replaced", "calling_thread", "find_instances", "kept_attributes", "own_tensors", "restore_modules"]
-
-
 ModuleAttributes = dict[nn.Module, dict[str, Any]]
 """The attributes (``vars``) of each module."""
 

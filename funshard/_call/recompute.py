@@ -32,8 +32,6 @@ from .module_state import MODULE_CONTAINERS, BoundModule, ModuleAttributes, Repl
 from .running import Call, Override
 from .schedule import GatheredUnit
 
-__all__ = ["recomputed_forwards"]
-
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _Inside = tuple[BoundModule, PartitionSpec]

@@ -29,8 +29,6 @@ from .module_state import MODEL_LOCK, BoundModule, GatheringParameters, ModuleAt
 from .schedule import CallOptions
 from .scopes import UnitScopes
 
-__all__ = ["Call", "ForwardRun", "Guard", "Override", "Wrapper", "scoped_forwards"]
-
 Override = tuple[nn.Module, str, Any]
 """A module, the name of an attribute, and its value for the length of a call."""
 

@@ -45,9 +45,6 @@ from .._wire.mixed_layout import view_whole_elements
 from .._wire.reductions import ReductionQueue, flat_pieces
 from ..collectives._agree import OrderCheck
 
-__all__ = ["MAX_UNSHARDED_IN_BACKWARD", "CallOptions", "GatheredUnit", "Schedule", "check_unmodified", "find_entered_unit"]
-
-
 MAX_UNSHARDED_IN_BACKWARD = 2
 """The number of units that stay gathered in backward where no gradient tells their last use: frozen units, units that the
 backward of a backward reads before it comes back to them, and all units that stacks of transforms read."""

@@ -20,9 +20,6 @@ from .._transforms.ambient import RUNNING, run_unrecorded
 from .modes import Mode, UnitInUse, units_given_full
 from .write_watch import write_error
 
-__all__ = ["UnitScopes"]
-
-
 _VIEW_ERRORS = ("is a view and is being modified inplace", "another view of its base has been modified inplace")
 """Words of torch's errors for a write to a parameter, the second where a compiler traces it."""
 

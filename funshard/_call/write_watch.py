@@ -19,8 +19,6 @@ from .._core.layout import unflatten_unit
 from .._core.unit import Unit
 from .._wire.mixed_layout import MixedLayout
 
-__all__ = ["WriteWatch", "compare_values", "write_error"]
-
 _comparing = 0
 """How many `compare_values` are active in this process."""
 

@@ -11,10 +11,6 @@ from torch.fx import Graph, Node
 from .. import _torch
 from .._torch.compiler import FUNC_GRADIENT, OpOverload, annotate, get_annotation, is_view
 
-__all__ = ["CHECK_ORDER_KEY", "UNIT_KEY", "GatherNodes", "annotate", "annotate_phases", "find_gathers", "find_phases"]
-__all__ += ["find_written", "get_annotation", "is_annotated", "is_assembly", "is_cheap", "is_collective_start"]
-__all__ += ["is_mutating", "is_view", "is_wait", "reachable_nodes"]
-
 _PHASE_KEY, _RESHARD_KEY = "funshard_phase", "funshard_reshard"
 CHECK_ORDER_KEY, UNIT_KEY = "funshard_check_order", "funshard_unit"
 _GRAD_FUNCTIONS = (FUNC_GRADIENT, torch.autograd.grad)

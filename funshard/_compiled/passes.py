@@ -44,8 +44,6 @@ from .graph import (
 )
 from .recompute import mark_saved, recompute
 
-__all__ = ["ChoosePass", "SchedulePass"]
-
 
 class ChoosePass(CustomGraphPass):
     """`mark_saved` as a pass of inductor, before its own."""

@@ -36,8 +36,6 @@ from .graph import (
     reachable_nodes,
 )
 
-__all__ = ["mark_saved", "recompute"]
-
 _SAVED_KEY = "funshard_keep"
 """The annotation with regions that save a node's value."""
 

@@ -28,9 +28,6 @@ from .._transforms.error_hints import add_compile_hint
 from .._transforms.grad import is_in_gradient
 from ..optim._checks import refuse_shared_memory
 
-__all__ = ["compile"]
-
-
 Step = TypeVar("Step", bound=Callable[..., Any])
 Compiler = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 

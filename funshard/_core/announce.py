@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["RankError", "announce", "is_checked", "listen"]
-
 
 class RankError(RuntimeError):
     """An error that `funshard.check` raises on all ranks: they disagree, one of them has raised, or one is missing."""

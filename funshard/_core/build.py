@@ -10,8 +10,6 @@ from .spec import PartitionSpec, abridge
 from .tree import ModuleTree, Param, is_within, join_path, natural_key
 from .unit import P, Unit
 
-__all__ = ["build", "build_with_leftovers"]
-
 
 def build(tree: ModuleTree, selected: Mapping[str, P], root: P | None) -> PartitionSpec:
     """Return the spec in which each parameter belongs to the longest selected path above all its uses.

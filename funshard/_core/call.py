@@ -18,8 +18,6 @@ from .layout import Params, flatten_unit, unflatten_unit
 from .spec import PartitionSpec
 from .unit import P
 
-__all__ = ["functional_call", "shard", "unshard"]
-
 
 def shard(model_or_params: nn.Module | Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None = None) -> Params:
     """Return this rank's (or ``rank``'s) slice of every unit, by unit key. Inverse of `unshard`.

@@ -12,9 +12,6 @@ from .spec import PartitionSpec
 from .tree import Param
 from .unit import Unit, global_shape
 
-__all__ = ["bind_spec", "check_buffers", "check_full", "check_mapping", "check_param_classes"]
-__all__ += ["check_params", "check_shards", "check_spec", "find_full_params", "take_full_params"]
-
 
 def bind_spec(spec: object) -> PartitionSpec:
     """Return ``spec.bound``, as every function that takes a spec does first.

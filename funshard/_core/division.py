@@ -10,8 +10,6 @@ import torch
 
 from .mesh import Mesh
 
-__all__ = ["ReduceBy", "Reduction", "choose_division", "count_ranks", "divide_factors"]
-
 ReduceBy = Literal["mean", "sum"] | float
 """The reduction of gradients over ranks: their mean, their sum, or their sum divided by a number."""
 

@@ -14,8 +14,6 @@ from .mesh import Axis, Mesh, ProcessAxis, Simulated
 from .primitive import LinearFunction, apply, linear_map
 from .unit import Unit
 
-__all__ = ["REDUCE_MEAN", "UnitAxes", "resolve_reduction", "scatter_unit", "take_slice", "unshard_unit"]
-
 REDUCE_MEAN = Reduction()
 
 

@@ -13,9 +13,6 @@ from .spec import PartitionSpec
 from .tree import Param
 from .unit import Unit
 
-__all__ = ["Params", "concat_padded", "flatten", "flatten_unit", "from_memory_order", "insert_padding"]
-__all__ += ["longest_padding", "rank_along", "to_memory_order", "unflatten", "unflatten_unit"]
-
 Params = dict[str, Tensor]
 """Tensors by unit key when sharded or flattened, by parameter name when full."""
 

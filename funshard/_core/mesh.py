@@ -16,8 +16,6 @@ from .. import _torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Axes", "Axis", "Mesh", "ProcessAxis", "Simulated"]
-
 
 @dataclass(frozen=True)
 class ProcessAxis:

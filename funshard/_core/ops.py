@@ -18,8 +18,6 @@ from torch.fx.node import has_side_effect
 from .. import _torch
 from .announce import announce, is_checked
 
-__all__ = ["OPS", "OpContext", "PendingResult", "missing_group_error", "start_exchange", "start_op"]
-
 
 class PendingResult:
     """The result of a collective that is running. Call it once to wait; until then its buffers live.

@@ -19,8 +19,6 @@ from .spec import PartitionSpec
 from .tree import ModuleTree, module_tree
 from .unit import P
 
-__all__ = ["SHARD", "NamedPolicy", "Policy", "build_selected", "by_type", "check_classes", "check_p", "format_call", "whole"]
-
 
 class Policy(Protocol):
     """A pure function from a module, or its `module_tree`, to a `PartitionSpec`: which modules are units, and how.

@@ -20,9 +20,6 @@ from .._torch.phases import phase
 from .mesh import Axis, Simulated
 from .ops import OPS, OpContext, missing_group_error, start_op
 
-__all__ = ["Label", "LinearFunction", "LinearMap", "apply", "linear_map"]
-
-
 _UNIT_NOTES = ("funshard_unit", "funshard_reshard", "funshard_check_order")
 """The annotations of a compiled graph that say whose collective it is, which its transposes take over."""
 

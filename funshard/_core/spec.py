@@ -17,8 +17,6 @@ from .unit import P, Unit
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["FORMATS", "PartitionSpec", "abridge", "format_sizes"]
-
 
 def abridge(paths: Mapping[str, object], most: int = 8) -> str:
     """Format the first few paths for an error message."""

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["NAMESPACE", "ModuleTree", "Param", "join_path", "module_tree", "natural_key"]
-
 NAMESPACE = "funshard"
 """The optree namespace in which funshard registers its own node types."""
 

@@ -12,8 +12,6 @@ import torch
 
 from .tree import Param
 
-__all__ = ["LocalDims", "P", "Unit", "global_shape", "join_shape"]
-
 LocalDims = tuple[tuple[str, int], ...]
 """For each axis that a tensor is local over, outermost first, the dimension that it splits."""
 

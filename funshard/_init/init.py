@@ -34,8 +34,6 @@ from .._wire.global_params import flatten_global, scatter_global
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
 
-__all__ = ["init", "init_buffers"]
-
 InitFn = Callable[[nn.Module], object]
 META = torch.device("meta")
 

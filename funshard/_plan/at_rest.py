@@ -19,11 +19,6 @@ from .._core.unit import P, Unit
 from .._wire.host import is_host_resident
 from ..optim import from_torch
 
-__all__ = [
-    "MOST_RANKS", "Init", "StateBytes", "UnitBytes", "count_per_slice", "device_bytes", "find_optimizer", "is_on_host",
-    "make_shard", "map_p", "optimizer_init", "state_bytes", "unit_bytes", "visualize",
-]  # fmt: skip
-
 Init = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 """The function of an optimizer that returns its state before the first step."""
 

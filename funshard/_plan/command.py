@@ -26,8 +26,6 @@ from ..optim import from_torch
 from .at_rest import find_optimizer
 from .plan import Comparison, Plan, plan
 
-__all__ = ["main"]
-
 EPILOG = """MODULE:CALLABLE returns the model; it is called on the meta device. With --batch it runs on fake tensors: it is
 called with integers of that shape (or "8x1024:float32"), its loss is a cross entropy of its first result, and AdamW writes in
 place. --compare takes P as in Python: --compare 'P("shard", reshard=False)' 'P("shard", remat=True)'."""

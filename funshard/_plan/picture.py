@@ -12,8 +12,6 @@ from .._core.spec import PartitionSpec
 from .at_rest import MOST_RANKS, UnitBytes, count_per_slice
 from .timeline import CATEGORIES, Category, Event, Held, Timeline, format_bytes, format_seconds
 
-__all__ = ["draw_plan"]
-
 LEFT, WIDTH, RIGHT, EDGE = 92, 730, 178, 24
 """The widths of the names at the left, of what is to scale, of the figures at the right, and of the margin."""
 STRIP, ROW = 16, 22

@@ -37,9 +37,6 @@ from .timeline import (
     sum_traffic,
 )
 
-__all__ = ["Plan", "plan"]
-
-
 # --- The printed form of a plan, and of several ---
 
 

@@ -25,9 +25,6 @@ from .._wire.host import HOST
 from .at_rest import Init, UnitBytes, is_on_host, make_shard, map_p
 from .timeline import Category, Collective, Event, EventKind, Phase
 
-__all__ = ["StepRecorder", "has_parameter", "record_schedule", "record_step"]
-
-
 # --- Values for indices that a model computes from its data, such as each token's experts, where tensors have shapes alone ---
 
 MOST_VALUES = 2**20

@@ -11,9 +11,6 @@ from typing import Literal, NamedTuple
 
 from .._spec.byte_size import parse_bytes
 
-__all__ = ["CATEGORIES", "Category", "Collective", "Event", "EventKind", "Hardware", "Held", "Phase", "Timeline", "Traffic"]
-
-
 # --- The events of a step: what each one holds, sends and computes ---
 
 Category = Literal["parameters", "optimizer", "gathered", "gradients", "activations"]

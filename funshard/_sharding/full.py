@@ -39,9 +39,6 @@ from .._wire.stages import AllGather, Names
 from ..collectives._agree import check_sequence, find_host_groups, gather_from_ranks, leave_to_next_call
 from ..collectives._world import has_peers, process_axes
 
-__all__ = ["find_sent_dtype", "gather_full", "gather_stored", "gather_to_first", "scatter_full", "stream_full"]
-
-
 # --- Gathers of whole units, on all ranks or to the mesh's first, that overlap with the use of the units before ---
 
 PendingBuffer = Callable[[], Tensor | None]

@@ -18,8 +18,6 @@ from .._units.accumulation import drop_unweighted
 from .._wire.flow import reduce_slice, reduce_unit
 from ..collectives._functions import sum_over
 
-__all__ = ["reduce_grads", "reduce_mean", "weight_share"]
-
 
 def reduce_grads(
     grads: Mapping[str, Tensor], spec: PartitionSpec, *, reduce_axes: Iterable[str] | None = None, reduce: ReduceBy = "mean"

@@ -11,8 +11,6 @@ from .._core.checks import take_full_params
 from .._core.layout import to_memory_order
 from .._core.spec import PartitionSpec
 
-__all__ = ["hash_bits", "hash_params"]
-
 _PIECE = 1 << 17
 """Words hashed at once: few enough that their factors stay in the cache."""
 

@@ -15,8 +15,6 @@ from .._core.unit import Unit, global_shape
 from .._slices.pieces import check_slice
 from .._slices.random_slices import draw_like, draw_normal
 
-__all__ = ["random_like"]
-
 
 def random_like(
     params: Mapping[str, Tensor],

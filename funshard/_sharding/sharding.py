@@ -27,8 +27,6 @@ from .full import scatter_full
 from .hashes import hash_params
 from .skeleton import is_skeleton
 
-__all__ = ["check_rank", "collect_full_params", "combine", "partition", "reshard", "shard", "unshard"]
-
 
 def shard(
     model_or_params: nn.Module | Mapping[str, Tensor],

@@ -17,8 +17,6 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 from .. import _torch
 from .._core.tree import ModuleTree, join_path, module_tree
 
-__all__ = ["is_skeleton", "skeleton"]
-
 M = TypeVar("M", bound=nn.Module)
 
 _SKELETONS: WeakSet[nn.Module] = WeakSet()

@@ -14,8 +14,6 @@ from .._wire.host import compute_device
 from ..collectives._functions import sum_over
 from .pieces import map_unpadded
 
-__all__ = ["agree_finite", "find_nonfinite", "select_if_finite"]
-
 Tree = TypeVar("Tree")
 
 

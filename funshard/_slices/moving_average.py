@@ -9,8 +9,6 @@ from torch import Tensor
 from .. import _torch
 from .._core.layout import Params
 
-__all__ = ["check_decay", "is_averaged", "update_average"]
-
 
 def check_decay(decay: float | Tensor) -> None:
     """Raise ValueError unless the decay is a number from 0 to 1; a tensor is read where that costs no wait."""

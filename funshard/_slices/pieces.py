@@ -18,9 +18,6 @@ from .._core.unit import Unit
 from .._spec.codec import check_trainable
 from .._wire.host import check_host_resident
 
-__all__ = ["Piece", "check_slice", "map_unpadded", "padding_mask", "param_views", "slice_index", "slice_pieces"]
-__all__ += ["split_by_param", "zero_padding"]
-
 
 def param_views(shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank: int | None = None) -> Params:
     """Return the 1-D piece of every parameter that lies in this rank's slice, possibly empty, as a *view* of the shard.

@@ -15,8 +15,6 @@ from .._core.unit import Unit, global_shape
 from .._wire.global_params import flatten_global, scatter_global
 from .pieces import slice_pieces
 
-__all__ = ["MASK", "Draw", "draw_like", "draw_normal", "draw_uniform", "hash_text", "philox"]
-
 CHUNK = 1 << 16
 """The number of counters drawn at once: four elements each, and some 20 times their memory meanwhile."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 
-__all__ = ["parse_bytes"]
-
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 

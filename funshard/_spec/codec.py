@@ -14,8 +14,6 @@ from torch import Tensor
 from .. import _torch
 from .._core.unit import Option, Unit, add_keyword
 
-__all__ = ["Codec", "Encoding", "check_trainable", "pack_bytes", "pack_rows", "storage_codec", "unpack_bytes"]
-
 Encoding = tuple[tuple[torch.dtype, torch.Size], ...]
 """The dtypes and shapes of an encoded slice's tensors."""
 

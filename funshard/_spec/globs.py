@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from .._core.tree import Param
 
-__all__ = ["find_unmatched", "parse_globs", "value_of"]
-
 V = TypeVar("V")
 
 

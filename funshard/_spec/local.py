@@ -14,8 +14,6 @@ from .._core.tree import Param
 from .._core.unit import PARSERS, LocalDims, Option, P, Unit, global_shape
 from .globs import find_unmatched, parse_globs, value_of
 
-__all__ = ["check_axes_are_given", "describe_pieces", "distinct_axes", "piece_offsets", "stack_dims"]
-
 LocalAxes = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
 """For each axis, outermost first, the dimension that is split over it, by a glob of parameter names."""
 

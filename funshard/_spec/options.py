@@ -16,10 +16,6 @@ from .._core.unit import PARSERS, Option, P, add_keyword
 from .._torch import OpOverload
 from .precision import precision_of
 
-__all__ = ["RECOMPUTE_ALL", "Chosen", "Compile", "Remat", "Save", "check_names", "find_compiled", "inner_calls", "remat_of"]
-__all__ += ["surrounds_forward"]
-
-
 # --- Compile: how torch.compile compiles a unit's forward ---
 
 

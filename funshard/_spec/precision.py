@@ -14,8 +14,6 @@ from .._core.unit import Option, P, Unit, add_keyword
 from .codec import Codec
 from .globs import find_unmatched, parse_globs, value_of
 
-__all__ = ["Dtypes", "Precision", "check_begins", "precision_of", "resolve_dtypes"]
-
 KeptDtypes = tuple[tuple[str, torch.dtype], ...]
 """Dtypes by glob of parameter names."""
 

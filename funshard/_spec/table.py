@@ -12,8 +12,6 @@ from .._core.mesh import Mesh
 from .._core.spec import FORMATS, PartitionSpec, format_sizes
 from .._torch.phases import LOGGER
 
-__all__ = ["HEAD", "MIN_MERGED_ROWS", "format_rows", "format_table", "log_spec"]
-
 HEAD = ("unit", "P", "parameters", "numel", "padding", "bytes per rank")
 MIN_MERGED_ROWS = 3
 """The least number of units, equal but for a number in their paths, that share a row."""

@@ -9,8 +9,6 @@ import optree
 import torch
 from torch.utils import _pytree as pytree  # the tree of torch.func and torch.compile
 
-__all__ = ["UnitState", "replace_values"]
-
 
 class UnitState(dict[str, Any]):
     """The elementwise state of a unit by name: a dict that declares which of its values are numbers. All others are slices.

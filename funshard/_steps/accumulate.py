@@ -29,9 +29,6 @@ from .._wire.mixed_layout import cast_views
 from .._wire.route import Route
 from .microbatches import are_positive, list_microbatches, make_loss_scales, sum_dtype, to_sum_dtype
 
-__all__ = ["AccumulationPlan", "GradSums", "accumulate", "add_up", "replacement_key", "run_in_place"]
-
-
 # --- The plan: micro-batches, and how their gradients are added up and reduced ---
 
 

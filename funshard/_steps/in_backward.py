@@ -18,8 +18,6 @@ from .._core.spec import PartitionSpec
 from ..optim._norms import check_max_norm, global_norm_from_squares, scale_to_norm, sum_of_squares
 from .accumulate import AccumulationPlan, GradSums, add_up, replacement_key, run_in_place
 
-__all__ = ["StepResult", "update_in_backward"]
-
 UnitUpdateFn = Callable[[Params, dict[str, Any], Params], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
 """``update(grads, state, params) -> (new params, new state)``, of some units or all, each by itself."""
 

@@ -17,12 +17,6 @@ from .._core.spec import PartitionSpec
 from ..collectives._agree import Comparison, RankLines, find_difference, find_host_groups
 from ..collectives._functions import all_reduce
 
-__all__ = [
-    "PaddedMicrobatches", "are_positive", "list_microbatches", "make_loss_scales", "pad_microbatches", "sum_dtype",
-    "to_sum_dtype",
-]  # fmt: skip
-
-
 # --- The weights of micro-batches, as factors of their losses ---
 
 

@@ -30,9 +30,6 @@ from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.snapshot import find_tensors
 from .._transforms.grad import assume_differentiated
 
-__all__ = ["scan"]
-
-
 # --- What the arguments and results of a scan are like: slices of one length, and a state that keeps its tree and shapes ---
 
 

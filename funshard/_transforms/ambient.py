@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .. import _torch
 
-__all__ = ["RUNNING", "AmbientState", "find_variables", "run_unrecorded", "set_variables"]
-
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 

@@ -18,8 +18,6 @@ from .. import _torch
 from ._recompute.remat import SlicedFunction, TensorFunction, apply_recomputed
 from .ambient import AmbientState
 
-__all__ = ["transforms_attention"]
-
 
 def transforms_attention(block: int = 128) -> contextlib.AbstractContextManager[object]:
     """Return a context in which attention has every derivative, in memory linear in the length of the sequence.

@@ -12,11 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from .. import _torch
 
-__all__ = [
-    "QUERY_GETTERS", "REGISTER_HOOK", "ForbiddenFunctions", "OuterTensors", "check_backward_hooks", "check_not_read",
-    "describe_parameter",
-]  # fmt: skip
-
 
 def check_backward_hooks(modules: Iterable[nn.Module], name: str) -> None:
     """Raise RuntimeError for a module's backward hook: torch drops it inside forward mode, and another run would not."""

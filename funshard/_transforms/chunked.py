@@ -20,9 +20,6 @@ from ._recompute.regions import mark_region
 from ._recompute.remat import SlicedFunction, apply_recomputed
 from .grad import is_assumed_differentiated
 
-__all__ = ["chunked"]
-
-
 W = TypeVar("W")
 Rows = TypeVar("Rows")
 

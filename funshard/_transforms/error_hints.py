@@ -20,9 +20,6 @@ from .. import _torch
 from .._core.spec import PartitionSpec, abridge
 from .._spec.precision import resolve_dtypes
 
-__all__ = ["add_argument_hints", "add_compile_hint", "add_hints", "as_call_arguments", "check_materialized", "find_hint"]
-__all__ += ["find_running_module", "is_forward_rule_missing"]
-
 E = TypeVar("E", bound=BaseException)
 
 _PREFIX = "funshard: "

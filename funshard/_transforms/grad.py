@@ -14,9 +14,6 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 from .. import _torch
 from .error_hints import add_hints
 
-__all__ = ["check_differentiable", "check_recorded", "grad", "grad_and_value", "is_assumed_differentiated"]
-__all__ += ["assume_differentiated", "is_differentiated_outside", "is_in_gradient", "run_loss", "split_loss"]
-
 
 def grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
     """Return a function that computes the gradient of ``f``, as torch.func.grad does.

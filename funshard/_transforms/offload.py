@@ -27,9 +27,6 @@ from .._torch.phases import phase
 from .ambient import RUNNING
 from .saved_tensors import RestorableBuffer, SavedTensorHooks, TensorRestorer, unpack
 
-__all__ = ["ActivationOffload", "choose_hooks", "choose_offload", "offload"]
-
-
 # --- Host buffers: storages that are on the host between forward and backward, in batches that leave and return together ---
 #
 #     saved  ->  being copied out  ->  on the host  ->  being copied back  ->  used

@@ -29,8 +29,6 @@ from .checks import REGISTER_HOOK, ForbiddenFunctions
 from .error_hints import as_call_arguments
 from .grad import grad
 
-__all__ = ["per_sample_grads"]
-
 
 def per_sample_grads(
     f: Callable[..., Tensor],

@@ -18,9 +18,6 @@ from .ambient import AmbientState
 from .error_hints import add_hints, is_forward_rule_missing
 from .grad import check_differentiable, check_recorded, is_differentiated_outside, split_loss
 
-__all__ = ["ConvexLoss", "cross_entropy", "fishervp", "ggnvp", "hvp", "squared_error"]
-
-
 # --- Convex losses whose Hessian is known in closed form: its product with a vector needs no second derivative ---
 
 

@@ -20,8 +20,6 @@ from torch.autograd.function import FunctionCtx
 
 from .. import _torch
 
-__all__ = ["RestorableBuffer", "SavedTensorHooks", "TensorRestorer", "hook_running_node", "mark_graph_freed", "unpack"]
-
 TensorRestorer = Callable[[], Tensor]
 """Returns the saved tensor."""
 

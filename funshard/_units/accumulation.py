@@ -14,8 +14,6 @@ from .. import _torch
 from .._core.division import ReduceBy, Reduction
 from .._core.spec import PartitionSpec
 
-__all__ = ["Accumulation", "GradReceiver", "drop_unweighted", "find_accumulation"]
-
 _ACTIVE_ACCUMULATIONS: list[Accumulation] = []
 """The accumulations whose loss or backward runs, of all threads.
 

@@ -8,8 +8,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["BUCKET_BYTES", "BUCKET_BYTES_CUDA", "Bucket", "OpenBuckets"]
-
 BUCKET_BYTES = 2**22
 """The size at which a bucket is full and reduced: see examples/benchmarks/comm.py."""
 BUCKET_BYTES_CUDA = 25 * 2**20

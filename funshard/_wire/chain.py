@@ -25,9 +25,6 @@ from .host import start_copy_to_device
 from .route import Route, find_slice
 from .stages import AllGather, Decode, Join, Move, Names, Replicas, Stage, StartStep, Transit, Wire
 
-__all__ = ["BufferPool", "CollectiveChain", "RouteSteps", "RouteTable", "copy_secondary_slice", "forgetting_on_error"]
-__all__ += ["make_route_table"]
-
 
 class BufferPool:
     """Freed buffers, for the next gather to fill: the fewer are allocated, the fewer pages fault.

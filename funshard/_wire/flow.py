@@ -29,9 +29,6 @@ from .host import HOST, place_slice
 from .route import Route
 from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constants, to_constants
 
-__all__ = ["apply_unit_options", "reduce_along", "reduce_slice", "reduce_unit", "unshard_unit"]
-__all__ += ["refuse_reduce_codec_in_graph", "store_slice", "weigh_grad"]
-
 
 def refuse_reduce_codec_in_graph(spec: PartitionSpec) -> None:
     """Raise RuntimeError where Dynamo traces, or has met a graph break: a codec is no constant of its graphs."""

@@ -23,9 +23,6 @@ from .flow import unshard_unit
 from .route import Route
 from .stages import Decode, Stage, Transit
 
-__all__ = ["apply_options", "decode_global", "flatten_global", "join_pieces", "scatter_global", "split_global", "split_pieces"]
-__all__ += ["transpose_options", "unflatten_global", "unshard_global"]
-
 
 def flatten_global(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
     """Return the global buffer of a unit from the global parameters."""

@@ -17,10 +17,6 @@ from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._torch.phases import phase
 
-__all__ = ["HOST", "check_host_resident", "compute_device", "is_host", "is_host_resident", "move"]
-__all__ += ["place_slice", "start_copy_to_device", "start_copy_to_host", "start_grad_copy"]
-
-
 # --- Units that live in host memory, ``P(offload="params")``, and the device on which they are used ---
 
 HOST = torch.device("cpu")

@@ -23,9 +23,6 @@ from .._core.layout import from_memory_order, unflatten_unit
 from .._core.unit import Unit
 from .._spec.precision import check_begins, resolve_dtypes
 
-__all__ = ["MixedLayout", "Run", "cast_views", "find_param_dtypes", "make_mixed_layout", "split_by_dtype", "view_as_bytes"]
-__all__ += ["view_by_dtype", "view_whole_elements"]
-
 Run = tuple[int, torch.dtype]
 """A number of neighbouring elements, and their dtype."""
 

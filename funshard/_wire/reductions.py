@@ -16,8 +16,6 @@ from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBucket
 from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable
 from .route import BucketKind, Route
 
-__all__ = ["ReductionQueue", "flat_pieces"]
-
 
 class ReductionQueue:
     """The reductions of one call's backward: split units one by one, replicated ones in buckets.

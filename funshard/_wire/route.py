@@ -21,8 +21,6 @@ from .host import compute_device
 from .mixed_layout import MixedLayout, find_param_dtypes, make_mixed_layout
 from .stages import AllGather, Bytes, Copy, Decode, Divide, Encode, GatherEncodedBack, GradDtype, Join, Move, Replicas, Stage
 
-__all__ = ["BucketKind", "Route", "find_slice"]
-
 
 class BucketKind(NamedTuple):
     """The common properties of replicated units whose gradients are reduced as one."""

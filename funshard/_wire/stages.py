@@ -31,9 +31,6 @@ from .mixed_layout import MixedLayout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["AllGather", "Buffers", "Bytes", "Cast", "Constants", "Copy", "Decode", "Divide", "Encode"]
-__all__ += ["GatherEncodedBack", "GradDtype", "Join", "Move", "Names", "Replicas", "Stage", "StartStep", "Transit", "Wire"]
-__all__ += ["from_constants", "to_constants"]
 
 StartStep = Callable[[Tensor, Tensor | None], PendingResult]
 """A function that starts one collective or copy on a tensor, and writes the result into the second one, if there is one."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "DamagedError", "NewerError", "SavedError"]
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or cannot be read because it is damaged, cut short or of another format."""

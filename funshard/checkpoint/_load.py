@@ -44,8 +44,6 @@ from ._state.leaves import (
 )
 from ._state.tree import Node, build_state, describe, iter_leaves, make_container_node, parameter_slice
 
-__all__ = ["load", "plan_reads"]
-
 _OTHER_BLOCKS = (
     "blocks of a codec follow the memory order of each piece over local axes: was it saved with others? Load it as it was "
     "saved, and save what fs.optim.decode_state returns, which loads with any"

@@ -24,8 +24,6 @@ from ..optim._checks import State, copy_like, refuse_encoded
 from ..optim._options import ParamOptions, group_by_options
 from ._ranks import TIMEOUT, connect_ranks
 
-__all__ = ["StateDict", "clean_name", "from_optimizer_state_dict", "optimizer_state_dict", "rekey"]
-
 # --- Keys of state_dicts: names without the prefixes of wrappers, and names for the numbers of torch's optimizers ---
 
 StateDict: TypeAlias = dict[str, Any]

@@ -25,9 +25,6 @@ from ..collectives._host_group import HostGroup, host_groups
 from ..collectives._world import check_spans_world, has_peers
 from ._errors import CheckpointError, SavedError
 
-__all__ = ["TIMEOUT", "Ranks", "connect_ranks"]
-
-
 # --- Exchange a few bytes between all ranks of a process group, through its store, within a time limit ---
 
 

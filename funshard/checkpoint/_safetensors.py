@@ -37,9 +37,6 @@ from ._ranks import TIMEOUT, connect_ranks
 from ._state.leaves import MAX_DIMS, Box, check_storable
 from ._state.tree import parameter_slice
 
-__all__ = ["DTYPES", "INDEX", "SINGLE", "export", "read_safetensors"]
-
-
 # --- The layout of safetensors files: which tensor lies where in which file, and the header that says so ---
 
 SINGLE = "model.safetensors"

@@ -36,8 +36,6 @@ from ._state.json_tree import tree_to_json
 from ._state.leaves import Leaf, OwnedLeaf, SliceLeaf, TensorLeaf, TensorRange, ValueLeaf, check_storable, leaf_names
 from ._state.tree import ContainerNode, Node, describe, iter_leaves, plain_to_json, walk
 
-__all__ = ["Saving", "save"]
-
 
 class Saving:
     """A checkpoint that is being written, or was.

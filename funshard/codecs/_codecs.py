@@ -14,9 +14,6 @@ from torch import Tensor
 from .. import _torch
 from .._spec.codec import Codec
 
-__all__ = ["NF4", "cast", "dynamic8", "int8", "nf4"]
-
-
 # --- What codecs of blocks share: the ratios of elements to their block's largest, and back ---
 
 

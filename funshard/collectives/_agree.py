@@ -25,10 +25,6 @@ from .._core.spec import PartitionSpec
 from ._host_group import HostGroup, host_groups
 from ._world import process_axes
 
-__all__ = ["Comparison", "OrderCheck", "RankLines", "check_ranks_agree", "check_sequence", "find_difference"]
-__all__ += ["find_host_groups", "gather_from_ranks", "get_host_group", "hash_spec", "is_comparable", "leave_to_next_call"]
-__all__ += ["make_order_error", "report_to_ranks"]
-
 REMEDY = (
     "Expected the same units in the same order on all ranks: run every unit on every rank (its output times 0 where it is not "
     "wanted), or choose units by numbers that all ranks have alike; check_order=False leaves this out"

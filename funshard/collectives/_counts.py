@@ -15,8 +15,6 @@ from .. import _torch
 from .._core.mesh import ProcessAxis
 from ._agree import get_host_group, is_comparable
 
-__all__ = ["Counts", "check_counts", "resolve_counts"]
-
 Counts = Sequence[int] | Tensor
 """A number of rows for each rank of an axis."""
 

@@ -17,8 +17,6 @@ from .._core.primitive import LinearFunction, LinearMap, apply
 from ._counts import Counts, check_counts, resolve_counts
 from ._functions import check_dim, check_divisible, gather_values
 
-__all__ = ["all_to_all", "permute", "ragged_all_to_all"]
-
 
 def all_to_all(x: Tensor, axis: Axis, *, split_dim: int = 0, concat_dim: int = 0) -> Tensor:
     """Return slice j of rank i as slice i of rank j: jax.lax.all_to_all with ``tiled=True``.

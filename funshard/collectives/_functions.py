@@ -22,10 +22,6 @@ from .._core.mesh import Axis, Mesh, ProcessAxis
 from .._core.primitive import Label, apply
 from ._agree import check_sequence
 
-__all__ = ["Reduce", "all_reduce", "broadcast", "check_dim", "check_divisible", "gather_slices", "gather_values"]
-__all__ += ["make_label", "reduce_scatter", "scatter", "sum_over", "sum_shards", "unvary", "vary"]
-
-
 # --- The dimension of a tensor that a collective joins or slices: its checks, and the way to dimension 0 and back ---
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from .. import _torch
 from .._core.announce import announce
 
-__all__ = ["HostGroup", "host_groups"]
-
 
 class HostGroup:
     """A gloo process group of these global ranks, which connects when it is made.

@@ -39,8 +39,6 @@ from ._agree import is_comparable
 if TYPE_CHECKING:
     from .._torch.groups import Store
 
-__all__ = ["check"]
-
 
 # --- The line of user code that a thread runs: the innermost one outside of torch, funshard and Python's own library ---
 

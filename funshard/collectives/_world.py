@@ -9,8 +9,6 @@ import torch.distributed as dist
 from .. import _torch
 from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
 
-__all__ = ["axis_rank", "check_spans_world", "global_rank", "has_peers", "members", "process_axes"]
-
 
 def check_spans_world(mesh: Mesh, where: str) -> None:
     """Raise ValueError if the mesh has only some ranks of the default process group, and is no ``submesh``.

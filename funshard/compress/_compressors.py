@@ -36,9 +36,6 @@ from .._wire.host import HOST, compute_device
 from ..collectives._exchange import all_to_all
 from ..collectives._functions import gather_slices, scatter
 
-__all__ = ["Compressor", "bind_axes", "cast", "check_grads", "exact", "move_axes_first", "move_to_rest", "other_axes"]
-__all__ += ["post_local", "quantize", "reduce_exactly", "reduce_over_axes", "scatter_axes", "switch", "to_buffer", "unreduced"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 

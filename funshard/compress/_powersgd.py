@@ -30,8 +30,6 @@ from ._compressors import (
     to_buffer,
 )
 
-__all__ = ["PowerSGD", "powersgd"]
-
 LowRankShape = tuple[int, int, int]
 """A matrix's rows, columns, and the rank of its approximation."""
 

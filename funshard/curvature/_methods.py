@@ -16,10 +16,6 @@ from .._sharding.random_like import random_like
 from ..optim._norms import axpy, scale, vdot
 from ._operator import Operator, find_largest, probe_seed, read_numbers
 
-__all__ = ["Eigenpair", "Solution", "Spectrum", "TraceEstimate", "Tridiagonal", "cg", "hutchinson", "lanczos"]
-__all__ += ["power_iteration", "slq"]
-
-
 # --- lanczos, and the spectral density by stochastic Lanczos quadrature ---
 
 

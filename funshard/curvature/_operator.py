@@ -25,8 +25,6 @@ from ..optim._norms import axpy, global_norm, vdots
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator
 
-__all__ = ["Operator", "find_largest", "fisher", "ggn", "hessian", "probe_seed", "read_numbers", "sample_labels"]
-
 
 @dataclass(frozen=True, eq=False)
 class Operator:

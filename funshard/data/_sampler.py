@@ -17,8 +17,6 @@ from .._spec.local import check_axes_are_given
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
 
-__all__ = ["BatchSampler", "sampler"]
-
 Last = Literal["drop", "pad", "short"]
 
 

@@ -16,11 +16,6 @@ from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 
-__all__ = ["Optimizer", "QuantizedSlice", "State", "StateMapping", "Tensors", "break_message", "check_fits"]
-__all__ += ["check_nonnegative", "check_rate", "check_tensors", "copy_like", "is_slice", "is_updated", "named_tensors"]
-__all__ += ["refuse_encoded", "refuse_shared_memory"]
-
-
 Tensors = Mapping[str, Tensor]
 """A tree that is only read: by unit key or parameter name."""
 StateMapping = Mapping[str, Tensors]

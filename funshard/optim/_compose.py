@@ -22,10 +22,6 @@ from ._checks import Optimizer, Tensors, break_message, check_tensors, is_update
 from ._norms import check_max_norm, clip_by_global_norm, upcast
 from ._schedules import read_count
 
-__all__ = ["AccumulationState", "EmaState", "FiniteState", "Link", "Pair", "ScheduleState", "accumulate_steps"]
-__all__ += ["apply_if_finite", "chain", "check_optimizer", "clip_gradients", "ema", "schedule_lr"]
-
-
 Pair = tuple[Callable[[Any], Any], Callable[..., tuple[Mapping[str, Tensor], Any]]]
 """``(init, update)``: an `Optimizer`, or such functions of yours."""
 Link = Callable[[Pair], Optimizer]

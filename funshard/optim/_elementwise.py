@@ -32,9 +32,6 @@ from ._checks import (
 )
 from ._options import OptionRanges, ParamOptions, find_ranges, join_ranges, option_ranges, scale_lr, split_by_options
 
-__all__ = ["InitialState", "elementwise"]
-
-
 InitialState = Callable[[Tensor], Tensors]
 """A function from a vector to its state before the first step."""
 

@@ -13,8 +13,6 @@ from ._elementwise import InitialState, elementwise
 from ._matrices.matrices import Matrices
 from ._options import ParamOptions
 
-__all__ = ["from_torch"]
-
 
 def from_torch(
     optimizer_class: type[torch.optim.Optimizer],

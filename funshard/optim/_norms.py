@@ -21,9 +21,6 @@ from ..collectives._functions import gather_slices, sum_shards, vary
 from ..collectives._world import check_spans_world
 from ._checks import check_tensors
 
-__all__ = ["axpy", "check_max_norm", "clip_by_global_norm", "global_norm", "global_norm_from_squares", "norms", "scale"]
-__all__ += ["scale_to_norm", "sum_of_squares", "upcast", "vdot", "vdots"]
-
 
 def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2.0) -> Tensor:
     """Return the p-norm of all elements of the whole tensors, the same on every rank.

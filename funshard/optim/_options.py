@@ -20,10 +20,6 @@ from .._spec.codec import check_trainable
 from ..collectives._functions import vary
 from ._checks import Tensors
 
-__all__ = ["OptionRanges", "ParamOptions", "SharedOptions", "find_ranges", "group_by_options", "join_ranges", "option_ranges"]
-__all__ += ["padding_masks", "refuse_without_spec", "scale_lr", "split_axes", "split_by_options"]
-
-
 ParamOptions = Callable[[str, Param], Mapping[str, Any]]
 """``options(name, param)``: the parameter's own options, which replace the defaults."""
 

@@ -23,8 +23,6 @@ from .._spec.unit_state import UnitState, replace_values
 from ._checks import Optimizer, QuantizedSlice, Tensors, copy_like, refuse_shared_memory
 from ._compose import Pair, check_optimizer
 
-__all__ = ["decode_state", "encode_state", "quantized_state"]
-
 CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 22
 """The number of elements that are encoded or decoded at once, some 30 bytes each: in a CPU's cache, and on a device."""
 ROUNDING = "rounding_step"

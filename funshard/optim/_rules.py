@@ -28,9 +28,6 @@ from ._options import (
     split_by_options,
 )
 
-__all__ = ["Rate", "adagrad", "adam", "adamw", "lion", "rmsprop", "sgd"]
-
-
 Rate = float | Tensor | Callable[[Tensor], float | Tensor]
 """A learning rate, or a function of the step, which counts from 0."""
 Slots = dict[str, Tensor]

@@ -15,9 +15,6 @@ from torch import Tensor
 from .. import _torch
 from ._checks import break_message
 
-__all__ = ["Schedule", "cosine", "join", "linear", "read_count", "schedule", "warmup"]
-
-
 Schedule = Callable[[int | Tensor], Any]
 """A function of the step, which counts from 0: of tensor operations for a tensor, and a number for a number."""
 

@@ -20,9 +20,6 @@ from .._core.unit import P
 from .._spec.precision import Precision
 from .._torch.modules import BatchNorm
 
-__all__ = ["always", "any_of", "by_group", "by_path", "by_size", "custom", "full_precision", "ignoring", "mark", "marked"]
-__all__ += ["override"]
-
 _MARK = "_funshard_mark"
 _Module = TypeVar("_Module", bound=nn.Module)
 

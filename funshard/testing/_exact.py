@@ -22,8 +22,6 @@ from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCTS, Case, Convex, Loss, Order, Outcome
 
-__all__ = ["assert_exact"]
-
 MODEL_SEED_HINT = "call torch.manual_seed with one seed on all ranks before the model is built"
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}

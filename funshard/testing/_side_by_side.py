@@ -34,10 +34,6 @@ from ..collectives._agree import find_host_groups, gather_from_ranks
 from ..collectives._functions import all_reduce
 from ._simulated import spmd
 
-__all__ = ["BUFFER", "GRADIENT", "LOSS", "PRODUCTS", "Case", "Convex", "Loss", "ModelCall", "Order", "Outcome", "find_tensors"]
-__all__ += ["install_buffers"]
-
-
 # --- Helpers for trees of tensors: find, clone, select and compare, and fix the seed ---
 
 

@@ -10,8 +10,6 @@ from torch.utils import _pytree as pytree
 
 from .._core.mesh import Axis, Mesh, Simulated
 
-__all__ = ["spmd"]
-
 
 def spmd(fn: Callable[..., Any], size: int | Mapping[str, int]) -> Callable[..., Any]:
     """Run ``fn`` on every rank of a simulated mesh, in one process: ``spmd(fn, 4)(xs)[r] == fn(mesh, xs[r])`` on rank r.

@@ -12,14 +12,9 @@ from .._core.layout import Params
 from .._core.tree import module_tree
 from .._core.unit import P
 from ..policies import Policy, always, by_group, by_path, by_size, by_type, whole
-from ._exact import assert_exact
-from ._side_by_side import ModelCall
-from ._simulated import spmd
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
-
-__all__ = ["ModelCall", "assert_exact", "integers_like", "meshes", "modules", "policies", "spmd"]
 
 
 def integers_like(model: nn.Module, seed: int = 0, high: int = 4) -> Params:

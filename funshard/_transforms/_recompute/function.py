@@ -45,8 +45,6 @@ from .snapshot import (
     take_snapshot,
 )
 
-__all__ = ["RecomputedFunction"]
-
 
 def _read_object(x: Any) -> dict[str, tuple[Any, int]]:
     """Return the attributes of an object, with the length of each container, and a module's buffers with their versions."""

@@ -15,9 +15,6 @@ from torch import Tensor
 from ... import _torch
 from ..._spec.options import Remat, Save
 
-__all__ = ["NAME_KEY", "REGION_PREFIX", "collect_regions", "current_regions", "is_collecting_regions", "mark_name"]
-__all__ += ["mark_region"]
-
 REGION_PREFIX, NAME_KEY = "funshard_region_", "funshard_name"
 """Keys of annotations: the first, with a number, on all that a region traces; the second on a view of a named tensor."""
 

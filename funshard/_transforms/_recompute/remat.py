@@ -25,9 +25,6 @@ from ..saved_tensors import mark_graph_freed
 from .function import RecomputedFunction
 from .regions import mark_region
 
-__all__ = ["SlicedFunction", "TensorFunction", "apply_recomputed", "call_recomputed", "remat"]
-
-
 # --- The functions that are derived from a function of tensors: its gradient, its tangent, and the batch of it ---
 #
 # Each is a function of tensors again, from which others are derived in turn. Those of a `SlicedFunction` are sliced as it is:

@@ -29,9 +29,6 @@ from ..._torch.compiler import (
 )
 from .regions import NAME_KEY
 
-__all__ = ["UnitBackend", "find_saved"]
-
-
 _FIRST_PASS, _LAST_PASS = "joint_custom_pre_pass", "joint_custom_post_pass"
 """Inductor's options for a pass over the graph of forward and backward before its own, which replace nodes, and after them."""
 

@@ -21,8 +21,6 @@ from ..._spec.options import Remat
 from ..ambient import RUNNING, AmbientState
 from .regions import mark_name
 
-__all__ = ["SavedResults", "checkpoint_name"]
-
 Call = tuple[_torch.OpTraits, int]
 """A call of an operator: the operator, and how many calls of it were before."""
 

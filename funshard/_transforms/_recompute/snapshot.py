@@ -28,9 +28,6 @@ from ... import _torch
 from ..._core.mesh import Mesh, ProcessAxis, Simulated
 from ..._core.spec import PartitionSpec
 
-__all__ = ["ATOMS", "Snapshot", "TensorText", "find_difference", "find_tensors", "is_copied", "is_watched", "load", "merge"]
-__all__ += ["read_cell", "take_snapshot"]
-
 ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), type(...), type, range, slice, torch.dtype, torch.device, torch.Size}
     | {torch.memory_format, torch.layout, types.BuiltinFunctionType, types.ModuleType}

@@ -23,9 +23,6 @@ from .manifest import MANIFEST, MAX_SEQUENCE, METADATA, Manifest, read_manifest,
 from .remote import AnyPath, RemotePath, open_path
 from .untrusted import checksum, read_regular
 
-__all__ = ["LOCK", "RemoteStaging", "StagingDirectory", "check_replaceable", "clean", "latest"]
-
-
 STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.partial", re.DOTALL)
 """The names that `_make_staging_path` makes; other directories may have similar ones."""
 LOCK_SECONDS = 60

@@ -20,10 +20,6 @@ from .._state.leaves import MAX_DIMS
 from .remote import AnyPath
 from .untrusted import SIZE_LIMIT, Pickled, checksum, read_pickle, read_regular
 
-__all__ = ["MANIFEST", "MAX_SEQUENCE", "METADATA", "Manifest", "is_plain_name", "read_manifest", "read_metadata"]
-__all__ += ["write_manifest"]
-
-
 MANIFEST = "funshard.json"
 """The name of the manifest: it has the state's structure, its plain values, the checkpoint's sequence number and checksums."""
 METADATA = ".metadata"

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["AnyPath", "RemotePath", "open_path"]
-
 
 class RemotePath(os.PathLike[str]):
     """A path in a file system of fsspec, such as ``s3://bucket/run/step1``, with the methods of pathlib that are needed."""

@@ -19,15 +19,14 @@ from ... import _torch
 from .._errors import DamagedError
 from .remote import AnyPath, RemotePath
 
-__all__ = ["SIZE_LIMIT", "Pickled", "Record", "checksum", "find_record", "open_regular", "read_pickle", "read_regular"]
-
-
 # --- Read files that somebody else may have written: only regular files are opened ---
 
 try:
-    from isal.isal_zlib import crc32 as checksum  # uses CRC instructions: six times as fast as zlib
+    from isal.isal_zlib import crc32  # uses CRC instructions: six times as fast as zlib
 except ImportError:
-    from zlib import crc32 as checksum
+    from zlib import crc32
+
+checksum = crc32
 
 
 SIZE_LIMIT = 1 << 63

@@ -23,10 +23,6 @@ from .manifest import METADATA
 from .remote import AnyPath
 from .untrusted import checksum
 
-__all__ = ["PIECE_BYTES", "CheckpointWriter", "RangeSavePlanner", "check_chunks", "iter_boxes", "join_plans", "make_chunk"]
-__all__ += ["write_record"]
-
-
 # --- Which boxes of every stored tensor this rank writes, as a plan of torch.distributed.checkpoint ---
 
 

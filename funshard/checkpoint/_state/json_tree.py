@@ -25,9 +25,6 @@ from .tree import (
     plain_to_json,
 )
 
-__all__ = ["check_rank_count", "iter_plain_values", "select_part", "tree_from_json", "tree_to_json"]
-
-
 # --- The state of an optimizer by matrix as JSON: an entry for each parameter, whatever units and owners there are ---
 
 MATRIX = "matrix"

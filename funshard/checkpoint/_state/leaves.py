@@ -21,11 +21,6 @@ from ..._spec.local import piece_offsets
 from ..._wire.flow import store_slice
 from ..._wire.host import is_host_resident, place_slice
 
-__all__ = ["MAX_DIMS", "Box", "Leaf", "OwnedLeaf", "ScalarLeaf", "SliceLeaf", "StoredLeaf", "TensorLeaf"]
-__all__ += ["TensorRange", "ValueLeaf", "check_storable", "check_tiles", "is_uniform", "leaf_names", "range_to_boxes"]
-__all__ += ["share_range", "split_range"]
-
-
 # --- Divide flat ranges of tensors into N-d boxes, and among the ranks that hold them ---
 
 MAX_BOX_BYTES = 16 << 20

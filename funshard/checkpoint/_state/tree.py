@@ -30,12 +30,6 @@ from ...optim._compose import AccumulationState, EmaState, FiniteState, Schedule
 from .._errors import DamagedError
 from .leaves import Leaf, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 
-__all__ = ["FALLBACK", "MAPPINGS", "MAX_DEPTH", "SEQUENCES", "TUPLES", "ContainerNode", "Node", "StatePath"]
-__all__ += ["build_state", "container_to_json", "describe", "file_entries", "get_fields", "iter_leaves"]
-__all__ += ["make_container_node", "make_matrix_state_node", "parameter_slice", "per_rank"]
-__all__ += ["plain_from_json", "plain_to_json", "walk"]
-
-
 # --- Plain values (numbers, strings, bytes, dtypes, None) as JSON ---
 
 PLAIN = (bool, int, float, str, type(None))

@@ -37,8 +37,6 @@ from .step import (
     rule_from_update,
 )
 
-__all__ = ["by_matrix", "optimizer_from_rule", "optimizer_with_fallback", "resolve_options", "resolve_real_matrices"]
-
 
 def check_stacks(rule: MatrixRule, known: Matrices, owned: OwnedShapes) -> None:
     """Raise ValueError if an update would mix a split stack, or a state's shape hides from checkpoints whether it is split."""

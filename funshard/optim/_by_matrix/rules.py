@@ -30,8 +30,6 @@ from .step import (
     rule_from_update,
 )
 
-__all__ = ["adafactor", "muon", "orthogonal", "shampoo", "soap"]
-
 MAX_BATCHED_NUMEL = 1 << 20
 """Matrices of one shape are computed as one batch up to this many elements: for larger ones the copies cost more."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

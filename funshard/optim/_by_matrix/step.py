@@ -19,10 +19,6 @@ from .._matrices.matrices import Matrices
 from .._matrices.owners import Matrix
 from .._options import SharedOptions, scale_lr
 
-__all__ = ["Fallback", "MatrixConfig", "MatrixInit", "MatrixOptions", "MatrixRule", "MatrixState", "MatrixStep"]
-__all__ += ["MatrixUpdate", "OwnedShapes", "OwnedState", "Payload", "Slots", "init_state", "rule_from_update"]
-
-
 MatrixOptions = Mapping[str, Any]
 """Options of one matrix, such as its learning rate, and the number ``step`` of this step, from 1, on the host."""
 Slots = dict[str, Tensor]

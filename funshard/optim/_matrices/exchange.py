@@ -31,9 +31,6 @@ from ...collectives._functions import gather_slices, vary
 from .._checks import Tensors
 from .owners import Matrix, all_coords, count_chunks
 
-__all__ = ["Chunk", "ExchangePlan", "MatrixBatch", "chunk_slice", "concat_flat", "plan_from_owners", "plan_to_owners"]
-
-
 Chunk = tuple[int, int]
 """``(number, count)``: which of ``count`` chunks of some elements."""
 

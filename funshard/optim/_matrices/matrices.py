@@ -28,9 +28,6 @@ from .owners import (
     select_matrices,
 )
 
-__all__ = ["Matrices", "SliceLayout", "matrices"]
-
-
 # --- Where the parameters of a unit lie in this rank's slice ---
 #
 # The place depends on the rank. Simulated ranks have shapes alike, so that there a parameter's part is the whole slice, of

@@ -18,10 +18,6 @@ from ..._core.tree import Param
 from ..._core.unit import LocalDims, Unit, global_shape
 from ..._wire.host import is_host_resident
 
-__all__ = ["Cost", "Matrix", "Owner", "Select", "all_coords", "assign_owners", "batch_matrices", "count_chunks"]
-__all__ += ["format_owners", "hidden", "largest_unit_numel", "select_matrices"]
-
-
 Select = Callable[[str, Param], bool | Sequence[int]]
 """``select(name, param)``: whether it is a matrix, or its shape as one: [n, m] or [batch, n, m], at most one size -1.
 
