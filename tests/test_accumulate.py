@@ -6,6 +6,7 @@ import _thread
 import functools
 import queue
 import threading
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -895,3 +896,25 @@ def test_what_would_not_see_the_gradients_of_a_call(keep: str, how: str) -> None
         init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
         with pytest.raises((ValueError, RuntimeError), match=match):
             fs.update_in_backward(update, loss, params, init(params), [x], spec=spec)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_an_object_in_aux_keeps_no_graph(is_recorded: bool) -> None:
+    """One that holds a tensor of its micro-batch is refused, since nothing detaches it."""
+    model = nn.Linear(2, 1)
+    spec = fs.policies.whole()(model)
+    batches = [torch.ones(1, 2)] * 2
+
+    def loss(p: fs.Params, x: Tensor, detached: bool) -> tuple[Tensor, Any]:
+        out = fs.functional_call(model, p, x, spec=spec).sum()
+        return out, {"stats": types.SimpleNamespace(out=[out.detach() if detached else out])}
+
+    def run(detached: bool) -> Any:
+        step = lambda p: fs.accumulate(lambda p, x: loss(p, x, detached), p, batches, spec=spec, has_aux=True)  # noqa: E731
+        params = fs.shard(model, spec)
+        return torch.func.vjp(step, params)[0] if is_recorded else step(params)
+
+    with pytest.raises(TypeError, match=r"aux\['stats'\]: SimpleNamespace holds a tensor that is not detached"):
+        run(detached=False)
+    if not is_recorded:
+        assert len(run(detached=True)[1][1]) == 2

@@ -342,6 +342,22 @@ def metadata_changed(path: Path, change: Callable[[Any], Any]) -> None:
     file.write_bytes(pickle.dumps(metadata))
 
 
+def test_a_small_file_does_not_fill_memory(tmp_path: Path) -> None:
+    """A tensor of any size fits into a few bytes where its steps are 0."""
+    _, spec = made()
+    theirs(tmp_path / "1")
+    torch.save(torch.ones(1).expand(5, 4), tmp_path / "1" / "small")
+    length = (tmp_path / "1" / "small").stat().st_size
+
+    def change(metadata: Any) -> None:
+        info = metadata.storage_data[dcp.MetadataIndex("model.0.weight", [0, 0])]
+        vars(info).update(relative_path="small", offset=0, length=length)
+
+    metadata_changed(tmp_path / "1", change)
+    with pytest.raises(CheckpointError, match=r"its elements, \[5, 4\] in steps of \[0, 0\], are not all there"):
+        checkpoint.load(tmp_path / "1", spec, only="model")
+
+
 def boxes_of(*boxes: tuple[list[int], list[int]], size: tuple[int, ...] = (5, 4)) -> Callable[[Any], None]:
     """The chunks of the first weight, all of them at the place of its one record."""
 

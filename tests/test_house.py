@@ -142,14 +142,14 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 35_900
+    assert sum(lines.values()) <= 35_920
 
 
 OPTIONS = {
     "compil": (r"_compiled/|_call/compiled_|_torch/|_spec/options|^__init__|_recompute/saved_nodes", 14),
     "remat|recompu": (
         r"_recompute/|recompute.py|_spec/options|^__init__|_compiled/|_call/compiled_|scan.py|chunked.py|attention.py",
-        3,
+        4,
     ),
     "offload(?!_to_cpu)": (r"offload.py|_wire/host|_spec/options|^__init__", 5),
     "precision": (r"_spec/|_call/casting|_wire/|^__init__", 5),

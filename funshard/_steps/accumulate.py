@@ -20,6 +20,7 @@ from .._core.flow import resolve_reduction
 from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
+from .._transforms._recompute.snapshot import find_tensors
 from .._transforms.error_hints import add_hints
 from .._transforms.grad import check_differentiable, check_recorded, is_differentiated_outside, run_loss
 from .._units.accumulation import Accumulation, GradReceiver, drop_unweighted
@@ -149,6 +150,8 @@ class AccumulationPlan:
     def run_loss(self, f: Callable[..., Any], given: Params, i: int) -> tuple[Tensor, Tensor, Any]:
         """Return a micro-batch's loss, scaled and not, and its aux. ValueError if ``f`` hooks a shard, as calls bypass it."""
         loss, aux = run_loss(f, self.has_aux, dict(given), self.batches[i])
+        if not _torch.is_in_graph():
+            _check_aux(aux)
         if not _torch.is_in_graph() and (hooked := [key for key, x in given.items() if _torch.has_hooks(x)]):
             raise ValueError(
                 f"unit '{hooked[0]}': the loss has called register_hook on its shard, which does not see the "
@@ -218,6 +221,16 @@ class AccumulationPlan:
             reduction, reduce = Reduction("mean" if by == "mean" else "sum", frozenset(rest)), reduce_slice
         dtype = Route.for_unit(unit, mesh, reduction, shard.dtype).dtypes.reduce
         return reduce((grad / count).to(dtype), unit, mesh, reduction, shard.dtype)
+
+
+def _check_aux(aux: Any) -> None:
+    """Raise TypeError for an object in aux, no part of a tree, that holds a tensor with a graph: nothing would detach it."""
+    for path, leaf in pytree.tree_flatten_with_path(aux)[0]:
+        if not isinstance(leaf, Tensor) and not all(map(_torch.is_leaf, find_tensors(leaf))):
+            raise TypeError(
+                f"accumulate: aux{pytree.keystr(path)}: {type(leaf).__name__} holds a tensor that is not detached, and so the "
+                "graph of its micro-batch until all have run: expected a tree of tensors, such as a dict, or tensor.detach()"
+            )
 
 
 def _pop_sum(sums: Params, key: str, like: Tensor, shape: Sequence[int]) -> Tensor:

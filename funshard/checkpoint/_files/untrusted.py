@@ -201,4 +201,6 @@ def find_record(file: BinaryIO, offset: int, length: int, *, check: bool) -> Rec
     record = Record(_torch.checkpoint_offset(found) + start, found.detach())
     if record.end > length:
         raise DamagedError("it was cut short")
+    if record.end - record.offset < found.numel() * found.dtype.itemsize:  # a tensor of any size fits into a few bytes
+        raise DamagedError(f"its elements, {[*found.shape]} in steps of {[*found.stride()]}, are not all there")
     return record
