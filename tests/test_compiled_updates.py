@@ -78,7 +78,7 @@ def scaled_step(model: nn.Module, spec: fs.PartitionSpec, update: Callable[..., 
 
 def close(got: object, expected: object, rtol: float = 1e-10) -> None:
     for a, b in zip(pytree.tree_leaves(got), pytree.tree_leaves(expected), strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-3 * rtol, equal_nan=True)
+        torch.testing.assert_close(a, b, rtol=rtol, atol=(1e-3 if rtol <= 1e-10 else 1) * rtol, equal_nan=True)
 
 
 def without_decay(name: str, param: object) -> dict[str, Any]:

@@ -44,8 +44,9 @@ def trained(rank: int, sizes: dict[str, int], options: dict[str, Any], name: str
     bias = [p for name, p in want.items() if name.endswith("bias")]
     others = [p for name, p in want.items() if not name.endswith("bias")]
     lr = settings.get("lr", 0.01)
-    theirs = cls([{"params": others}, {"params": bias, "lr": lr / 2}], **settings)
-    of_bias = lambda name, _: {"lr": lr / 2} if name.endswith("bias") else {}  # noqa: E731
+    own = lr if name == "ASGD" else lr / 2  # ASGD's number of the unit's state is computed from the rate
+    theirs = cls([{"params": others}, {"params": bias, "lr": own}], **settings)
+    of_bias = None if own == lr else lambda name, _: {"lr": own} if name.endswith("bias") else {}
     init, update = fs.optim.from_torch(cls, **settings, **KERNELS[kernel], spec=case.spec, options=of_bias)
     params = {key: p.clone() for key, p in case.params.items()}
     state = check_training(case, want, theirs, update, params, init(params))

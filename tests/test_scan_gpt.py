@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parent.parent / "examples"))
 from gpt import GPT, Block
 
 STEPS, SAMPLES, SEQ, RANKS = 64, 2, 6, 4
-ADAMW: dict[str, Any] = {"lr": 3e-3, "weight_decay": 0.1, "differentiable": True, "eps_root": 1e-10}
+ADAMW: dict[str, Any] = {"learning_rate": 3e-3, "weight_decay": 0.1, "eps_root": 1e-10}
 
 
 @functools.cache
@@ -72,10 +72,10 @@ def wanted(ranks: int) -> tuple[Tensor, Tensor, fs.Params]:
     tokens = samples(STEPS + 1)[:, :ranks].flatten(1, 2)
     weights = torch.ones(STEPS, ranks * SAMPLES).double()
     call = lambda params, x: torch.func.functional_call(model, params, x)  # noqa: E731
-    leaves, tree = pytree.tree_flatten((weights, torch.tensor(ADAMW["lr"]).double(), full))
+    leaves, tree = pytree.tree_flatten((weights, torch.tensor(ADAMW["learning_rate"]).double(), full))
     leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     weights, lr, params = pytree.tree_unflatten(leaves, tree)
-    optimizer = fs.optim.from_torch(torch.optim.AdamW, **ADAMW)
+    optimizer = fs.optim.adamw(**ADAMW)
     value = after_training(loop, call, optimizer, params, tokens, weights, lr)
     return pytree.tree_unflatten(list(torch.autograd.grad(value, leaves)), tree)
 
@@ -86,10 +86,10 @@ def check(rank: int, sizes: dict[str, int], p: fs.P, options: dict[str, Any]) ->
     spec = fs.by_type(Block, p=p)(model).on(mesh)
     ranks = torch.Size(sizes.values()).numel()
     call = lambda params, x: fs.functional_call(model, params, x, spec=spec)  # noqa: E731
-    optimizer = fs.optim.from_torch(torch.optim.AdamW, spec=spec, **ADAMW)
-    scan = functools.partial(fs.scan, spec=spec, **options)
+    optimizer = fs.optim.adamw(**ADAMW)
+    scan = functools.partial(fs.scan, **options)
     f = functools.partial(after_training, scan, call, optimizer)
-    weights, lr = torch.ones(STEPS, SAMPLES).double(), torch.tensor(ADAMW["lr"]).double()
+    weights, lr = torch.ones(STEPS, SAMPLES).double(), torch.tensor(ADAMW["learning_rate"]).double()
     own = fs.grad(lambda w, lr, params: f(params, samples(STEPS + 1)[:, rank], w, lr), (0, 1, 2))
     got_weights, got_lr, got_params = own(weights, lr, fs.shard(full, spec))
     want_weights, want_lr, want_params = wanted(ranks)

@@ -167,7 +167,7 @@ def on_ranks(rank: int, task: str, way: str, choice: str) -> None:
     with hosted.elsewhere(), everywhere() as copies:  # for the device is the host
         TASKS[task](rank, way, CHOICES[choice])
     assert not copies.alive
-    assert (copies.out > 0) == ("activations" in CHOICES[choice].offloads)
+    assert (copies.out > 0) == ("activations" in CHOICES[choice].offloads and way != "torch.func")
 
 
 @each
