@@ -86,7 +86,7 @@ def check(rank: int, sizes: dict[str, int], p: fs.P, options: dict[str, Any]) ->
     spec = fs.by_type(Block, p=p)(model).on(mesh)
     ranks = torch.Size(sizes.values()).numel()
     call = lambda params, x: fs.functional_call(model, params, x, spec=spec)  # noqa: E731
-    optimizer = fs.optim.adamw(**ADAMW)
+    optimizer = fs.optim.adamw(spec=spec, **ADAMW)
     scan = functools.partial(fs.scan, **options)
     f = functools.partial(after_training, scan, call, optimizer)
     weights, lr = torch.ones(STEPS, SAMPLES).double(), torch.tensor(ADAMW["learning_rate"]).double()
