@@ -115,7 +115,7 @@ def _gather_again_in_backward(graph: Graph) -> None:
             if copy:
                 for node in user.all_input_nodes:
                     user.replace_input_with(node, copy(node))
-    for view in (view for unit in gathers for view in reversed(unit.views)):
+    for view in dict.fromkeys(view for unit in gathers for view in reversed(unit.views)):  # one may be of two gathers
         if not view.users:
             graph.erase_node(view)
 
