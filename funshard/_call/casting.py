@@ -19,7 +19,7 @@ from .._batchnorm import MESH, WEIGHT, SyncBatchNorm
 from .._core.spec import PartitionSpec
 from .._core.unit import P, Unit
 from .._spec.local import check_axes_are_given
-from .._spec.precision import precision_of
+from .._spec.precision import has_casts, precision_of
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -51,12 +51,6 @@ def _map_floats(fn: Callable[[Tensor | PackedSequence], Tensor | PackedSequence]
         return leaf
 
     return pytree.tree_map(one, tree)
-
-
-def has_casts(p: P) -> bool:
-    """Return whether there are casts around a module."""
-    precision = precision_of(p)
-    return precision is not None and precision._has_casts
 
 
 def wrap_in_casts(forward: Callable[..., Any], p: P) -> Callable[..., Any]:
@@ -102,7 +96,7 @@ def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:
         while path not in spec.by_path:
             path = path.rpartition(".")[0]
         p = spec.by_path[path]
-        return precision.buffer if p.precision and (precision := precision_of(p)) else None
+        return precision.buffer if (precision := precision_of(p)) else None
 
     return dtype
 
@@ -135,5 +129,5 @@ def module_overrides(
             if weight is not None:
                 yield module, WEIGHT, weight
     for at, p in spec.by_path.items():
-        if p.precision and has_casts(p) and at in modules and at != path:
+        if has_casts(p) and at in modules and at != path:
             yield modules[at], "forward", wrap_in_casts(modules[at].forward, p)

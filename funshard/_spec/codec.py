@@ -87,7 +87,7 @@ class Codec(Option):
         return [torch.stack(parts) for parts in zip(*map(self._encode_slice, rows), strict=True)]
 
     def _describe_encoding(self, numel: int, dtype: torch.dtype) -> tuple[int, Encoding]:
-        """Return ``(number of bytes, form)`` of an encoded slice of so many elements, from shapes alone."""
+        """Return ``(number of bytes, encoding)`` of an encoded slice of so many elements, from shapes alone."""
         if _torch.is_in_graph():  # as PartitionSpec._compute_once
             return self._find_encoding(numel, dtype)
         if (numel, dtype) not in self._encodings:
@@ -134,13 +134,13 @@ def storage_codec(unit: Unit) -> Codec | None:
 
 
 def pack_bytes(tensors: Iterable[Tensor]) -> tuple[Tensor, Encoding]:
-    """Return ``(bytes, form)``: the tensors as one of uint8, to be sent at once. Inverse of `unpack_bytes`."""
+    """Return ``(bytes, encoding)``: the tensors as one of uint8, to be sent at once. Inverse of `unpack_bytes`."""
     raw, encoding = pack_rows(x[None] for x in tensors)
     return raw[0], encoding
 
 
 def pack_rows(tensors: Iterable[Tensor]) -> tuple[Tensor, Encoding]:
-    """Return ``(bytes, form)`` as `pack_bytes` for each row of the tensors."""
+    """Return ``(bytes, encoding)`` as `pack_bytes` for each row of the tensors."""
     parts: list[Tensor] = []
     encoding: list[tuple[torch.dtype, torch.Size]] = []
     for x in tensors:

@@ -14,7 +14,7 @@ from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.unit import PARSERS, Option, P, add_keyword
 from .._torch import OpOverload
-from .precision import precision_of
+from .precision import has_casts
 
 # --- Compile: how torch.compile compiles a unit's forward ---
 
@@ -259,5 +259,4 @@ PARSERS["offload"] = _parse_offload
 
 def surrounds_forward(p: P) -> bool:
     """Return whether an option surrounds the forward of a module, which a compiled module around it would trace over."""
-    precision = precision_of(p)
-    return bool(p.remat) or "activations" in p.offloads or (precision is not None and precision._has_casts)
+    return bool(p.remat) or "activations" in p.offloads or has_casts(p)

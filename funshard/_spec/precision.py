@@ -162,6 +162,12 @@ def precision_of(p: P) -> Precision | None:
     return cast("Precision | None", p.precision)
 
 
+def has_casts(p: P) -> bool:
+    """Return whether there are casts around a module."""
+    precision = precision_of(p)
+    return precision is not None and precision._has_casts
+
+
 def resolve_dtypes(p: P, original: torch.dtype) -> Dtypes:
     """Return the dtypes in which parameters of dtype ``original`` are computed with and reduced."""
     return (precision_of(p) or Precision())._resolve(original)

@@ -1,4 +1,4 @@
-"""The ambient state of a run: random number generators, autocast, torch's defaults, attention's kernels, context variables."""
+"""The ambient state of a run: generators, autocast, torch's defaults, attention's kernels, context variables; what it is in."""
 
 from __future__ import annotations
 
@@ -158,9 +158,6 @@ def set_variables(values: dict[contextvars.ContextVar[Any], Any], name: str) -> 
 
 def _is_users(var: contextvars.ContextVar[Any]) -> bool:
     return not (_torch.is_compiler_variable(var) or _torch.is_config_variable(var))
-
-
-# --- What this thread runs ---
 
 
 class _Running(threading.local):

@@ -142,7 +142,7 @@ class Route:
         divisors = tuple(stage.divisor for stage in self.stages if isinstance(stage, Divide))
         return BucketKind(self.dtypes.reduce, self.shard_dtype, self.device, self.replica_axes, divisors)
 
-    @property
+    @functools.cached_property
     def view_dtypes(self) -> tuple[torch.dtype, ...]:
         """The dtypes of the parameters that are views of its buffer."""
         return self.layout.dtypes if self.layout else (self.dtypes.param,)

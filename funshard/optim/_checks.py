@@ -56,6 +56,11 @@ class Optimizer(NamedTuple):
         return self
 
 
+def is_pair(value: object) -> bool:
+    """Return whether a value is ``(init, update)``, two functions."""
+    return isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
 def break_message(name: str, why: str) -> str:
     """Return the reason that torch.compile gives where an update breaks its graph."""
     return f"{name}'s update cannot be part of a graph: {why}. Compile the gradients, and call update outside"

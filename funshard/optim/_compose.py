@@ -18,7 +18,7 @@ from .._slices.finite import agree_finite, find_nonfinite, select_if_finite
 from .._slices.moving_average import check_decay, is_averaged, update_average
 from .._torch.phases import LOGGER
 from ..collectives._world import check_spans_world
-from ._checks import Optimizer, Tensors, break_message, check_tensors, is_updated
+from ._checks import Optimizer, Tensors, break_message, check_tensors, is_pair, is_updated
 from ._norms import check_max_norm, clip_by_global_norm, upcast
 from ._schedules import read_count
 
@@ -30,17 +30,13 @@ Link = Callable[[Pair], Optimizer]
 
 def check_optimizer(who: str, optimizer: object) -> None:
     """Raise TypeError for a pair that returns gradients, and for anything else than a pair of functions."""
-    if not _is_pair(optimizer):
+    if not is_pair(optimizer):
         raise TypeError(f"{who}: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW), got {optimizer!r}")
     if _returns_gradients(optimizer):
         raise TypeError(
             f"{who}: a gradient transformation returns gradients: expected an optimizer, whose update returns parameters; "
             "fs.optim.chain(transformation, optimizer) makes one"
         )
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(map(callable, value))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 
 def _returns_gradients(pair: Any) -> bool:
@@ -121,7 +117,7 @@ def chain(*links: Pair | Link) -> Optimizer:
         raise ValueError("chain: expected transformations and an optimizer, got nothing")
     for i, link in enumerate(links):
         is_link = callable(link) and not isinstance(link, type) and i < len(links) - 1
-        if not (is_link or _is_pair(link)):
+        if not (is_link or is_pair(link)):
             raise TypeError(
                 f"chain: argument {i}: expected (init, update), or before it a function of an optimizer, got {link!r}"
             )

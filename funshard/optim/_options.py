@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,17 @@ from .._core.unit import Unit
 from .._slices.pieces import padding_mask, param_views
 from .._spec.codec import check_trainable
 from ..collectives._functions import vary
-from ._checks import Tensors
+from ._checks import Tensors, check_nonnegative
 
 ParamOptions = Callable[[str, Param], Mapping[str, Any]]
 """``options(name, param)``: the parameter's own options, which replace the defaults."""
+
+
+def check_options(what: str, given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ValueError, with ``what`` as its subject, for an option that is not among the known ones or below 0."""
+    if unknown := sorted({*given}.difference(known)):
+        raise ValueError(f"{what}: expected some of {[*known]}, got '{unknown[0]}'")
+    check_nonnegative(what, **given)
 
 
 def scale_lr(lr: float | Tensor, own: Any, default: Any, who: str = "") -> Any:

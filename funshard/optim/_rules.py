@@ -18,6 +18,7 @@ from ._checks import Optimizer, State, StateMapping, Tensors, check_fits, check_
 from ._options import (
     ParamOptions,
     SharedOptions,
+    check_options,
     find_ranges,
     join_ranges,
     option_ranges,
@@ -53,11 +54,9 @@ def _make_optimizer(
     check_nonnegative(name, **{key: x for key, x in hyper.items() if isinstance(x, float | int)})
 
     def check(param: str, given: Mapping[str, Any]) -> None:
-        if unknown := sorted({*given} - {"lr", *hyper}):
-            raise ValueError(f"{name}: options of '{param}': expected some of {['lr', *hyper]}, got '{unknown[0]}'")
+        check_options(f"{name}: options of '{param}'", given, ["lr", *hyper])
         if "lr" in given and not isinstance(learning_rate, float | int):
             raise ValueError(f"{name}: an lr among the options keeps its ratio to learning_rate: expected that to be a number")
-        check_nonnegative(f"{name}: options of '{param}'", **given)
 
     groups, ranges = option_ranges(name, spec, options, rank, check)
     numbers = frozenset(["step"] if counts else [])

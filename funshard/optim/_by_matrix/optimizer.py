@@ -18,10 +18,10 @@ from ..._core.tree import Param
 from ..._spec.codec import check_trainable
 from ..._spec.local import stack_dims
 from ..._torch.phases import phase
-from .._checks import Optimizer, Tensors, break_message, check_nonnegative, check_rate, named_tensors, refuse_shared_memory
+from .._checks import Optimizer, Tensors, break_message, check_rate, is_pair, named_tensors, refuse_shared_memory
 from .._elementwise import elementwise
 from .._matrices.matrices import Matrices, matrices
-from .._options import ParamOptions
+from .._options import ParamOptions, check_options
 from .._rules import adamw
 from .step import (
     Fallback,
@@ -157,7 +157,7 @@ def optimizer_from_rule(
 ) -> Optimizer:
     """Return the optimizer of a rule; ``options`` are by matrix, ``lr`` is the default learning rate among them."""
     every = {matrix.name: options.get(matrix.name, {}) for matrix in known.chosen}
-    if not (isinstance(fallback, tuple) and len(fallback) == 2 and all(map(callable, fallback))):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_pair(fallback):
         raise TypeError(
             f"fallback: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW) gives, got {fallback!r}"
         )
@@ -215,9 +215,7 @@ def resolve_options(
     out: dict[str, Mapping[str, Any]] = {}
     for matrix in known.chosen:
         overrides = {} if options is None else dict(options(matrix.name, matrix.param))
-        if unknown := sorted({*overrides} - {*defaults}):
-            raise ValueError(f"{who}: options of matrix '{matrix.name}': expected some of {[*defaults]}, got '{unknown[0]}'")
-        check_nonnegative(f"{who}: options of matrix '{matrix.name}'", **overrides)
+        check_options(f"{who}: options of matrix '{matrix.name}'", overrides, defaults)
         out[matrix.name] = {**defaults, **overrides}
     return out
 
