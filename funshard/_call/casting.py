@@ -96,7 +96,7 @@ def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:
         while path not in spec.by_path:
             path = path.rpartition(".")[0]
         p = spec.by_path[path]
-        return precision.buffer if (precision := precision_of(p)) else None
+        return precision.buffer if p.precision and (precision := precision_of(p)) else None
 
     return dtype
 
@@ -129,5 +129,5 @@ def module_overrides(
             if weight is not None:
                 yield module, WEIGHT, weight
     for at, p in spec.by_path.items():
-        if has_casts(p) and at in modules and at != path:
+        if p.precision and has_casts(p) and at in modules and at != path:
             yield modules[at], "forward", wrap_in_casts(modules[at].forward, p)

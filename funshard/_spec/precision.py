@@ -95,11 +95,6 @@ class Precision(Option):
             values["keep"] = dict(self.keep)
         return f"Precision({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
-    @property
-    def _has_casts(self) -> bool:
-        """Whether there are casts around the module, and not only in gathers, reductions or buffers."""
-        return bool(self.restore_outputs or self.output or (self.cast_inputs and self.param))
-
     def _resolve(self, original: torch.dtype) -> Dtypes:
         """Return the dtypes for parameters of dtype ``original``; ``reduce`` defaults to ``param``, and that to ``original``.
 
@@ -158,14 +153,14 @@ def check_begins(unit: Unit, default: torch.dtype) -> None:
 
 
 def precision_of(p: P) -> Precision | None:
-    """Return ``P(precision=...)``."""
+    """Return ``P(precision=...)``. Dynamo traces each call: a loop over all units asks for ``p.precision`` first."""
     return cast("Precision | None", p.precision)
 
 
 def has_casts(p: P) -> bool:
-    """Return whether there are casts around a module."""
-    precision = precision_of(p)
-    return precision is not None and precision._has_casts
+    """Return whether there are casts around a module, and not only in gathers, reductions or buffers."""
+    x = cast("Precision | None", p.precision)
+    return x is not None and bool(x.restore_outputs or x.output or (x.cast_inputs and x.param))
 
 
 def resolve_dtypes(p: P, original: torch.dtype) -> Dtypes:

@@ -33,7 +33,7 @@ from .stages import AllGather, Constants, Replicas, Stage, Transit, from_constan
 def refuse_reduce_codec_in_graph(spec: PartitionSpec) -> None:
     """Raise RuntimeError where Dynamo traces, or has met a graph break: a codec is no constant of its graphs."""
     for path, p in spec.by_path.items() if _torch.is_in_traced_function() else ():
-        if (precision := precision_of(p)) and precision.reduce_codec:
+        if p.precision and (precision := precision_of(p)) and precision.reduce_codec:
             raise RuntimeError(
                 f"unit '{path}' has a Precision(reduce_codec=) in a step that is compiled whole: expected the step without "
                 "fs.compile and torch.compile (P(compile=True) compiles its modules), or reduce= instead of reduce_codec="
