@@ -15,8 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from .compiling import run_uncompiled
 
-__all__ = ["AttentionFunction", "ReplaceAttention", "current_attention", "math_attention", "use_attention"]
-
 AttentionFunction = Callable[..., Tensor]
 """A function with the arguments of ``F.scaled_dot_product_attention``."""
 

@@ -22,12 +22,6 @@ from .errors import error_text
 from .levels import current_level, detach_level, is_wrapped, unwrap
 from .storage import shares_storage
 
-__all__ = ["DATA", "Function", "LevelFunction", "Versioned", "count_reentrant_checkpoints", "current_graph_task"]
-__all__ += ["current_pack_hook", "current_saved_tensor_hooks", "depends_only_on", "edges_in_graph", "find_nodes", "has_hooks"]
-__all__ += ["is_in_python_node", "is_last_backward", "is_leaf_view", "iter_nodes", "own_edges", "pack_versioned"]
-__all__ += ["pop_saved_tensor_hooks", "prioritize_backward", "push_saved_tensor_hooks", "saved_tensor_hooks"]
-__all__ += ["unpack_versioned"]
-
 
 class Function(torch.autograd.Function):
     """A torch.autograd.Function with ``setup_context`` whose ``apply`` does not inspect forward's signature in each call.

@@ -16,11 +16,6 @@ from torch.utils._config_module import ConfigModule
 
 from .tracing import assume_constant
 
-__all__ = ["compile_options", "copy_function", "flat_linear", "guard_hooks", "has_symbolic_shapes", "inductor_modes"]
-__all__ += ["is_compiler_attribute", "is_compiler_variable", "is_config_variable", "is_in_traced_function"]
-__all__ += ["list_backends", "list_inductor_options", "restore_autograd_state", "run_uncompiled"]
-
-
 F = TypeVar("F", bound=types.FunctionType)
 
 

@@ -16,11 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode  # pyright: ignore[reportPrivateUsage]
 
-__all__ = ["PLAIN_TYPES", "DispatchMode", "OpOverload", "OpTraits", "detach_in_dispatch", "function_modes", "has_dispatch_mode"]
-__all__ += ["is_attribute_subclass", "is_graph_retained", "is_inplace_view", "is_plain", "is_pure_op", "mutated_args"]
-__all__ += ["op_traits"]
-
-
 A = TypeVar("A")
 
 

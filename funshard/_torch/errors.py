@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["TORCH_FOLDER", "classify_compile_error", "describe_compile_error", "error_text", "find_compile_hint"]
-__all__ += ["find_traced_error", "is_compiler_file"]
-
-
 # --- The message of any error ---
 
 

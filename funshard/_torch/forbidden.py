@@ -11,8 +11,6 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
-__all__ = ["ForbiddenTensor", "forbid"]
-
 
 class ForbiddenTensor(Tensor):
     """The class of a tensor for as long as it is an error to compute with it; it has its metadata.

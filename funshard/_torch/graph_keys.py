@@ -11,9 +11,6 @@ from collections.abc import Hashable
 from typing import Any
 from weakref import WeakValueDictionary
 
-__all__ = ["find_by_graph_key", "set_graph_key"]
-
-
 _FIRST: WeakValueDictionary[str, Any] = WeakValueDictionary()
 """The first live object of each graph key."""
 

@@ -21,9 +21,6 @@ from .dispatch import OpOverload
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["axis_group", "connect_store", "counted_flops", "default_store", "fake_world", "group_timeout"]
-__all__ += ["make_unregistered_gloo", "named_groups", "real_tensors", "warn_of_tasks"]
-
 
 if dist.is_available() and not dist.is_initialized():
     # The functions of this module take `group.WORLD` as it is at import for a default argument. Imported later, as Dynamo

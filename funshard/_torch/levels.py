@@ -19,13 +19,6 @@ from torch._functorch.pyfunctorch import (
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["NoGradInForwardMode", "NoGradInTracedForwardMode", "any_tracked", "at_level", "below_autograd", "below_transforms"]
-__all__ += ["can_replace_saved_tensors", "current_level", "detach_level", "dispatch_keys", "has_derivative"]
-__all__ += ["has_only_derivatives", "has_tangent", "hold_until_backward_ends", "is_batched", "is_dead", "is_in_forward_ad"]
-__all__ += ["is_leaf", "is_wrapped", "level_of", "materialize_zeros", "needs_graph", "requires_grad_at_any_level"]
-__all__ += ["tracking_levels", "unwrap", "unwrap_dead", "unwrap_level", "unwrap_to_level", "unwrap_untracked", "wrap_at_level"]
-__all__ += ["wrap_for_ended_level"]
-
 
 def current_level() -> int:
     """Return the number of running torch.func transforms: 0 outside of all. Pinned by ``test_level_counts_transforms``."""

@@ -14,9 +14,6 @@ from torch.nn.utils import parametrize
 
 from .tracing import assume_constant
 
-__all__ = ["BatchNorm", "NormWithStatistics", "attributes_of_hooks", "find_reset", "undo_module_writes"]
-
-
 # --- Layers for which torch.nn has no public name: base classes of normalisation, and methods of initialisation ---
 
 BatchNorm = _BatchNorm

@@ -11,8 +11,6 @@ import torch
 
 from .tracing import is_profiling, is_tracing
 
-__all__ = ["LOGGER", "phase"]
-
 LOGGER = logging.getLogger("funshard")
 """The log of the package: decisions and files at INFO, each phase at DEBUG. It has no handler of its own."""
 LOGGER.addHandler(logging.NullHandler())

@@ -17,12 +17,6 @@ from torch.autograd.function import FunctionCtx
 from .levels import below_transforms, is_batched, is_wrapped, unwrap
 from .tracing import allow_in_graph, is_fake, is_tracing
 
-__all__ = ["AsyncCopy", "allocate_like", "backend_name", "bound_device", "checkpoint_offset", "concat_into", "host_bytes"]
-__all__ += ["has_internal_overlap", "is_accelerator", "is_pinned", "is_sole_holder", "is_strided", "lazy_clone"]
-__all__ += ["make_storage_info", "make_version_probe", "memory_range", "overwrite", "resolve_group", "save_unchecked"]
-__all__ += ["shares_counter", "shares_memory", "shares_storage", "storage_id", "storage_id_of", "synchronize_copies"]
-__all__ += ["take_storage", "version", "view_as_dtype"]
-
 
 def host_bytes(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous host tensor as a writable view, valid while the tensor lives, without NumPy."""

@@ -19,10 +19,6 @@ from torch.torch_version import TorchVersion
 
 from .levels import current_level
 
-__all__ = ["FORWARD_CAN_BE_REPLACED", "FakeTensor", "allow_in_graph", "annotate_graph", "assume_constant"]
-__all__ += ["collect_graph_errors", "current_annotations", "disable_in_graph", "fake_mode", "is_eager", "is_fake"]
-__all__ += ["is_in_dynamo", "is_in_graph", "is_profiling", "is_tracing", "write_into"]
-
 
 def is_fake(tensor: Tensor) -> bool:
     """Return whether the tensor has a shape and no data."""
