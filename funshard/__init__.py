@@ -89,9 +89,8 @@ if _typing.TYPE_CHECKING:
     from . import averaging, checkpoint, codecs, compress, curvature, data, loss_scale, optim, testing
     from ._compiled.step import compile
     from ._init.init import init, init_buffers
-    from ._plan.at_rest import visualize
+    from ._plan.costs import Hardware, visualize
     from ._plan.plan import Plan, plan
-    from ._plan.timeline import Hardware
     from ._sharding.random_like import random_like
     from ._steps.in_backward import StepResult, update_in_backward
     from ._steps.scan import scan
@@ -113,12 +112,12 @@ __all__ = [
 
 
 _LAZY = {
-    "Hardware": "_plan.timeline", "Plan": "_plan.plan", "StepResult": "_steps.in_backward", "chunked": "_transforms.chunked",
+    "Hardware": "_plan.costs", "Plan": "_plan.plan", "StepResult": "_steps.in_backward", "chunked": "_transforms.chunked",
     "compile": "_compiled.step", "fishervp": "_transforms.products", "ggnvp": "_transforms.products",
     "hvp": "_transforms.products", "init": "_init.init", "init_buffers": "_init.init",
     "per_sample_grads": "_transforms.per_sample", "plan": "_plan.plan", "random_like": "_sharding.random_like",
     "scan": "_steps.scan", "transforms_attention": "_transforms.attention", "update_in_backward": "_steps.in_backward",
-    "visualize": "_plan.at_rest",
+    "visualize": "_plan.costs",
 }  # fmt: skip
 """The public names of modules that a step of training may do without, by module."""
 _LAZY_MODULES = {"averaging", "checkpoint", "codecs", "compress", "curvature", "data", "loss_scale", "optim", "testing"}

@@ -152,7 +152,7 @@ def test_what_is_allocated_is_freed(case: str) -> None:
         model = common.GPT(3, 64, 2, 16)
     policy, mesh = CASES[case]
     plan = fs.plan(policy(model).on(mesh))
-    held = [dict(some) for some in plan.timeline.held()]
+    held = [dict(some) for some in plan.held]
     assert all(size >= 0 for some in held for size in some.values())
     assert {name: size for name, size in held[-1].items() if size} == plan.at_rest
 
@@ -242,21 +242,9 @@ def test_copies_are_behind_computation(p: P) -> None:
     assert ("wait", "copy") not in kinds
     assert kinds.count(("gather", "copy")) == sum(kind == "gather" for kind, *_ in kinds) == 6
     assert kinds.count(("copy",)) == 6 + len(plan.units)
-    held = [dict(some) for some in plan.timeline.held()]
+    held = [dict(some) for some in plan.held]
     assert all(size >= 0 for some in held for size in some.values())
     assert not any(held[-1].values())
-
-
-def test_balance() -> None:
-    """The elements that each rank has, without padding, are counted as param_views shows them."""
-    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7), nn.Linear(7, 1))
-    spec = fs.policies.override(fs.by_type(nn.Linear), fs.by_path({"1": P(("shard", "replicate")), "2": P()}))(model)
-    spec = spec.on({"replicate": 2, "shard": 3})
-    have = [
-        sum(len(piece) for piece in fs.param_views(fs.shard(model, spec, rank=rank), spec, rank=rank).values())
-        for rank in range(6)
-    ]
-    assert fs.plan(spec).balance == (min(have), max(have))
 
 
 def test_exposed_communication() -> None:

@@ -1,17 +1,14 @@
-"""Plan.compare and Plan.fit: choices beside each other, and the best that fits."""
+"""Plan.compare: choices beside each other."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from depth import depth
 from torch import nn
 
 import funshard as fs
-from funshard._plan import plan as choices
 
 P = fs.P
 
@@ -52,25 +49,6 @@ def test_compare() -> None:
     assert all(name in str(found) for name in found)
 
 
-def test_fit_is_the_exhaustive_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all choices, those whose simulated memory never exceeds the limit, and no other; the fastest is first."""
-    assert choices.MICROBATCHES == (1, 2, 4, 8)
-    monkeypatch.setattr(choices, "MICROBATCHES", depth((1, 2), choices.MICROBATCHES))  # eight are simulated one by one
-    plan = plan_of({"shard": 4})
-    every = plan.fit("1GB", headroom=0)
-    peaks = sorted(one.peak for one in every.values())
-    assert len(every) == 20 * len(choices.MICROBATCHES)
-    limit = peaks[len(peaks) // 3]
-    found = plan.fit(limit, headroom=0)
-    assert set(found) == {name for name, one in every.items() if one.peak <= limit}
-    assert next(iter(found.values())).seconds == min(one.seconds for one in every.values() if one.peak <= limit)
-    for one in found.values():
-        assert max(sum(held.values()) for held in one.timeline.held()) <= limit
-    assert any("micro-batches" in name for name in found)
-    assert any("replicate=2 x shard=2" in name for name in every)
-    assert str(plan_of({"shard": 1}).fit(10)) == "nothing fits"
-
-
 def test_main_p_alone_changes() -> None:
     """Units with another P than the main one keep it."""
     model = nn.Sequential(Block(), Block(), nn.Linear(32, 2))
@@ -82,9 +60,6 @@ def test_main_p_alone_changes() -> None:
 
 
 def test_refusals() -> None:
-    spec = fs.policies.whole()(nn.Linear(4, 4)).on({"shard": 2})
-    with pytest.raises(ValueError, match="activations are not counted"):
-        fs.plan(spec).fit("1GB")
     model = nn.Linear(4, 4)
     unbound = fs.policies.whole()(model)
 
@@ -94,10 +69,5 @@ def test_refusals() -> None:
     plan = fs.plan(unbound.on({"shard": 2}), step=step, batch=torch.ones(2, 4))
     with pytest.raises(ValueError, match="would run with the same spec"):
         plan.compare({"keep": P("shard", reshard=False)})
-    for headroom in (-0.1, 1, math.nan):
-        with pytest.raises(ValueError, match="headroom: expected a part of the memory"):
-            plan.fit(headroom=headroom)
-    with pytest.raises(ValueError, match="memory: expected a positive number, got -1"):
-        plan.fit(memory=-1)
     with pytest.raises(TypeError, match="expected a PartitionSpec"):
         plan.compare({"3": 3})  # pyright: ignore[reportArgumentType]

@@ -9,8 +9,18 @@ from html import escape
 from typing import NamedTuple
 
 from .._core.spec import PartitionSpec
-from .at_rest import MOST_RANKS, UnitBytes, count_per_slice
-from .timeline import CATEGORIES, Category, Event, Held, Timeline, format_bytes, format_seconds
+from .costs import (
+    CATEGORIES,
+    MOST_RANKS,
+    Category,
+    Event,
+    Held,
+    Timeline,
+    UnitBytes,
+    count_per_slice,
+    format_bytes,
+    format_seconds,
+)
 
 LEFT, WIDTH, RIGHT, EDGE = 92, 730, 178, 24
 """The widths of the names at the left, of what is to scale, of the figures at the right, and of the margin."""
@@ -132,8 +142,8 @@ class Moment(NamedTuple):
 def _iter_moments(timeline: Timeline) -> Iterator[Moment]:
     """Yield a moment for each event; one of another stream gets the time that computation has reached."""
     now = 0.0
-    for event, held, (start, end) in zip(timeline.events, timeline.held(), timeline.spans, strict=True):
-        is_computed = timeline.stream(event) == "compute"
+    for event, held, (start, end) in zip(timeline.events, timeline.held, timeline.spans, strict=True):
+        is_computed = event.stream == "compute"
         yield Moment(max(start, now) if is_computed else now, event, dict(held), sum(held.values()))
         now = end if is_computed else now
 
@@ -276,12 +286,12 @@ def _draw_ranks(panel: _Panel, spec: PartitionSpec, ranks: int, padding: int) ->
 def draw_plan(timeline: Timeline, spec: PartitionSpec, units: Mapping[str, UnitBytes], notes: Sequence[str]) -> str:
     """Return the text of an SVG file: memory by category, units and streams over time, ranks with their slices."""
     moments, ranks = [*_iter_moments(timeline)], max((unit.slices for unit in units.values()), default=1)
-    memory = _Panel(92, 210, timeline.step_seconds)
+    memory = _Panel(92, 210, timeline.seconds)
     runs = memory._replace(top=memory.bottom + 8, height=44)
     streams = runs._replace(top=runs.bottom + 4, height=ROW * len(_find_spans(timeline)))
     slices = _Panel(streams.bottom + 64, ROW * min(ranks, MOST_RANKS) + 14, sum(spec.shard_numel(unit) for unit in spec))
     peak = max(sum(held.values()) for held in timeline.peaks.values())
-    title = f"A training step of one rank: {format_bytes(peak)} at the peak, {format_seconds(timeline.step_seconds)}"
+    title = f"A training step of one rank: {format_bytes(peak)} at the peak, {format_seconds(timeline.seconds)}"
     sizes, numel = " x ".join(f"{name}={size:,}" for name, size in spec.bound_mesh.sizes), sum(unit.numel for unit in spec)
     scale, word = next(((n, word) for n, word in ((1e9, " billion"), (1e6, " million")) if numel >= n), (1, ""))
     count = f"{numel / scale:.3g}{word}" if word else f"{numel:,}"
@@ -289,8 +299,8 @@ def draw_plan(timeline: Timeline, spec: PartitionSpec, units: Mapping[str, UnitB
     body = [
         _text(LEFT, 36, title, size=16, weight="bold"),
         _text(LEFT, 56, " · ".join(facts), ink="muted", size=12),
-        *_draw_memory(memory, moments, timeline.hardware.memory_bytes),
-        *_draw_runs(runs, [moment for moment in moments if timeline.stream(moment.event) == "compute"]),
+        *_draw_memory(memory, moments, int(timeline.hardware.memory)),
+        *_draw_runs(runs, [moment for moment in moments if moment.event.stream == "compute"]),
         *_draw_streams(streams, timeline),
         *_draw_ranks(slices, spec, ranks, sum(unit.padding for unit in units.values())),
     ]

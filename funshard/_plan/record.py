@@ -22,11 +22,11 @@ from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._core.unit import Unit
 from .._wire.host import HOST
-from .at_rest import Init, UnitBytes, is_on_host, make_shard, map_p
-from .timeline import Category, Collective, Event, EventKind, Phase
+from .costs import Category, Collective, Event, EventKind, Init, Phase, UnitBytes, is_on_host, make_shard, map_p
 
 # --- Values for indices that a model computes from its data, such as each token's experts, where tensors have shapes alone ---
 
+META = torch.device("meta")
 MOST_VALUES = 2**20
 """The elements of the largest tensor with values that a planned step computes with."""
 
@@ -36,19 +36,17 @@ _RANKING = {"topk", "sort", "argmax", "argmin", "max", "min", "multinomial"}
 
 def _give_even_indices(name: str, args: Any, out: Any) -> Any:
     """Return an operator's results, with indices that it chose among spread evenly: a router then loads all experts alike."""
-    if name not in _RANKING:
+    if name not in _RANKING or not args[0].is_floating_point():
         return out
-    results: list[Any] = list(out) if isinstance(out, tuple | list) else [out]
-    x = args[0]
-    dim = args[2] if name == "topk" and len(args) > 2 else args[1] if name != "topk" and len(args) > 1 else -1
-    choices = max(x.shape[dim] if x.dim() and isinstance(dim, int) and not isinstance(dim, bool) else x.numel(), 1)
-    for i, out_i in enumerate(results):
-        if not isinstance(out_i, Tensor) or not _torch.is_fake(out_i) or out_i.numel() > MOST_VALUES:
-            continue
-        if (out_i.dtype == torch.int64 and x.is_floating_point()) or (name == "sort" and i == 1):
-            with _torch.real_tensors():
-                results[i] = (torch.arange(out_i.numel(), device=out_i.device) % choices).view(out_i.shape)
-    return tuple(results) if isinstance(out, tuple | list) else results[0]
+    choices = max(min(args[0].shape, default=1), 1)  # are in range for any dimension
+
+    def spread(x: Tensor) -> Tensor:
+        if x.dtype != torch.int64 or not _torch.is_fake(x) or x.numel() > MOST_VALUES:
+            return x
+        with _torch.real_tensors():
+            return (torch.arange(x.numel(), device=x.device) % choices).view(x.shape)
+
+    return pytree.tree_map_only(Tensor, spread, out)
 
 
 def _fill_collective(op: str, sent: Tensor, out: Tensor, ranks: int) -> None:
@@ -119,6 +117,10 @@ class StepRecorder(_torch.DispatchMode):
         for x in (x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)):
             self._storages.setdefault(_torch.storage_id(x), self._find(x))
 
+    def _axis_of(self, group: str) -> tuple[str, int]:
+        """Return the axis of a process group and its size; another one's own name, as that of all ranks."""
+        return self._axes.get(group) or (group, _torch.resolve_group(group).size())
+
     def wait(self, inputs: Iterable[Tensor]) -> None:
         """Add the wait for the copies that fill these tensors."""
         for storage in map(self._find, inputs):
@@ -161,7 +163,7 @@ class StepRecorder(_torch.DispatchMode):
             self._send(op, args[-1], args[0], out)
             if not _torch.is_fake(out):
                 with _torch.real_tensors():
-                    _fill_collective(op, args[0], out, self._axes[args[-1]][1])
+                    _fill_collective(op, args[0], out, self._axis_of(args[-1])[1])
             return out
         is_counting = not inputs and name in ("arange", "full", "ones", "zeros") and out.dtype in _INTEGERS
         if is_counting and not out.is_meta and out.numel() <= MOST_VALUES:  # as positions, whose values models look at
@@ -217,7 +219,7 @@ class StepRecorder(_torch.DispatchMode):
 
     def _send(self, op: str, group: str, sent: Tensor, out: Tensor) -> None:
         """Add the start of a collective, with the memory of its output."""
-        axis, ranks = self._axes.get(group, (group, 1))
+        axis, ranks = self._axis_of(group)
         memory = Counter[Category]()
         category = "gradients" if op == "all_to_all" and not self._has_layers else _OUTPUT_CATEGORIES.get(op)
         self._allocate(out, memory, category or self._category_of([sent]))
@@ -238,6 +240,31 @@ class StepRecorder(_torch.DispatchMode):
 # --- A user's step, on a process group of ranks in name only ---
 
 
+def _record(
+    spec: PartitionSpec,
+    device: torch.device,
+    run: Callable[[PartitionSpec, dict[str, Tensor], StepRecorder], object],
+    *,
+    has_layers: bool,
+) -> list[Event]:
+    """Return the events of ``run(spec, shards, recorder)`` on ranks in name only, and on tensors of shapes alone."""
+    sizes = dict(spec.bound_mesh.sizes)
+    on_host = [unit.key for unit in spec if is_on_host(unit, spec)]
+    with (
+        _torch.named_groups(sizes, device) as names,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        contextlib.nullcontext() if device == META else _torch.fake_mode(),
+    ):
+        spec = spec.on(Mesh(tuple((axis, ProcessAxis(size, 0, names[axis])) for axis, size in sizes.items()), device.type))
+        places = {unit.key: HOST if has_layers and unit.key in on_host else device for unit in spec}
+        shards = {unit.key: make_shard(spec, unit, places[unit.key]) for unit in spec}
+        axes = {names[axis]: (axis, size) for axis, size in sizes.items()}
+        recorder = StepRecorder(shards, axes, device, on_host=on_host, has_layers=has_layers)
+        run(spec, shards, recorder)
+        return [*recorder.events]  # the release of what the step returned is none of them
+
+
 def has_parameter(step: Callable[..., Any], name: str) -> bool:
     """Return whether a step has a parameter of this name."""
     return name in inspect.signature(step).parameters
@@ -251,42 +278,32 @@ def record_step(step: Callable[..., Any], spec: PartitionSpec, batch: Any, init:
         NotImplementedError: Naming the unit, for offloading where the device is the host.
     """
     sizes = dict(spec.bound_mesh.sizes)
-    device = next((x.device for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and not x.is_meta), HOST)
+    tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+    device = next((x.device for x in tensors if not x.is_meta), HOST)
     if device.type == "cpu" and (unit := next((unit for unit in spec if unit.p.offloads), None)):
         raise NotImplementedError(
             f"unit '{unit.key}' has {unit.p}, and where the device is the host nothing is copied: expected a batch on an "
             "accelerator, or a plan without step="
         )
-    with _torch.fake_world(math.prod(sizes.values())), torch.enable_grad():
-        groups, stride = dict[str, tuple[str, int]](), math.prod(sizes.values())  # the axis and size of each group
-        for axis, size in sizes.items():
-            stride //= size
-            groups[_torch.axis_group(range(0, size * stride, stride))] = axis, size
-        axes = ((axis, ProcessAxis(size, 0, group)) for group, (axis, size) in groups.items())
-        bound = spec.on(Mesh(tuple(axes), device.type))
-        options = {"spec": bound} if has_parameter(step, "spec") else {}
-        with _torch.fake_mode():
-            params = {unit.key: make_shard(bound, unit, HOST if is_on_host(unit, bound) else device) for unit in bound}
-            state: Any = init({key: x for key, x in params.items() if bound.by_key[key].requires_grad}) if init else {}
-            fake_batch = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), batch)
-            recorder = StepRecorder(params, groups, device)
-            recorder.hold((state, fake_batch))
-            with recorder:
-                result = step(params, state, fake_batch, **options)
-            size = sum(x.nbytes for x in pytree.tree_leaves(fake_batch) if isinstance(x, Tensor))
-            events = list(recorder.events)
-            del result
+
+    def run(bound: PartitionSpec, params: dict[str, Tensor], recorder: StepRecorder) -> object:
+        state: Any = init({key: x for key, x in params.items() if bound.by_key[key].requires_grad}) if init else {}
+        fake_batch = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device=device), batch)
+        recorder.hold((state, fake_batch))
+        with recorder:
+            return step(params, state, fake_batch, **({"spec": bound} if has_parameter(step, "spec") else {}))
+
+    with _torch.fake_world(math.prod(sizes.values())):
+        events = _record(spec, device, run, has_layers=True)
     if any(axis > 1 for axis in sizes.values()) and not any(event.collective for event in events):
         raise RuntimeError(
             f"plan: the step sends nothing, and its mesh has axes {sizes}: expected a step that takes spec= and gives it to "
             "functional_call, or one whose spec is bound to no mesh"
         )
-    return events, size
+    return events, sum(x.nbytes for x in tensors)
 
 
 # --- The step of a model that has the modules and parameters of a spec, and whose forward only reads them, in its order ---
-
-META = torch.device("meta")
 
 
 class _Skeleton(nn.Module):
@@ -403,27 +420,16 @@ def _make_runs(spec: PartitionSpec, recorder: StepRecorder, tokens: int) -> _Mod
 def record_schedule(spec: PartitionSpec, units: Mapping[str, UnitBytes], tokens: int) -> list[Event]:
     """Return the events of a step of that model: `functional_call` and its backward, and an update in place."""
     device = HOST if spec.bound_mesh.device_type == "cpu" else META
-    sizes = dict(spec.bound_mesh.sizes)
     # without what the model has no layers for
     bare = map_p(spec, lambda p: dataclasses.replace(p, compile=False, offload="params" if "params" in p.offloads else None))
-    with (
-        _torch.named_groups(sizes, device) as names,
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        _torch.fake_mode() if device == HOST else contextlib.nullcontext(),
-    ):
-        mesh = Mesh(tuple((axis, ProcessAxis(size, 0, names[axis])) for axis, size in sizes.items()), device.type)
-        spec = dataclasses.replace(bare, ignored=()).on(mesh)
-        shards = {unit.key: make_shard(spec, unit, device) for unit in spec}
+
+    def run(spec: PartitionSpec, shards: dict[str, Tensor], recorder: StepRecorder) -> None:
         x = torch.empty(0, device=device)
-        axes = {names[axis]: (axis, size) for axis, size in sizes.items()}
-        on_host = [key for key in units if units[key].on_host]
-        recorder = StepRecorder(shards, axes, device, on_host=on_host, has_layers=False)
         recorder.hold(x)
-        run = _make_runs(spec, recorder, tokens)
+        model = _make_runs(spec, recorder, tokens)
         trained = {unit.key: shards[unit.key].requires_grad_() for unit in spec if unit.requires_grad}
         with recorder:
-            out = functional_call(run.module, shards, (x, run), spec=spec, check_order=False)
+            out = functional_call(model.module, shards, (x, model), spec=spec, check_order=False)
             found = torch.autograd.grad(out, [*trained.values()], x, allow_unused=True) if trained else ()
             grads = dict(zip(trained, found, strict=True))
             del out, found
@@ -433,4 +439,5 @@ def record_schedule(spec: PartitionSpec, units: Mapping[str, UnitBytes], tokens:
                 if not unit.on_host:
                     recorder.add("update", moved_bytes=3 * unit.parameters + 2 * unit.optimizer)
                 del grads[key]
-    return recorder.events
+
+    return _record(dataclasses.replace(bare, ignored=()), device, run, has_layers=False)

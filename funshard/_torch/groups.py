@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -84,13 +84,6 @@ def fake_world(size: int) -> Generator[None]:
         dist.destroy_process_group()
 
 
-def axis_group(ranks: Sequence[int]) -> str:
-    """Return the name of a new process group of these ranks. Pinned with `fake_world`."""
-    group = dist.new_group([*ranks], backend="fake")
-    assert isinstance(group, dist.ProcessGroup)
-    return group.group_name
-
-
 @contextlib.contextmanager
 def named_groups(sizes: Mapping[str, int], device: torch.device) -> Generator[dict[str, str]]:
     """Run with process groups of these sizes, for tensors on this device, of ranks in name only; yield their names.
@@ -98,6 +91,7 @@ def named_groups(sizes: Mapping[str, int], device: torch.device) -> Generator[di
     They need no process group of this process, and leave one alone. Pinned by ``test_groups_in_name``.
     """
     c10d: Any = torch._C._distributed_c10d  # pyright: ignore
+    world: Any = dist.distributed_c10d._world  # pyright: ignore
     groups: dict[str, Any] = {}  # the registry does not hold them
     for axis, size in sizes.items():
         groups[axis] = group = c10d.ProcessGroup(c10d.HashStore(), 0, size)
@@ -107,11 +101,13 @@ def named_groups(sizes: Mapping[str, int], device: torch.device) -> Generator[di
     names = {axis: f"planned {axis} {id(group)}" for axis, group in groups.items()}
     for axis, name in names.items():
         c10d._register_process_group(name, groups[axis])
+        world.pg_map[groups[axis]] = "fake", None  # so that get_backend knows it
     try:
         yield names
     finally:
-        for name in names.values():
+        for axis, name in names.items():
             c10d._unregister_process_group(name)
+            del world.pg_map[groups[axis]]
 
 
 real_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = unset_fake_temporarily

@@ -1,0 +1,350 @@
+"""The costs of a step on some hardware: the bytes at rest and those that events hold, what is sent, and the times."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import _torch
+from .._core.checks import bind_spec, check_buffers
+from .._core.spec import PartitionSpec
+from .._core.unit import P, Unit
+from .._spec.byte_size import parse_bytes
+from .._wire.host import is_host_resident
+from ..optim import from_torch
+
+# --- The events of a step: what each one holds, sends and computes ---
+
+Category = Literal["parameters", "optimizer", "gathered", "gradients", "activations"]
+Phase = Literal["forward", "backward", "update"]
+EventKind = Literal["gather", "compute", "reduce", "exchange", "copy", "wait", "memory", "update"]
+"""The action of an event. An exchange is a collective of the model's own; "memory" only allocates or frees."""
+
+CATEGORIES: tuple[Category, ...] = ("parameters", "optimizer", "gathered", "gradients", "activations")
+Held = dict[Category, int]
+
+
+class Collective(NamedTuple):
+    """One collective of a rank along one mesh axis."""
+
+    op: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast"
+    axis: str
+    ranks: int
+    input_bytes: int
+    output_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that this rank sends, and receives, by a ring: an all-reduce does so twice."""
+        whole = max(self.input_bytes, self.output_bytes)
+        return whole * (self.ranks - 1) // self.ranks * (2 if self.op == "all_reduce" else 1)
+
+
+class Event(NamedTuple):
+    """One event of a step, in the order in which the program starts them."""
+
+    kind: EventKind
+    phase: Phase
+    unit: str
+    memory: Mapping[Category, int]  # the bytes that it allocates, or frees where negative
+    collective: Collective | None = None
+    flops: int = 0
+    moved_bytes: int = 0  # that it reads and writes: in device memory for an update, between host and device for a copy
+    after: tuple[int, ...] = ()  # the indices of the collectives and copies that must end before it starts
+
+    @property
+    def stream(self) -> str:
+        """The stream that it runs on."""
+        return "network" if self.collective else "host" if self.kind == "copy" else "compute"
+
+
+# --- Hardware: the rates that turn bytes and FLOPs into seconds ---
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The rates of one device and of its links, from which a plan computes times.
+
+    The defaults are round figures for an H100 of 80 GB and a network of 400 Gbit/s for each device. Give measured ones for
+    times to trust: the FLOP rate that a large matrix product reaches, and the bandwidth of a large all-gather on each axis.
+
+    Args:
+        memory: Bytes of device memory, such as ``"80GB"``.
+        flops: Floating point operations per second.
+        bandwidth: Bytes per second that a rank sends over each mesh axis, or one number for all axes.
+        latency: Seconds that a collective takes beside its bytes.
+        memory_bandwidth: Bytes per second of device memory, for the update.
+        host_bandwidth: Bytes per second between host and device, for ``P(offload=...)``.
+
+    Raises:
+        ValueError: For a rate that is not positive.
+
+    Example:
+        >>> import funshard as fs
+        >>> fs.Hardware(memory="24GB", bandwidth={"replicate": 12e9, "shard": 150e9}).memory
+        24000000000
+    """
+
+    memory: int | str = "80GB"
+    flops: float = 400e12
+    bandwidth: float | Mapping[str, float] = field(default=50e9, hash=False)
+    latency: float = 20e-6
+    memory_bandwidth: float = 2e12
+    host_bandwidth: float = 25e9
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", parse_bytes(self.memory))
+        by_axis = self.bandwidth if isinstance(self.bandwidth, Mapping) else {"all": self.bandwidth}
+        rates = {f"bandwidth of axis '{axis}'": rate for axis, rate in by_axis.items()}
+        rates |= {name: getattr(self, name) for name in ("memory", "flops", "memory_bandwidth", "host_bandwidth")}
+        for name, rate in rates.items():
+            if not rate > 0:
+                raise ValueError(f"Hardware: {name}: expected a positive number, got {rate!r}")
+        if not self.latency >= 0:
+            raise ValueError(f"Hardware: latency: expected at least 0 seconds, got {self.latency!r}")
+
+    def seconds(self, event: Event) -> float:
+        """Return the time that an event takes by itself; ValueError where the axis of its collective has no bandwidth.
+
+        Args:
+            event: One of ``Plan.events``.
+        """
+        if sent := event.collective:
+            rate = self.bandwidth.get(sent.axis) if isinstance(self.bandwidth, Mapping) else self.bandwidth
+            if rate is None:
+                raise ValueError(f"Hardware: no bandwidth for axis '{sent.axis}': expected one of {dict(self.bandwidth)}")  # pyright: ignore
+            return self.latency + sent.sent_bytes / rate
+        rate = self.host_bandwidth if event.kind == "copy" else self.memory_bandwidth
+        return event.flops / self.flops + event.moved_bytes / rate
+
+
+# --- The fold of a step's events ---
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind that a rank takes part in along one mesh axis in a step."""
+
+    axis: str
+    op: str
+    count: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    sent_bytes: int = 0  # by this rank over the axis
+    seconds: float = 0.0  # hidden behind computation or not
+
+
+class Timeline:
+    """A step's events on three streams: the device computes, its network sends, and its host link copies.
+
+    Memory follows the order of the program. In time, a collective starts when the one before it has ended and so has the
+    computation that was started before it, as NCCL's do; a computation starts when those that it is `Event.after` have ended.
+    """
+
+    def __init__(self, events: Sequence[Event], at_rest: Mapping[Category, int], hardware: Hardware) -> None:
+        self.events, self.hardware = events, hardware
+        self.held: list[Held] = []
+        """The bytes by category that are held after each event."""
+        self.peaks: dict[Phase, Held] = {}
+        """The bytes by category at the moment of each phase at which the most are held."""
+        self.spans: list[tuple[float, float]] = []
+        """When each event starts and ends, in seconds from the start of the step."""
+        held: Held = {**dict.fromkeys(CATEGORIES, 0), **at_rest}
+        sums: dict[tuple[str, str], Traffic] = {}
+        free, busy = {"compute": 0.0, "network": 0.0, "host": 0.0}, 0.0
+        for event in events:
+            held = {category: size + event.memory.get(category, 0) for category, size in held.items()}
+            self.held.append(held)
+            if event.phase not in self.peaks or sum(held.values()) > sum(self.peaks[event.phase].values()):
+                self.peaks[event.phase] = held
+            seconds = hardware.seconds(event)
+            start = max([free[event.stream], free["compute"], *(self.spans[i][1] for i in event.after)])
+            free[event.stream] = start + seconds
+            self.spans.append((start, start + seconds))
+            if one := event.collective:
+                old = sums.get((one.axis, one.op)) or Traffic(one.axis, one.op)
+                sizes = old.input_bytes + one.input_bytes, old.output_bytes + one.output_bytes, old.sent_bytes + one.sent_bytes
+                sums[one.axis, one.op] = Traffic(one.axis, one.op, old.count + 1, *sizes, old.seconds + seconds)
+            busy += seconds if event.stream == "compute" else 0.0
+        self.traffic = (*sums.values(),)
+        """The bytes that a step sends, one for each mesh axis and kind of collective."""
+        self.seconds = max((end for _, end in self.spans), default=0.0)
+        """The time of the step."""
+        self.exposed_seconds = self.seconds - busy
+        """The time in which the device waits for collectives and copies."""
+
+
+# --- What a rank holds between steps ---
+
+Init = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
+"""The function of an optimizer that returns its state before the first step."""
+StateBytes = dict[str, dict[str, int]]
+"""By unit key, then by kind and dtype of state such as "exp_avg float32", bytes."""
+
+
+class UnitBytes(NamedTuple):
+    """One unit at rest on one rank."""
+
+    slices: int
+    numel: int  # of its parameters, on all ranks together
+    padding: int  # elements of its buffer that are no parameter's
+    parameters: int  # bytes of this rank's slice as it is stored
+    optimizer: int  # bytes of its optimizer state
+    on_host: bool
+
+
+def is_on_host(unit: Unit, spec: PartitionSpec) -> bool:
+    """Return whether a unit lives in host memory and is used elsewhere: on any mesh but one of the CPU."""
+    return is_host_resident(unit) and spec.bound_mesh.device_type != "cpu"
+
+
+def resolve_optimizer(optimizer: object) -> tuple[Init, Callable[..., Any]] | None:
+    """Return ``(init, update)`` of an optimizer that is given by name, by class, or as that pair; None for None."""
+    classes = {key.lower(): cls for key, cls in vars(torch.optim).items() if inspect.isclass(cls)}
+    found = classes.get(optimizer.lower()) if isinstance(optimizer, str) else optimizer
+    if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
+        defaults: dict[str, Any] = {"lr": 1e-3} if "lr" in inspect.signature(found).parameters else {}
+        return cast("Any", from_torch(found, donate=True, **defaults))
+    if optimizer is None or (isinstance(found, tuple) and len(found) == 2 and callable(found[0])):  # pyright: ignore[reportUnknownArgumentType]
+        return cast("Any", found)
+    error = ValueError if isinstance(optimizer, str) else TypeError
+    raise error(
+        "optimizer: expected a name such as 'adamw', the name of a class of torch.optim, such a class, (init, update) as "
+        f"fs.optim makes them, or None, got {optimizer!r}"
+    )
+
+
+def map_p(spec: PartitionSpec, change: Callable[[P], P]) -> PartitionSpec:
+    """Return a spec with another `P` for each of its units."""
+    units = tuple(replace(unit, p=change(unit.p)) for unit in spec.units)
+    selected = tuple((path, change(p)) for path, p in spec.selected)
+    return replace(spec, selected=selected, root=change(spec.root), units=units)
+
+
+def make_shard(spec: PartitionSpec, unit: Unit, device: torch.device | None = None) -> Tensor:
+    """Return an empty shard of a unit."""
+    length, dtype = spec.stored(unit)
+    return torch.empty(length, dtype=dtype, device=device)
+
+
+def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
+    """Return the bytes of each unit's optimizer state, from shapes alone: ``init`` runs on fake tensors."""
+    if init is None:
+        return {}
+    with _torch.fake_mode():
+        shards = {unit.key: make_shard(spec, unit) for unit in spec if not unit.at_rest}
+        states = init({key: shard.requires_grad_(spec.by_key[key].requires_grad) for key, shard in shards.items()})
+    found: StateBytes = {}
+    for path, x in pytree.tree_flatten_with_path(states)[0]:
+        keys: list[Any] = [part.key if isinstance(part, pytree.MappingKey) else None for part in path]
+        at = next((i for i, key in enumerate(keys) if key in spec.by_key), None)
+        if at is not None and isinstance(x, Tensor) and x.dim():
+            # Of a composed optimizer's state the fields' names, such as "average", but for those that lead to another state.
+            fields = [part.name for part in path[:at] if isinstance(part, pytree.GetAttrKey) and part.name != "inner"]
+            slots = [*fields, *(str(getattr(part, "key", getattr(part, "name", part))) for part in path[at + 1 :])]
+            name, kinds = f"{'.'.join(slots)} {str(x.dtype).removeprefix('torch.')}", found.setdefault(keys[at], {})
+            kinds[name] = kinds.get(name, 0) + x.nbytes
+    return found
+
+
+def unit_bytes(spec: PartitionSpec, state: StateBytes) -> dict[str, UnitBytes]:
+    """Return what one rank holds of each unit between steps."""
+    found: dict[str, UnitBytes] = {}
+    for unit in spec:
+        length, dtype = spec.stored(unit)
+        padding, optimizer = spec.padded_numel(unit) - unit.numel, sum(state.get(unit.key, {}).values())
+        sizes = padding, length * dtype.itemsize, optimizer if unit.requires_grad else 0
+        found[unit.key] = UnitBytes(spec.size(unit), unit.numel, *sizes, is_on_host(unit, spec))
+    return found
+
+
+def count_per_slice(unit: Unit, spec: PartitionSpec) -> Tensor:
+    """Return the number of elements of parameters in each slice of a unit."""
+    bounds, start = torch.arange(spec.size(unit) + 1) * spec.shard_numel(unit), 0
+    below = torch.zeros_like(bounds)  # elements of parameters before each bound
+    for size, param in unit.parts:
+        if param is not None:
+            below += (bounds - start).clamp(0, size)
+        start += size
+    return below.diff()
+
+
+# --- A sharding drawn in a terminal ---
+
+MOST_RANKS = 8
+"""The ranks whose slices are drawn."""
+
+
+def visualize(params: Mapping[str, Tensor], spec: PartitionSpec, *, width: int = 72) -> str:
+    """Return a drawing of sharded parameters: a row for each unit, with the slice of every rank that splits it.
+
+    After ``jax.debug.visualize_array_sharding``. A box is a slice, and says which rank has it; the dots at its end are
+    its share of padding.
+
+    Args:
+        params: The shards, as `shard` gives them.
+        spec: Their spec.
+        width: The characters of a row.
+
+    Raises:
+        ValueError: Naming the unit, for shards that are not those of the spec.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+        >>> spec = fs.by_type(torch.nn.Linear)(model).on({"shard": 2})
+        >>> print(fs.visualize(fs.shard(model, spec, rank=0), spec, width=30))
+        0  shard=2  72
+        +-------------+-------------+
+        |      0      |      1   ...|
+        +-------------+-------------+
+        1  shard=2  27
+        +-------------+-------------+
+        |      0  ....|      1      |
+        +-------------+-------------+
+    """
+    spec = bind_spec(spec)
+    check_buffers(params, spec, {unit.key: spec.stored(unit)[0] for unit in spec})
+    sizes, lines = dict(spec.bound_mesh.sizes), list[str]()
+    for unit in spec:
+        slices, length = spec.size(unit), spec.shard_numel(unit)
+        shown = min(slices, MOST_RANKS)
+        cell = max((width - 1) // (shown + (slices > shown)) - 1, 6)
+        boxes: list[str] = []
+        for rank, numel in enumerate(count_per_slice(unit, spec).tolist()[:shown]):
+            padding = round(cell * (length - numel) / length) if length else 0
+            boxes.append(("all" if slices == 1 else str(rank)).center(cell)[: cell - padding] + "." * padding)
+        boxes += [f"... {slices - 1}".center(cell)] if slices > shown else []
+        edge = "+" + "+".join("-" * cell for _ in boxes) + "+"
+        axes = " x ".join(f"{axis}={sizes[axis]}" for axis in unit.p.axes) or "replicated"
+        lines += [f"{unit.key or repr('')}  {axes}  {unit.numel:,}", edge, "|" + "|".join(boxes) + "|", edge]
+    return "\n".join(lines)
+
+
+# --- Bytes and times as a plan writes them ---
+
+
+def format_bytes(size: float, *, digits: int | None = None) -> str:
+    """Format a number of bytes with a decimal unit, and two digits after the point or so many in all: "1.23 GB"."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while abs(size) >= 1000 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.0f} B" if units[0] == "B" else f"{_round(size, digits)} {units[0]}"
+
+
+def format_seconds(seconds: float, *, digits: int | None = None) -> str:
+    """Format a time as `format_bytes`: "12.3 ms"."""
+    is_short = digits is not None and 0 < seconds < 1e-3
+    unit, size = ("µs", 1e-6) if is_short else ("s", 1.0) if seconds >= 1 or (digits and not seconds) else ("ms", 1e-3)
+    return f"{_round(seconds / size, digits)} {unit}"
+
+
+def _round(number: float, digits: int | None) -> str:
+    return f"{number:.2f}" if digits is None else f"{float(f'{number:.{digits}g}'):g}"
