@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import warnings
-from collections import defaultdict
+import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +35,7 @@ from ..collectives._world import has_peers
 
 InitFn = Callable[[nn.Module], object]
 META = torch.device("meta")
+_KINDS = "_parameters", "_buffers"
 
 
 # --- The parameters and buffers of a model on the meta device, and the functions that initialise them ---
@@ -48,14 +48,11 @@ class _Slot:
     name: str
     tensor: Tensor
     is_param: bool
-    modules: list[nn.Module] = field(default_factory=list)
+    places: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+    """Each module that has it, the dict in the module, and the name in the dict."""
     owner: nn.Module | None = None
-    """The first of these modules whose initialiser touches it; those of the others do not, as if it was tied after them."""
-    reached_by: list[int] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel() * self.tensor.itemsize
+    """The first of these modules whose initialiser writes to it; those of the others do not, as if it was tied after them."""
+    scope: tuple[str, ...] = ()
 
     @property
     def has_nan(self) -> bool:
@@ -74,14 +71,6 @@ class _Slot:
     def __str__(self) -> str:
         return f"{'parameter' if self.is_param else 'buffer'} '{self.name}'"
 
-    def is_borrowed_by(self, module: nn.Module) -> bool:
-        """Whether a module has the tensor that another one initialises."""
-        return self.owner not in (None, module) and module in self.modules
-
-    @property
-    def place(self) -> str:
-        return f"module '{self.name.rpartition('.')[0]}' ({type(self.modules[0]).__name__})"
-
 
 @dataclass(eq=False)
 class _Initialiser:
@@ -90,54 +79,11 @@ class _Initialiser:
     path: str
     module: nn.Module
     run: Callable[[], object]
-    own: set[_Slot]
-    reach: set[_Slot]
-    """The slots of its module, and all others that it touches."""
+    inside: list[_Slot]
+    """The slots of the module and of all modules inside it."""
 
     def __str__(self) -> str:
         return f"the initialiser of module '{self.path}' ({type(self.module).__name__})"
-
-
-def _copy_own_tensors(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str]]:
-    """Give a module new dicts of parameters and of buffers, within `restore_modules`. Return these with their names."""
-    names = ("_parameters", "_buffers")
-    vars(module).update({name: dict(vars(module)[name]) for name in names})
-    return [(vars(module)[name], name) for name in names]
-
-
-def _find_slots(model: nn.Module) -> dict[int, _Slot]:
-    """Return the slots by the ids of their tensors. Give the modules copies of tensors that have values."""
-    copies: dict[int, Tensor] = {}
-    slots: dict[int, _Slot] = {}
-    for path, module in model.named_modules():
-        check_not_compiled(path, module)
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(f"init: module '{path}' is a ScriptModule: expected one whose parameters Python can give it")
-        for tensors, kind in _copy_own_tensors(module):
-            for attr, tensor in ((attr, tensor) for attr, tensor in tensors.items() if tensor is not None):
-                slot = _Slot(join_path(path, attr), tensor, kind == "_parameters")
-                if not tensor.is_meta:
-                    if id(tensor) not in copies:
-                        copies[id(tensor)] = slot.make_tensor(copy_buffer(tensor.detach(), tensor.dtype))
-                    tensors[attr] = copies[id(tensor)]
-                    continue
-                if tensor.layout is not torch.strided or (slot.is_param and type(tensor) is not nn.Parameter):
-                    what = type(tensor).__name__
-                    raise TypeError(f"init: '{slot.name}': expected a dense nn.Parameter or buffer, got {what}")
-                slots.setdefault(id(tensor), slot).modules.append(module)
-    return slots
-
-
-def _find_initialisers(model: nn.Module, init_fn: InitFn | None, slots: Iterable[_Slot]) -> list[_Initialiser]:
-    """Return the initialisers in the order of ``nn.Module.apply``: ``init_fn`` of each module, or its reset_parameters."""
-    paths, children_first = {module: path for path, module in model.named_modules()}, list[nn.Module]()
-    nn.Module.apply(model, children_first.append)
-    own: dict[nn.Module, set[_Slot]] = defaultdict(set)
-    for slot in slots:
-        for module in slot.modules:
-            own[module].add(slot)
-    runs = ((x, find_reset(x) if init_fn is None else partial(init_fn, x)) for x in dict.fromkeys(children_first))
-    return [_Initialiser(paths[x], x, run, own[x], set()) for x, run in runs if run is not None]
 
 
 class _TouchedSlots(TorchFunctionMode):
@@ -160,7 +106,7 @@ class _TouchedSlots(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# --- The values that a model's initialisers compute from a seed, a few tensors at a time, as often as they are needed ---
+# --- The values that a model's initialisers compute from a seed, a unit at a time ---
 
 
 @contextlib.contextmanager
@@ -183,151 +129,164 @@ def _open_values(
 class _InitialValues:
     """The values that initialisers give slots, within `_open_values`: they depend on the model alone.
 
-    Each initialiser runs on the meta device first, which shows its reach; only slots in its reach have values when it runs
-    again. A slot's value is the result of all initialisers that reach it, in order.
+    A scope is what one unit surrounds, or several of one path. To fill it, the initialisers of its modules and of those around
+    them run, children first, each from a seed of its own, where the scope has values and all else is on the meta device.
     """
 
     def __init__(self, model: nn.Module, spec: PartitionSpec, init_fn: InitFn | None, seed: int, device: torch.device) -> None:
-        self._seed, self._device = seed, device
-        self._by_tensor = _find_slots(model)
-        self.slots = [*self._by_tensor.values()]
-        self._storages = {_torch.storage_id(slot.tensor): slot for slot in self.slots}
-        self._runs = _find_initialisers(model, init_fn, self.slots)
-        sizes = [sum(slot.nbytes for slot in one.own) for one in self._runs]
-        self._most = max(*sizes, *(unit.numel * unit.dtype.itemsize for unit in spec), 0, 0)
-        """The bytes of the largest unit, or of the largest module's own tensors."""
-        for one in self._runs:
-            with warnings.catch_warnings():  # which come again when it runs with values
-                warnings.simplefilter("ignore")
-                touched, _, error = self._run(one, {})
-            inside = set(one.module.modules())
-            if error and (not one.own or any(not inside.isdisjoint(slot.modules) for slot in {*self.slots} - one.own)):
-                raise RuntimeError(
-                    f"init: {one} failed: {type(error).__name__}: {error}; it runs on the meta device first, without values, "
-                    "which shows the modules that it writes to: expected one that runs there, or init_fn=, a function that "
-                    "initialises each module by itself"
-                ) from error
-            one.reach = touched
-        reach = {one.module: one.reach for one in self._runs}
-        for slot in self.slots:
-            slot.owner = next((x for x in slot.modules if slot in reach.get(x, ())), None)
-        for i, one in enumerate(self._runs):
-            one.reach = {slot for slot in one.own | one.reach if not slot.is_borrowed_by(one.module)}
-            for slot in one.reach:
-                slot.reached_by.append(i)
+        self._seed, self._device, self._by_tensor = seed, device, dict[int, _Slot]()
+        self.tensors: dict[_Slot, Tensor] = {}
+        """What modules have: parameters and buffers on the meta device but for those that are filled."""
+        paths = {module: path for path, module in model.named_modules()}
+        own: dict[nn.Module, list[_Slot]] = {module: self._take_tensors(path, module) for module, path in paths.items()}
+        children_first = list[nn.Module]()
+        nn.Module.apply(model, children_first.append)
+        resets = {x: find_reset(x) if init_fn is None else partial(init_fn, x) for x in dict.fromkeys(children_first)}
+        inside = {x: [*dict.fromkeys(slot for one in x.modules() for slot in own[one])] for x, reset in resets.items() if reset}
+        self._runs = [_Initialiser(paths[x], x, reset, inside[x]) for x, reset in resets.items() if reset is not None]
+        self._storages = {_torch.storage_id(slot.tensor): slot for slot in self.tensors}
+        unit_paths = {path: unit.paths for unit in spec for path in unit.paths}
+        for slot in self.tensors:
+            path = paths[slot.places[0][0]]
+            while path and path not in unit_paths:
+                path = path.rpartition(".")[0]
+            slot.scope = unit_paths.get(path, ("",))
 
-    def check_reached(self, slots: Iterable[_Slot]) -> None:
-        """Raise ValueError, naming the module, for a slot that is in no initialiser's reach."""
-        if slot := next((slot for slot in slots if not slot.reached_by), None):
-            raise ValueError(
-                f"init: {slot}: {slot.place} has no reset_parameters, and that of no module around it gives it values: "
-                "expected one, or init_fn=, a function that is called with every module and initialises it"
-            )
+    def _take_tensors(self, path: str, module: nn.Module) -> list[_Slot]:
+        """Give a module tensors of our own in the place of its own ones, and return the slots of those without values."""
+        check_not_compiled(path, module)
+        found: list[_Slot] = []
+        for kind in _KINDS:
+            tensors = vars(module)[kind] = dict(vars(module)[kind])
+            for attr, tensor in [(attr, tensor) for attr, tensor in tensors.items() if tensor is not None]:
+                slot = self._by_tensor.setdefault(id(tensor), _Slot(join_path(path, attr), tensor, kind == "_parameters"))
+                if slot not in self.tensors and not tensor.is_meta:
+                    tensors[attr] = slot.make_tensor(copy_buffer(tensor.detach(), tensor.dtype))
+                    continue
+                if tensor.layout is not torch.strided or (slot.is_param and type(tensor) is not nn.Parameter):
+                    kind = type(tensor).__name__
+                    raise TypeError(f"init: '{slot.name}': expected a dense nn.Parameter or buffer, got {kind}")
+                slot.places.append((module, kind, attr))
+                tensors[attr] = self.tensors.setdefault(slot, slot.make_tensor(slot.empty(META)))
+                found.append(slot)
+        return found
+
+    def _put(self, slot: _Slot, tensor: Tensor) -> None:
+        self.tensors[slot] = tensor
+        for module, kind, attr in slot.places:
+            vars(module)[kind][attr] = tensor
 
     def fill(self, wanted: Mapping[_Slot, Tensor]) -> None:
-        """Write the values of these slots into these tensors, and meanwhile hold others that are made with them."""
-        left = dict(wanted)
+        """Write the values of these slots into these tensors, and meanwhile hold the others of their scopes."""
+        scopes = {slot.scope for slot in wanted}
+        slots = [slot for slot in self.tensors if slot.scope in scopes]
         with _torch.below_transforms():
-            while left:
-                runs, slots = self._find_connected(next(iter(left)))
-                self._check_held_bytes([slot for slot in slots if slot not in wanted], runs)
-                values = {slot: wanted[slot] if slot in wanted else slot.empty(self._device) for slot in slots}
-                for value in (value for slot, value in values.items() if slot.has_nan):
-                    value.fill_(torch.nan)  # which shows what is never written
-                written: set[_Slot] = set()
+            values = {slot: wanted[slot] if slot in wanted else slot.empty(self._device) for slot in slots}
+            for value in (value for slot, value in values.items() if slot.has_nan):
+                value.fill_(torch.nan)  # which shows what is never written
+            runs = [one for one in self._runs if not values.keys().isdisjoint(one.inside)]
+            before, written = {slot: self.tensors[slot] for slot in slots}, set[_Slot]()
+            with restore_modules({one.path: one.module for one in runs}, calling_thread()):
+                for module, kind in itertools.product((one.module for one in runs), _KINDS):
+                    vars(module)[kind] = dict(vars(module)[kind])
+                for slot, value in values.items():
+                    self._put(slot, slot.make_tensor(value))
+                storages = {_torch.storage_id(x): slot for slot, x in self.tensors.items()}
                 for one in runs:
-                    touched, wrote, error = self._run(one, {slot: values[slot] for slot in one.reach})
-                    if beyond := touched - one.reach:
-                        raise ValueError(
-                            f"init: {one} touches {_format_slots(beyond)}, which it did not on the meta device: expected one "
-                            "that writes to the same tensors whatever their values, or init_fn="
-                        )
-                    if error:
-                        raise RuntimeError(f"init: {one} failed: {type(error).__name__}: {error}") from error
-                    written |= wrote
-                for slot in [slot for slot in slots if slot in left]:
-                    _check_set(slot, left.pop(slot), slot in written)
+                    written |= self._run(one, values, {**storages, **self._storages})
+            for slot, tensor in before.items():
+                self._put(slot, tensor)
+            for slot, value in wanted.items():
+                _check_set(slot, value, is_written=slot in written, is_inside=any(slot in one.inside for one in runs))
 
-    def _find_connected(self, first: _Slot) -> tuple[list[_Initialiser], list[_Slot]]:
-        """Return the initialisers that must run for this slot, in their order, and all slots in their reach."""
-        runs: set[int] = set()
-        slots, new = {first: None}, [first]
-        while new:
-            more = {i for slot in new for i in slot.reached_by} - runs
-            new = [slot for i in sorted(more) for slot in self._runs[i].reach if slot not in slots]
-            runs, slots = runs | more, slots | dict.fromkeys(new)
-        return [self._runs[i] for i in sorted(runs)], list(slots)
+    def _run(self, one: _Initialiser, values: Mapping[_Slot, Tensor], storages: Mapping[int, _Slot]) -> set[_Slot]:
+        """Run an initialiser from a seed that follows from its path, and return the slots that it wrote to.
 
-    def _check_held_bytes(self, beside: list[_Slot], runs: list[_Initialiser]) -> None:
-        """Raise ValueError if initialisers that touch other units would hold more than the largest unit."""
-        if (nbytes := sum(slot.nbytes for slot in beside)) > self._most:
-            widest = max(runs, key=lambda one: sum(slot.nbytes for slot in one.reach - one.own))
-            raise ValueError(
-                f"init: {widest} touches {_format_slots(widest.reach - widest.own or beside)}, in other units: with it "
-                f"{nbytes:,} bytes would be held beside a unit, and the largest unit has {self._most:,}; expected an init_fn "
-                "that leaves each module to itself, or a policy with one unit around them"
-            )
-
-    def _run(self, one: _Initialiser, values: Mapping[_Slot, Tensor]) -> tuple[set[_Slot], set[_Slot], Exception | None]:
-        """Run an initialiser on these values, others on the meta device. Return what it touched, what it wrote, its error.
-
-        torch's generators are seeded by the seed and the path of its module. Afterwards the modules are as before.
+        What it puts in the place of a tensor is copied. Raise ValueError if it touches slots of this scope and others.
         """
-        modules = dict(one.module.named_modules(prefix=one.path))
-        modules |= {f"{slot.name} {i}": module for slot in values for i, module in enumerate(slot.modules)}
-        memory, put = {slot: value.data for slot, value in values.items()}, dict[_Slot, Tensor]()  # which count writes anew
-        placed: list[tuple[dict[str, Tensor | None], str, _Slot]] = []
-        error: Exception | None = None
-        with restore_modules(modules, calling_thread()):
-            for module, (tensors, _) in ((x, own) for x in dict.fromkeys(modules.values()) for own in _copy_own_tensors(x)):
-                for attr, tensor in tensors.items():
-                    slot = self._by_tensor.get(id(tensor))
-                    if slot and one.module is module and slot.is_borrowed_by(module):
-                        tensors[attr] = slot.make_tensor(slot.empty(META))
-                    elif slot:
-                        if slot not in put:
-                            put[slot] = slot.make_tensor(memory.setdefault(slot, slot.empty(META)))
-                        placed.append((tensors, attr, slot))
-                        tensors[attr] = put[slot]
-            on_meta = {_torch.storage_id(x): slot for slot, x in put.items() if slot not in values}
-            number = int.from_bytes(hashlib.sha256(f"{self._seed} {one.path}".encode()).digest()[:7], "big")
-            torch.default_generator.manual_seed(number)
-            if _torch.is_accelerator(self._device):
-                torch.get_device_module(self._device.type).default_generators[self._device.index].manual_seed(number)
-            touched = _TouchedSlots({**self._storages, **on_meta})
-            try:
-                with touched:
-                    one.run()
-            except Exception as failed:
-                error = failed
-            for tensors, attr, slot in placed:
-                now, value = tensors.get(attr), memory[slot]  # another tensor, or one that was given other memory (``.data``)
-                places = [(_torch.storage_id(x), x.storage_offset(), x.stride()) for x in (put[slot], value)]
-                if now is put[slot] and places[0] == places[1]:
-                    continue
-                if slot not in values:
-                    touched.slots.add(slot)
-                elif isinstance(now, Tensor) and (now.shape, now.dtype) == (value.shape, value.dtype):
-                    value.copy_(now.detach().clone())
-                else:
-                    got = f"{list(now.shape)} {now.dtype}" if isinstance(now, Tensor) else type(now).__name__
-                    error = ValueError(f"expected {list(value.shape)} {value.dtype} in the place of '{slot.name}', got {got}")
-        written = {slot for slot in put if _torch.version(memory[slot]) or _torch.version(put[slot])}
-        return touched.slots | written, written, error  # a function of C++ or of TorchScript is not seen, but what it writes
+        tied = [
+            (slot, *place) for slot in one.inside if len(slot.places) > 1 for place in slot.places if place[0] is one.module
+        ]
+        others: list[tuple[_Slot, dict[str, Tensor], str]] = []  # that another module initialises
+        for slot, module, kind, attr in tied:
+            if slot.owner not in (None, module) if slot in values else slot.places[0][0] is not module:
+                others.append((slot, vars(module)[kind], attr))
+        for slot, tensors, attr in others:
+            tensors[attr] = slot.make_tensor(slot.empty(META))
+        versions = {slot: _torch.version(self.tensors[slot]) for slot in one.inside}
+        number = int.from_bytes(hashlib.sha256(f"{self._seed} {one.path}".encode()).digest()[:7], "big")
+        torch.default_generator.manual_seed(number)
+        if _torch.is_accelerator(self._device):
+            torch.get_device_module(self._device.type).default_generators[self._device.index].manual_seed(number)
+        touched = _TouchedSlots(storages)
+        try:
+            with touched:
+                one.run()
+            for slot, tensors, attr in others:
+                tensors[attr] = self.tensors[slot]
+            written = {
+                slot
+                for slot in one.inside
+                if self._collect(slot, values) or _torch.version(self.tensors[slot]) != versions[slot]
+            }
+        except Exception as error:
+            is_around = not values.keys() >= {*one.inside}
+            hint = "; parameters of other units are on the meta device then: " + _REMEDY if is_around else ""
+            raise RuntimeError(f"init: {one} failed: {type(error).__name__}: {error}{hint}") from error
+        for slot in (slot for slot, *_ in tied if slot.owner is None and slot in values):
+            is_new = slot.has_nan and not _torch.is_fake(values[slot]) and not values[slot].isnan().all()
+            slot.owner = one.module if is_new or slot in written else None
+        reach = touched.slots | written  # a function of C++ or of TorchScript is not seen, but what it writes
+        if not values.keys().isdisjoint(reach) and not values.keys() >= reach:
+            raise ValueError(f"init: {one} touches {_format_slots(reach)}, in other units than one: {_REMEDY}")
+        return written
+
+    def _collect(self, slot: _Slot, values: Mapping[_Slot, Tensor]) -> bool:
+        """Return whether a module has another tensor than before, or one with other memory (``.data``); copy its values."""
+        tensor, value = self.tensors[slot], values.get(slot)
+        now = next((x for module, kind, attr in slot.places if (x := vars(module)[kind].get(attr)) is not tensor), tensor)
+        if now is tensor and (value is None or _memory(tensor) == _memory(value)):
+            return False
+        if value is None:
+            self._put(slot, tensor)
+            return True
+        if not isinstance(now, Tensor) or (now.shape, now.dtype) != (value.shape, value.dtype):
+            got = f"{list(now.shape)} {now.dtype}" if isinstance(now, Tensor) else type(now).__name__
+            raise ValueError(f"expected {list(value.shape)} {value.dtype} in the place of '{slot.name}', got {got}")
+        value.copy_(now.detach().clone())
+        self._put(slot, slot.make_tensor(value))
+        return True
 
 
-def _check_set(slot: _Slot, value: Tensor, is_written: bool) -> None:
+_REMEDY = (
+    "expected an initialiser that leaves each module to itself, such as init_fn=; a policy with one unit around them; or a "
+    "model that torch initialises, and fs.shard"
+)
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return _torch.storage_id(tensor), tensor.storage_offset(), tensor.stride()
+
+
+def _check_set(slot: _Slot, value: Tensor, *, is_written: bool, is_inside: bool) -> None:
     """Raise ValueError if a slot was left without values."""
     if not value.numel() or _torch.is_fake(value):
         return
     pieces = value.reshape(-1).split(1 << 24)  # a mask of all of it would be memory
     if any(piece.isnan().any() for piece in pieces) if slot.has_nan else not is_written:
+        module = f"module '{slot.name.rpartition('.')[0]}' ({type(slot.places[0][0]).__name__})"
+        is_computed = isinstance(slot.places[0][0], ParametrizationList)
+        if not is_inside and not is_computed:
+            raise ValueError(
+                f"init: {slot}: {module} has no reset_parameters, and that of no module around it gives it values: expected "
+                "one, or init_fn=, a function that is called with every module and initialises it"
+            )
         hint = "an init_fn is all that initialises a module, and may call its reset_parameters"
-        if isinstance(slot.modules[0], ParametrizationList):
+        if is_computed:
             hint = "an init_fn can assign the weight that is computed from it: recipes.md, 'A model that does not fit'"
         raise ValueError(
-            f"init: {slot} of {slot.place} was left without values, or has some that are NaN: expected its initialiser to "
-            f"write all of it; {hint}"
+            f"init: {slot} of {module} was left without values, or has some that are NaN: expected its initialiser to write "
+            f"all of it; {hint}"
         )
 
 
@@ -351,8 +310,8 @@ def init(
 ) -> Params:
     """Initialise a model on the meta device unit by unit, and return the shards of its parameters, as `shard` does.
 
-    Each rank makes every unit whole, for its slice of it. At once it holds its slices, one unit, and at most a unit's size of
-    what an initialiser writes to in other units. See ``examples/guide/recipes.md``, "A model that does not fit".
+    Each rank makes every unit whole, for its slice of it. At once it holds its slices and one unit. See
+    ``examples/guide/recipes.md``, "A model that does not fit".
 
     Args:
         model: A model on the meta device. It does not change. For its buffers: `init_buffers`.
@@ -370,7 +329,7 @@ def init(
 
     Raises:
         ValueError: For a parameter that is not on the meta device (`shard` takes those) or that no initialiser fills, for
-            initialisers that reach over more than a unit, and if ranks differ in spec, seed or values. It names the path.
+            initialisers that touch several units, and if ranks differ in spec, seed or values. It names the path.
         RuntimeError: If an initialiser fails. It names the module.
         TypeError: For a wrong ``init_fn`` or ``seed``.
 
@@ -411,9 +370,7 @@ def _init_units(
     values: _InitialValues, spec: PartitionSpec, rank: int | None, device: torch.device, *, compared: bool
 ) -> tuple[Params, Tensor | None]:
     """Return each unit's slice, and the fingerprints of its parameters if ``compared``."""
-    owned = ((slot, spec.by_name.get(slot.name)) for slot in values.slots if slot.is_param)
-    slots = {unit_and_param[1].name: slot for slot, unit_and_param in owned if unit_and_param is not None}
-    values.check_reached(slots.values())
+    slots = {spec.by_name[slot.name][1].name: slot for slot in values.tensors if slot.name in spec.by_name}
     digests: list[Tensor] = []
     mesh = spec.bound_mesh
     numels = {unit.key: spec.padded_numel(unit) for unit in spec if not unit.local_axes}
@@ -480,9 +437,9 @@ def init_buffers(
     spec = bind_spec(spec)
     where, number = _resolve_device(spec, device), _resolve_seed(seed, init_fn)
     with _open_values(model, spec, init_fn, number, where) as values:
-        wanted = {slot: slot.empty(where) for slot in values.slots if not slot.is_param}
-        values.check_reached(wanted)
-        values.fill(wanted)
+        wanted = {slot: slot.empty(where) for slot in values.tensors if not slot.is_param}
+        for scope in dict.fromkeys(slot.scope for slot in wanted):
+            values.fill({slot: x for slot, x in wanted.items() if slot.scope == scope})
     made = {id(slot.tensor): x for slot, x in wanted.items()}
     named = {join_path(path, attr): x for path, module in model.named_modules() for attr, x in module._buffers.items()}
     for tensor in (x for x in named.values() if x is not None and not x.is_meta):
