@@ -9,8 +9,7 @@ the end. Two passes give the graph the schedule that functional_call has without
 - `_NodeOrder`: a gather starts where the unit before it is first used, and its wait is at its own unit's first use. A
   reduction starts as soon as its gradient is complete, and its wait is where the next one starts.
 
-Private in torch: the functions that take a gradient (`_GRAD_FUNCTIONS`) and ``meta["custom"]``. tests/test_compile.py pins
-both.
+tests/test_compile.py pins what is private in torch: `_GRAD_FUNCTIONS` and ``meta["custom"]``.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from .._core import ops
 from .._spec.options import Remat
-from .._torch.compiler import CustomGraphPass, get_annotation, get_hash_for_files
+from .._torch.compiler import CustomGraphPass, get_annotation, get_hash_for_files, view_base
 from ..collectives._agree import check_sequence, is_comparable
 from . import graph as graph_file
 from . import recompute as recompute_file
@@ -144,10 +143,7 @@ def _clone_overwritten_inputs(graph: Graph) -> None:
     written = {write.all_input_nodes[0] for write in writes}
     for write in writes:
         into, value = write.args[:2]
-        read = value
-        while isinstance(read, Node) and getattr(read.target, "is_view", False):
-            read = read.args[0]
-        if read in written and read is not into:
+        if isinstance(value, Node) and (read := view_base(value)) in written and read is not into:
             with graph.inserting_before(writes[0]):
                 clone = graph.call_function(torch.ops.aten.clone.default, (value,))
             clone.meta = dict(value.meta)
@@ -283,8 +279,7 @@ def _compare_order(graph: Graph) -> None:
         if not is_comparable(node.args[-1]):
             continue
         key = get_annotation(node, UNIT_KEY)
-        subject = f"result {_result_index(node)}" if key is None else f"unit '{key}'"
-        names.setdefault(node.args[-1], []).append(f"{node.target} of {subject}")
+        names.setdefault(node.args[-1], []).append(str(node.target) + ("" if key is None else f" of unit '{key}'"))
     if not names or not any(get_annotation(node, CHECK_ORDER_KEY) for node in graph.nodes):
         return
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
@@ -293,18 +288,6 @@ def _compare_order(graph: Graph) -> None:
         done.meta["val"] = torch.empty(1, device="meta")
         for group, started in names.items():
             graph.call_function(torch.ops.funshard.compare_order.default, (done, group, "\n".join(started)))
-
-
-def _result_index(start: Node) -> int:
-    """Return the index of the graph's result or mutation that is the fewest operators away from a collective; -1 for none."""
-    (output,) = (node for node in start.graph.nodes if node.op == "output")
-    ends = [*output.all_input_nodes, *(node for node in start.graph.nodes if is_mutating(node))]
-    level, seen = [start], {start}
-    while level:
-        if found := [ends.index(node) for node in level if node in ends]:
-            return min(found)
-        level = [user for node in level for user in node.users if user not in seen and not seen.add(user)]
-    return -1
 
 
 @torch.library.custom_op("funshard::compare_order", mutates_args=("done",))
