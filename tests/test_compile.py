@@ -779,8 +779,6 @@ def test_errors_of_the_step_are_its_own() -> None:
 
     with pytest.raises(RuntimeError, match=r"^per_sample_grads: noise is drawn .* expected fullgraph=False"):
         compile(functools.partial(private, noise=0.5), backend="aot_eager")(params, torch.ones(3, 2))
-    with pytest.raises(ValueError, match=r"^per_sample_grads: clip with randomness='same' inside torch.compile: expected"):
-        compile(functools.partial(private, randomness="same"), backend="aot_eager")(params, torch.ones(3, 2))
 
 
 def test_graph_breaks_are_errors_unless_allowed() -> None:

@@ -16,7 +16,7 @@ from .. import _torch
 from .._core.division import ReduceBy, Reduction
 from .ambient import AmbientState
 from .error_hints import add_hints, is_forward_rule_missing
-from .grad import check_differentiable, check_recorded, is_differentiated_outside, split_loss
+from .grad import check_differentiable, check_recorded, grad, is_differentiated_outside, split_loss
 
 # --- Convex losses whose Hessian is known in closed form: its product with a vector needs no second derivative ---
 
@@ -163,34 +163,33 @@ def hvp(f: Callable[..., Any], params: Any, v: Any, *args: Any, forward: bool | 
         {'w': tensor([ 6., 12.])}
     """
     check_differentiable(params)
-    leaves, treedef = pytree.tree_flatten(params)
-    direction = pytree.tree_unflatten(match_vector("hvp", params, v), treedef)
+    direction = match_vector("hvp", params, v)
 
     def loss(p: Any) -> tuple[Tensor, Any]:
         value, aux = split_loss(f(p, *args), has_aux)
         return value, aux if has_aux else ()
 
-    def choose(product: Any, aux: Any) -> Any:
-        return (product, aux) if has_aux else product
-
-    if not leaves:
-        return choose(direction, loss(params)[1] if has_aux else ())
-    first = torch.func.grad(loss, has_aux=True)
-    if forward is not False:
-        try:
-            return choose(*push_forward(first, params, direction, has_aux=True)[1:])
-        except RuntimeError as error:  # NotImplementedError is one
-            if forward or _torch.is_in_graph() or not is_forward_rule_missing(error):
-                raise add_hints(error)  # noqa: B904 - the same one
-
     def along(p: Any) -> tuple[Tensor, Any]:
         grads, aux = first(p)
         return _inner_product(grads, direction), aux
 
+    def run() -> tuple[Any, Any]:
+        if not pytree.tree_leaves(params):
+            return direction, loss(params)[1] if has_aux else ()
+        if forward is not False:
+            try:
+                return push_forward(first, params, direction, has_aux=True)[1:]
+            except RuntimeError as error:  # NotImplementedError is one
+                if forward or _torch.is_in_graph() or not is_forward_rule_missing(error):
+                    raise
+        return torch.func.grad(along, has_aux=True)(params)
+
+    first = torch.func.grad(loss, has_aux=True)
     try:
-        return choose(*torch.func.grad(along, has_aux=True)(params))
+        product, aux = run()
     except RuntimeError as error:
         raise add_hints(error)  # noqa: B904 - the same one
+    return (product, aux) if has_aux else product
 
 
 def push_forward(f: Callable[[Any], Any], params: Any, direction: Any, *, has_aux: bool = False) -> tuple[Any, ...]:
@@ -206,21 +205,18 @@ def push_forward(f: Callable[[Any], Any], params: Any, direction: Any, *, has_au
     return results if has_graph else pytree.tree_map_only(Tensor, Tensor.detach, results)
 
 
-def match_vector(name: str, params: object, v: object) -> list[Tensor]:
-    """Return the tensors of ``v`` in the order of those of ``params``; ValueError if they differ in shape or dtype."""
-    expected = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(params)[0]}
-    got = {pytree.keystr(path): leaf for path, leaf in pytree.tree_flatten_with_path(v)[0]}
+def match_vector(name: str, params: object, v: object) -> Any:
+    """Return ``v`` as a tree like ``params``; ValueError if they differ in a path, shape or dtype."""
+    expected, got = ({pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(tree)[0]} for tree in (params, v))
     for path in (*expected, *got):
-        if path not in expected or path not in got or not _has_same_layout(expected[path], got[path]):
+        if path not in expected or path not in got or not _is_alike(expected[path], got[path]):
             texts = [_describe_leaf(tree[path]) if path in tree else "none" for tree in (expected, got)]
             raise ValueError(f"{name}: v{path}: expected {texts[0]} as in params, got {texts[1]}")
-    return [got[path] for path in expected]
+    return pytree.tree_unflatten([got[path] for path in expected], pytree.tree_structure(params))
 
 
-def _has_same_layout(expected: object, leaf: object) -> bool:
-    if isinstance(expected, Tensor) and isinstance(leaf, Tensor):  # not by their texts, which Dynamo does not compare
-        return expected.shape == leaf.shape and expected.dtype == leaf.dtype
-    return type(expected) is type(leaf)
+def _is_alike(a: object, b: object) -> bool:  # not by their texts, which Dynamo does not compare
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
 
 
 def _describe_leaf(leaf: object) -> str:
@@ -317,16 +313,14 @@ def fishervp(losses: Callable[[Any], Tensor], params: Any, v: Any) -> Any:
 def _gauss_newton(name: str, f: Callable[[Any], Any], product: Callable[[Any, Any], Any], params: Any, v: Any) -> Any:
     """Return J' H J v by one forward-mode run of ``f``, the ``product`` H u, and one gradient, which runs ``f`` again."""
     check_differentiable(params)
-    leaves, treedef = pytree.tree_flatten(params)
-    vector = match_vector(name, params, v)
+    direction = match_vector(name, params, v)
+    if not pytree.tree_leaves(params):
+        return params
     is_plain = not is_differentiated_outside((params, v))
     if is_plain:
         check_recorded(name, params)
-        leaves, vector = [x.detach() for x in leaves], [x.detach() for x in vector]
-    params, direction = (pytree.tree_unflatten(x, treedef) for x in (leaves, vector))
-    if not leaves:
-        return params
-    ambient = AmbientState(leaves)
+        params, direction = pytree.tree_map(Tensor.detach, (params, direction))
+    ambient = AmbientState(pytree.tree_leaves(params))
 
     def run(p: Any) -> Any:
         z = f(p)
@@ -336,6 +330,19 @@ def _gauss_newton(name: str, f: Callable[[Any], Any], product: Callable[[Any, An
                 raise TypeError(f"{name}: outputs{pytree.keystr(path)}: expected a floating point tensor, got {got}")
         return z
 
+    def push_by_transposes() -> tuple[Any, Any]:  # without forward mode: J is the transpose of the linear c -> J' c
+        results: tuple[Any, ...] = torch.func.vjp(run, params)
+        z, pull = results
+        zeros = pytree.tree_map(torch.zeros_like, z)
+        return z, torch.func.vjp(lambda c: pull(c)[0], zeros)[1](direction)[0]
+
+    def along(p: Any, u: Any) -> Tensor:
+        z = run(p)
+        if is_plain:
+            _check_repeated(name, first, pytree.tree_leaves(z))
+        first.clear()
+        return _inner_product(z, u)
+
     try:
         try:
             z, u = push_forward(run, params, direction)
@@ -343,55 +350,29 @@ def _gauss_newton(name: str, f: Callable[[Any], Any], product: Callable[[Any, An
             if not is_forward_rule_missing(error):
                 raise
             with ambient.restored():
-                z, u = _push_by_transposes(run, params, direction)
+                z, u = push_by_transposes()
         if is_plain:
             z, u = pytree.tree_map(Tensor.detach, (z, u))
         u = product(z, u)
-        for got, expected in zip(pytree.tree_leaves(u), pytree.tree_leaves(z), strict=True):
-            texts = _describe_leaf(expected), _describe_leaf(got)
-            if texts[0] != texts[1]:
+        first = pytree.tree_leaves(z)
+        for x, y in zip(first, pytree.tree_leaves(u), strict=True):
+            if not _is_alike(x, y):
+                texts = _describe_leaf(x), _describe_leaf(y)
                 raise ValueError(f"{name}: expected the Hessian's product to be like the outputs, {texts[0]}, got {texts[1]}")
+        del z, x, y
         with ambient.restored():
-            return pytree.tree_unflatten(_pull_back(name, run, params, z, u, is_plain=is_plain), treedef)
+            return grad(along)(params, u)
     except RuntimeError as error:
         raise add_hints(error)  # noqa: B904 - the same one
-
-
-def _push_by_transposes(f: Callable[[Any], Any], params: Any, direction: Any) -> tuple[Any, Any]:
-    """Return outputs and tangents without forward mode: J is the transpose of the linear function c -> J' c."""
-    results: tuple[Any, ...] = torch.func.vjp(f, params)
-    z, pull = results
-    zeros = pytree.tree_map(torch.zeros_like, z)
-    return z, torch.func.vjp(lambda c: pull(c)[0], zeros)[1](direction)[0]
-
-
-def _pull_back(name: str, f: Callable[[Any], Any], params: Any, z: Any, u: Any, *, is_plain: bool) -> list[Tensor]:
-    """Return J' u by torch.func.vjp, or by plain autograd, which raises RuntimeError if ``f`` does not repeat its outputs."""
-    if not is_plain:
-        return pytree.tree_leaves(torch.func.vjp(f, params)[1](u)[0])
-    leaves, treedef = pytree.tree_flatten(params)
-    with torch.enable_grad():
-        inputs = [leaf.detach().requires_grad_() for leaf in leaves]
-        again = pytree.tree_leaves(f(pytree.tree_unflatten(inputs, treedef)))
-        _check_repeated(name, pytree.tree_leaves(z), again)
-        del z
-        roots = [(y, c) for y, c in zip(again, pytree.tree_leaves(u), strict=True) if y.requires_grad]
-        if not roots:
-            return [torch.zeros_like(x) for x in leaves]
-        outputs, cotangents = zip(*roots, strict=True)
-        grads = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True, materialize_grads=True)
-    return [g.detach() for g in grads]
 
 
 def _check_repeated(name: str, first: list[Tensor], second: list[Tensor]) -> None:
     """Raise RuntimeError if the outputs of two runs differ in shape or, where the host reads values, by more than rounding."""
     same = [x.shape for x in first] == [x.shape for x in second]
-    if same and not _torch.is_eager():
-        return
     with torch.no_grad():
-        for x, y in zip(first, second, strict=True) if same else ():
-            if x.numel() and float(torch.dist(x, y, math.inf)) > TOLERANCE * float(torch.linalg.vector_norm(x, math.inf)):
-                same = False
+        for x, y in zip(first, second, strict=True) if same and _torch.is_eager() else ():
+            far = x.numel() and float(torch.dist(x, y, math.inf)) > TOLERANCE * float(torch.linalg.vector_norm(x, math.inf))
+            same = same and not far
     if not same:
         raise RuntimeError(
             f"{name}: the function of params gives other outputs when it runs again with the same random numbers: expected one "
