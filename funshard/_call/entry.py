@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # the tree of what models take and return
 
 from .. import _torch
 from .._core.checks import bind_spec, check_params, find_full_params
 from .._core.division import ReduceBy, Reduction
 from .._core.flow import resolve_reduction
-from .._core.spec import PartitionSpec
-from .._transforms.error_hints import as_call_arguments, check_materialized
+from .._core.spec import PartitionSpec, abridge
 from .._units.accumulation import GradReceiver, find_accumulation
 from .._wire.flow import refuse_reduce_codec_in_graph
 from .._wire.host import check_host_resident
@@ -67,10 +67,10 @@ def check_call(
         reduction = resolve_reduction(reduce, reduce_axes, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", options.prefetch, 0)
     _check_count("in_flight", options.in_flight, 1)
-    given, bound = as_call_arguments(args, kwargs), None
+    given, bound = (args if isinstance(args, tuple) else (args,), dict(kwargs or {})), None
     if not _torch.is_in_graph():
         bound = BoundModule.bind(model, spec)
-        check_materialized(model, params, spec, given)
+        _check_materialized(model, params, spec, given)
         _check_reduced(model, params, spec, stacklevel + 1)
     return CallInputs(spec, params, *given, reduction, receiver, options, bound)
 
@@ -80,6 +80,24 @@ def _check_count(name: str, value: object, least: int) -> None:
         raise TypeError(f"{name}: expected a whole number, got {value!r}")
     if value < least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def _check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, given: object) -> None:
+    """Raise ValueError for parameters on the meta device, in ``params`` or ignored, where the other tensors have values."""
+    empty = {key: tensor for key, tensor in params.items() if tensor.is_meta}
+    ignored = {} if empty else {name: model.get_parameter(name) for name in spec.ignored if name not in params}
+    if left := {name: tensor for name, tensor in ignored.items() if tensor.is_meta}:
+        raise ValueError(
+            f"functional_call: parameters that the spec ignores are on the meta device, without values: {abridge(left)}; "
+            "expected them in params"
+        )
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)] if empty else []
+    if tensors and not any(x.is_meta for x in tensors):
+        raise ValueError(
+            f"functional_call: params are on the meta device, without values: {abridge(empty)}; expected them to be "
+            f"materialized as the arguments are, on {tensors[0].device}; fs.init(model, spec) gives params that are born "
+            "sharded, fs.scatter_full those of one rank"
+        )
 
 
 def _check_reduced(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, stacklevel: int) -> None:

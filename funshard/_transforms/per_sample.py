@@ -142,7 +142,12 @@ def _reduce_sum(buffer: Tensor, like: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
 
 
 def _gather_buffers(params: Params, units: Sequence[Unit], mesh: Mesh, *, as_stored: bool = False) -> Params:
-    return {unit.key: unshard_unit(params[unit.key], unit, mesh, casts=False, as_stored=as_stored) for unit in units}
+    """Return the buffers of the units; fs.compile frees those with ``P(reshard=True)`` between forward and backward."""
+    buffers: Params = {}
+    for unit in units:
+        with _torch.annotate_graph(funshard_unit=unit.key, funshard_reshard=bool(unit.p.reshard)):
+            buffers[unit.key] = unshard_unit(params[unit.key], unit, mesh, casts=False, as_stored=as_stored)
+    return buffers
 
 
 def _unflatten_units(buffers: Params, units: Sequence[Unit]) -> Params:
