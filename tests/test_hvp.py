@@ -326,10 +326,7 @@ def test_mse_loss(p: P) -> None:
     assert_close(fs.unshard(fs.hvp(sharded, shards, direction), spec), want)
     with pytest.raises(RuntimeError, match=r"^ZeroTensors") as error:
         fs.hvp(sharded, shards, direction, forward=True)
-    assert (
-        "no forward-mode rule for an operator, such as F.mse_loss: a gradient of a gradient may do, as fs.hvp(..., forward=False)"
-        in text(error.value)
-    )
+    assert "no forward-mode rule for an operator, such as F.mse_loss: a gradient of a gradient may do" in text(error.value)
 
 
 class Constants(nn.Module):

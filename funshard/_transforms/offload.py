@@ -2,7 +2,7 @@
 
 Saved-tensor hooks around the function copy out what plain autograd saves, and fetch it a batch ahead. torch's ``save_on_cpu``
 copies each saved tensor by itself, weights too, and waits in backward. Here the views of a storage share one copy, and what
-would free no memory stays on the device: `OffloadHooks.is_moved`.
+would free no memory stays on the device: `OffloadHooks`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ from .saved_tensors import RestorableBuffer, SavedTensorHooks, TensorRestorer, u
 #     saved  ->  being copied out  ->  on the host  ->  being copied back  ->  used
 #             (Copy)    (free_device_memory)    (prefetch)            (wait)
 #
-# An `OffloadBatch` is what one run of a unit or of an offloaded function saves. It is copied out as it is saved, and its device
-# memory is freed when the next batch is complete, so its copies overlap with all of that one's computation. When backward
-# reaches a batch, the previous one starts to come back. So two batches are on the device at any time: in forward the last
-# complete one and the one that is being saved, in backward the one that is read and the previous one. Nothing waits for the
-# last batch of a forward: it has not left when backward reads it. A backward that retains its graph frees no batch.
+# A batch is copied out as it is saved, and its device memory is freed when the next batch is complete. When backward reaches a
+# batch, the previous one starts to come back. So two batches are on the device at any time, and copies overlap with computing.
 
 
 class HostBuffer:
@@ -52,10 +49,7 @@ class HostBuffer:
             self._copy = _torch.AsyncCopy(source, self._host)
 
     def has_values_of(self, source: Tensor) -> bool:
-        """Return whether the copy has the values that a tensor of the same span has now.
-
-        Only a tensor that shares the version counter can tell: others may have been written to without a trace here.
-        """
+        """Return whether the copy has the values that a tensor of the same span has now, as its version counter tells."""
         is_unchanged = self._storage() is not None and self.version == _torch.version(source)
         return is_unchanged and _torch.shares_counter(self.counter, source)
 
@@ -150,7 +144,7 @@ class OffloadedTensor:
         with _torch.below_transforms():
             self.batch.read()
             flat = self.buffer.wait()
-            # a span that has not left the device is a view of its storage, with an offset of its own
+            # one that has not left the device is a view of its storage, with an offset of its own
             return flat.as_strided(self.shape, self.stride, int(flat.storage_offset()) + self.offset)
 
 
@@ -177,10 +171,9 @@ def offload(
 ) -> Callable[Args, Result]:
     """Wrap a function so that what autograd saves in it is in host memory until backward.
 
-    Nothing waits for the copies: a batch, which is what one call saves, leaves while the next one is saved, and comes back
-    when backward reaches the batch after it: two batches are on the device. Small tensors, parameters, arguments without
-    gradients, views of these, and gathered weights stay there. Under plain autograd, as in `grad`: in torch.func's transforms,
-    torch.utils.checkpoint and torch.compile it is ``f``. `P` with ``offload="activations"`` does this for a unit's module.
+    A batch, which is what one call saves, leaves while the next one is saved, and comes back when backward reaches the batch
+    after it: two are on the device. Small tensors, parameters, arguments without gradients, views of these, and gathered
+    weights stay there. In torch.func's transforms, torch.utils.checkpoint and torch.compile it is ``f``.
 
     Args:
         f: The function.
@@ -192,8 +185,7 @@ def offload(
         A function with the signature and the results of ``f``.
 
     Raises:
-        TypeError: A size is no whole number.
-        ValueError: A size is negative.
+        TypeError, ValueError: A size is no whole number, or negative.
         RuntimeError: A saved tensor was changed in place before backward; or ``f`` begins a torch.func transform.
 
     Example:
@@ -236,8 +228,7 @@ def find_hooks(pack: Callable[..., object] | None) -> SavedTensorHooks | None:
     return hooks if isinstance(hooks, SavedTensorHooks) else None
 
 
-def storage_ids(tensors: Iterable[object]) -> set[int]:
-    """Return the storages of those of these tensors that have one."""
+def _storage_ids(tensors: Iterable[object]) -> set[int]:
     return {_torch.storage_id(x) for x in tensors if isinstance(x, Tensor) and _is_flat_copyable(x)}
 
 
@@ -269,7 +260,7 @@ class OffloadHooks(SavedTensorHooks):
     def run(self, f: Callable[..., Result], own: Iterable[Tensor], args: Any, kwargs: Any) -> Result:
         """Call a function in this context; its own tensors, and arguments without gradients, which the caller holds, stay."""
         constants = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not x.requires_grad)
-        self.held = *self.held, storage_ids(own), storage_ids(constants)
+        self.held = *self.held, _storage_ids(own), _storage_ids(constants)
         with self.activate(self.pack):
             return f(*args, **kwargs)
 
@@ -277,7 +268,7 @@ class OffloadHooks(SavedTensorHooks):
         """Return what to keep instead of a tensor."""
         packed = super().pack(tensor)
         is_kept = type(packed) is tuple or isinstance(packed, Tensor)
-        if self.target is None or not is_kept or not self.is_moved(tensor, self.target):
+        if self.target is None or not is_kept or not self._is_moved(tensor, self.target):
             return packed
         start, stop = _storage_span(tensor)
         whole = tensor.untyped_storage().nbytes() // tensor.itemsize
@@ -286,8 +277,7 @@ class OffloadHooks(SavedTensorHooks):
         buffer, batch = _QUEUE.add(tensor, start, stop, self.target)
         return OffloadedTensor(buffer, batch, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start)
 
-    def is_moved(self, tensor: Tensor, target: OffloadTarget) -> bool:
-        """Return whether a saved tensor moves to the host, see `offload`."""
+    def _is_moved(self, tensor: Tensor, target: OffloadTarget) -> bool:
         if not _is_flat_copyable(tensor) or _torch.is_in_forward_ad() or _torch.is_leaf_view(tensor):
             return False
         if target.host is None and not _torch.is_accelerator(tensor.device):
@@ -299,9 +289,7 @@ class OffloadHooks(SavedTensorHooks):
 
 def _storage_span(x: Tensor) -> tuple[int, int]:
     """Return the first element of its storage that a tensor views, and the one after the last."""
-    if not x.numel():
-        return 0, 0
-    _, start, stop = _torch.memory_range(x)
+    _, start, stop = _torch.memory_range(x) if x.numel() else (0, 0, 0)
     return start // x.itemsize, stop // x.itemsize
 
 
@@ -318,18 +306,17 @@ class ActivationOffload:
     """The modules of a call that offload what they save, and the tensors that the call holds anyway and that stay."""
 
     def __init__(self, own: frozenset[str], around: OffloadHooks | None, params: Mapping[str, Tensor]) -> None:
-        self._own, self._around, self._held = own, around, storage_ids(params.values())
+        self._own, self._around, self._held = own, around, _storage_ids(params.values())
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Leave these tensors where they are for the length of the call."""
-        self._held |= storage_ids(tensors)
+        self._held |= _storage_ids(tensors)
 
     def hooks(self, path: str, restorable: Restorable) -> OffloadHooks:
         """Return the saved-tensor hooks for a run of the module at this path."""
         around = self._around
         target = DEFAULT_OFFLOAD if path in self._own else around.target if around else None
-        held = *(around.held if around else ()), self._held
-        return OffloadHooks({} if restorable is None else restorable, target, held)
+        return OffloadHooks({} if restorable is None else restorable, target, (*(around.held if around else ()), self._held))
 
     def forwards(
         self, modules: Mapping[str, nn.Module], root: str, paths: Iterable[str], restorable: Restorable
@@ -371,7 +358,7 @@ def _offloaded_paths(spec: PartitionSpec) -> frozenset[str]:
 
 def choose_hooks(restorable: Restorable, offload: ActivationOffload | None) -> SavedTensorHooks | None:
     """Return the saved-tensor hooks of a call's forward, None for none, which replace views of ``restorable`` buffers."""
-    hooks = None if offload is None else offload.hooks("", restorable)
-    if hooks is not None and hooks.target is not None:
+    hooks = offload and offload.hooks("", restorable)
+    if hooks and hooks.target:
         return hooks
     return None if restorable is None else SavedTensorHooks(restorable)
