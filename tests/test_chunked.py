@@ -71,13 +71,10 @@ ORDERS: dict[str, Callable[[Loss, Tensor, Tensor], Any]] = {
 
 
 @each
-@pytest.mark.parametrize("gradient", ["backward", "forward"])
 @pytest.mark.parametrize(("count", "chunks"), [(10, 3), (10, 4), (2, 5), (0, 3), (6, 1)])
 @pytest.mark.parametrize("order", ORDERS)
-def test_equals_the_function_of_all_rows(order: str, count: int, chunks: int, gradient: Any) -> None:
+def test_equals_the_function_of_all_rows(order: str, count: int, chunks: int) -> None:
     """Uneven slices, fewer rows than slices, no rows, ignored labels."""
-    if (order, gradient) == ("plain autograd", "forward"):
-        order = "first order"  # the other is refused
     rows = rows_of(count)
 
     def of(f: Any) -> Loss:
@@ -88,9 +85,7 @@ def test_equals_the_function_of_all_rows(order: str, count: int, chunks: int, gr
 
         return loss
 
-    got, want = (
-        ORDERS[order](of(f), W, rows["h"]) for f in (fs.chunked(cross_entropy, chunks, gradient=gradient), cross_entropy)
-    )
+    got, want = (ORDERS[order](of(f), W, rows["h"]) for f in (fs.chunked(cross_entropy, chunks), cross_entropy))
     assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
@@ -193,7 +188,7 @@ def test_no_tensor_is_as_large_as_the_logits(order: str) -> None:
     rows = rows_of(64)
     sizes = []
     for chunks in (1, 16):
-        f = fs.chunked(cross_entropy, chunks, gradient="forward" if order == "first order" else "backward")
+        f = fs.chunked(cross_entropy, chunks)
         with Largest() as largest:
             ORDERS[order](lambda w, h, f=f: f(w, {**rows, "h": h})[0], W, rows["h"])
         sizes.append(largest.numel)
@@ -206,9 +201,9 @@ def test_no_tensor_is_as_large_as_the_logits(order: str) -> None:
 class Head(nn.Module):
     """A head and its loss; ``weight`` may be that of an embedding."""
 
-    def __init__(self, weight: nn.Parameter, chunks: int, gradient: Any = "backward") -> None:
+    def __init__(self, weight: nn.Parameter, chunks: int) -> None:
         super().__init__()
-        self.weight, self.chunks, self.gradient = weight, chunks, gradient
+        self.weight, self.chunks = weight, chunks
 
     def forward(self, h: Tensor, y: Tensor) -> Tensor:
         def f(w: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -217,18 +212,18 @@ class Head(nn.Module):
                 rows[1] >= 0
             ).sum()
 
-        total, count = (fs.chunked(f, self.chunks, gradient=self.gradient) if self.chunks else f)(self.weight, (h, y))
+        total, count = (fs.chunked(f, self.chunks) if self.chunks else f)(self.weight, (h, y))
         return total / count
 
 
 class Model(nn.Module):
     """A language model whose forward gives its loss."""
 
-    def __init__(self, chunks: int, tied: bool = False, words: int = WORDS, gradient: Any = "backward") -> None:
+    def __init__(self, chunks: int, tied: bool = False, words: int = WORDS) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.token, self.block = nn.Embedding(WORDS, 5), nn.Linear(5, 5)
-        self.head = Head(self.token.weight if tied else nn.Parameter(torch.randn(words, 5)), chunks, gradient)
+        self.head = Head(self.token.weight if tied else nn.Parameter(torch.randn(words, 5)), chunks)
 
     def forward(self, y: Tensor) -> Tensor:
         return self.head(torch.tanh(self.block(self.token(y[:-1]))), torch.where(y[1:] == 0, -100, y[1:]))
@@ -257,10 +252,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def in_a_model(
-    rank: int, p: P, tied: bool = False, frozen: bool = False, mesh: tuple[int, ...] = (2,), gradient: str = "backward"
-) -> None:
-    whole, model = (Model(chunks, tied, gradient=gradient).double() for chunks in (0, 3))
+def in_a_model(rank: int, p: P, tied: bool = False, frozen: bool = False, mesh: tuple[int, ...] = (2,)) -> None:
+    whole, model = (Model(chunks, tied).double() for chunks in (0, 3))
     for each_model in (whole, model):
         each_model.head.weight.requires_grad_(not frozen)
     size = torch.Size(mesh).numel()
@@ -293,13 +286,6 @@ def test_in_a_model_on_real_ranks(request: pytest.FixtureRequest, strategy: str)
     pool.run(functools.partial(in_a_model, **options))
 
 
-@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "tied"))
-def test_gradient_in_forward_in_a_model_on_real_ranks(request: pytest.FixtureRequest, strategy: str) -> None:
-    """The same by gradient="forward", with higher orders as without it."""
-    pool: Pool = request.getfixturevalue("gloo4" if strategy == "HSDP" else "gloo2")
-    pool.run(functools.partial(in_a_model, **STRATEGIES[strategy], gradient="forward"))
-
-
 def test_the_head_is_gathered_once_and_reduced_once() -> None:
     """Whatever the number of slices: by fs.grad once in forward, at most once in backward, with one reduction."""
     for strategy in (P("shard"), P("shard", remat=True)):
@@ -316,19 +302,6 @@ def test_the_head_is_gathered_once_and_reduced_once() -> None:
             assert sum(s.op == "all_gather" and s.numel == own for s in log.all) <= 2
             assert sum(s.op == "reduce_scatter" and s.numel == 2 * own for s in log.all) == 1
         assert sent[0] == sent[1]
-
-
-def test_gradient_in_forward_needs_the_head_once() -> None:
-    """Backward gathers it no more: one gather, one reduction."""
-    model = Model(4, words=2 * WORDS, gradient="forward")
-    with world(2):
-        spec = fs.by_type(nn.Linear, Head)(model).bound
-        params = fs.shard({name: p.detach() for name, p in model.named_parameters()}, spec)
-        with Collectives() as log:
-            fs.grad(lambda p: fs.functional_call(model, p, (labels(0),), spec=spec))(params)
-        own = spec.shard_numel(spec.by_key["head"])
-    assert sum(s.op == "all_gather" and s.numel == own for s in log.all) == 1
-    assert sum(s.op == "reduce_scatter" and s.numel == 2 * own for s in log.all) == 1
 
 
 def with_unsharded_head(rank: int) -> None:
@@ -359,11 +332,10 @@ def test_with_an_unsharded_head_on_real_ranks(gloo2: Pool) -> None:
 
 
 @seldom
-@pytest.mark.parametrize("gradient", ["backward", "forward"])
-def test_in_a_compiled_step(gradient: Any) -> None:
+def test_in_a_compiled_step() -> None:
     """Gradient and Hessian product, by fs.compile; the regions are recomputed."""
     rows = rows_of(10)
-    mean = fs.chunked(cross_entropy, 3, reduce="mean", gradient=gradient)
+    mean = fs.chunked(cross_entropy, 3, reduce="mean")
 
     def step(w: Tensor, h: Tensor) -> Any:
         loss = lambda w: mean(w, {**rows, "h": h})  # noqa: E731
@@ -371,112 +343,6 @@ def test_in_a_compiled_step(gradient: Any) -> None:
 
     torch._dynamo.reset()
     assert_close(fs.compile(step, backend="aot_eager")(W, rows["h"]), step(W, rows["h"]))
-
-
-# --- the gradient in forward ---
-
-
-def two_heads(w: tuple[Tensor, Tensor, float], rows: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    """The second tensor of ``w`` is used by some slices only, the third is no tensor."""
-    first, second, scale = w
-    used = second.square().sum() if bool(rows[1][0] > 0) else 0.0
-    return (torch.tanh(rows[0] @ first) * scale).sum() + used, len(rows[1])
-
-
-@pytest.mark.parametrize("trained", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)])
-def test_gradient_in_forward_of_what_is_trained(trained: tuple[bool, ...]) -> None:
-    """Frozen weights, rows that need none, and a cotangent that is not 1; in one run of each slice."""
-    calls = []
-
-    def counted(w: Any, rows: Any) -> Any:
-        calls.append(1)
-        return two_heads(w, rows)
-
-    results = []
-    for run in (fs.chunked(two_heads, 3), fs.chunked(counted, 3, gradient="forward")):
-        a, b, h = (x.clone().requires_grad_(need) for x, need in zip((W, BIAS, rows_of(8)["h"]), trained, strict=True))
-        total, count = run((a, b, 2.0), (h, torch.tensor([1, 0, 1, 0, 1, 0, 0, 0])))
-        (total * (total.detach() + count)).backward()
-        results.append([total.detach(), *(x.grad for x in (a, b, h))])
-    assert len(calls) == 3
-    assert [x is not None for x in results[0][1:]] == [*trained]
-    assert_close(*results)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradient_in_forward_of_16_bits(dtype: torch.dtype) -> None:
-    """Of bfloat16 added up in float32; of float16 after the scale of the loss, which keeps small gradients."""
-    torch.manual_seed(0)
-    w, h = torch.randn(4, 8, dtype=dtype), torch.full((512, 4), 1e-4, dtype=dtype)
-    f = lambda w, h: ((h @ w).float().sum() * 1e-4, len(h))  # noqa: E731
-    got = fs.grad(lambda w: fs.chunked(f, 128, gradient="forward")(w, h)[0] * 2.0**16)(w)
-    exact = grad(lambda w: f(w, h.double())[0] * 2.0**16)(w.double())
-    assert ((got.double() - exact).abs() / exact).max() < 2 * torch.finfo(dtype).eps
-
-
-def test_gradient_in_forward_inside_of_remat_and_autocast() -> None:
-    h, w = rows_of(10)["h"].float(), W.float()
-    f, other = (fs.chunked(lambda w, h: ((h @ w).float().square().sum(), 1), 3, gradient=g) for g in ("forward", "backward"))  # pyright: ignore
-    with torch.autocast("cpu", torch.bfloat16):
-        got, again, want = (fs.grad(lambda w, f=f: f(w, h)[0])(w) for f in (f, fs.remat(f), other))
-    assert_close(got, want)
-    assert_close(again, want)
-
-
-class ProductInFloat32(torch.autograd.Function):
-    """Whose backward, which autocast is not for, would be in bfloat16 within it."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, w: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(h, w)
-        with torch.autocast("cpu", enabled=False):
-            return h @ w
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, ctx.saved_tensors[0].T @ grad
-
-
-def test_gradient_in_forward_is_computed_outside_of_autocast() -> None:
-    h, w = rows_of(10)["h"].float(), W.float().requires_grad_()
-    f = fs.chunked(lambda w, h: (ProductInFloat32.apply(h, w).sin().sum(), 1), 3, gradient="forward")  # pyright: ignore
-    with torch.autocast("cpu", torch.bfloat16):
-        total, _ = f(w, h)
-    (got,) = torch.autograd.grad(total, w)
-    assert_close(got, h.T @ (h @ w.detach()).cos(), rtol=1e-5, atol=1e-5)
-
-
-def test_gradient_in_forward_of_a_retained_graph() -> None:
-    """Each backward has a cotangent of its own."""
-    h, w = rows_of(10)["h"], W.clone().requires_grad_()
-    total, _ = fs.chunked(lambda w, h: ((h @ w).sin().sum(), 1), 3, gradient="forward")(w, h)
-    twice, thrice = (torch.autograd.grad(total, w, torch.full_like(total, c), retain_graph=c == 2)[0] for c in (2.0, 3.0))
-    exact = h.T @ (h @ w.detach()).cos()
-    assert_close(twice, 2 * exact)
-    assert_close(thrice, 3 * exact)
-
-
-def steps_on_ranks(rank: int) -> None:
-    """Accumulated, and updated in backward."""
-    results = []
-    for gradient in ("forward", "backward"):
-        model = Model(3, gradient=gradient).double()
-        spec = fs.by_type(nn.Linear, Head)(model).bound
-        params = {key: p.detach() for key, p in fs.shard(model, spec).items()}
-
-        def loss(p: fs.Params, y: Tensor, model: nn.Module = model, spec: Any = spec) -> Tensor:
-            return fs.functional_call(model, p, (y,), spec=spec)
-
-        batches = [labels(rank), labels(rank).flip(0)]
-        grads, _ = fs.accumulate(loss, params, batches, spec=spec)
-        init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
-        step = fs.update_in_backward(update, loss, params, init(params), batches, spec=spec)
-        results.append((grads, step.params))
-    assert_close(*results, rtol=1e-11, atol=1e-11)
-
-
-def test_gradient_in_forward_in_steps(gloo2: Pool) -> None:
-    gloo2.run(steps_on_ranks)
 
 
 # --- refusals ---
@@ -511,13 +377,6 @@ def total(w: Tensor, h: Tensor) -> Any:
 
 
 H = rows_of(4)["h"]
-TRAINED = W.clone().requires_grad_()
-in_forward = functools.partial(fs.chunked, chunks=2, gradient="forward")
-
-
-def backward_twice(loss: Tensor) -> None:
-    for _ in range(2):
-        torch.autograd.grad(loss, TRAINED)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -537,36 +396,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: fs.chunked(lambda w, h: (total(w, h)[0], h), 2)(W, H),
         TypeError,
         r"as its count, got shape \[2, 3\]",
-    ),
-    "gradient": (
-        lambda: fs.chunked(total, 2, gradient="both"),  # pyright: ignore[reportArgumentType]
-        ValueError,
-        'gradient: expected "backward" or "forward", got \'both\'',
-    ),
-    "create_graph": (
-        lambda: torch.autograd.grad(in_forward(total)(TRAINED, H)[0], TRAINED, create_graph=True),
-        RuntimeError,
-        "chunked total: backward with create_graph=True: expected a first derivative alone .* leave gradient= out",
-    ),
-    "a closure": (
-        lambda: in_forward(lambda w, h: ((h @ w).sum() * TRAINED.sum(), 1))(TRAINED.detach().requires_grad_(), H),
-        RuntimeError,
-        "has a tensor that requires grad, and is not in w or rows: expected all of them in w or rows",
-    ),
-    "a count": (
-        lambda: in_forward(lambda w, h: ((h @ w).sum(), w.sum()))(TRAINED, H),
-        RuntimeError,
-        "has a count that has a gradient: expected .* a constant count",
-    ),
-    "backward again": (
-        lambda: backward_twice(in_forward(total)(TRAINED, H)[0]),
-        RuntimeError,
-        "second backward: .* retain",
-    ),
-    "handed on": (
-        lambda: in_forward(keeps)(TRAINED, H),
-        RuntimeError,
-        "chunked keeps hands on a tensor by a global or an object, where it has no gradient: expected .* or detached",
     ),
     "kept tensors": (lambda: grad(lambda w: fs.chunked(keeps, 2)(w, H)[0])(W), RuntimeError, "chunked keeps changes an object"),
 }

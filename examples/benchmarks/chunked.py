@@ -4,14 +4,14 @@
     python examples/benchmarks/chunked.py --tokens 512 --steps gradient
 
 A head of 50,000 words is a unit of ``P("shard")`` on one rank. "whole" computes all logits at once, "chunked" those of one
-slice of the tokens at a time; "in forward" is the gradient by ``gradient="forward"``. Peaks are counted as in memory.py, beyond
-the parameters and the batch. Times are the CPU's, of one thread, the shortest of some rounds.
+slice of the tokens at a time. Peaks are counted as in memory.py, beyond the parameters and the batch. Times are the CPU's, of
+one thread, the shortest of some rounds.
 """
 
 import argparse
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +32,10 @@ def cross_entropy(weight: Tensor, rows: Batch) -> tuple[Tensor, Tensor]:
 class Head(nn.Module):
     """The mean loss of the words' logits, whole if there are no chunks."""
 
-    def __init__(self, dim: int, words: int, chunks: int, taken: Literal["backward", "forward"]) -> None:
+    def __init__(self, dim: int, words: int, chunks: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(words, dim) * 0.02)
-        self.loss = fs.chunked(cross_entropy, chunks, gradient=taken) if chunks else cross_entropy
+        self.loss = fs.chunked(cross_entropy, chunks) if chunks else cross_entropy
 
     def forward(self, h: Tensor, y: Tensor) -> Tensor:
         total, count = self.loss(self.weight, (h, y))
@@ -56,7 +56,6 @@ def hvp(loss: Loss, params: fs.Params, h: Tensor) -> Any:
 STEPS: dict[str, Callable[[Loss, fs.Params, Tensor], Any]] = {
     "loss": lambda loss, params, h: loss({k: p.requires_grad_() for k, p in params.items()}, h).detach(),
     "gradient": gradient,
-    "in forward": gradient,
     "hvp": hvp,
 }
 
@@ -79,7 +78,7 @@ def built(step: str) -> Build:
 def measure(name: str, chunks: int, args: argparse.Namespace) -> tuple[int, float]:
     """Return the most bytes that tensors of a step hold beyond the parameters, and its seconds of CPU time."""
     torch.manual_seed(0)
-    run = built(name)(Head(args.dim, args.words, chunks, "forward" if name == "in forward" else "backward"))
+    run = built(name)(Head(args.dim, args.words, chunks))
     batch = torch.randn(args.tokens, args.dim), torch.randint(args.words, (args.tokens,))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run(*batch)

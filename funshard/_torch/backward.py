@@ -216,16 +216,6 @@ Pinned by ``test_right_or_refused.py``'s modules that read it.
 """
 
 
-def depends_only_on(tensor: Tensor, leaves: Iterable[Tensor]) -> bool:
-    """Return whether the tensor's graph begins with these leaves alone, or with leaves that they are views of."""
-    aliased = (x if x.grad_fn is None else x.grad_fn.next_functions[0][0].variable for x in leaves if x.requires_grad)  # pyright: ignore
-    known = {id(leaf) for leaf in aliased}
-    if tensor.grad_fn is None:
-        return id(tensor) in known
-    begins = (getattr(node, "variable", None) for node, _ in iter_nodes(tensor))
-    return all(leaf is None or id(leaf) in known for leaf in begins)
-
-
 Edge = tuple[Any, int]
 """A node of a graph, and the index of one of its results."""
 

@@ -141,11 +141,6 @@ def detach_in_dispatch(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def is_graph_retained() -> bool:
-    """Return whether the running backward retains its graph for another one (retain_graph). Pinned by ``test_a_kept_graph``."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore
-
-
 def is_attribute_subclass(cls: type[Tensor]) -> bool:
     """Return whether a class of tensors only adds attributes and methods: it wraps no other tensor.
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +16,6 @@ from .._spec.options import Remat
 from ._recompute.function import RecomputedFunction
 from ._recompute.regions import mark_region
 from ._recompute.remat import SlicedFunction, apply_recomputed
-from .grad import is_assumed_differentiated
 
 W = TypeVar("W")
 Rows = TypeVar("Rows")
@@ -30,7 +27,6 @@ def chunked(
     *,
     dim: int = 0,
     reduce: Literal["sum", "mean"] = "sum",
-    gradient: Literal["backward", "forward"] = "backward",
 ) -> Callable[[W, Rows], Any]:
     """Return a function that adds up ``f`` over slices of the rows, and runs it again on each slice for its derivatives.
 
@@ -42,16 +38,14 @@ def chunked(
         chunks: The number of slices, all of one length but the last; at most one for each row, and at least one.
         dim: The dimension along which every tensor of ``rows`` is sliced.
         reduce: "sum" for the sums ``(sum, count)``, "mean" for their quotient, which is the sum where the count is 0.
-        gradient: "forward" runs each slice once, with its gradient, where plain autograd takes one, as in `grad`. All that is
-            differentiated is in ``w`` or ``rows`` then. Elsewhere, and in float16, it is as "backward".
 
     Returns:
         A function of ``w`` and ``rows``, trees of tensors; sums and counts of 16 bits are float32.
 
     Raises:
-        ValueError: ``chunks``, ``reduce`` or ``gradient`` is none, or tensors of ``rows`` differ in length.
+        ValueError: ``chunks`` or ``reduce`` is none, or tensors of ``rows`` differ in length.
         TypeError: ``rows`` has no tensors, or other leaves; or ``f`` returns something else.
-        RuntimeError: ``f`` changes an object; or ``create_graph=True`` where forward has taken the gradient; or as `remat`.
+        RuntimeError: ``f`` changes an object; or as `remat`.
 
     Example:
         >>> import torch, funshard as fs
@@ -64,8 +58,6 @@ def chunked(
         raise ValueError(f"{name}: chunks: expected a number of slices, 1 or more, got {chunks!r}")
     if reduce not in ("sum", "mean"):
         raise ValueError(f'{name}: reduce: expected "sum" or "mean", got {reduce!r}')
-    if gradient not in ("backward", "forward"):
-        raise ValueError(f'{name}: gradient: expected "backward" or "forward", got {gradient!r}')
 
     @functools.wraps(f)
     def run(w: W, rows: Rows) -> Any:
@@ -73,9 +65,7 @@ def chunked(
         length = leaves[0].shape[dims[0]]
         size = max(1, -(-length // chunks))
         sizes = [min(size, length - start) for start in range(0, length, size)] or [0]
-        is_forward = gradient == "forward" and _is_forward_gradient_allowed([*pytree.tree_leaves(w), *leaves])
-        add_slices = _add_with_gradient if is_forward else _add_slices
-        total, count = add_slices(f, name, w, rows, dims, sizes)
+        total, count = _add_slices(f, name, w, rows, dims, sizes)
         return (total, count) if reduce == "sum" else total / torch.where(count == 0, torch.ones_like(count), count)
 
     return run
@@ -164,109 +154,3 @@ def _widen(x: Tensor) -> Tensor:
     """Return a copy of a number: a bool as int64, 16-bit floats as float32, and others in their own dtype."""
     wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int64}
     return x.to(wide[x.dtype]) if x.dtype in wide else x.clone()
-
-
-# --- gradient="forward": each slice runs once, with its gradient, where plain autograd takes one gradient ---
-#
-# Hsu et al., Liger Kernel: Efficient Triton Kernels for LLM Training, 2024 (arXiv:2410.10989), compute a head's loss so.
-
-
-def _is_forward_gradient_allowed(tensors: Sequence[object]) -> bool:
-    """Return whether forward may compute the gradient: plain autograd alone records these tensors, none in float16.
-
-    A transform or a compiler may need another derivative. In float16 a loss is scaled first, so that gradients do not vanish.
-    """
-    if _torch.is_in_graph() or _torch.current_level() or _torch.is_in_forward_ad() or is_assumed_differentiated():
-        return False
-    recorded = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad] if torch.is_grad_enabled() else []
-    devices = {x.device.type for x in recorded if torch.is_autocast_enabled(x.device.type)}
-    dtypes = {x.dtype for x in recorded} | {torch.get_autocast_dtype(device) for device in devices}
-    return bool(recorded) and torch.float16 not in dtypes
-
-
-def _add_with_gradient(
-    f: Callable[..., Any], name: str, w: Any, rows: Any, dims: Sequence[int], sizes: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Return what `_add_slices` returns; the sum has its gradient already."""
-    leaves, treedef = pytree.tree_flatten((w, rows))
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    in_dims = (*[None] * (len(tensors) - len(dims)), *dims)
-    needs = [x.requires_grad for x in tensors]
-
-    def run_slice(*xs: Tensor) -> tuple[Tensor, ...]:
-        given = [x.detach().requires_grad_(need) for x, need in zip(xs, needs, strict=True)]
-        held = [weakref.ref(x) for x in given if x.requires_grad]
-        out = differentiate(given)
-        del given
-        if _is_any_alive(held):
-            raise RuntimeError(
-                f"{name} hands on a tensor by a global or an object, where it has no gradient: expected it in the sum, or "
-                'detached; or no gradient="forward"'
-            )
-        return out
-
-    def differentiate(given: list[Tensor]) -> tuple[Tensor, ...]:
-        """Return the sum, the count, and the sum's gradients by the tensors that need one."""
-        rest = iter(given)
-        own_w, own_rows = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], treedef)
-        # not the hooks of a call around this
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_return_unchanged, _return_unchanged):
-            total, count = _run_slice(f, own_w, own_rows, name)
-        if count.requires_grad or (total.requires_grad and not _torch.depends_only_on(total, given)):
-            what = (
-                "a count that has a gradient" if count.requires_grad else "a tensor that requires grad, and is not in w or rows"
-            )
-            raise RuntimeError(
-                f'{name} has {what}: expected all of them in w or rows, and a constant count, with gradient="forward"; '
-                "or no gradient="
-            )
-        wanted = [x for x in given if x.requires_grad]
-        if not total.requires_grad:
-            return total, count, *map(torch.zeros_like, wanted)
-        with torch.autocast(total.device.type, enabled=False):  # forward's, which backward is not within
-            return total.detach(), count, *torch.autograd.grad(total, wanted, materialize_grads=True)
-
-    out_dims = (None, None, *(dim for dim, need in zip(in_dims, needs, strict=True) if need))
-    fn = SlicedFunction([run_slice] * len(sizes), sizes, in_dims, out_dims)
-    total, count = _SumWithGradient.apply(fn, name, *tensors)  # pyright: ignore[reportGeneralTypeIssues]
-    return total, count
-
-
-class _SumWithGradient(torch.autograd.Function):
-    """The node of a sum over slices: forward computes the gradients, and backward multiplies them by the cotangent."""
-
-    @staticmethod
-    def forward(ctx: Any, fn: SlicedFunction, name: str, *tensors: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        total, count, *ctx.grads = fn(*tensors)
-        ctx.name = name
-        ctx.mark_non_differentiable(count)
-        return total, count
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f'{ctx.name}: backward with create_graph=True: expected a first derivative alone with gradient="forward", '
-                "which forward has computed without a graph; leave gradient= out"
-            )
-        if ctx.grads is None:
-            raise RuntimeError(f"{ctx.name}: a second backward: expected retain_graph=True in the first one")
-        if _torch.is_graph_retained():
-            grads = iter([grad * cotangent for grad in ctx.grads])
-        else:
-            grads, ctx.grads = iter([grad.mul_(cotangent) for grad in ctx.grads]), None
-        return None, None, *(next(grads) if need else None for need in ctx.needs_input_grad[2:])
-
-
-def _is_any_alive(refs: Sequence[weakref.ref[Tensor]]) -> bool:
-    """Return whether a tensor lives on, in more than autocast's cache and cycles of objects."""
-    for free in (torch.clear_autocast_cache, gc.collect):
-        if not any(ref() is not None for ref in refs):
-            return False
-        free()
-    return any(ref() is not None for ref in refs)
-
-
-def _return_unchanged(x: Tensor) -> Tensor:
-    """Return a saved tensor as it is: a hook that replaces hooks around the call."""
-    return x
