@@ -1,8 +1,7 @@
 """A model's buffers in a functional_call: lazy copies that are thrown away with a warning, or given ones that are updated.
 
-A training call with ``buffers=`` updates those, and leaves the model's own as they were. An evaluation without ``buffers=``
-then normalises with the model's own: the initial ones, or those that the model was loaded with before it was trained. That is
-a warning as well, once for a model. torch.compile traces the values away, so a compiled call is not checked.
+A training call with ``buffers=`` updates those, and leaves the model's own as they were. A warning, once for a model, says that
+an evaluation without ``buffers=`` normalises with initial ones. A compiled call is not checked.
 """
 
 from __future__ import annotations
@@ -180,38 +179,26 @@ def _own_buffer(module: nn.Module, attr: str) -> Tensor | None:
 _COMPARED: WeakSet[nn.Module] = WeakSet()
 """The models whose statistics have been compared with the initial values: once for each, since that waits for a device."""
 
-_UPDATED_ELSEWHERE: WeakKeyDictionary[nn.Module, dict[str, list[tuple[int, int]]]] = WeakKeyDictionary()
-"""For models trained with ``buffers=``: the versions of each layer's own statistics at the first such call, by path."""
-
 
 def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: Collection[str], stacklevel: int) -> None:
-    """Warn, once for a model, where layers in eval mode have read statistics of the model's own that are out of date.
+    """Warn, once for a model, where layers in eval mode have read statistics that are still those of a new model.
 
     ``layers`` are the model's normalisation layers by path, ``given`` the names in ``buffers=``.
     """
-    is_known = not given or model in _UPDATED_ELSEWHERE
-    if "stale statistics" in _WARNED.get(model, ()) or (is_known and all(layer.training for layer in layers.values())):
-        return  # as in every training call but the first
-    tracked = {path: layer for path, layer in layers.items() if layer._buffers.get("running_mean") is not None}
-    in_given = {path for path in tracked if join_path(path, "running_mean") in given}
-    # the kernels of BatchNorm do not move the versions of its statistics, but the layer counts
-    versions = {
-        path: [(id(x), _torch.version(x)) for x in layer._buffers.values() if x is not None] for path, layer in tracked.items()
+    if model in _COMPARED or _torch.is_tracing():
+        return
+    read = {
+        path: layer for path, layer in layers.items() if not layer.training and layer._buffers.get("running_mean") is not None
     }
-    if not is_known and (updated := [path for path in in_given if tracked[path].training]):
-        _UPDATED_ELSEWHERE[model] = {path: versions[path] for path in updated}
-    read = [path for path, layer in tracked.items() if not layer.training and path not in in_given]
-    before = _UPDATED_ELSEWHERE.get(model, {})
-    stale = [path for path in read if before.get(path) == versions[path]]
-    why = "training calls were given others in buffers=, updated those, and left these as they were"
-    if read and not stale and model not in _COMPARED and not _torch.is_tracing():
-        _COMPARED.add(model)
-        stale = [path for path in read if _is_initial(tracked[path])]
-        why = "they are those of a new model (mean 0, variance 1), which no training has updated"
-    if stale and is_first_warning(model, "stale statistics"):
-        names = [join_path(path, attr) for path in stale for attr in ("running_mean", "running_var")]
+    read = {path: layer for path, layer in read.items() if join_path(path, "running_mean") not in given}
+    if not read:
+        return
+    _COMPARED.add(model)
+    names = [join_path(path, attr) for path, x in read.items() if _is_initial(x) for attr in ("running_mean", "running_var")]
+    if names:
         warnings.warn(
-            f"functional_call: layers in eval mode normalise with the model's own {abridge(dict.fromkeys(names), 2)}: {why}; "
+            f"functional_call: layers in eval mode normalise with the model's own {abridge(dict.fromkeys(names), 2)}: they are "
+            "those of a new model (mean 0, variance 1), which no training has updated; "
             "expected the statistics of training in buffers=, or loaded into the model by "
             "model.load_state_dict(buffers, strict=False); filter funshard.BufferWarning if the model's own are meant",
             BufferWarning,

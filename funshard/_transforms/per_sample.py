@@ -109,7 +109,7 @@ def per_sample_grads(
         used = {unit.key: apply_unit_options(buffers[unit.key], unit, mesh) for unit in units}
         return f(_unflatten_units(used, units), *sample)
 
-    sums = {key: torch.zeros_like(buffer) for key, buffer in buffers.items()}
+    sums: Params = {}
     size = chunk_size or max(samples, 1)
     state = torch.get_rng_state() if size < samples and randomness == "same" else None
     for start in range(0, max(samples, 1), size):
@@ -117,7 +117,8 @@ def per_sample_grads(
             torch.set_rng_state(state)
         chunk = [x.narrow(0, start, min(size, len(x) - start)) for x in leaves]
         grads: Params = vmap_samples(torch.func.grad(loss), buffers, pytree.tree_unflatten(chunk, treedef))
-        sums = _add_clipped(sums, grads, clip) if samples else sums
+        clipped = _sum_clipped(grads, clip) if samples else {key: torch.zeros_like(g[0]) for key, g in grads.items()}
+        sums = {key: sums[key] + g for key, g in clipped.items()} if sums else clipped
     del buffers, grads
     out = {unit.key: _reduce_sum(sums.pop(unit.key), params[unit.key], unit, mesh) for unit in units}
     if seed is not None and noise:
@@ -129,12 +130,12 @@ def per_sample_grads(
     return {key: (g / total).to(g.dtype) for key, g in out.items()}
 
 
-def _add_clipped(sums: Params, grads: Params, clip: float) -> Params:
-    """Add the samples' gradients, [samples, elements] for each unit, scaled to a norm over all units of at most ``clip``."""
+def _sum_clipped(grads: Params, clip: float) -> Params:
+    """Return the sum of samples' gradients, [samples, elements] for each unit, scaled to a norm over all units <= ``clip``."""
     wide = {key: torch.promote_types(g.dtype, torch.float32) for key, g in grads.items()}
     norms = torch.stack([torch.linalg.vector_norm(g, dim=1, dtype=wide[key]) for key, g in grads.items()]).norm(dim=0)
     weights = (clip / (norms + 1e-6)).clamp(max=1)
-    return {key: sums[key] + weights.to(g.dtype) @ g for key, g in grads.items()}
+    return {key: weights.to(g.dtype) @ g for key, g in grads.items()}
 
 
 def _reduce_sum(buffer: Tensor, like: Tensor, unit: Unit, mesh: Mesh) -> Tensor:

@@ -1,8 +1,8 @@
 """The check around a step: ranks compare every collective before it starts, and hear of each other's errors.
 
-The main thread waits for a key in the store of the process group, without a limit of its own. A thread beside it writes twice
-a second where this rank is, and sets that key if a rank has reported an error, or is missing: one that compiles is waited for;
-one that has left the check, has ended, or does not come within the limit is an error.
+A rank waits for a key in the store of the process group, and looks twice a second whether a rank has reported an error, or is
+missing: one that compiles is waited for; one that has left the check, has ended, or does not come within the limit is an error.
+A thread beside it writes as often where this rank is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import json
 import linecache
 import os
 import sys
@@ -18,10 +19,8 @@ import sysconfig
 import threading
 import time
 import traceback
-import warnings
 import weakref
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -84,99 +83,41 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 # --- One process's part in the check ---
 
-TICK = 0.5  # seconds between two looks at the store
-SLOW = 5.0  # after which a rank that waits warns, or a third of the limit if that is less
-MUTE = 10.0  # after which a rank that writes nothing has ended or is stopped
+TICK = 0.5  # seconds between two looks at other ranks
 FAREWELL = 5.0  # the most that a rank waits until the others have read what it leaves in the store, and for its thread
 _START = "start"  # lets ranks start the collective; any other value is an error
 _END = 1 << 62, 0  # a rank that ends has left every check
 _LAG = 100  # collectives after which keys are deleted: nobody looks at those any more
 
 
-def arrive(store: Store, key: str, size: int) -> str:
-    """Count this rank; the last one of so many sets the key that others wait for, and returns it."""
-    return store.compare_set(key, "", _START).decode() if store.add(f"{key}/count", 1) == size else ""
+def meet(store: Store, key: str, value: Sequence[object], size: int) -> list[Any]:
+    """Return the value of the first rank that comes here; set the key if all of so many have come with that value.
 
-
-@dataclass
-class Wait:
-    """The wait of a rank for others: before a collective, or without ``ranks`` for a short time, until they know what it says.
-
-    Whoever sets the ``key`` first decides: the last one that comes, or a rank that differs or has an error. So either all ranks
+    Whoever sets the key first decides: the last one that comes, or a rank that differs or has an error. So either all ranks
     start the collective, or none does.
     """
+    first = json.loads(store.compare_set(f"{key}/first", "", json.dumps(value)))
+    if first[1:2] == [*value[1:2]] and store.add(f"{key}/count", 1) == size:
+        decide(store, key, _START)
+    return first
 
-    key: str
-    ranks: tuple[int, ...] = ()
-    what: str = ""
-    goal: str = ""  # what it waits for, with the line
-    epoch: int = 0
-    stale: str = ""  # a key of long ago, to be deleted
-    check: int = 1  # the number of the check: a rank that has left it, or a later one, does not come
-    begin: float = field(default_factory=time.monotonic)
-    seen: float = field(default_factory=time.monotonic)  # when this rank has looked last
-    compiling: float = 0.0  # seconds in which a missing rank compiled
-    beats: dict[int, tuple[str, float]] = field(default_factory=dict)  # the last one of each missing rank, and when it was new
-    has_warned: bool = False
 
-    def meet(self, store: Store, rank: int, where: str) -> str:
-        """Wait until all ranks are about to start the collective; return an empty string, or an error if they differ."""
-        first = store.compare_set(f"{self.key}/first", "", f"{rank}\n{self.what}\n{self.goal}").decode()
-        other, what, goal = first.split("\n", 2)
-        if int(other) == rank and self.stale:  # it waits anyway
-            for name in ("", "/first", "/count"):
-                store.delete_key(self.stale + name)
-        if what != self.what:
-            each = "; ".join(f"rank {number} {text}" for number, text in sorted([(int(other), goal), (rank, self.goal)]))
-            answer = self.decide(store, f"fs.check: ranks disagree on {where}. Each was about to start: {each}")
-        else:
-            answer = arrive(store, self.key, len(self.ranks)) or store.get(self.key).decode()
-        return "" if answer == _START else answer
-
-    def decide(self, store: Store, error: str) -> str:
-        """Say what is wrong, if anything, unless some rank has decided before; return what was decided."""
-        return store.compare_set(self.key, "", error).decode() if error else ""
-
-    def find_missing(self, store: Store, rank: int, limit: float) -> str:
-        """Return an error that a rank has reported, or that of ranks that do not come; warn of slow ones."""
-        now = time.monotonic()
-        if not self.ranks:
-            return "late" if now - self.begin > FAREWELL else ""
-        if error := _read(store, f"{self.epoch}/error", ""):
-            return error
-        step, self.seen = now - self.seen, now
-        begin, goal = f"fs.check: rank {rank} has waited", f"to start {self.goal}"
-        is_compiling, is_mute, places = False, False, []
-        for other in self.ranks:
-            where = _read(store, f"where/{other}", "\n\n-1 0\n\nhas not entered fs.check()")
-            beat, compiles, left, waits_for, doing = where.split("\n", 4)
-            if waits_for == self.key or other == rank:
-                continue
-            if tuple(map(int, left.split())) >= (self.epoch, self.check):
-                return f"{begin} {goal}, and rank {other} does not come: it {doing}"
-            if other not in self.beats or self.beats[other][0] != beat:
-                self.beats[other] = beat, now
-            is_compiling |= compiles == "1"
-            if beat and now - self.beats[other][1] > MUTE:
-                is_mute, doing = True, f"does not answer: it has ended or is stopped; its last answer: it {doing}"
-            places.append(f"rank {other}, which {doing}")
-        self.compiling += step * is_compiling
-        if not places or now - self.begin < min(SLOW, limit / 3):
-            return ""
-        text = f"{begin} {now - self.begin:.0f} s {goal} for {'; '.join(places)}"
-        if now - self.begin - self.compiling > limit:
-            return f"{text}. The limit is fs.check(timeout={limit:g})"
-        if not is_mute and not self.has_warned:
-            self.has_warned = True
-            try:
-                warnings.warn(text, RuntimeWarning, stacklevel=1)
-            except RuntimeWarning:  # a filter makes errors of warnings, which nobody would see in this thread
-                print(text, file=sys.stderr, flush=True)
-        return text if is_mute else ""
+def decide(store: Store, key: str, answer: str) -> str:
+    """Set a key that ranks wait for, unless some rank has done so before; return what was decided."""
+    return store.compare_set(key, "", answer).decode()
 
 
 def _read(store: Store, key: str, default: str) -> str:
     return store.get(key).decode() if store.check([key]) else default
+
+
+def _poll(store: Store, key: str) -> Generator[float]:
+    """Yield the time now and then until a key is set."""
+    pause = 1e-4
+    while not store.check([key]):
+        yield time.monotonic()
+        time.sleep(pause)
+        pause = min(1.5 * pause, TICK / 10)
 
 
 class Monitor:
@@ -190,16 +131,16 @@ class Monitor:
         self.rank, self.ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
         self.check = 0  # the number of checks that this process has entered
         self.left = -1, 0  # the epoch and number of the last check whose collectives it does not come to any more
-        self._beat, self._heard = 0, -1  # the number of what it has published, and the epoch of the last error heard of
+        self._heard = -1  # the epoch of the last error that it has heard of
         self._epoch = 0  # the number of errors before: each has keys of its own
         self._error = -1, ""  # the last one that this rank has heard of or reported, with its epoch
         self._numbers: dict[tuple[int, ...], int] = {}  # of collectives that some ranks have compared
         self._by_name: dict[str, tuple[int, ...]] = {}
-        self._wait: Wait | None = None
-        self._store, self._side_store = (_torch.connect_store("funshard/check", timedelta(days=7)) for _ in range(2))
+        self._waits_for = "", ""  # the key, and what is to start, with the line
+        self._store = _torch.connect_store("funshard/check", timedelta(days=7))
         self._stopped = threading.Event()
-        self._publish(self._store)
-        self._thread = threading.Thread(target=self._look_around, name="funshard.check", daemon=True)
+        self._publish()
+        self._thread = threading.Thread(target=self._publish_often, name="funshard.check", daemon=True)
         self._thread.start()
 
     @property
@@ -223,20 +164,59 @@ class Monitor:
             raise RankError(self.error)
         number = self._numbers[ranks] = self._numbers.get(ranks, 0) + 1
         prefix = f"{self._epoch}/{hashlib.blake2b(repr(ranks).encode(), digest_size=12).hexdigest()}"
-        stale = f"{prefix}/{number - _LAG}" if number > _LAG else ""
-        self._wait = wait = Wait(f"{prefix}/{number}", ranks, what, f"{what} ({line})", self._epoch, stale, self.check)
+        key, goal = f"{prefix}/{number}", f"{what} ({line})"
+        self._waits_for = key, goal
         if is_end:  # the wait is known first: at its end all ranks have left
             self.left = self._epoch, self.check
         try:
-            error = wait.meet(self._store, self.rank, f"collective {number} of {_name_ranks(ranks)}")
+            rank, other, its_goal = meet(self._store, key, [self.rank, what, goal], len(ranks))
+            if rank == self.rank and number > _LAG:
+                for name in ("", "/first", "/count"):
+                    self._store.delete_key(f"{prefix}/{number - _LAG}{name}")
+            if other != what:
+                each = "; ".join(f"rank {at} {text}" for at, text in sorted([(rank, its_goal), (self.rank, goal)]))
+                where = f"collective {number} of {_name_ranks(ranks)}"
+                decide(self._store, key, f"fs.check: ranks disagree on {where}. Each was about to start: {each}")
+            error = self._wait(key, goal, ranks)
         except RuntimeError as lost:
             text = f"fs.check: the store of the default process group has ended, with its process: {str(lost).splitlines()[0]}"
             error = self.error or text
         finally:
-            self._wait = None
-        if error:
+            self._waits_for = "", ""
+        if error != _START:
             self._declare(error)
             raise RankError(self.error)
+
+    def _wait(self, key: str, goal: str, ranks: tuple[int, ...]) -> str:
+        """Return what was decided, once it is; or decide that ranks are missing."""
+        begin = looked = time.monotonic()
+        for now in _poll(self._store, key):
+            if now - looked > TICK:
+                looked = now
+                error, compiles = self._find_missing(key, goal, ranks, now - begin)
+                if error := _read(self._store, f"{self._epoch}/error", error):
+                    return decide(self._store, key, error)
+                begin = now if compiles else begin
+        return self._store.get(key).decode()
+
+    def _find_missing(self, key: str, goal: str, ranks: tuple[int, ...], seconds: float) -> tuple[str, bool]:
+        """Return the error of ranks that do not come, empty if they may, and whether one of them compiles."""
+        places: list[str] = []
+        is_compiling, begin = False, f"fs.check: rank {self.rank} has waited"
+        for other in ranks:
+            where = _read(self._store, f"where/{other}", '[false, [-1, 0], "", "has not entered fs.check()"]')
+            compiles, left, waits_for, doing = json.loads(where)
+            if waits_for == key or other == self.rank:
+                continue
+            if tuple(left) >= (self._epoch, self.check):
+                return f"{begin} to start {goal}, and rank {other} does not come: it {doing}", False
+            is_compiling |= compiles
+            places.append(f"rank {other}, which {doing}")
+        limit = self._timeouts[-1]
+        if not places or seconds < limit or is_compiling:
+            return "", is_compiling
+        text = f"{begin} {seconds:.0f} s to start {goal} for {'; '.join(places)}"
+        return f"{text}. The limit is fs.check(timeout={limit:g})", False
 
     def report(self, error: BaseException, trace: TracebackType | None) -> None:
         """Tell all ranks that this one has raised, if it is the first; wait for a short time until they know; begin anew."""
@@ -244,14 +224,14 @@ class Monitor:
             first = (_torch.error_text(error).strip() or "no message").splitlines()[0][:500]
             line = _describe_line(reversed([*traceback.walk_tb(trace)])) or "no line of user code"
             self._declare(f"fs.check: rank {self.rank} raised {type(error).__name__}: {first} ({line})")
-        self._wait_until_known(f"{self._epoch}/heard")
+        self._wait_for_all(f"{self._epoch}/heard")
         self._epoch, self.check = self._epoch + 1, 0
         self._numbers.clear()
 
     def _declare(self, error: str) -> None:
         """Say that something is wrong, unless another rank has said it before, and keep what was said."""
         with contextlib.suppress(RuntimeError):  # the store has ended with its rank: this rank hears of it alone
-            error = self._store.compare_set(f"{self._epoch}/error", "", error).decode()
+            error = decide(self._store, f"{self._epoch}/error", error)
         self._error = self._epoch, error
 
     def compare_end(self, line: str) -> None:
@@ -262,15 +242,16 @@ class Monitor:
     def _part(self, key: str) -> None:
         """Have the first rank, with which the store may end, wait until all know what they have compared."""
         with contextlib.suppress(RuntimeError):
-            arrive(self._store, key, len(self.ranks))
+            meet(self._store, key, [], len(self.ranks))
         if self.rank == 0:
-            self._wait_until_known(key)
+            self._wait_for_all(key)
 
-    def _wait_until_known(self, key: str) -> None:
-        self._wait = Wait(key)
+    def _wait_for_all(self, key: str) -> None:
+        begin = time.monotonic()
         with contextlib.suppress(RuntimeError):
-            self._store.get(key)
-        self._wait = None
+            for now in _poll(self._store, key):
+                if now - begin > FAREWELL:
+                    break
 
     def stop(self) -> None:
         """End the thread."""
@@ -282,30 +263,26 @@ class Monitor:
         if self.world() is not None and self._thread.is_alive():  # else the store may be gone, which torch reports at length
             self.left = _END
             with contextlib.suppress(RuntimeError):
-                self._publish(self._store)
+                self._publish()
             self._part("ended")
         self.stop()
 
-    def _look_around(self) -> None:
+    def _publish_often(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store has ended with its rank
             while not self._stopped.wait(TICK) and self.world() is not None:
-                self._publish(self._side_store)
-                if wait := self._wait:
-                    wait.decide(self._side_store, wait.find_missing(self._side_store, self.rank, self._timeouts[-1]))
+                self._publish()
 
-    def _publish(self, store: Store) -> None:
+    def _publish(self) -> None:
         """Write where this rank is, and that it has heard of a new error."""
-        epoch, left, wait = self._epoch, self.left, self._wait
-        self._beat += 1
+        epoch, left, (key, goal) = self._epoch, self.left, self._waits_for
         frames = [*_walk(_main_frame())]
-        is_compiling = wait is None and any(is_compiler_file(frame.f_code.co_filename) for frame, _ in frames)
+        is_compiling = not key and any(is_compiler_file(frame.f_code.co_filename) for frame, _ in frames)
         doing = f"{'compiles' if is_compiling else 'is'} at {_describe_line(frames) or 'no line of user code'}"
-        doing = "has ended" if left == _END else f"waits to start {wait.goal}" if wait and wait.goal else doing
-        key = wait.key if wait else ""
-        store.set(f"where/{self.rank}", f"{self._beat}\n{int(is_compiling)}\n{left[0]} {left[1]}\n{key}\n{doing}")
-        if self._heard < epoch and (error := _read(store, f"{epoch}/error", "")):
+        doing = "has ended" if left == _END else f"waits to start {goal}" if key else doing
+        self._store.set(f"where/{self.rank}", json.dumps([is_compiling, left, key, doing]))
+        if self._heard < epoch and (error := _read(self._store, f"{epoch}/error", "")):
             self._error, self._heard = (epoch, error), epoch
-            arrive(store, f"{epoch}/heard", len(self.ranks))
+            meet(self._store, f"{epoch}/heard", [], len(self.ranks))
 
 
 # --- `check` ---
@@ -375,7 +352,7 @@ def check(timeout: float = TIMEOUT) -> Generator[None]:
 
     All ranks of the default process group enter it, around a step or a whole run; ``FUNSHARD_CHECK=1`` in the environment
     checks the whole process. Ranks compare the operation, unit, axis, dtype, size and number of each collective of funshard,
-    over the store of the process group. A rank that only is slow gets a warning. See ``debugging.md``.
+    over the store of the process group. See ``debugging.md``.
 
     The collectives in a graph of `fs.compile` are compared together, when the graph starts. Simulated ranks, fake tensors and
     a process without other ranks have nothing to compare. A check within another one only changes the limit.
