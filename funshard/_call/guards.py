@@ -120,13 +120,9 @@ class AttributeWrites(Guard):
     def check(self, run: ForwardRun) -> None:
         """Find the attributes to return. Raise RuntimeError for others whose later reader would get another value, unwarned.
 
-        That is a tensor with a graph, but for
-
-        - those of attributes that held weights: forward has put the call's there;
-        - tensors where None or nothing was before, unless they are scalars: then the reader finds that;
-        - scalars, and entries of containers, that the result of forward was computed from.
-
-        And a number that goes with a buffer of the caller's which is kept, since forward has registered it again.
+        Those are tensors with a graph, but for weights that forward has put there, for what was None before and is no scalar,
+        and for scalars and entries of containers that the result was computed from. And a number that goes with a buffer of the
+        caller's which is kept, since forward has registered it again.
         """
         run.attributes = self._find(run.returned)
         replaced_buffers = run.buffers.registered_again()

@@ -119,7 +119,8 @@ def per_sample_grads(
         grads: Params = vmap_samples(torch.func.grad(loss), buffers, pytree.tree_unflatten(chunk, treedef))
         clipped = _sum_clipped(grads, clip) if samples else {key: torch.zeros_like(g[0]) for key, g in grads.items()}
         sums = {key: sums[key] + g for key, g in clipped.items()} if sums else clipped
-    del buffers, grads
+        del grads, clipped
+    del buffers
     out = {unit.key: _reduce_sum(sums.pop(unit.key), params[unit.key], unit, mesh) for unit in units}
     if seed is not None and noise:
         out = _add_noise(out, noise * clip, units, spec, seed)

@@ -20,8 +20,7 @@ from .. import _torch
 from .._core.announce import announce
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.spec import PartitionSpec
-from ..collectives._agree import check_ranks_agree, hash_spec
-from ..collectives._host_group import HostGroup, host_groups
+from ..collectives._agree import HostGroup, check_ranks_agree, hash_spec, host_groups
 from ..collectives._world import check_spans_world, has_peers
 from ._errors import CheckpointError, SavedError
 
