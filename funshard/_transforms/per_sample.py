@@ -40,8 +40,7 @@ def per_sample_grads(
 ) -> Params:
     """Return the gradient of the loss of each sample; or with ``clip`` their private mean (DP-SGD).
 
-    As Abadi et al., Deep Learning with Differential Privacy, 2016. The clipped gradients are added up on each rank, and reduced
-    once. ``chunk_size`` bounds the memory, in full gradients of all units.
+    As Abadi et al., Deep Learning with Differential Privacy, 2016. Clipped gradients are added up, and reduced once.
 
     Args:
         f: The loss of one sample, ``f(params, *sample)``, with `functional_call` on its first argument.
@@ -143,7 +142,7 @@ def _reduce_sum(buffer: Tensor, like: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     return reduce_unit(buffer, unit, mesh, Reduction("sum"), like.dtype, casts=False, as_stored=True)
 
 
-def _gather_buffers(params: Params, units: Sequence[Unit], mesh: Mesh, *, as_stored: bool = False) -> Params:
+def _gather_buffers(params: Mapping[str, Tensor], units: Sequence[Unit], mesh: Mesh, *, as_stored: bool = False) -> Params:
     """Return the buffers of the units; fs.compile frees those with ``P(reshard=True)`` between forward and backward."""
     buffers: Params = {}
     for unit in units:

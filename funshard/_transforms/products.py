@@ -355,11 +355,12 @@ def _gauss_newton(name: str, f: Callable[[Any], Any], product: Callable[[Any, An
             z, u = pytree.tree_map(Tensor.detach, (z, u))
         u = product(z, u)
         first = pytree.tree_leaves(z)
-        for x, y in zip(first, pytree.tree_leaves(u), strict=True):
-            if not _is_alike(x, y):
-                texts = _describe_leaf(x), _describe_leaf(y)
-                raise ValueError(f"{name}: expected the Hessian's product to be like the outputs, {texts[0]}, got {texts[1]}")
-        del z, x, y
+        del z
+        texts = [
+            tuple(map(_describe_leaf, two)) for two in zip(first, pytree.tree_leaves(u), strict=True) if not _is_alike(*two)
+        ]
+        if texts:
+            raise ValueError(f"{name}: expected the Hessian's product to be like the outputs, {texts[0][0]}, got {texts[0][1]}")
         with ambient.restored():
             return grad(along)(params, u)
     except RuntimeError as error:

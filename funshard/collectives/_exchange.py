@@ -28,7 +28,6 @@ def all_to_all(x: Tensor, axis: Axis, *, split_dim: int = 0, concat_dim: int = 0
         rank 1  def    ->    beh
         rank 2  ghi          cfi
 
-    Ulysses' attention exchanges a slice of the sequence with all heads for the whole sequence with a slice of the heads.
     `ragged_all_to_all` sends another number of rows to each rank.
 
     Args:
@@ -61,8 +60,7 @@ def permute(x: Tensor, axis: Axis, shift: int | None = None, *, perm: Sequence[t
         rank 1  b    ->    a                      rank 1  b    ->    a
         rank 2  c          b                      rank 2  c          b
 
-    A shift is a step around a ring, as in ring attention. A ``perm`` without the last pair sends from each pipeline stage to
-    the next one. All ranks of the axis call it, also those that send or receive nothing.
+    All ranks of the axis call it, also those that send or receive nothing.
 
     Args:
         x: The same shape on all ranks.
@@ -167,20 +165,16 @@ def ragged_all_to_all(
         rank 1  de   sends 1, 0, 1    ->    bc  of 2, 0, 0
         rank 2  f    sends 0, 0, 1          ef  of 0, 1, 1
 
-    So tokens go to their experts: sorted by rank, ``send_counts`` by ``torch.bincount``, zeros among them.
-    ``all_to_all(send_counts, axis)`` are the receive counts, by which the results go back.
-
     Ranks compare their counts before anything is sent, in forward alone: between hosts, and a tensor of counts on an
-    accelerator is waited for. Counts that come from data interrupt a graph of torch.compile. Without ``receive_counts`` the
-    hosts tell each other.
+    accelerator is waited for. Counts that come from data interrupt a graph of torch.compile.
 
     Args:
         x: Rows for rank 0, then for rank 1, and so on. The same dtype and row shape on all ranks.
         axis: The mesh axis.
-        send_counts: N ints, or a tensor of them: how many rows go to each rank.
-        receive_counts: How many rows come from each rank.
+        send_counts: N ints, or a tensor of them: how many rows go to each rank, as torch.bincount counts tokens.
+        receive_counts: How many rows come from each rank; by default the hosts tell each other.
         size: The number of rows of the result, if it is larger: zeros follow those received, and ``x`` may have more rows
-            than are sent. Simulated ranks, which are one batch, need it: for tokens their number times the ranks is enough.
+            than are sent. Simulated ranks, which are one batch, need it.
 
     Raises:
         ValueError: On all ranks: counts that are negative, do not add up, or are not those of the other ranks.
