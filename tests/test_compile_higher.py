@@ -111,7 +111,7 @@ EXPECTED = {
     "grad of grad": [*UP, *DOWN, *BACK_UP, *DOWN],
     "hvp in reverse": [*UP, *DOWN, *BACK_UP, *DOWN],
     "per sample": [*UP, *DOWN],
-    "per sample, clipped": [*UP, *DOWN],
+    "per sample, clipped": [*UP, *DOWN] * 2,
 }
 
 

@@ -585,6 +585,31 @@ def test_joined(given: torch.dtype) -> None:
     assert not any("_chunk_cat" in str(node.target) for node in graph.nodes)
 
 
+def test_backward_early() -> None:
+    """Backward comes to what was made first when its gradient is complete, under torch.func.grad too; else last."""
+    for early in (False, True):
+        came: list[str] = []
+
+        def f(x: Tensor, early: bool = early, came: list[str] = came) -> Tensor:
+            pieces = x.view_as(x).split([2, 2])
+            if early:
+                _torch.prioritize_backward(pieces)
+            pieces[0].register_hook(lambda _: came.append("piece"))
+            y = 2 * x.exp()
+            y.register_hook(lambda _: came.append("later"))
+            parts = y.sin()
+            parts.register_hook(lambda _: came.append("latest"))
+            return parts.sum() + sum((p**2).sum() for p in pieces)
+
+        plain = torch.ones(4, requires_grad=True)
+        f(plain).backward()
+        torch.testing.assert_close(torch.func.grad(f)(torch.ones(4)), plain.grad)
+        expected = ["piece", "latest", "later"] if early else ["latest", "later", "piece"]
+        assert sorted(came) == sorted(2 * expected)
+        assert [came.index("piece") < came.index("later")] == [early]
+        assert came[3:] == came[:3]
+
+
 def test_alone() -> None:
     """A tensor is alone until a view, another tensor, an array or a Python storage holds its storage as well."""
     x = torch.empty(6)

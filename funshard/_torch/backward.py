@@ -86,6 +86,21 @@ def unpack_versioned(kept: Versioned, shape_in_error: torch.Size | None = None) 
     return tensor
 
 
+def prioritize_backward(tensors: Iterable[Tensor]) -> None:
+    """Let backward run the nodes from these tensors to their leaves, along first inputs, as early as it can.
+
+    By default it runs nodes in the reverse order of forward. Pinned by ``test_backward_early``.
+    """
+    for tensor in tensors:
+        node = tensor.grad_fn
+        while node is not None and node.next_functions and node._sequence_nr() != _EARLY:
+            node._set_sequence_nr(_EARLY)  # pyright: ignore[reportAttributeAccessIssue]
+            node = node.next_functions[0][0]
+
+
+_EARLY = 2**62
+
+
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the running backward pass, -1 outside of one. Pinned by ``test_graph_task``."""
 

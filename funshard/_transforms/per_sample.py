@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
 from .._core.checks import bind_spec, check_buffers
 from .._core.division import ReduceBy, Reduction, count_ranks
-from .._core.flow import scatter_unit
+from .._core.flow import REDUCE_MEAN, scatter_unit
 from .._core.layout import Params, concat_padded, unflatten_unit
-from .._core.mesh import Mesh
+from .._core.mesh import Mesh, Simulated
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.codec import check_trainable
-from .._wire.flow import apply_unit_options, reduce_unit, unshard_unit
+from .._wire.flow import apply_unit_options, unshard_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from ..collectives._functions import broadcast, sum_over
-from ..collectives._world import process_axes
+from .ambient import AmbientState
+from .checks import REGISTER_HOOK, ForbiddenFunctions
+from .grad import grad
 
 
 def per_sample_grads(
@@ -40,7 +44,9 @@ def per_sample_grads(
 ) -> Params:
     """Return the gradient of the loss of each sample; or with ``clip`` their private mean (DP-SGD).
 
-    As Abadi et al., Deep Learning with Differential Privacy, 2016. Clipped gradients are added up, and reduced once.
+    Abadi et al., Deep Learning with Differential Privacy, 2016, in two passes: one for the norms, which holds the gradients of
+    one unit at a time, and a gradient of the weighted losses, which is reduced once (Lee and Kifer, Scaling up Differentially
+    Private Deep Learning with Fast Per-Example Gradient Clipping, 2021).
 
     Args:
         f: The loss of one sample, ``f(params, *sample)``, with `functional_call` on its first argument.
@@ -54,13 +60,15 @@ def per_sample_grads(
         reduce: "mean" divides the sum, with the noise, by the number of samples on all ranks (1 if there are none), "sum" by
             nothing, or a number, such as the expected number of samples.
         randomness: That of torch.vmap, for dropout in ``f``.
-        chunk_size: That of torch.vmap: how many samples at once, and with ``clip`` how many have a gradient at once.
+        chunk_size: That of torch.vmap: how many samples at once.
 
     Returns:
-        By parameter name, gradients of shape [samples, *parameter's]; with ``clip``, shards by unit key, without a graph.
+        Without ``clip``, by parameter name, gradients of shape [samples, *parameter's], which is as much memory. With
+        ``clip``, shards by unit key, without a graph.
 
     Raises:
-        ValueError: Before any communication, for params or a batch that do not fit, and local axes of several ranks.
+        ValueError: Before any communication, for params that are no shards of the spec's units, tensors that differ in their
+            first dimension, options that do not fit together, and local axes of several ranks.
 
     Example:
         >>> import torch, funshard as fs
@@ -85,131 +93,181 @@ def per_sample_grads(
     check_buffers(params, spec, {unit.key: spec.shard_numel(unit) for unit in units})
     args = batch if isinstance(batch, tuple) else (batch,)
     samples = _check_batch(args)
-    _check_privacy(clip, noise, reduce)
+    _check_privacy(clip, noise, reduce, randomness)
+
     if not samples:  # one of zeros stands in, so that all ranks gather and reduce together; nothing of it is used
         args = pytree.tree_map(lambda x: x.new_zeros(1, *x.shape[1:]), args)
-    leaves, treedef = pytree.tree_flatten(args)
 
-    def vmap_samples(fn: Callable[..., Any], given: Params, batch: tuple[Any, ...], chunk_size: int | None = None) -> Any:
-        dims = (None, *(0 for _ in batch))
-        return torch.vmap(fn, dims, randomness=randomness, chunk_size=chunk_size)(given, *batch)
+    def vmap_samples(fn: Callable[..., Any], full: Mapping[str, Tensor]) -> Any:
+        dims = (None, *(0 for _ in args))
+        return torch.vmap(fn, dims, randomness=randomness, chunk_size=chunk_size)(full, *args)
 
     if clip is None:
         buffers = _gather_buffers(params, units, mesh)
-        each = vmap_samples(torch.func.grad(f), _unflatten_units(buffers, units), args, chunk_size)
+        each = vmap_samples(torch.func.grad(f), _unflatten_units(buffers, units))
         return each if samples else {name: grads[:0] for name, grads in each.items()}
 
     params = {unit.key: params[unit.key].detach() for unit in units}
+    in_graph = _torch.is_in_graph()  # where both passes are in one graph, and nothing is drawn
     # drawn and sent before all else, so that the host need not wait for the gradients to know it
-    seed = _draw_seed(generator, spec, next(iter(params.values())).device) if noise and params else None
-    buffers = _gather_buffers(params, units, mesh, as_stored=True)
+    seed = _draw_seed(generator, spec, next(iter(params.values())).device) if noise and params and not in_graph else None
+    same_random = contextlib.nullcontext() if in_graph else AmbientState(pytree.tree_leaves(args)).restored()
 
-    def loss(buffers: Params, *sample: Any) -> Tensor:
-        used = {unit.key: apply_unit_options(buffers[unit.key], unit, mesh) for unit in units}
+    def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
+        probed = {key: _attach_probe(buffer, probes[key]) for key, buffer in buffers.items()}
+        used = {unit.key: apply_unit_options(probed[unit.key], unit, mesh) for unit in units}
         return f(_unflatten_units(used, units), *sample)
 
-    sums: Params = {}
-    size = chunk_size or max(samples, 1)
-    state = torch.get_rng_state() if size < samples and randomness == "same" else None
-    for start in range(0, max(samples, 1), size):
-        if state is not None:  # as in torch.vmap
-            torch.set_rng_state(state)
-        chunk = [x.narrow(0, start, min(size, len(x) - start)) for x in leaves]
-        grads: Params = vmap_samples(torch.func.grad(loss), buffers, pytree.tree_unflatten(chunk, treedef))
-        clipped = _sum_clipped(grads, clip) if samples else {key: torch.zeros_like(g[0]) for key, g in grads.items()}
-        sums = {key: sums[key] + g for key, g in clipped.items()} if sums else clipped
-        del grads, clipped
-    del buffers
-    out = {unit.key: _reduce_sum(sums.pop(unit.key), params[unit.key], unit, mesh) for unit in units}
-    if seed is not None and noise:
-        out = _add_noise(out, noise * clip, units, spec, seed)
+    buffers = _gather_buffers(params, units, mesh, as_stored=True)
+    probes = {unit.key: _zero_probe(params[unit.key]) for unit in units}
+    with contextlib.nullcontext() if in_graph else ForbiddenFunctions({REGISTER_HOOK: _HOOK_MESSAGE}):
+        squares: Mapping[str, Tensor] = vmap_samples(torch.func.grad(probed_loss), probes)
+    buffers.clear()
+    norms = torch.stack([squares[unit.key] for unit in units]).sum(0).sqrt()
+    weights = (clip / (norms + 1e-6)).clamp(max=1) if samples else torch.zeros_like(norms)
+
+    def weighted_loss(params: Mapping[str, Tensor]) -> Tensor:
+        buffers = _gather_buffers(params, units, mesh, Reduction("sum"))
+        if not samples:
+            buffers = {key: weigh_grad(buffer, weights.new_zeros(())) for key, buffer in buffers.items()}
+        return (vmap_samples(f, _unflatten_units(buffers, units)) * weights).sum()
+
+    with same_random:  # dropout as in the first pass
+        grads: Params = grad(weighted_loss)(params)
+    if noise:
+        grads = _add_noise(grads, noise * clip, units, spec, generator, seed)
     if reduce == "sum":
-        return out
+        return grads
     count = torch.full((), float(samples), device=mesh.device)
     total = sum_over(count, mesh).clamp(min=1) if reduce == "mean" else reduce
-    return {key: (g / total).to(g.dtype) for key, g in out.items()}
+    return {key: (g / total).to(g.dtype) for key, g in grads.items()}
 
 
-def _sum_clipped(grads: Params, clip: float) -> Params:
-    """Return the sum of samples' gradients, [samples, elements] for each unit, scaled to a norm over all units <= ``clip``."""
-    wide = {key: torch.promote_types(g.dtype, torch.float32) for key, g in grads.items()}
-    norms = torch.stack([torch.linalg.vector_norm(g, dim=1, dtype=wide[key]) for key, g in grads.items()]).norm(dim=0)
-    weights = (clip / (norms + 1e-6)).clamp(max=1)
-    return {key: weights.to(g.dtype) @ g for key, g in grads.items()}
+_HOOK_MESSAGE = (
+    "per_sample_grads(clip=): a module's forward calls tensor.register_hook, which one of the two passes does not know: "
+    "expected an autograd.Function that changes the gradient, or no clip"
+)
 
 
-def _reduce_sum(buffer: Tensor, like: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
-    return reduce_unit(buffer, unit, mesh, Reduction("sum"), like.dtype, casts=False, as_stored=True)
+@_torch.allow_in_graph
+def _attach_probe(buffer: Tensor, probe: Tensor) -> Tensor:
+    """Return the buffer; the probe's gradient is the squared norm of the buffer's gradient."""
+    # One node for Dynamo, which would lose the backward, and with it the clipping. As _core.primitive.
+    return _Probe.apply(buffer, probe)
 
 
-def _gather_buffers(params: Mapping[str, Tensor], units: Sequence[Unit], mesh: Mesh, *, as_stored: bool = False) -> Params:
+class _Probe(_torch.Function):
+    """The identity of a unit's buffer; the "gradient" of the probe is the squared norm of the buffer's, which ends here."""
+
+    @staticmethod
+    def forward(buffer: Tensor, probe: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return buffer.view_as(buffer)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.dtype = inputs[1].dtype  # pyright: ignore[reportAttributeAccessIssue]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch.no_grad():  # torch.func would keep every gradient for a second derivative
+            return None, torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.dtype) ** 2
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, buffer: Tensor, probe: Tensor) -> tuple[Tensor, int | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return buffer.view_as(buffer), in_dims[0]
+
+
+def _zero_probe(like: Tensor) -> Tensor:
+    real = torch.view_as_real(like) if like.is_complex() else like  # Dynamo does not know dtype.to_real
+    return real.new_zeros((), dtype=torch.promote_types(real.dtype, torch.float32))
+
+
+def _gather_buffers(
+    params: Mapping[str, Tensor], units: list[Unit], mesh: Mesh, reduction: Reduction = REDUCE_MEAN, *, as_stored: bool = False
+) -> Params:
     """Return the buffers of the units; fs.compile frees those with ``P(reshard=True)`` between forward and backward."""
     buffers: Params = {}
     for unit in units:
         with _torch.annotate_graph(funshard_unit=unit.key, funshard_reshard=bool(unit.p.reshard)):
-            buffers[unit.key] = unshard_unit(params[unit.key], unit, mesh, casts=False, as_stored=as_stored)
+            buffers[unit.key] = unshard_unit(params[unit.key], unit, mesh, reduction, casts=False, as_stored=as_stored)
     return buffers
 
 
-def _unflatten_units(buffers: Params, units: Sequence[Unit]) -> Params:
-    """Return the full parameters by name, as views of buffers."""
-    pairs = ((unit.params, unflatten_unit(buffers[unit.key], unit)) for unit in units)
-    return {param.name: view for params, views in pairs for param, view in zip(params, views, strict=True)}
+def _unflatten_units(buffers: Mapping[str, Tensor], units: Iterable[Unit]) -> Params:
+    """Return the full parameters by name, as views of buffers whose backward runs as soon as their gradient is complete."""
+    full: Params = {}
+    for unit in units:
+        views = unflatten_unit(buffers[unit.key], unit)
+        if not _torch.is_in_graph():  # the compiler decides the order
+            _torch.prioritize_backward(views)
+        full |= zip((param.name for param in unit.params), views, strict=True)
+    return full
 
 
-_IN_GRAPH = (
+@_torch.disable_in_graph(
     "per_sample_grads: noise is drawn by a generator, which no graph can seed: expected fullgraph=False, or no compilation"
 )
-
-
-@_torch.disable_in_graph(_IN_GRAPH)
-def _draw_seed(generator: torch.Generator | None, spec: PartitionSpec, device: torch.device) -> Callable[[], Tensor]:
-    """Return a function that gives the seed, which rank 0 draws and sends."""
-    mesh = spec.bound_mesh
-    with _torch.below_transforms():
-        seed = torch.randint(2**62, (), generator=generator, device=generator.device if generator else None)
-        for axis in process_axes(mesh).values():
-            seed = broadcast(seed.to(device, non_blocking=True), axis)
-        return start_copy_to_host(seed)
-
-
-@_torch.disable_in_graph(_IN_GRAPH)
-def _add_noise(grads: Params, scale: float, units: Sequence[Unit], spec: PartitionSpec, seed: Callable[[], Tensor]) -> Params:
+def _add_noise(
+    grads: Mapping[str, Tensor],
+    scale: float,
+    units: Iterable[Unit],
+    spec: PartitionSpec,
+    generator: torch.Generator | None,
+    seed: Callable[[], Tensor] | None,
+) -> Params:
     """Return gradients with normal numbers of this standard deviation, the same ones at any number of ranks."""
-    source = torch.Generator(next(iter(grads.values())).device).manual_seed(int(seed()))
+    device = next(iter(grads.values())).device
+    source = torch.Generator(device).manual_seed(int((seed or _draw_seed(generator, spec, device))()))
     out: Params = {}
     for unit in units:
         with _torch.below_transforms():
             sizes = [param.numel for param in unit.params]
-            drawn = torch.empty(sum(sizes), dtype=grads[unit.key].dtype, device=source.device)
+            drawn = torch.empty(sum(sizes), dtype=grads[unit.key].dtype, device=device)
             (torch.view_as_real(drawn) if drawn.is_complex() else drawn).normal_(generator=source)
             buffer = concat_padded(drawn.split(sizes), unit, spec.padded_numel(unit))
         out[unit.key] = grads[unit.key] + scale * scatter_unit(buffer, unit, spec.bound_mesh)
     return out
 
 
+def _draw_seed(generator: torch.Generator | None, spec: PartitionSpec, device: torch.device) -> Callable[[], Tensor]:
+    """Return a function that gives the seed, which rank 0 draws and sends."""
+    mesh = spec.bound_mesh
+    with _torch.below_transforms():
+        seed = torch.randint(2**62, (), generator=generator, device=generator.device if generator else None)
+        axes = [mesh[name] for name in mesh.names if not isinstance(mesh[name], Simulated)]  # whose ranks are one process
+        for axis in axes:
+            seed = broadcast(seed.to(device, non_blocking=True), axis)
+        return start_copy_to_host(seed)
+
+
 def _check_batch(args: tuple[object, ...]) -> int:
-    """Return the number of samples."""
-    leaves = [(f"per_sample_grads: batch{pytree.keystr(path)}", leaf) for path, leaf in pytree.tree_flatten_with_path(args)[0]]
-    if not leaves:
+    sizes = {
+        pytree.keystr(path): len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else None
+        for path, leaf in pytree.tree_flatten_with_path(args)[0]
+    }
+    if not sizes:
         raise ValueError("per_sample_grads: expected a batch of at least one tensor, got none")
-    sizes: list[int] = []
-    for where, leaf in leaves:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
-            raise ValueError(f"{where}: expected a tensor with the samples in its first dimension")
-        sizes.append(len(leaf))
-        if sizes[-1] != sizes[0]:
-            raise ValueError(f"{where}: expected {sizes[0]} samples as in the batch's first tensor, got {sizes[-1]}")
-    return sizes[0]
+    first = next(iter(sizes.items()))
+    for path, size in sizes.items():
+        if size is None:
+            raise ValueError(f"per_sample_grads: batch{path}: expected a tensor with the samples in its first dimension")
+        if size != first[1]:
+            raise ValueError(f"per_sample_grads: batch{path}: expected {first[1]} samples as in batch{first[0]}, got {size}")
+    return first[1] or 0
 
 
-def _check_privacy(clip: float | None, noise: float | None, reduce: ReduceBy) -> None:
+def _check_privacy(clip: float | None, noise: float | None, reduce: ReduceBy, randomness: str) -> None:
     Reduction.make(reduce)
     if clip is None and reduce != "mean":
         raise ValueError(f"per_sample_grads: expected clip with reduce={reduce!r}: without it nothing is reduced")
     if clip is not None and not clip > 0:
         raise ValueError(f"per_sample_grads: expected a positive clip, got {clip}")
-    if noise is not None and (clip is None or not 0 <= noise < math.inf or (noise and clip == math.inf)):
+    if noise is not None and (clip is None or not 0 <= noise < math.inf):
+        raise ValueError(f"per_sample_grads: expected a noise of at least 0, in units of clip, got {noise} with clip={clip}")
+    if noise and clip == math.inf:
+        raise ValueError(f"per_sample_grads: expected a finite clip, of which noise={noise} is a multiple, got clip={clip}")
+    if clip is not None and randomness != "error" and _torch.is_in_graph():
         raise ValueError(
-            f"per_sample_grads: expected a noise of at least 0, in units of a finite clip, got {noise} with clip={clip}"
+            f"per_sample_grads: clip with randomness='{randomness}' inside torch.compile: expected 'error', because a graph "
+            "draws other numbers in the second pass; call it outside of the compiled function, or have f draw none"
         )
