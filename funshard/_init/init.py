@@ -176,26 +176,30 @@ class _InitialValues:
         for module, kind, attr in slot.places:
             vars(module)[kind][attr] = tensor
 
-    def fill(self, wanted: Mapping[_Slot, Tensor]) -> None:
-        """Write the values of these slots into these tensors, and meanwhile hold the others of their scopes."""
-        scopes = {slot.scope for slot in wanted}
+    def fill(self, wanted: Mapping[_Slot, Tensor], *, only_modules: bool = False) -> None:
+        """Write the values of these slots into these tensors, and meanwhile hold the others of their scopes or modules."""
+        scopes, modules = {slot.scope for slot in wanted}, {place[0] for slot in wanted for place in slot.places}
         slots = [slot for slot in self.tensors if slot.scope in scopes]
+        if only_modules:
+            slots = [slot for slot in slots if not modules.isdisjoint(place[0] for place in slot.places)]
         with _torch.below_transforms():
             values = {slot: wanted[slot] if slot in wanted else slot.empty(self._device) for slot in slots}
             for value in (value for slot, value in values.items() if slot.has_nan):
                 value.fill_(torch.nan)  # which shows what is never written
             runs = [one for one in self._runs if not values.keys().isdisjoint(one.inside)]
             before, written = {slot: self.tensors[slot] for slot in slots}, set[_Slot]()
-            with restore_modules({one.path: one.module for one in runs}, calling_thread()):
-                for module, kind in itertools.product((one.module for one in runs), _KINDS):
-                    vars(module)[kind] = dict(vars(module)[kind])
-                for slot, value in values.items():
-                    self._put(slot, slot.make_tensor(value))
-                storages = {_torch.storage_id(x): slot for slot, x in self.tensors.items()}
-                for one in runs:
-                    written |= self._run(one, values, {**storages, **self._storages})
-            for slot, tensor in before.items():
-                self._put(slot, tensor)
+            try:
+                with restore_modules({one.path: one.module for one in runs}, calling_thread()):
+                    for module, kind in itertools.product((one.module for one in runs), _KINDS):
+                        vars(module)[kind] = dict(vars(module)[kind])
+                    for slot, value in values.items():
+                        self._put(slot, slot.make_tensor(value))
+                    storages = {_torch.storage_id(x): slot for slot, x in self.tensors.items()} | self._storages
+                    for one in runs:
+                        written |= self._run(one, values, storages)
+            finally:
+                for slot, tensor in before.items():
+                    self._put(slot, tensor)
             for slot, value in wanted.items():
                 _check_set(slot, value, is_written=slot in written, is_inside=any(slot in one.inside for one in runs))
 
@@ -224,11 +228,8 @@ class _InitialValues:
                 one.run()
             for slot, tensors, attr in others:
                 tensors[attr] = self.tensors[slot]
-            written = {
-                slot
-                for slot in one.inside
-                if self._collect(slot, values) or _torch.version(self.tensors[slot]) != versions[slot]
-            }
+            replaced = {slot for slot in one.inside if self._collect(slot, values)}
+            written = replaced | {slot for slot, version in versions.items() if _torch.version(self.tensors[slot]) != version}
         except Exception as error:
             is_around = not values.keys() >= {*one.inside}
             hint = "; parameters of other units are on the meta device then: " + _REMEDY if is_around else ""
@@ -347,7 +348,7 @@ def init(
     together = rank is None and has_peers(mesh) and _torch.is_eager()
     with report_to_ranks(spec, together):
         check_rank("init", spec, rank)
-        where, number = _resolve_device(spec, device), _resolve_seed(seed, init_fn)
+        where, number = _resolve(spec, device, seed, init_fn)
         full = collect_full_params(model, spec)
         for name in (name for name in spec.by_name if not full[name].is_meta):
             raise ValueError(
@@ -380,23 +381,18 @@ def _init_units(
         workspace = torch.empty(longest, dtype=torch.uint8, device=device)
 
     def init_slice(unit: Unit) -> Tensor:
-        buffer: Tensor | None = None
         with _torch.below_transforms():
             if unit.key in shared:
                 buffer = workspace[: numels[unit.key] * unit.dtype.itemsize].zero_().view(unit.dtype)
-            elif not unit.local_axes:
-                buffer = torch.zeros(numels[unit.key], dtype=unit.dtype, device=device)
-            if buffer is not None:
-                full = unflatten_unit(buffer, unit)
             else:
-                shapes = [global_shape(param, dict(mesh.sizes)) for param in unit.params]
-                full = [torch.zeros(shape, dtype=unit.dtype, device=device) for shape in shapes]
-        values.fill({slots[param.name]: x for param, x in zip(unit.params, full, strict=True)})
+                buffer = torch.zeros(numels.get(unit.key, 0), dtype=unit.dtype, device=device)
+            shapes = [global_shape(param, dict(mesh.sizes)) for param in unit.params] if unit.local_axes else []
+            full = [buffer.new_zeros(shape) for shape in shapes] or unflatten_unit(buffer, unit)
+        by_name = {param.name: x for param, x in zip(unit.params, full, strict=True)}
+        values.fill({slots[name]: x for name, x in by_name.items()})
         if compared:
             digests.extend(hash_bits(to_memory_order(x, param)).cpu() for x, param in zip(full, unit.params, strict=True))
-        if buffer is None:
-            buffer = flatten_global({param.name: x for param, x in zip(unit.params, full, strict=True)}, unit, spec)
-        return scatter_global(buffer, unit, mesh, rank)
+        return scatter_global(flatten_global(by_name, unit, spec) if unit.local_axes else buffer, unit, mesh, rank)
 
     out = {unit.key: store_slice(init_slice(unit), unit, mesh) for unit in spec}
     digest = torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)
@@ -435,11 +431,15 @@ def init_buffers(
         tensor([1., 1.])
     """
     spec = bind_spec(spec)
-    where, number = _resolve_device(spec, device), _resolve_seed(seed, init_fn)
+    where, number = _resolve(spec, device, seed, init_fn)
     with _open_values(model, spec, init_fn, number, where) as values:
         wanted = {slot: slot.empty(where) for slot in values.tensors if not slot.is_param}
         for scope in dict.fromkeys(slot.scope for slot in wanted):
-            values.fill({slot: x for slot, x in wanted.items() if slot.scope == scope})
+            some = {slot: x for slot, x in wanted.items() if slot.scope == scope}
+            try:
+                values.fill(some, only_modules=True)
+            except (ValueError, RuntimeError):  # that of a module around them is for parameters, too
+                values.fill(some)
     made = {id(slot.tensor): x for slot, x in wanted.items()}
     named = {join_path(path, attr): x for path, module in model.named_modules() for attr, x in module._buffers.items()}
     for tensor in (x for x in named.values() if x is not None and not x.is_meta):
@@ -447,18 +447,15 @@ def init_buffers(
     return {name: made[id(tensor)] for name, tensor in named.items() if tensor is not None}
 
 
-def _resolve_device(spec: PartitionSpec, device: torch.device | str | None) -> torch.device:
-    """Return the device on which values are made, with its index."""
+def _resolve(
+    spec: PartitionSpec, device: torch.device | str | None, seed: int | None, init_fn: InitFn | None
+) -> tuple[torch.device, int]:
+    """Return the device on which values are made, with its index, and the seed."""
     found = torch.device(device) if device is not None else spec.bound_mesh.device or torch.device("cpu")
     if found.type == "meta" and spec.bound_mesh.device != found:
         raise ValueError("init: device='meta': expected one that can hold values, or none for the mesh's")
-    return torch.empty(0, device=found).device
-
-
-def _resolve_seed(seed: int | None, init_fn: InitFn | None) -> int:
-    """Return the seed, torch's initial one for None; raise TypeError for an argument of another type."""
     if init_fn is not None and not callable(init_fn):
         raise TypeError(f"init: init_fn: expected a function of a module, got {type(init_fn).__name__}")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"init: seed: expected a whole number or None, got {seed!r}")
-    return torch.initial_seed() if seed is None else seed
+    return torch.empty(0, device=found).device, torch.initial_seed() if seed is None else seed
