@@ -220,14 +220,14 @@ def _check_casts_inside(spec: PartitionSpec) -> None:
             )
 
 
-def _shape_overrides(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, str, Any]]:
-    for module in modules.values() if _torch.FORWARD_CAN_BE_REPLACED and _torch.has_symbolic_shapes() else ():
+def _forward_overrides(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield linear layers that keep symbolic sizes, and the regions of recomputed modules."""
+    if not _torch.FORWARD_CAN_BE_REPLACED:
+        return
+    for module in modules.values() if _torch.has_symbolic_shapes() else ():
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in module.__dict__:
             yield module, "forward", _torch.flat_linear(module)
-
-
-def _recompute_overrides(modules: Mapping[str, nn.Module], spec: PartitionSpec) -> Iterator[tuple[nn.Module, str, Any]]:
-    for path in inner_calls(spec) if _torch.FORWARD_CAN_BE_REPLACED and is_collecting_regions() else ():
+    for path in inner_calls(spec) if is_collecting_regions() else ():
         if path:
             yield modules[path], "forward", _wrap_in_region(modules[path].forward, path, spec)
 
@@ -250,8 +250,7 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
 def _override_modules(modules: Mapping[str, nn.Module], spec: PartitionSpec, weight: Tensor | None) -> Generator[None]:
     """Set the modules' `module_overrides`, and make regions of recomputed modules; restore all of them afterwards."""
     before: list[tuple[nn.Module, str, Any]] = []
-    overrides = module_overrides(modules, spec, "", weight), _shape_overrides(modules), _recompute_overrides(modules, spec)
-    for module, name, value in itertools.chain(*overrides):
+    for module, name, value in itertools.chain(module_overrides(modules, spec, "", weight), _forward_overrides(modules, spec)):
         before.append((module, name, module.__dict__.get(name)))
         setattr(module, name, value)
     try:

@@ -33,33 +33,8 @@ from .running import Call, Override
 
 # --- one compiled function for all modules of a structure ---
 
-Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-"""``run(module, args, kwargs)``: the module's forward."""
-
-
-class CompiledRun:
-    """A compiled function for the forward of a module; ``remat`` is what it saves for backward, None for what torch chooses."""
-
-    run: Run
-
-    def __init__(self, remat: Remat | None) -> None:
-        self._path, self._regions = "", [remat] if remat is not None and remat.names else None
-
-    def __call__(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the module at ``path``."""
-        self._path = path
-        try:
-            with _torch.guard_hooks(), collect_regions(self._regions) if self._regions else contextlib.nullcontext():
-                out = self.run(module, args, kwargs)
-        except RuntimeError as error:
-            if (explained := _explain(error, path)) is error:
-                raise
-            raise explained from error
-        return out
-
-    def make_prehook(self) -> Callable[[Any], None]:
-        """Return what the backward of the run calls first."""
-        return functools.partial(_refuse_second_derivative, self._path)
+Run = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""``run(path, module, args, kwargs)``: the module's forward."""
 
 
 def _refuse_second_derivative(path: str, _: object) -> None:
@@ -94,40 +69,58 @@ def _run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return module.forward(*args, **kwargs)
 
 
-_RUNS: WeakKeyDictionary[nn.Module, dict[tuple[Compile, Remat | None], CompiledRun]] = WeakKeyDictionary()
+_RUNS: WeakKeyDictionary[nn.Module, dict[tuple[Compile, Remat | None], Run]] = WeakKeyDictionary()
 """The compiled functions of each module that has run."""
 
 
-def _find_run(path: str, module: nn.Module, inside: Sequence[nn.Module], options: Compile, remat: Remat | None) -> CompiledRun:
+def _find_run(path: str, module: nn.Module, inside: Sequence[nn.Module], options: Compile, remat: Remat | None) -> Run:
     """Return the compiled function of a module with these inside."""
     runs = _RUNS.setdefault(module, {})
-    run = runs.get((options, remat))
-    if run is None:
+    if (options, remat) not in runs:
         check_names(f"module '{path}': Compile", options.backend, options.mode, dict(options.options))
         structure = tuple(
             (type(one), tuple((name, p.shape, p.dtype) for name, p in dict.items(vars(one)["_parameters"]) if p is not None))
             for one in inside
         )
-        run = runs[options, remat] = _compile(options, remat, structure)
-    return run
+        runs[options, remat] = _compile(options, remat, structure)
+    return runs[options, remat]
 
 
 @functools.lru_cache(maxsize=256)
-def _compile(options: Compile, remat: Remat | None, structure: Hashable) -> CompiledRun:
+def _compile(options: Compile, remat: Remat | None, structure: Hashable) -> Run:
     """Return a function with a compilation cache of its own, for modules of this structure."""
+    from .._transforms._recompute.saved_nodes import UnitBackend  # takes a second to import
+
     _torch.run_uncompiled(SavedTensorHooks.pack, unpack)
-    run = _torch.copy_function(_run_module, "run_compiled_unit")
     settings: dict[str, Any] = dict(options.options)
     if options.backend == "inductor":
         # random numbers are those of eager: graphs that record a backward and graphs that do not draw the same ones
         settings = {"fallback_random": True, **(_torch.inductor_modes()[options.mode] if options.mode else {}), **settings}
     kwargs = {"mode": options.mode} if options.mode and options.backend != "inductor" else {}
-    from .._transforms._recompute.saved_nodes import UnitBackend  # takes a second to import
+    regions, current = [remat] if remat is not None and remat.names else None, ""
 
-    out = CompiledRun(remat)
-    backend = UnitBackend(options.backend, settings, kwargs, remat, out.make_prehook)
-    out.run = torch.compile(run, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph)
-    return out
+    def make_prehook() -> Callable[[Any], None]:
+        return functools.partial(_refuse_second_derivative, current)
+
+    compiled = torch.compile(
+        _torch.copy_function(_run_module, "run_compiled_unit"),
+        backend=UnitBackend(options.backend, settings, kwargs, remat, make_prehook),
+        dynamic=options.dynamic,
+        fullgraph=options.fullgraph,
+    )
+
+    def run(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal current
+        current = path
+        try:
+            with _torch.guard_hooks(), collect_regions(regions) if regions else contextlib.nullcontext():
+                return compiled(module, args, kwargs)
+        except RuntimeError as error:
+            if (explained := _explain(error, path)) is error:
+                raise
+            raise explained from error
+
+    return run
 
 
 # --- the forward of a compiled module ---

@@ -9,18 +9,7 @@ from html import escape
 from typing import NamedTuple
 
 from .._core.spec import PartitionSpec
-from .costs import (
-    CATEGORIES,
-    MOST_RANKS,
-    Category,
-    Event,
-    Held,
-    Timeline,
-    UnitBytes,
-    count_per_slice,
-    format_bytes,
-    format_seconds,
-)
+from .costs import CATEGORIES, MOST_RANKS, Category, Event, Timeline, UnitBytes, count_per_slice, format_bytes, format_seconds
 
 LEFT, WIDTH, RIGHT, EDGE = 92, 730, 178, 24
 """The widths of the names at the left, of what is to scale, of the figures at the right, and of the margin."""
@@ -135,7 +124,7 @@ class Moment(NamedTuple):
 
     time: float
     event: Event
-    held: Held
+    held: Mapping[Category, int]
     total: int
 
 
@@ -144,7 +133,7 @@ def _iter_moments(timeline: Timeline) -> Iterator[Moment]:
     now = 0.0
     for event, held, (start, end) in zip(timeline.events, timeline.held, timeline.spans, strict=True):
         is_computed = event.stream == "compute"
-        yield Moment(max(start, now) if is_computed else now, event, dict(held), sum(held.values()))
+        yield Moment(max(start, now) if is_computed else now, event, held, sum(held.values()))
         now = end if is_computed else now
 
 

@@ -49,16 +49,6 @@ def _give_even_indices(name: str, args: Any, out: Any) -> Any:
     return pytree.tree_map_only(Tensor, spread, out)
 
 
-def _fill_collective(op: str, sent: Tensor, out: Tensor, ranks: int) -> None:
-    """Write what a collective gives where every rank has the values of this one."""
-    if op == "all_reduce":
-        out.mul_(ranks)
-    elif op == "all_gather":
-        out.copy_(torch.cat([sent] * ranks).view(out.shape))
-    elif out.shape == sent.shape:
-        out.copy_(sent)
-
-
 # --- The events of a step that runs on fake tensors: every operator that allocates, computes or sends ---
 
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
@@ -117,10 +107,6 @@ class StepRecorder(_torch.DispatchMode):
         for x in (x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)):
             self._storages.setdefault(_torch.storage_id(x), self._find(x))
 
-    def _axis_of(self, group: str) -> tuple[str, int]:
-        """Return the axis of a process group and its size; another one's own name, as that of all ranks."""
-        return self._axes.get(group) or (group, _torch.resolve_group(group).size())
-
     def wait(self, inputs: Iterable[Tensor]) -> None:
         """Add the wait for the copies that fill these tensors."""
         for storage in map(self._find, inputs):
@@ -160,10 +146,7 @@ class StepRecorder(_torch.DispatchMode):
             out = func(*args, **kwargs)
         if is_sent:
             out, op = args[0] if name.endswith("_") else kwargs.get("out", out), next(filter(name.startswith, _COLLECTIVES))
-            self._send(op, args[-1], args[0], out)
-            if not _torch.is_fake(out):
-                with _torch.real_tensors():
-                    _fill_collective(op, args[0], out, self._axis_of(args[-1])[1])
+            self._send(op, *(self._axes.get(args[-1]) or (args[-1], _torch.resolve_group(args[-1]).size())), args[0], out)
             return out
         is_counting = not inputs and name in ("arange", "full", "ones", "zeros") and out.dtype in _INTEGERS
         if is_counting and not out.is_meta and out.numel() <= MOST_VALUES:  # as positions, whose values models look at
@@ -217,9 +200,8 @@ class StepRecorder(_torch.DispatchMode):
         if (storage := self._storages.pop(at, None)) and storage.nbytes:
             self.add("memory", {storage.category: -storage.nbytes})
 
-    def _send(self, op: str, group: str, sent: Tensor, out: Tensor) -> None:
-        """Add the start of a collective, with the memory of its output."""
-        axis, ranks = self._axis_of(group)
+    def _send(self, op: str, axis: str, ranks: int, sent: Tensor, out: Tensor) -> None:
+        """Add the start of a collective, with the memory of its output, and values where all ranks have those of this one."""
         memory = Counter[Category]()
         category = "gradients" if op == "all_to_all" and not self._has_layers else _OUTPUT_CATEGORIES.get(op)
         self._allocate(out, memory, category or self._category_of([sent]))
@@ -235,6 +217,11 @@ class StepRecorder(_torch.DispatchMode):
             target.unit = source.unit
         one = Collective(op, axis, ranks, sent.nbytes, out.nbytes)
         target.collective = self.add(kind, memory, collective=one, after=after)
+        if not _torch.is_fake(out):
+            with _torch.real_tensors():
+                values = torch.cat([sent] * ranks) if op == "all_gather" else sent * ranks if op == "all_reduce" else sent
+                if values.numel() == out.numel():
+                    out.copy_(values.view(out.shape))
 
 
 # --- A user's step, on a process group of ranks in name only ---
@@ -261,8 +248,10 @@ def _record(
         shards = {unit.key: make_shard(spec, unit, places[unit.key]) for unit in spec}
         axes = {names[axis]: (axis, size) for axis, size in sizes.items()}
         recorder = StepRecorder(shards, axes, device, on_host=on_host, has_layers=has_layers)
-        run(spec, shards, recorder)
-        return [*recorder.events]  # the release of what the step returned is none of them
+        result = run(spec, shards, recorder)
+        events = [*recorder.events]
+        del result  # whose release is none of them
+        return events
 
 
 def has_parameter(step: Callable[..., Any], name: str) -> bool:
