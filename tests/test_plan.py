@@ -295,16 +295,6 @@ def test_a_llama_of_transformers_is_fast() -> None:
     assert "replicate=32" in text
 
 
-def test_json_has_the_figures_of_the_table() -> None:
-    with torch.device("meta"):
-        model = common.GPT(2, 64, 2, 16)
-    plan = fs.plan(blocks(P("shard"))(model).on(TWO), batch=torch.zeros(2, 16, dtype=torch.long))
-    figures = plan.to_json()
-    assert figures["tokens"] == 32
-    assert figures["peak"] == plan.peak == max(sum(held.values()) for held in plan.peaks.values())
-    assert set(figures["units"]) == set(plan.spec.by_key)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

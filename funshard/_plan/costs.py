@@ -204,14 +204,16 @@ def is_on_host(unit: Unit, spec: PartitionSpec) -> bool:
     return is_host_resident(unit) and spec.bound_mesh.device_type != "cpu"
 
 
-def resolve_optimizer(optimizer: object) -> tuple[Init, Callable[..., Any]] | None:
-    """Return ``(init, update)`` of an optimizer that is given by name, by class, or as that pair; None for None."""
+def resolve_optimizer(optimizer: object) -> tuple[Init | None, Any]:
+    """Return ``(init, update)`` of an optimizer that is given by name, by class, or as that pair; Nones for None."""
     classes = {key.lower(): cls for key, cls in vars(torch.optim).items() if inspect.isclass(cls)}
     found = classes.get(optimizer.lower()) if isinstance(optimizer, str) else optimizer
     if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer:
         defaults: dict[str, Any] = {"lr": 1e-3} if "lr" in inspect.signature(found).parameters else {}
         return cast("Any", from_torch(found, donate=True, **defaults))
-    if optimizer is None or (isinstance(found, tuple) and len(found) == 2 and callable(found[0])):  # pyright: ignore[reportUnknownArgumentType]
+    if optimizer is None:
+        return None, None
+    if isinstance(found, tuple) and len(found) == 2 and callable(found[0]):  # pyright: ignore[reportUnknownArgumentType]
         return cast("Any", found)
     error = ValueError if isinstance(optimizer, str) else TypeError
     raise error(

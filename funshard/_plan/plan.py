@@ -130,18 +130,6 @@ class Plan(Timeline):
         bound = {name: spec if spec.sizes else spec.on(self.spec.bound_mesh) for name, spec in specs.items()}
         return Comparison({name: plan(spec, hardware=self.hardware, **self._step) for name, spec in bound.items()})
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as plain dicts, lists, numbers and strings."""
-        names = ["peak", "peaks", "padding", "tokens", "seconds", "exposed_seconds", "has_activations"]
-        return {
-            "mesh": dict(self.spec.bound_mesh.sizes),
-            "hardware": dataclasses.asdict(self.hardware),
-            "at_rest": {**self.at_rest, "host": self.host_bytes},
-            "traffic": [dataclasses.asdict(one) for one in self.traffic],
-            **{name: getattr(self, name) for name in names},
-            "units": {key: unit._asdict() for key, unit in self.units.items()},
-        }
-
     def to_svg(self) -> str:
         """Return a picture as the text of an SVG file: memory over the step, units on the ranks, and streams over time."""
         notes = [f"{self.tokens:,} tokens on a rank" if self.tokens else "without computation, which needs a batch"]
@@ -217,7 +205,7 @@ def plan(
         raise ValueError("plan: the spec is on simulated ranks: expected a mesh of processes, or sizes such as {'shard': 8}")
     if not isinstance(hardware, Hardware | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"plan: hardware: expected a Hardware such as fs.Hardware(memory='80GB'), or None, got {hardware!r}")
-    init, tokens = (resolve_optimizer(optimizer) or (None,))[0], count_tokens(batch)
+    init, tokens = resolve_optimizer(optimizer)[0], count_tokens(batch)
     state = state_bytes(spec, init)
     units = unit_bytes(spec, state)
     events, size = record_step(step, spec, batch, init) if step else (record_schedule(spec, units, tokens), 0)
