@@ -129,7 +129,7 @@ def test_files_are_short() -> None:
 
 
 BUDGETS = {
-    "_call": 3625, "_compiled": 950, "_core": 2475, "_init": 475, "_plan": 1425, "_sharding": 1300, "_slices": 425,
+    "_call": 3625, "_compiled": 950, "_core": 2475, "_init": 475, "_plan": 1400, "_sharding": 1300, "_slices": 425,
     "_spec": 1050, "_steps": 1050, "_torch": 2250, "_transforms": 3925, "_units": 200, "_wire": 1875, "checkpoint": 4075,
     "codecs": 375, "collectives": 1700, "compress": 600, "curvature": 800, "data": 225, "optim": 4975, "policies": 500,
     "testing": 900,
@@ -142,7 +142,7 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 35_660
+    assert sum(lines.values()) <= 35_575
 
 
 OPTIONS = {

@@ -103,9 +103,8 @@ class GatherNodes:
 
     @property
     def unit_key(self) -> object:
-        """The key of the unit; for a gather of no unit, the node itself."""
-        key = get_annotation(self.wait, UNIT_KEY)
-        return self.wait if key is None else key
+        """The key of the unit."""
+        return get_annotation(self.wait, UNIT_KEY)
 
     @property
     def needs_reshard(self) -> bool:
@@ -114,15 +113,11 @@ class GatherNodes:
 
 
 def find_gathers(graph: Graph) -> list[GatherNodes]:
-    """Return the gathers of units, of their tangents and cotangents, and those of inputs, or of views and casts of inputs."""
+    """Return the gathers of units, and of their tangents and cotangents."""
     position = {node: i for i, node in enumerate(graph.nodes)}
-    from_inputs: set[Node] = set()
     found: list[GatherNodes] = []
     for node in graph.nodes:
-        is_derived = _is_moved(node) and bool(node.all_input_nodes) and from_inputs.issuperset(node.all_input_nodes)
-        if node.op in ("placeholder", "get_attr") or is_derived:
-            from_inputs.add(node)
-        if not _is_gathered(node) or (node not in from_inputs and get_annotation(node, UNIT_KEY) is None):
+        if not _is_gathered(node) or get_annotation(node, UNIT_KEY) is None:
             continue
         views = _find_views(node)
         users = {user for view in (node, *views) for user in view.users} - set(views)

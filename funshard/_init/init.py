@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -239,7 +239,9 @@ class _InitialValues:
             slot.owner = one.module if is_new or slot in written else None
         reach = touched.slots | written  # a function of C++ or of TorchScript is not seen, but what it writes
         if not values.keys().isdisjoint(reach) and not values.keys() >= reach:
-            raise ValueError(f"init: {one} touches {_format_slots(reach)}, in other units than one: {_REMEDY}")
+            names = sorted(slot.name for slot in reach)
+            text = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ValueError(f"init: {one} touches {text}, in other units than one: {_REMEDY}")
         return written
 
     def _collect(self, slot: _Slot, values: Mapping[_Slot, Tensor]) -> bool:
@@ -289,11 +291,6 @@ def _check_set(slot: _Slot, value: Tensor, *, is_written: bool, is_inside: bool)
             f"init: {slot} of {module} was left without values, or has some that are NaN: expected its initialiser to write "
             f"all of it; {hint}"
         )
-
-
-def _format_slots(slots: Iterable[_Slot]) -> str:
-    every = sorted(slot.name for slot in slots)
-    return ", ".join(f"'{name}'" for name in every[:3]) + (f" and {len(every) - 3} more" if len(every) > 3 else "")
 
 
 # --- init and init_buffers ---

@@ -143,8 +143,8 @@ class Traffic:
 class Timeline:
     """A step's events on three streams: the device computes, its network sends, and its host link copies.
 
-    Memory follows the order of the program. In time, a collective starts when the one before it has ended and so has the
-    computation that was started before it, as NCCL's do; a computation starts when those that it is `Event.after` have ended.
+    Memory follows the order of the program. A collective starts when the one before it and the computation that was started
+    before it have ended, as NCCL's do; a computation starts when those that it is `Event.after` have ended.
     """
 
     def __init__(self, events: Sequence[Event], at_rest: Mapping[Category, int], hardware: Hardware) -> None:
