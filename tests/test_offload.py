@@ -143,8 +143,8 @@ def test_a_storage_goes_once_and_what_the_caller_holds_stays() -> None:
         2,
         0,
     )  # y, its exp
-    assert saved(lambda x: sum(y.sin() for y in (x * 2).chunk(3, 1)), x) == (1, 0)  # views that span more than the half
-    assert saved(lambda x: sum(y.sin() for y in (x * 2).chunk(4, 0)), x) == (4, 0)  # each of its span
+    assert saved(lambda x: sum(y.sin() for y in (x * 2).chunk(3, 1)), x) == (1, 0)
+    assert saved(lambda x: sum(y.sin() for y in (x * 2).chunk(4, 0)), x) == (1, 0)
     assert saved(lambda x: (x * 2).sin().exp(), x, at_least=24 * 8) == (2, 0)
     assert saved(lambda x: (x * 2).sin().exp(), x, at_least=24 * 8 + 1) == (0, 0)
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
@@ -216,8 +216,8 @@ def test_recurrent_layers(cell: type[nn.RNNBase], load: int) -> None:
     equal(grads(moved(module, load=load)), grads(module))
 
 
-def test_views_of_a_span_that_has_not_left() -> None:
-    """Each of four rows rests apart; those of the last load are read where they were saved, also by a backward's backward."""
+def test_views_of_a_storage_that_has_not_left() -> None:
+    """The four rows of the last load are read where they were saved, also by a backward's backward."""
 
     def f(x: Tensor) -> Tensor:
         return torch.stack([y.sin() * y.exp() for y in (x * 2).unbind()]).square().sum()

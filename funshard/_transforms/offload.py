@@ -37,7 +37,7 @@ from .saved_tensors import RestorableBuffer, SavedTensorHooks, TensorRestorer, u
 
 
 class HostBuffer:
-    """A copy on the host of a storage, or a span of one, which all saved views of it share."""
+    """A copy on the host of a storage, which all saved views of it share."""
 
     def __init__(self, source: Tensor, host: torch.device) -> None:
         self.counter, self.version = _torch.make_version_probe(source), _torch.version(source)
@@ -49,7 +49,7 @@ class HostBuffer:
             self._copy = _torch.AsyncCopy(source, self._host)
 
     def has_values_of(self, source: Tensor) -> bool:
-        """Return whether the copy has the values that a tensor of the same span has now, as its version counter tells."""
+        """Return whether the copy has the values that a tensor of the same storage has now, as its version counter tells."""
         is_unchanged = self._storage() is not None and self.version == _torch.version(source)
         return is_unchanged and _torch.shares_counter(self.counter, source)
 
@@ -92,26 +92,26 @@ class OffloadBatch:
 
 
 class OffloadQueue(threading.local):
-    """This thread's batches in the order of forward, of which the last may be open; and its host buffers by their spans."""
+    """This thread's batches in the order of forward, of which the last may be open; and its host buffers by their storages."""
 
     def __init__(self) -> None:
         self._latest: OffloadBatch | None = None
         self._is_open = False
         self._buffers: weakref.WeakValueDictionary[tuple[Any, ...], HostBuffer] = weakref.WeakValueDictionary()
 
-    def add(self, source: Tensor, start: int, stop: int, target: OffloadTarget) -> tuple[HostBuffer, OffloadBatch]:
-        """Start to copy these elements of a tensor's storage to the host, in the open batch."""
-        key = _torch.storage_id(source), start, stop, source.dtype
+    def add(self, source: Tensor, target: OffloadTarget) -> tuple[HostBuffer, OffloadBatch]:
+        """Start to copy a tensor's storage to the host, in the open batch."""
+        key, numel = (_torch.storage_id(source), source.dtype), source.untyped_storage().nbytes() // source.itemsize
         buffer = self._buffers.get(key)
         if buffer is None or not buffer.has_values_of(source):
             with torch.no_grad():
-                span = source.detach().as_strided((stop - start,), (1,), start)
-                buffer = self._buffers[key] = HostBuffer(span, target.host or torch.device("cpu"))
+                flat = source.detach().as_strided((numel,), (1,), 0)
+                buffer = self._buffers[key] = HostBuffer(flat, target.host or torch.device("cpu"))
         if not self._is_open or self._latest is None:
             self._latest, self._is_open = OffloadBatch(self._latest), True
         batch = self._latest
         batch.buffers.add(buffer)
-        batch.bytes += (stop - start) * source.itemsize
+        batch.bytes += numel * source.itemsize
         if batch.bytes >= target.batch_bytes:
             self.close_batch()
         return buffer, batch
@@ -143,9 +143,7 @@ class OffloadedTensor:
         _torch.unpack_versioned((self.buffer.counter, self.buffer.version), self.shape)
         with _torch.below_transforms():
             self.batch.read()
-            flat = self.buffer.wait()
-            # one that has not left the device is a view of its storage, with an offset of its own
-            return flat.as_strided(self.shape, self.stride, int(flat.storage_offset()) + self.offset)
+            return self.buffer.wait().as_strided(self.shape, self.stride, self.offset)
 
 
 # --- offload ---
@@ -270,27 +268,16 @@ class OffloadHooks(SavedTensorHooks):
         is_kept = type(packed) is tuple or isinstance(packed, Tensor)
         if self.target is None or not is_kept or not self._is_moved(tensor, self.target):
             return packed
-        start, stop = _storage_span(tensor)
-        whole = tensor.untyped_storage().nbytes() // tensor.itemsize
-        if 2 * (stop - start) >= whole:
-            start, stop = 0, whole
-        buffer, batch = _QUEUE.add(tensor, start, stop, self.target)
-        return OffloadedTensor(buffer, batch, tensor.shape, tensor.stride(), int(tensor.storage_offset()) - start)
+        buffer, batch = _QUEUE.add(tensor, self.target)
+        return OffloadedTensor(buffer, batch, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _is_moved(self, tensor: Tensor, target: OffloadTarget) -> bool:
         if not _is_flat_copyable(tensor) or _torch.is_in_forward_ad() or _torch.is_leaf_view(tensor):
             return False
         if target.host is None and not _torch.is_accelerator(tensor.device):
             return False
-        start, stop = _storage_span(tensor)
-        is_large = (stop - start) * tensor.itemsize >= max(target.at_least, 1)
+        is_large = tensor.numel() * tensor.itemsize >= max(target.at_least, 1)
         return is_large and not any(_torch.storage_id(tensor) in held for held in self.held)
-
-
-def _storage_span(x: Tensor) -> tuple[int, int]:
-    """Return the first element of its storage that a tensor views, and the one after the last."""
-    _, start, stop = _torch.memory_range(x) if x.numel() else (0, 0, 0)
-    return start // x.itemsize, stop // x.itemsize
 
 
 # --- P(offload="activations"): the modules of a call whose saved tensors are in host memory until backward ---
