@@ -15,7 +15,7 @@ from .._batchnorm import SyncBatchNorm
 from .._core.checks import check_spec
 from .._core.division import ReduceBy, Reduction
 from .._core.spec import PartitionSpec
-from .._transforms.error_hints import add_hints
+from .._transforms.error_hints import add_cast_hint, add_hints
 from . import compiled_call
 from .casting import module_overrides, wrap_in_casts
 from .compiled_unit import compiled_forwards
@@ -99,7 +99,7 @@ def functional_call(
     try:
         run = _run_call(Call(*given, wrappers=_WRAPPERS), inputs.args, inputs.kwargs, buffers, method, returned)
     except (TypeError, RuntimeError) as error:
-        raise add_hints(error, model)  # noqa: B904 - the same one
+        raise add_cast_hint(add_hints(error, model), model, inputs.spec)  # noqa: B904 - the same one
     for guard in run.guards:
         guard.report(run, stacklevel=2)
     if inspect.isgenerator(run.out):
