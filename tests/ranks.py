@@ -1,8 +1,9 @@
 """Real ranks for tests: processes, started once for a test run and asked to run functions.
 
-A function given to `Pool.run` is a module-level ``fn(rank, *args)`` of a test module; it runs on every rank with the
-default process group of that size, and its results come back in rank order. A rank that raises, or does not answer in
-time (a diverged rank hangs), fails the test with every rank's traceback and the pool starts anew.
+A test that is `real_ranks` is a ``fn(rank, ...)`` that every rank runs. A function given to `Pool.run` is a module-level
+``fn(rank, *args)`` of a test module; it runs on every rank with the default process group of that size, and its results come
+back in rank order. A rank that raises, or does not answer in time (a diverged rank hangs), fails the test with every rank's
+traceback and the pool starts anew.
 
 `launch` runs a script instead, as torchrun would. Processes are forked from one that has imported torch (warm.py) and has
 no threads: they start in hundredths of a second.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
+import inspect
 import multiprocessing as mp
 import os
 import runpy
@@ -163,6 +166,13 @@ class Pool:
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """``[fn(rank, *args) for rank in range(size)]``, at once."""
+        try:
+            return self._run(fn, *args)
+        except BaseException:  # a test's timeout among them: ranks that still work would answer what is asked next
+            self.stop()
+            raise
+
+    def _run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         if not self.workers:
             self._start()
         for process, pipe in self.workers:
@@ -180,13 +190,14 @@ class Pool:
             if failed:
                 break
         errors = [f"--- rank {r} ---\n{text}" for r, (ok, text, _) in sorted(results.items()) if not ok]
-        silent = [r for r in range(self.size) if r not in results]
-        if silent or any(crowded for *_, crowded in results.values()):
+        if silent := [r for r in range(self.size) if r not in results]:
+            errors.append(f"no answer from ranks {silent}")
+        if errors:
+            raise AssertionError("\n".join(errors))
+        if any(crowded for *_, crowded in results.values()):
             self.stop()
         for process, _ in self.workers:
             _signal(process, signal.SIGSTOP)
-        if errors or silent:
-            raise AssertionError("\n".join([*errors, *([f"no answer from ranks {silent}"] if silent else [])]))
         return [results[r][1] for r in range(self.size)]
 
     def _start(self) -> None:
@@ -208,6 +219,26 @@ class Pool:
             process.join()
             pipe.close()
         self.workers = []
+
+
+def real_ranks(count: int, backend: str = "gloo") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test ``fn(rank, ...)`` is run by each of so many ranks, with what it is parametrized by and its fixtures, pickled."""
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        pool, names = f"{backend}{count}", list(inspect.signature(fn).parameters)[1:]
+
+        @functools.wraps(fn)
+        def test(*of_a_rank: Any, **given: Any) -> None:
+            if of_a_rank:
+                fn(*of_a_rank)
+            else:
+                given[pool].run(test, *(given[name] for name in names))
+
+        del test.__wrapped__
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in [pool, *names]])
+        return test
+
+    return decorate
 
 
 def _script(path: str, argv: list[str], env: dict[str, str], output: str) -> None:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import WAYS, numbers
 from peer_models import MLP, Net, chain
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_memory import Alive, Peak, no_collector
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -233,7 +233,9 @@ def test_on_replicas(gloo4: Pool, strategy: str, keep: str, way: str) -> None:
     gloo4.run(on_ranks, (2, 2), strategy, keep, way)
 
 
-def second_order(rank: int, keep: str) -> None:
+@pytest.mark.parametrize("keep", KEEPS)
+@real_ranks(2)
+def test_at_the_second_order_on_two_ranks(rank: int, keep: str) -> None:
     model = Net(blocks=1)
     spec = policy(P("shard"))(model).bound
     params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
@@ -250,12 +252,11 @@ def second_order(rank: int, keep: str) -> None:
     close(torch.func.grad(value)(params), fs.accumulate(loss, params, batches, spec=spec, keep=keep)[0])
 
 
+@seldom
 @pytest.mark.parametrize("keep", KEEPS)
-def test_at_the_second_order_on_two_ranks(gloo2: Pool, keep: str) -> None:
-    gloo2.run(second_order, keep)
-
-
-def compiled(rank: int, keep: str) -> None:
+@real_ranks(2)
+def test_compiled(rank: int, keep: str) -> None:
+    """In one graph: what the loss calls inside knows how accumulate reduces."""
     model = MLP(5)
     spec = fs.policies.whole()(model).bound
     params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
@@ -275,13 +276,9 @@ def compiled(rank: int, keep: str) -> None:
 
 
 @seldom
-@pytest.mark.parametrize("keep", KEEPS)
-def test_compiled(gloo2: Pool, keep: str) -> None:
-    """In one graph: what the loss calls inside knows how accumulate reduces."""
-    gloo2.run(compiled, keep)
-
-
-def compiled_loss(rank: int) -> None:
+@real_ranks(2)
+def test_of_a_compiled_loss(rank: int) -> None:
+    """The graph is another one inside of accumulate, where replicas are reduced later and the sum is taken, than outside."""
     model = nn.Linear(5, 1).double()
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     spec = fs.policies.whole()(model).on(mesh)
@@ -298,12 +295,6 @@ def compiled_loss(rank: int) -> None:
         close(got, expected)
     close({"": first}, {"": quick(params, batches[0])})
     close(fs.grad(quick)(params, batches[0]), fs.grad(loss)(params, batches[0]))
-
-
-@seldom
-def test_of_a_compiled_loss(gloo2: Pool) -> None:
-    """The graph is another one inside of accumulate, where replicas are reduced later and the sum is taken, than outside."""
-    gloo2.run(compiled_loss)
 
 
 # --- what is sent ---
@@ -450,8 +441,14 @@ def test_weights_are_of_all_ranks(gloo2: Pool, keep: str, way: str, reduce: str)
     gloo2.run(by_tokens, 2, keep, way, reduce)
 
 
-def own_uses(rank: int, use: str) -> None:
-    """Replicas: a loss that uses the shards beside functional_call, where the ranks' weights differ."""
+@each
+@pytest.mark.parametrize("use", ["penalty", "derived", "remat", "unshard"])
+@real_ranks(2)
+def test_weights_and_a_loss_that_uses_its_shards(rank: int, use: str) -> None:
+    """The mean is right with a penalty; elsewhere replicas would differ without a word.
+
+    Replicas: a loss that uses the shards beside functional_call, where the ranks' weights differ.
+    """
     model, weights = chain(2), [[1.0, 2.0], [3.0, 4.0]]
     spec = fs.by_type(MLP, p=P())(model).bound
     params, xs = fs.shard(model, spec), [[numbers(r, i) for i in range(2)] for r in range(2)]
@@ -487,13 +484,6 @@ def own_uses(rank: int, use: str) -> None:
     else:
         with pytest.raises(ValueError, match=r"unit '0': accumulate.weights=.: .* expected functional_call of the shards"):
             run("mean")
-
-
-@each
-@pytest.mark.parametrize("use", ["penalty", "derived", "remat", "unshard"])
-def test_weights_and_a_loss_that_uses_its_shards(gloo2: Pool, use: str) -> None:
-    """The mean is right with a penalty; elsewhere replicas would differ without a word."""
-    gloo2.run(own_uses, use)
 
 
 def test_weights_are_of_the_ranks_that_are_reduced_over() -> None:
@@ -533,7 +523,9 @@ def test_without_any_weight() -> None:
     assert value[0] == 0 != value[1]
 
 
-def with_other_counts(rank: int) -> None:
+@real_ranks(2)
+def test_full_takes_other_numbers_of_micro_batches(rank: int) -> None:
+    """One on the first rank and three on the second, whose micro-batches all count alike with weights."""
     model = nn.Linear(5, 1).double()
     spec = fs.policies.whole()(model).bound
     params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(1 + 2 * rank)]
@@ -543,11 +535,6 @@ def with_other_counts(rank: int) -> None:
     xs = torch.cat([numbers(r, i) for r in range(2) for i in range(1 + 2 * r)])
     expected = fs.grad(lambda p: (torch.func.functional_call(model, p, (xs,)) ** 2).mean())(full)
     close(weighted, fs.shard(expected, spec))
-
-
-def test_full_takes_other_numbers_of_micro_batches(gloo2: Pool) -> None:
-    """One on the first rank and three on the second, whose micro-batches all count alike with weights."""
-    gloo2.run(with_other_counts)
 
 
 # --- dtypes ---
@@ -570,18 +557,15 @@ def test_added_up_in_float32(dtype: torch.dtype, keep: str) -> None:
     assert grads[""][0] == 1
 
 
-def half(rank: int, keep: str) -> None:
+@pytest.mark.parametrize("keep", KEEPS)
+@real_ranks(4)
+def test_float16_does_not_overflow(rank: int, keep: str) -> None:
     model = Total(1, 1, bias=False)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     spec = fs.policies.whole(P("shard", precision=Precision(param=F16)))(model).on(mesh)
     loss = lambda p, x: fs.functional_call(model, p, torch.full((1, 1), x), spec=spec)  # noqa: E731
     grads, _ = fs.accumulate(loss, fs.shard(model, spec), [20480.0, 24576.0], spec=spec, keep=keep)
     assert float(fs.gather_full(grads, spec)["weight"]) == 22528.0  # whose sum over ranks float16 does not hold
-
-
-@pytest.mark.parametrize("keep", KEEPS)
-def test_float16_does_not_overflow(gloo4: Pool, keep: str) -> None:
-    gloo4.run(half, keep)
 
 
 # --- what people write ---
@@ -619,7 +603,9 @@ def test_dropout_and_buffers(keep: str) -> None:
     assert int(last["2.num_batches_tracked"]) == MICRO
 
 
-def frozen(rank: int, keep: str) -> None:
+@pytest.mark.parametrize("keep", KEEPS)
+@real_ranks(2)
+def test_frozen_by_closure(rank: int, keep: str) -> None:
     model = Net(blocks=2)
     model.blocks.requires_grad_(False)
     spec = policy(P("shard"))(model).bound
@@ -628,11 +614,6 @@ def frozen(rank: int, keep: str) -> None:
     loss = lambda p, x: (fs.functional_call(model, fs.combine(p, rest), (x,), spec=spec) ** 2).mean()  # noqa: E731
     got, _ = fs.accumulate(loss, trained, batches, spec=spec, keep=keep)
     close(got, each_alone(loss, trained, batches)[0])
-
-
-@pytest.mark.parametrize("keep", KEEPS)
-def test_frozen_by_closure(gloo2: Pool, keep: str) -> None:
-    gloo2.run(frozen, keep)
 
 
 def computed_from(rank: int, keep: str, what: str) -> None:
@@ -772,7 +753,10 @@ def test_refused(what: str) -> None:
         fs.accumulate(lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum(), **given)
 
 
-def bad_on_one_rank(rank: int, keep: str) -> None:
+@pytest.mark.parametrize("keep", KEEPS)
+@real_ranks(2)
+def test_a_bad_weight_on_one_rank_is_an_error_on_every_rank(rank: int, keep: str) -> None:
+    """None waits for the other one."""
     model = MLP(5)
     spec = fs.policies.whole()(model).bound
     params, x = fs.shard(model, spec), numbers(rank, 0)
@@ -789,12 +773,6 @@ def bad_on_one_rank(rank: int, keep: str) -> None:
     with pytest.raises(ValueError, match="weight 0: expected a finite number from 0 on, got nan on rank 1"):
         fs.update_in_backward(update, loss, params, init(params), [x], spec=spec, weights=[torch.nan if rank else 1.0])
     fs.accumulate(loss, params, [x, x], spec=spec, keep=keep, weights=[1.0, 2.0])  # the ranks are together
-
-
-@pytest.mark.parametrize("keep", KEEPS)
-def test_a_bad_weight_on_one_rank_is_an_error_on_every_rank(gloo2: Pool, keep: str) -> None:
-    """None waits for the other one."""
-    gloo2.run(bad_on_one_rank, keep)
 
 
 @pytest.mark.parametrize("keep", KEEPS)

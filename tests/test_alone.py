@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import same
 from depth import depth, seldom
-from ranks import Pool, launch
+from ranks import Pool, launch, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
@@ -156,7 +156,9 @@ def test_own_parameters_on_simulated_ranks(how: str) -> None:
         fs.testing.spmd(run, 2)(torch.zeros(2))
 
 
-def own_where_it_is_right(rank: int) -> None:
+@real_ranks(2)
+def test_own_parameters_where_nothing_is_lost(rank: int) -> None:
+    """Without a derivative, on one rank, for what is frozen; and unshard's are full parameters like any."""
     net = model()
     own = dict(net.named_parameters())
     spec = fs.by_type(nn.Linear)(net).bound
@@ -176,15 +178,13 @@ def own_where_it_is_right(rank: int) -> None:
     assert torch.equal(differentiated("fs.grad", net, trained, frozen)["2"], reduced["2"])  # a frozen base that no rank slices
 
 
-def test_own_parameters_where_nothing_is_lost(gloo2: Pool) -> None:
-    """Without a derivative, on one rank, for what is frozen; and unshard's are full parameters like any."""
-    gloo2.run(own_where_it_is_right)
-
-
 COPIES = r"parameter '\d\.\w+' is given in full and differentiated, .* each of 2 ranks would train alone; expected fs\.shard"
 
 
-def copied_parameters(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["fs.grad", "torch.func.grad", "backward"])
+@real_ranks(2)
+def test_copies_of_full_parameters_on_two_ranks_are_said_once(rank: int, how: str) -> None:
+    """Nothing reduces their gradients either; but a caller's own code may."""
     net = model()
     spec = fs.by_type(nn.Linear)(net).bound
     copies = {name: x.clone() for name, x in net.state_dict().items()}
@@ -196,13 +196,9 @@ def copied_parameters(rank: int, how: str) -> None:
     differentiated(how, net, copies, spec)  # warnings are errors in the tests
 
 
-@pytest.mark.parametrize("how", ["fs.grad", "torch.func.grad", "backward"])
-def test_copies_of_full_parameters_on_two_ranks_are_said_once(how: str, gloo2: Pool) -> None:
-    """Nothing reduces their gradients either; but a caller's own code may."""
-    gloo2.run(copied_parameters, how)
-
-
-def full_where_it_is_right(rank: int) -> None:
+@real_ranks(2)
+def test_full_parameters_that_are_no_copies_are_not_warned_of(rank: int) -> None:
+    """What unshard and accumulate give, inner steps of these under a gradient, and calls without a gradient."""
     net = model()
     spec = fs.by_type(nn.Linear)(net).bound
     params = fs.shard(net, spec)
@@ -224,11 +220,6 @@ def full_where_it_is_right(rank: int) -> None:
         transform(lambda shards: loss({name: 2 * x for name, x in fs.unshard(shards, spec).items()}))(params)
         transform(loss)(fs.unshard(params, spec))
     fs.accumulate(lambda p, x: fs.functional_call(net, p, (x,), spec=spec).sum(), params, [X, X], spec=spec, keep="full")
-
-
-def test_full_parameters_that_are_no_copies_are_not_warned_of(gloo2: Pool) -> None:
-    """What unshard and accumulate give, inner steps of these under a gradient, and calls without a gradient."""
-    gloo2.run(full_where_it_is_right)
 
 
 # --- A policy that takes nothing. ---

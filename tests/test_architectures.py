@@ -6,7 +6,7 @@ import pytest
 import torch
 from depth import depth, mark_seldom
 from models import ARCHITECTURES, EXACT, Architecture, assert_mean_gradients, build, plain, unchanged
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor
 
 import funshard as fs
@@ -28,15 +28,12 @@ def policies(made: Architecture, name: str) -> dict[str, Policy]:
     return depth({key: every[key] for key in (first, turn)}, every)
 
 
-def check(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@real_ranks(2)
+def test_gradients_are_the_mean_of_plain_ones(rank: int, name: str) -> None:
+    """On real ranks, by every policy, with the unit's buffers freed and gathered again; the module stays as it was."""
     made = build(name, 2)
     assert_mean_gradients(made, rank, policies(made, name))
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_gradients_are_the_mean_of_plain_ones(gloo2: Pool, name: str) -> None:
-    """On real ranks, by every policy, with the unit's buffers freed and gathered again; the module stays as it was."""
-    gloo2.run(check, name)
 
 
 # Those that vmap runs: mixtral's control flow depends on data, dropout draws other numbers, spectral_norm writes to out=.

@@ -17,7 +17,7 @@ from depth import depth, each, mark_seldom, pairs, seldom
 from hypothesis import given
 from models import EXACT, unchanged
 from parity import MAIN_WAYS, WAYS
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
@@ -176,7 +176,9 @@ def test_real_ranks(gloo2: Pool, how: str, name: str, way: str) -> None:
     gloo2.run(on_ranks, 2, how, name, way)
 
 
-def hybrid(rank: int) -> None:
+@real_ranks(4)
+def test_hybrid_shards_leave_and_enter(rank: int) -> None:
+    """HSDP: gradients; gather_full to one rank and scatter_full from one give what `shard` does, byte by byte."""
     model, codec = model_of(), CODECS["nf4"]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     spec = shapes(P("shard", at_rest=codec))(model).on(mesh)
@@ -196,11 +198,6 @@ def hybrid(rank: int) -> None:
     assert all(torch.equal(a, scattered[key]) for key, a in fs.shard(model, spec, src=1).items())
 
 
-def test_hybrid_shards_leave_and_enter(gloo4: Pool) -> None:
-    """HSDP: gradients; gather_full to one rank and scatter_full from one give what `shard` does, byte by byte."""
-    gloo4.run(hybrid)
-
-
 def scaled(module: nn.Module, args: tuple[Tensor], out: Tensor | None = None) -> Any:
     """By a frozen weight, what goes in or what comes out."""
     by = 1 + next(module.parameters()).mean()
@@ -216,7 +213,11 @@ def hooked(model: nn.Module) -> nn.Module:
     return model
 
 
-def hybrid_hooked(rank: int, name: str) -> None:
+@each
+@pytest.mark.parametrize("name", mark_seldom(CODECS, "int8"))
+@real_ranks(4)
+def test_hooks_meshes_of_two_axes_and_overrides(rank: int, name: str) -> None:
+    """Split over either axis, over both in either order or neither, and some units in another way than others."""
     model, codec = hooked(model_of()), CODECS[name]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     grads, losses = expected(model, codec, XS)
@@ -256,13 +257,6 @@ def hybrid_hooked(rank: int, name: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("name", mark_seldom(CODECS, "int8"))
-def test_hooks_meshes_of_two_axes_and_overrides(gloo4: Pool, name: str) -> None:
-    """Split over either axis, over both in either order or neither, and some units in another way than others."""
-    gloo4.run(hybrid_hooked, name)
-
-
-@each
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("how", WAYS_OF_P)
@@ -296,7 +290,9 @@ def test_simulated_ranks(how: str, name: str, sizes: dict[str, int]) -> None:
         assert_close(hv[key][0], wanted[key], **EXACT)
 
 
-def stacked(rank: int) -> None:
+@seldom
+@real_ranks(2)
+def test_second_derivatives_on_real_ranks(rank: int) -> None:
     model, codec = model_of(), CODECS["nf4"]
     for how in ("shard", "remat", "keep"):
         spec = shapes(dataclasses.replace(WAYS_OF_P[how], at_rest=codec))(model).bound
@@ -314,11 +310,6 @@ def stacked(rank: int) -> None:
             hv = fs.unshard(fs.hvp(loss, trained, trained, forward=forward), spec)
             for key, h in wanted.items():
                 assert_close(hv[key], h, **EXACT)
-
-
-@seldom
-def test_second_derivatives_on_real_ranks(gloo2: Pool) -> None:
-    gloo2.run(stacked)
 
 
 @pytest.mark.parametrize("param", [BF16, None])
@@ -343,7 +334,9 @@ def test_computed_in_what_the_precision_says(dtype: torch.dtype, param: torch.dt
     assert {p.dtype for name, p in fs.unshard(again, spec).items() if spec.by_name[name][0].at_rest} == {dtype}
 
 
-def compiled(rank: int) -> None:
+@seldom
+@real_ranks(2)
+def test_compiled(rank: int) -> None:
     warnings.filterwarnings("ignore", "`torch.jit")  # torch's own, when inductor is first imported
     model, codec = model_of()[depth(1, 0) :], CODECS["nf4"]
     spec = shapes(P("shard", at_rest=codec))(model).bound
@@ -359,11 +352,6 @@ def compiled(rank: int) -> None:
         assert_close(value, losses[rank], **EXACT)
         for key, g in by_name(got, spec).items():
             assert_close(g, grads[key], **EXACT)
-
-
-@seldom
-def test_compiled(gloo2: Pool) -> None:
-    gloo2.run(compiled)
 
 
 # --- what is sent ---

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import each, seldom
-from ranks import Pool
+from ranks import real_ranks
 from test_chunked import Largest
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
@@ -277,20 +277,17 @@ def sharded_llama(model: nn.Module, ids: Tensor, spec: fs.PartitionSpec, *, padd
     return out | {"jvp": jvp(loss, (params,), (v,))[1]}
 
 
-def llama_on_ranks(rank: int, p: P, padded: bool) -> None:
+@seldom
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("p", [P("shard", remat=True), P("shard"), P()])
+@real_ranks(2)
+def test_transformers_on_real_ranks(rank: int, p: P, padded: bool) -> None:
     model, ids = llama()
     spec = fs.by_type(type(model.model.layers[0]), p=p)(model).bound
     with sdpa_kernel(SDPBackend.MATH):
         want = sharded_llama(model, ids[rank], spec, padded=padded)
     with fs.transforms_attention(BLOCK):
         assert_close(sharded_llama(model, ids[rank], spec, padded=padded), want, rtol=1e-9, atol=1e-9)
-
-
-@seldom
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("p", [P("shard", remat=True), P("shard"), P()])
-def test_transformers_on_real_ranks(gloo2: Pool, p: P, padded: bool) -> None:
-    gloo2.run(llama_on_ranks, p, padded)
 
 
 def layers(p: P | None = None) -> tuple[nn.Module, fs.PartitionSpec, Tensor]:
@@ -301,7 +298,9 @@ def layers(p: P | None = None) -> tuple[nn.Module, fs.PartitionSpec, Tensor]:
     return model, fs.by_type(nn.TransformerEncoderLayer, p=p or P("shard"))(model), numbers(2, 2, LENGTH, 4)
 
 
-def layers_on_ranks(rank: int, p: P) -> None:
+@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), pytest.param(P(), marks=seldom)])
+@real_ranks(2)
+def test_on_real_ranks(rank: int, p: P) -> None:
     model, spec, x = layers(p)
     params = fs.shard(model, spec)
     v = fs.random_like(params, spec, 0)
@@ -319,11 +318,6 @@ def layers_on_ranks(rank: int, p: P) -> None:
         want = run()
     with fs.transforms_attention(BLOCK):
         assert_close(run(), want, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), pytest.param(P(), marks=seldom)])
-def test_on_real_ranks(gloo2: Pool, p: P) -> None:
-    gloo2.run(layers_on_ranks, p)
 
 
 def test_on_simulated_ranks() -> None:

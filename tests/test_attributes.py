@@ -13,7 +13,7 @@ import pytest
 import torch
 from depth import pairs
 from models import EXACT
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -113,13 +113,10 @@ def test_an_auxiliary_loss_in_an_attribute(strategy: str) -> None:
     auxiliary_loss(STRATEGIES[strategy])
 
 
-def on_ranks(rank: int) -> None:
+@real_ranks(2)
+def test_on_two_ranks(rank: int) -> None:
     for p in STRATEGIES.values():
         auxiliary_loss(p)
-
-
-def test_on_two_ranks(gloo2: Pool) -> None:
-    gloo2.run(on_ranks)
 
 
 @pairs

@@ -19,7 +19,7 @@ from depth import mark_seldom, seldom
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import numbers, plain_call, squared
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -322,7 +322,8 @@ def test_three_levels() -> None:
         assert state.step.tolist() == 8 * [step + 1]
 
 
-def averagers_on_real_ranks(rank: int) -> None:
+@real_ranks(4)
+def test_averagers_on_real_ranks(rank: int) -> None:
     """utils.average_parameters in a group, then the two averagers: parameters after each step that moves them apart."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(PAIRS))
     spec = REPLICATED(MODEL).on(mesh)
@@ -360,10 +361,6 @@ def averagers_on_real_ranks(rank: int) -> None:
                 assert state.step == theirs.step
 
 
-def test_averagers_on_real_ranks(gloo4: Pool) -> None:
-    gloo4.run(averagers_on_real_ranks)
-
-
 def compiled(rank: int) -> None:
     """By torch.compile and fs.compile as in eager, through steps of both kinds."""
     spec = REPLICATED(MODEL).bound
@@ -393,7 +390,10 @@ def stored(state: av.Averaging) -> av.Averaging:
     return pytree.tree_unflatten(torch.load(file, weights_only=True), structure)
 
 
-def post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("local", [("pair",), ()], ids=["pairs reduce", "nobody reduces"])
+@pytest.mark.parametrize("levels", mark_seldom([None, LEVELS], LEVELS), ids=["periodic", "hierarchical"])
+@real_ranks(4)
+def test_post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: tuple[str, ...]) -> None:
     """Twenty steps of torch's optimizer over DDP with its hook, and ours, that both stop and start again at step 9."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(PAIRS))
     spec, start = REPLICATED(MODEL).on(mesh), 5
@@ -441,12 +441,6 @@ def post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: tuple
     last = 3 if levels is None else 4
     offset = start if levels is None else 0
     assert apart == [step >= start and (step - offset) % last != 0 for step in range(20)]
-
-
-@pytest.mark.parametrize("local", [("pair",), ()], ids=["pairs reduce", "nobody reduces"])
-@pytest.mark.parametrize("levels", mark_seldom([None, LEVELS], LEVELS), ids=["periodic", "hierarchical"])
-def test_post_local_sgd(gloo4: Pool, levels: list[tuple[int, Any]] | None, local: tuple[str, ...]) -> None:
-    gloo4.run(post_local_sgd, levels, local)
 
 
 def test_post_local_sgd_of_shards() -> None:

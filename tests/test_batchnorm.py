@@ -11,7 +11,7 @@ from depth import depth, each, mark_seldom, seldom
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import unchanged
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -251,8 +251,13 @@ def of(mesh: Mesh, x: Tensor, p: fs.P) -> tuple[fs.PartitionSpec, Callable[[Tree
     return spec, loss
 
 
-def compiled(rank: int) -> None:
-    """The same step eager, compiled in both ways, and recorded."""
+@seldom
+@real_ranks(2)
+def test_compiled(rank: int) -> None:
+    """torch.compile, fs.compile and make_fx of a step, statistics among its results.
+
+    The same step eager, compiled in both ways, and recorded.
+    """
     norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     model = fs.convert_sync_batchnorm(copy.deepcopy(norm), axes=("replicate", "shard"))  # which the world does not have
     grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
@@ -275,12 +280,6 @@ def compiled(rank: int) -> None:
         steps = [step, *whole, fs.compile(step, backend="aot_eager")]
         for run in [*steps, make_fx(step)(params, statistics)]:
             assert_close(run(params, dict(statistics)), expected, rtol=1e-9, atol=1e-9)
-
-
-@seldom
-def test_compiled(gloo2: Pool) -> None:
-    """torch.compile, fs.compile and make_fx of a step, statistics among its results."""
-    gloo2.run(compiled)
 
 
 def ensemble(mesh: Mesh, x: Tensor, p: fs.P) -> dict[str, Tree]:
@@ -318,17 +317,14 @@ def test_ensembles(gloo2: Pool, layout: str) -> None:
                 assert_close(got[f"b {i}"], after, rtol=1e-9, atol=1e-9)
 
 
-def low_precision(rank: int) -> None:
+@real_ranks(2)
+def test_low_precision(rank: int) -> None:
     """bfloat16 inputs: statistics in float32, output as the input, as BatchNorm gives it."""
     x = (100 + torch.randn(2, 64, 3, generator=torch.Generator().manual_seed(1))).bfloat16()
     norm = nn.BatchNorm1d(3)
     out = fs.convert_sync_batchnorm(norm)(x[rank])
     assert out.dtype == torch.bfloat16
     assert_close(out, norm(x.flatten(0, 1)).unflatten(0, (2, 64))[rank], rtol=2e-2, atol=2e-2)
-
-
-def test_low_precision(gloo2: Pool) -> None:
-    gloo2.run(low_precision)
 
 
 class Own(nn.BatchNorm1d):

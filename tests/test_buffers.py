@@ -9,7 +9,7 @@ import pytest
 import torch
 from depth import depth, each, seldom
 from models import unchanged
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.nn.utils.parametrizations import spectral_norm
@@ -161,8 +161,15 @@ TRANSFORMS = {
 }
 
 
-def pure(rank: int, way: str, strategy: str) -> None:
-    """Three steps, in which the buffers of one are those of the next, beside torch.func.functional_call's."""
+@each
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", TRANSFORMS)
+@real_ranks(2)
+def test_pure_form(rank: int, way: str, strategy: str) -> None:
+    """Buffers in, buffers out by has_aux: those of plain calls, and the ones that went in stay as they were.
+
+    Three steps, in which the buffers of one are those of the next, beside torch.func.functional_call's.
+    """
     torch.manual_seed(0)
     model = with_batch_norm().double()
     spec = fs.by_type(Block, p=STRATEGIES[strategy])(model).bound
@@ -188,15 +195,8 @@ def pure(rank: int, way: str, strategy: str) -> None:
     assert buffers["0.1.num_batches_tracked"] == 3
 
 
-@each
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("way", TRANSFORMS)
-def test_pure_form(gloo2: Pool, way: str, strategy: str) -> None:
-    """Buffers in, buffers out by has_aux: those of plain calls, and the ones that went in stay as they were."""
-    gloo2.run(pure, way, strategy)
-
-
-def from_outside(rank: int) -> None:
+@real_ranks(2)
+def test_buffers_from_outside(rank: int) -> None:
     """Buffers that the step closes over are updated by a compiled step as by an eager one."""
     torch.manual_seed(0)
     model = with_batch_norm()[: depth(1, 2)].double()
@@ -220,10 +220,6 @@ def from_outside(rank: int) -> None:
         assert buffers["0.1.num_batches_tracked"] == 2
     for result in results[1:]:
         assert_close(result, results[0])
-
-
-def test_buffers_from_outside(gloo2: Pool) -> None:
-    gloo2.run(from_outside)
 
 
 # --- the mean over ranks ---

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power_hook
 from collective_log import Collectives, Sent, world
 from depth import each, mark_seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_compress import COMPRESSORS, LAYOUTS, MODEL, gradients, steps
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -307,7 +307,11 @@ def test_what_is_local_is_not_sent() -> None:
     assert {x.ranks for x in sent(post_local(1, "shard"), fs.policies.always(), EIGHT)} == {2, 4}
 
 
-def as_reduce_dtype(rank: int, dtype: torch.dtype, p: fs.P) -> None:
+@pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", reshard=False), fs.P()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@real_ranks(2)
+def test_a_cast_is_the_reduce_dtype(rank: int, dtype: torch.dtype, p: fs.P) -> None:
+    """test_fp16_hook, test_bf16_hook: bit for bit the gradients of ``Precision(reduce=)``, in the parameters' dtype."""
     model = net()
     x, y = (t.float() for t in batch(rank, 0))
     plain = fs.policies.always(p)(model).bound
@@ -326,10 +330,3 @@ def as_reduce_dtype(rank: int, dtype: torch.dtype, p: fs.P) -> None:
         assert grads[key].dtype == torch.float32
         assert torch.equal(grads[key], expected[key]), key
     assert not all(torch.equal(grads[key], exactly[key]) for key in grads)
-
-
-@pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", reshard=False), fs.P()], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_cast_is_the_reduce_dtype(gloo2: Pool, dtype: torch.dtype, p: fs.P) -> None:
-    """test_fp16_hook, test_bf16_hook: bit for bit the gradients of ``Precision(reduce=)``, in the parameters' dtype."""
-    gloo2.run(as_reduce_dtype, dtype, p)

@@ -16,7 +16,7 @@ import test_layout
 import test_policies
 import torch
 from parity import numbers
-from ranks import Pool
+from ranks import real_ranks
 from test_house import FILES, ROOT, imported
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -83,7 +83,19 @@ STRATEGIES = {
 }
 
 
-def on_ranks(rank: int, strategy: str) -> None:
+def squares(tree: fs.Params) -> Tensor:
+    return sum((x**2).sum() for x in tree.values())
+
+
+def same(got: fs.Params, want: fs.Params) -> None:
+    assert got.keys() == want.keys()
+    for key in got:
+        torch.testing.assert_close(got[key], want[key], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_the_core_and_the_package_agree_on_real_ranks(rank: int, strategy: str) -> None:
     """Values and gradients of the core and of the package, by two reductions; then a derivative of the gradient."""
     warnings.simplefilter("ignore", fs.BufferWarning)
     torch.manual_seed(0)
@@ -105,21 +117,6 @@ def on_ranks(rank: int, strategy: str) -> None:
         ]
         same(*both)
     assert model[1].num_batches_tracked == 0
-
-
-def squares(tree: fs.Params) -> Tensor:
-    return sum((x**2).sum() for x in tree.values())
-
-
-def same(got: fs.Params, want: fs.Params) -> None:
-    assert got.keys() == want.keys()
-    for key in got:
-        torch.testing.assert_close(got[key], want[key], rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_core_and_the_package_agree_on_real_ranks(gloo2: Pool, strategy: str) -> None:
-    gloo2.run(on_ranks, strategy)
 
 
 def test_options_are_refused() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
@@ -324,7 +324,8 @@ def test_what_is_refused() -> None:
         curvature.Operator(lambda v: {"": skew @ v[""]}, operator.params, operator.spec).check_symmetric()
 
 
-def mixed_losses(rank: int) -> None:
+@real_ranks(2)
+def test_a_mixture_of_shards_and_gathered_values_is_found(rank: int) -> None:
     """Shards and gathered values in one loss: not what its name says, and not symmetric."""
     spec = POLICY(MODEL).bound
     params = fs.shard(FULL, spec)
@@ -335,10 +336,6 @@ def mixed_losses(rank: int) -> None:
 
     with pytest.raises(ValueError, match="are its outputs a mixture of shards and gathered values"):
         curvature.fisher(losses, params, spec).check_symmetric()
-
-
-def test_a_mixture_of_shards_and_gathered_values_is_found(gloo2: Pool) -> None:
-    gloo2.run(mixed_losses)
 
 
 def test_simulated_ranks() -> None:

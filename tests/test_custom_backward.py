@@ -10,7 +10,7 @@ import pytest
 import torch
 from depth import pairs
 from models import EXACT, unchanged
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -167,15 +167,12 @@ def test_modules_that_run_in_backward_are_refused(kind: str, policy: str, way: s
     refused(kind, policy, way, skeleton=skeleton)
 
 
-def on_ranks(rank: int) -> None:
+@real_ranks(2)
+def test_on_two_ranks(rank: int) -> None:
+    """Refused on every rank, which may go on; as arguments right."""
     for kind in ("reversible", "adjoint"):
         refused(kind, "layers", "fs.grad")
     parameters_as_arguments("layers")
-
-
-def test_on_two_ranks(gloo2: Pool) -> None:
-    """Refused on every rank, which may go on; as arguments right."""
-    gloo2.run(on_ranks)
 
 
 def parameters_as_arguments(policy: str) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from depth import each, some
 from models import build, unchanged
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
@@ -83,7 +83,9 @@ def test_simulated_ranks(p: P, sizes: dict[str, int]) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def on_real_ranks(rank: int) -> None:
+@real_ranks(2)
+def test_real_ranks(rank: int) -> None:
+    """Each with a batch of its own."""
     names = ("conv_with_batch_norm", "transformer_encoder", "lstm", "parametrized")
     for name, p in some((case for case in itertools.product(names, PS) if case[0] != "lstm" or case[1] in PS[:2]), 1):
         made = build(name, 2)
@@ -97,26 +99,18 @@ def on_real_ranks(rank: int) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_real_ranks(gloo2: Pool) -> None:
-    """Each with a batch of its own."""
-    gloo2.run(on_real_ranks)
+def lossy(model: nn.Module) -> fs.PartitionSpec:
+    return fs.by_path({"a": P("shard"), "b": P("shard", precision=LOSSY)})(model)
 
 
-def hybrid(rank: int) -> None:
+@real_ranks(4)
+def test_hybrid(rank: int) -> None:
+    """Means over both axes; a wrong number is an error on all four ranks."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = network()
     assert_exact(cube, model, fs.by_type(Block)(model).on(mesh), values(6, 3, seed=rank), order=2)
     with pytest.raises(AssertionError, match=r"gradient of 'b\.weight' \(unit 'b', P\('shard', precision=.*by .* on rank \d"):
         assert_exact(lambda call, x: call(x), wrong := Apart().double(), lossy(wrong).on(mesh), values(5, 3, seed=rank))
-
-
-def lossy(model: nn.Module) -> fs.PartitionSpec:
-    return fs.by_path({"a": P("shard"), "b": P("shard", precision=LOSSY)})(model)
-
-
-def test_hybrid(gloo4: Pool) -> None:
-    """Means over both axes; a wrong number is an error on all four ranks."""
-    gloo4.run(hybrid)
 
 
 def failing(rank: int) -> str:
@@ -375,7 +369,9 @@ def square(z: Tensor) -> Tensor:
     return z.square().mean()
 
 
-def gauss_newton_on_ranks(rank: int) -> None:
+@real_ranks(2)
+def test_gauss_newton_products_on_real_ranks(rank: int) -> None:
+    """A wrong forward mode is found."""
     x, y = labelled(2)
     model = network()
     assert_exact(logits, model, fs.by_type(Block)(model), (x[rank], y[rank]), order="ggn", convex=entropy)
@@ -383,11 +379,6 @@ def gauss_newton_on_ranks(rank: int) -> None:
     wrong = nn.Sequential(Odd(lambda self, y: WrongTwice.apply(y)))
     with pytest.raises(AssertionError, match=r"another Gauss-Newton product of '0\.weight' \(unit '0'.*; 2 of 2 differ"):
         assert_exact(logits, wrong, fs.by_type(Odd)(wrong), (x[rank], y[rank]), order="ggn", convex=entropy)
-
-
-def test_gauss_newton_products_on_real_ranks(gloo2: Pool) -> None:
-    """A wrong forward mode is found."""
-    gloo2.run(gauss_newton_on_ranks)
 
 
 # --- what joins the ranks' batches, what simulated ranks cannot run, and ranks that differ ---
@@ -416,17 +407,14 @@ def test_a_wrong_run_beside_sync_batch_norm_is_found() -> None:
         assert_exact(cube, model, fs.policies.whole()(model).on({"shard": 2}), values(2, 5, 3))
 
 
-def sync_on_ranks(rank: int) -> None:
+@real_ranks(4)
+def test_sync_batch_norm_on_real_ranks(rank: int) -> None:
+    """The plain model has the mesh of the spec, whose axes the world's own mesh does not know."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for axes in (None, "shard"):
         model = with_batch_norm()
         model[1].axes = axes
         assert_exact(cube, model, fs.by_type(nn.Linear)(model).on(mesh), values(4, 3, seed=rank), order=2)
-
-
-def test_sync_batch_norm_on_real_ranks(gloo4: Pool) -> None:
-    """The plain model has the mesh of the spec, whose axes the world's own mesh does not know."""
-    gloo4.run(sync_on_ranks)
 
 
 class Checkpointed(nn.Linear):

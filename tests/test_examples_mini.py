@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import depth, mark_seldom
-from ranks import Pool, launch
+from ranks import launch, real_ranks
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp, vmap
 
@@ -63,7 +63,9 @@ def cross_entropy(call: Callable[[Tree, Tensor], Tensor]) -> Callable[[Tree, Ten
     return lambda slices, x, y: F.cross_entropy(call(slices, x).flatten(0, 1), y.flatten())
 
 
-def compare_training(rank: int) -> None:
+@real_ranks(2)
+def test_training_equals_the_package(rank: int) -> None:
+    """The same units; losses, gradients and parameters of each step of AdamW."""
     model = gpt()
     spec, fs_spec = mini.by_type(model, nn.TransformerEncoderLayer), fs.by_type(nn.TransformerEncoderLayer)(model)
     assert {unit: {*shapes} for unit, shapes in spec.items()} == {u.key: {p.name for p in u.params} for u in fs_spec}
@@ -83,11 +85,6 @@ def compare_training(rank: int) -> None:
         for tree, fs_tree in ((grads, fs_grads), (slices, params)):
             torch.testing.assert_close(mini.unshard(tree, spec), fs.gather_full(fs_tree, fs_spec), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(value, fs_value, rtol=1e-12, atol=1e-12)
-
-
-def test_training_equals_the_package(gloo2: Pool) -> None:
-    """The same units; losses, gradients and parameters of each step of AdamW."""
-    gloo2.run(compare_training)
 
 
 # --- the gather under torch.func: every order, every transform ---
@@ -120,7 +117,9 @@ DERIVATIVES: dict[str, Callable[[Callable[..., Tensor], Tree, Tree, Tensor], Tre
 }
 
 
-def compare_derivatives(rank: int) -> None:
+@real_ranks(2)
+def test_derivatives_are_those_of_the_mean_loss(rank: int) -> None:
+    """The law of gradients: derive(loss)(shard(t)) == shard(derive(mean of losses)(t)), of every order, batched and not."""
     model = mlp()
     spec, t = mini.by_type(model, nn.Linear), full_params(model)
     v = {name: torch.randn_like(x) for name, x in t.items()}
@@ -140,15 +139,12 @@ def compare_derivatives(rank: int) -> None:
         torch.testing.assert_close(found, sharded, rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_derivatives_are_those_of_the_mean_loss(gloo2: Pool) -> None:
-    """The law of gradients: derive(loss)(shard(t)) == shard(derive(mean of losses)(t)), of every order, batched and not."""
-    gloo2.run(compare_derivatives)
-
-
 # --- a unit's life ---
 
 
-def watch_buffers(rank: int) -> None:
+@real_ranks(2)
+def test_buffers_are_freed_and_gathered_again(rank: int) -> None:
+    """Nothing holds a buffer between forward and backward; second derivatives gather, too; the model stays as it was."""
     model, x = mlp(), torch.ones(3).double()
     spec, params = mini.by_type(model, nn.Linear), [*model.parameters()]
     slices = {unit: x.requires_grad_() for unit, x in mini.shard(full_params(model), spec).items()}
@@ -185,8 +181,3 @@ def watch_buffers(rank: int) -> None:
         mini.functional_call(model, slices, (torch.ones(4).double(),), spec)
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_buffers_are_freed_and_gathered_again(gloo2: Pool) -> None:
-    """Nothing holds a buffer between forward and backward; second derivatives gather, too; the model stays as it was."""
-    gloo2.run(watch_buffers)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import depth, each, mark_seldom, seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import init_device_mesh
@@ -497,7 +497,10 @@ def test_wrong_counts_on_one_rank(counts: tuple[Any, ...]) -> None:
         c.ragged_all_to_all(torch.ones(3), ProcessAxis(1, 0), *counts)
 
 
-def ragged_compiled(rank: int) -> None:
+@seldom
+@real_ranks(2)
+def test_uneven_counts_compiled(rank: int) -> None:
+    """Lists of ints are in one graph; counts from data interrupt torch.compile's, and make_fx refuses them."""
     axis, send = Mesh.world()["shard"], counts_of(2)[rank]
     receive = c.all_to_all(send, axis)
     x = inputs(CASES["ragged_all_to_all"], 2)[rank][: send.sum()]
@@ -520,12 +523,6 @@ def ragged_compiled(rank: int) -> None:
             make_fx(lambda x: c.ragged_all_to_all(x, axis, *counts))(x)
     with pytest.raises(ValueError, match="expected 3 rows together"):
         make_fx(lambda x: c.ragged_all_to_all(x, axis, [1, 1], [1, 1]))(torch.ones(3))
-
-
-@seldom
-def test_uneven_counts_compiled(gloo2: Pool) -> None:
-    """Lists of ints are in one graph; counts from data interrupt torch.compile's, and make_fx refuses them."""
-    gloo2.run(ragged_compiled)
 
 
 def test_bytes_of_uneven_counts() -> None:

@@ -17,7 +17,7 @@ import torch
 from depth import mark_seldom, some
 from parity import WAYS, average_gradients, numbers, same
 from peer_models import MLP, Net
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils import dlpack
@@ -217,22 +217,6 @@ def by_product(model: Net, x: Tensor) -> Tensor:
     return model.head(x)
 
 
-def custom_function(rank: int, by_attribute: bool) -> None:
-    Product.by_attribute = by_attribute
-    agrees(rank, by_product, lambda y, x: y.pow(2).mean())
-    Product.seen.clear()
-    model, x = Hooked(by_product), numbers(rank, 0)
-    expected = [w.detach() for block in reversed(model.blocks) for w in (block.out_proj.weight, block.in_proj.weight)]
-    for spec, prefetch in some(product(specs(model), AHEAD), 1):
-        f = lambda p: fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch).pow(2).mean()  # noqa: E731
-        for _ in range(2):
-            fs.grad(f)(fs.shard(model, spec))
-        assert len(Product.seen) == 2 * len(expected)
-        for got, weight in zip(Product.seen, expected * 2, strict=True):
-            assert torch.equal(got, weight), prefetch  # also after all that was gathered and reduced since
-        Product.seen.clear()
-
-
 def gradients_are_the_callers(rank: int) -> None:
     """What a step returned, and what hooks saw in it, is not written over by the rest of it or by the next step."""
     model, x = Net(BLOCKS), numbers(rank, 0)
@@ -371,14 +355,11 @@ CASES: dict[str, Callable[[int], None]] = {
 }
 
 
-def run_case(rank: int, name: str) -> None:
-    CASES[name](rank)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_what_outlives_its_unit_is_right_or_an_error(gloo2: Pool, name: str) -> None:
+@real_ranks(2)
+def test_what_outlives_its_unit_is_right_or_an_error(rank: int, name: str) -> None:
     """Outputs, views, closures, attributes, a second use, second, repeated and partial backwards, failures, generators."""
-    gloo2.run(run_case, name)
+    CASES[name](rank)
 
 
 @pytest.mark.parametrize("how", mark_seldom(HOLD, "the parameter", "data", "a view", "untyped_storage", "numpy", "an iterator"))
@@ -388,6 +369,19 @@ def test_what_is_held_stays_what_it_was(gloo2: Pool, how: str) -> None:
 
 
 @pytest.mark.parametrize("by_attribute", [False, True])
-def test_custom_functions_keep_their_weights(gloo2: Pool, by_attribute: bool) -> None:
+@real_ranks(2)
+def test_custom_functions_keep_their_weights(rank: int, by_attribute: bool) -> None:
     """By save_for_backward, where a note stands for the weight, and as an attribute, where the buffer itself is held."""
-    gloo2.run(custom_function, by_attribute)
+    Product.by_attribute = by_attribute
+    agrees(rank, by_product, lambda y, x: y.pow(2).mean())
+    Product.seen.clear()
+    model, x = Hooked(by_product), numbers(rank, 0)
+    expected = [w.detach() for block in reversed(model.blocks) for w in (block.out_proj.weight, block.in_proj.weight)]
+    for spec, prefetch in some(product(specs(model), AHEAD), 1):
+        f = lambda p: fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch).pow(2).mean()  # noqa: E731
+        for _ in range(2):
+            fs.grad(f)(fs.shard(model, spec))
+        assert len(Product.seen) == 2 * len(expected)
+        for got, weight in zip(Product.seen, expected * 2, strict=True):
+            assert torch.equal(got, weight), prefetch  # also after all that was gathered and reduced since
+        Product.seen.clear()

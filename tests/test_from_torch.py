@@ -15,7 +15,7 @@ import torch
 from cases import owned
 from depth import pairs
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
@@ -592,7 +592,8 @@ def test_options_of_simulated_ranks_are_refused() -> None:
         fs.testing.spmd(build, 2)(torch.zeros(2))
 
 
-def with_options(rank: int) -> None:
+@real_ranks(2)
+def test_real_ranks(rank: int) -> None:
     module = model()
     start = numbers(module, 1)
     for policy in (fs.policies.whole(), fs.by_path({"0": fs.P(), "2": fs.P("shard")})):
@@ -604,10 +605,6 @@ def with_options(rank: int) -> None:
             params, state = update(fs.shard(gradients(start, step), spec), state, params)
         own = lambda name: {} if start[name].dim() > 1 else {"weight_decay": 0.0}  # noqa: E731
         assert_close(fs.unshard(params, spec), by_torch(torch.optim.AdamW, {"weight_decay": 0.5}, start, 3, own))
-
-
-def test_real_ranks(gloo2: Pool) -> None:
-    gloo2.run(with_options)
 
 
 # --- mistakes ---

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import same
 from depth import mark_seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -208,12 +208,9 @@ def test_unshard_inside_forward_and_nested(gloo2: Pool) -> None:
     assert gloo2.run(inside_of_a_loss) == [True, True]
 
 
-def test_apply_to_the_full_parameters_equals_apply_to_the_model(gloo2: Pool) -> None:
+@real_ranks(2)
+def test_apply_to_the_full_parameters_equals_apply_to_the_model(rank: int) -> None:
     """module.apply(init) is scatter_full of the initialised full parameters."""
-    gloo2.run(applied)
-
-
-def applied(rank: int) -> None:
     model, twin = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     spec = fs.by_type(nn.Linear)(model).bound
     full = fs.gather_full(fs.shard(model, spec), spec, rank0_only=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import dealt, each
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.func import grad
@@ -203,7 +203,9 @@ def test_the_partner_of_scatter_is_gather_slices() -> None:
         assert_close(got, factor * torch.stack([expected, expected]))
 
 
-def uneven(rank: int) -> None:
+@real_ranks(2)
+def test_uneven_rows_are_an_error_on_every_rank(rank: int) -> None:
+    """Before anything is sent: gloo would end one rank, and give the other a wrong shape."""
     axis = Mesh.world()["shard"]
     error = (
         r"do not fit: .* of \[2, 3\] torch.float32 on rank 0, and gather_values of \[1, 3\] .* on rank 1. Expected one shape"
@@ -218,8 +220,3 @@ def uneven(rank: int) -> None:
     with pytest.raises(RuntimeError, match=error):
         gather_values(torch.ones(2 - rank, 3), axis)
     assert gather_values(torch.full((1,), float(rank)), axis).tolist() == [0.0, 1.0]  # nothing is left under way
-
-
-def test_uneven_rows_are_an_error_on_every_rank(gloo2: Pool) -> None:
-    """Before anything is sent: gloo would end one rank, and give the other a wrong shape."""
-    gloo2.run(uneven)

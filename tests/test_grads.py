@@ -12,7 +12,7 @@ from collective_log import Collectives, world
 from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
@@ -95,7 +95,11 @@ def test_over_some_axes_and_then_the_others(p: P) -> None:
         assert not any(torch.equal(t[0], t[2] if rest == ["replicate"] else t[1]) for t in partial.values())
 
 
-def on_a_real_mesh(rank: int, way: str, p: P) -> None:
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False)], ids=str)
+@pytest.mark.parametrize("way", ["fs", "torch.func"])
+@real_ranks(4)
+def test_micro_batches_with_one_all_reduce(rank: int, way: str, p: P) -> None:
+    """HSDP on real ranks: three micro-batches reduced over the slices each, over the replicas once; or once altogether."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -122,13 +126,6 @@ def on_a_real_mesh(rank: int, way: str, p: P) -> None:
         once = fs.reduce_grads({name: torch.stack([g[name] for g in local]).sum(0) for name in full}, spec)
     assert len(log.all) == 2 * len(spec)
     same(once, done)
-
-
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False)], ids=str)
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
-def test_micro_batches_with_one_all_reduce(gloo4: Pool, way: str, p: P) -> None:
-    """HSDP on real ranks: three micro-batches reduced over the slices each, over the replicas once; or once altogether."""
-    gloo4.run(on_a_real_mesh, way, p)
 
 
 @settings(max_examples=depth(12, 300))
@@ -172,7 +169,9 @@ def test_a_weight_that_is_no_number_of_samples(wrong: float) -> None:
     assert shares.isnan().all()
 
 
-def weighted(rank: int) -> None:
+@real_ranks(2)
+def test_a_weighted_loss_is_reduced_in_backward(rank: int) -> None:
+    """``loss * weight_share`` and ``reduce="sum"`` on two ranks with two and five samples: the mean over seven."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
     model = nn.Linear(3, 1).double()
@@ -192,11 +191,6 @@ def weighted(rank: int) -> None:
     for key, g in expected.items():
         torch.testing.assert_close(got[key], g, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(later[key], g, rtol=1e-6, atol=1e-7)
-
-
-def test_a_weighted_loss_is_reduced_in_backward(gloo2: Pool) -> None:
-    """``loss * weight_share`` and ``reduce="sum"`` on two ranks with two and five samples: the mean over seven."""
-    gloo2.run(weighted)
 
 
 class Total(nn.Linear):

@@ -21,7 +21,7 @@ from hosted import elsewhere
 from models import EXACT
 from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
 from peer_models import MLP, Block, Chunked, Net, Transformer
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_at_rest import CODECS, XS, Adapted, expected, model_of, quantized
 from test_memory import watched
 from torch import Tensor, nn
@@ -288,7 +288,11 @@ def test_groups_of_several_dtypes(alone: Pool, case: Case) -> None:
     assert alone.run(mirrored, case) == [""]
 
 
-def combined(rank: int, p: P, way: str) -> None:
+@each
+@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), P()], ids=str)
+@pytest.mark.parametrize("way", ["accumulate", "update_in_backward"])
+@real_ranks(2)
+def test_steps(rank: int, p: P, way: str) -> None:
     """What a group changes of a step by accumulate or update_in_backward: nothing."""
     torch.manual_seed(0)
     model, x = Net(), torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(rank)).double()
@@ -308,22 +312,12 @@ def combined(rank: int, p: P, way: str) -> None:
         torch.testing.assert_close(results[1][name], tensor)
 
 
-@each
-@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), P()], ids=str)
-@pytest.mark.parametrize("way", ["accumulate", "update_in_backward"])
-def test_steps(gloo2: Pool, way: str, p: P) -> None:
-    gloo2.run(combined, p, way)
-
-
-def offloaded(rank: int) -> None:
+@real_ranks(2)
+def test_groups_in_host_memory(rank: int) -> None:
     with elsewhere():
         model = Net()
         spec = by_group([MLP], size=2, p=P("shard", offload="params", remat=True))(model).bound
         check_parity(rank, model, spec, steps=2)
-
-
-def test_groups_in_host_memory(gloo2: Pool) -> None:
-    gloo2.run(offloaded)
 
 
 def adapted(p: P, name: str) -> tuple[nn.Module, fs.PartitionSpec]:
@@ -332,7 +326,14 @@ def adapted(p: P, name: str) -> tuple[nn.Module, fs.PartitionSpec]:
     return model, override(by_group([Adapted], p=p), fs.by_path({"": p}))(model).bound
 
 
-def at_rest(rank: int, p: P, name: str, way: str, checked: bool) -> None:
+@each
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@real_ranks(2)
+def test_groups_at_rest_in_a_codec(rank: int, p: P, name: str, way: str, checked: bool) -> None:
+    """Values and gradients are the plain model's with the decoded weights, also inside of fs.check()."""
     model, spec = adapted(p, name)
     assert {unit.key: unit.at_rest is not None for unit in spec} == {"": True, "0+1": False, "0+1:frozen": True}
     grads, losses = expected(model, CODECS[name], XS[:2])
@@ -346,16 +347,6 @@ def at_rest(rank: int, p: P, name: str, way: str, checked: bool) -> None:
         torch.testing.assert_close(g, grads[key], **EXACT)
     for key, tensor in quantized(model, CODECS[name]).named_parameters():
         assert torch.equal(full[key], tensor)
-
-
-@each
-@pytest.mark.parametrize("checked", [False, True])
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("way", MAIN_WAYS)
-def test_groups_at_rest_in_a_codec(gloo2: Pool, p: P, name: str, way: str, checked: bool) -> None:
-    """Values and gradients are the plain model's with the decoded weights, also inside of fs.check()."""
-    gloo2.run(at_rest, p, name, way, checked)
 
 
 def test_bytes_of_a_group_at_rest_are_gathered_once() -> None:
@@ -415,19 +406,17 @@ def test_ranks_that_run_other_groups_get_an_error(gloo2: Pool, p: P) -> None:
         assert "unit 'blocks.2+blocks.3'" in text
 
 
-def chunked(rank: int, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@real_ranks(2)
+def test_partial_group_forward_then_standalone(rank: int, way: str) -> None:
+    """Of a group norm and head, the forward runs one, and calls of their own the other, for each chunk of the loss."""
+
     def loss(call: Any, ids: Tensor) -> Tensor:
         chunks = call(ids, method="trunk").chunk(3, 1)
         return sum(((call(chunk, method="project") ** 2).mean() for chunk in chunks), torch.zeros(()))
 
     check_parity(rank, Chunked(2), grouped(P("shard"))(Chunked(2)), tokens, loss, way=way)
-
-
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-def test_partial_group_forward_then_standalone(gloo2: Pool, way: str) -> None:
-    """Of a group norm and head, the forward runs one, and calls of their own the other, for each chunk of the loss."""
-    gloo2.run(chunked, way)
 
 
 class Wide(MLP):

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import numbers
 from peer_models import MLP, Net
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_accumulate import STRATEGIES, Some, close, policy
 from test_memory import no_collector
 from torch import Tensor, nn
@@ -132,7 +132,14 @@ def test_on_replicas(gloo4: Pool, strategy: str, count: int, clip: str) -> None:
     gloo4.run(on_ranks, (2, 2), strategy, count, clip, True)
 
 
-def used_otherwise(rank: int, how: str) -> None:
+OTHERWISE = "twice/twice, remat/penalty/teacher/computed/one computed/inner gradient/checkpoint/remat/a unit alone"
+
+
+@pytest.mark.parametrize(
+    "how", mark_seldom(OTHERWISE.split("/"), "twice", "twice, remat", "teacher", "computed", "inner gradient", "remat")
+)
+@real_ranks(2)
+def test_units_used_otherwise(rank: int, how: str) -> None:
     """Losses whose units get gradients from several places: each is updated once, with all of them."""
     model = Some()
     spec = policy(STRATEGIES["remat" if how == "twice, remat" else "shard"], P("shard"))(model).bound
@@ -177,16 +184,6 @@ def used_otherwise(rank: int, how: str) -> None:
         told.clear()
 
 
-OTHERWISE = "twice/twice, remat/penalty/teacher/computed/one computed/inner gradient/checkpoint/remat/a unit alone"
-
-
-@pytest.mark.parametrize(
-    "how", mark_seldom(OTHERWISE.split("/"), "twice", "twice, remat", "teacher", "computed", "inner gradient", "remat")
-)
-def test_units_used_otherwise(gloo2: Pool, how: str) -> None:
-    gloo2.run(used_otherwise, how)
-
-
 class WithoutGradient(nn.Module):
     """A module that runs twice, and one that runs once: of each, backward does not come to a run."""
 
@@ -202,7 +199,17 @@ class WithoutGradient(nn.Module):
         return self.last(out)
 
 
-def runs_without_gradient(_: int) -> None:
+def test_an_optimizer_instead_of_its_update_is_refused() -> None:
+    model = MLP(3)
+    spec = fs.policies.whole()(model)
+    params, sgd = fs.shard(model, spec), fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match=r"update: expected the second of \(init, update\), got Optimizer"):
+        fs.update_in_backward(sgd, lambda p, x: x.sum(), params, sgd.init(params), [torch.ones(3)], spec=spec)  # type: ignore[arg-type]
+
+
+@real_ranks(2)
+def test_recomputed_runs_without_gradient(rank: int) -> None:
+    """A unit is updated when its gradient is reduced, although the loss does not depend on its last run."""
     model = WithoutGradient()
     group = fs.policies.by_group(["twice", "unused"], p=P("shard", remat=True))
     for units in (fs.by_type(nn.Linear, p=P("shard", remat=True)), fs.policies.override(fs.by_type(nn.Linear), group)):
@@ -213,19 +220,6 @@ def runs_without_gradient(_: int) -> None:
         for clip in ({}, CLIPS["previous"]):
             got = fs.update_in_backward(update, loss, params, state, batches, spec=spec, **clip)
             same(got, reference(update, loss, params, state, batches, spec=spec, **clip), clip)
-
-
-def test_an_optimizer_instead_of_its_update_is_refused() -> None:
-    model = MLP(3)
-    spec = fs.policies.whole()(model)
-    params, sgd = fs.shard(model, spec), fs.optim.from_torch(torch.optim.SGD, lr=0.1)
-    with pytest.raises(TypeError, match=r"update: expected the second of \(init, update\), got Optimizer"):
-        fs.update_in_backward(sgd, lambda p, x: x.sum(), params, sgd.init(params), [torch.ones(3)], spec=spec)  # type: ignore[arg-type]
-
-
-def test_recomputed_runs_without_gradient(gloo2: Pool) -> None:
-    """A unit is updated when its gradient is reduced, although the loss does not depend on its last run."""
-    gloo2.run(runs_without_gradient)
 
 
 def test_under_a_transform() -> None:
@@ -402,7 +396,14 @@ class Loops(nn.Module):
         return x
 
 
-def of_loops(rank: int, p: P) -> None:
+@pytest.mark.parametrize(
+    "p",
+    mark_seldom([P("shard"), P("shard", reshard=False), P(), P("shard", remat=True)], P("shard"), P("shard", remat=True)),
+    ids=str,
+)
+@real_ranks(2)
+def test_modules_that_run_often(rank: int, p: P) -> None:
+    """Each unit is complete after the last of its runs' backwards, even where the update writes into the shards."""
     model = Loops()
     spec = fs.by_type(MLP, nn.Linear, p=p)(model).bound
     params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
@@ -413,20 +414,11 @@ def of_loops(rank: int, p: P) -> None:
     same(fs.update_in_backward(donating, loss, params, init(params), batches, spec=spec), expected, {})
 
 
-@pytest.mark.parametrize(
-    "p",
-    mark_seldom([P("shard"), P("shard", reshard=False), P(), P("shard", remat=True)], P("shard"), P("shard", remat=True)),
-    ids=str,
-)
-def test_modules_that_run_often(gloo2: Pool, p: P) -> None:
-    """Each unit is complete after the last of its runs' backwards, even where the update writes into the shards."""
-    gloo2.run(of_loops, p)
-
-
 # --- what torch's own tests claim (PEER_TESTS.md, 17) ---
 
 
-def ten_steps(rank: int) -> None:
+@real_ranks(2)
+def test_ten_steps_bit_by_bit(rank: int) -> None:
     """test_post_acc_grad_hook_optim_parity: AdamW and StepLR, ten iterations, losses and params bit by bit."""
     torch.manual_seed(0)
     model = nn.Sequential(*(MLP(5) for _ in range(3)))
@@ -443,10 +435,6 @@ def ten_steps(rank: int) -> None:
         inside, states[1] = step.params, step.state
         assert torch.equal(value, step.value)
         close(inside, after, 0)
-
-
-def test_ten_steps_bit_by_bit(gloo2: Pool) -> None:
-    gloo2.run(ten_steps)
 
 
 class Biased(nn.Module):

@@ -19,7 +19,7 @@ import soak
 import torch
 import torch.distributed as dist
 from depth import depth, each, seldom
-from ranks import Pool, launch
+from ranks import Pool, launch, real_ranks
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -45,8 +45,13 @@ def world() -> str:
     return dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def held_by_gloo(rank: int, op: str) -> None:
-    """Asserts that input and output are there until the wait, although another rank is late and nobody else holds them."""
+@pytest.mark.parametrize("op", STARTED)
+@real_ranks(2)
+def test_gloo_holds_what_it_writes(rank: int, op: str) -> None:
+    """And what it reads: no buffer that is let go is freed under it.
+
+    Asserts that input and output are there until the wait, although another rank is late and nobody else holds them.
+    """
     dist.barrier()
     time.sleep(0.3 * rank)
     x = torch.full((4, 1000), float(rank))
@@ -63,12 +68,6 @@ def held_by_gloo(rank: int, op: str) -> None:
         time.sleep(0.01)  # gloo's own thread lets go of them after it has said so
     assert read.expired()
     assert written() is None
-
-
-@pytest.mark.parametrize("op", STARTED)
-def test_gloo_holds_what_it_writes(gloo2: Pool, op: str) -> None:
-    """And what it reads: no buffer that is let go is freed under it."""
-    gloo2.run(held_by_gloo, op)
 
 
 def dropped(rank: int) -> tuple[float, int, int]:

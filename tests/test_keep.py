@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import Collectives, Sent, world
 from depth import mark_seldom, seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
@@ -207,7 +207,8 @@ def test_four_ranks(gloo4: Pool, kind: str, transform: str) -> None:
     gloo4.run(compare_on_ranks, "shard", transform, kind)
 
 
-def compare_two_axes(rank: int) -> None:
+@real_ranks(4)
+def test_slices_over_two_axes(rank: int) -> None:
     """Slices over two axes, gathered one after the other."""
     model = make_model()
     spec = units(P(("replicate", "shard"), precision=KEEP))(model).on(meshes("two axes"))
@@ -218,14 +219,13 @@ def compare_two_axes(rank: int) -> None:
         assert_close(fs.unshard(grads, spec), mean_over_ranks(theirs, model, F32, full, 4))
 
 
-def test_slices_over_two_axes(gloo4: Pool) -> None:
-    gloo4.run(compare_two_axes)
-
-
 # --- bit for bit, in two bytes and four ---
 
 
-def compare_bits(rank: int, reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+@real_ranks(2)
+def test_bit_for_bit(rank: int, reshard: bool) -> None:
+    """Nothing that is kept is rounded, on its way there and back, and the rest is rounded once."""
     model = make_model(F32)
     spec = units(P("shard", reshard=reshard, precision=LOW))(model).on(meshes())
     full = full_of(model)
@@ -233,12 +233,6 @@ def compare_bits(rank: int, reshard: bool) -> None:
     expected = mean_over_ranks(torch.func.grad, model, BF16, full, dist.get_world_size())
     for name, grad in fs.unshard(grads, spec).items():
         assert torch.equal(grad, expected[name]), name
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_bit_for_bit(gloo2: Pool, reshard: bool) -> None:
-    """Nothing that is kept is rounded, on its way there and back, and the rest is rounded once."""
-    gloo2.run(compare_bits, reshard)
 
 
 class Reads(nn.Module):
@@ -252,7 +246,8 @@ class Reads(nn.Module):
         return [p.clone() for p in self.params]
 
 
-def read_on_ranks(rank: int) -> None:
+@real_ranks(2)
+def test_all_values_arrive(rank: int) -> None:
     """Every size and every place of what is kept, and dtypes of one, two, four and eight bytes."""
     generator = random.Random(0)
     for low, kept in ((BF16, F32), (F32, F64), (torch.float16, BF16), (F64, BF16), (torch.float8_e4m3fn, F32)):
@@ -272,10 +267,6 @@ def read_on_ranks(rank: int) -> None:
                     expected = p.detach().to(kept if f"params.{i}" in names else low)
                     assert got.dtype == expected.dtype
                     assert torch.equal(got.double(), expected.double()), (sizes, names, i)
-
-
-def test_all_values_arrive(gloo2: Pool) -> None:
-    gloo2.run(read_on_ranks)
 
 
 # --- simulated ranks ---
@@ -302,7 +293,15 @@ def test_simulated_ranks(sizes: dict[str, int], transform: str) -> None:
 # --- what a step has beside its gradient ---
 
 
-def step_options(rank: int, name: str) -> None:
+OPTIONS = [
+    "accumulate shards", "accumulate full", "update_in_backward", "loss scale", "frozen", "create_graph", "jvp", "vmap",
+    "per_sample_grads", "full", "torch.compile",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mark_seldom(OPTIONS, "accumulate shards", "accumulate full", "frozen", "create_graph", "vmap"))
+@real_ranks(2)
+def test_options_of_a_step(rank: int, name: str) -> None:
     """Each beside the same on one rank without shards, or on shards of the whole model in one dtype."""
     torch._dynamo.reset()
     model = make_model(frozen=name == "frozen")
@@ -359,17 +358,6 @@ def step_options(rank: int, name: str) -> None:
     else:
         raise AssertionError(name)
     assert_close(fs.unshard(grads, spec), expected)
-
-
-OPTIONS = [
-    "accumulate shards", "accumulate full", "update_in_backward", "loss scale", "frozen", "create_graph", "jvp", "vmap",
-    "per_sample_grads", "full", "torch.compile",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", mark_seldom(OPTIONS, "accumulate shards", "accumulate full", "frozen", "create_graph", "vmap"))
-def test_options_of_a_step(gloo2: Pool, name: str) -> None:
-    gloo2.run(step_options, name)
 
 
 # --- what is sent, and planned ---

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import mark_seldom
-from ranks import Pool
+from ranks import real_ranks
 from test_keep import TRANSFORMS
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -149,17 +149,14 @@ MESHES = {
 CASES = [(name, sizes) for name, some in MESHES.items() for sizes in some]
 
 
-def on_ranks(rank: int, name: str, sizes: Mapping[str, int], strategy: str, transform: str) -> None:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    case = Case(name, sizes, strategy)
-    compare(case.run(mesh, case.xs[rank], transform), case.expected(transform))
-
-
 @pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "fs.grad", "hvp"))
 @pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard"))
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
-def test_real_ranks(gloo4: Pool, name: str, sizes: dict[str, int], strategy: str, transform: str) -> None:
-    gloo4.run(on_ranks, name, sizes, strategy, transform)
+@real_ranks(4)
+def test_real_ranks(rank: int, name: str, sizes: dict[str, int], strategy: str, transform: str) -> None:
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    case = Case(name, sizes, strategy)
+    compare(case.run(mesh, case.xs[rank], transform), case.expected(transform))
 
 
 @pytest.mark.parametrize("transform", mark_seldom(["torch.func.grad", "hvp", "penalty"], "torch.func.grad"))

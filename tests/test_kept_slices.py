@@ -16,7 +16,7 @@ from fuzz_cases import Case, on_real_ranks
 from hosted import elsewhere
 from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
 from peer_models import MLP, Block, Net, Transformer, chain
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_memory import no_collector
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -160,19 +160,16 @@ PS: dict[str, dict[str, Any]] = {
 }
 
 
-def parity(rank: int, name: str, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("name", PS)
+@real_ranks(4)
+def test_train_parity(rank: int, name: str, way: str) -> None:
+    """Losses, gradients and parameters on four real ranks, with frozen and tied parameters."""
     model = Transformer(3, tied=name == "outer")
     model.layers[1].norm1.requires_grad_(False)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
     check_parity(rank, model, fs.by_type(Block, p=P(BOTH, **PS[name]))(model).on(mesh), tokens, next_token, way=way)
-
-
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("name", PS)
-def test_train_parity(gloo4: Pool, name: str, way: str) -> None:
-    """Losses, gradients and parameters on four real ranks, with frozen and tied parameters."""
-    gloo4.run(parity, name, way)
 
 
 @each
@@ -186,16 +183,13 @@ def test_transforms(gloo4: Pool, transform: str, p: str) -> None:
     )
 
 
-def three_axes(rank: int, kept: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("kept", mark_seldom([("node",), ("gpu",), ("pod", "gpu")], ("pod", "gpu")), ids=str)
+@real_ranks(4)
+def test_three_axes(rank: int, kept: tuple[str, ...]) -> None:
     axes = ("pod", "node", "gpu")
     model = Net()
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=axes)
     check_parity(rank, model, fs.by_type(MLP, p=P(axes, reshard=kept))(model).on(mesh))
-
-
-@pytest.mark.parametrize("kept", mark_seldom([("node",), ("gpu",), ("pod", "gpu")], ("pod", "gpu")), ids=str)
-def test_three_axes(gloo4: Pool, kept: tuple[str, ...]) -> None:
-    gloo4.run(three_axes, kept)
 
 
 def test_simulated_ranks() -> None:
@@ -207,7 +201,14 @@ def test_simulated_ranks() -> None:
         fs.testing.assert_exact(lambda call, x: call(x).square().sum(), model, spec, x[:ranks], order=2)
 
 
-def same_as_shards(rank: int, what: str) -> None:
+@pytest.mark.parametrize(
+    "what",
+    mark_seldom(
+        ["bf16", "keep", "codec", "nf4", "accumulate", "update_in_backward", "retained"], "accumulate", "codec", "keep", "nf4"
+    ),
+)
+@real_ranks(4)
+def test_a_step_is_that_of_shards(rank: int, what: str) -> None:
     """A step with kept slices is, bit by bit, that of shards alone."""
     torch.manual_seed(0)
     model = chain().float() if what in ("bf16", "codec", "nf4") else chain()
@@ -252,17 +253,8 @@ def same_as_shards(rank: int, what: str) -> None:
     assert all(torch.equal(x, results[1][key]) for key, x in results[0].items())
 
 
-@pytest.mark.parametrize(
-    "what",
-    mark_seldom(
-        ["bf16", "keep", "codec", "nf4", "accumulate", "update_in_backward", "retained"], "accumulate", "codec", "keep", "nf4"
-    ),
-)
-def test_a_step_is_that_of_shards(gloo4: Pool, what: str) -> None:
-    gloo4.run(same_as_shards, what)
-
-
-def offloaded(rank: int) -> None:
+@real_ranks(4)
+def test_shards_in_host_memory(rank: int) -> None:
     with elsewhere():
         model = Net()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
@@ -270,11 +262,9 @@ def offloaded(rank: int) -> None:
         check_parity(rank, model, spec, steps=2)
 
 
-def test_shards_in_host_memory(gloo4: Pool) -> None:
-    gloo4.run(offloaded)
-
-
-def changed_between(rank: int) -> None:
+@real_ranks(4)
+def test_shards_that_are_changed_between_forward_and_backward(rank: int) -> None:
+    """As with every other reshard: an error."""
     model = Net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
     spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh)
@@ -284,11 +274,6 @@ def changed_between(rank: int) -> None:
         params["blocks.0"].mul_(2)
     with pytest.raises(RuntimeError, match=r"the shard of unit 'blocks.0' was modified in place between forward and backward"):
         value.backward()
-
-
-def test_shards_that_are_changed_between_forward_and_backward(gloo4: Pool) -> None:
-    """As with every other reshard: an error."""
-    gloo4.run(changed_between)
 
 
 # --- compiled ---
@@ -316,7 +301,10 @@ def test_compiled_units(alone: Pool, remat: bool) -> None:
     assert all(torch.allclose(compiled[key], g, rtol=1e-12, atol=1e-12) for key, g in grads.items())
 
 
-def in_a_graph(rank: int) -> None:
+@seldom
+@real_ranks(4)
+def test_compiled_steps(rank: int) -> None:
+    """A graph gathers from all ranks again: the same numbers."""
     model, x = Net(), numbers(rank, 0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
     spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh)
@@ -325,9 +313,3 @@ def in_a_graph(rank: int) -> None:
     got, want = fs.compile(fs.grad(loss), backend="aot_eager")(params), fs.grad(loss)(params)
     for key, g in want.items():
         torch.testing.assert_close(got[key], g)
-
-
-@seldom
-def test_compiled_steps(gloo4: Pool) -> None:
-    """A graph gathers from all ranks again: the same numbers."""
-    gloo4.run(in_a_graph)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import each, mark_seldom
-from ranks import Pool
+from ranks import real_ranks
 from test_local import OPTIONS, batches, full_sizes, objective, spec_of, whole_params
 from test_local_training import KINDS, MESHES, Rank, Tree
 from torch import Tensor
@@ -66,7 +66,10 @@ def test_gradients_of_one_process(name: str, options: dict[str, Any], sizes: dic
             )
 
 
-def on_ranks(rank: int, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("sizes", mark_seldom(MESHES, MESHES[1]), ids=str)
+@real_ranks(4)
+def test_on_real_ranks(rank: int, sizes: dict[str, int]) -> None:
+    """Units with local axes are exact, whatever the rank of PowerSGD."""
     case = Rank(rank, sizes, OPTIONS[0])
     case.xs = case.xs[:, :1]
     for name, make in LOSSLESS.items():
@@ -78,12 +81,6 @@ def on_ranks(rank: int, sizes: dict[str, int]) -> None:
     for name, g in fs.unshard(lossy, case.spec).items():
         if name in local:
             torch.testing.assert_close(g, want[name], rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("sizes", mark_seldom(MESHES, MESHES[1]), ids=str)
-def test_on_real_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
-    """Units with local axes are exact, whatever the rank of PowerSGD."""
-    gloo4.run(on_ranks, sizes)
 
 
 def test_sums_of_float16_do_not_overflow() -> None:

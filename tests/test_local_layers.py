@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from depth import mark_seldom
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
@@ -54,8 +54,13 @@ def batch() -> Tensor:
     return torch.randn(2, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def run(rank: int, option: str) -> None:
-    """A rank is seeded by its coordinates on the axes that are not local: the guide's advice."""
+@pytest.mark.parametrize("option", mark_seldom(OPTIONS, "plain", "remat"))
+@real_ranks(4)
+def test_dropout_and_buffers(rank: int, option: str) -> None:
+    """Gradients and running statistics of one process, for any way in which units run.
+
+    A rank is seeded by its coordinates on the axes that are not local: the guide's advice.
+    """
     whole, local, spec, full = models(OPTIONS[option])
     on = spec.on(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES)))
     at, xs = on.axis("shard").rank, batch()
@@ -77,9 +82,3 @@ def run(rank: int, option: str) -> None:
     for name, g in fs.unshard(grads, on).items():
         assert_close(g, want[name], rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
     assert_close(new, of_rank(full, at)[1])  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("option", mark_seldom(OPTIONS, "plain", "remat"))
-def test_dropout_and_buffers(gloo4: Pool, option: str) -> None:
-    """Gradients and running statistics of one process, for any way in which units run."""
-    gloo4.run(run, option)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import each, mark_seldom, seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_by_matrix import ADAMW, OPTIMIZERS
 from test_matrices import piece_of, walk
 from torch import Tensor, nn
@@ -137,7 +137,9 @@ def mesh_of(sizes: dict[str, int]) -> Any:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def on_ranks(rank: int, mesh: str) -> None:
+@pytest.mark.parametrize("mesh", mark_seldom(ON_FOUR, "experts", "both"))
+@real_ranks(4)
+def test_equal_on_real_ranks(rank: int, mesh: str) -> None:
     sizes = all_axes(MESHES[mesh][0])
     spec = spec_on(mesh_of(sizes), sizes, MESHES[mesh][1])
     for optimizer in ("muon", "shampoo", "soap"):
@@ -158,13 +160,13 @@ def on_ranks(rank: int, mesh: str) -> None:
         assert torch.equal(back[name], PARAMS[name])
 
 
-@pytest.mark.parametrize("mesh", mark_seldom(ON_FOUR, "experts", "both"))
-def test_equal_on_real_ranks(gloo4: Pool, mesh: str) -> None:
-    gloo4.run(on_ranks, mesh)
+@pytest.mark.parametrize("optimizer", ["muon", "shampoo", "soap"])
+@real_ranks(2)
+def test_units_split_and_local_over_one_axis(rank: int, optimizer: str) -> None:
+    """They were sent in one batch, with the sizes of its first unit: one rank raised, the other waited.
 
-
-def beside_split_unit(rank: int, optimizer: str) -> None:
-    """A projection that is split over "tensor" before a layer that is local over it, and another unit that is neither."""
+    A projection that is split over "tensor" before a layer that is local over it, and another unit that is neither.
+    """
     local = {"columns": 1, "rows": 0, "turned": 1, "twice": 0}
     model = nn.ModuleDict({unit: nn.ParameterDict() for unit in ("first", "layer", "other")})
     units = {"plain": "first", "experts": "other"} | dict.fromkeys(local, "layer")
@@ -184,12 +186,6 @@ def beside_split_unit(rank: int, optimizer: str) -> None:
     for grads in GRADS:
         params, state = update(shard(grads), state, params)
     check({name.split(".")[1]: x for name, x in fs.unshard(params, spec).items()}, expected(optimizer), optimizer)
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "shampoo", "soap"])
-def test_units_split_and_local_over_one_axis(gloo2: Pool, optimizer: str) -> None:
-    """They were sent in one batch, with the sizes of its first unit: one rank raised, the other waited."""
-    gloo2.run(beside_split_unit, optimizer)
 
 
 # --- the state ---

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from depth import each, mark_seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_local import batches, full_sizes, objective, spec_of, whole_params
 from test_local_training import MESHES, Rank, Tree, check_training
 from torch import Tensor
@@ -78,7 +78,12 @@ def test_two_ranks(gloo2: Pool, name: str) -> None:
     gloo2.run(trained, {"expert": 2, "shard": 1}, {"axis": "shard"}, name, "fused")
 
 
-def averaged(rank: int, sizes: dict[str, int]) -> None:
+@each
+@pytest.mark.parametrize(
+    "sizes", [{"replicate": 2, "expert": 2, "shard": 1}, {"tensor": 2, "replicate": 2, "shard": 1}], ids=str
+)
+@real_ranks(4)
+def test_averages_of_replicas(rank: int, sizes: dict[str, int]) -> None:
     """Replicas drift apart, average sometimes, and never with ranks that hold other pieces."""
     case = Rank(rank, {"shard": 1, **sizes}, {"axis": "shard"})
     replica = case.spec.axis("replicate").rank
@@ -104,15 +109,9 @@ def averaged(rank: int, sizes: dict[str, int]) -> None:
         fs.averaging.choose_reduce_axes(fs.averaging.init(5), case.spec, start=2, reduce_axes="shard")
 
 
-@each
-@pytest.mark.parametrize(
-    "sizes", [{"replicate": 2, "expert": 2, "shard": 1}, {"tensor": 2, "replicate": 2, "shard": 1}], ids=str
-)
-def test_averages_of_replicas(gloo4: Pool, sizes: dict[str, int]) -> None:
-    gloo4.run(averaged, sizes)
-
-
-def beside_matrices(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["muon", "shampoo", "soap"])
+@real_ranks(4)
+def test_experts_beside_an_optimizer_of_matrices(rank: int, name: str) -> None:
     """What is not selected is the fallback's: local pieces are updated as by AdamW alone."""
     case = Rank(rank, {"expert": 2, "shard": 2}, {"axis": "shard"})
     grads = fs.grad(case.loss)(case.params, case.x[0])
@@ -124,11 +123,6 @@ def beside_matrices(rank: int, name: str) -> None:
     found, want = fs.unshard(params, case.spec), fs.unshard(plain, case.spec)
     for key, value in found.items():
         assert torch.equal(value, want[key]) == (key != "layers.2.linear.weight"), key
-
-
-@pytest.mark.parametrize("name", ["muon", "shampoo", "soap"])
-def test_experts_beside_an_optimizer_of_matrices(gloo4: Pool, name: str) -> None:
-    gloo4.run(beside_matrices, name)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

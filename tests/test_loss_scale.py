@@ -11,7 +11,7 @@ import torch
 from depth import depth, each
 from parity import numbers, same, sharded_call, squared
 from peer_models import MLP, Net
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -148,7 +148,9 @@ def test_gradient_scaler(gloo4: Pool, mesh: str, bad: int) -> None:
     gloo4.run(beside_fully_shard, mesh, bad)
 
 
-def parity_with_ddp(rank: int) -> None:
+@real_ranks(2)
+def test_ddp_parity_with_grad_scaler(rank: int) -> None:
+    """One-element layers, of which a rank owns none: it learns of the other's infinity, as DDP does."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False)).double()
     spec = fs.policies.always()(model).bound
     peer = DistributedDataParallel(copy.deepcopy(model))
@@ -172,11 +174,6 @@ def parity_with_ddp(rank: int) -> None:
         assert state.scale == scaler.get_scale()
         expected = {name.removeprefix("module."): p.detach() for name, p in peer.named_parameters()}
         same(fs.gather_full(params, spec), expected, "parameters")
-
-
-def test_ddp_parity_with_grad_scaler(gloo2: Pool) -> None:
-    """One-element layers, of which a rank owns none: it learns of the other's infinity, as DDP does."""
-    gloo2.run(parity_with_ddp)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

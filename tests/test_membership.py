@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_log import world
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor
 from torch.distributed import DeviceMesh, init_device_mesh
 
@@ -70,7 +70,8 @@ def test_the_world() -> None:
     assert global_rank(Mesh.world()["shard"], 0) == axis_rank(Mesh.world()["shard"], 0) == 0
 
 
-def on_real_ranks(rank: int) -> None:
+@real_ranks(4)
+def test_real_ranks(rank: int) -> None:
     """Torch's broadcast takes a rank of the world, ours one of the axis: the same tensor."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("quad", "pair"))
     agree_with_torch(mesh)
@@ -79,10 +80,6 @@ def on_real_ranks(rank: int) -> None:
             theirs = torch.tensor([float(rank)])
             dist.broadcast(theirs, global_rank(axis, src), group=mesh.get_group(name))
             assert torch.equal(fs.collectives.broadcast(torch.tensor([float(rank)]), axis, src=src), theirs)
-
-
-def test_real_ranks(gloo4: Pool) -> None:
-    gloo4.run(on_real_ranks)
 
 
 @pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
@@ -115,16 +112,13 @@ def test_ranks_that_are_not_there(rank: int) -> None:
             axis_rank(axis, rank)
 
 
-def out_of_order(rank: int) -> None:
+@real_ranks(4)
+def test_a_mesh_whose_ranks_do_not_rise(rank: int) -> None:
+    """A process group sorts its ranks, so two of them would take the same slice: an error on every rank."""
     for ranks in ([[3, 1], [0, 2]], [[0, 1], [3, 2]]):
         mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b"))
         with pytest.raises(ValueError, match=r"mesh axis '.': expected ranks that rise along it, got"):
             fs.policies.whole(fs.P(("a", "b")))(torch.nn.Linear(4, 1)).on(mesh)
-
-
-def test_a_mesh_whose_ranks_do_not_rise(gloo4: Pool) -> None:
-    """A process group sorts its ranks, so two of them would take the same slice: an error on every rank."""
-    gloo4.run(out_of_order)
 
 
 def test_a_spec_bound_to_groups_that_are_gone_is_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from collective_log import Collectives
 from depth import each, mark_seldom, seldom
 from peer_models import MLP
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
@@ -107,7 +107,8 @@ def test_of_a_mesh_with_replicas(gloo4: Pool, step: str) -> None:
     gloo4.run(padded, "shard", (1, 2, 0, 3), step)
 
 
-def without_weights(rank: int) -> None:
+@real_ranks(2)
+def test_micro_batches_without_weights_count_alike(rank: int) -> None:
     """Each micro-batch counts alike, whichever rank has it."""
     model, spec, loss = make()
     params, own = fs.shard(model, spec), [(x, labels.clamp(min=0)) for x, labels in batches_of(rank, (3, 1))]
@@ -118,11 +119,8 @@ def without_weights(rank: int) -> None:
     close(grads, expected_grads(model, spec, everything))
 
 
-def test_micro_batches_without_weights_count_alike(gloo2: Pool) -> None:
-    gloo2.run(without_weights)
-
-
-def joined(rank: int) -> None:
+@real_ranks(2)
+def test_a_rank_joins_the_last_steps_of_the_others(rank: int) -> None:
     """Five batches on one rank and two on the other: both make three steps of two, and end together."""
     model, spec, loss = make()
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1)
@@ -143,21 +141,14 @@ def joined(rank: int) -> None:
     torch.testing.assert_close(params, plain, rtol=1e-9, atol=1e-9)
 
 
-def test_a_rank_joins_the_last_steps_of_the_others(gloo2: Pool) -> None:
-    gloo2.run(joined)
-
-
-def lacks_a_stand_in(rank: int) -> None:
+@real_ranks(2)
+def test_a_rank_without_micro_batches_needs_one_to_repeat(rank: int) -> None:
     _, spec, _ = make()
     with pytest.raises(ValueError, match=rf"this rank has {2 * rank} micro-batches and another one 2: .* stand_in="):
         fs.pad_microbatches(batches_of(rank, (0, 2)), spec=spec)
     assert fs.pad_microbatches([], spec=spec) == ([], [])  # all ranks are at the end
     with pytest.raises(ValueError, match=rf"a weight for each micro-batch on every rank, got {1 + rank} for 2 on this one"):
         fs.pad_microbatches([1, 2], [1.0] * (1 + rank), spec=spec)
-
-
-def test_a_rank_without_micro_batches_needs_one_to_repeat(gloo2: Pool) -> None:
-    gloo2.run(lacks_a_stand_in)
 
 
 # --- weight 0: adds nothing, whatever is computed (law R11) ---
@@ -170,7 +161,15 @@ def masked_mean(call: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     return (rows * mask).sum() / mask.sum()
 
 
-def left_out(rank: int, strategy: str, way: str) -> None:
+WAYS = ["accumulate", "full", "update_in_backward", "torch.func", "grad of grad"]
+
+
+@each
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strategy", mark_seldom([*STRATEGIES, "remat"], "shard", "remat"))
+@real_ranks(2)
+def test_a_micro_batch_of_weight_0_is_left_out(rank: int, strategy: str, way: str) -> None:
+    """NaN in one rank's micro-batch of weight 0 passes neither into its sums nor through the reduction to others."""
     model, spec, _ = make({**STRATEGIES, "remat": P("shard", remat=True)}[strategy])
     loss = lambda p, b: masked_mean(lambda x: fs.functional_call(model, p, (x,), spec=spec), b)  # noqa: E731
     nonsense = (torch.full((4, 5), torch.nan, dtype=torch.float64), torch.full((4,), -100))
@@ -199,17 +198,6 @@ def left_out(rank: int, strategy: str, way: str) -> None:
         grads, value = run(params)
     close(grads, expected)
     assert value.isfinite()
-
-
-WAYS = ["accumulate", "full", "update_in_backward", "torch.func", "grad of grad"]
-
-
-@each
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", mark_seldom([*STRATEGIES, "remat"], "shard", "remat"))
-def test_a_micro_batch_of_weight_0_is_left_out(gloo2: Pool, strategy: str, way: str) -> None:
-    """NaN in one rank's micro-batch of weight 0 passes neither into its sums nor through the reduction to others."""
-    gloo2.run(left_out, strategy, way)
 
 
 @seldom
@@ -309,19 +297,17 @@ def test_one_rank_of_a_mesh_differs(gloo4: Pool) -> None:
     gloo4.run(differ, (2, 2, 2, 1), "shard", "list", "accumulate")
 
 
-def mix_kinds(rank: int) -> None:
+@real_ranks(2)
+def test_a_list_on_one_rank_and_a_generator_on_another(rank: int) -> None:
+    """A generator is read first."""
     model, spec, loss = make()
     params, batches = fs.shard(model, spec), [batch_of(rank, i) for i in range(2)]
     got = fs.accumulate(loss, params, iter(batches) if rank else batches, spec=spec)
     close(got[0], fs.accumulate(loss, params, batches, spec=spec)[0])
 
 
-def test_a_list_on_one_rank_and_a_generator_on_another(gloo2: Pool) -> None:
-    """A generator is read first."""
-    gloo2.run(mix_kinds)
-
-
-def pad_none(rank: int) -> None:
+@real_ranks(2)
+def test_batches_that_are_none_or_no_list(rank: int) -> None:
     _, spec, loss = make()
     assert fs.pad_microbatches([None] * (1 + rank), spec=spec).microbatches == [None, None]
     for one_batch in ({"x": 1}, torch.ones(2, 3)):
@@ -333,11 +319,9 @@ def pad_none(rank: int) -> None:
         fs.accumulate(loss, {}, [], spec=spec)  # on all ranks
 
 
-def test_batches_that_are_none_or_no_list(gloo2: Pool) -> None:
-    gloo2.run(pad_none)
-
-
-def compared(rank: int) -> None:
+@real_ranks(2)
+def test_nothing_more_is_sent_by_the_devices(rank: int) -> None:
+    """Numbers are compared between hosts."""
     model, spec, loss = make()
     params = fs.shard(model, spec)
     with Collectives() as sent:
@@ -345,8 +329,3 @@ def compared(rank: int) -> None:
     with Collectives() as alone:
         fs.accumulate(loss, params, [batch_of(rank, 0)], spec=spec)
     assert len(sent.all) == 3 * len(alone.all)
-
-
-def test_nothing_more_is_sent_by_the_devices(gloo2: Pool) -> None:
-    """Numbers are compared between hosts."""
-    gloo2.run(compared)

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo  # torch imports it in its first operator under a mode, and that import holds frames, and their tensors
 from collective_log import world
 from depth import each, mark_seldom, seldom
-from ranks import Pool
+from ranks import real_ranks
 from test_memory import Alive, Curved, no_collector
 from torch import Tensor, nn
 from torch.func import grad, jvp, vjp
@@ -88,27 +88,6 @@ STACKS: dict[str, Callable[[Loss, Tree, Tree], Tree]] = {
 }
 
 
-def exact(rank: int, name: str, p: P) -> None:
-    model = network()
-    full = {key: t.detach() for key, t in model.named_parameters()}
-    generator = torch.Generator().manual_seed(1)
-    direction = {key: torch.randn(t.shape, dtype=t.dtype, generator=generator) for key, t in full.items()}
-    xs = torch.randn(2, 5, 3, dtype=torch.float64, generator=generator)
-    spec = fs.by_type(Mixer, p=p)(model).bound
-
-    def loss(params: Tree) -> Tensor:
-        return fs.functional_call(model, params, (xs[rank],), spec=spec).square().mean()
-
-    def mean(params: Tree) -> Tensor:  # of a copy: torch 2.13 leaves its tensors in a module that is registered twice
-        outs = (torch.func.functional_call(copy.deepcopy(model), dict(params), (x,)) for x in xs)
-        return torch.stack([y.square().mean() for y in outs]).mean()
-
-    got = STACKS[name](loss, fs.shard(full, spec), fs.shard(direction, spec))
-    for key, t in fs.shard(STACKS[name](mean, full, direction), spec).items():
-        assert t.abs().sum() > 0
-        torch.testing.assert_close(got[key], t, rtol=1e-9, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
-
-
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return x / 2, x - x / 2
 
@@ -132,9 +111,27 @@ SENT = fs.Precision(codec=fs.Codec(halves, torch.add))
         "two calls in one",
     ),
 )
-def test_every_stack_is_exact(gloo2: Pool, name: str, p: P) -> None:
+@real_ranks(2)
+def test_every_stack_is_exact(rank: int, name: str, p: P) -> None:
     """Beside the same stack on full parameters and the mean of the ranks' losses, and with weights saved in every way."""
-    gloo2.run(exact, name, p)
+    model = network()
+    full = {key: t.detach() for key, t in model.named_parameters()}
+    generator = torch.Generator().manual_seed(1)
+    direction = {key: torch.randn(t.shape, dtype=t.dtype, generator=generator) for key, t in full.items()}
+    xs = torch.randn(2, 5, 3, dtype=torch.float64, generator=generator)
+    spec = fs.by_type(Mixer, p=p)(model).bound
+
+    def loss(params: Tree) -> Tensor:
+        return fs.functional_call(model, params, (xs[rank],), spec=spec).square().mean()
+
+    def mean(params: Tree) -> Tensor:  # of a copy: torch 2.13 leaves its tensors in a module that is registered twice
+        outs = (torch.func.functional_call(copy.deepcopy(model), dict(params), (x,)) for x in xs)
+        return torch.stack([y.square().mean() for y in outs]).mean()
+
+    got = STACKS[name](loss, fs.shard(full, spec), fs.shard(direction, spec))
+    for key, t in fs.shard(STACKS[name](mean, full, direction), spec).items():
+        assert t.abs().sum() > 0
+        torch.testing.assert_close(got[key], t, rtol=1e-9, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
 
 
 class Rotation(nn.Module):
@@ -148,7 +145,10 @@ class Rotation(nn.Module):
         return torch.view_as_real(self.turn) * torch.view_as_real(self.shift) * x + (self.turn.conj() * self.shift).abs().sum()
 
 
-def exact_in_complex(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["fs.grad of grad", "jvp of grad"])
+@real_ranks(2)
+def test_views_in_another_dtype(rank: int, name: str) -> None:
+    """What is saved of a unit in another dtype than its own is no view that could be taken of it again."""
     model = nn.Sequential(Rotation(), nn.Linear(2, 2).double(), Rotation())
     spec = fs.by_type(Rotation, nn.Linear)(model).bound
     full = {key: t.detach() for key, t in model.named_parameters()}
@@ -161,12 +161,6 @@ def exact_in_complex(rank: int, name: str) -> None:
     expected = stack(lambda p: torch.func.functional_call(model, p, (x,)).square().sum(), full)
     for key, t in fs.shard(expected, spec).items():
         torch.testing.assert_close(got[key], t, rtol=1e-9, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
-
-
-@pytest.mark.parametrize("name", ["fs.grad of grad", "jvp of grad"])
-def test_views_in_another_dtype(gloo2: Pool, name: str) -> None:
-    """What is saved of a unit in another dtype than its own is no view that could be taken of it again."""
-    gloo2.run(exact_in_complex, name)
 
 
 def held(name: str, blocks: int) -> tuple[float, int]:
@@ -206,7 +200,8 @@ def test_each_derivative_gathers_again() -> None:
     assert counts[1] - counts[0] == 4 * 5
 
 
-def shard_in_place(rank: int) -> None:
+@real_ranks(2)
+def test_a_shard_that_has_changed_is_an_error(rank: int) -> None:
     model = nn.Sequential(*[Curved(5) for _ in range(3)])
     spec = fs.by_path({"*": P("shard")})(model).bound
     params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
@@ -216,10 +211,6 @@ def shard_in_place(rank: int) -> None:
         params["1"].mul_(2)
     with pytest.raises(RuntimeError, match=r"the shard of unit '\d' was modified in place between forward and backward"):
         value.backward()
-
-
-def test_a_shard_that_has_changed_is_an_error(gloo2: Pool) -> None:
-    gloo2.run(shard_in_place)
 
 
 def test_weights_of_every_level() -> None:

@@ -14,7 +14,7 @@ from collective_log import Collectives, world
 from depth import each
 from parity import numbers, same, sharded_call, squared
 from peer_models import MLP, Net
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -82,17 +82,14 @@ def test_every_set_of_axes(p: float) -> None:
     agrees_on_simulated_ranks(HYBRID, {"replicate": 2, "shard": 3}, 0.1, p)
 
 
-def on_real_ranks(rank: int) -> None:
+@real_ranks(2)
+def test_real_ranks(rank: int) -> None:
     for p in NORMS:
         want, norm = clipped_by_torch(GRADIENTS, 0.1, p)
         for policy in POLICIES.values():
             got, got_norm, want_shards = check(fs.collectives.Mesh.world(), policy, 0.1, p, want)
             assert_close(got, want_shards, rtol=1e-11, atol=1e-13)
             assert_close(got_norm, norm)
-
-
-def test_real_ranks(gloo2: Pool) -> None:
-    gloo2.run(on_real_ranks)
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
@@ -241,7 +238,10 @@ def test_ddp_parity(gloo2: Pool, strategy: str, p: float) -> None:
     gloo2.run(parity_with_ddp, strategy, {1.0: 25.0, 2.0: 2.5, math.inf: 1.0}[p], p)
 
 
-def beside_fully_shard(rank: int, p: float) -> None:
+@pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
+@real_ranks(4)
+def test_clip_grad_norm_beside_fully_shard(rank: int, p: float) -> None:
+    """On 2 x 2 the norm and the gradients are FSDP2's; all of them, and all slices, are within the bound after."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = Net()
     peer, max_norm = copy.deepcopy(model), 0.01
@@ -260,12 +260,6 @@ def beside_fully_shard(rank: int, p: float) -> None:
     assert any(size(g) > max_norm for g in before.values())
     assert all(size(g) <= max_norm for g in [*after.values(), *fs.param_views(clipped, spec).values()] if g.numel())
     assert all((g[before[name] != 0] != before[name][before[name] != 0]).all() for name, g in after.items())
-
-
-@pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
-def test_clip_grad_norm_beside_fully_shard(gloo4: Pool, p: float) -> None:
-    """On 2 x 2 the norm and the gradients are FSDP2's; all of them, and all slices, are within the bound after."""
-    gloo4.run(beside_fully_shard, p)
 
 
 COUNTS: dict[str, tuple[fs.Policy, list[int]]] = {
@@ -291,7 +285,9 @@ def test_one_collective_of_a_scalar_for_each_axis(name: str, p: float) -> None:
     assert {(s.op, s.numel) for s in sent.all} <= {("all_gather" if p == math.inf else "all_reduce", 1)}
 
 
-def low_precision(rank: int) -> None:
+@real_ranks(2)
+def test_low_precision_grads(rank: int) -> None:
+    """Gradients in float16 stay so and are within the bound on every rank; their norm is added up in float32."""
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)).half()
     spec = fs.policies.always()(model).bound
     full = {name: 10 * g.half() for name, g in GRADIENTS.items()}
@@ -307,12 +303,9 @@ def low_precision(rank: int) -> None:
             assert not len(piece) or torch.linalg.vector_norm(piece.float(), p) <= 2.5
 
 
-def test_low_precision_grads(gloo2: Pool) -> None:
-    """Gradients in float16 stay so and are within the bound on every rank; their norm is added up in float32."""
-    gloo2.run(low_precision)
-
-
-def without_gradients(rank: int) -> None:
+@real_ranks(2)
+def test_no_gradients(rank: int) -> None:
+    """Nothing has norm 0 in float32, and a rank that owns none of a gradient has the norm of the others."""
     model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False)).float()
     spec = fs.policies.always()(model).bound
     assert clip_by_global_norm({}, spec, 1.0)[0] == {}
@@ -323,11 +316,6 @@ def without_gradients(rank: int) -> None:
     clipped, norm = clip_by_global_norm(shards, spec, 1.0)
     assert norm == 3
     assert_close(fs.gather_full(clipped, spec)["1.weight"], torch.ones(1, 1))
-
-
-def test_no_gradients(gloo2: Pool) -> None:
-    """Nothing has norm 0 in float32, and a rank that owns none of a gradient has the norm of the others."""
-    gloo2.run(without_gradients)
 
 
 # --- vdot ---
@@ -358,16 +346,13 @@ def test_vdot_is_torchs(policy: fs.Policy, sizes: dict[str, int], values: Any) -
     assert_close(fs.testing.spmd(rank, sizes)(torch.zeros(ranks)), dotted(a, b).expand(ranks))
 
 
-def vdot_on_real_ranks(rank: int) -> None:
+@real_ranks(2)
+def test_vdot_on_real_ranks(rank: int) -> None:
     for values in (dict, complex_like):
         a, b = values(GRADIENTS), values(gradients(1))
         for policy in POLICIES.values():
             spec = policy(MODEL)
             assert_close(vdot(fs.shard(a, spec), fs.shard(b, spec), spec), dotted(a, b))
-
-
-def test_vdot_on_real_ranks(gloo2: Pool) -> None:
-    gloo2.run(vdot_on_real_ranks)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -453,17 +438,14 @@ def test_padding_does_not_count(policy: str, value: float) -> None:
     assert_close(of_poisoned(None, POLICIES[policy], value), without_padding())
 
 
-def padding_on_real_ranks(rank: int) -> None:
+@real_ranks(2)
+def test_padding_does_not_count_on_real_ranks(rank: int) -> None:
     for policy in POLICIES.values():
         assert_close(of_poisoned(None, policy, math.nan), without_padding())
     spec = fs.policies.always()(MODEL)
     shards = poisoned(spec, GRADIENTS, 3.0)
     compiled = torch.compile(lambda tree: global_norm(tree, spec), fullgraph=True, backend="eager")
     assert_close(compiled(shards), without_padding()["norm 2.0"])
-
-
-def test_padding_does_not_count_on_real_ranks(gloo2: Pool) -> None:
-    gloo2.run(padding_on_real_ranks)
 
 
 def test_norms_refuse_what_is_no_slice() -> None:

@@ -17,7 +17,7 @@ from collective_log import Collectives, gathers, reduce, scatters, world
 from depth import depth, each
 from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, chain
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -159,7 +159,14 @@ def test_no_sync_gathered_for_each_micro_batch(way: str, reshard: bool) -> None:
 # --- parity ---
 
 
-def with_fully_shard(rank: int, shape: tuple[int, ...], mode: str, reshard: bool, partial: bool, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", ["fs", "torch.func"])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("shape", "partial"), [((4,), False), ((2, 2), False), ((2, 2), True)])
+@real_ranks(4)
+def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, reshard: bool, partial: bool, way: str) -> None:
+    """Losses of every micro-batch, gradients and parameters as FSDP2's in the same mode, and as plain autograd's."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     held = MODES[mode]
     model, peer = sequence(), sequence()
@@ -202,17 +209,9 @@ def with_fully_shard(rank: int, shape: tuple[int, ...], mode: str, reshard: bool
     same(fs.gather_full(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
 
 
-@each
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("shape", "partial"), [((4,), False), ((2, 2), False), ((2, 2), True)])
-def test_gradient_accumulation(gloo4: Pool, shape: tuple[int, ...], partial: bool, mode: str, reshard: bool, way: str) -> None:
-    """Losses of every micro-batch, gradients and parameters as FSDP2's in the same mode, and as plain autograd's."""
-    gloo4.run(with_fully_shard, shape, mode, reshard, partial, way)
-
-
-def pipelined(rank: int) -> None:
+@real_ranks(2)
+def test_1f1b_microbatching(rank: int) -> None:
+    """All units are gathered first, forwards and backwards of micro-batches take turns, the last reduces: parity."""
     model = chain()
     spec = fs.by_type(MLP, p=P("shard", reshard=False))(model).bound
     params, plain = fs.shard(model, spec), copy.deepcopy(model)
@@ -248,11 +247,6 @@ def pipelined(rank: int) -> None:
         theirs.step()
 
 
-def test_1f1b_microbatching(gloo2: Pool) -> None:
-    """All units are gathered first, forwards and backwards of micro-batches take turns, the last reduces: parity."""
-    gloo2.run(pipelined)
-
-
 # --- FSDP1's no_sync ---
 
 STRATEGIES = {
@@ -269,7 +263,12 @@ def permuted(rank: int, i: int) -> Tensor:
     return numbers(rank, 0).flatten()[torch.randperm(20, generator=torch.Generator().manual_seed(i))].view(4, 5)
 
 
-def no_sync_patterns(rank: int, strategy: str, pattern: str) -> None:
+@each
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_grad_acc(rank: int, strategy: str, pattern: str) -> None:
+    """Iterations that are reduced and ones that are not, mixed: one backward of all batches joined, and FSDP1's gradient."""
     model = sequence()
     p, theirs = STRATEGIES[strategy]
     spec = fs.by_type(MLP, p=p)(model).bound
@@ -320,15 +319,11 @@ def no_sync_patterns(rank: int, strategy: str, pattern: str) -> None:
         same(grads, expected, "FSDP1's gradient")
 
 
-@each
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_grad_acc(gloo2: Pool, strategy: str, pattern: str) -> None:
-    """Iterations that are reduced and ones that are not, mixed: one backward of all batches joined, and FSDP1's gradient."""
-    gloo2.run(no_sync_patterns, strategy, pattern)
-
-
-def twice(rank: int, strategy: str, way: str) -> None:
+@real_ranks(2)
+def test_no_sync_correctness(rank: int, strategy: str, way: str) -> None:
+    """[no_sync, sync] is twice one step's gradient; before it is reduced it has the parameters' shapes and is this rank's."""
     model, x = sequence(), numbers(rank, 0)
     spec = fs.by_type(MLP, p=STRATEGIES[strategy][0])(model).bound
     params = fs.shard(model, spec)
@@ -341,14 +336,9 @@ def twice(rank: int, strategy: str, way: str) -> None:
     same({key: g + once[key] for key, g in later.items()}, {key: 2 * g for key, g in once.items()}, "gradient")
 
 
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_sync_correctness(gloo2: Pool, strategy: str, way: str) -> None:
-    """[no_sync, sync] is twice one step's gradient; before it is reduced it has the parameters' shapes and is this rank's."""
-    gloo2.run(twice, strategy, way)
-
-
-def half_precision(rank: int) -> None:
+@real_ranks(2)
+def test_no_sync_mixed_precision(rank: int) -> None:
+    """Local gradients are in the dtype of the full parameters that you give: float16 as in FSDP1, or float32 to add up in."""
     model = sequence().float()
     precision = Precision(param=F16, reduce=F32)
     spec = fs.by_type(MLP, p=P("shard", precision=precision))(model).bound
@@ -365,11 +355,6 @@ def half_precision(rank: int) -> None:
     reduced = fs.reduce_grads({name: g.float() for name, g in low.items()}, spec)
     assert {g.dtype for g in reduced.values()} == {F32}
     same(reduced, fs.grad(loss)(params), "reduced at once")
-
-
-def test_no_sync_mixed_precision(gloo2: Pool) -> None:
-    """Local gradients are in the dtype of the full parameters that you give: float16 as in FSDP1, or float32 to add up in."""
-    gloo2.run(half_precision)
 
 
 # --- what is pending is a value ---
@@ -420,7 +405,9 @@ def test_native_accumulation_dtypes(
     assert fs.testing.spmd(run, 2)(torch.zeros(2)).tolist() == [[expected[dtype]]] * 2
 
 
-def pending_values(rank: int) -> None:
+@real_ranks(2)
+def test_native_storage_and_mutations(rank: int) -> None:
+    """Pending gradients are read and changed without any collective, reduced as often as you like, and dropped."""
     model = Outputs(2, 4, bias=False)
     spec = fs.policies.whole()(model).bound
     params = fs.shard(model, spec)
@@ -452,12 +439,9 @@ def pending_values(rank: int) -> None:
     assert fs.reduce_grads({}, spec) == {}
 
 
-def test_native_storage_and_mutations(gloo2: Pool) -> None:
-    """Pending gradients are read and changed without any collective, reduced as often as you like, and dropped."""
-    gloo2.run(pending_values)
-
-
-def divide_factor(rank: int) -> None:
+@real_ranks(2)
+def test_explicit_sync_divide_factor(rank: int) -> None:
+    """Three at each of two ranks over a factor of three: two, and with what was pending four; reducing again is the same."""
     model = Outputs(1, 2, bias=False)
     spec = fs.policies.whole()(model).bound
     params = fs.shard(model, spec)
@@ -468,11 +452,6 @@ def divide_factor(rank: int) -> None:
     for _ in range(2):
         both = {key: g + synced[key] for key, g in fs.reduce_grads(pending, spec, reduce=3.0).items()}
         assert torch.equal(fs.gather_full(both, spec)["weight"], torch.full((2, 1), 4.0))
-
-
-def test_explicit_sync_divide_factor(gloo2: Pool) -> None:
-    """Three at each of two ranks over a factor of three: two, and with what was pending four; reducing again is the same."""
-    gloo2.run(divide_factor)
 
 
 class TwoLinear(nn.Module):

@@ -10,7 +10,7 @@ from collective_log import SHORT, Collectives, world
 from depth import depth, each, seldom
 from parity import WAYS, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
@@ -28,7 +28,10 @@ POLICIES = {
 BY_DEFAULT = depth(["reshard", "both"], ["reshard", "keep", "replicate"])
 
 
-def jvp_past_a_unit(rank: int, reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [False, True])
+@real_ranks(2)
+def test_no_warmup_jvp(rank: int, reshard: bool) -> None:
+    """jvp over what the function ignores while it runs a bf16 unit, no step before it: zeros; and over what it uses."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     policy = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
@@ -51,13 +54,11 @@ def jvp_past_a_unit(rank: int, reshard: bool) -> None:
     assert torch.equal(tangent, torch.full_like(out, 24))
 
 
-@pytest.mark.parametrize("reshard", [False, True])
-def test_no_warmup_jvp(gloo2: Pool, reshard: bool) -> None:
-    """jvp over what the function ignores while it runs a bf16 unit, no step before it: zeros; and over what it uses."""
-    gloo2.run(jvp_past_a_unit, reshard)
-
-
-def compiled_training(rank: int, strategy: str) -> None:
+@seldom
+@pytest.mark.parametrize("strategy", BY_DEFAULT)
+@real_ranks(2)
+def test_fsdp_compile(rank: int, strategy: str) -> None:
+    """A compiled step, update included, is the eager one for five steps, and is compiled once into one graph."""
     model, loss, batch = depth((Net(1), squared, numbers), (Transformer(2), next_token, tokens))
     spec = POLICIES[strategy](model).bound
 
@@ -76,13 +77,6 @@ def compiled_training(rank: int, strategy: str) -> None:
         assert_close(value, expected)
         same(ours, eager, f"parameters after step {i}")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@seldom
-@pytest.mark.parametrize("strategy", BY_DEFAULT)
-def test_fsdp_compile(gloo2: Pool, strategy: str) -> None:
-    """A compiled step, update included, is the eager one for five steps, and is compiled once into one graph."""
-    gloo2.run(compiled_training, strategy)
 
 
 @each

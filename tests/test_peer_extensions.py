@@ -16,7 +16,7 @@ from collective_log import Collectives, gathers, scatters, world
 from depth import depth, each
 from parity import MAIN_WAYS, WAYS, average_gradients, numbers, same, sharded_call, squared
 from peer_models import MLP, Net, chain, frozen
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -119,8 +119,13 @@ def test_all_gather_extensions_train_parity(
     gloo4.run(by_extension, name, mesh, reshard, param)
 
 
-def without_rounding(rank: int, reshard: bool) -> None:
-    """A codec of two tensors that add up to the parameter: plain training."""
+@pytest.mark.parametrize("reshard", [True, False])
+@real_ranks(2)
+def test_two_tensors_that_add_up(rank: int, reshard: bool) -> None:
+    """A codec that loses nothing changes no bit of values and gradients.
+
+    A codec of two tensors that add up to the parameter: plain training.
+    """
     model = chain()
     encode = lambda x: (x - x.float().double(), x.float())  # noqa: E731
     codec = Codec(encode, lambda low, high: low + high.double())
@@ -135,12 +140,6 @@ def without_rounding(rank: int, reshard: bool) -> None:
         assert torch.equal(got[1], expected[1])
         assert all(torch.equal(got[0][key], g) for key, g in expected[0].items())
         params = {key: shard - 0.1 * expected[0][key] for key, shard in params.items()}
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_two_tensors_that_add_up(gloo2: Pool, reshard: bool) -> None:
-    """A codec that loses nothing changes no bit of values and gradients."""
-    gloo2.run(without_rounding, reshard)
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
@@ -189,7 +188,9 @@ def own_reduce(buffer: Tensor, axis: Axis) -> Tensor:
     return all_to_all(buffer, axis).view(axis.size, -1).sum(0)
 
 
-def custom(rank: int) -> None:
+@real_ranks(4)
+def test_set_custom_all_gather_and_reduce_scatter(rank: int) -> None:
+    """Your own differentiable gather replaces the default, both ways; so does your own reduction of full gradients."""
     model, x = chain(), numbers(rank, 0)
     spec = fs.by_type(MLP)(model).bound
     axis = Mesh.world()["shard"]
@@ -215,11 +216,6 @@ def custom(rank: int) -> None:
     same(reduced, default, "reduced by hand")
     squared(model, x).backward()
     same(fs.gather_full(reduced, spec), average_gradients(model), "gradient")
-
-
-def test_set_custom_all_gather_and_reduce_scatter(gloo4: Pool) -> None:
-    """Your own differentiable gather replaces the default, both ways; so does your own reduction of full gradients."""
-    gloo4.run(custom)
 
 
 # --- no copy where there is nothing to gather ---
@@ -312,7 +308,10 @@ class Reduced(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def copied_in(rank: int, way: str) -> None:
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@real_ranks(2)
+def test_chunk_cat_mixed_dtype(rank: int, way: str) -> None:
+    """A unit's gradients are cast and laid one after the other, padding zero, bit by bit, as torch's ``_chunk_cat`` does."""
     model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(2))).float()
     dtypes = {"0": (BF16, F32), "1": (F32, BF16)}
     precisions = {key: Precision(param=param, reduce=reduce) for key, (param, reduce) in dtypes.items()}
@@ -339,16 +338,15 @@ def copied_in(rank: int, way: str) -> None:
         assert torch.equal(sent, laid.chunk(2)[1 - rank])
 
 
-@pytest.mark.parametrize("way", MAIN_WAYS)
-def test_chunk_cat_mixed_dtype(gloo2: Pool, way: str) -> None:
-    """A unit's gradients are cast and laid one after the other, padding zero, bit by bit, as torch's ``_chunk_cat`` does."""
-    gloo2.run(copied_in, way)
-
-
 # --- FSDP1's default hook ---
 
 
-def default_hook(rank: int, n: int, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("n", [5, 8, 2])
+@real_ranks(4)
+def test_default_communication_hook_behavior(rank: int, n: int, way: str) -> None:
+    """A weight of one row and the rank as input: each slice of the gradient is the mean of the ranks."""
     model = nn.Linear(n, 1, bias=False)
     x = torch.full((1, n), float(rank))
     mean = torch.full((1, n), 1.5)
@@ -363,14 +361,6 @@ def default_hook(rank: int, n: int, way: str) -> None:
             for piece in fs.param_views(got, spec).values():
                 assert torch.equal(piece, torch.full_like(piece, 1.5))
             assert torch.equal(fs.gather_full(got, spec)["weight"], mean)
-
-
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("n", [5, 8, 2])
-def test_default_communication_hook_behavior(gloo4: Pool, n: int, way: str) -> None:
-    """A weight of one row and the rank as input: each slice of the gradient is the mean of the ranks."""
-    gloo4.run(default_hook, n, way)
 
 
 def test_what_the_default_sends() -> None:

@@ -11,7 +11,7 @@ from collective_log import gathers, scatters, world
 from depth import each
 from parity import MAIN_WAYS, average_gradients, check_parity, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Transformer, chain, frozen
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -21,7 +21,12 @@ from funshard import P
 STRATEGIES = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}
 
 
-def bitfit(rank: int, strategy: str, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_train_mixed_requires_grad_per_group(rank: int, strategy: str, way: str) -> None:
+    """BitFit: every unit is part frozen, part trained; only the biases move."""
     model = Transformer(2)
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith("bias"))
@@ -30,15 +35,10 @@ def bitfit(rank: int, strategy: str, way: str) -> None:
         assert torch.equal(trained[name], p) is not p.requires_grad
 
 
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_train_mixed_requires_grad_per_group(gloo2: Pool, strategy: str, way: str) -> None:
-    """BitFit: every unit is part frozen, part trained; only the biases move."""
-    gloo2.run(bitfit, strategy, way)
-
-
-def interleaved(rank: int, unfreeze: bool) -> None:
+@pytest.mark.parametrize("unfreeze", [False, True])
+@real_ranks(2)
+def test_train_mixed_requires_grad_across_groups(rank: int, unfreeze: bool) -> None:
+    """Frozen and trained units in turn, an evaluation in the middle, all unfrozen from then on or not."""
     model = chain(6)
     for block in model[::2]:
         block.requires_grad_(False)
@@ -71,12 +71,6 @@ def interleaved(rank: int, unfreeze: bool) -> None:
         same(params, fs.shard({n: p.detach() for n, p in reference.named_parameters()}, spec, rank=rank), f"step {step}")
 
 
-@pytest.mark.parametrize("unfreeze", [False, True])
-def test_train_mixed_requires_grad_across_groups(gloo2: Pool, unfreeze: bool) -> None:
-    """Frozen and trained units in turn, an evaluation in the middle, all unfrozen from then on or not."""
-    gloo2.run(interleaved, unfreeze)
-
-
 class Reused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,16 +92,13 @@ class Reused(nn.Module):
         return x * 1
 
 
-def reused(rank: int, strategy: str, way: str) -> None:
-    check_parity(rank, Reused(), fs.by_type(MLP, p=STRATEGIES[strategy])(Reused()), way=way)
-
-
 @each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_multi_forward_mixed_requires_grad(gloo2: Pool, strategy: str, way: str) -> None:
+@real_ranks(2)
+def test_multi_forward_mixed_requires_grad(rank: int, strategy: str, way: str) -> None:
     """The same layers with and without no_grad, some frozen, activations added to in place."""
-    gloo2.run(reused, strategy, way)
+    check_parity(rank, Reused(), fs.by_type(MLP, p=STRATEGIES[strategy])(Reused()), way=way)
 
 
 class FineTuned(nn.Module):
@@ -124,7 +115,13 @@ class FineTuned(nn.Module):
         return self.head(x)
 
 
-def freezing(rank: int, quiet: bool, nested: bool, how: str) -> None:
+@each
+@pytest.mark.parametrize("how", ["requires_grad", "partition"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quiet", [False, True])
+@real_ranks(2)
+def test_freezing_weights(rank: int, quiet: bool, nested: bool, how: str) -> None:
+    """A frozen trunk, by requires_grad or by not differentiating it, in units of its own or in one, quiet or not."""
     model = FineTuned(quiet)
     if how == "requires_grad":
         model.trunk.requires_grad_(False)
@@ -143,15 +140,6 @@ def freezing(rank: int, quiet: bool, nested: bool, how: str) -> None:
         trained = fs.gather_full({k: p - grads[k] if k in grads else p for k, p in params.items()}, spec)
     for name, p in model.named_parameters():
         assert torch.equal(trained[name], p) is name.startswith("trunk")
-
-
-@each
-@pytest.mark.parametrize("how", ["requires_grad", "partition"])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("quiet", [False, True])
-def test_freezing_weights(gloo2: Pool, quiet: bool, nested: bool, how: str) -> None:
-    """A frozen trunk, by requires_grad or by not differentiating it, in units of its own or in one, quiet or not."""
-    gloo2.run(freezing, quiet, nested, how)
 
 
 def frozen_equals_not_frozen(rank: int) -> None:

@@ -18,7 +18,7 @@ from collective_log import step as sent_by
 from depth import depth, each, mark_seldom, some
 from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -106,7 +106,9 @@ def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tupl
     return losses, fs.gather_full(params, spec)
 
 
-def hybrid_as_full(rank: int) -> None:
+@real_ranks(4)
+def test_fsdp_hybrid_shard_parity(rank: int) -> None:
+    """Losses of Adam iterations, and the parameters, are those of FSDP over the four ranks: by every P of the mesh."""
     losses, full = trained(rank, line(), P("shard"))
     for p in (P("shard"), P("shard", reshard=False), BOTH, P(NAMES[::-1]), P("replicate"), P()):
         hybrid_losses, hybrid = trained(rank, grid(), p)
@@ -115,12 +117,9 @@ def hybrid_as_full(rank: int) -> None:
         same(hybrid, full, f"{p}: parameters")
 
 
-def test_fsdp_hybrid_shard_parity(gloo4: Pool) -> None:
-    """Losses of Adam iterations, and the parameters, are those of FSDP over the four ranks: by every P of the mesh."""
-    gloo4.run(hybrid_as_full)
-
-
-def both_axes(rank: int) -> None:
+@real_ranks(4)
+def test_split_over_both_axes_is_fsdp(rank: int) -> None:
+    """P(("replicate", "shard")): bit for bit the shards of one axis of four, and its parity."""
     model = Net()
     full = {name: p.detach() for name, p in model.named_parameters()}
     one, two = fs.by_type(MLP)(model).on(line()), fs.by_type(MLP, p=BOTH)(model).on(grid())
@@ -131,16 +130,16 @@ def both_axes(rank: int) -> None:
     check_parity(rank, model, two, steps=depth(2, 3))
 
 
-def test_split_over_both_axes_is_fsdp(gloo4: Pool) -> None:
-    """P(("replicate", "shard")): bit for bit the shards of one axis of four, and its parity."""
-    gloo4.run(both_axes)
-
-
 MIXED = {"tokens": P("shard"), "positions": P("shard", reshard=False), "layers.*": BOTH, "output": P()}
 """An HSDP embedding, FSDP blocks, a DDP head; what is left is the root's."""
 
 
-def mixed(rank: int, way: str, root: P) -> None:
+@each
+@pytest.mark.parametrize("root", [P("shard"), P("replicate"), P()], ids=str)
+@pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
+@real_ranks(4)
+def test_each_unit_its_own_strategy(rank: int, way: str, root: P) -> None:
+    """FSDP blocks, a DDP head and an HSDP embedding of one model on one mesh."""
     model = Transformer(depth(1, 3))
     spec = fs.by_path(MIXED, p=root)(model).on(grid())
     assert {unit.key: unit.p for unit in spec if "layers" not in unit.key} == {
@@ -149,14 +148,6 @@ def mixed(rank: int, way: str, root: P) -> None:
     }
     assert [spec.size(unit) for unit in spec if unit.path.startswith("layers")] == [4] * len(model.layers)
     check_parity(rank, model, spec, tokens, next_token, way=way, steps=depth(2, 3))
-
-
-@each
-@pytest.mark.parametrize("root", [P("shard"), P("replicate"), P()], ids=str)
-@pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
-def test_each_unit_its_own_strategy(gloo4: Pool, way: str, root: P) -> None:
-    """FSDP blocks, a DDP head and an HSDP embedding of one model on one mesh."""
-    gloo4.run(mixed, way, root)
 
 
 def test_what_each_strategy_sends() -> None:
@@ -213,15 +204,12 @@ def test_three_axes_send(way: str) -> None:
     assert sent.backward == [scatter(spec, ""), reduce(spec, "", 3), reduce(spec, "", 2)]
 
 
-def cube_on_ranks(rank: int) -> None:
+@real_ranks(4)
+def test_three_axes_on_real_ranks(rank: int) -> None:
     shapes, axes = [(2, 1, 2), (1, 2, 2), (2, 2, 1)], [("pod", "shard"), "shard", "replicate"]
     for shape, axis in some(itertools.product(shapes, axes), 1):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(CUBE))
         check_parity(rank, Net(2), fs.by_type(MLP, p=P(axis))(Net(2)).on(mesh), steps=2)
-
-
-def test_three_axes_on_real_ranks(gloo4: Pool) -> None:
-    gloo4.run(cube_on_ranks)
 
 
 # --- replicas that differ ---
@@ -241,7 +229,10 @@ class Counting(Net):
         return super().forward(x)
 
 
-def different_replicas(rank: int, src: int) -> None:
+@pytest.mark.parametrize("src", [0, 1])
+@real_ranks(4)
+def test_hsdp_broadcast_across_replicas(rank: int, src: int) -> None:
+    """Replicas of two models, and buffers of four: after a broadcast over the replicas all train as one."""
     mesh = grid()
     axes = Mesh.of(mesh)
     replica = mesh.get_local_rank("replicate")
@@ -278,13 +269,9 @@ def different_replicas(rank: int, src: int) -> None:
     same(fs.gather_full(params, spec), {name: p.detach() for name, p in plain.named_parameters()}, "trained")
 
 
-@pytest.mark.parametrize("src", [0, 1])
-def test_hsdp_broadcast_across_replicas(gloo4: Pool, src: int) -> None:
-    """Replicas of two models, and buffers of four: after a broadcast over the replicas all train as one."""
-    gloo4.run(different_replicas, src)
-
-
-def rank_values(rank: int) -> None:
+@real_ranks(4)
+def test_hsdp_sync_module_state(rank: int) -> None:
+    """Weights of each rank's number: everywhere those of the rank that is written from."""
     model = Net()
     with torch.no_grad():
         for p in model.parameters():
@@ -297,11 +284,6 @@ def rank_values(rank: int) -> None:
             got = fs.gather_full(params, spec)
             assert all(torch.equal(t, torch.full_like(full[name], src)) for name, t in got.items())
             assert all(torch.equal(v, torch.full_like(v, src)) for v in fs.param_views(params, spec).values())
-
-
-def test_hsdp_sync_module_state(gloo4: Pool) -> None:
-    """Weights of each rank's number: everywhere those of the rank that is written from."""
-    gloo4.run(rank_values)
 
 
 class Plain(nn.Module):
@@ -321,7 +303,9 @@ def subgroups(groups: list[list[int]], rank: int) -> Any:
     return made[next(i for i, ranks in enumerate(groups) if rank in ranks)]
 
 
-def own_all_reduce(rank: int) -> None:
+@real_ranks(4)
+def test_custom_hsdp_all_reduce_hook(rank: int) -> None:
+    """FSDP within pairs and the user's own all-reduce between them is HSDP: 22.5 everywhere and 0, 10, ..., 90."""
     intra, inter = subgroups([[0, 1], [2, 3]], rank), subgroups([[0, 2], [1, 3]], rank)
     replica = rank // 2
     model = Plain(10)
@@ -349,15 +333,13 @@ def own_all_reduce(rank: int) -> None:
         assert torch.equal(p.grad.full_tensor(), expected[name])
 
 
-def test_custom_hsdp_all_reduce_hook(gloo4: Pool) -> None:
-    """FSDP within pairs and the user's own all-reduce between them is HSDP: 22.5 everywhere and 0, 10, ..., 90."""
-    gloo4.run(own_all_reduce)
-
-
 # --- meshes ---
 
 
-def from_groups(rank: int, dims: int) -> None:
+@pytest.mark.parametrize("dims", [1, 2])
+@real_ranks(4)
+def test_process_group_init(rank: int, dims: int) -> None:
+    """``test_1d_process_group_init``, ``test_2d_...``: a mesh of groups that exist trains bit for bit as a new one."""
     if dims == 1:
         made = DeviceMesh.from_group(dist.new_group(range(4)), "cpu", mesh_dim_names=("shard",))
         mesh = line()
@@ -374,13 +356,10 @@ def from_groups(rank: int, dims: int) -> None:
         assert all(torch.equal(full[name], t) for name, t in expected.items())
 
 
-@pytest.mark.parametrize("dims", [1, 2])
-def test_process_group_init(gloo4: Pool, dims: int) -> None:
-    """``test_1d_process_group_init``, ``test_2d_...``: a mesh of groups that exist trains bit for bit as a new one."""
-    gloo4.run(from_groups, dims)
-
-
-def resumed(rank: int, p: P) -> None:
+@pytest.mark.parametrize("p", mark_seldom([P("shard"), BOTH, P("replicate", reshard=False), P()], P("shard"), BOTH), ids=str)
+@real_ranks(4)
+def test_hsdp_save_load_state_dict(rank: int, p: P) -> None:
+    """Parameters and optimizer state of HSDP, saved whole, go on in a fresh model: bit for bit in HSDP, and elsewhere."""
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2)
 
     def make(seed: int, p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params]:
@@ -424,12 +403,6 @@ def resumed(rank: int, p: P) -> None:
         same(ours, theirs, name)
     if p == P("shard"):
         assert all(torch.equal(got[key], shard) for key, shard in expected.items())
-
-
-@pytest.mark.parametrize("p", mark_seldom([P("shard"), BOTH, P("replicate", reshard=False), P()], P("shard"), BOTH), ids=str)
-def test_hsdp_save_load_state_dict(gloo4: Pool, p: P) -> None:
-    """Parameters and optimizer state of HSDP, saved whole, go on in a fresh model: bit for bit in HSDP, and elsewhere."""
-    gloo4.run(resumed, p)
 
 
 def test_invalid_meshes() -> None:

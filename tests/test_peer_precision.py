@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
 from parity import MAIN_WAYS, WAYS
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_memory import Alive, no_collector
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -221,7 +221,9 @@ def test_one_rank_sends_nothing() -> None:
 # --- no Precision is no change ---
 
 
-def nothing_changes(rank: int) -> None:
+@real_ranks(2)
+def test_without_precision_nothing_changes(rank: int) -> None:
+    """The same collectives, and results bit by bit."""
     model = mlps()
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
     for p in (P("shard"), P(), P("shard", reshard=False), P("shard", remat=True)):
@@ -237,11 +239,6 @@ def nothing_changes(rank: int) -> None:
             assert other[:3] == results[0][:3]
             assert torch.equal(other[3], results[0][3])
             assert all(torch.equal(g, results[0][4][k]) for k, g in other[4].items())
-
-
-def test_without_precision_nothing_changes(gloo2: Pool) -> None:
-    """The same collectives, and results bit by bit."""
-    gloo2.run(nothing_changes)
 
 
 # --- FSDP2: training with low-precision copies and masters by hand ---
@@ -422,7 +419,9 @@ class WithInteger(nn.Module):
         return self.trained(self.frozen(x).roll(int(self.shift[3]), -1))
 
 
-def frozen_first(rank: int) -> None:
+@real_ranks(2)
+def test_reduce_dtype_after_frozen_first_forward(rank: int) -> None:
+    """``test_reduce_dtype_after_frozen_first_forward``, with an int64 parameter."""
     torch.manual_seed(0)
     model = WithInteger()
     model.requires_grad_(False)
@@ -452,12 +451,14 @@ def frozen_first(rank: int) -> None:
         assert torch.equal(g, fs.shard({n: m.to(model.get_parameter(n).dtype) for n, m in mean.items()}, spec)[key])
 
 
-def test_reduce_dtype_after_frozen_first_forward(gloo2: Pool) -> None:
-    """``test_reduce_dtype_after_frozen_first_forward``, with an int64 parameter."""
-    gloo2.run(frozen_first)
-
-
-def accumulation(rank: int, p: P, precision: Precision) -> None:
+@each
+@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
+@pytest.mark.parametrize(
+    "precision", [Precision(param=BF16, reduce=F32), Precision(param=BF16), Precision(reduce=BF16)], ids=str
+)
+@real_ranks(2)
+def test_gradient_accumulation(rank: int, p: P, precision: Precision) -> None:
+    """``test_grad_acc_with_reduce_dtype``: bfloat16 gradients of micro-batches add up in float32, and are reduced once."""
     model = mlps()
     spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=precision))(model)
     params = fs.shard(model, spec)
@@ -484,16 +485,6 @@ def accumulation(rank: int, p: P, precision: Precision) -> None:
     for key, g in fs.shard(reduced, spec).items():
         assert total[spec.by_key[key].params[0].name].dtype == F32
         torch.testing.assert_close(grads[key], g, rtol=1e-6, atol=1e-8)
-
-
-@each
-@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
-@pytest.mark.parametrize(
-    "precision", [Precision(param=BF16, reduce=F32), Precision(param=BF16), Precision(reduce=BF16)], ids=str
-)
-def test_gradient_accumulation(gloo2: Pool, precision: Precision, p: P) -> None:
-    """``test_grad_acc_with_reduce_dtype``: bfloat16 gradients of micro-batches add up in float32, and are reduced once."""
-    gloo2.run(accumulation, p, precision)
 
 
 # --- structured inputs and outputs ---
@@ -642,7 +633,10 @@ def saved_model(casts: bool, precisions: Mapping[str, Precision]) -> tuple[Saved
     return model, fs.policies.override(root, fs.by_path(inner))(model)
 
 
-def one_submodule(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", ONE_SUBMODULE)
+@real_ranks(2)
+def test_float16_on_one_submodule(rank: int, name: str) -> None:
+    """``test_float16_on_one_submodule`` and ``..._skip_inputs``, ``test_submodules_with_different_precisions``."""
     casts, precisions, (whole, c1, c2) = ONE_SUBMODULE[name]
     for way in MAIN_WAYS:
         model, spec = saved_model(casts, precisions)
@@ -651,25 +645,16 @@ def one_submodule(rank: int, name: str) -> None:
         assert model.seen == {"model": [whole], "c1": [c1], "c2": [c2]}
 
 
-@pytest.mark.parametrize("name", ONE_SUBMODULE)
-def test_float16_on_one_submodule(gloo2: Pool, name: str) -> None:
-    """``test_float16_on_one_submodule`` and ``..._skip_inputs``, ``test_submodules_with_different_precisions``."""
-    gloo2.run(one_submodule, name)
-
-
-def mismatched(rank: int, precisions: dict[str, Precision]) -> None:
+@pytest.mark.parametrize(
+    "precisions", [{"c2": Precision(param=F16, cast_inputs=False)}, {"": Precision(param=F32), "c1": HALF}]
+)
+@real_ranks(2)
+def test_mismatches_are_torchs_errors(rank: int, precisions: dict[str, Precision]) -> None:
+    """``..._skip_inputs_error`` and ``test_submodules_with_different_precisions_error``: one that differs and runs first."""
     model, spec = saved_model(False, precisions)
     params = fs.shard(model, spec)
     with pytest.raises(RuntimeError, match="must have the same dtype"):
         fs.functional_call(model, params, (torch.ones(2, 10),), spec=spec)
-
-
-@pytest.mark.parametrize(
-    "precisions", [{"c2": Precision(param=F16, cast_inputs=False)}, {"": Precision(param=F32), "c1": HALF}]
-)
-def test_mismatches_are_torchs_errors(gloo2: Pool, precisions: dict[str, Precision]) -> None:
-    """``..._skip_inputs_error`` and ``test_submodules_with_different_precisions_error``: one that differs and runs first."""
-    gloo2.run(mismatched, precisions)
 
 
 class External(nn.Module):
@@ -762,7 +747,11 @@ def norm_model(kind: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 16), norms[kind], nn.Linear(16, 4))
 
 
-def norms_in_low_precision(rank: int, kind: str, param: torch.dtype) -> None:
+@pytest.mark.parametrize("param", [BF16, F16], ids=str)
+@pytest.mark.parametrize("kind", ["layer", "batch", "batch2d"])
+@real_ranks(2)
+def test_norm_modules(rank: int, kind: str, param: torch.dtype) -> None:
+    """``test_norm_modules_bf16`` and ``..._fp16``: with buffers cast as parameters are."""
     model = norm_model(kind)
     spec = fs.policies.whole(P("shard", precision=Precision(param=param, reduce=F32, buffer=param)))(model)
     reference = copy.deepcopy(model)
@@ -780,13 +769,6 @@ def norms_in_low_precision(rank: int, kind: str, param: torch.dtype) -> None:
     assert torch.equal(got, value)
     for key, g in fs.shard(expected, spec).items():
         torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("param", [BF16, F16], ids=str)
-@pytest.mark.parametrize("kind", ["layer", "batch", "batch2d"])
-def test_norm_modules(gloo2: Pool, kind: str, param: torch.dtype) -> None:
-    """``test_norm_modules_bf16`` and ``..._fp16``: with buffers cast as parameters are."""
-    gloo2.run(norms_in_low_precision, kind, param)
 
 
 @pytest.mark.filterwarnings("ignore::funshard.BufferWarning")  # torch.func's way takes no buffers from outside
@@ -869,7 +851,14 @@ E2E: dict[
 }
 
 
-def end_to_end(rank: int, name: str, master: torch.dtype, scaled: bool, prefetch: int) -> None:
+@each
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("master", [F32, F64], ids=str)
+@pytest.mark.parametrize("name", E2E)
+@real_ranks(2)
+def test_mixed_precision_e2e(rank: int, name: str, master: torch.dtype, scaled: bool, prefetch: int) -> None:
+    """``test_mixed_precision_e2e_full_shard``: dtypes inside of forward and backward, on the wire, and of what is kept."""
     fields, (param, reduce, buffer) = E2E[name]
     torch.manual_seed(0)
     seen: dict[str, set[torch.dtype]] = {k: set() for k in ("input", "buffer", "param", "backward")}
@@ -908,16 +897,6 @@ def end_to_end(rank: int, name: str, master: torch.dtype, scaled: bool, prefetch
     assert [b.item() for n, b in buffers.items() if n.endswith("count")] == [2] * 3
 
 
-@each
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("master", [F32, F64], ids=str)
-@pytest.mark.parametrize("name", E2E)
-def test_mixed_precision_e2e(gloo2: Pool, name: str, master: torch.dtype, scaled: bool, prefetch: int) -> None:
-    """``test_mixed_precision_e2e_full_shard``: dtypes inside of forward and backward, on the wire, and of what is kept."""
-    gloo2.run(end_to_end, name, master, scaled, prefetch)
-
-
 @pytest.mark.parametrize("precision", [Precision(param=F16), Precision(param=BF16, reduce=F32), Precision(reduce=F16)], ids=str)
 def test_embedding_inputs_are_never_cast(precision: Precision) -> None:
     """``test_mp_embedding_default``, ``..._params_and_reduce_diff``, ``..._reduce_only``."""
@@ -936,7 +915,9 @@ def test_embedding_inputs_are_never_cast(precision: Precision) -> None:
         assert torch.equal(grads[key], g)
 
 
-def low_gradients(rank: int) -> None:
+@real_ranks(2)
+def test_gradients_in_reduced_precision(rank: int) -> None:
+    """``test_grads_reduced_precision``: gradients of low-precision params are low, and the same numbers."""
     model = mlps()
     spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=F16)))(model)
     params = fs.shard(model, spec)
@@ -947,12 +928,9 @@ def low_gradients(rank: int) -> None:
         assert torch.equal(low[key].float(), g)
 
 
-def test_gradients_in_reduced_precision(gloo2: Pool) -> None:
-    """``test_grads_reduced_precision``: gradients of low-precision params are low, and the same numbers."""
-    gloo2.run(low_gradients)
-
-
-def evaluation(rank: int) -> None:
+@real_ranks(2)
+def test_full_precision_in_eval(rank: int) -> None:
+    """``test_full_precision_in_eval``, ``..._buffers`` and ``..._comm``: another spec for the same shards, and back."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
     model[1].running_mean.fill_(0.25)  # trained statistics: initial ones are warned of
@@ -972,11 +950,6 @@ def evaluation(rank: int) -> None:
         assert torch.equal(out, copy.deepcopy(model).to(dtype)(x.to(dtype)))
 
 
-def test_full_precision_in_eval(gloo2: Pool) -> None:
-    """``test_full_precision_in_eval``, ``..._buffers`` and ``..._comm``: another spec for the same shards, and back."""
-    gloo2.run(evaluation)
-
-
 @pytest.mark.parametrize("cast_inputs", [True, False])
 def test_root_cast_inputs_in_eval(cast_inputs: bool) -> None:
     """``test_eval_root_cast_inputs``."""
@@ -988,7 +961,9 @@ def test_root_cast_inputs_in_eval(cast_inputs: bool) -> None:
     assert model.seen == {"model": [F16], "c1": [F16], "c2": [F16]}
 
 
-def input_gradients(rank: int) -> None:
+@real_ranks(2)
+def test_input_gradients_keep_the_inputs_dtype(rank: int) -> None:
+    """``test_input_grads_with_param_mixed_precision``."""
     model = mlps()
     spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=BF16)))(model)
     params = fs.shard(model, spec)
@@ -1003,11 +978,6 @@ def input_gradients(rank: int) -> None:
     assert torch.equal(x.grad, low.grad.float())
 
 
-def test_input_gradients_keep_the_inputs_dtype(gloo2: Pool) -> None:
-    """``test_input_grads_with_param_mixed_precision``."""
-    gloo2.run(input_gradients)
-
-
 def test_ignored_modules_are_not_cast() -> None:
     """``test_mixed_precision_with_ignored_module``: its parameters stay, and the input that came cast does not fit."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -1018,7 +988,9 @@ def test_ignored_modules_are_not_cast() -> None:
         fs.functional_call(model, params, (torch.ones(2, 4),), spec=spec)
 
 
-def ema(rank: int) -> None:
+@real_ranks(2)
+def test_train_ema_eval_flow(rank: int) -> None:
+    """``test_train_ema_eval_flow``: evaluation after an update of the average is with the new values."""
     model = mlps()
     spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=BF16, reduce=F32)))(model)
     params = fs.shard(model, spec)
@@ -1037,12 +1009,12 @@ def ema(rank: int) -> None:
     assert not torch.equal(*outs)
 
 
-def test_train_ema_eval_flow(gloo2: Pool) -> None:
-    """``test_train_ema_eval_flow``: evaluation after an update of the average is with the new values."""
-    gloo2.run(ema)
-
-
-def pure(rank: int, precision: Precision | None, compute: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("precision", "compute"), [(None, F16), (HALF, F16), (Precision(param=BF16), BF16), (Precision(param=F32), F32)]
+)
+@real_ranks(2)
+def test_pure_float16_models(rank: int, precision: Precision | None, compute: torch.dtype) -> None:
+    """``test_fp16_dtypes``: a model that is float16 by itself; a policy beats the model's dtype."""
     model = mlps().half()
     spec = fs.by_type(MLP, p=P("shard", precision=precision))(model)
     params = fs.shard(model, spec)
@@ -1056,14 +1028,6 @@ def pure(rank: int, precision: Precision | None, compute: torch.dtype) -> None:
     assert torch.equal(value, expected_value)
     for key, g in fs.shard(expected, spec).items():
         torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("precision", "compute"), [(None, F16), (HALF, F16), (Precision(param=BF16), BF16), (Precision(param=F32), F32)]
-)
-def test_pure_float16_models(gloo2: Pool, precision: Precision | None, compute: torch.dtype) -> None:
-    """``test_fp16_dtypes``: a model that is float16 by itself; a policy beats the model's dtype."""
-    gloo2.run(pure, precision, compute)
 
 
 # --- memory ---
@@ -1244,7 +1208,12 @@ def test_the_sum_over_a_number(n: int, reduce: torch.dtype | None, by: Any, shar
     torch.testing.assert_close(expected, xs.sum(0) / (1 if by == "sum" else by), rtol=0.1, atol=0.1)
 
 
-def sum_over_a_number(rank: int, p: P, reduce: torch.dtype | None, by: Any) -> None:
+@each
+@pytest.mark.parametrize("by", [3.0, 12.0, "sum"])
+@pytest.mark.parametrize("reduce", [None, F16, BF16])
+@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
+@real_ranks(2)
+def test_the_sum_over_a_number_on_real_ranks(rank: int, p: P, reduce: torch.dtype | None, by: Any) -> None:
     model = Dot(6)
     spec = fs.policies.whole(dataclasses.replace(p, precision=Precision(reduce=reduce)))(model).bound
     xs = torch.randn(2, 6, generator=torch.Generator().manual_seed(7))
@@ -1254,14 +1223,6 @@ def sum_over_a_number(rank: int, p: P, reduce: torch.dtype | None, by: Any) -> N
     for way in MAIN_WAYS:
         grads, _ = WAYS[way](lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=by))(fs.shard(model, spec))
         assert torch.equal(grads[""], fs.shard({"w": expected}, spec)[""])
-
-
-@each
-@pytest.mark.parametrize("by", [3.0, 12.0, "sum"])
-@pytest.mark.parametrize("reduce", [None, F16, BF16])
-@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
-def test_the_sum_over_a_number_on_real_ranks(gloo2: Pool, p: P, reduce: torch.dtype | None, by: Any) -> None:
-    gloo2.run(sum_over_a_number, p, reduce, by)
 
 
 @pytest.mark.parametrize("way", MAIN_WAYS)

@@ -14,7 +14,7 @@ from collective_log import world
 from models import unchanged
 from parity import WAYS, average_gradients, check_parity, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, Block, Net, Outer, Transformer
-from ranks import Pool
+from ranks import real_ranks
 from test_memory import Alive
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -31,17 +31,14 @@ STRATEGIES = {"FULL_SHARD": P("shard"), "SHARD_GRAD_OP": P("shard", reshard=Fals
 # --- Section 1: policies. ---
 
 
-def six_sgd_steps(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_main_wrap_api(rank: int, strategy: str) -> None:
+    """Threshold 0, on real ranks: with every module a unit six SGD steps are the plain ones."""
     model = sequential(*NESTED).double()
     spec = fs.by_size(0, p=STRATEGIES[strategy])(model)
     assert spec.paths == ("", "0", "1", "2", "2.0", "2.1")
     check_parity(rank, model, spec, steps=6, optimizer=torch.optim.SGD, lr=0.1)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_main_wrap_api(gloo2: Pool, strategy: str) -> None:
-    """Threshold 0, on real ranks: with every module a unit six SGD steps are the plain ones."""
-    gloo2.run(six_sgd_steps, strategy)
 
 
 def test_str_of_an_unbound_spec_with_an_unknown_axis() -> None:
@@ -66,7 +63,10 @@ def test_output_with_and_without_shared_params(tied: bool, dtype: torch.dtype) -
         assert torch.equal(out, model(ids))
 
 
-def norm_after_step(rank: int, tied: bool) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+@real_ranks(2)
+def test_pnorm_after_step_with_shared_params(rank: int, tied: bool) -> None:
+    """The norm over all shards after one SGD(0.01) step is the plain model's: a shared parameter counts, and moves, once."""
     model, ids = Transformer(tied=tied), torch.arange(6).view(2, 3) + rank
     spec = fs.by_type(Block)(model).bound
     params = fs.shard(model, spec)
@@ -78,12 +78,6 @@ def norm_after_step(rank: int, tied: bool) -> None:
     average_gradients(reference)
     torch.optim.SGD(reference.parameters(), lr=0.01).step()
     assert_close(total.sqrt(), nn.utils.get_total_norm(reference.parameters()).detach())
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_pnorm_after_step_with_shared_params(gloo2: Pool, tied: bool) -> None:
-    """The norm over all shards after one SGD(0.01) step is the plain model's: a shared parameter counts, and moves, once."""
-    gloo2.run(norm_after_step, tied)
 
 
 @dataclass
@@ -103,7 +97,11 @@ class Structured(nn.Module):
         return Record(self.linear(record.x), {"list": [self.linear(y), inner], "label": label})
 
 
-def structured(rank: int, way: str) -> None:
+@pytest.mark.parametrize("way", ["fs", "backward"])
+@real_ranks(2)
+def test_apply_to_tensors_and_packed_sequence(rank: int, way: str) -> None:
+    """Nested dataclasses, dicts, lists and a PackedSequence go in and come out, and every tensor in them has its gradient."""
+
     def loss(call: Any, x: Tensor) -> Tensor:
         packed = pack_padded_sequence(x.expand(2, 4, 5), [4, 3], batch_first=True)
         out = call(Record(x, {"list": [2 * x, Record(packed, None)], "label": "label"}))
@@ -114,16 +112,12 @@ def structured(rank: int, way: str) -> None:
     check_parity(rank, Structured(), fs.policies.always()(Structured()), numbers, loss, way=way)
 
 
-@pytest.mark.parametrize("way", ["fs", "backward"])
-def test_apply_to_tensors_and_packed_sequence(gloo2: Pool, way: str) -> None:
-    """Nested dataclasses, dicts, lists and a PackedSequence go in and come out, and every tensor in them has its gradient."""
-    gloo2.run(structured, way)
-
-
 # --- Section 3: full parameters. ---
 
 
-def names_and_values(rank: int) -> None:
+@real_ranks(2)
+def test_named_parameters_and_buffers(rank: int) -> None:
+    """Names and values are the plain module's, with its prefixes, of all units or some: with the buffers a state dict."""
     model = nn.Sequential(Outer(), nn.BatchNorm1d(5).double())
     spec = fs.by_type(MLP)(model).bound
     expected, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -140,12 +134,10 @@ def names_and_values(rank: int) -> None:
     assert all(torch.equal(p, expected[name]) for name, p in fresh.named_parameters())
 
 
-def test_named_parameters_and_buffers(gloo2: Pool) -> None:
-    """Names and values are the plain module's, with its prefixes, of all units or some: with the buffers a state dict."""
-    gloo2.run(names_and_values)
-
-
-def no_gradients_yet(rank: int, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@real_ranks(2)
+def test_with_grads_none_grads(rank: int, way: str) -> None:
+    """Gradients are what a transform returns: nothing sharded or gathered has a .grad, before it or after it."""
     model = Net()
     spec = fs.by_type(MLP)(model).bound
     squared(model, numbers(rank, 0)).backward()  # gradients of the plain model are not taken along
@@ -157,12 +149,6 @@ def no_gradients_yet(rank: int, way: str) -> None:
         WAYS[way](lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
     assert all(t.grad is None for t in params.values())
     same({name: p.grad for name, p in model.named_parameters()}, before, "the plain model's gradient")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_with_grads_none_grads(gloo2: Pool, way: str) -> None:
-    """Gradients are what a transform returns: nothing sharded or gathered has a .grad, before it or after it."""
-    gloo2.run(no_gradients_yet, way)
 
 
 @pytest.mark.parametrize("reshard", [False, True])
@@ -202,7 +188,11 @@ class Checkpoints(Net):
         return x
 
 
-def checkpoint_inside(rank: int, way: str, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("way", ["fs", "backward"])
+@real_ranks(2)
+def test_checkpoint_inside_is_an_error(rank: int, way: str, reentrant: bool) -> None:
+    """It would recompute with other parameters. Around the call: test_train_parity_with_activation_checkpointing."""
     model = Checkpoints()
     model.reentrant = reentrant
     spec = fs.by_type(MLP)(model).bound
@@ -212,23 +202,14 @@ def checkpoint_inside(rank: int, way: str, reentrant: bool) -> None:
         WAYS[way](lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("way", ["fs", "backward"])
-def test_checkpoint_inside_is_an_error(gloo2: Pool, way: str, reentrant: bool) -> None:
-    """It would recompute with other parameters. Around the call: test_train_parity_with_activation_checkpointing."""
-    gloo2.run(checkpoint_inside, way, reentrant)
+@real_ranks(2)
+def test_reentrant_checkpoint_around_the_call(rank: int) -> None:
+    """With .backward(), the only way that torch allows for it."""
 
-
-def reentrant_around(rank: int) -> None:
     def loss(call: Any, x: Tensor) -> Tensor:
         return squared(lambda x: torch.utils.checkpoint.checkpoint(call, x, use_reentrant=True), x.requires_grad_())
 
     check_parity(rank, Net(), fs.by_type(MLP)(Net()), numbers, loss, steps=3, way="backward")
-
-
-def test_reentrant_checkpoint_around_the_call(gloo2: Pool) -> None:
-    """With .backward(), the only way that torch allows for it."""
-    gloo2.run(reentrant_around)
 
 
 @pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2, "shard": 1}, {"shard": 1}])

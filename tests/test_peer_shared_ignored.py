@@ -12,7 +12,7 @@ import torch.distributed as dist
 from depth import depth, each
 from parity import MAIN_WAYS, WAYS, average_gradients, check_parity, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer, chain
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -24,20 +24,19 @@ from funshard.policies import Policy
 STRATEGIES = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}
 
 
-def tied(rank: int, strategy: str, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_train_parity_with_shared_params(rank: int, strategy: str, way: str) -> None:
+    """An embedding tied to the head: one tensor, the sum of both gradients."""
     model = Transformer(2, tied=True)
     check_parity(rank, model, fs.by_type(Block, p=STRATEGIES[strategy])(model), tokens, next_token, way=way)
 
 
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_train_parity_with_shared_params(gloo2: Pool, strategy: str, way: str) -> None:
-    """An embedding tied to the head: one tensor, the sum of both gradients."""
-    gloo2.run(tied, strategy, way)
-
-
-def tied_uneven(rank: int) -> None:
+@real_ranks(4)
+def test_train_shared_params_uneven_shard(rank: int) -> None:
+    """A tied vocabulary of 4 ranks * 4 + 1 rows: every row has moved after some steps, in the padded last shard as well."""
     vocabulary = 4 * dist.get_world_size() + 1
     model = Transformer(1, vocabulary, width=7, heads=1, tied=True)
     spec = fs.policies.always()(model).bound
@@ -47,11 +46,6 @@ def tied_uneven(rank: int) -> None:
     trained = check_parity(rank, model, spec, batch, next_token, steps=depth(3, 10), **options)
     changed = (trained["tokens.weight"] != model.tokens.weight).all(1)
     assert changed.all()
-
-
-def test_train_shared_params_uneven_shard(gloo4: Pool) -> None:
-    """A tied vocabulary of 4 ranks * 4 + 1 rows: every row has moved after some steps, in the padded last shard as well."""
-    gloo4.run(tied_uneven)
 
 
 class TiedUnits(nn.Module):
@@ -66,19 +60,16 @@ class TiedUnits(nn.Module):
         return self.b(torch.sigmoid(self.a(x)))
 
 
-def tied_units(rank: int, strategy: str, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_shared_params_separate_fsdp_groups(rank: int, strategy: str, way: str) -> None:
+    """Weights tied across units, an error in the peer, belong to the unit above both and train as one."""
     spec = fs.by_type(MLP, p=STRATEGIES[strategy])(TiedUnits())
     assert spec.by_name["b.in_proj.weight"] == spec.by_name["a.in_proj.weight"]
     assert spec.by_name["b.in_proj.weight"][0].path == ""
     check_parity(rank, TiedUnits(), spec, way=way)
-
-
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shared_params_separate_fsdp_groups(gloo2: Pool, strategy: str, way: str) -> None:
-    """Weights tied across units, an error in the peer, belong to the unit above both and train as one."""
-    gloo2.run(tied_units, strategy, way)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +96,11 @@ def test_layer_by_layer_shard_no_false_positive(policy: Policy) -> None:
     assert len(set(ids)) < len(ids)
 
 
-def ignored(rank: int, way: str, given: bool) -> None:
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@real_ranks(2)
+def test_ignored_modules_and_mixture_of_experts(rank: int, way: str, given: bool) -> None:
+    """What is ignored is not sharded and never reduced: a rank's own expert, from the model or from params by name."""
     model = Net()
     spec = fs.policies.ignoring(fs.by_type(MLP), modules=["blocks.1"], params=["head.bias"])(model).bound
     total = sum(p.numel() for p in model.parameters())
@@ -126,23 +121,13 @@ def ignored(rank: int, way: str, given: bool) -> None:
     same({k: g for k, g in grads.items() if k in spec.ignored}, own, "a rank's own gradient")
 
 
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("way", MAIN_WAYS)
-def test_ignored_modules_and_mixture_of_experts(gloo2: Pool, way: str, given: bool) -> None:
-    """What is ignored is not sharded and never reduced: a rank's own expert, from the model or from params by name."""
-    gloo2.run(ignored, way, given)
-
-
-def ignored_differently(rank: int) -> None:
+@real_ranks(2)
+def test_diff_ignored_modules_across_ranks(rank: int) -> None:
+    """Ranks that ignore different modules would wait for each other: an error on every rank, naming the unit."""
     model = Net()
     spec = fs.policies.ignoring(fs.by_type(MLP), modules=[f"blocks.{rank}"])(model)
     with pytest.raises(ValueError, match=r"the ranks of .* have different models.*'blocks\.[01]'"):
         fs.shard(model, spec)
-
-
-def test_diff_ignored_modules_across_ranks(gloo2: Pool) -> None:
-    """Ranks that ignore different modules would wait for each other: an error on every rank, naming the unit."""
-    gloo2.run(ignored_differently)
 
 
 class Middle(nn.Module):
@@ -159,7 +144,9 @@ class Middle(nn.Module):
         return x
 
 
-def mixed_strategies(rank: int) -> None:
+@real_ranks(2)
+def test_ddp_a_fsdp_b_ddp_c(rank: int) -> None:
+    """A sharded subtree in a replicated model, with a replicated part inside it: as DDP of the whole."""
     model = Middle()
     spec = fs.by_path({"b": P("shard"), "b.lin_b": P("shard"), "b.c": P()}, p=P())(model).bound
     assert {unit.key: unit.p.axis for unit in spec} == {"": None, "b": "shard", "b.lin_b": "shard", "b.c": None}
@@ -173,11 +160,6 @@ def mixed_strategies(rank: int) -> None:
     same(trained, {k.removeprefix("module."): p.detach() for k, p in other.named_parameters()}, "trained by DDP")
 
 
-def test_ddp_a_fsdp_b_ddp_c(gloo2: Pool) -> None:
-    """A sharded subtree in a replicated model, with a replicated part inside it: as DDP of the whole."""
-    gloo2.run(mixed_strategies)
-
-
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -189,18 +171,15 @@ class Branches(nn.Module):
         return self.scale * self.pair[which](x)
 
 
-def other_branches(rank: int, strategy: str, way: str) -> None:
-    model = Branches()
-    batch = lambda rank, step: ((rank + step) % 2, numbers(rank, step))  # noqa: E731
-    check_parity(rank, model, fs.policies.whole(STRATEGIES[strategy])(model), batch, way=way)
-
-
 @each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unused_param_has_grad(gloo2: Pool, strategy: str, way: str) -> None:
+@real_ranks(2)
+def test_unused_param_has_grad(rank: int, strategy: str, way: str) -> None:
     """Ranks that take different branches of one unit: no one waits, unused parameters count with zeros; 0-dim ones too."""
-    gloo2.run(other_branches, strategy, way)
+    model = Branches()
+    batch = lambda rank, step: ((rank + step) % 2, numbers(rank, step))  # noqa: E731
+    check_parity(rank, model, fs.policies.whole(STRATEGIES[strategy])(model), batch, way=way)
 
 
 class EveryBranch(Branches):
@@ -212,28 +191,22 @@ class EveryBranch(Branches):
         return self.scale * (y[which] + 0 * y[1 - which].sum())
 
 
-def other_units(rank: int, strategy: str, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_ranks_that_use_other_units(rank: int, strategy: str, way: str) -> None:
+    """As the guide says: all run each unit, and what a rank does not use is in its loss with zero."""
     model = EveryBranch()
     batch = lambda rank, step: ((rank + step) % 2, numbers(rank, step))  # noqa: E731
     check_parity(rank, model, fs.policies.always(STRATEGIES[strategy])(model), batch, way=way)
 
 
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_that_use_other_units(gloo2: Pool, strategy: str, way: str) -> None:
-    """As the guide says: all run each unit, and what a rank does not use is in its loss with zero."""
-    gloo2.run(other_units, strategy, way)
-
-
-def not_contiguous(rank: int) -> None:
+@real_ranks(2)
+def test_noncontiguous_parameter(rank: int) -> None:
+    """Parameters of another memory format, an error in the peer, train and keep their strides."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)).double().to(memory_format=torch.channels_last)
     model[2].weight = nn.Parameter(torch.randn(4, 2).double().t())
     batch = lambda rank, step: numbers(rank, step, 27).unflatten(1, (3, 3, 3))  # noqa: E731
     trained = check_parity(rank, model, fs.policies.always()(model), batch)
     assert {k: p.stride() for k, p in trained.items()} == {k: p.stride() for k, p in model.named_parameters()}
-
-
-def test_noncontiguous_parameter(gloo2: Pool) -> None:
-    """Parameters of another memory format, an error in the peer, train and keep their strides."""
-    gloo2.run(not_contiguous)

@@ -11,7 +11,7 @@ import torch
 from depth import each, seldom
 from parity import average_gradients, numbers, plain_call, sharded_call, squared
 from peer_models import MLP, Net, Transformer
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
@@ -129,7 +129,18 @@ WRAPPINGS = {
 }
 
 
-def by_names(rank: int, kind: str, wrapping: str, grouped: bool) -> None:
+@each
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize(
+    ("grouped", "kind"),
+    [
+        pytest.param(*case, marks=seldom if i % 2 else [])
+        for i, case in enumerate([*[(False, kind) for kind in OPTIMIZERS], *[(True, kind) for kind in DECAYED]])
+    ],
+)
+@real_ranks(2)
+def test_optimizer_states_by_names(rank: int, kind: str, wrapping: str, grouped: bool) -> None:
+    """Those of the plain model, and its optimizer takes them; so do other wrappings; back, bit for bit."""
     plain, theirs, spec, params, state = trained(rank, kind, WRAPPINGS[wrapping], grouped=grouped)
     full = exported(kind, spec, state, grouped=grouped)
     blank = made(kind, spec, grouped=grouped).init(params)
@@ -163,20 +174,6 @@ def by_names(rank: int, kind: str, wrapping: str, grouped: bool) -> None:
     got = fs.gather_full(moved, other)
     for name, p in fresh.named_parameters():
         assert_close(got[name], p.detach(), msg=lambda m, name=name: f"'{name}' after a further step: {m}")
-
-
-@each
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-@pytest.mark.parametrize(
-    ("grouped", "kind"),
-    [
-        pytest.param(*case, marks=seldom if i % 2 else [])
-        for i, case in enumerate([*[(False, kind) for kind in OPTIMIZERS], *[(True, kind) for kind in DECAYED]])
-    ],
-)
-def test_optimizer_states_by_names(gloo2: Pool, grouped: bool, kind: str, wrapping: str) -> None:
-    """Those of the plain model, and its optimizer takes them; so do other wrappings; back, bit for bit."""
-    gloo2.run(by_names, kind, wrapping, grouped)
 
 
 def half_the_world(rank: int, full: Any) -> Any:
@@ -216,7 +213,9 @@ def changed(found: Any, name: str, **slots: Any) -> Any:
     return {**found, "state": state}
 
 
-def bad_states(rank: int) -> None:
+@real_ranks(2)
+def test_states_that_do_not_fit_are_refused(rank: int) -> None:
+    """On every rank, naming the parameter: FSDP1's "same value and dtype", missing, unknown and misshapen ones."""
     _, _, spec, params, state = trained(rank, "AdamW", BLOCKS, steps=1)
     init, _ = made("AdamW", spec, grouped=False)
     blank, full = init(params), exported("AdamW", spec, state)
@@ -257,12 +256,9 @@ def bad_states(rank: int) -> None:
         exported("AdamW", spec, {"x": {}})
 
 
-def test_states_that_do_not_fit_are_refused(gloo2: Pool) -> None:
-    """On every rank, naming the parameter: FSDP1's "same value and dtype", missing, unknown and misshapen ones."""
-    gloo2.run(bad_states)
-
-
-def never_stepped(rank: int) -> None:
+@real_ranks(2)
+def test_what_was_never_stepped(rank: int) -> None:
+    """No state at all, none for some units, None, numbers that are no tensors, parameters without gradient."""
     model = Net().requires_grad_(True)
     model.blocks[1].requires_grad_(False)
     spec = BLOCKS(model).bound
@@ -281,11 +277,6 @@ def never_stepped(rank: int) -> None:
     init, _ = made("momentum", spec, grouped=False)
     none = {"state": {n: {"momentum_buffer": None} for n in full["state"]}, "param_groups": full["param_groups"]}
     same_state(checkpoint.from_optimizer_state_dict(none, spec, init(trainable)), init(trainable))
-
-
-def test_what_was_never_stepped(gloo2: Pool) -> None:
-    """No state at all, none for some units, None, numbers that are no tensors, parameters without gradient."""
-    gloo2.run(never_stepped)
 
 
 def test_rekey_refuses_what_is_ambiguous() -> None:

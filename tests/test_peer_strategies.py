@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import depth, each, mark_seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import (
@@ -158,7 +158,10 @@ def test_fsdp2_without_reshard(gloo4: Pool) -> None:
     gloo4.run(fsdp2, "hsdp", "bf16, reduced in float32", False)
 
 
-def ddp(rank: int, mesh_name: str) -> None:
+@pytest.mark.parametrize("mesh_name", MESHES)
+@real_ranks(4)
+def test_ddp(rank: int, mesh_name: str) -> None:
+    """P() over one axis or over two."""
     mesh = init_device_mesh("cpu", MESHES[mesh_name][0], mesh_dim_names=MESHES[mesh_name][1])
     reference = nn.parallel.DistributedDataParallel(gpt())
     losses = by_torch(reference, rank)
@@ -166,12 +169,6 @@ def ddp(rank: int, mesh_name: str) -> None:
     got, own = by_funshard(model, fs.by_type(Block, p=P())(model).on(mesh), rank)
     torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=1e-5)
     compare(got, reference.module.state_dict(), 0)
-
-
-@pytest.mark.parametrize("mesh_name", MESHES)
-def test_ddp(gloo4: Pool, mesh_name: str) -> None:
-    """P() over one axis or over two."""
-    gloo4.run(ddp, mesh_name)
 
 
 FSDP1: dict[str, tuple[P, ShardingStrategy, MixedPrecision | None]] = {
@@ -192,7 +189,9 @@ FSDP1: dict[str, tuple[P, ShardingStrategy, MixedPrecision | None]] = {
 }
 
 
-def fsdp1(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", mark_seldom(FSDP1, *[*FSDP1][:3]))
+@real_ranks(4)
+def test_fsdp1(rank: int, name: str) -> None:
     p, strategy, mixed = FSDP1[name]
     shape, names = MESHES["hsdp" if "hybrid" in name else "fsdp"]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -214,8 +213,3 @@ def fsdp1(rank: int, name: str) -> None:
     got, own = by_funshard(model, fs.by_type(Block, p=p)(model).on(mesh), rank)
     torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=1e-5 if mixed is None else 2e-2)
     compare(got, expected, 1e-4 if name == "bf16 hybrid" else 0)
-
-
-@pytest.mark.parametrize("name", mark_seldom(FSDP1, *[*FSDP1][:3]))
-def test_fsdp1(gloo4: Pool, name: str) -> None:
-    gloo4.run(fsdp1, name)

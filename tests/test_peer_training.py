@@ -25,7 +25,7 @@ from parity import (
     tokens,
 )
 from peer_models import MLP, Block, Chunked, Net, Transformer, chain
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -45,19 +45,21 @@ def double_linear(shapes: list[tuple[int, int]]) -> nn.Module:
 SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)], [(1, 1), (1, 1)]]
 
 
-def single_group(rank: int, shapes: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@real_ranks(4)
+def test_train_parity_single_group_shard_dim0(rank: int, shapes: list[tuple[int, int]]) -> None:
+    """Shapes that four ranks do not divide, down to ranks that own nothing but padding."""
     model = double_linear(shapes)
     batch = lambda rank, step: numbers(rank, step, shapes[0][0])  # noqa: E731
     check_parity(rank, model, fs.policies.whole()(model), batch, steps=depth(3, 10))
 
 
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_train_parity_single_group_shard_dim0(gloo4: Pool, shapes: list[tuple[int, int]]) -> None:
-    """Shapes that four ranks do not divide, down to ranks that own nothing but padding."""
-    gloo4.run(single_group, shapes)
-
-
-def multi_group(rank: int, strategy: str, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_train_parity_multi_group(rank: int, strategy: str, way: str) -> None:
+    """A transformer with one unit for each block, by every way to differentiate."""
     model = Transformer()
     check_parity(
         rank,
@@ -70,15 +72,13 @@ def multi_group(rank: int, strategy: str, way: str) -> None:
     )
 
 
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_train_parity_multi_group(gloo2: Pool, strategy: str, way: str) -> None:
-    """A transformer with one unit for each block, by every way to differentiate."""
-    gloo2.run(multi_group, strategy, way)
+PEERS = [("FSDP2", "FULL_SHARD"), ("FSDP2", "HYBRID_SHARD"), ("DDP", "SHARD_GRAD_OP"), ("DDP", "NO_SHARD")]
 
 
-def cpu_training(rank: int, strategy: str, peer: str) -> None:
+@pytest.mark.parametrize(("peer", "strategy"), PEERS)
+@real_ranks(4)
+def test_fsdp_cpu_training(rank: int, strategy: str, peer: str) -> None:
+    """Steps of Adam next to torch's own DDP and FSDP2 on the same ranks: losses and the trained parameters."""
     model = Transformer(depth(2, 3))
     spec = fs.by_type(Block, p=STRATEGIES.get(strategy, P("shard")))(model)
     if strategy == "HYBRID_SHARD":
@@ -109,16 +109,9 @@ def cpu_training(rank: int, strategy: str, peer: str) -> None:
     same(fs.gather_full(params, spec), {k: getattr(p, "full_tensor", lambda p=p: p)() for k, p in state.items()}, peer)
 
 
-PEERS = [("FSDP2", "FULL_SHARD"), ("FSDP2", "HYBRID_SHARD"), ("DDP", "SHARD_GRAD_OP"), ("DDP", "NO_SHARD")]
-
-
-@pytest.mark.parametrize(("peer", "strategy"), PEERS)
-def test_fsdp_cpu_training(gloo4: Pool, peer: str, strategy: str) -> None:
-    """Steps of Adam next to torch's own DDP and FSDP2 on the same ranks: losses and the trained parameters."""
-    gloo4.run(cpu_training, strategy, peer)
-
-
-def always_wrapped(rank: int) -> None:
+@real_ranks(2)
+def test_nested_wrapped_model(rank: int) -> None:
+    """Every layer a unit, containers as units, a replicated unit around sharded ones: SGD with momentum."""
     for model, policy in [
         (chain(), fs.policies.always()),
         (nn.Sequential(MLP(5), nn.Sequential(MLP(5), MLP(5))), fs.by_type(MLP, nn.Sequential)),
@@ -129,12 +122,9 @@ def always_wrapped(rank: int) -> None:
         assert not any(torch.equal(p, trained[name]) for name, p in model.named_parameters())
 
 
-def test_nested_wrapped_model(gloo2: Pool) -> None:
-    """Every layer a unit, containers as units, a replicated unit around sharded ones: SGD with momentum."""
-    gloo2.run(always_wrapped)
-
-
-def double_precision(rank: int) -> None:
+@real_ranks(2)
+def test_to_float64_after_init(rank: int) -> None:
+    """Shards cast after sharding compute in the new dtype, whatever the module's own parameters are."""
     model = Net().float()
     spec = fs.by_type(MLP)(model).bound
     reference, x = copy.deepcopy(model).double(), numbers(rank, 0)
@@ -149,24 +139,18 @@ def double_precision(rank: int) -> None:
     same(full, average_gradients(reference), "gradient")
 
 
-def test_to_float64_after_init(gloo2: Pool) -> None:
-    """Shards cast after sharding compute in the new dtype, whatever the module's own parameters are."""
-    gloo2.run(double_precision)
-
-
-def through_parts(rank: int) -> None:
+@real_ranks(2)
+def test_non_root_forward_backward(rank: int) -> None:
+    """Steps through the whole model in turn with steps through a part of it, entered by another method than forward."""
     model = Net()
     loss = lambda call, x: squared(lambda x: call(x, method="features" if x[0, 0] > 0 else None), x)  # noqa: E731
     batch = lambda rank, step: numbers(rank, step).abs() * (-1) ** step  # noqa: E731  the same branch on all ranks
     check_parity(rank, model, fs.by_type(MLP)(model), batch, loss)
 
 
-def test_non_root_forward_backward(gloo2: Pool) -> None:
-    """Steps through the whole model in turn with steps through a part of it, entered by another method than forward."""
-    gloo2.run(through_parts)
-
-
-def a_part_of_its_own(rank: int) -> None:
+@real_ranks(2)
+def test_non_root_forward_backward_of_a_submodule(rank: int) -> None:
+    """The shard of a unit serves the submodule called by itself."""
     model, x = Net(), numbers(rank, 0)
     spec, part = fs.by_type(MLP)(model).bound, fs.policies.whole()(model.blocks[1]).bound
     params = fs.shard(model, spec)
@@ -178,11 +162,6 @@ def a_part_of_its_own(rank: int) -> None:
     same(fs.gather_full(grads, spec), average_gradients(model), "gradient")
 
 
-def test_non_root_forward_backward_of_a_submodule(gloo2: Pool) -> None:
-    """The shard of a unit serves the submodule called by itself."""
-    gloo2.run(a_part_of_its_own)
-
-
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -192,20 +171,23 @@ class Twice(nn.Module):
         return self.outer(self.inner(x) + self.inner(2 * torch.sigmoid(self.outer(x))))
 
 
-def used_twice(rank: int, strategy: str, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_multi_forward_module(rank: int, strategy: str, way: str) -> None:
+    """A unit that runs twice in a forward, with others in between, has the sum of both gradients."""
     for policy in (fs.by_type(MLP, p=STRATEGIES[strategy]), fs.policies.always(STRATEGIES[strategy])):
         check_parity(rank, Twice(), policy(Twice()), way=way)
 
 
 @each
-@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("way", ["fs", "backward"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_multi_forward_module(gloo2: Pool, strategy: str, way: str) -> None:
-    """A unit that runs twice in a forward, with others in between, has the sum of both gradients."""
-    gloo2.run(used_twice, strategy, way)
-
-
-def checkpointed(rank: int, strategy: str, way: str, tied: bool) -> None:
+@real_ranks(2)
+def test_train_parity_with_activation_checkpointing(rank: int, strategy: str, way: str, tied: bool) -> None:
+    """torch.utils.checkpoint around the call recomputes it, gathers included, to the same gradients."""
     model = Transformer(tied=tied)
 
     def loss(call, ids: Tensor) -> Tensor:
@@ -216,28 +198,17 @@ def checkpointed(rank: int, strategy: str, way: str, tied: bool) -> None:
 
 
 @each
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("way", ["fs", "backward"])
+@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_train_parity_with_activation_checkpointing(gloo2: Pool, strategy: str, way: str, tied: bool) -> None:
-    """torch.utils.checkpoint around the call recomputes it, gathers included, to the same gradients."""
-    gloo2.run(checkpointed, strategy, way, tied)
+@real_ranks(2)
+def test_partial_group_forward_then_standalone(rank: int, strategy: str, way: str) -> None:
+    """A unit of which one part runs in the trunk and another is then called for each chunk of a chunked loss."""
 
-
-def chunked(rank: int, strategy: str, way: str) -> None:
     def loss(call, ids: Tensor) -> Tensor:
         chunks = call(ids, method="trunk").chunk(3, 1)
         return sum((call(chunk, method="project") ** 2).mean() for chunk in chunks)
 
     check_parity(rank, Chunked(1), fs.by_type(Block, p=STRATEGIES[strategy])(Chunked(1)), tokens, loss, way=way)
-
-
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_partial_group_forward_then_standalone(gloo2: Pool, strategy: str, way: str) -> None:
-    """A unit of which one part runs in the trunk and another is then called for each chunk of a chunked loss."""
-    gloo2.run(chunked, strategy, way)
 
 
 class TwoHeads(nn.Module):
@@ -250,7 +221,11 @@ class TwoHeads(nn.Module):
         return getattr(self, head)(self.trunk(x))
 
 
-def double_forward(rank: int, way: str) -> None:
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@real_ranks(2)
+def test_double_partial_forward_then_backward(rank: int, way: str) -> None:
+    """Several forwards, then one backward (DPO), nested units and an unused head."""
+
     def loss(call, x: Tensor) -> Tensor:
         chosen, rejected = call(x), call(-x)
         again = torch.utils.checkpoint.checkpoint(call, x + 1, use_reentrant=False) if way == "backward" else call(x + 1)
@@ -261,12 +236,6 @@ def double_forward(rank: int, way: str) -> None:
     assert torch.equal(trained["value.weight"], model.value.weight)  # unused: gradient zeros, and no step
 
 
-@pytest.mark.parametrize("way", MAIN_WAYS)
-def test_double_partial_forward_then_backward(gloo2: Pool, way: str) -> None:
-    """Several forwards, then one backward (DPO), nested units and an unused head."""
-    gloo2.run(double_forward, way)
-
-
 class Raising(Net):
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](self.first(x))
@@ -275,7 +244,10 @@ class Raising(Net):
         return self.head(self.blocks[1](x))
 
 
-def exception(rank: int, way: str) -> None:
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@real_ranks(2)
+def test_reset_iter_state_after_exception(rank: int, way: str) -> None:
+    """Nothing to reset: a step after one that raised halfway is right."""
     model = Raising()
     spec = fs.by_type(MLP)(model).bound
     for _ in range(2):
@@ -284,13 +256,9 @@ def exception(rank: int, way: str) -> None:
         check_parity(rank, model, spec, way=way, steps=2)
 
 
-@pytest.mark.parametrize("way", MAIN_WAYS)
-def test_reset_iter_state_after_exception(gloo2: Pool, way: str) -> None:
-    """Nothing to reset: a step after one that raised halfway is right."""
-    gloo2.run(exception, way)
-
-
-def unsharded_beside_a_collective(rank: int) -> None:
+@real_ranks(2)
+def test_unshard_async(rank: int) -> None:
+    """All units are gathered while a collective of the caller's own is under way: the gradients of the scheduled call."""
     model = chain()
     spec = fs.policies.always()(model).bound
     params, x = fs.shard(model, spec), numbers(rank, 0)
@@ -304,20 +272,12 @@ def unsharded_beside_a_collective(rank: int) -> None:
     same(grads, fs.grad(lambda p: squared(sharded_call(model, p, spec), x))(params), "gradient")
 
 
-def test_unshard_async(gloo2: Pool) -> None:
-    """All units are gathered while a collective of the caller's own is under way: the gradients of the scheduled call."""
-    gloo2.run(unsharded_beside_a_collective)
-
-
-def sharded_again(rank: int) -> None:
+@real_ranks(2)
+def test_fsdp_multiple_wrapping(rank: int) -> None:
+    """A model that was sharded is sharded again by another policy as if it had not been, and trains."""
     model = chain()
     inner, outer = fs.policies.always()(model), fs.policies.whole()(model)
     once = fs.shard(model, outer)
     again = fs.shard(fs.unshard(fs.shard(model, inner), inner), outer)
     assert all(torch.equal(again[key], once[key]) for key in once)
     check_parity(rank, model, outer)
-
-
-def test_fsdp_multiple_wrapping(gloo2: Pool) -> None:
-    """A model that was sharded is sharded again by another policy as if it had not been, and trains."""
-    gloo2.run(sharded_again)

@@ -11,7 +11,7 @@ from depth import each
 from models import unchanged
 from parity import MAIN_WAYS, WAYS, average_gradients, check_parity, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, Net
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -41,7 +41,13 @@ class TwoLayers(nn.Module):
         return self.b(self.a(x)[0], second)
 
 
-def unused_output(rank: int, strategy: str, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_unused_forward_output(rank: int, strategy: str, way: str) -> None:
+    """The second output is in the loss for three steps and then no more: gradients of its weights become zeros."""
+
     def loss(call, batch: tuple[Tensor, bool]) -> Tensor:
         x, both = batch
         first, second = call(x)
@@ -57,26 +63,15 @@ def unused_output(rank: int, strategy: str, way: str) -> None:
 @each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unused_forward_output(gloo2: Pool, strategy: str, way: str) -> None:
-    """The second output is in the loss for three steps and then no more: gradients of its weights become zeros."""
-    gloo2.run(unused_output, strategy, way)
-
-
-def unused_module(rank: int, strategy: str, way: str) -> None:
+@real_ranks(2)
+def test_unused_forward_module(rank: int, strategy: str, way: str) -> None:
+    """A module that never runs, in a unit of its own or with others, stays what it is."""
     loss = lambda call, x: call(x, second=False).sum()  # noqa: E731
     for policy in (fs.by_type(DoubleLinear, p=STRATEGIES[strategy]), fs.policies.always(STRATEGIES[strategy])):
         model = TwoLayers()
         trained = check_parity(rank, model, policy(model), loss=loss, way=way)
         assert torch.equal(trained["b.lin2.weight"], model.b.lin2.weight)
         assert not torch.equal(trained["b.lin1.weight"], model.b.lin1.weight)
-
-
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unused_forward_module(gloo2: Pool, strategy: str, way: str) -> None:
-    """A module that never runs, in a unit of its own or with others, stays what it is."""
-    gloo2.run(unused_module, strategy, way)
 
 
 class Pair(NamedTuple):
@@ -119,7 +114,12 @@ def parts(value: Any, kind: str) -> tuple[Tensor, Tensor]:
     return (value["x"], value["y"]) if kind == "dict" else tuple(value)
 
 
-def structured(rank: int, kind: str, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("kind", ["list", "tuple", "namedtuple", "dict", "nested"])
+@real_ranks(2)
+def test_nontensor_activations(rank: int, kind: str, way: str) -> None:
+    """Lists, tuples, named tuples and dicts between units, into the model and out of it."""
     model = Structured(kind)
 
     def loss(call, x: Tensor) -> Tensor:
@@ -130,15 +130,9 @@ def structured(rank: int, kind: str, way: str) -> None:
     check_parity(rank, model, fs.by_type(Inner)(model), loss=loss, way=way, steps=4)
 
 
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("kind", ["list", "tuple", "namedtuple", "dict", "nested"])
-def test_nontensor_activations(gloo2: Pool, kind: str, way: str) -> None:
-    """Lists, tuples, named tuples and dicts between units, into the model and out of it."""
-    gloo2.run(structured, kind, way)
-
-
-def hooks_on_shards(rank: int) -> None:
+@real_ranks(2)
+def test_post_acc_grad_hook_runs(rank: int) -> None:
+    """A hook on a shard fires exactly once in a backward pass, when all gradients of the call are there."""
     model, fired = Net(), []
     spec = fs.by_type(MLP)(model).bound
     leaves = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
@@ -146,11 +140,6 @@ def hooks_on_shards(rank: int) -> None:
         leaf.register_post_accumulate_grad_hook(lambda _, key=key: fired.append(key))
     squared(sharded_call(model, leaves, spec), numbers(rank, 0)).backward()
     assert sorted(fired) == sorted(spec.by_key)
-
-
-def test_post_acc_grad_hook_runs(gloo2: Pool) -> None:
-    """A hook on a shard fires exactly once in a backward pass, when all gradients of the call are there."""
-    gloo2.run(hooks_on_shards)
 
 
 class NoGradPart(nn.Module):
@@ -164,21 +153,21 @@ class NoGradPart(nn.Module):
         return self.head(self.trained(x) + noise + self.constant(x).detach())
 
 
-def no_compute_grad(rank: int, strategy: str, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_fsdp_module_no_compute_grad(rank: int, strategy: str, way: str) -> None:
+    """A unit that runs under no_grad, or is detached, gets zeros and disturbs nothing."""
     model = NoGradPart()
     trained = check_parity(rank, model, fs.by_type(MLP, p=STRATEGIES[strategy])(model), way=way)
     assert torch.equal(trained["constant.in_proj.weight"], model.constant.in_proj.weight)
 
 
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_fsdp_module_no_compute_grad(gloo2: Pool, strategy: str, way: str) -> None:
-    """A unit that runs under no_grad, or is detached, gets zeros and disturbs nothing."""
-    gloo2.run(no_compute_grad, strategy, way)
-
-
-def no_grad_equals_eval(rank: int, strategy: str) -> None:
+@real_ranks(2)
+def test_fsdp_zero2_eval_with_prefetch(rank: int, strategy: str) -> None:
+    """Evaluation, training and evaluation in turn: no_grad gives what grad mode gives, and what the module itself gives."""
     model, x = nn.Sequential(MLP(5), nn.BatchNorm1d(5).double(), MLP(5)), numbers(rank, 0)
     model[1].running_mean.fill_(0.25)  # trained statistics: initial ones are warned of
     spec = fs.by_type(MLP, p=STRATEGIES[strategy])(model).bound
@@ -195,13 +184,9 @@ def no_grad_equals_eval(rank: int, strategy: str) -> None:
         assert all(g.any() for g in grads.values())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_fsdp_zero2_eval_with_prefetch(gloo2: Pool, strategy: str) -> None:
-    """Evaluation, training and evaluation in turn: no_grad gives what grad mode gives, and what the module itself gives."""
-    gloo2.run(no_grad_equals_eval, strategy)
-
-
-def changed_params(rank: int) -> None:
+@real_ranks(2)
+def test_param_change_after_init(rank: int) -> None:
+    """The call computes with the parameters it is given, also after they changed in place."""
     model, x = Net(), numbers(rank, 0)
     spec = fs.by_type(MLP)(model).bound
     params = fs.shard(model, spec)
@@ -215,12 +200,11 @@ def changed_params(rank: int) -> None:
     assert_close(out, model(x))
 
 
-def test_param_change_after_init(gloo2: Pool) -> None:
-    """The call computes with the parameters it is given, also after they changed in place."""
-    gloo2.run(changed_params)
-
-
-def registered(rank: int, strategy: str, way: str) -> None:
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_param_registration_after_forward_and_backward(rank: int, strategy: str, way: str) -> None:
+    """Whatever stays gathered, after a step the module has its own parameters and the shards their own values."""
     model, x = Net(), numbers(rank, 0)
     spec = fs.by_type(MLP, p=STRATEGIES[strategy])(model).bound
     params = fs.shard(model, spec)
@@ -231,25 +215,15 @@ def registered(rank: int, strategy: str, way: str) -> None:
     assert not any(shard.requires_grad for shard in params.values())
 
 
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_param_registration_after_forward_and_backward(gloo2: Pool, strategy: str, way: str) -> None:
-    """Whatever stays gathered, after a step the module has its own parameters and the shards their own values."""
-    gloo2.run(registered, strategy, way)
-
-
-def divided(rank: int) -> None:
+@real_ranks(2)
+def test_set_reduce_scatter_divide_factor(rank: int) -> None:
+    """reduce="sum" leaves the division to the loss: gradients are the sum over ranks divided by any factor."""
     model, x = Net(), numbers(rank, 0)
     spec = fs.by_type(MLP)(model).bound
     loss = lambda p: fs.functional_call(model, p, x, spec=spec, reduce="sum").sum() / 5  # noqa: E731
     grads = fs.gather_full(fs.grad(loss)(fs.shard(model, spec)), spec)
     (model(x).sum() / 5).backward()
     same(grads, {name: 2 * g for name, g in average_gradients(model).items()}, "sum over two ranks")
-
-
-def test_set_reduce_scatter_divide_factor(gloo2: Pool) -> None:
-    """reduce="sum" leaves the division to the loss: gradients are the sum over ranks divided by any factor."""
-    gloo2.run(divided)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -280,18 +254,17 @@ class NoInput(nn.Module):
         return self.weight.exp()
 
 
-def no_input(rank: int) -> None:
+@real_ranks(2)
+def test_root_no_forward_inputs(rank: int) -> None:
+    """A module whose forward takes nothing trains."""
     check_parity(
         rank, NoInput(), fs.policies.whole()(NoInput()), lambda rank, step: rank + step, lambda call, x: (call() * x).sum()
     )
 
 
-def test_root_no_forward_inputs(gloo2: Pool) -> None:
-    """A module whose forward takes nothing trains."""
-    gloo2.run(no_input)
-
-
-def contiguous(rank: int) -> None:
+@real_ranks(4)
+def test_shard_placement_fn_contiguous_params_grads(rank: int) -> None:
+    """Gathered parameters, shards and gradients are contiguous."""
     model = Net()
     spec = fs.by_type(MLP)(model).bound
     params = fs.shard(model, spec)
@@ -301,12 +274,9 @@ def contiguous(rank: int) -> None:
     assert {k: g.shape for k, g in grads.items()} == {k: p.shape for k, p in params.items()}
 
 
-def test_shard_placement_fn_contiguous_params_grads(gloo4: Pool) -> None:
-    """Gathered parameters, shards and gradients are contiguous."""
-    gloo4.run(contiguous)
-
-
-def same_model(rank: int) -> None:
+@real_ranks(2)
+def test_fsdp_same_model_across_ranks(rank: int) -> None:
+    """Ranks that initialised differently all train rank 0's parameters after scatter_full."""
     torch.manual_seed(rank)
     model = nn.Sequential(MLP(5), nn.BatchNorm1d(5, track_running_stats=False).double())
     spec = fs.by_type(MLP)(model).bound
@@ -316,8 +286,3 @@ def same_model(rank: int) -> None:
     same(fs.gather_full(params, spec), dict(expected.named_parameters()), "rank 0's parameter")
     x = numbers(0, 0)
     assert_close(sharded_call(model.eval(), params, spec)(x), plain_call(expected.eval())(x))
-
-
-def test_fsdp_same_model_across_ranks(gloo2: Pool) -> None:
-    """Ranks that initialised differently all train rank 0's parameters after scatter_full."""
-    gloo2.run(same_model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -35,7 +35,10 @@ def expected(kind: str) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def of_adapters(rank: int, kind: str, every: bool) -> None:
+@pytest.mark.parametrize(("kind", "every"), [("lora", True), ("lora", False), ("rslora", True), ("dora", False)])
+@real_ranks(2)
+def test_gradients_of_adapters_are_the_plain_ones(rank: int, kind: str, every: bool) -> None:
+    """Each Linear a unit, or each layer with its adapters."""
     model = adapted(kind)
     spec = fs.by_type(*((nn.Linear,) if every else (peft.tuners.lora.Linear,)))(model).bound
 
@@ -53,9 +56,3 @@ def of_adapters(rank: int, kind: str, every: bool) -> None:
     for name, grad in wanted.items():
         assert grad.abs().max() > 0
         assert_close(got[name], grad, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize(("kind", "every"), [("lora", True), ("lora", False), ("rslora", True), ("dora", False)])
-def test_gradients_of_adapters_are_the_plain_ones(gloo2: Pool, kind: str, every: bool) -> None:
-    """Each Linear a unit, or each layer with its adapters."""
-    gloo2.run(of_adapters, kind, every)

@@ -11,7 +11,7 @@ import torch
 from depth import each
 from models import unchanged
 from parity import MAIN_WAYS, WAYS
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -58,7 +58,13 @@ def ids_of(rank: int) -> Tensor:
     return torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(rank))
 
 
-def on_ranks(rank: int, at_rest: bool, p: fs.P, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", reshard=False), fs.P("shard", remat=True)], ids=str)
+@pytest.mark.parametrize("at_rest", [False, True])
+@real_ranks(2)
+def test_gradients_of_adapters_are_pefts_own(rank: int, at_rest: bool, p: fs.P, way: str) -> None:
+    """Also where the base is bytes: then those of the base that is decoded."""
     model = adapted()
     spec = spec_of(model, CODEC if at_rest else None, p)
     trainable, frozen = fs.partition(fs.shard(model, spec), spec)
@@ -85,15 +91,6 @@ def on_ranks(rank: int, at_rest: bool, p: fs.P, way: str) -> None:
         assert_close(got[name], grad, rtol=1e-9, atol=1e-12)
 
 
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", reshard=False), fs.P("shard", remat=True)], ids=str)
-@pytest.mark.parametrize("at_rest", [False, True])
-def test_gradients_of_adapters_are_pefts_own(gloo2: Pool, at_rest: bool, p: fs.P, way: str) -> None:
-    """Also where the base is bytes: then those of the base that is decoded."""
-    gloo2.run(on_ranks, at_rest, p, way)
-
-
 def adapted_experts() -> nn.Module:
     """A Mixtral whose fused experts have adapters: peft registers parametrizations on them for the length of each forward."""
     torch.manual_seed(0)
@@ -109,7 +106,14 @@ def adapted_experts() -> nn.Module:
         return peft.get_peft_model(mixtral, lora).double()
 
 
-def experts_on_ranks(rank: int, p: fs.P, at_rest: bool) -> None:
+@pytest.mark.parametrize(
+    ("p", "at_rest"),
+    [(fs.P("shard"), False), (fs.P("shard"), True), (fs.P(), False), (fs.P("shard", remat=True), False)],
+    ids=str,
+)
+@real_ranks(2)
+def test_adapters_on_fused_experts_are_pefts_own(rank: int, p: fs.P, at_rest: bool) -> None:
+    """A parametrization that is registered in forward sets a parameter to itself, which is no write."""
     from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 
     model = adapted_experts()
@@ -134,13 +138,3 @@ def experts_on_ranks(rank: int, p: fs.P, at_rest: bool) -> None:
     options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     with torch.no_grad():
         assert torch.equal(call(trainable | frozen, "generate", **options), reference.generate(input_ids=ids, **options))
-
-
-@pytest.mark.parametrize(
-    ("p", "at_rest"),
-    [(fs.P("shard"), False), (fs.P("shard"), True), (fs.P(), False), (fs.P("shard", remat=True), False)],
-    ids=str,
-)
-def test_adapters_on_fused_experts_are_pefts_own(gloo2: Pool, p: fs.P, at_rest: bool) -> None:
-    """A parametrization that is registered in forward sets a parameter to itself, which is no write."""
-    gloo2.run(experts_on_ranks, p, at_rest)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from depth import each, seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_compile import IMPORT
 from test_memory import Peak
 from torch import Tensor, nn
@@ -193,8 +193,16 @@ def test_local_units(gloo2: Pool, tmp_path: Path) -> None:
     gloo2.run(local_ranks, tmp_path / "local")
 
 
-def local_blocks(rank: int, path: Path) -> None:
-    """A parameter in pieces over an axis of 2 or 1, along either dimension, in either memory order, or in no pieces."""
+def init_of(spec: fs.PartitionSpec, full: fs.Params) -> Any:
+    return quantized(spec).init(fs.shard(full, spec))
+
+
+@real_ranks(2)
+def test_blocks_of_other_pieces_are_refused(rank: int, tmp_path: Path) -> None:
+    """Another size of a local axis was "another model"; of another dimension or memory order the scales were wrong.
+
+    A parameter in pieces over an axis of 2 or 1, along either dimension, in either memory order, or in no pieces.
+    """
 
     def spec_of(size: int, local: int | None, order: str = "rows") -> fs.PartitionSpec:
         shape = [16 // (size if local == dim else 1) for dim in range(2)]
@@ -219,32 +227,23 @@ def local_blocks(rank: int, path: Path) -> None:
         _, state = update(params, init(params), params)
         wide = optim.decode_state(state, CODEC, spec=spec)
         want = fs.unshard({"": wide[""]["exp_avg"]}, spec)["weight"]
-        fs.checkpoint.save(path / f"{i}", {"opt": state}, spec).wait()
-        fs.checkpoint.save(path / f"{i} wide", {"opt": wide}, spec).wait()
+        fs.checkpoint.save(tmp_path / f"{i}", {"opt": state}, spec).wait()
+        fs.checkpoint.save(tmp_path / f"{i} wide", {"opt": wide}, spec).wait()
         for j, to in enumerate(specs):
             fresh = init_of(to, full)
             if j in alike[i]:
                 for like in (None, {"opt": fresh}):
-                    got = decoded(fs.checkpoint.load(path / f"{i}", to, like=like)["opt"], to, "exp_avg")
+                    got = decoded(fs.checkpoint.load(tmp_path / f"{i}", to, like=like)["opt"], to, "exp_avg")
                     assert_close(fs.unshard(got, to)["weight"], want, rtol=0, atol=0)
                 continue
             for like in (None, {"opt": fresh}):
                 with pytest.raises(
                     ValueError, match=r"'opt\.weight\.exp_avg\.scales.*follow the memory order of each piece .*decode"
                 ):
-                    fs.checkpoint.load(path / f"{i}", to, like=like)
-            loaded = fs.checkpoint.load(path / f"{i} wide", to)["opt"]
+                    fs.checkpoint.load(tmp_path / f"{i}", to, like=like)
+            loaded = fs.checkpoint.load(tmp_path / f"{i} wide", to)["opt"]
             assert_close(fs.unshard({"": loaded[""]["exp_avg"]}, to)["weight"], want, rtol=0, atol=0)
             assert optim.encode_state(loaded, CODEC, spec=to, at_least=1)[""].keys() == fresh[""].keys()
-
-
-def init_of(spec: fs.PartitionSpec, full: fs.Params) -> Any:
-    return quantized(spec).init(fs.shard(full, spec))
-
-
-def test_blocks_of_other_pieces_are_refused(gloo2: Pool, tmp_path: Path) -> None:
-    """Another size of a local axis was "another model"; of another dimension or memory order the scales were wrong."""
-    gloo2.run(local_blocks, tmp_path)
 
 
 def test_units_that_join_encoded_and_other_state(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
@@ -166,12 +166,9 @@ def test_what_is_refused() -> None:
         fs.random_like(fs.shard(frozen, encoded), encoded, 0)
 
 
-def test_hvp_on_a_unit_of_replicas(gloo2: Pool) -> None:
+@real_ranks(2)
+def test_hvp_on_a_unit_of_replicas(rank: int) -> None:
     """With torch.randn_like and a seed of each rank's own it was off by 170%."""
-    gloo2.run(product_on_ranks)
-
-
-def product_on_ranks(rank: int) -> None:
     torch.manual_seed(rank)
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.arange(12.0).view(2, 2, 3).double()
     full = {name: torch.linspace(-1, 1, p.numel()).view(p.shape).double() for name, p in model.named_parameters()}

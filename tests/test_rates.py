@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from depth import depth, each, seldom, some
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
@@ -184,7 +184,9 @@ def test_weights_of_a_ranks_own_samples(policy: str) -> None:
     assert_close(got, 4 * want)
 
 
-def without_a_spec(rank: int) -> None:
+@real_ranks(2)
+def test_without_a_spec_it_is_refused(rank: int) -> None:
+    """Nothing in a shard tells a slice from a replica."""
     shards = {"": torch.ones(3)}
     init, update = adamw(0.05)
     slope = torch.func.grad(lambda lr: update(shards, init(shards), shards, lr=lr)[0][""].sum())
@@ -193,8 +195,3 @@ def without_a_spec(rank: int) -> None:
     full = {"weight": torch.ones(3, 2)}  # no shard: each rank's own
     slope = torch.func.grad(lambda lr: update(full, init(full), full, lr=lr)[0]["weight"].sum())
     assert slope(torch.tensor(0.1)) < 0
-
-
-def test_without_a_spec_it_is_refused(gloo2: Pool) -> None:
-    """Nothing in a shard tells a slice from a replica."""
-    gloo2.run(without_a_spec)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from depth import some
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
@@ -170,8 +170,12 @@ def test_layouts_on_two_axes_agree_with_simulated_ranks(gloo4: Pool) -> None:
                 torch.testing.assert_close(value, simulated[name][key][rank], rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
 
 
-def real_outer_autograd(rank: int) -> None:
-    """Every way to stack plain autograd and torch.func gives the same second derivative."""
+@real_ranks(2)
+def test_plain_autograd_outside_and_inside(rank: int) -> None:
+    """Double backward, autograd over torch.func, fs.grad in fs.grad: the regathered weights carry every derivative.
+
+    Every way to stack plain autograd and torch.func gives the same second derivative.
+    """
     spec = fs.by_type(Block)(MODEL).bound
     shards, x = fs.shard(MODEL, spec), data(2)[rank]
     v = {k: t.cos() for k, t in shards.items()}
@@ -192,8 +196,3 @@ def real_outer_autograd(rank: int) -> None:
     for i, (key, want) in enumerate(expected.items()):
         for got in (double[i], over_func[i], over_fs[i], nested[key]):
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
-
-
-def test_plain_autograd_outside_and_inside(gloo2: Pool) -> None:
-    """Double backward, autograd over torch.func, fs.grad in fs.grad: the regathered weights carry every derivative."""
-    gloo2.run(real_outer_autograd)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from collective_log import Collectives, world
 from depth import mark_seldom
 from parity import WAYS
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
@@ -113,7 +113,10 @@ def make_mesh(*sizes: int) -> dist.DeviceMesh:
 # --- values ---
 
 
-def compare_with_uncoded(rank: int, strategy: str, way: str) -> None:
+@pytest.mark.parametrize("way", mark_seldom(WAYS, "fs"))
+@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "remat", "offload"))
+@real_ranks(2)
+def test_identity_changes_no_bit(rank: int, strategy: str, way: str) -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # in Dynamo
     warnings.simplefilter("ignore", fs.CompileWarning)  # in torch.func the module runs as it is
     model, mesh = make_model(), make_mesh(2)
@@ -126,12 +129,6 @@ def compare_with_uncoded(rank: int, strategy: str, way: str) -> None:
     for key, grad in grads.items():
         assert grad.abs().sum() > 0
         assert torch.equal(grad, expected[key]), key
-
-
-@pytest.mark.parametrize("way", mark_seldom(WAYS, "fs"))
-@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "remat", "offload"))
-def test_identity_changes_no_bit(gloo2: Pool, strategy: str, way: str) -> None:
-    gloo2.run(compare_with_uncoded, strategy, way)
 
 
 def compare_by_hand(rank: int, name: str, way: str, *sizes: int) -> None:
@@ -228,41 +225,17 @@ def test_what_is_not_finite_stays_so(codec: str, bad: float) -> None:
     assert_close(got["bias"][0], torch.ones(4))
 
 
-def swap_ranks(rank: int, name: str) -> list[Tensor]:
+@pytest.mark.parametrize("codec", mark_seldom(CODECS, "int8"))
+@real_ranks(2)
+def test_which_rank_has_which_batch_does_not_matter(rank: int, codec: str) -> None:
     model, mesh = make_model(), make_mesh(2)
-    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[name]))(model).on(mesh)
+    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[codec]))(model).on(mesh)
     both = [fs.grad(sharded_loss(model, spec, make_batch(i)))(fs.shard(model, spec)) for i in (rank, 1 - rank)]
     for key, grad in both[0].items():
         assert torch.equal(grad, both[1][key]), key
 
 
-@pytest.mark.parametrize("codec", mark_seldom(CODECS, "int8"))
-def test_which_rank_has_which_batch_does_not_matter(gloo2: Pool, codec: str) -> None:
-    gloo2.run(swap_ranks, codec)
-
-
 # --- steps and transforms ---
-
-
-def run_steps(rank: int, name: str) -> None:
-    """Accumulation, updates in backward and gradients of full parameters, beside a backward alone."""
-    model, mesh = make_model(), make_mesh(2)
-    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[name]))(model).on(mesh)
-    params, x = fs.shard(model, spec), make_batch(rank)
-    loss = sharded_loss(model, spec, x)
-    expected = fs.grad(loss)(params)
-
-    by_batch = lambda p, x: sharded_loss(model, spec, x)(p)  # noqa: E731
-    accumulated = {keep: fs.accumulate(by_batch, params, [x, x], spec=spec, keep=keep)[0] for keep in ("shards", "full")}
-    init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
-    updated = fs.update_in_backward(update, by_batch, params, init(params), [x], spec=spec)
-    own = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).square().mean())(fs.unshard(params, spec))
-    reduced = fs.reduce_grads(own, spec)
-    for key, grad in expected.items():
-        assert torch.equal(reduced[key], grad)
-        assert_close(accumulated["full"][key], grad)
-        assert_close(accumulated["shards"][key], grad)
-        assert torch.equal(updated.params[key], params[key] - grad)
 
 
 def hvp(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
@@ -315,7 +288,8 @@ def test_rounding_is_straight_through(gloo2: Pool, transform: str, codec: str) -
         assert (simulated[name][0] - x).norm() < 0.02 * x.norm()  # a level more or less, where sums differ by a bit
 
 
-def batched_on_ranks(rank: int) -> None:
+@real_ranks(2)
+def test_batched_reductions(rank: int) -> None:
     """Jacobians, whose reductions are batched: each row as a gradient of its own."""
     model = make_model()
     spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS["int8"]))(model).on(make_mesh(2))
@@ -327,13 +301,27 @@ def batched_on_ranks(rank: int) -> None:
             assert_close(rows[key][i], grad, rtol=1e-6, atol=1e-8)
 
 
-def test_batched_reductions(gloo2: Pool) -> None:
-    gloo2.run(batched_on_ranks)
-
-
 @pytest.mark.parametrize("codec", mark_seldom(CODECS, "bf16"))
-def test_steps(gloo2: Pool, codec: str) -> None:
-    gloo2.run(run_steps, codec)
+@real_ranks(2)
+def test_steps(rank: int, codec: str) -> None:
+    """Accumulation, updates in backward and gradients of full parameters, beside a backward alone."""
+    model, mesh = make_model(), make_mesh(2)
+    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[codec]))(model).on(mesh)
+    params, x = fs.shard(model, spec), make_batch(rank)
+    loss = sharded_loss(model, spec, x)
+    expected = fs.grad(loss)(params)
+
+    by_batch = lambda p, x: sharded_loss(model, spec, x)(p)  # noqa: E731
+    accumulated = {keep: fs.accumulate(by_batch, params, [x, x], spec=spec, keep=keep)[0] for keep in ("shards", "full")}
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
+    updated = fs.update_in_backward(update, by_batch, params, init(params), [x], spec=spec)
+    own = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).square().mean())(fs.unshard(params, spec))
+    reduced = fs.reduce_grads(own, spec)
+    for key, grad in expected.items():
+        assert torch.equal(reduced[key], grad)
+        assert_close(accumulated["full"][key], grad)
+        assert_close(accumulated["shards"][key], grad)
+        assert torch.equal(updated.params[key], params[key] - grad)
 
 
 # --- what is sent ---

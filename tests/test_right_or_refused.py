@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from depth import mark_seldom, some
 from models import EXACT, unchanged
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.func import grad, jvp
 from torch.nn.utils import parametrize
@@ -219,7 +219,24 @@ def squared(model: nn.Module, params: Tree, x: Tensor, spec: fs.PartitionSpec) -
     return (fs.functional_call(model, params, (x,), spec=spec, buffers=buffers) ** 2).mean()
 
 
-def is_right(rank: int, kind: type[nn.Module]) -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 4))], ids=["script", "trace"])
+def test_script_modules_are_refused(make: Callable[[nn.Module], nn.Module]) -> None:
+    """As torch.func does; the module that was scripted is right."""
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), make(layer))
+    spec = fs.policies.always()(model)
+    with pytest.raises(TypeError, match="module '1' is a ScriptModule, whose code reads its own parameters and not those of a"):
+        fs.functional_call(model, fs.shard(model, spec), (torch.ones(2, 4),), spec=spec)
+    plain = nn.Sequential(model[0], layer)
+    out = fs.functional_call(plain, fs.shard(plain, spec), (torch.ones(2, 4),), spec=spec)
+    assert torch.equal(out, model(torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize("kind", mark_seldom(RIGHT, Detached, Data, ReadWithoutGrad, NestedCall))
+@real_ranks(2)
+def test_right(rank: int, kind: type[nn.Module]) -> None:
+    """Exact with every strategy, by every way, and model and shards as they were."""
     xs = inputs()
     whole = network(Summed if kind is Parametrized else kind)  # torch.func leaves a parametrized weight as a buffer
     full = {name: p.detach() for name, p in whole.named_parameters()}
@@ -244,26 +261,6 @@ def is_right(rank: int, kind: type[nn.Module]) -> None:
             assert torch.equal(params[key], before[key])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
-@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 4))], ids=["script", "trace"])
-def test_script_modules_are_refused(make: Callable[[nn.Module], nn.Module]) -> None:
-    """As torch.func does; the module that was scripted is right."""
-    layer = nn.Linear(4, 4)
-    model = nn.Sequential(nn.Linear(4, 4), make(layer))
-    spec = fs.policies.always()(model)
-    with pytest.raises(TypeError, match="module '1' is a ScriptModule, whose code reads its own parameters and not those of a"):
-        fs.functional_call(model, fs.shard(model, spec), (torch.ones(2, 4),), spec=spec)
-    plain = nn.Sequential(model[0], layer)
-    out = fs.functional_call(plain, fs.shard(plain, spec), (torch.ones(2, 4),), spec=spec)
-    assert torch.equal(out, model(torch.ones(2, 4)))
-
-
-@pytest.mark.parametrize("kind", mark_seldom(RIGHT, Detached, Data, ReadWithoutGrad, NestedCall))
-def test_right(gloo2: Pool, kind: type[nn.Module]) -> None:
-    """Exact with every strategy, by every way, and model and shards as they were."""
-    gloo2.run(is_right, kind)
-
-
 OTHERS = "|".join(
     [
         r"a view, as '1\.l\.bias', '1\.l\.weight', '1\.w(\.weight)?' of unit '1' was changed in place",  # as torch has found
@@ -277,7 +274,10 @@ NAMED = r"parameter '1\.w(\.weight)?' of unit '1' was changed in place in forwar
 AMONG = r"one of the parameters .* of unit '1' was changed in place"  # by its version, or torch stopped it before the write
 
 
-def is_refused(rank: int, kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", REFUSED)
+@real_ranks(2)
+def test_parameters_changed_in_place_are_refused(rank: int, kind: type[nn.Module]) -> None:
+    """In fs.check also where no version tells, as with ``.data``, and by name."""
     x = inputs()[rank]
     for p, derivative in some(itertools.product((*STRATEGIES.values(), P("shard", remat=True)), WAYS.values()), 1):
         model, spec, params = setting(kind, p)
@@ -291,12 +291,6 @@ def is_refused(rank: int, kind: type[nn.Module]) -> None:
                 squared(model, params, x, spec)
         with fs.check(), torch.no_grad(), pytest.raises(RuntimeError, match=NAMED):
             squared(model, before, x, spec)
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_parameters_changed_in_place_are_refused(gloo2: Pool, kind: type[nn.Module]) -> None:
-    """In fs.check also where no version tells, as with ``.data``, and by name."""
-    gloo2.run(is_refused, kind)
 
 
 @pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True)])
@@ -423,7 +417,9 @@ class Probing(nn.Module):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) * (1 + scale)
 
 
-def probed(rank: int) -> None:
+@real_ranks(2)
+def test_units_first_touched_in_inference_mode(rank: int) -> None:
+    """Also those that are gathered ahead there. (Under torch.func torch itself refuses inference mode.)"""
     xs = inputs()
     torch.manual_seed(0)
     model = Probing().double()
@@ -443,11 +439,6 @@ def probed(rank: int) -> None:
             torch.testing.assert_close(got[key], shard, **EXACT, msg=lambda m, w=(way, p, ahead, key): f"{w}: {m}")
         with torch.inference_mode():
             loss(params)
-
-
-def test_units_first_touched_in_inference_mode(gloo2: Pool) -> None:
-    """Also those that are gathered ahead there. (Under torch.func torch itself refuses inference mode.)"""
-    gloo2.run(probed)
 
 
 @pytest.fixture

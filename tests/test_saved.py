@@ -10,7 +10,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from collective_log import world
 from depth import mark_seldom
-from ranks import Pool
+from ranks import real_ranks
 from test_memory import Curved, Peak, no_collector
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp
@@ -103,7 +103,14 @@ def curved() -> nn.Module:
     return Curved(WIDTH)
 
 
-def backward_inside(rank: int, p: P) -> None:
+@pytest.mark.parametrize(
+    "p",
+    mark_seldom([P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], P("shard"), P("shard", remat=True)),
+    ids=str,
+)
+@real_ranks(2)
+def test_a_backward_inside_of_torch_func_grad(rank: int, p: P) -> None:
+    """torch.autograd.grad inside of the function can be differentiated: only the transform's own, the last, keeps less."""
     model, spec, params, x = setting(rank, curved, p)
 
     def loss(p: fs.Params) -> Tensor:
@@ -130,17 +137,9 @@ def backward_inside(rank: int, p: P) -> None:
         grad(freed)(params)
 
 
-@pytest.mark.parametrize(
-    "p",
-    mark_seldom([P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], P("shard"), P("shard", remat=True)),
-    ids=str,
-)
-def test_a_backward_inside_of_torch_func_grad(gloo2: Pool, p: P) -> None:
-    """torch.autograd.grad inside of the function can be differentiated: only the transform's own, the last, keeps less."""
-    gloo2.run(backward_inside, p)
-
-
-def differentiates_by_itself(rank: int) -> None:
+@real_ranks(2)
+def test_a_function_whose_backward_differentiates(rank: int) -> None:
+    """A node that Python defines keeps what it saves: it may come back to it before the last backward is over."""
     model, spec, params, x = setting(rank, ByItself, P("shard"))
 
     def loss(p: fs.Params) -> Tensor:
@@ -152,12 +151,10 @@ def differentiates_by_itself(rank: int) -> None:
         assert_close(g, expected[key])
 
 
-def test_a_function_whose_backward_differentiates(gloo2: Pool) -> None:
-    """A node that Python defines keeps what it saves: it may come back to it before the last backward is over."""
-    gloo2.run(differentiates_by_itself)
-
-
-def constants_outside(rank: int, p: P) -> None:
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
+@real_ranks(2)
+def test_what_is_constant_in_a_transform_may_be_differentiated_outside(rank: int, p: P) -> None:
+    """The last backward of a torch.func.grad over the shards, as a function of its input and of a factor of the loss."""
     model, spec, params, x = setting(rank, curved, p)
     _, _, _, others = setting(1 - rank, curved, p)
     full = {name: p.detach() for name, p in model.named_parameters()}
@@ -181,12 +178,9 @@ def constants_outside(rank: int, p: P) -> None:
 
 
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
-def test_what_is_constant_in_a_transform_may_be_differentiated_outside(gloo2: Pool, p: P) -> None:
-    """The last backward of a torch.func.grad over the shards, as a function of its input and of a factor of the loss."""
-    gloo2.run(constants_outside, p)
-
-
-def by_cotangent(rank: int, p: P) -> None:
+@real_ranks(2)
+def test_a_pullback_is_differentiated_by_its_cotangent(rank: int, p: P) -> None:
+    """What torch.func.vjp returned is a linear function like any other, also where it gathers again."""
     model, spec, params, x = setting(rank, curved, p)
     _, _, _, others = setting(1 - rank, curved, p)
     full = {name: p.detach() for name, p in model.named_parameters()}
@@ -210,12 +204,9 @@ def by_cotangent(rank: int, p: P) -> None:
 
 
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
-def test_a_pullback_is_differentiated_by_its_cotangent(gloo2: Pool, p: P) -> None:
-    """What torch.func.vjp returned is a linear function like any other, also where it gathers again."""
-    gloo2.run(by_cotangent, p)
-
-
-def dual_cotangent(rank: int, p: P) -> None:
+@real_ranks(2)
+def test_a_cotangent_with_a_tangent(rank: int, p: P) -> None:
+    """Forward-mode AD of a plain backward goes through its reductions."""
     model, spec, params, x = setting(rank, curved, p)
     cotangents = torch.linspace(-1, 1, ROWS * WIDTH, dtype=torch.float64).view(ROWS, WIDTH)
     leaves = {key: shard.detach().requires_grad_() for key, shard in params.items()}
@@ -228,9 +219,3 @@ def dual_cotangent(rank: int, p: P) -> None:
     with forward_ad.dual_level():
         got = torch.autograd.grad(y, list(leaves.values()), forward_ad.make_dual(cotangents, 3 * cotangents))
         assert_close([forward_ad.unpack_dual(g).tangent for g in got], [3 * e for e in expected])
-
-
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
-def test_a_cotangent_with_a_tangent(gloo2: Pool, p: P) -> None:
-    """Forward-mode AD of a plain backward goes through its reductions."""
-    gloo2.run(dual_cotangent, p)

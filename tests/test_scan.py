@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from depth import each, mark_seldom, seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -204,17 +204,14 @@ def test_the_law_on_four_ranks(gloo4: Pool) -> None:
     gloo4.run(law_on_rank, list(itertools.product(meshes, POLICIES, [{}, {"segments": "log"}])))
 
 
-def other_numbers_of_steps(rank: int) -> None:
+@real_ranks(2)
+def test_ranks_with_another_number_of_steps_are_told(rank: int) -> None:
+    """By fs.check, as of any loop."""
     spec = fs.policies.whole()(MODEL).bound
     params = fs.shard(FULL, spec)
     step = lambda state, x: (state + weighted_loss(spec, params, X[0, 0], x), None)  # noqa: E731
     with pytest.raises(RuntimeError, match="rank 1"), fs.check(timeout=60):
         fs.scan(step, torch.zeros(()).double(), WEIGHTS[0, : 2 + rank])
-
-
-def test_ranks_with_another_number_of_steps_are_told(gloo2: Pool) -> None:
-    """By fs.check, as of any loop."""
-    gloo2.run(other_numbers_of_steps)
 
 
 # --- what a step may contain ---
@@ -350,7 +347,9 @@ def one_step(spec: fs.PartitionSpec, x: Tensor, weights: Tensor, validation: Ten
     return fs.grad(after)(weights)
 
 
-def one_step_on_rank(rank: int) -> None:
+@real_ranks(2)
+def test_trap_synchronisation_off_by_the_world_size(rank: int) -> None:
+    """One step on two ranks, over their number, is the single process's; an update that counted gradients twice is not."""
     MODEL.eval()
     x, weights = (t[:2].transpose(0, 1).flatten(1, 2) for t in (X, WEIGHTS))
     spec = fs.by_type(nn.Linear)(MODEL)
@@ -358,11 +357,6 @@ def one_step_on_rank(rank: int) -> None:
     got = one_step(spec.bound, X[rank], WEIGHTS[rank, :1], VALIDATION[rank])
     assert_close(got / 2, want.chunk(2, 1)[rank], **EXACT)
     MODEL.train()
-
-
-def test_trap_synchronisation_off_by_the_world_size(gloo2: Pool) -> None:
-    """One step on two ranks, over their number, is the single process's; an update that counted gradients twice is not."""
-    gloo2.run(one_step_on_rank)
 
 
 def rate_derivative(eps: float, eps_root: float, gradient: float) -> Tensor:

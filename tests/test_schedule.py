@@ -21,7 +21,7 @@ from depth import each, mark_seldom, some
 from models import unchanged
 from parity import WAYS, average_gradients, numbers
 from peer_models import MLP, Net, Order, Outer, chain, frozen
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.testing import assert_close
@@ -557,18 +557,15 @@ def test_ordered_specs_are_other_specs() -> None:
         spec.ordered(["a", "blocks"])
 
 
-def shard_in_different_orders(rank: int) -> None:
+@real_ranks(2)
+def test_ranks_must_agree_on_the_order(rank: int) -> None:
+    """Gathers ahead in different orders would meet each other's data: every rank raises."""
     spec = fs.by_type(MLP, p=CLOSE)(Order("abc")).bound
     fs.shard(Order("abc"), spec.ordered(["a", "b"]))
     with pytest.raises(
         ValueError, match=r"different models: expected, as on its rank 0, order 'a', 'b'; got on rank 1 order 'b'"
     ):
         fs.shard(Order("abc"), spec.ordered(["a", "b"] if rank == 0 else ["b", "a"]))
-
-
-def test_ranks_must_agree_on_the_order(gloo2: Pool) -> None:
-    """Gathers ahead in different orders would meet each other's data: every rank raises."""
-    gloo2.run(shard_in_different_orders)
 
 
 @pytest.mark.parametrize(
@@ -632,7 +629,12 @@ def close(got: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> 
         assert_close(got[key], tensor, msg=lambda m, key=key: f"{what} '{key}': {m}")
 
 
-def every_schedule(rank: int, name: str, p: P) -> None:
+@each
+@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@real_ranks(2)
+def test_every_schedule_gives_the_same_gradients(rank: int, name: str, p: P) -> None:
+    """Bit by bit for every prefetch and in_flight, and those of the plain model averaged by hand."""
     model, x = MODELS[name](), numbers(rank, 0)
     spec = fs.by_type(MLP, p=p)(model).bound
     expected = plain(model, spec, x, rank)
@@ -645,14 +647,11 @@ def every_schedule(rank: int, name: str, p: P) -> None:
 
 
 @each
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_schedule_gives_the_same_gradients(gloo2: Pool, name: str, p: P) -> None:
-    """Bit by bit for every prefetch and in_flight, and those of the plain model averaged by hand."""
-    gloo2.run(every_schedule, name, p)
-
-
-def every_order(rank: int, order: str, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("order", ["bca", "abab", "aab", "ac"])
+@real_ranks(2)
+def test_a_wrong_order_costs_no_correctness(rank: int, order: str, way: str) -> None:
+    """Right, reversed, too short and nonsensical orders: the gradients of prefetch=0 and of the plain model."""
     model, x = Order(order), numbers(rank, 0)
     spec = fs.by_type(MLP, p=CLOSE)(model).bound
     first = step(model, spec, way, x, prefetch=0)
@@ -662,14 +661,6 @@ def every_order(rank: int, order: str, way: str) -> None:
     for prefetch, names in some(product((1, 2, 5), (traced, *wrong)), 1):
         identical(step(model, spec.ordered(names), way, x, prefetch=prefetch), first, (prefetch, names))
     identical(step(model, spec, way, x, prefetch=2), first, "the tree's order")
-
-
-@each
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("order", ["bca", "abab", "aab", "ac"])
-def test_a_wrong_order_costs_no_correctness(gloo2: Pool, order: str, way: str) -> None:
-    """Right, reversed, too short and nonsensical orders: the gradients of prefetch=0 and of the plain model."""
-    gloo2.run(every_order, order, way)
 
 
 class Groups(TorchDispatchMode):
@@ -685,7 +676,10 @@ class Groups(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def over_two_meshes(rank: int, p: P) -> None:
+@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
+@real_ranks(2)
+def test_reductions_over_a_second_mesh(rank: int, p: P) -> None:
+    """The gradients are the same; gathers go over the first mesh's group, reductions over the second's."""
     first, second = (DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",)) for _ in range(2))
     one, two = first.get_group().group_name, second.get_group().group_name
     assert one != two
@@ -703,12 +697,6 @@ def over_two_meshes(rank: int, p: P) -> None:
         close(got, expected, way)
         moved = {"broadcast": {one}, "all_to_all_single": {two}} if p.axes else {"all_reduce": {two}}
         assert groups.of == moved
-
-
-@pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
-def test_reductions_over_a_second_mesh(gloo2: Pool, p: P) -> None:
-    """The gradients are the same; gathers go over the first mesh's group, reductions over the second's."""
-    gloo2.run(over_two_meshes, p)
 
 
 def test_the_second_mesh_has_the_same_axes() -> None:
@@ -754,7 +742,10 @@ def reduced(rank: int, model: nn.Module, bucket: int, way: str) -> list[tuple[in
     return log.sent
 
 
-def buckets(rank: int, way: str) -> None:
+@pytest.mark.parametrize("way", sorted(WAYS))
+@real_ranks(2)
+def test_replicated_units_are_reduced_in_buckets(rank: int, way: str) -> None:
+    """Units of one dtype together until they are BUCKET_BYTES, of two dtypes never; the gradients are the plain ones."""
     wide = torch.float64
     layers = [30] * 4
     model = Cast([wide] * 4)
@@ -767,13 +758,12 @@ def buckets(rank: int, way: str) -> None:
     assert reduced(rank, Cast([wide, narrow, wide]), 2**20, way) == [(60, wide), (30, narrow)]
 
 
-@pytest.mark.parametrize("way", sorted(WAYS))
-def test_replicated_units_are_reduced_in_buckets(gloo2: Pool, way: str) -> None:
-    """Units of one dtype together until they are BUCKET_BYTES, of two dtypes never; the gradients are the plain ones."""
-    gloo2.run(buckets, way)
-
-
-def interrupted(rank: int, p: P) -> None:
+@pytest.mark.parametrize(
+    "p", mark_seldom([P("shard"), P("shard", reshard=False), P()], P("shard"), P("shard", reshard=False)), ids=str
+)
+@real_ranks(2)
+def test_an_interrupted_backward_leaves_nothing(rank: int, p: P) -> None:
+    """A hook that raises between two units: the next backward on the same graph adds nothing of that one."""
     model, x = Net(), numbers(rank, 0)
     spec = fs.by_type(MLP, p=p)(model).bound
     expected = plain(model, spec, x, rank)
@@ -807,14 +797,6 @@ def interrupted(rank: int, p: P) -> None:
         for _ in range(2):
             got = torch.autograd.grad(loss, list(params.values()), retain_graph=True)
             close(dict(zip(params, got, strict=True)), expected, (failing_now, prefetch))
-
-
-@pytest.mark.parametrize(
-    "p", mark_seldom([P("shard"), P("shard", reshard=False), P()], P("shard"), P("shard", reshard=False)), ids=str
-)
-def test_an_interrupted_backward_leaves_nothing(gloo2: Pool, p: P) -> None:
-    """A hook that raises between two units: the next backward on the same graph adds nothing of that one."""
-    gloo2.run(interrupted, p)
 
 
 # --- memory ---

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from cases import same
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh
 
@@ -222,7 +222,9 @@ def test_rank0_only_needs_process_groups() -> None:
         fs.testing.spmd(first, 2)(torch.zeros(2))
 
 
-def resharded(rank: int) -> None:
+@real_ranks(4)
+def test_l6_reshard(rank: int) -> None:
+    """From any of one, two and four slices, of any policy, to any other, on a real 2 x 2 mesh."""
     model, mesh = layers(), square()
     full = values(model)
     axes = ["shard", "replicate", ("replicate", "shard"), ("shard", "replicate"), None]
@@ -233,12 +235,14 @@ def resharded(rank: int) -> None:
         same(fs.reshard(shards[old], old, new), fs.shard(full, new, rank=rank))
 
 
-def test_l6_reshard(gloo4: Pool) -> None:
-    """From any of one, two and four slices, of any policy, to any other, on a real 2 x 2 mesh."""
-    gloo4.run(resharded)
+def sorted_like(full: Params, model: nn.Module, grads: tuple[Tensor, ...]) -> list[Tensor]:
+    named = dict(zip([name for name, p in model.named_parameters() if p.requires_grad], grads, strict=True))
+    return [named[name] for name in full]
 
 
-def parts(rank: int) -> None:
+@real_ranks(4)
+def test_parts_of_the_tree(rank: int) -> None:
+    """What partition gives is gathered and resharded by itself, and differentiated: LoRA's trainable part."""
     model, mesh = layers().double(), square()
     model[1].requires_grad_(False)
     spec = fs.by_type(nn.Linear, p=P(("shard", "replicate")))(model).on(mesh)
@@ -262,16 +266,6 @@ def parts(rank: int) -> None:
         full = fs.unshard(grad(loss)(trained), spec)
         plain = torch.autograd.grad(model(xs).pow(2).sum() / 4, [p for p in model.parameters() if p.requires_grad])
         torch.testing.assert_close([*full.values()], sorted_like(full, model, plain), rtol=1e-9, atol=1e-9)
-
-
-def sorted_like(full: Params, model: nn.Module, grads: tuple[Tensor, ...]) -> list[Tensor]:
-    named = dict(zip([name for name, p in model.named_parameters() if p.requires_grad], grads, strict=True))
-    return [named[name] for name in full]
-
-
-def test_parts_of_the_tree(gloo4: Pool) -> None:
-    """What partition gives is gathered and resharded by itself, and differentiated: LoRA's trainable part."""
-    gloo4.run(parts)
 
 
 class Tied(nn.Module):
@@ -322,7 +316,9 @@ def test_train_shared_params_uneven_shard(gloo4: Pool) -> None:
         assert (start["embed.weight"] != end["embed.weight"]).any(dim=1).all()
 
 
-def one_iteration(rank: int) -> None:
+@real_ranks(2)
+def test_one_iteration(rank: int) -> None:
+    """Uneven slices (12 elements and 9 of a weight): one step is W - lr mean(x), in closed form."""
     model = nn.Linear(3, 3)
     spec = fs.policies.whole()(model).bound
     shards = fs.shard(model, spec)
@@ -334,12 +330,9 @@ def one_iteration(rank: int) -> None:
     torch.testing.assert_close(full["weight"], model.weight.detach() - 0.1 * xs.mean(0).expand(3, 3))
 
 
-def test_one_iteration(gloo2: Pool) -> None:
-    """Uneven slices (12 elements and 9 of a weight): one step is W - lr mean(x), in closed form."""
-    gloo2.run(one_iteration)
-
-
-def ignored(rank: int) -> None:
+@real_ranks(2)
+def test_ignored_parameters(rank: int) -> None:
+    """They are in no unit and not counted; the model's own are used, or those given under their names."""
     model = layers()
     spec = fs.policies.ignoring(fs.policies.always(), modules=["1"], params=["2.bias"])(model).bound
     shards = fs.shard(model, spec)
@@ -354,15 +347,12 @@ def ignored(rank: int) -> None:
     assert torch.equal(fs.unshard(given, spec)["2.bias"], given["2.bias"])
 
 
-def test_ignored_parameters(gloo2: Pool) -> None:
-    """They are in no unit and not counted; the model's own are used, or those given under their names."""
-    gloo2.run(ignored)
-
-
 DTYPES = [torch.complex64, torch.complex128, torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float16]
 
 
-def every_dtype(rank: int) -> None:
+@real_ranks(2)
+def test_l4_every_dtype_travels(rank: int) -> None:
+    """What a backend does not reduce or know is moved as bytes."""
     for dtype in DTYPES:
         model = nn.Module()
         values = torch.arange(6).to(dtype).view(2, 3)
@@ -375,8 +365,3 @@ def every_dtype(rank: int) -> None:
         first = fs.gather_full(shards, spec, rank0_only=True)
         same(first, whole if rank == 0 else {})
         same(fs.scatter_full(first or None, spec), shards)
-
-
-def test_l4_every_dtype_travels(gloo2: Pool) -> None:
-    """What a backend does not reduce or know is moved as bytes."""
-    gloo2.run(every_dtype)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import same
 from depth import mark_seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_gather_full import MESHES, Watch, bound, net, pool_of, values
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -221,7 +221,9 @@ def test_bytes_and_overlap() -> None:
         assert sent.bytes == 2 * UNIT
 
 
-def changed(rank: int) -> None:
+@real_ranks(2)
+def test_shards_that_change_are_refused(rank: int) -> None:
+    """Some parameters would be older than others; also if they were under way already. The next stream is right."""
     model = chained(4)
     spec = fs.policies.always()(model).bound
     init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1, donate=True)
@@ -237,11 +239,6 @@ def changed(rank: int) -> None:
             with pytest.raises(RuntimeError, match=r"was donated|the shard of unit '1' was modified in place"):
                 next(stream)
             same(streamed(fs.shard(model, spec), spec), values(model))
-
-
-def test_shards_that_change_are_refused(gloo2: Pool) -> None:
-    """Some parameters would be older than others; also if they were under way already. The next stream is right."""
-    gloo2.run(changed)
 
 
 def fail(stream: Iterator[Any]) -> None:
@@ -289,7 +286,9 @@ def test_streams_that_are_left(gloo2: Pool) -> None:
         assert "after 3 of 6 units, the last one '2' on rank 1" in text
 
 
-def different(rank: int) -> None:
+@pytest.mark.usefixtures("not_on_worst")
+@real_ranks(2)
+def test_ranks_that_stream_different_parameters(rank: int) -> None:
     model = chained(3)
     spec = fs.policies.always()(model).bound
     shards = fs.shard(model, spec)
@@ -301,15 +300,12 @@ def different(rank: int) -> None:
         fs.gather_full(shards, spec, rank0_only=rank == 1)
 
 
-@pytest.mark.usefixtures("not_on_worst")
-def test_ranks_that_stream_different_parameters(gloo2: Pool) -> None:
-    gloo2.run(different)
-
-
 DTYPES = (torch.complex64, torch.int16, torch.bool, torch.float8_e4m3fn, torch.float64, torch.float16)
 
 
-def other_dtypes(rank: int) -> None:
+@real_ranks(2)
+def test_every_dtype(rank: int) -> None:
+    """Only floating point parameters are cast, from 8 bits to 64; also in inference mode."""
     model = nn.Module()
     for i, dtype in enumerate(DTYPES):
         model.register_parameter(f"p{i}", nn.Parameter(torch.arange(7).to(dtype), requires_grad=False))
@@ -327,12 +323,10 @@ def other_dtypes(rank: int) -> None:
                 assert all(torch.equal(x.view(torch.uint8), expected[name].view(torch.uint8)) for name, x in got.items())
 
 
-def test_every_dtype(gloo2: Pool) -> None:
-    """Only floating point parameters are cast, from 8 bits to 64; also in inference mode."""
-    gloo2.run(other_dtypes)
-
-
-def special(rank: int) -> None:
+@pytest.mark.usefixtures("not_on_worst")
+@real_ranks(4)
+def test_local_and_encoded_units(rank: int) -> None:
+    """Whole parameters of local units, decoded ones of units at rest, copies of replicated ones; inside of fs.check."""
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))
     model[2].requires_grad_(False)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
@@ -357,9 +351,3 @@ def special(rank: int) -> None:
                     wanted = expected if dtype is None else cast(expected, dtype)
                     same(got, wanted if not (rank0_only and rank) else {})
         assert [name for name, _ in fs.stream_full(shards, spec)] == [name for name, _ in model.named_parameters()]
-
-
-@pytest.mark.usefixtures("not_on_worst")
-def test_local_and_encoded_units(gloo4: Pool) -> None:
-    """Whole parameters of local units, decoded ones of units at rest, copies of replicated ones; inside of fs.check."""
-    gloo4.run(special)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from depth import each
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
@@ -44,7 +44,12 @@ def split(width: int, hidden: int, reshard: bool) -> tuple[nn.Module, nn.Module,
     return plain, model, fs.by_type(Parallel, p=fs.P("shard", reshard=reshard))(model).on(grid["shard"], submesh=True), tp, at
 
 
-def train(rank: int, width: int, hidden: int, reshard: bool) -> None:
+@each
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("width", "hidden"), [(3, 10), (5, 34), (17, 6)])
+@real_ranks(4)
+def test_2d_mlp_with_nd_mesh(rank: int, width: int, hidden: int, reshard: bool) -> None:
+    """FSDP x TP: the spec on one axis of the mesh, the model's own collectives over the other, equal plain training."""
     plain, model, spec, _, at = split(width, hidden, reshard)
     params = fs.shard(model, spec)
     xs = torch.randn(2, 4, width, dtype=torch.float64)
@@ -69,15 +74,10 @@ def train(rank: int, width: int, hidden: int, reshard: bool) -> None:
     torch.testing.assert_close(full["0.down.weight"], plain[2].weight.detach().chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
 
 
-@each
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize(("width", "hidden"), [(3, 10), (5, 34), (17, 6)])
-def test_2d_mlp_with_nd_mesh(gloo4: Pool, width: int, hidden: int, reshard: bool) -> None:
-    """FSDP x TP: the spec on one axis of the mesh, the model's own collectives over the other, equal plain training."""
-    gloo4.run(train, width, hidden, reshard)
-
-
-def clip(rank: int, p: float) -> None:
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
+@real_ranks(4)
+def test_clip_grad_norm_2d(rank: int, p: float) -> None:
+    """The spec's norm is of this rank's part of the model; the norm of those over the other axis is the whole model's."""
     plain, model, spec, tp, at = split(5, 34, reshard=True)
     xs = torch.randn(2, 4, 5, dtype=torch.float64)
     sum((plain(x) ** 2).mean() for x in xs).div(2).backward()
@@ -89,12 +89,6 @@ def clip(rank: int, p: float) -> None:
     full = fs.gather_full(scaled, spec)
     torch.testing.assert_close(full["0.up.weight"], plain[0].weight.grad.chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(full["0.down.weight"], plain[2].weight.grad.chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
-def test_clip_grad_norm_2d(gloo4: Pool, p: float) -> None:
-    """The spec's norm is of this rank's part of the model; the norm of those over the other axis is the whole model's."""
-    gloo4.run(clip, p)
 
 
 def refuse(rank: int, folder: str) -> list[str]:

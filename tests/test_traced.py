@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from collective_log import SHORT, Collectives, world
 from depth import depth, each, mark_seldom, seldom
 from parity import WAYS
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_compiled import MODEL
 from test_real_ranks import Block
 from torch import Tensor, nn
@@ -114,31 +114,25 @@ def check_traced_training(rank: int, ranks: int, spec: fs.PartitionSpec, way: st
             assert_close(traced[0][key], shard, msg=lambda m, key=key: f"{key} after step {i}: {m}")
 
 
-def traced_training(rank: int, strategy: str, way: str, optimizer: str) -> None:
-    check_traced_training(rank, 2, spec_on(strategy), way, optimizer)
-
-
 @each
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_traced_training(gloo2: Pool, strategy: str, way: str, optimizer: str) -> None:
+@real_ranks(2)
+def test_traced_training(rank: int, strategy: str, way: str, optimizer: str) -> None:
     """make_fx of a whole step, gradients and update, trains from other parameters on other batches."""
-    gloo2.run(traced_training, strategy, way, optimizer)
+    check_traced_training(rank, 2, spec_on(strategy), way, optimizer)
 
 
 def hsdp() -> Mesh:
     return Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
-def traced_hsdp(rank: int, way: str) -> None:
-    check_traced_training(rank, 4, spec_on("reshard", hsdp()), way, "adamw")
-
-
 @pytest.mark.parametrize("way", depth(["fs"], ["fs", "torch.func"]))
-def test_traced_hsdp_training(gloo4: Pool, way: str) -> None:
+@real_ranks(4)
+def test_traced_hsdp_training(rank: int, way: str) -> None:
     """The same over a mesh of two axes."""
-    gloo4.run(traced_hsdp, way)
+    check_traced_training(rank, 4, spec_on("reshard", hsdp()), way, "adamw")
 
 
 def recorded(graph: torch.fx.Graph) -> list[str]:
@@ -182,7 +176,9 @@ class Normed(nn.Module):
         return self.norm(self.block(x))
 
 
-def traced_buffers(rank: int) -> None:
+@real_ranks(2)
+def test_traced_buffers(rank: int) -> None:
+    """Running statistics go in and come out of a traced step like anything else."""
     module = Normed().double()
     spec = fs.by_type(Block)(module).bound
     params = fs.shard(module, spec)
@@ -205,11 +201,6 @@ def traced_buffers(rank: int) -> None:
         assert_close(got, expected, rtol=1e-13, atol=1e-15)
         assert_close(buffers, plain)
     assert buffers["norm.num_batches_tracked"] == 3
-
-
-def test_traced_buffers(gloo2: Pool) -> None:
-    """Running statistics go in and come out of a traced step like anything else."""
-    gloo2.run(traced_buffers)
 
 
 # --- torch.export ---
@@ -236,7 +227,12 @@ def exported(spec: fs.PartitionSpec, x: Tensor, strict: bool) -> tuple[torch.exp
         return torch.export.export(Forward(spec), (params, x), dynamic_shapes=shapes, strict=strict), params
 
 
-def export_equals_eager(rank: int, strategy: str, strict: bool) -> None:
+@each
+@pytest.mark.parametrize("strict", mark_seldom([False, True], False))
+@pytest.mark.parametrize("strategy", depth(mark_seldom(["reshard", "replicate"], "reshard"), [*STRATEGIES]))
+@real_ranks(2)
+def test_export_equals_eager(rank: int, strategy: str, strict: bool) -> None:
+    """An exported forward, decomposed or saved and loaded too, on other shards and another number of rows."""
     spec = spec_on(strategy)
     program, params = exported(spec, batch(rank, 0), strict)
     other, x = {k: p.cos() for k, p in params.items()}, batch(rank, 1, rows=9)
@@ -254,14 +250,6 @@ def export_equals_eager(rank: int, strategy: str, strict: bool) -> None:
 
 
 @each
-@pytest.mark.parametrize("strict", mark_seldom([False, True], False))
-@pytest.mark.parametrize("strategy", depth(mark_seldom(["reshard", "replicate"], "reshard"), [*STRATEGIES]))
-def test_export_equals_eager(gloo2: Pool, strategy: str, strict: bool) -> None:
-    """An exported forward, decomposed or saved and loaded too, on other shards and another number of rows."""
-    gloo2.run(export_equals_eager, strategy, strict)
-
-
-@each
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_export_is_plain_operators(strategy: str, strict: bool) -> None:
@@ -273,7 +261,12 @@ def test_export_is_plain_operators(strategy: str, strict: bool) -> None:
         assert set(sizes) <= {4}
 
 
-def export_differentiated(rank: int) -> None:
+@real_ranks(2)
+def test_an_exported_forward_is_differentiated_by_torch(rank: int) -> None:
+    """A fact about torch: what was exported is raw collectives, whose gradients torch adds up over ranks, not averages.
+
+    torch.func.grad of them raises. So an exported forward is for inference; export a traced step to train.
+    """
     spec = spec_on("reshard")
     program, params = exported(spec, batch(rank, 0), False)
     leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
@@ -288,15 +281,10 @@ def export_differentiated(rank: int) -> None:
         grad(lambda p: square(module(p, batch(rank, 1))))(params)
 
 
-def test_an_exported_forward_is_differentiated_by_torch(gloo2: Pool) -> None:
-    """A fact about torch: what was exported is raw collectives, whose gradients torch adds up over ranks, not averages.
-
-    torch.func.grad of them raises. So an exported forward is for inference; export a traced step to train.
-    """
-    gloo2.run(export_differentiated)
-
-
-def exported_step(rank: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", depth(["reshard", "replicate"], [*STRATEGIES]))
+@real_ranks(2)
+def test_a_traced_step_can_be_exported(rank: int, strategy: str) -> None:
+    """torch.export of the graph that make_fx gives of a step with its gradients."""
     spec = spec_on(strategy)
     params = fs.shard(MODEL, spec)
 
@@ -307,12 +295,6 @@ def exported_step(rank: int, strategy: str) -> None:
     program = torch.export.export(make_fx(step)(params, batch(rank, 0)), (params, batch(rank, 0)))
     other = {k: p.cos() for k, p in params.items()}
     assert_close(program.module()(other, batch(rank, 1)), step(other, batch(rank, 1)), rtol=1e-13, atol=1e-15)
-
-
-@pytest.mark.parametrize("strategy", depth(["reshard", "replicate"], [*STRATEGIES]))
-def test_a_traced_step_can_be_exported(gloo2: Pool, strategy: str) -> None:
-    """torch.export of the graph that make_fx gives of a step with its gradients."""
-    gloo2.run(exported_step, strategy)
 
 
 class Twice(torch.autograd.Function):
@@ -355,7 +337,12 @@ def test_export_takes_no_grad_of_a_custom_function() -> None:
 LINEARIZED = {"loss": lambda loss: loss, "grad": grad, "fs.grad_and_value": fs.grad_and_value}
 
 
-def linearized(rank: int, strategy: str, of: str) -> None:
+@each
+@pytest.mark.parametrize("of", LINEARIZED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_linearize_is_jvp(rank: int, strategy: str, of: str) -> None:
+    """linearize of a sharded loss and of its gradient is jvp, in many directions."""
     spec = spec_on(strategy)
     params, x = fs.shard(MODEL, spec), batch(rank, 0)
     f = lambda p: LINEARIZED[of](sharded(spec))(p, x)  # noqa: E731
@@ -367,14 +354,6 @@ def linearized(rank: int, strategy: str, of: str) -> None:
             expected = jvp(f, (params,), (direction,))
             assert all(t.any() for t in pytree.tree_leaves(expected[1]))
             assert_close((value, tangent(direction)), expected, rtol=1e-12, atol=1e-14)
-
-
-@each
-@pytest.mark.parametrize("of", LINEARIZED)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_linearize_is_jvp(gloo2: Pool, strategy: str, of: str) -> None:
-    """linearize of a sharded loss and of its gradient is jvp, in many directions."""
-    gloo2.run(linearized, strategy, of)
 
 
 def gpt() -> tuple[nn.Module, type[nn.Module], Any]:
@@ -396,7 +375,11 @@ def llama() -> tuple[nn.Module, type[nn.Module], Any]:
     return model, LlamaDecoderLayer, lambda call, x: call(x, attention_mask=mask).logits
 
 
-def linearized_model(rank: int, build: Callable[[], tuple[nn.Module, type[nn.Module], Any]], digits: float) -> None:
+@seldom
+@pytest.mark.parametrize(("build", "digits"), [(gpt, 1e-10), (llama, 1e-5)], ids=["gpt", "llama"])
+@real_ranks(2)
+def test_linearize_gives_the_hessian_of_language_models(rank: int, build: Any, digits: float) -> None:
+    """As the guide says: traced once, for many vectors. The norms of Llama compute in float32."""
     torch.manual_seed(0)
     model, layer, logits = build()
     spec, x = fs.by_type(layer)(model.double()).bound, torch.randint(256, (2, 3, 6))[rank]
@@ -414,13 +397,6 @@ def linearized_model(rank: int, build: Callable[[], tuple[nn.Module, type[nn.Mod
         for seed in range(2):
             v = fs.random_like(params, spec, seed)
             assert_close(hessian @ v, fs.hvp(loss, params, v), rtol=digits, atol=digits)
-
-
-@seldom
-@pytest.mark.parametrize(("build", "digits"), [(gpt, 1e-10), (llama, 1e-5)], ids=["gpt", "llama"])
-def test_linearize_gives_the_hessian_of_language_models(gloo2: Pool, build: Any, digits: float) -> None:
-    """As the guide says: traced once, for many vectors. The norms of Llama compute in float32."""
-    gloo2.run(linearized_model, build, digits)
 
 
 def folded(strategy: str) -> tuple[list[str], list[str]]:
@@ -465,7 +441,12 @@ def test_functionalize_takes_no_custom_function() -> None:
                 f()
 
 
-def functionalized(rank: int, strategy: str, way: str) -> None:
+@each
+@pytest.mark.parametrize("way", ["fs", "torch.func"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_functionalize_of_a_traced_step(rank: int, strategy: str, way: str) -> None:
+    """What make_fx recorded can be functionalized, run or recorded again: without any mutation, and the same."""
     spec = spec_on(strategy)
     params, x = fs.shard(MODEL, spec), batch(rank, 0)
     f = lambda params, x: WAYS[way](lambda p: sharded(spec)(p, x))(params)  # noqa: E731
@@ -478,14 +459,6 @@ def functionalized(rank: int, strategy: str, way: str) -> None:
     expected = f(other, batch(rank, 1))
     for g in (functionalize(graph), again):
         assert_close(g(other, batch(rank, 1)), expected, rtol=1e-13, atol=1e-15)
-
-
-@each
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_functionalize_of_a_traced_step(gloo2: Pool, strategy: str, way: str) -> None:
-    """What make_fx recorded can be functionalized, run or recorded again: without any mutation, and the same."""
-    gloo2.run(functionalized, strategy, way)
 
 
 # --- Jacobians ---

@@ -21,7 +21,7 @@ from depth import depth, each
 from models import EXACT, unchanged
 from offloaded import everywhere
 from parity import WAYS, average_gradients, numbers
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
@@ -163,20 +163,17 @@ def micro_batches(loss: Loss) -> Loss:
 TASKS = {"gan": gan, "siamese": alone(siamese), "evaluated": alone(evaluated)}
 
 
-def on_ranks(rank: int, task: str, way: str, choice: str) -> None:
-    with hosted.elsewhere(), everywhere() as copies:  # for the device is the host
-        TASKS[task](rank, way, CHOICES[choice])
-    assert not copies.alive
-    assert (copies.out > 0) == ("activations" in CHOICES[choice].offloads and way != "torch.func")
-
-
 @each
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("way", [*WAYS, "shards", "full", "update_in_backward"])
 @pytest.mark.parametrize("task", TASKS)
-def test_on_two_ranks(gloo2: Pool, task: str, way: str, choice: str) -> None:
+@real_ranks(2)
+def test_on_two_ranks(rank: int, task: str, way: str, choice: str) -> None:
     """Losses and parameters after each step."""
-    gloo2.run(on_ranks, task, way, choice)
+    with hosted.elsewhere(), everywhere() as copies:  # for the device is the host
+        TASKS[task](rank, way, CHOICES[choice])
+    assert not copies.alive
+    assert (copies.out > 0) == ("activations" in CHOICES[choice].offloads and way != "torch.func")
 
 
 def in_two_threads(rank: int) -> list[str]:

@@ -10,7 +10,7 @@ from cases import same
 from collective_log import Collectives
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_sharding_on_ranks import layers, message, square, values
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -61,18 +61,15 @@ def test_models_of_different_seeds(kind: str, by_name: bool, gloo2: Pool, gloo4:
     assert re.search(r"torch\.manual_seed .*shard\(\.\.\., src=0\).*check_values=False", said[0])
 
 
-def drifted(rank: int) -> None:
+@real_ranks(2)
+def test_values_that_are_meant_to_differ(rank: int) -> None:
+    """With check_values=False each rank's slice is of its own."""
     torch.manual_seed(rank)
     model = nn.Linear(3, 5)
     for p in (P("shard"), P()):
         spec = fs.policies.whole(p)(model).bound
         for own in (model, values(model)):
             same(fs.shard(own, spec, check_values=False), fs.shard(own, spec, rank=rank))
-
-
-def test_values_that_are_meant_to_differ(gloo2: Pool) -> None:
-    """With check_values=False each rank's slice is of its own."""
-    gloo2.run(drifted)
 
 
 def constant_of_a_transform(rank: int) -> Params:

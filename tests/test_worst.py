@@ -23,7 +23,7 @@ import test_optim
 import torch
 import torch.distributed as dist
 from depth import depth, each, mark_seldom, seldom, some
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_compress import COMPRESSORS, steps
 from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
 from torch import Tensor, nn
@@ -96,7 +96,8 @@ def test_every_collective(worst2: Pool) -> None:
             assert early.isnan().all() if early.is_floating_point() else (early == -1).all()
 
 
-def of_distributed(rank: int) -> None:
+@real_ranks(2, "worst")
+def test_of_distributed(rank: int) -> None:
     """What torch.distributed's own functions give, and those on a group of DeviceMesh's."""
     x, rows = numbers(rank), [torch.zeros(4), torch.zeros(4)]
     dist.gather(x, rows if rank == 0 else None, dst=0)
@@ -111,10 +112,6 @@ def of_distributed(rank: int) -> None:
     assert objects == [{"rank": 0}, {"rank": 1}]
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     assert [_torch.backend_name(mesh.get_group(i).group_name, torch.device("cpu")) for i in range(2)] == ["worst", "worst"]
-
-
-def test_of_distributed(worst2: Pool) -> None:
-    worst2.run(of_distributed)
 
 
 def never_waited(rank: int) -> None:
@@ -290,7 +287,9 @@ MUTANTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[None]], 
 }
 
 
-def is_killed(rank: int, mutant: str) -> None:
+@pytest.mark.parametrize("mutant", MUTANTS)
+@real_ranks(2, "worst")
+def test_mutants_are_killed(rank: int, mutant: str) -> None:
     model = network()
     spec = fs.by_type(Layer)(model).bound
     twice = spec.ordered([*spec.order, *spec.order])  # more is gathered ahead than is used
@@ -303,21 +302,13 @@ def is_killed(rank: int, mutant: str) -> None:
         step(rank, twice, model, prefetch=2, in_flight=2)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_killed(worst2: Pool, mutant: str) -> None:
-    worst2.run(is_killed, mutant)
-
-
-def in_another_order(rank: int) -> None:
+@real_ranks(2, "worst")
+def test_another_order_is_found(rank: int) -> None:
+    """Ranks that gather ahead other numbers of units."""
     model = network()
     spec = fs.by_type(Layer)(model).bound
     with pytest.raises(Misuse, match=r"different orders: rank 0: unit '.'"), watched():
         step(rank, spec, model, prefetch=rank)
-
-
-def test_another_order_is_found(worst2: Pool) -> None:
-    """Ranks that gather ahead other numbers of units."""
-    worst2.run(in_another_order)
 
 
 # --- and funshard itself ---
@@ -388,10 +379,10 @@ def test_compressors(worst2: Pool, worst4: Pool, layout: str) -> None:
 
 
 TASKS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
-    "averaging": (4, test_averaging.averagers_on_real_ranks, ()),
+    "averaging": (4, test_averaging.test_averagers_on_real_ranks, ()),
     "averaging, compiled": (2, test_averaging.compiled, ()),
-    "post-local SGD": (4, test_averaging.post_local_sgd, (None, ())),
-    "clip_by_global_norm": (2, test_optim.on_real_ranks, ()),
+    "post-local SGD": (4, test_averaging.test_post_local_sgd, (None, ())),
+    "clip_by_global_norm": (2, test_optim.test_real_ranks, ()),
     "loss_scale": (2, test_loss_scale.on_real_ranks, ()),
     "fs.compile": (2, test_compile.trained, (depth("mlp", "gpt"), "reshard", "aot_eager")),
     **depth(

@@ -18,7 +18,7 @@ import torch
 import transformers
 from depth import mark_seldom
 from models import EXACT, VOCABULARY, Architecture, plain, unchanged
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -193,7 +193,10 @@ def shift(model: nn.Module) -> None:
             p.add_(torch.randn_like(p), alpha=0.1)
 
 
-def check(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", mark_seldom(ZOO, "deepseek_v3", "mamba", "swin", "whisper"))
+@real_ranks(2)
+def test_zoo(rank: int, name: str) -> None:
+    """Loss and gradients in train and eval mode, sharded, recomputed and kept; a second call owes nothing to the first."""
     made = build(name)
     batch = {k: v[rank] for k, v in made.batches.items()}
     for mode in ("train", "eval"):
@@ -225,9 +228,3 @@ def check(rank: int, name: str) -> None:
                 grads = fs.shard(full, spec)
                 for key, ours in got[call][0].items():
                     torch.testing.assert_close(ours, grads[key], **EXACT, msg=lambda m, w=f"{where}, {key}": f"{w}: {m}")
-
-
-@pytest.mark.parametrize("name", mark_seldom(ZOO, "deepseek_v3", "mamba", "swin", "whisper"))
-def test_zoo(gloo2: Pool, name: str) -> None:
-    """Loss and gradients in train and eval mode, sharded, recomputed and kept; a second call owes nothing to the first."""
-    gloo2.run(check, name)
