@@ -9,7 +9,8 @@ By default a law has fewer examples (`depth`, and the profiles of conftest.py), 
     @pytest.mark.parametrize("way", WAYS)
 
 A test of seconds whose law cheaper tests hold as well is marked `seldom`, and so are most values of a parameter whose cases
-take seconds each (`mark_seldom`): they run by default only if they are asked for alone.
+take seconds each (`mark_seldom`): they run by default only if they are asked for alone. Of a test that is marked
+`at_most(n)`, n of the cases that are left run, spread over all of them.
 
 The others are counted as deselected. They are chosen from what -k or the command line has left: a case that is asked for runs.
 ``pytest --slice K/N`` runs every N-th of the others, beginning with the K-th, and nothing else, ``--with-slice K/N`` beside
@@ -39,6 +40,8 @@ pairs = pytest.mark.pairs
 """Each two values of two parameters are in some case together."""
 seldom = pytest.mark.seldom
 """Not by default: in one of CI's slices, with --thorough, or alone."""
+at_most = pytest.mark.at_most
+"""``at_most(n)``: n of its cases by default, spread over those that its other marks leave."""
 TOGETHER = {"each": 1, "pairs": 2}
 
 
@@ -83,7 +86,7 @@ def dealt(to: T, firsts: Iterable[T], seconds: Iterable[V]) -> list[V]:
 def split(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """The tests that run by default, and the others."""
     rare = {item for item in items if item.get_closest_marker("seldom")}
-    left_out = rare if len(rare) < len(items) else set()
+    left_out = {*rare} if len(rare) < len(items) else set[pytest.Item]()
     tables: dict[tuple[str, str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if item in left_out:
@@ -94,6 +97,13 @@ def split(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.
     for (*_, together), cases in tables.items():
         chosen = covering([_values(case) for case in cases], together)
         left_out |= {*cases} - {cases[i] for i in chosen}
+    limited: dict[tuple[str, str, int], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if item not in left_out and isinstance(item, pytest.Function) and (mark := item.get_closest_marker("at_most")):
+            limited[item.parent.nodeid, item.originalname, mark.args[0]].append(item)
+    for (*_, count), cases in limited.items():
+        run = min(count, len(cases))
+        left_out |= {*cases} - {cases[i * len(cases) // run] for i in range(run)}
     return [item for item in items if item not in left_out], [item for item in items if item in left_out]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, Sent, gathers, reduce, scatters, world
-from depth import dealt, depth, each, mark_seldom, seldom
+from depth import at_most, dealt, depth, each, mark_seldom, seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,6 +212,7 @@ def by_way(way: str, loss: Any, params: fs.Params, batches: Sequence[Tensor], **
     return fs.accumulate(loss, params, batches, **options)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
 @pytest.mark.parametrize("keep", KEEPS)
@@ -224,6 +225,7 @@ def test_on_two_ranks(gloo2: Pool, strategy: str, keep: str, way: str) -> None:
     gloo2.run(on_ranks, (2,), strategy, keep, way)
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("keep", KEEPS)
@@ -654,6 +656,7 @@ def computed_from(rank: int, keep: str, what: str) -> None:
 WHAT = ["changed", "twice", "step inside", "gradient of the input", "remat", "checkpoint", "teacher", "same architecture"]
 
 
+@at_most(1)
 @pytest.mark.parametrize("what", mark_seldom(WHAT, "changed", "twice", "step inside", "gradient of the input", "remat"))
 def test_what_is_computed_from_shards(gloo4: Pool, what: str) -> None:
     for keep in KEEPS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from depth import depth, mark_seldom
+from depth import at_most, depth, mark_seldom
 from models import ARCHITECTURES, EXACT, Architecture, assert_mean_gradients, build, plain, unchanged
 from ranks import real_ranks
 from torch import Tensor
@@ -28,6 +28,7 @@ def policies(made: Architecture, name: str) -> dict[str, Policy]:
     return depth({key: every[key] for key in (first, turn)}, every)
 
 
+@at_most(3)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @real_ranks(2)
 def test_gradients_are_the_mean_of_plain_ones(rank: int, name: str) -> None:

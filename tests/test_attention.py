@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import each, seldom
+from depth import at_most, each, seldom
 from ranks import real_ranks
 from test_chunked import Largest
 from torch import Tensor, nn
@@ -298,6 +298,7 @@ def layers(p: P | None = None) -> tuple[nn.Module, fs.PartitionSpec, Tensor]:
     return model, fs.by_type(nn.TransformerEncoderLayer, p=p or P("shard"))(model), numbers(2, 2, LENGTH, 4)
 
 
+@at_most(1)
 @pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), pytest.param(P(), marks=seldom)])
 @real_ranks(2)
 def test_on_real_ranks(rank: int, p: P) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, cases, each_rank, on_ranks, same, stacked
 from collective_log import Collectives, world
-from depth import mark_seldom, seldom
+from depth import at_most, mark_seldom, seldom
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import numbers, plain_call, squared
@@ -390,6 +390,7 @@ def stored(state: av.Averaging) -> av.Averaging:
     return pytree.tree_unflatten(torch.load(file, weights_only=True), structure)
 
 
+@at_most(1)
 @pytest.mark.parametrize("local", [("pair",), ()], ids=["pairs reduce", "nobody reduces"])
 @pytest.mark.parametrize("levels", mark_seldom([None, LEVELS], LEVELS), ids=["periodic", "hierarchical"])
 @real_ranks(4)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from depth import depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -100,6 +100,7 @@ def check(got: dict[str, Tree], expected: dict[str, Tree], spec: fs.PartitionSpe
                 assert_close(value, want[key], rtol=1e-9, atol=1e-9, msg=lambda m, at=f"{name} {key}": f"{at}: {m}")
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,6 +119,7 @@ def on_ranks(rank: int, layout: str, counts: tuple[int, ...]) -> dict[str, Tree]
         return synced(Mesh.world(), batch(*counts)[rank], LAYOUTS[layout], total)
 
 
+@at_most(1)
 @pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, *[*LAYOUTS][:3]))
 def test_real_ranks(gloo2: Pool, layout: str) -> None:
     spec, expected = fs.by_type(Block, p=LAYOUTS[layout])(MODEL).on({"shard": 2}), plain(batch(4, 4))
@@ -125,6 +127,7 @@ def test_real_ranks(gloo2: Pool, layout: str) -> None:
         check(got, expected, spec, rank)
 
 
+@at_most(1)
 @pytest.mark.parametrize("counts", [(5, 2), (1, 6), (4, 0)], ids=str)
 def test_uneven_batches(gloo2: Pool, counts: tuple[int, int]) -> None:
     """Ranks with different numbers of samples, one of them or none: the mean over all of them, by reduce="sum"."""

@@ -199,6 +199,7 @@ def comm() -> dict[str, dict[str, Any]]:
     return run("comm", f"--ranks 8 {GPT}")[1]["figures"]["8"]
 
 
+@seldom
 def test_comm_has_every_mode() -> None:
     """Eighteen modes, each with finite figures and a row."""
     table, result = run("comm", f"--ranks 8 {GPT}")
@@ -285,6 +286,7 @@ def test_comm_of_replicated_and_peer_modes() -> None:
     assert not any(figures["plain"][name] for name in ("all-gathers", "reduce-scatters", "all-reduces", "copied"))
 
 
+@seldom
 def test_operators_of_a_step() -> None:
     """The limit for the 8-block GPT: 1.4 times the plain step's operators, 1.1 where nothing is gathered twice."""
     flags = "--ranks 8 --layers 8 --dim 16 --heads 2 --seq 8 --batch 1 --modes"
@@ -324,6 +326,7 @@ def test_comm_buckets() -> None:
         assert one["MB/s"] * one["ms"] * 1e3 == pytest.approx(size)
 
 
+@seldom
 def test_scale() -> None:
     """Rows of every number of units and ranks, and of a Llama of 405 billion parameters."""
     table, result = run("scale", "--units 2,5 --ranks 8,16384 --rounds 1")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from depth import depth, each, seldom
+from depth import at_most, depth, each, seldom
 from models import unchanged
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -83,6 +83,7 @@ WAYS: dict[str, Callable[..., object]] = {
 }
 
 
+@at_most(21)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", CHANGED)

@@ -9,7 +9,7 @@ from typing import Any
 import matrix_peers as peers
 import pytest
 import torch
-from depth import each, mark_seldom
+from depth import at_most, each, mark_seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -111,6 +111,7 @@ def test_what_is_hidden() -> None:
     assert set(fs.optim.matrices(fs.policies.whole()(tied), select=fs.optim.hidden(tied)).by_name) == {"1.weight"}
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -130,6 +131,7 @@ def on_ranks(rank: int, sizes: dict[str, int], axis: Any, optimizer: str, option
     return ours(mesh, axis, optimizer, **options)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("mesh", ["fsdp", "ddp", "hsdp", "two axes"])
@@ -168,6 +170,7 @@ def loaded_in_the_middle(
     return fs.unshard(params, spec)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("like", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -227,6 +230,7 @@ def lamb_on_ranks(rank: int, sizes: dict[str, int], axis: Any, donate: bool) -> 
     return by_lamb(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), axis, donate)
 
 
+@at_most(1)
 @pytest.mark.parametrize("mesh", ["fsdp", "ddp"])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_every_parameter_as_a_whole(gloo2: Pool, mesh: str) -> None:

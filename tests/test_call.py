@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from depth import at_most
 from models import Architecture, assert_mean_gradients, unchanged
 from ranks import Pool
 from torch import Tensor, nn
@@ -420,6 +421,7 @@ def an_error_of_forward_whose_message_cannot_be_read(rank: int) -> None:
         assert "rank 1 raised MuteError: no message: __str__ of MuteError raises" in str(raised.value)
 
 
+@at_most(3)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_call(gloo2: Pool, check: Callable[[int], None]) -> None:
     """Each function above with the mark, on two ranks."""

@@ -18,7 +18,7 @@ import diverging
 import pytest
 import torch
 import torch.distributed as dist
-from depth import mark_seldom, seldom
+from depth import at_most, mark_seldom, seldom
 from diverging import CASES, LIMIT, PLAIN_LIMIT, Trainer, raise_error
 from ranks import Pool, ended, free_port, launch, start
 from torch import nn
@@ -94,6 +94,7 @@ def check_cases(pool: Pool, names: list[str]) -> None:
 CHECKED = [name for name in CASES if name != "raise_in_teardown"]
 
 
+@seldom
 @pytest.mark.usefixtures("not_on_worst")
 def test_every_case_is_an_error_on_every_rank(gloo2: Pool) -> None:
     check_cases(gloo2, CHECKED)
@@ -123,6 +124,7 @@ def outcome(case: str, how: str, ranks: int) -> list[str]:
     return [lines.get(str(rank), f"exit code {codes[rank]}") for rank in range(ranks)]
 
 
+@seldom
 @pytest.mark.parametrize("ranks", mark_seldom([2, 4], 2))
 def test_a_rank_that_raises_after_its_process_group_is_gone(ranks: int) -> None:
     *others, last = outcome("raise_in_teardown", "check", ranks)
@@ -152,6 +154,7 @@ PLAIN = {
 """What ranks say without the check, of those that do not raise themselves: debugging.md has it as a table."""
 
 
+@at_most(1)
 @pytest.mark.parametrize("ranks", mark_seldom([2, 4], 2))
 @pytest.mark.parametrize("case", mark_seldom(CASES, "another_dtype", "a_skipped_unit", "no_unit", "raise_in_forward"))
 def test_without_the_check(case: str, ranks: int) -> None:
@@ -232,6 +235,7 @@ else:
 """
 
 
+@seldom
 def test_a_rank_that_has_not_entered_is_named(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ALONE)
@@ -379,6 +383,7 @@ def compiled(rank: int) -> str:
     return ""
 
 
+@seldom
 def test_a_compiled_step_is_compared_when_it_starts(gloo2: Pool) -> None:
     for text in gloo2.run(compiled):
         assert "ranks disagree on collective" in text, text
@@ -482,6 +487,7 @@ def run_processes(script: Path, *argv: str) -> list[tuple[int, str]]:
     return [(process.returncode, text) for process, text in zip(ranks, said, strict=True)]
 
 
+@seldom
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
@@ -498,6 +504,7 @@ def test_the_variable_checks_the_whole_process(tmp_path: Path, how: str, code: i
     assert words in said
 
 
+@seldom
 def test_the_variable_takes_no_other_value() -> None:
     env = {**os.environ, "FUNSHARD_CHECK": "yes"}
     command = [sys.executable, "-c", "import funshard"]

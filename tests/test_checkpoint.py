@@ -13,7 +13,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from depth import depth, each, mark_seldom
+from depth import at_most, depth, each, mark_seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -132,6 +132,7 @@ def load_all(rank: int, path: str, policy: str, replicas: int, *, same: bool) ->
         assert shard.shape == (spec.shard_numel(spec.by_key[key]),)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("policy", mark_seldom(POLICIES, "by_type", "mixed"))
 @pytest.mark.parametrize("to", ["by_type", "mixed"])

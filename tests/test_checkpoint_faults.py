@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from depth import at_most
 from ranks import CONTEXT, Pool, forked, free_port
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -116,6 +117,7 @@ def newer(path: Path) -> None:
     file.write_text(json.dumps({"content": json.dumps(text), "crc32": regular.checksum(json.dumps(text).encode())}))
 
 
+@at_most(3)
 @pytest.mark.parametrize(
     ("damage", "kind", "text"),
     [
@@ -691,6 +693,7 @@ def _lost(rank: int, size: int, port: str, path: str, out: Any, where: str) -> N
     os._exit(0)
 
 
+@at_most(1)
 @pytest.mark.parametrize("where", ["plan", "write"])
 def test_a_lost_rank(tmp_path: Path, where: str) -> None:
     """The others say so, in time; the checkpoint before is whole, and what was begun is cleaned up."""

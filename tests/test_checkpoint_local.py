@@ -10,7 +10,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from depth import depth, each, mark_seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -147,6 +147,7 @@ FOUR = ["expert=2,shard=2", "tensor=2,expert=2", "expert=4", "tensor=4", "shard=
 TWO = ["expert=2", "tensor=2", "shard=2", "replicate=2"]
 
 
+@seldom
 @each
 @pytest.mark.parametrize("mesh", mark_seldom(FOUR, "tensor=2,expert=2"))
 @pytest.mark.parametrize("local", mark_seldom(["by_row", "by_column", "none"], "by_column"))
@@ -186,6 +187,7 @@ def from_names(rank: int, found: list[Any], mesh: str, local: str) -> None:
         assert_same({key: {slot: got[key][slot] for slot in of} for key, of in without.items()}, without)
 
 
+@at_most(1)
 @pytest.mark.parametrize(("mesh", "local"), [("expert=2,shard=2", "by_row"), ("tensor=2,expert=2", "by_column")])
 def test_optimizer_states_by_name(gloo4: Pool, gloo2: Pool, alone: Pool, mesh: str, local: str) -> None:
     found = gloo4.run(to_names, mesh, local)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from depth import each, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from parity import numbers, sharded_call, squared
 from peer_models import MLP, Net
 from ranks import Pool
@@ -149,6 +149,7 @@ def loaded_by_us(rank: int, kind: str, policy: str, folder: str) -> None:
 KINDS = ["fsdp2", "hsdp", "fsdp1", "ddp", "compiled", "checkpointed", "plain"]
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", mark_seldom(KINDS, *[*KINDS][::2]))
@@ -197,6 +198,7 @@ def loaded_by_torch(rank: int, kind: str, folder: str, expected: Any) -> None:
         alike(got_states[name], states[name])
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["fsdp2", "hsdp", "fsdp1", "ddp", "plain"])
@@ -206,6 +208,7 @@ def test_what_is_saved_others_load(gloo2: Pool, kind: str, policy: str, tmp_path
     gloo2.run(loaded_by_torch, kind, str(tmp_path / "ours"), expected)
 
 
+@seldom
 def test_what_two_ranks_save_fsdp2_loads_on_four(gloo2: Pool, gloo4: Pool, tmp_path: Path) -> None:
     expected = gloo2.run(saved_by_us, "blocks", str(tmp_path / "ours"))[0]
     gloo4.run(loaded_by_torch, "fsdp2", str(tmp_path / "ours"), expected)

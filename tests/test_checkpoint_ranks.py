@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from depth import depth
+from depth import depth, seldom
 from ranks import CONTEXT, forked, free_port, launch
 from torch import nn
 
@@ -86,6 +86,7 @@ def stopped(rank: int, port: str, path: str, out: Any, where: str, which: int) -
     dist.destroy_process_group()
 
 
+@seldom
 @pytest.mark.parametrize(("where", "which"), depth([("before", 0)], [("before", 1), ("before", 0), ("group", 1)]))
 def test_a_stopped_rank_is_an_error_within_the_timeout(tmp_path: Path, where: str, which: int) -> None:
     """Not the training group's: before the first save, the rank that has the store, or while the process group is made."""

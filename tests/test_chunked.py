@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import each, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -148,6 +148,7 @@ def test_random_numbers_are_those_of_the_first_run() -> None:
     assert_close(results(fs.chunked(dropped, 3)), results(by_hand))
 
 
+@at_most(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_16_bits_are_added_up_in_32(dtype: torch.dtype) -> None:
     """As those of the whole, which one product gives; added up in 16 bits they would be several times as far off."""
@@ -181,6 +182,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@at_most(2)
 @pytest.mark.parametrize(
     "order", ["value", "fs.grad", "grad", "hvp", "hvp in reverse", "third", "plain autograd", "first order"]
 )
@@ -278,6 +280,7 @@ def in_a_model(rank: int, p: P, tied: bool = False, frozen: bool = False, mesh: 
     assert_close(got, want, rtol=1e-9 if exact else 0.05, atol=1e-9 if exact else 0.02)
 
 
+@at_most(1)
 @pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "tied", "bf16"))
 def test_in_a_model_on_real_ranks(request: pytest.FixtureRequest, strategy: str) -> None:
     """The derivatives of the mean loss, of ranks with different numbers of rows."""

@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from depth import at_most, seldom
 from hypothesis import example, given
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -168,6 +169,7 @@ def test_decodes_to_the_dtype_it_is_asked_for(make: Any, numel: int) -> None:
         ).all()
 
 
+@at_most(8)
 @pytest.mark.parametrize("dtype", [*LOW, *WIDE])
 @pytest.mark.parametrize("make", EVERY)
 def test_slices_at_once_are_slices_one_by_one(make: Any, dtype: torch.dtype) -> None:
@@ -249,6 +251,7 @@ def dynamic_levels(signed: bool) -> Tensor:
     return torch.cat([-torch.ones(1, dtype=torch.float64), levels[1:]]) if signed else levels
 
 
+@seldom
 @given(st.integers(0, 600), st.sampled_from([1, 8, 256]), st.sampled_from([*LOW, *WIDE]), st.integers(0, 99), st.booleans())
 @example(513, 256, torch.float32, 0, True)
 @example(513, 256, torch.float32, 0, False)
@@ -290,6 +293,7 @@ def test_dynamic_codes_are_the_same_where_they_are_recorded() -> None:
             assert torch.equal(got, want)
 
 
+@at_most(1)
 @pytest.mark.parametrize("codec", [codecs.int8(4), codecs.dynamic8(4)], ids=str)
 def test_noise_rounds_up_or_down(codec: Codec) -> None:
     """To one of the two neighbours, in the mean to the number itself; what is a level stays."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import world
-from depth import depth, each, mark_seldom, seldom, thorough
+from depth import at_most, depth, each, mark_seldom, seldom, thorough
 from models import build
 from ranks import Pool, launch
 from torch import Tensor, nn
@@ -254,6 +254,7 @@ def test_kept_units_are_gathered_once() -> None:
     assert len(replicated.of("reduce")) == LAYERS + 1
 
 
+@seldom
 def test_gathers_run_one_unit_ahead() -> None:
     """Each starts when the one before has arrived and before that is used, and is waited for when its own unit is used."""
     read, _, _ = graph_of(P("shard"))
@@ -280,6 +281,7 @@ def test_low_precision_has_the_same_order() -> None:
     assert read.peak == (root + 2 * block) // 2
 
 
+@at_most(1)
 @pytest.mark.parametrize(
     "options", mark_seldom([BOTH, {}, {"prefetch": 2, "layers": 4}], BOTH, {"prefetch": 2, "layers": 4}), ids=str
 )
@@ -613,6 +615,7 @@ def test_peak_memory_of_kept_units_is_above() -> None:
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_cpp)]
 
 
+@at_most(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_donated_tensors_hold_the_new_values(backend: str) -> None:
     """And what is returned is they, whether they require grad or not; what is not donated is left alone."""
@@ -628,6 +631,7 @@ def test_donated_tensors_hold_the_new_values(backend: str) -> None:
     assert total == 3
 
 
+@at_most(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_donated_values_move(backend: str) -> None:
     """Old values that go to another donated tensor are read before they are written over."""
@@ -760,6 +764,7 @@ class TooLong(nn.Linear):
         return super().forward(x)
 
 
+@seldom
 def test_errors_of_the_step_are_its_own() -> None:
     """Those of forward and those of funshard's checks, not Dynamo's "Observed exception"; later calls run."""
     model = TooLong(2, 2)
@@ -791,6 +796,7 @@ def test_graph_breaks_are_errors_unless_allowed() -> None:
     assert compile(step, backend="aot_eager", fullgraph=False)(-torch.ones(2)).tolist() == [0, 0]
 
 
+@seldom
 def test_in_a_fresh_process(tmp_path: Path) -> None:
     """A spec that nobody has asked anything of is traced: Python 3.11's cached properties have locks, which Dynamo is not."""
     program = tmp_path / "program.py"

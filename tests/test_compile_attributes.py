@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -111,6 +111,7 @@ def check(rank: int, which: str, compiler: str, derivative: str, p: Mapping[str,
     torch.testing.assert_close(*results)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("derivative", mark_seldom(["grad", "hvp"], "grad"))
 @pytest.mark.parametrize("compiler", COMPILERS)
@@ -150,6 +151,7 @@ def recorded(rank: int, compiler: str) -> None:
     COMPILERS[compiler](step, backend="aot_eager", fullgraph=True)(fs.shard(model, spec))
 
 
+@at_most(1)
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_tensor_with_a_graph_in_an_attribute_is_an_error(alone: Pool, compiler: str) -> None:
     """It would be read later without its gradient, as in eager calls."""

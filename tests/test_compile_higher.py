@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from ranks import Pool
 from test_compile import Chain, Read, Step, common, models, recording, same, tokens
 from torch import Tensor
@@ -115,6 +115,7 @@ EXPECTED = {
 }
 
 
+@seldom
 @pytest.mark.parametrize("transform", mark_seldom(EXPECTED, "per sample, clipped"))
 def test_gradients_of_gradients_gather_again(transform: str) -> None:
     """Each phase gathers what the one before let go, tangents and cotangents with their weights; no more than eager does,
@@ -134,6 +135,7 @@ def test_steps_through_steps_gather_again() -> None:
     assert found.peak <= 2 * root + 4 * block
 
 
+@at_most(1)
 @pytest.mark.parametrize(
     ("transform", "roots", "blocks"), [("hvp", 2, 4), ("grad of grad", 2, 2), ("per sample, clipped", 1, 2)]
 )

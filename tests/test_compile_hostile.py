@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import each, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from ranks import Pool
 from test_compiled_units import AOT, EXACT, Leaf, batch, reset
 from torch import Tensor, nn
@@ -93,6 +93,7 @@ def test_a_buffer_that_forward_changes_in_place(compile: bool | fs.Compile, rema
     assert int(results[1][1]["1.runs"]) == 2
 
 
+@at_most(1)
 @pytest.mark.parametrize("which", ["unit", pytest.param("step", marks=seldom)])
 @pytest.mark.parametrize("inside", [False, True])
 def test_hooks_that_are_registered_later(which: str, inside: bool) -> None:
@@ -127,6 +128,7 @@ class Constant(Leaf):
         return out + (pairs * y.sin().unflatten(1, (3, 2))).flatten(1)
 
 
+@seldom
 @each
 @pytest.mark.parametrize("compiler", mark_seldom(["fs.compile", "torch.compile"], "fs.compile"))
 @pytest.mark.parametrize("forward", mark_seldom([True, False], False))
@@ -229,6 +231,7 @@ def compiled_gradient(kind: type[nn.Module], **options: Any) -> Any:
     return step(fs.shard(net, spec), batch())
 
 
+@at_most(1)
 @pytest.mark.parametrize("kind", HINTS, ids=lambda kind: kind.__name__)
 def test_compile_errors_say_what_to_do(kind: type[nn.Module]) -> None:
     """Dynamo's words stay, and a note names what forward does."""
@@ -247,11 +250,13 @@ def test_a_failed_trace_leaves_no_state() -> None:
         torch.ones(2, requires_grad=True).sin().sum().backward()
 
 
+@seldom
 def test_an_operator_that_fails_has_its_own_words() -> None:
     with pytest.raises(RuntimeError, match=r"^a and b must have same reduction dim"):
         compiled_gradient(Misfits)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("outer", ["fs.compile", "torch.compile"])
@@ -337,6 +342,7 @@ def full_parameters_in_a_step(rank: int) -> None:
         torch.testing.assert_close(got, expected, **EXACT)
 
 
+@seldom
 def test_full_parameters_in_a_step(gloo2: Pool) -> None:
     gloo2.run(full_parameters_in_a_step)
 

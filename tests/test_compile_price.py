@@ -72,6 +72,7 @@ def frames(inlined: Counter[str], blocks: int, mesh: dict[str, int]) -> Counter[
     return Counter({name: count for name, count in inlined.items() if not name.startswith("torch:")})
 
 
+@seldom
 def test_few_functions_are_traced_for_each_unit(inlined: Counter[str]) -> None:
     """A unit's gather, its layout and the checks of its shard are not traced; modules are walked without calls."""
     few, many = (frames(inlined, blocks, {"shard": 1}) for blocks in (3, 5))
@@ -82,6 +83,7 @@ def test_few_functions_are_traced_for_each_unit(inlined: Counter[str]) -> None:
     assert few["_core/layout.py:unflatten_unit"] == 0
 
 
+@seldom
 def test_a_compiled_step_writes_no_dict_of_a_module() -> None:
     """What Dynamo runs around the graph neither clears nor updates a dict, though the model is a global for it."""
     model, names = chain(4), set[str]()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import world
-from depth import depth, each, mark_seldom, seldom, thorough
+from depth import at_most, depth, each, mark_seldom, seldom, thorough
 from live import peak_of
 from ranks import Pool
 from test_compile import IMPORT, Read, common, copies, models, needs_cpp, peak_bytes, recording, same, tokens, training, zeros
@@ -95,6 +95,7 @@ def plain_graph() -> tuple[GraphModule, Any]:
     return graph_of(gradient(curve), W, X)
 
 
+@at_most(1)
 @pytest.mark.parametrize("save", SAVES)
 def test_what_is_not_kept_is_computed_twice(save: str) -> None:
     """And what save= keeps once, by all of its kinds; the result of the last operator, which nobody reads again, once too."""
@@ -124,6 +125,7 @@ def test_regions_end_where_the_next_begins() -> None:
     assert order == [SIN, EXP, TANH] * 3 + [back, SIN, EXP] * 3  # what tanh gave is the next one's argument, and so there
 
 
+@seldom
 def test_remat_in_remat() -> None:
     """The inner ones run again in the run of the outer one, for their results, and in their own, for what they make inside."""
     inner = fs.remat(lambda x: x.sin().exp().sin())
@@ -144,6 +146,7 @@ def test_names_that_are_not_given() -> None:
     equal(got, torch.func.grad(lambda w: curve(w, X).sum())(W))
 
 
+@seldom
 def test_plain_torch_compile_computes_nothing_again() -> None:
     """Nor does it fail; and it keeps no notes."""
     graphs: list[GraphModule] = []
@@ -154,6 +157,7 @@ def test_plain_torch_compile_computes_nothing_again() -> None:
     assert not any(key.startswith("funshard_region") for n in graphs[0].graph.nodes for key in n.meta.get("custom", {}))
 
 
+@at_most(1)
 @needs_cpp
 @pytest.mark.parametrize("save", mark_seldom(["nothing", "operators", "a name"], "nothing", "a name"))
 def test_inductor_computes_the_same_twice(save: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,6 +195,7 @@ TRANSFORMS: dict[str, tuple[Step, list[int]]] = {  # and how often exp runs, wit
 }
 
 
+@at_most(1)
 @pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "grad of grad", "vmap of grad", "micro-batches"))
 def test_in_every_transform(transform: str) -> None:
     """Values as without; each phase that reads what a region makes has copies of its own."""
@@ -204,6 +209,7 @@ def test_in_every_transform(transform: str) -> None:
     assert [count(plain, EXP)[0], count(graph, EXP)[0]] == counts
 
 
+@seldom
 def test_simulated_ranks() -> None:
     """Around spmd."""
     model = depth(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
@@ -228,6 +234,7 @@ def test_simulated_ranks() -> None:
 # --- what must not change ---
 
 
+@seldom
 def test_random_numbers_are_kept() -> None:
     """Dropout's mask is drawn once; what is made of it, twice."""
 
@@ -241,6 +248,7 @@ def test_random_numbers_are_kept() -> None:
     assert count(graph, BERNOULLI, EXP) == [1, 2]
 
 
+@seldom
 def test_buffers_are_written_once() -> None:
     """Running statistics of a module that is computed again, and a donated tensor that it reads."""
     weight, bias = torch.linspace(1, 2, 4), torch.ones(4)
@@ -263,6 +271,7 @@ def test_buffers_are_written_once() -> None:
     assert all(a is b for a, b in zip(got, given, strict=True))
 
 
+@seldom
 def test_changed_in_place() -> None:
     def loss(x: Tensor) -> Tensor:
         y = x.sin()

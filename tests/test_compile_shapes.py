@@ -65,6 +65,7 @@ def graphs_of(shapes: list[tuple[int, int]], *, mark: bool = False, which: str =
     return counts
 
 
+@seldom
 @needs_forward
 @pytest.mark.parametrize(
     "options", mark_seldom([{"dynamic": True}, {"mark": True}], {"dynamic": True}), ids=["dynamic", "marked"]
@@ -89,6 +90,7 @@ def test_constant_shapes() -> None:
     assert graphs_of([(4, 8), (3, 8), (2, 8), (3, 8), (4, 8)], which="chain", dynamic=False) == [1, 2, 3, 3, 3]
 
 
+@seldom
 @needs_forward
 def test_linear_with_a_bias_makes_constants_of_sizes() -> None:
     """Inside torch.func torch's own does, without which `flat_linear` can go; it has the same numbers."""
@@ -160,6 +162,7 @@ def test_shapes_that_change_by_inductor_equal_eager(gloo2: Pool) -> None:
     gloo2.run(trained_by_inductor)
 
 
+@seldom
 def test_products_with_directions_in_one_graph() -> None:
     """fs.hvp in reverse of a model of products; v is compared with params although their sizes are symbols."""
     with world(4):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from depth import depth, mark_seldom, seldom
+from depth import at_most, depth, mark_seldom, seldom
 from ranks import Pool
 from test_real_ranks import Block, data, model
 from torch import Tensor, nn
@@ -91,6 +91,7 @@ def test_compiled_equals_eager_for_every_strategy(gloo2: Pool, which: str) -> No
     gloo2.run(compiled_and_eager, "fs.grad_and_value", which)
 
 
+@at_most(1)
 @pytest.mark.parametrize(
     "transform", mark_seldom(["grad_and_value", "fs.grad_and_value", "grad of grad"], "fs.grad_and_value", "grad of grad")
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from depth import depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -86,12 +86,14 @@ def test_one_compilation_serves_all_units_of_a_structure() -> None:
         assert counted() == (2, 0)
 
 
+@seldom
 def test_another_structure_compiles_once_more() -> None:
     net = nn.Sequential(model(3)[0:3], nn.Linear(6, 8), *[Block(8) for _ in range(3)]).double()
     trained(net, P("shard", compile=AOT))
     assert counted() == (2 + 1, 0)
 
 
+@seldom
 def test_further_steps_do_not_compile() -> None:
     net = model()
     trained(net, P("shard", compile=AOT))
@@ -102,6 +104,7 @@ def test_further_steps_do_not_compile() -> None:
     assert counted() == before
 
 
+@seldom
 def test_shapes() -> None:
     """A second length makes one graph for all lengths."""
     net = model(2)
@@ -114,6 +117,7 @@ def test_shapes() -> None:
     assert made == [2, 4, 4, 4, 4]
 
 
+@seldom
 def test_a_number_that_changes_does_not_compile_for_each() -> None:
     net = Block().double()
     spec = fs.policies.whole(P("shard", compile=AOT))(net).on({"shard": 1})
@@ -172,6 +176,7 @@ def equal_to_eager(rank: int, name: str, how: str, *, alone: bool) -> list[str]:
     return [str(warning.message) for warning in caught if warning.category is fs.CompileWarning]
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("how", GRADS)
 @pytest.mark.parametrize("name", PS)
@@ -183,6 +188,7 @@ def on_two_ranks(rank: int, name: str, how: str) -> None:
     equal_to_eager(rank, name, how, alone=False)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("how", mark_seldom(GRADS, "fs.grad", "torch.func.grad"))
 @pytest.mark.parametrize("name", mark_seldom(PS, "shard", "remat", "save a name", "params"))
@@ -273,6 +279,7 @@ def saved_bytes(p: P) -> int:
     return sum(event.self_cpu_memory_usage for event in profile.events())
 
 
+@at_most(1)
 @pytest.mark.parametrize("compile", [AOT, pytest.param(True, marks=seldom)])
 @pytest.mark.parametrize(
     "name", ["remat", "save a name", *(pytest.param(name, marks=seldom) for name in ("save products", "save layer_norm"))]
@@ -285,6 +292,7 @@ def test_saved_results_of_a_compiled_unit(alone: Pool, name: str, compile: Any) 
     assert compiled == eager
 
 
+@seldom
 def test_a_name_that_no_compiled_unit_gives() -> None:
     got, want = (trained(model(), P("shard", remat=remat, compile=AOT)) for remat in (Remat(save={"q"}), True))
     torch.testing.assert_close(got, want)
@@ -332,6 +340,7 @@ class Chooses(nn.Module):
         return x * w[..., None] + i[..., None] * self.scale
 
 
+@at_most(1)
 @pytest.mark.filterwarnings("ignore::funshard.CompileWarning")
 @pytest.mark.parametrize("way", ["torch.func.grad", "second order", "fs.grad"])
 @pytest.mark.parametrize("has_buffers", [False, True])
@@ -386,6 +395,7 @@ def test_a_recomputed_module_around_compiled_units_in_a_stack(way: str) -> None:
     torch.testing.assert_close(results[1], results[0], **EXACT)
 
 
+@seldom
 def test_the_model_is_left_as_it_was() -> None:
     net = model()
     before = [dict(vars(module)) for module in net.modules()]
@@ -549,6 +559,7 @@ def leaf_step(
     return grads, buffers
 
 
+@at_most(3)
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize(
     "kind", mark_seldom([*RIGHT, *REFUSED], *RIGHT[:3], *RIGHT[4:], *REFUSED), ids=lambda kind: kind.__name__
@@ -563,6 +574,7 @@ def test_what_people_write(kind: type[nn.Module]) -> None:
     assert counted()[0] > 0 or kind is Borrows  # which reads another unit, and that Dynamo runs eagerly
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("kind", [Breaks, Branches, SetsBuffer, Statistics, Mixed, Rectified])
 @pytest.mark.parametrize("remat", [True, Remat(save={torch.ops.aten.addmm.default})])
@@ -598,6 +610,7 @@ def transformer(rank: int, name: str) -> None:
     assert counted()[0] > 0
 
 
+@seldom
 @pytest.mark.parametrize("name", mark_seldom(["llama", "bert"], "llama"))
 def test_transformers_at_their_defaults(gloo2: Pool, name: str) -> None:
     gloo2.run(transformer, name)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each, mark_seldom, seldom, thorough
+from depth import at_most, depth, each, mark_seldom, seldom, thorough
 from ranks import Pool
 from test_compile import IMPORT, needs_cpp, peak_bytes
 from torch import Tensor, nn
@@ -119,6 +119,7 @@ def trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard"
         close(fs.checkpoint.load(path / "got", spec, like=like), fs.checkpoint.load(path / "expected", spec, like=like))
 
 
+@seldom
 @each
 @pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "adamw"))
 @pytest.mark.parametrize("kind", depth(["tensor"], ["float", "tensor"]))
@@ -150,6 +151,7 @@ def hostile(dtype: torch.dtype, i: int) -> Tensor:
     return (grad if i < 3 else grad.where(grad != 3.0, torch.inf)).to(dtype)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "adamw", "sgd"))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *depth([], [torch.bfloat16])])
@@ -170,6 +172,7 @@ def test_recorded_updates_equal_eager_ones(name: str, dtype: torch.dtype, lr: fl
     assert Counters["stats"]["unique_graphs"] <= 3  # rates of 0 and 1 may be constants
 
 
+@seldom
 def test_rates_that_are_tensors_of_the_optimizer() -> None:
     """A default rate is read at each step, as in eager: torch's own advice for compiled optimizers."""
     rate, params = torch.tensor(0.1), {"w": torch.arange(1.0, 5.0)}
@@ -273,6 +276,7 @@ def run_with(step: Callable[..., Any], values: tuple[float, ...]) -> int:
     return Counters["stats"]["unique_graphs"]
 
 
+@seldom
 def test_floats_recompile_once() -> None:
     """A second value makes a float an input of the graph; with dynamic=False each is a constant, which any operator takes."""
     assert run_with(scaled, RATES) == 2

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each, seldom
+from depth import at_most, depth, each, seldom
 from ranks import Pool
 from test_compile import IMPORT
 from torch import Tensor, nn
@@ -315,6 +315,7 @@ def test_bfloat16_and_padding() -> None:
     assert new[""][0] == params[""][0] - 1
 
 
+@seldom
 @pytest.mark.filterwarnings(f"ignore:{IMPORT}")
 def test_a_skipped_step_in_a_graph() -> None:
     """One graph for both kinds of steps, also where the step donates."""
@@ -383,6 +384,7 @@ def sum_of_cubes(params: fs.Params, spec: fs.PartitionSpec) -> Tensor:
     return optim.vdot({key: x**2 for key, x in params.items()}, params, spec)
 
 
+@at_most(1)
 @batched
 @each
 @pytest.mark.parametrize("policy", ["sharded", "mixed"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, mark_seldom
+from depth import at_most, depth, mark_seldom
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -234,6 +234,7 @@ def on_real_ranks(rank: int, case: Case) -> dict[str, list[fs.Params]]:
     return {name: steps(make(case.axes), spec, *grads) for name, make in compressors(case).items()}
 
 
+@at_most(1)
 @pytest.mark.parametrize("case", mark_seldom(REAL, REAL[0], REAL[2]), ids=["small", "split", "mixed", "all"])
 def test_on_real_ranks(gloo4: Pool, case: Case) -> None:
     """The mean where nothing is lost, bit for bit the same on replicas, and as on simulated ranks."""

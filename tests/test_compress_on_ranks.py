@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power_hook
 from collective_log import Collectives, Sent, world
-from depth import each, mark_seldom
+from depth import at_most, each, mark_seldom
 from ranks import Pool, real_ranks
 from test_compress import COMPRESSORS, LAYOUTS, MODEL, gradients, steps
 from torch import Tensor, nn
@@ -161,6 +161,7 @@ PAIRS: dict[str, Callable[[dict[str, Any]], tuple[Any, Any, Compressor[Any]]]] =
 }
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("split", [False, True], ids=["replicated", "split"])
 @pytest.mark.parametrize("kind", [kind for kind in PAIRS if kind != "powersgd"])
@@ -183,6 +184,7 @@ POWER: dict[str, dict[str, Any]] = {
 }
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("split", [False, True], ids=["replicated", "split"])
 @pytest.mark.parametrize("name", mark_seldom(POWER, *[*POWER][:8]))

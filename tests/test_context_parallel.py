@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from ranks import Pool, launch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -85,6 +85,7 @@ def check(found: list[Tree], norm: Tensor, want: list[Tree]) -> None:
     assert_close(norm, torch.stack([g.norm() for g in want[0].values()]).norm(), rtol=1e-9, atol=0)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 4), (1, 1)], ids=str)
 @pytest.mark.parametrize("attention", example.ATTENTION)
@@ -107,6 +108,7 @@ def in_replicas(mesh: Any, xy: Tensor, attention: str, p: fs.P) -> tuple[list[Tr
 HSDP = [fs.P("shard"), fs.P(("shard", "context")), fs.P("context", reshard=False), fs.P()]
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("p", mark_seldom(HSDP, HSDP[1]), ids=str)
 @pytest.mark.parametrize("order", [("replicate", "shard", "context"), ("context", "replicate", "shard")], ids="-".join)
@@ -141,6 +143,7 @@ def on_rank(rank: int, sizes: tuple[int, int], attention: str) -> tuple[list[Tre
     return on_mesh(mesh, tokens(sizes[0])[rank // sizes[1]], attention)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 4), marks=seldom)], ids=str)
 @pytest.mark.parametrize("attention", example.ATTENTION)

@@ -15,6 +15,7 @@ import test_gradients
 import test_layout
 import test_policies
 import torch
+from depth import at_most
 from parity import numbers
 from ranks import real_ranks
 from test_house import FILES, ROOT, imported
@@ -93,6 +94,7 @@ def same(got: fs.Params, want: fs.Params) -> None:
         torch.testing.assert_close(got[key], want[key], rtol=1e-12, atol=1e-14)
 
 
+@at_most(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @real_ranks(2)
 def test_the_core_and_the_package_agree_on_real_ranks(rank: int, strategy: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import seldom
+from depth import depth, seldom
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -109,6 +109,7 @@ def everything(rank: int, sizes: dict[str, int] | None) -> dict[str, Any]:
     return out
 
 
+PROBES = depth(8, 40)
 alone = functools.cache(functools.partial(everything, 0, None))
 
 
@@ -132,10 +133,10 @@ def test_values_are_those_of_the_explicit_matrix(name: str) -> None:
     assert_close(flat(fs.gather_full(found.vector(-1), spec)).abs(), vectors[:, -1].abs(), rtol=1e-6, atol=1e-7)
     gram = sum(curvature_gram(rows, spec, key) for key, rows in (found.basis or {}).items())
     assert_close(gram, torch.eye(len(found.values), dtype=torch.float64), rtol=0, atol=1e-12)
-    moments = curvature.slq(operator, steps=100, probes=40)
-    spread = 2 * math.sqrt(float((a - a.diag().diag()).square().sum()) / 40)
+    moments = curvature.slq(operator, steps=100, probes=PROBES)
+    spread = 2 * math.sqrt(float((a - a.diag().diag()).square().sum()) / PROBES)
     assert abs(moments.trace(lambda t: t) - a.trace()) < 3 * spread
-    exact = curvature.hutchinson(operator, probes=40)
+    exact = curvature.hutchinson(operator, probes=PROBES)
     assert abs(exact.trace - moments.trace(lambda t: t)) < 1e-9  # the same vectors, and quadrature exact for them
     assert_close(flat(fs.gather_full(exact.diagonal, spec)).sum(), exact.trace)
 
@@ -183,6 +184,7 @@ def with_scipy(rank: int) -> None:
         assert_close(flat(fs.gather_full(solution.x, spec)), torch.as_tensor(x_theirs), rtol=1e-8, atol=1e-9, msg=name)
 
 
+@seldom
 def test_scipy() -> None:
     """Its own solvers on the operator: the same numbers as ours."""
     pytest.importorskip("scipy")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import pairs
+from depth import at_most, pairs
 from models import EXACT, unchanged
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -158,6 +158,7 @@ def refused(kind: str, policy: str, way: str, *, skeleton: bool = False) -> None
 OLD_STYLE = [(kind, way) for kind in ("reversible", "adjoint") for way in ("fs.grad", "backward")]  # not for torch.func
 
 
+@at_most(6)
 @pairs
 @pytest.mark.parametrize("skeleton", [False, True], ids=["model", "skeleton"])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -6,7 +6,7 @@ import argparse
 import itertools
 
 import pytest
-from depth import choose, covering, each, mark_seldom, pairs, parse_slice, seldom, split
+from depth import at_most, choose, covering, each, mark_seldom, pairs, parse_slice, seldom, split
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +63,20 @@ def test_marks_choose_from_the_cases(request: pytest.FixtureRequest) -> None:
     assert {(case["letter"], case["number"]) for case in seen} == {*itertools.product(LETTERS, NUMBERS)}
     assert {(case["letter"], (case["n"], case["twin"])) for case in seen} == {*itertools.product(LETTERS, TWINS)}
     assert 12 <= len(seen) < 36
+
+
+@at_most(3)
+@pytest.mark.parametrize("number", mark_seldom(range(12), *range(1, 12, 2)))
+def test_at_most(number: int) -> None: ...
+
+
+def test_at_most_so_many_run_and_are_spread(request: pytest.FixtureRequest) -> None:
+    """Of the cases that run, so many, and all of them where there are no more."""
+    assert isinstance(request.node.parent, pytest.Module)
+    collected = (item for item in request.node.parent.collect() if isinstance(item, pytest.Function))
+    items = [item for item in collected if item.originalname == "test_at_most"]
+    assert [item.callspec.params["number"] for item in split(items)[0]] == [1, 5, 9]
+    assert split(items[1:4:2])[0] == items[1:4:2]
 
 
 @seldom

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import each, some
+from depth import at_most, each, some
 from models import build, unchanged
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -70,6 +70,7 @@ def values(*shape: int, seed: int = 5) -> Tensor:
 PS = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("p", PS, ids=str)
@@ -351,6 +352,7 @@ def labelled(ranks: int) -> tuple[Tensor, Tensor]:
     return values(ranks, 6, 3), torch.arange(6 * ranks).view(ranks, 6) % 2
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize(
     "make", [network, lambda: network().eval(), lambda: with_batch_norm()], ids=["random", "plain", "joined"]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from depth import depth, mark_seldom, seldom
+from depth import at_most, depth, mark_seldom, seldom
 from ranks import launch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -65,6 +65,7 @@ def test_example_under_torchrun() -> None:
     assert done.stdout == run(2, "mlp.py")
 
 
+@at_most(2)
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "fsdp"), (2, "fsdp"), (2, "hsdp"), (2, "ddp"), *depth([], [(1, "hsdp")])])
 def test_train_gpt_learns(ranks: int, strategy: str) -> None:
     """A few steps of a tiny GPT bring the loss down from log(256), with the memory that the strategy says."""
@@ -91,6 +92,7 @@ def test_train_gpt_strategies_agree() -> None:
     assert hsdp[:10] == pytest.approx(ddp[:10], abs=1e-3)
 
 
+@seldom
 @pytest.mark.parametrize("optimizer", ["muon", *depth([], ["shampoo", "soap"])])
 def test_train_gpt_with_optimizers_of_matrices(optimizer: str) -> None:
     """Each learns, on two ranks as on one, from where AdamW begins; and says who owns the matrices."""
@@ -112,6 +114,7 @@ def forked(command: list[str], **_: object) -> SimpleNamespace:
     return SimpleNamespace(stdout=launched(int(command[script - 1]), Path(command[script]), *command[script + 1 :]))
 
 
+@seldom
 @pytest.mark.parametrize("start", [forked, *depth([], [subprocess.run])])
 def test_muon_beside_adamw(start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Both columns, of the same first batch; then in which step Muon has AdamW's last loss."""
@@ -129,6 +132,7 @@ def test_muon_beside_adamw(start: Any, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert says == "Muon has AdamW's loss of 6 steps after " + ("more than 6" if better is None else f"{better + 1}")
 
 
+@seldom
 @pytest.mark.parametrize("strategy", mark_seldom(["fsdp", "hsdp"], "fsdp"))
 def test_train_gpt_in_low_precision_and_micro_batches(strategy: str) -> None:
     """It learns in bf16 as well, and two micro-batches of half the size are as good as one batch."""
@@ -141,6 +145,7 @@ def test_train_gpt_in_low_precision_and_micro_batches(strategy: str) -> None:
     assert halves[-1] < halves[0] - 1.5
 
 
+@seldom
 @pytest.mark.parametrize(("ranks", "flags"), [(2, "--quantize"), *depth([], [(1, "")])])
 def test_lora_adapts_and_merges(ranks: int, flags: str) -> None:
     """The loss on another text falls, with few bytes trained, and the merged GPT is the adapted one."""

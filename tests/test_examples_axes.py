@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from depth import depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from ranks import Pool, launch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -203,6 +203,7 @@ def moe_rank(rank: int, sizes: dict[str, int], tokens: int, balance: float) -> l
 MOE_MESHES = [{"expert": 2, "shard": 2}, {"shard": 2, "expert": 2}, {"expert": 4, "shard": 1}, {"expert": 1, "shard": 4}]
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("balance", [0.5, 0.0])
 @pytest.mark.parametrize("tokens", [2, SEQ])

@@ -142,6 +142,7 @@ def test_sharpness_is_the_top_eigenvalue_of_the_unsharded_loss() -> None:
     assert column(output, "sharpness")[1:] == pytest.approx(tops[1:], rel=1e-6)
 
 
+@seldom
 def test_gradient_descent_sharpens() -> None:
     """The loss falls while the sharpness rises towards 2 / LR."""
     output = printed("sharpness.py")
@@ -442,6 +443,7 @@ def correlations(output: str) -> list[list[float]]:
     return [[float(x) for x in row.split()] for row in table]
 
 
+@seldom
 def test_influence_is_that_of_leaving_out() -> None:
     """Predicted ranks are those of retraining; a retraining is plain gradient descent on the other samples."""
     given, output = alone("influence.py"), printed("influence.py")

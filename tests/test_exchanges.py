@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from ranks import Pool, real_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -211,6 +211,7 @@ def check(name: str, n: int, got: list[list[Tensor]]) -> None:
             )
 
 
+@at_most(4)
 @each
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)

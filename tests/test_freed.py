@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import mark_seldom, some
+from depth import at_most, mark_seldom, some
 from parity import WAYS, average_gradients, numbers, same
 from peer_models import MLP, Net
 from ranks import Pool, real_ranks
@@ -355,6 +355,7 @@ CASES: dict[str, Callable[[int], None]] = {
 }
 
 
+@at_most(2)
 @pytest.mark.parametrize("name", CASES)
 @real_ranks(2)
 def test_what_outlives_its_unit_is_right_or_an_error(rank: int, name: str) -> None:
@@ -362,12 +363,14 @@ def test_what_outlives_its_unit_is_right_or_an_error(rank: int, name: str) -> No
     CASES[name](rank)
 
 
+@at_most(2)
 @pytest.mark.parametrize("how", mark_seldom(HOLD, "the parameter", "data", "a view", "untyped_storage", "numpy", "an iterator"))
 def test_what_is_held_stays_what_it_was(gloo2: Pool, how: str) -> None:
     """Held in every way that points at its memory, while the next units are gathered, in backward and in the next call."""
     gloo2.run(held, how)
 
 
+@at_most(1)
 @pytest.mark.parametrize("by_attribute", [False, True])
 @real_ranks(2)
 def test_custom_functions_keep_their_weights(rank: int, by_attribute: bool) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import same
-from depth import mark_seldom
+from depth import at_most, mark_seldom
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -94,6 +94,7 @@ def round_trip(rank: int, mesh: str, src: int) -> bool:
     return True
 
 
+@at_most(3)
 @pytest.mark.parametrize("mesh", mark_seldom(sorted(MESHES), *sorted(MESHES)[::2]))
 def test_gather_full_and_scatter_full(mesh: str, gloo2: Pool, gloo4: Pool) -> None:
     """C1, C4, C5, C6, C10: full values, shapes and dtypes on every mesh, on all ranks or the first; written back from any."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import dealt, each
+from depth import at_most, dealt, each
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -133,6 +133,7 @@ def check(got: dict[str, fs.Params], expected: dict[str, fs.Params], spec: fs.Pa
 LAYOUTS = {"shard": fs.P("shard"), "kept": fs.P("shard", reshard=False), "remat": fs.P("shard", remat=True), "ddp": fs.P()}
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"shard": 3}], ids=str)
 @pytest.mark.parametrize("way", WAYS)
@@ -168,6 +169,7 @@ def on_grid(rank: int, way: str) -> dict[str, fs.Params]:
     return sharded(Mesh.of(grid), tuple(x[rank] for x in batch(4)), way, fs.P("shard"), orders)
 
 
+@at_most(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_contrastive_loss_on_two_axes(gloo4: Pool, way: str) -> None:
     """The rows of both axes: gathered over the inner one first they are in the order of the ranks."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from cases import each_rank, stacked
-from depth import depth, each
+from depth import at_most, depth, each
 from gradient_cases import (
     Case,
     Loss,
@@ -42,6 +42,7 @@ def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     return sum((a[k] * b[k]).sum() for k in a)
 
 
+@at_most(1)
 @both
 @settings(max_examples=depth(6, 300))
 @given(case=cases())
@@ -65,6 +66,7 @@ HIGHER = {
 }
 
 
+@at_most(1)
 @each
 @both
 @pytest.mark.parametrize("transform", HIGHER.values(), ids=HIGHER)
@@ -75,6 +77,7 @@ def test_g3_higher_derivatives_are_shards_of_the_mean_ones(transform: object, ca
     assert_shards_of_mean(case, transform, exact=exact)
 
 
+@at_most(1)
 @pytest.mark.parametrize("member", [0, 1])
 @settings(max_examples=depth(4, 250))
 @given(case=cases())
@@ -125,6 +128,7 @@ def test_g3_samples(case: Case, samples: list[int]) -> None:
         agree({k: g[:, i] for k, g in got.items()}, want)
 
 
+@at_most(1)
 @both
 @settings(max_examples=depth(6, 300))
 @given(case=cases(calls()))
@@ -157,6 +161,7 @@ def two_policies(draw: st.DrawFn) -> tuple[Case, fs.Policy]:
     return case, draw(fs.testing.policies(case[0]))
 
 
+@at_most(1)
 @both
 @settings(max_examples=depth(5, 300))
 @given(both_cases=two_policies())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import depth
+from depth import at_most, depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import real_ranks
@@ -95,6 +95,7 @@ def test_over_some_axes_and_then_the_others(p: P) -> None:
         assert not any(torch.equal(t[0], t[2] if rest == ["replicate"] else t[1]) for t in partial.values())
 
 
+@at_most(2)
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False)], ids=str)
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @real_ranks(4)

@@ -15,7 +15,7 @@ import mirror
 import pytest
 import torch
 from collective_log import Collectives, gathers, scatters, step, world
-from depth import each, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from fuzz_cases import Case, mirrored, on_real_ranks
 from hosted import elsewhere
 from models import EXACT
@@ -248,6 +248,7 @@ def parity(rank: int, name: str, way: str, shape: tuple[int, ...] = (2,), **opti
     check_parity(rank, model, spec, tokens, next_token, way=way, **options)
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("name", SPECS)
@@ -406,6 +407,7 @@ def test_ranks_that_run_other_groups_get_an_error(gloo2: Pool, p: P) -> None:
         assert "unit 'blocks.2+blocks.3'" in text
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @real_ranks(2)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each, pairs, seldom, some
+from depth import at_most, depth, each, pairs, seldom, some
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -100,6 +100,7 @@ def product(name: str, spec: fs.PartitionSpec, x: Tensor) -> fs.Params:
     return PRODUCTS[name][0](loss, fs.shard(FULL, spec), fs.shard(V, spec))
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("sizes", [{"shard": 4}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -138,6 +139,7 @@ THIRD = {
 }
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("axis", ["shard", "replicate", ("shard", "replicate"), None], ids=str)
@@ -362,6 +364,7 @@ CONSTANTS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+@at_most(11)
 @pairs
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True)], ids=str)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import world
-from depth import depth, each, mark_seldom
+from depth import at_most, depth, each, mark_seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,6 +112,7 @@ def on_ranks(rank: int, shape: tuple[int, ...], strategy: str, count: int, clip:
         params, state = got.params, got.state
 
 
+@at_most(5)
 @each
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("clip", CLIPS)
@@ -122,6 +123,7 @@ def test_on_two_ranks(gloo2: Pool, strategy: str, count: int, clip: str, donate:
     gloo2.run(on_ranks, (2,), strategy, count, clip, donate)
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("count", MICRO)
@@ -135,6 +137,7 @@ def test_on_replicas(gloo4: Pool, strategy: str, count: int, clip: str) -> None:
 OTHERWISE = "twice/twice, remat/penalty/teacher/computed/one computed/inner gradient/checkpoint/remat/a unit alone"
 
 
+@at_most(2)
 @pytest.mark.parametrize(
     "how", mark_seldom(OTHERWISE.split("/"), "twice", "twice, remat", "teacher", "computed", "inner gradient", "remat")
 )

@@ -18,7 +18,7 @@ import pytest
 import soak
 import torch
 import torch.distributed as dist
-from depth import depth, each, seldom
+from depth import at_most, depth, each, seldom
 from ranks import Pool, launch, real_ranks
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _get_work_registry_size
@@ -45,6 +45,7 @@ def world() -> str:
     return dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
 
 
+@at_most(3)
 @pytest.mark.parametrize("op", STARTED)
 @real_ranks(2)
 def test_gloo_holds_what_it_writes(rank: int, op: str) -> None:
@@ -181,6 +182,7 @@ fs.functional_call(model, leaves, torch.randn(3, 4), spec=spec, prefetch=2, in_f
 """
 
 
+@at_most(1)
 @pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
 @pytest.mark.parametrize(("where", "last"), [("forward", 2), ("backward", 4)])
 def test_an_error_is_all_that_is_said(tmp_path: Path, where: str, last: int, error: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from collective_log import world
-from depth import depth, pairs
+from depth import at_most, depth, pairs
 from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
@@ -301,6 +301,7 @@ def test_tied_embeddings_have_a_padding_row() -> None:
     assert not masked_bert().bert.embeddings.word_embeddings.weight[3].any()
 
 
+@at_most(1)
 @pytest.mark.parametrize("make", [gpt2, llama, bert, masked_bert])
 def test_transformers(make: Callable[[], Any]) -> None:
     """Its initialisers, GPT-2's of projections and the buffers' too; then it computes what the model in memory does."""

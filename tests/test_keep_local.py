@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import mark_seldom
+from depth import at_most, mark_seldom
 from ranks import real_ranks
 from test_keep import TRANSFORMS
 from torch import Tensor, nn
@@ -149,6 +149,7 @@ MESHES = {
 CASES = [(name, sizes) for name, some in MESHES.items() for sizes in some]
 
 
+@at_most(2)
 @pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "fs.grad", "hvp"))
 @pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard"))
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)

@@ -11,7 +11,7 @@ import mirror
 import pytest
 import torch
 from collective_log import Sent, step, world
-from depth import each, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from fuzz_cases import Case, on_real_ranks
 from hosted import elsewhere
 from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
@@ -160,6 +160,7 @@ PS: dict[str, dict[str, Any]] = {
 }
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("name", PS)
@@ -201,6 +202,7 @@ def test_simulated_ranks() -> None:
         fs.testing.assert_exact(lambda call, x: call(x).square().sum(), model, spec, x[:ranks], order=2)
 
 
+@at_most(2)
 @pytest.mark.parametrize(
     "what",
     mark_seldom(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -222,6 +222,7 @@ def full_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     return {**sizes, **{name: 1 for name in ONES if name not in sizes}}
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("options", depth(OPTIONS[:1], OPTIONS), ids=str)
 @pytest.mark.parametrize(("kinds", "sizes"), MIXTURES, ids=str)
@@ -238,6 +239,7 @@ TRAPS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
 """Factors by which gradients of others were wrong: pytorch 160285 and 167178, torchtitan 1551 and 2323, Megatron-LM 5956."""
 
 
+@at_most(1)
 @pytest.mark.parametrize("trap", TRAPS)
 def test_known_wrong_factors(trap: str) -> None:
     """Gradients are compared: Adam and a loss that falls do not see a factor."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import each, mark_seldom
+from depth import at_most, each, mark_seldom
 from ranks import real_ranks
 from test_local import OPTIONS, batches, full_sizes, objective, spec_of, whole_params
 from test_local_training import KINDS, MESHES, Rank, Tree
@@ -38,6 +38,7 @@ def reduced(compressor: Compressor[Any], spec: fs.PartitionSpec, loss: Callable[
     return compressor.reduce(own, compressor.init(spec), spec)[0]
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)

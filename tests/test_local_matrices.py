@@ -14,7 +14,7 @@ import matrix_peers as peers
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import each, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from ranks import Pool, real_ranks
 from test_by_matrix import ADAMW, OPTIMIZERS
 from test_matrices import piece_of, walk
@@ -137,6 +137,7 @@ def mesh_of(sizes: dict[str, int]) -> Any:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+@at_most(1)
 @pytest.mark.parametrize("mesh", mark_seldom(ON_FOUR, "experts", "both"))
 @real_ranks(4)
 def test_equal_on_real_ranks(rank: int, mesh: str) -> None:
@@ -243,6 +244,7 @@ def adafactor(rank: int, mesh: str) -> None:
         fs.optim.from_torch(torch.optim.Adafactor, spec=matrices_of(spec))
 
 
+@seldom
 def test_adafactor_of_whole_stacks(gloo4: Pool) -> None:
     gloo4.run(adafactor, "both")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import each, mark_seldom
+from depth import at_most, each, mark_seldom
 from ranks import Pool, real_ranks
 from test_local import batches, full_sizes, objective, spec_of, whole_params
 from test_local_training import MESHES, Rank, Tree, check_training
@@ -65,6 +65,7 @@ def test_optimizers(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any],
     gloo4.run(trained, sizes, options, name, "single")
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("sizes", MESHES[:2], ids=str)
 @pytest.mark.parametrize("kernel", list(KERNELS)[1:])
@@ -109,6 +110,7 @@ def test_averages_of_replicas(rank: int, sizes: dict[str, int]) -> None:
         fs.averaging.choose_reduce_axes(fs.averaging.init(5), case.spec, start=2, reduce_axes="shard")
 
 
+@at_most(1)
 @pytest.mark.parametrize("name", ["muon", "shampoo", "soap"])
 @real_ranks(4)
 def test_experts_beside_an_optimizer_of_matrices(rank: int, name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each, seldom
+from depth import at_most, depth, each, seldom
 from ranks import Pool
 from test_local_training import MESHES, Rank, Tree, norm
 from torch import Tensor
@@ -82,6 +82,7 @@ def run(rank: int, sizes: dict[str, int], option: str, way: str) -> None:
     torch.testing.assert_close(length.double(), torch.stack([g.double().norm() for g in found.values()]).norm())
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[seldom] if way == "compile" else []) for way in WAYS])
 @pytest.mark.parametrize("option", OPTIONS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each
+from depth import at_most, depth, each
 from parity import numbers, same, sharded_call, squared
 from peer_models import MLP, Net
 from ranks import Pool, real_ranks
@@ -140,6 +140,7 @@ def beside_fully_shard(rank: int, mesh_name: str, bad: int) -> None:
     assert scales == ([8, 16, 16, 32] if bad < 0 else [8, 4, 4, 8])
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("bad", [-1, 0, 2])
 @pytest.mark.parametrize("mesh", MESHES)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import depth, each, mark_seldom
+from depth import at_most, depth, each, mark_seldom
 from gradient_cases import Case, agree, assert_shards_of_mean, cases, inputs, mean_loss, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -193,6 +193,7 @@ LAWS = {
 each_law = pytest.mark.parametrize("name", LAWS)
 
 
+@at_most(5)
 @each_law
 @settings(max_examples=depth(3, 100))
 @given(case=cases(models(1)))
@@ -371,6 +372,7 @@ def assert_exact(got: Tree, expected: Tree) -> None:
         torch.testing.assert_close(got[key], value.expand_as(got[key]), rtol=1e-9, atol=1e-12)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

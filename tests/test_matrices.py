@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each, mark_seldom
+from depth import at_most, depth, each, mark_seldom
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -233,6 +233,7 @@ def expected(halves: bool) -> dict[str, fs.Params]:
     return {what: {name: f(x[name], v[name], c[name]) for name in x} for what, f in of.items()}
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("mesh", LAWS)
@@ -254,6 +255,7 @@ def derived_on_ranks(rank: int, sizes: dict[str, int], axis: Any, halves: bool) 
     return derived(known, full), {name: known.owner(name) for name in collected}
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("mesh", mark_seldom(["fsdp", "ddp", "hsdp", "two axes"], "fsdp", "hsdp"))

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import slices
-from depth import depth, each, mark_seldom
+from depth import at_most, depth, each, mark_seldom
 from offloaded import everywhere
 from ranks import Pool
 from test_at_rest import quantized
@@ -640,6 +640,7 @@ COMPILED_SIMULATED = depth(["`codec=`", "`offload=` activations", "as written"],
 """By default what test_compile.py and test_compile_remat.py do not compile on real ranks."""
 
 
+@at_most(8)
 @each
 @pytest.mark.parametrize("ranks", SIMULATED)
 @pytest.mark.parametrize("strategy", MAIN, ids=without_ticks)
@@ -657,6 +658,7 @@ def test_compiled_on_simulated_ranks(strategy: str, ranks: int) -> None:
     on_simulated_ranks(BY_DYNAMO, strategy, ranks)
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("ranks", SIMULATED)
 @pytest.mark.parametrize("strategy", OF_MEMORY, ids=without_ticks)
@@ -738,6 +740,7 @@ def test_compiled_on_real_ranks(request: pytest.FixtureRequest, strategy: str) -
         check_real(strategy, results, transform)
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("strategy", OF_MEMORY, ids=without_ticks)
 @pytest.mark.parametrize("transform", depth(AS_IT_RUNS, [*TRANSFORMS]), ids=without_ticks)
@@ -746,6 +749,7 @@ def test_choices_about_memory_on_real_ranks(gloo2: Pool, transform: str, strateg
     check_real(strategy, gloo2.run(on_real_ranks, strategy, [transform]), transform)
 
 
+@at_most(6)
 @each
 @pytest.mark.parametrize("strategy", OF_UNITS, ids=without_ticks)
 @pytest.mark.parametrize("transform", AS_IT_RUNS, ids=without_ticks)
@@ -757,6 +761,7 @@ def test_ways_to_gather_and_reduce_on_real_ranks(request: pytest.FixtureRequest,
 QUIET = pytest.mark.filterwarnings("ignore::funshard.CompileWarning", "ignore:The .grad attribute of a Tensor that is not")
 
 
+@at_most(7)
 @QUIET
 @pytest.mark.parametrize("transform", NOT_BY_DYNAMO, ids=without_ticks)
 def test_compiled_units_on_simulated_ranks(transform: str) -> None:
@@ -764,6 +769,7 @@ def test_compiled_units_on_simulated_ranks(transform: str) -> None:
     on_simulated_ranks(transform, "`compile=`", 2)
 
 
+@at_most(5)
 @pytest.mark.parametrize("transform", AS_IT_RUNS, ids=without_ticks)
 def test_compiled_units_on_real_ranks(gloo2: Pool, transform: str) -> None:
     check_real("`compile=`", gloo2.run(on_real_ranks, "`compile=`", [transform]), transform)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import each
+from depth import at_most, each
 from ranks import Pool
 from test_by_matrix import GRADS, MODEL, PARAMS, WANTED, matrices_on, spec_on
 from torch import nn
@@ -115,6 +115,7 @@ ADAFACTOR: dict[str, dict[str, Any]] = {
 }
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("case", ADAFACTOR)
 @pytest.mark.parametrize("axis", ["shard", None])

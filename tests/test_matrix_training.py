@@ -8,7 +8,7 @@ from typing import Any
 import matrix_peers as peers
 import pytest
 import torch
-from depth import depth, each, seldom
+from depth import at_most, depth, each, seldom
 from ranks import Pool
 from test_by_matrix import GRADS, PARAMS, matrices_on, spec_on
 from torch import Tensor, nn
@@ -187,6 +187,7 @@ def gloo3() -> Iterator[Pool]:
     pool.stop()
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo  # torch imports it in its first operator under a mode, and that import holds frames, and their tensors
 from collective_log import world
-from depth import each, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from ranks import real_ranks
 from test_memory import Alive, Curved, no_collector
 from torch import Tensor, nn
@@ -95,6 +95,7 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
 SENT = fs.Precision(codec=fs.Codec(halves, torch.add))
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("p", [P("shard"), P("shard", precision=SENT)], ids=["plain", "codec"])
 @pytest.mark.parametrize(

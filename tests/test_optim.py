@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import each
+from depth import at_most, each
 from parity import numbers, same, sharded_call, squared
 from peer_models import MLP, Net
 from ranks import Pool, real_ranks
@@ -124,6 +124,7 @@ def test_differentiable(policy: str, p: float) -> None:
             assert_close(got_tree[unit.key][0], want_tree[unit.key][0])
 
 
+@at_most(5)
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_derivatives_of_a_clipped_step(policy: str, p: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from collective_log import Collectives, gathers, reduce, scatters, world
-from depth import depth, each
+from depth import at_most, depth, each
 from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, chain
 from ranks import Pool, real_ranks
@@ -94,6 +94,7 @@ WHERE = [
 ]
 
 
+@at_most(12)
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("where", WHERE, ids=str)
@@ -159,6 +160,7 @@ def test_no_sync_gathered_for_each_micro_batch(way: str, reshard: bool) -> None:
 # --- parity ---
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("reshard", [True, False])

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from collective_log import SHORT, Collectives, world
-from depth import depth, each, seldom
+from depth import at_most, depth, each, seldom
 from parity import WAYS, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import real_ranks
@@ -79,6 +79,7 @@ def test_fsdp_compile(rank: int, strategy: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)

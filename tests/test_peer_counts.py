@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from collective_log import Collectives, Sent, gather, gathers, reduce, scatter, scatters, step, world
+from depth import at_most
 from parity import WAYS, numbers, squared
 from peer_models import MLP, Net, Order, Outer, chain, frozen
 from torch import nn
@@ -144,6 +145,7 @@ def test_nested_units_are_gathered_once(way: str) -> None:
         assert Counter(sent.backward) == Counter(gathers(spec, *units) + scatters(spec, *units, "2"))
 
 
+@at_most(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["aba", "aab", "aa", "bca", "ac", "abcabc", ""])
 def test_multi_forward_module_and_unused_units(order: str, way: str) -> None:

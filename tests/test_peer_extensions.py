@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import owned
 from collective_log import Collectives, gathers, scatters, world
-from depth import depth, each
+from depth import at_most, depth, each
 from parity import MAIN_WAYS, WAYS, average_gradients, numbers, same, sharded_call, squared
 from peer_models import MLP, Net, chain, frozen
 from ranks import Pool, real_ranks
@@ -107,6 +107,7 @@ def by_extension(rank: int, name: str, mesh_name: str, reshard: bool, param: tor
     same(fs.gather_full(params, spec), {n: p.full_tensor() for n, p in peer.named_parameters()}, "parameters")
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("param", [None, BF16])
 @pytest.mark.parametrize("reshard", [True, False])

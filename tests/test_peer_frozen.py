@@ -8,7 +8,7 @@ import collective_log
 import pytest
 import torch
 from collective_log import gathers, scatters, world
-from depth import each
+from depth import at_most, each
 from parity import MAIN_WAYS, average_gradients, check_parity, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Transformer, chain, frozen
 from ranks import Pool, real_ranks
@@ -21,6 +21,7 @@ from funshard import P
 STRATEGIES = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -35,6 +36,7 @@ def test_train_mixed_requires_grad_per_group(rank: int, strategy: str, way: str)
         assert torch.equal(trained[name], p) is not p.requires_grad
 
 
+@at_most(1)
 @pytest.mark.parametrize("unfreeze", [False, True])
 @real_ranks(2)
 def test_train_mixed_requires_grad_across_groups(rank: int, unfreeze: bool) -> None:

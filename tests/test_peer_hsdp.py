@@ -15,7 +15,7 @@ import torch.distributed as dist
 from cases import slice_numel
 from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
-from depth import depth, each, mark_seldom, some
+from depth import at_most, depth, each, mark_seldom, some
 from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import Pool, real_ranks
@@ -80,6 +80,7 @@ def hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
 SETTINGS = [P("shard"), P("shard", reshard=False), P("shard", remat=True)]
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("at_last", [False, True])
 @pytest.mark.parametrize("p", SETTINGS, ids=str)
@@ -336,6 +337,7 @@ def test_custom_hsdp_all_reduce_hook(rank: int) -> None:
 # --- meshes ---
 
 
+@at_most(1)
 @pytest.mark.parametrize("dims", [1, 2])
 @real_ranks(4)
 def test_process_group_init(rank: int, dims: int) -> None:

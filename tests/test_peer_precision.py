@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cases import slice_numel
 from collective_log import world
-from depth import depth, each
+from depth import at_most, depth, each
 from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
@@ -148,6 +148,7 @@ DERIVATIVES = {way: WAYS[way] for way in MAIN_WAYS} | {
 }
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("way", DERIVATIVES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -395,6 +396,7 @@ def by_fully_shard(rank: int, policy: MixedPrecisionPolicy, precision: Precision
         ours.step()
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(

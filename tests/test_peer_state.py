@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import each, seldom
+from depth import at_most, each, seldom
 from parity import average_gradients, numbers, plain_call, sharded_call, squared
 from peer_models import MLP, Net, Transformer
 from ranks import Pool, real_ranks
@@ -129,6 +129,7 @@ WRAPPINGS = {
 }
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 @pytest.mark.parametrize(

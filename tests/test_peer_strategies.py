@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each, mark_seldom
+from depth import at_most, depth, each, mark_seldom
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -146,6 +146,7 @@ def fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
     compare(got, expected, rounding)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("name", mark_seldom(PRECISIONS, *[*PRECISIONS][:3]))
 @pytest.mark.parametrize("mesh_name", MESHES)

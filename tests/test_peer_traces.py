@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from collective_log import Collectives, gathers, step, world
-from depth import each
+from depth import at_most, each
 from parity import WAYS, numbers
 from peer_models import MLP, Net, Order, Outer, frozen
 from torch import Tensor, nn
@@ -56,6 +56,7 @@ POLICIES: dict[str, tuple[Callable[[], nn.Module], Policy]] = {
 }
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", POLICIES)

@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from depth import depth, each
+from depth import at_most, depth, each
 from parity import (
     MAIN_WAYS,
     WAYS,
@@ -75,6 +75,7 @@ def test_train_parity_multi_group(rank: int, strategy: str, way: str) -> None:
 PEERS = [("FSDP2", "FULL_SHARD"), ("FSDP2", "HYBRID_SHARD"), ("DDP", "SHARD_GRAD_OP"), ("DDP", "NO_SHARD")]
 
 
+@at_most(2)
 @pytest.mark.parametrize(("peer", "strategy"), PEERS)
 @real_ranks(4)
 def test_fsdp_cpu_training(rank: int, strategy: str, peer: str) -> None:
@@ -181,6 +182,7 @@ def test_multi_forward_module(rank: int, strategy: str, way: str) -> None:
         check_parity(rank, Twice(), policy(Twice()), way=way)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("way", ["fs", "backward"])
@@ -221,6 +223,7 @@ class TwoHeads(nn.Module):
         return getattr(self, head)(self.trunk(x))
 
 
+@at_most(1)
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @real_ranks(2)
 def test_double_partial_forward_then_backward(rank: int, way: str) -> None:
@@ -244,6 +247,7 @@ class Raising(Net):
         return self.head(self.blocks[1](x))
 
 
+@at_most(1)
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @real_ranks(2)
 def test_reset_iter_state_after_exception(rank: int, way: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import world
-from depth import depth, mark_seldom, seldom, thorough
+from depth import at_most, depth, mark_seldom, seldom, thorough
 from parity import next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import Net, Transformer
 from ranks import Pool
@@ -99,6 +99,7 @@ def check_tangents(results: Any, how: str) -> None:
         assert torch.equal(tangent, expected)
 
 
+@at_most(6)
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("how", [how for how in TRANSFORMS if how != "by_dual_numbers"])  # torch has no vmap rule for these
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -182,6 +183,7 @@ def test_hsdp_compile_losses(gloo4: Pool) -> None:
     gloo4.run(compiled_losses, "reshard", (2, 2))
 
 
+@at_most(1)
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_compiled_graph_takes_shards_alone(strategy: str) -> None:
     """One graph whose inputs are the shards and the batch: no unsharded parameter, nor a module's own, is an input of it."""

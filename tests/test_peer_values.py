@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from depth import each
+from depth import at_most, each
 from models import unchanged
 from parity import MAIN_WAYS, WAYS, average_gradients, check_parity, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, Net
@@ -114,6 +114,7 @@ def parts(value: Any, kind: str) -> tuple[Tensor, Tensor]:
     return (value["x"], value["y"]) if kind == "dict" else tuple(value)
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("way", MAIN_WAYS)
 @pytest.mark.parametrize("kind", ["list", "tuple", "namedtuple", "dict", "nested"])

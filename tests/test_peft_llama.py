@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import each
+from depth import at_most, each
 from models import unchanged
 from parity import MAIN_WAYS, WAYS
 from ranks import real_ranks
@@ -106,6 +106,7 @@ def adapted_experts() -> nn.Module:
         return peft.get_peft_model(mixtral, lora).double()
 
 
+@at_most(2)
 @pytest.mark.parametrize(
     ("p", "at_rest"),
     [(fs.P("shard"), False), (fs.P("shard"), True), (fs.P(), False), (fs.P("shard", remat=True), False)],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import owned
-from depth import depth, mark_seldom, seldom, some
+from depth import at_most, depth, mark_seldom, seldom, some
 from gradient_cases import Case, cases
 from hypothesis import given
 from ranks import Pool
@@ -98,6 +98,7 @@ def test_each_sample_has_its_gradient(policy: str) -> None:
     assert_close({name: g.flatten(0, 1) for name, g in got.items()}, EACH, **CLOSE)
 
 
+@at_most(8)
 @pytest.mark.parametrize("reduce", ["mean", "sum", 64.0, 5])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_sum_of_clipped_gradients(policy: str, reduce: str | float) -> None:

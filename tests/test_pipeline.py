@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import depth, each, mark_seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from ranks import Pool, launch
 from test_examples_axes import Tree, bind, check, losses
 from torch import Tensor
@@ -121,6 +121,7 @@ def on_ranks(rank: int, sizes: dict[str, int]) -> int:
     return most
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("sizes", mark_seldom(MESHES, *MESHES[:2]), ids=str)
 def test_both_schedules_on_four_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
@@ -168,6 +169,7 @@ def peaks(rank: int) -> list[tuple[int, int]]:
     return out
 
 
+@seldom
 def test_peak_of_1f1b_does_not_grow_with_micro_batches(gloo2: Pool) -> None:
     """That of the pipeline as one function does."""
     for (spmd4, few), (spmd8, more), (spmd16, most) in gloo2.run(peaks):
@@ -211,6 +213,7 @@ def loaded(rank: int, path: str, sizes: dict[str, int]) -> None:
     assert all(torch.equal(found[key], shard) for key, shard in fs.shard(gpt(), spec).items())
 
 
+@seldom
 def test_any_number_of_stages_loads_a_checkpoint(gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "a")
     gloo4.run(saved, path, {"stage": 2, "shard": 2})
@@ -221,6 +224,7 @@ def test_any_number_of_stages_loads_a_checkpoint(gloo4: Pool, gloo2: Pool, alone
 TINY = "--blocks 2 --dim 16 --heads 2 --seq 16 --batch 16 --steps 10 --log-every 1 --lr 1e-2 --max-bytes 20000"
 
 
+@seldom
 def test_every_number_of_ranks_learns_alike() -> None:
     """One process, and two stages by either schedule: the losses of the same training."""
     runs = (1, ""), (2, "--stages 2 --schedule 1f1b"), *depth((), ((2, "--stages 2"),))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from depth import seldom
+from depth import at_most, seldom
 from plan_cases import load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -116,6 +116,7 @@ def bound(case: str, model: nn.Module) -> fs.PartitionSpec:
     return spec.ordered(fs.trace_order(model, spec, (torch.zeros(1, 16, dtype=torch.long),)))
 
 
+@at_most(8)
 @pytest.mark.parametrize("case", CASES)
 def test_counts_are_those_of_a_step(case: str) -> None:
     """Collectives and bytes of every kind, to the byte; and the bytes of shards and gradients."""

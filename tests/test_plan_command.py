@@ -75,6 +75,7 @@ def test_a_batch(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert root.tag == f"{SVG}svg"
 
 
+@seldom
 def test_as_a_module(model: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "funshard", "plan", model, "--mesh", "shard=4"], capture_output=True, text=True, timeout=120

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from depth import each, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from plan_cases import (
     BATCH,
     BF16,
@@ -47,6 +47,7 @@ PEAKS: list[tuple[str, str, P, str, dict[str, int]]] = [
 ]
 
 
+@at_most(1)
 @each
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 @pytest.mark.parametrize(
@@ -69,6 +70,7 @@ def most_gathered(plan: fs.Plan) -> dict[str, int]:
     return found
 
 
+@at_most(1)
 @pytest.mark.parametrize(
     "p", mark_seldom([P("shard"), P("shard", remat=True), P(), P("shard", reshard=False)], P("shard"), P()), ids=str
 )

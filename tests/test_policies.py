@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import at_most
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ARCHITECTURES, build
@@ -145,6 +146,7 @@ def test_a3_shared_modules_are_selected_as_in_torch(model: nn.Module) -> None:
     assert [node.module for node in tree.nodes() if node.path in dict(spec.selected)] == list(targets)
 
 
+@at_most(6)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_s6_architectures_are_cut_as_torch_cuts_them(name: str) -> None:
     """Real models, on the meta device: by block class, every module, and by size where no weights are tied."""

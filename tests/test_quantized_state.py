@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import each, seldom
+from depth import at_most, each, seldom
 from ranks import Pool, real_ranks
 from test_compile import IMPORT
 from test_memory import Peak
@@ -83,6 +83,7 @@ def decoded(state: Any, spec: fs.PartitionSpec, name: str, rank: int | None = No
 # --- The same on any number of ranks, and for any policy ---
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("ranks", [2, 3, 7])
@@ -101,6 +102,7 @@ def test_values_depend_neither_on_ranks_nor_on_units(codec: Any, policy: str, ra
         assert_close(got, fs.unshard(decoded(state, alone, name, codec=codec), alone), rtol=0, atol=0)
 
 
+@at_most(1)
 @batched
 @each
 @pytest.mark.parametrize("policy", POLICIES)
@@ -320,6 +322,7 @@ def test_bytes_at_rest_and_of_a_plan() -> None:
     assert nbytes(optim.quantized_state(adamw, codecs.dynamic8(), spec=spec, at_least=16385).init(params)) == nbytes(wide)
 
 
+@seldom
 def test_one_unit_at_a_time_is_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the time of a donated step: two decoded slices of one unit, and what encodes a part of one."""
     monkeypatch.setattr("funshard.optim._quantized.CHUNK", 1024)
@@ -390,6 +393,7 @@ def test_updates_beside_float64(scale: float) -> None:
     assert (updates(zeros)[0][256:] == 0).all()
 
 
+@at_most(1)
 @pytest.mark.parametrize("small", [1e-2, 1e-4, 1e-6])
 def test_small_second_moments_do_not_become_zero(small: float) -> None:
     """Beside a large gradient in their block: an update never is 1.6 times the exact one's largest, where eps alone is 1e8."""
@@ -443,6 +447,7 @@ def test_padding_does_not_matter() -> None:
     assert_close(again, new, rtol=0, atol=0)
 
 
+@seldom
 def test_stochastic_rounding_is_right_in_the_mean() -> None:
     """Momentum far below a level's distance: rounding to the nearest loses it, and rounding at random keeps it."""
     spec, params = one_unit(4096)

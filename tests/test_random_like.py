@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+from depth import at_most
 from hypothesis import given
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ def test_philox_gives_its_authors_answers(counter: Any, key: Any, words: Any) ->
     assert tuple(int(word) for word in got) == words
 
 
+@at_most(1)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @given(data=st.data())
 def test_equal_for_every_policy_and_any_number_of_ranks(distribution: Any, data: st.DataObject) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from depth import each
+from depth import at_most, each, seldom
 from parity import numbers
 from ranks import Pool, launch
 from torch import Tensor, nn
@@ -89,6 +89,7 @@ def routed(rank: int, strategy: str, route: str, step: str, **options: Any) -> s
     return error_of(STEPS[step], loss, params)
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("step", ["fs.grad", "torch.func.grad", "hvp", "jvp"])
 @pytest.mark.parametrize("route", ["one expert, by rank", "reversed on one rank"])
@@ -102,6 +103,7 @@ def test_ranks_that_run_other_units_get_an_error(gloo2: Pool, strategy: str, rou
         assert "check_order=False" in error
 
 
+@at_most(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("step", ["fs.grad", "hvp"])
 def test_a_rank_that_runs_one_unit_more_is_an_error(gloo2: Pool, strategy: str, step: str) -> None:
@@ -135,6 +137,7 @@ def _raise(error: str) -> None:
         raise RuntimeError(error)
 
 
+@at_most(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("step", ["fs.grad", "no_grad"])
 def test_a_rank_that_leaves_out_the_last_unit_is_an_error(gloo2: Pool, strategy: str, step: str) -> None:
@@ -146,6 +149,7 @@ def test_a_rank_that_leaves_out_the_last_unit_is_an_error(gloo2: Pool, strategy:
         assert "check_order=False" in error
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("route", [(), (0, 1), (0, 5)])
 @pytest.mark.parametrize("strategy", ["shard", "keep", "remat"])
@@ -198,6 +202,7 @@ def test_losses_that_depend_on_other_units_are_an_error(gloo2: Pool) -> None:
         assert "ranks ran different units" in error
 
 
+@at_most(1)
 @pytest.mark.parametrize("strategy", ["shard", "keep", "remat", "precision"])
 def test_the_check_names_losses_that_depend_on_other_units(gloo2: Pool, strategy: str) -> None:
     """It compares each reduction before it starts: without it a rank with more of them waits for the timeout."""
@@ -295,6 +300,7 @@ def with_more_groups(rank: int, folder: str) -> None:
     fs.checkpoint.save(f"{folder}/{rank % 2}", fs.shard(model, across), across, timeout=30)
 
 
+@seldom
 def test_ranks_that_have_made_different_numbers_of_groups(gloo4: Pool, tmp_path: Path) -> None:
     """torch names a group of some ranks by how many a process has: ranks would wait for groups of different names for ever."""
     gloo4.stop()  # none of these groups is there yet
@@ -326,6 +332,7 @@ except RuntimeError as error:
 """
 
 
+@seldom
 def test_no_rank_returns_values_where_one_between_others_ran_another_unit(tmp_path: Path) -> None:
     """All ranks compare what they have gathered at the end of forward."""
     script = tmp_path / "evaluation.py"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, each, seldom, some
+from depth import at_most, depth, each, seldom, some
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -92,6 +92,7 @@ def wanted(name: str, ranks: int) -> tuple[Tensor, ...]:
     return derivatives(spec, name, X[:ranks].flatten(0, 1))
 
 
+@at_most(1)
 @each
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])

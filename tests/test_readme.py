@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from depth import each, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from last_bit import OtherLastBit
 from ranks import Pool, launch
 
@@ -95,10 +95,10 @@ def needed(page: str) -> None:
 
 
 def page_cases() -> list[Any]:
-    """Each page with a number of ranks: by default two, one for the page that compiles most."""
-    pages = [page for page in PAGES if blocks(page)]
-    marks = {(page, ranks): [seldom] * ((page == "transforms") == (ranks == 2)) for page in pages for ranks in (2, 1)}
-    return [pytest.param(*case, marks=marks[case], id=f"{case[0]}-{case[1]}") for case in marks]
+    """Each page with a number of ranks: by default two, but for the pages that compile most, which CI runs by themselves."""
+    cases = [(page, ranks) for page in PAGES if blocks(page) for ranks in (2, 1)]
+    marks = {case: [seldom] * (case[0] in ("transforms", "research") or case[1] == 1) for case in cases}
+    return [pytest.param(*case, marks=marks[case], id=f"{case[0]}-{case[1]}") for case in cases]
 
 
 @pytest.mark.parametrize(("page", "ranks"), page_cases())
@@ -113,6 +113,7 @@ def test_blocks_run(gloo2: Pool, page: str, ranks: int, tmp_path: Path) -> None:
         gloo2.run(on_a_rank, page, str(tmp_path))
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
@@ -196,6 +197,7 @@ def test_doctests(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
+@seldom
 @pytest.mark.parametrize("up", mark_seldom([True, False], True), ids=["up", "down"])
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("funshard._compiled")])
 def test_doctests_do_not_depend_on_the_last_bit(name: str, up: bool) -> None:
@@ -206,6 +208,7 @@ def test_doctests_do_not_depend_on_the_last_bit(name: str, up: bool) -> None:
         assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
+@seldom
 def test_printed_fractions_do_not_depend_on_the_last_bit(tmp_path: Path) -> None:
     """The page that prints computed fractions prints the same on a CPU that rounds otherwise."""
     with OtherLastBit(up=True) as mode:

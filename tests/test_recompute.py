@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth, mark_seldom
+from depth import at_most, depth, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
@@ -96,6 +96,7 @@ def reference(model: nn.Module, x: Tensor) -> Loss:
     return loss
 
 
+@at_most(6)
 @pytest.mark.parametrize("name", CASES)
 def test_state_that_passes_by_other_ways(name: str) -> None:
     """One rank, every order: as the plain module, in values and in the number of times that anything is changed."""
@@ -153,6 +154,7 @@ STRATEGIES = {
 }
 
 
+@at_most(1)
 @pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "kept"))
 def test_state_that_passes_by_other_ways_on_ranks(gloo2: Pool, strategy: str) -> None:
     """Two real ranks with data of their own; by default each case is tried with one of the strategies."""
@@ -268,6 +270,7 @@ FORWARD = {
 }
 
 
+@at_most(2)
 @pytest.mark.parametrize("activation", [nn.SiLU, nn.Mish, nn.Tanh])
 @pytest.mark.parametrize("way", FORWARD)
 def test_forward_mode_with_buffers(way: str, activation: type[nn.Module]) -> None:

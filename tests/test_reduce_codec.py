@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
-from depth import mark_seldom
+from depth import at_most, mark_seldom
 from parity import WAYS
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -431,6 +431,7 @@ def reduce_by_other_codecs(rank: int, checked: bool) -> str:
     return error_of(sharded_loss(model, other if rank else first, torch.ones(2, 64)), fs.shard(model, first), checked)
 
 
+@at_most(1)
 @pytest.mark.parametrize("checked", [False, True])
 def test_ranks_with_other_codecs_get_an_error(gloo2: Pool, checked: bool) -> None:
     for error in gloo2.run(reduce_by_other_codecs, checked):
@@ -468,6 +469,7 @@ def test_refused_precisions() -> None:
     assert Precision(param=BF16, reduce_codec=codecs.int8())._resolve(BF16) == (BF16, F32)
 
 
+@at_most(1)
 @pytest.mark.parametrize(
     "transform", [lambda loss: loss, fs.grad, torch.func.grad], ids=["forward", "fs.grad", "torch.func.grad"]
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, gathers, scatters, world
-from depth import depth, each, mark_seldom
+from depth import at_most, depth, each, mark_seldom
 from gradient_cases import assert_shards_of_mean, cases, inputs, penalty, values
 from hypothesis import given, settings
 from ranks import Pool
@@ -323,6 +323,7 @@ TRANSFORMS = {
 }
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("every", [True, False], ids=["all", "some"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -581,6 +582,7 @@ def on_real_ranks(rank: int, p: fs.P) -> dict[str, Any]:
     }
 
 
+@at_most(1)
 @pytest.mark.parametrize(
     "p",
     mark_seldom([fs.P("shard"), fs.P("shard", reshard=False), fs.P()], fs.P("shard"), fs.P("shard", reshard=False)),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from depth import dealt, mark_seldom
+from depth import at_most, dealt, mark_seldom
 from models import EXACT, VOCABULARY, Architecture, plain, unchanged
 from ranks import Pool
 from torch import Tensor, nn
@@ -118,6 +118,7 @@ def check(rank: int, name: str) -> None:
     torch.manual_seed(0)
 
 
+@at_most(1)
 @pytest.mark.parametrize("name", mark_seldom(ARCHITECTURES, "gpt2", "llama", "llama tied", "mixtral", "t5", "bert"))
 def test_gradients_at_the_defaults(gloo2: Pool, name: str) -> None:
     """use_cache and dropout as they come, on two real ranks, with each block recomputed."""
@@ -178,6 +179,7 @@ def second(rank: int, name: str) -> None:
             torch.testing.assert_close(got[key], want[key], **close, msg=lambda m, w=f"{what} {key}": f"{w}: {m}")
 
 
+@at_most(1)
 @pytest.mark.parametrize("name", mark_seldom(OF_SECOND_ORDER, "gpt2", "llama"))
 def test_second_order_at_the_defaults(gloo2: Pool, name: str) -> None:
     """Products with the Hessian and gradients of a penalty on gradients: SiLU, RoPE and caches in each."""

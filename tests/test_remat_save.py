@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives
-from depth import dealt, depth, each, mark_seldom, some
+from depth import at_most, dealt, depth, each, mark_seldom, seldom, some
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
@@ -79,6 +79,7 @@ def equal(a: Any, b: Any) -> None:
     assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
+@at_most(9)
 @each
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("order", ORDERS)
@@ -134,6 +135,7 @@ RUN_ONCE: dict[str, tuple[Save, dict[str, int]]] = {
 }
 
 
+@at_most(11)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", RUN_ONCE)
 def test_what_is_saved_runs_once(what: str, way: str) -> None:
@@ -789,6 +791,7 @@ def higher(rank: int) -> None:
             assert_close(result, results[0], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@seldom
 def test_higher_orders_on_two_ranks(gloo2: Pool) -> None:
     gloo2.run(higher)
 
@@ -827,12 +830,14 @@ def transformer(rank: int, name: str) -> None:
     torch.manual_seed(0)
 
 
+@at_most(1)
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_transformers_at_their_defaults(gloo2: Pool, name: str) -> None:
     """Caches and dropout as they come, on two real ranks: no product of the blocks runs twice, and no bit changes."""
     gloo2.run(transformer, name)
 
 
+@at_most(7)
 @pytest.mark.filterwarnings("ignore::funshard.BufferWarning")
 @each
 @pytest.mark.parametrize("way", ["backward", "func"])

@@ -19,7 +19,7 @@ import kill_loop
 import pytest
 import torch
 import torch.distributed as dist
-from depth import depth, each, mark_seldom, seldom, thorough
+from depth import at_most, depth, each, mark_seldom, seldom, thorough
 from ranks import Pool, ended, start
 from test_examples import launched
 from torch import nn
@@ -92,6 +92,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return trained(2, tmp_path_factory.mktemp("uninterrupted"))
 
 
+@seldom
 def test_train_gpt_keeps_three_checkpoints(uninterrupted: Trained) -> None:
     """As its docstring says; none of them is only begun."""
     assert uninterrupted.kept == [f"step-{STEPS - back:08d}" for back in (2 * EVERY, EVERY, 0)]
@@ -237,6 +238,7 @@ def _under_way(rank: int, folder: str, slow: int) -> None:
     assert sorted(os.listdir(folder)) == ["0", "1"]
 
 
+@at_most(1)
 @pytest.mark.parametrize("slow", [0, 1])
 def test_what_is_asked_while_a_save_is_under_way(gloo2: Pool, tmp_path: Path, slow: int) -> None:
     """Another save is refused, a checkpoint is loaded: nothing of it comes between what the threads tell each other."""
@@ -318,6 +320,7 @@ if sys.argv[2] == "destroyed":
 """
 
 
+@seldom
 @pytest.mark.parametrize("how", mark_seldom(["plainly", "fails", "destroyed"], "plainly"))
 def test_the_process_ends_with_a_save_under_way(tmp_path: Path, how: str) -> None:
     """It is written to its end, or what went wrong is said."""

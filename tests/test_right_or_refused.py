@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import mark_seldom, some
+from depth import at_most, mark_seldom, seldom, some
 from models import EXACT, unchanged
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -233,6 +233,7 @@ def test_script_modules_are_refused(make: Callable[[nn.Module], nn.Module]) -> N
     assert torch.equal(out, model(torch.ones(2, 4)))
 
 
+@at_most(1)
 @pytest.mark.parametrize("kind", mark_seldom(RIGHT, Detached, Data, ReadWithoutGrad, NestedCall))
 @real_ranks(2)
 def test_right(rank: int, kind: type[nn.Module]) -> None:
@@ -274,6 +275,7 @@ NAMED = r"parameter '1\.w(\.weight)?' of unit '1' was changed in place in forwar
 AMONG = r"one of the parameters .* of unit '1' was changed in place"  # by its version, or torch stopped it before the write
 
 
+@at_most(3)
 @pytest.mark.parametrize("kind", REFUSED)
 @real_ranks(2)
 def test_parameters_changed_in_place_are_refused(rank: int, kind: type[nn.Module]) -> None:
@@ -417,6 +419,7 @@ class Probing(nn.Module):
         return self.c(torch.tanh(self.b(torch.tanh(self.a(x))))) * (1 + scale)
 
 
+@seldom
 @real_ranks(2)
 def test_units_first_touched_in_inference_mode(rank: int) -> None:
     """Also those that are gathered ahead there. (Under torch.func torch itself refuses inference mode.)"""
@@ -450,6 +453,7 @@ def _many_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@at_most(1)
 @pytest.mark.usefixtures("_many_switches")
 @pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True)])
 def test_two_threads_in_one_model_are_refused(p: P) -> None:

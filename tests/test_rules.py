@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import at_most
 from test_compile import IMPORT
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -105,6 +106,7 @@ def steps(name: str, x: Tensor, lr: Any, count: int = 2) -> Tensor:
     return params["w"]
 
 
+@at_most(2)
 @pytest.mark.parametrize("name", RULES)
 def test_derivatives_batches_and_graphs(name: str) -> None:
     """Of parameters and of a rate: reverse and forward mode, twice; of a batch; and all of it in a graph."""
@@ -244,6 +246,7 @@ def test_what_a_rule_refuses() -> None:
         optim.lion(0.1, spec=spec, options=lambda name, param: {"eps": 0.1})
 
 
+@at_most(1)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_schedules(compiled: bool) -> None:
     """Of Optax's formulas, for numbers and tensors; as a rule's rate and by a link; in one graph."""

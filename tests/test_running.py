@@ -60,6 +60,7 @@ def test_two_agents(script: Path, command: str) -> None:
     assert sorted(said) == [0, 1], outputs
 
 
+@seldom
 def test_srun_alone(script: Path) -> None:
     """The variables that the page gives to each rank, from those that SLURM sets."""
     shell = re.findall(r"^srun (bash -c '.*')$", PAGE.read_text(), re.MULTILINE)[0]

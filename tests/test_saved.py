@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from collective_log import world
-from depth import mark_seldom
+from depth import at_most, mark_seldom
 from ranks import real_ranks
 from test_memory import Curved, Peak, no_collector
 from torch import Tensor, nn
@@ -177,6 +177,7 @@ def test_what_is_constant_in_a_transform_may_be_differentiated_outside(rank: int
     assert_close(got, expected[1:], rtol=1e-10, atol=1e-12)
 
 
+@at_most(2)
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
 @real_ranks(2)
 def test_a_pullback_is_differentiated_by_its_cotangent(rank: int, p: P) -> None:

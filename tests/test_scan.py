@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import each, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -107,6 +107,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("derivative", DERIVATIVES)
@@ -153,6 +154,7 @@ def wanted(ranks: int, *, seed: int = 1) -> Any:
     return weights.unflatten(1, (ranks, -1)).transpose(0, 1), lr, fs.unshard({"": params[0]}, spec)
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("options", ["sqrt", "log"])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -286,6 +288,7 @@ def of_step(scan: Scan, name: str, spec: fs.PartitionSpec, x: Tensor, validation
     return after
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("derivative", ["torch.func.grad", *mark_seldom(["fs.hvp"])])
 @pytest.mark.parametrize("name", STEPS_OF)
@@ -325,6 +328,7 @@ def steps_on_rank(rank: int, names: list[str]) -> None:
     MODEL.train()
 
 
+@at_most(1)
 @pytest.mark.parametrize("name", mark_seldom(STEPS_OF, "muon", "closure"))
 def test_what_a_step_may_contain_on_two_ranks(gloo2: Pool, name: str) -> None:
     gloo2.run(steps_on_rank, [name])

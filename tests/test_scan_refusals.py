@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import seldom
+from depth import at_most, seldom
 from test_scan import EXACT, FULL, MODEL, VALIDATION, WEIGHTS, X, loop, weighted_loss
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -150,6 +150,7 @@ ORDINARY: dict[str, Callable[[], Any]] = {
 }
 
 
+@at_most(3)
 @pytest.mark.parametrize("name", ORDINARY)
 def test_what_people_write(name: str) -> None:
     """As the loop, by every kind of derivative; what a step changes in objects changes once for each step."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
-from depth import each, mark_seldom, some
+from depth import at_most, each, mark_seldom, some
 from models import unchanged
 from parity import WAYS, average_gradients, numbers
 from peer_models import MLP, Net, Order, Outer, chain, frozen
@@ -244,6 +244,7 @@ def test_each_gather_overlaps_with_the_computation_before_it(name: str, prefetch
             assert max(under_way) <= max(prefetch, 1)  # none starts while another one is awaited
 
 
+@at_most(9)
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 9])
 @pytest.mark.parametrize("way", sorted(WAYS))
 def test_each_reduction_overlaps_with_the_computation_after_it(way: str, in_flight: int) -> None:
@@ -316,6 +317,7 @@ def gathered(events: list[str]) -> Counter[str]:
 ORDERS = ["abc", "bca", "cba", "abab", "aab", "ac", "b", "abcabc", "aabbcc", "cac", ""]
 
 
+@at_most(22)
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_tree_order_wastes_little(order: str, prefetch: int) -> None:
@@ -331,6 +333,7 @@ def test_the_tree_order_wastes_little(order: str, prefetch: int) -> None:
         assert gathered(events.backward) == Counter(visits(order)[1:-1])  # the last one and the root have stayed
 
 
+@at_most(21)
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_traced_order_wastes_nothing(order: str, prefetch: int) -> None:
@@ -629,6 +632,7 @@ def close(got: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> 
         assert_close(got[key], tensor, msg=lambda m, key=key: f"{what} '{key}': {m}")
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
 @pytest.mark.parametrize("name", MODELS)
@@ -646,6 +650,7 @@ def test_every_schedule_gives_the_same_gradients(rank: int, name: str, p: P) -> 
         identical(got, first[way], (way, prefetch, in_flight))
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["bca", "abab", "aab", "ac"])
@@ -911,6 +916,7 @@ def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, prefetch: int, i
     return memory
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("prefetch", AHEAD)

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from collective_log import world
+from depth import at_most
 from models import EXACT
 from ranks import Pool
 from safetensors.torch import load_file
@@ -150,6 +151,7 @@ def compare(rank: int, size: int, strategy: str, path: str) -> None:
         torch.testing.assert_close(compressed, expected, **close)
 
 
+@at_most(1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_new_stage_is_right_in_every_mode(gloo2: Pool, strategy: str, tmp_path: Path) -> None:
     """On two ranks, by both folds: the scheduled mode, stacks of transforms, data flow, full parameters, compressed gradients.
@@ -203,6 +205,7 @@ def test_constants_are_the_stages(p: P) -> None:
     assert from_constants(to_constants(stages)) == stages
 
 
+@at_most(1)
 @pytest.mark.parametrize("strategy", ["shard", "cast", "codec"])
 def test_a_new_stage_in_a_graph(strategy: str) -> None:
     """What the stages of a unit's way compute is freed with its buffer, and backward's gather computes it again."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import same
-from depth import mark_seldom
+from depth import at_most, mark_seldom
 from ranks import Pool, real_ranks
 from test_gather_full import MESHES, Watch, bound, net, pool_of, values
 from torch import Tensor, nn
@@ -141,6 +141,7 @@ UNIT = 4 * 64 * 64
 """Bytes of one of its units."""
 
 
+@at_most(4)
 @pytest.mark.parametrize("mesh", ["fsdp", "fsdp of 4", "hsdp", "both axes"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_peak_is_two_buckets(mesh: str, dtype: torch.dtype | None) -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from collective_log import world
-from depth import mark_seldom, seldom
+from depth import at_most, mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch._C import _functorch
@@ -673,6 +673,7 @@ class Nested(torch.autograd.Function):
         return g * ctx.saved_tensors[0]
 
 
+@at_most(1)
 @pytest.mark.parametrize("name", mark_seldom(SAVES, *[*SAVES][:7]))
 def test_saved_outputs_hold_no_graph(name: str) -> None:
     """What `kept` keeps frees everything without the collector, and gives the gradients of plain autograd."""
@@ -1429,6 +1430,7 @@ def test_nested_compile_regions_stop_inside_of_torch_func() -> None:
         torch.compile(grad, backend="aot_eager", fullgraph=True)(torch.ones(2))
 
 
+@at_most(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_scalars_are_written_in_a_graph(dtype: torch.dtype) -> None:
     """torch 2.11 and 2.13 lose a plain copy_ into a 0-D float64 tensor; `write_into` may go where none does."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import at_most
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -48,6 +49,7 @@ def batches() -> Tensor:
     return torch.randn(RANKS, 3, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+@at_most(3)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of in-place kernels under vmap
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("policy", [fs.policies.always(), fs.by_path({"0": fs.P("shard"), "2": fs.P()})])

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import SHORT, Collectives, world
-from depth import depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from parity import WAYS
 from ranks import Pool, real_ranks
 from test_compiled import MODEL
@@ -114,6 +114,7 @@ def check_traced_training(rank: int, ranks: int, spec: fs.PartitionSpec, way: st
             assert_close(traced[0][key], shard, msg=lambda m, key=key: f"{key} after step {i}: {m}")
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
@@ -146,6 +147,7 @@ def recorded(graph: torch.fx.Graph) -> list[str]:
     return [SHORT.get(name, name) for name in sent if name != "wait_tensor"]
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -249,6 +251,7 @@ def test_export_equals_eager(rank: int, strategy: str, strict: bool) -> None:
             assert not each.state_dict
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -281,6 +284,7 @@ def test_an_exported_forward_is_differentiated_by_torch(rank: int) -> None:
         grad(lambda p: square(module(p, batch(rank, 1))))(params)
 
 
+@at_most(1)
 @pytest.mark.parametrize("strategy", depth(["reshard", "replicate"], [*STRATEGIES]))
 @real_ranks(2)
 def test_a_traced_step_can_be_exported(rank: int, strategy: str) -> None:
@@ -337,6 +341,7 @@ def test_export_takes_no_grad_of_a_custom_function() -> None:
 LINEARIZED = {"loss": lambda loss: loss, "grad": grad, "fs.grad_and_value": fs.grad_and_value}
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("of", LINEARIZED)
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -414,6 +419,7 @@ def folded(strategy: str) -> tuple[list[str], list[str]]:
     )
 
 
+@at_most(1)
 @pytest.mark.parametrize("strategy", ["reshard", "keep"])
 def test_linearize_folds_no_collective(strategy: str) -> None:
     """Each call of what it gives gathers parameters and tangents. Folded, a gather would lose the wait for it."""
@@ -441,6 +447,7 @@ def test_functionalize_takes_no_custom_function() -> None:
                 f()
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("way", ["fs", "torch.func"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -560,6 +567,7 @@ def check_jacobians(mine: dict[str, Any], rank: int, ranks: int) -> None:
     same("shards hessian", sum(whole[own, q * n : (q + 1) * n] for q in range(ranks)))
 
 
+@at_most(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_jacobians_on_simulated_ranks(ranks: int) -> None:
     """Of gathered parameters and of inputs: the plain model's. Of shards: sums over every rank's basis, as the guide says.
@@ -576,12 +584,14 @@ def jacobians_on_group(rank: int) -> dict[str, Any]:
     return jacobians(Mesh.world(), batch(rank, 0))
 
 
+@seldom
 def test_jacobians_on_a_process_group(gloo2: Pool) -> None:
     """The same on two real ranks."""
     for rank, mine in enumerate(gloo2.run(jacobians_on_group)):
         check_jacobians(mine, rank, 2)
 
 
+@at_most(2)
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
 def test_a_pullback_gives_plain_tensors(p: P) -> None:
     """What torch.func.vjp returned, and so jacrev, gives tensors without a graph when nothing that went in has one."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from depth import depth, each
+from depth import at_most, depth, each
 from models import EXACT, unchanged
 from offloaded import everywhere
 from parity import WAYS, average_gradients, numbers
@@ -163,6 +163,7 @@ def micro_batches(loss: Loss) -> Loss:
 TASKS = {"gan": gan, "siamese": alone(siamese), "evaluated": alone(evaluated)}
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("way", [*WAYS, "shards", "full", "update_in_backward"])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from depth import at_most
 from models import unchanged
 from torch import Tensor, nn
 
@@ -77,6 +78,7 @@ def setting(model: nn.Module, policy: str) -> tuple[fs.PartitionSpec, fs.Params,
     return spec, params, lambda p: fs.functional_call(model, p, (torch.ones(2, 4).double(),), spec=spec).sum()
 
 
+@at_most(12)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("how", HELD)
 def test_parameters_that_are_held_elsewhere(how: str, policy: str) -> None:
@@ -136,6 +138,7 @@ def test_a_state_with_a_graph_is_no_error(policy: str) -> None:
     assert all(leaf.grad is not None for leaf in leaves.values())
 
 
+@at_most(14)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("how", HELD)
 def test_what_is_held_and_not_read_is_no_error(how: str, policy: str) -> None:

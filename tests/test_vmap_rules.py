@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import depth, mark_seldom
+from depth import at_most, depth, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -232,6 +232,7 @@ def cases(draw: st.DrawFn, real: dict[str, int] | None = None, op: str = "", way
     return Case(op, way, over, shape, (*ranks, *levels))
 
 
+@at_most(19)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("op", COLLECTIVES)
 @settings(max_examples=depth(3, 120))
@@ -244,6 +245,7 @@ def test_any_nesting(op: str, way: str, data: st.DataObject) -> None:
     check(data.draw(cases(op=op, way=way)))
 
 
+@at_most(6)
 @pytest.mark.parametrize("op", COLLECTIVES)
 def test_every_dimension(op: str) -> None:
     """One vmap inside and one outside the ranks, from and to every dimension of 2- and 3-D inputs, or from none."""
@@ -298,6 +300,7 @@ def test_any_nesting_on_a_mesh_of_groups(gloo4: Pool, many: list[Case]) -> None:
     check_on_groups(gloo4, many, {"a": 2, "b": 2})
 
 
+@at_most(3)
 @pytest.mark.parametrize("op", mark_seldom(COLLECTIVES, *[*COLLECTIVES][::2]))
 def test_every_dimension_on_a_process_group(gloo2: Pool, op: str) -> None:
     """One vmap on each of two processes, from and to every dimension of 2- and 3-D inputs, or from none."""
@@ -605,6 +608,7 @@ def check_ensemble(mine: dict[str, Any], rank: int, policy: str) -> None:
                 assert_close(mine[name][key][m, i], shard, rtol=1e-10, atol=1e-12)
 
 
+@at_most(1)
 @pytest.mark.parametrize("policy", SPECS)
 def test_ensembles_by_data_by_ranks(policy: str) -> None:
     """vmap over stacked parameters times vmap over data inside the ranks: loops over members, entries and ranks."""
@@ -618,6 +622,7 @@ def ensemble_on_group(rank: int, policy: str) -> dict[str, Any]:
     return ensemble(Mesh.world(), XS[rank], policy)
 
 
+@at_most(1)
 @pytest.mark.parametrize("policy", SPECS)
 def test_ensembles_by_data_on_a_process_group(gloo2: Pool, policy: str) -> None:
     """The same on two real ranks."""
@@ -625,6 +630,7 @@ def test_ensembles_by_data_on_a_process_group(gloo2: Pool, policy: str) -> None:
         check_ensemble(mine, rank, policy)
 
 
+@at_most(1)
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
 def test_ranks_inside_ensembles(sizes: dict[str, int]) -> None:
     """The ranks between two vmaps, and the sharding inside of one: each member's gradients are shards of its mean ones."""

@@ -22,7 +22,7 @@ import test_matrix
 import test_optim
 import torch
 import torch.distributed as dist
-from depth import depth, each, mark_seldom, seldom, some
+from depth import at_most, depth, each, mark_seldom, seldom, some
 from ranks import Pool, real_ranks
 from test_compress import COMPRESSORS, steps
 from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
@@ -287,6 +287,7 @@ MUTANTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[None]], 
 }
 
 
+@at_most(2)
 @pytest.mark.parametrize("mutant", MUTANTS)
 @real_ranks(2, "worst")
 def test_mutants_are_killed(rank: int, mutant: str) -> None:
@@ -314,6 +315,7 @@ def test_another_order_is_found(rank: int) -> None:
 # --- and funshard itself ---
 
 
+@at_most(4)
 @each
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=without_ticks)
 @pytest.mark.parametrize("transform", depth(test_matrix.NOT_BY_DYNAMO, [*TRANSFORMS]), ids=without_ticks)
@@ -359,6 +361,7 @@ def overlapped(rank: int, layout: str) -> None:
         step(rank, specs[which], model, way, prefetch=prefetch, in_flight=in_flight)
 
 
+@at_most(1)
 @pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, *[*LAYOUTS][::2]))
 def test_what_overlaps(worst2: Pool, worst4: Pool, layout: str) -> None:
     """Gathers ahead and reductions behind, over one mesh or two."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from depth import mark_seldom
+from depth import at_most, mark_seldom
 from models import EXACT, VOCABULARY, Architecture, plain, unchanged
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -193,6 +193,7 @@ def shift(model: nn.Module) -> None:
             p.add_(torch.randn_like(p), alpha=0.1)
 
 
+@at_most(2)
 @pytest.mark.parametrize("name", mark_seldom(ZOO, "deepseek_v3", "mamba", "swin", "whisper"))
 @real_ranks(2)
 def test_zoo(rank: int, name: str) -> None:
