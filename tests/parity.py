@@ -49,6 +49,8 @@ WAYS: dict[str, Callable[..., Any]] = {
 """The ways to differentiate a step: each gives ``(grads, value)``."""
 
 MAIN_WAYS = ["fs", "torch.func", "backward"]
+STRATEGIES = {"reshard": fs.P("shard"), "keep": fs.P("shard", reshard=False), "replicate": fs.P()}
+"""FSDP1's FULL_SHARD, SHARD_GRAD_OP and NO_SHARD."""
 
 
 def numbers(rank: int, step: int, width: int = 5) -> Tensor:

@@ -1,56 +1,101 @@
-"""Laws C1 and C2, and the communication counts of torch's own FSDP tests: what a step sends, to the byte."""
+"""Laws C1 and C2, and the communication counts of torch's own FSDP tests: what a step sends, to the byte, on every rank."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from collective_log import Collectives, Sent, gather, gathers, reduce, scatter, scatters, step, world
-from depth import at_most
+from depth import at_most, each
 from parity import WAYS, numbers, squared
 from peer_models import MLP, Net, Order, Outer, chain, frozen
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P
+from funshard.policies import Policy
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 WORLDS = [8, 64]
 
 
+class Claim(NamedTuple):
+    """What a step of a model sends: unit keys, gathered in forward, gathered again in backward, and reduced."""
+
+    says: str
+    model: Callable[[], nn.Module]
+    policy: Policy
+    forward: Sequence[str]
+    again: Sequence[str]
+    reduced: Sequence[str]
+
+
+ALL, NESTED = ["", *BLOCKS], ["0", "0.inner", "1", "1.inner"]
+CLAIMS = {
+    "test_fully_shard_communication_count": Claim(
+        "n blocks and a root: forward n+1 gathers, backward n-1 (the root and the last block stay) and n+1 reductions.",
+        Net,
+        fs.by_type(MLP),
+        ALL,
+        BLOCKS[:-1],
+        ALL,
+    ),
+    "test_fully_shard_communication_count_without_root_parameters": Claim(
+        "With nothing in the root the last block ends the forward and is the one that is not gathered again.",
+        chain,
+        fs.by_type(MLP),
+        "012",
+        "01",
+        "012",
+    ),
+    "test_no_reshard_after_forward": Claim(
+        "P(reshard=False), ZeRO-2: no gather in backward.", Net, fs.by_type(MLP, p=P("shard", reshard=False)), ALL, [], ALL
+    ),
+    "test_always_wrap_communication_count": Claim(
+        "A unit for each layer; what backward does not read, the weight of a first layer, is not gathered again either.",
+        lambda: nn.Sequential(*(nn.Linear(5, 5).double() for _ in range(4))),
+        fs.policies.always(),
+        "0123",
+        "12",
+        "0123",
+    ),
+    "test_nested_units_are_gathered_once": Claim(
+        "An outer unit stays gathered over the inner one: two units' gathers each pass, and each reduced once.",
+        lambda: nn.Sequential(Outer(), Outer(), MLP(5)),
+        fs.by_type(MLP),
+        [*NESTED, "2"],
+        NESTED,
+        [*NESTED, "2"],
+    ),
+    "test_frozen_units_are_not_reduced": Claim(
+        "A frozen unit is gathered in both passes where a gradient has to go through it, only forward where none has.",
+        lambda: frozen(Net(), "first", "blocks.0", "blocks.2"),
+        fs.by_type(MLP),
+        [":frozen", "", *BLOCKS],
+        ["blocks.1"],  # and blocks.2, which is still there
+        ["", "blocks.1"],
+    ),
+}
+"""By the names of torch's tests."""
+
+
+@each
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", WORLDS)
-def test_fully_shard_communication_count(size: int, way: str) -> None:
-    """n blocks and a root: forward n+1 gathers, backward n-1 (the root and the last block stay) and n+1 reductions."""
+@pytest.mark.parametrize("name", CLAIMS)
+def test_claims(name: str, size: int, way: str) -> None:
+    """A step sends these collectives and no others, each over all ranks: each of `CLAIMS`."""
+    claim = CLAIMS[name]
     with world(size):
-        spec = fs.by_type(MLP)(Net()).bound
-        sent = step(Net(), spec, way)
-        assert sent.forward == gathers(spec, "", *BLOCKS)
-        assert Counter(sent.backward) == Counter(gathers(spec, *BLOCKS[:-1]) + scatters(spec, "", *BLOCKS))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", WORLDS)
-def test_fully_shard_communication_count_without_root_parameters(size: int, way: str) -> None:
-    """With nothing in the root the last block ends the forward and is the one that is not gathered again."""
-    with world(size):
-        spec = fs.by_type(MLP)(chain()).bound
-        sent = step(chain(), spec, way)
-        assert sent.forward == gathers(spec, "0", "1", "2")
-        assert Counter(sent.backward) == Counter(gathers(spec, "0", "1") + scatters(spec, "0", "1", "2"))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", WORLDS)
-def test_no_reshard_after_forward(size: int, way: str) -> None:
-    """P(reshard=False), ZeRO-2: no gather in backward."""
-    with world(size):
-        spec = fs.by_type(MLP, p=P("shard", reshard=False))(Net()).bound
-        sent = step(Net(), spec, way)
-        assert sent.forward == gathers(spec, "", *BLOCKS)
-        assert Counter(sent.backward) == Counter(scatters(spec, "", *BLOCKS))
+        model = claim.model()
+        spec = claim.policy(model).bound
+        sent = step(model, spec, way)
+        assert sent.forward == gathers(spec, *claim.forward)
+        assert Counter(sent.backward) == Counter(gathers(spec, *claim.again) + scatters(spec, *claim.reduced))
 
 
 @pytest.mark.parametrize("recurse", [True, False])
@@ -122,29 +167,6 @@ def test_train_parity_single_worldsize1(initialised: bool, p: P, way: str) -> No
     assert sent.all == []
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_always_wrap_communication_count(way: str) -> None:
-    """A unit for each layer; what backward does not read, the weight of a first layer, is not gathered again either."""
-    with world(8):
-        model = nn.Sequential(*(nn.Linear(5, 5).double() for _ in range(4)))
-        spec = fs.policies.always()(model).bound
-        sent = step(model, spec, way)
-        assert sent.forward == gathers(spec, "0", "1", "2", "3")
-        assert Counter(sent.backward) == Counter(gathers(spec, "1", "2") + scatters(spec, "0", "1", "2", "3"))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_nested_units_are_gathered_once(way: str) -> None:
-    """An outer unit stays gathered over the inner one: two units' gathers each pass, and each reduced once."""
-    with world(8):
-        model = nn.Sequential(Outer(), Outer(), MLP(5))
-        spec = fs.by_type(MLP)(model).bound
-        units = ("0", "0.inner", "1", "1.inner")
-        sent = step(model, spec, way)
-        assert sent.forward == gathers(spec, *units, "2")
-        assert Counter(sent.backward) == Counter(gathers(spec, *units) + scatters(spec, *units, "2"))
-
-
 @at_most(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["aba", "aab", "aa", "bca", "ac", "abcabc", ""])
@@ -165,18 +187,6 @@ def test_multi_forward_module_and_unused_units(order: str, way: str) -> None:
         assert Counter(unordered.forward) == Counter(sent.forward) + wasted
         assert sum(wasted.values()) <= 1
         assert Counter(unordered.backward) == Counter(sent.backward)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_frozen_units_are_not_reduced(way: str) -> None:
-    """A frozen unit is gathered in both passes where a gradient has to go through it, only forward where none has."""
-    with world(8):
-        model = frozen(Net(), "first", "blocks.0", "blocks.2")
-        spec = fs.by_type(MLP)(model).bound
-        sent = step(model, spec, way)
-        assert sent.forward == gathers(spec, *(unit.key for unit in spec))
-        again = gathers(spec, "blocks.1")  # and blocks.2, which is still there
-        assert Counter(sent.backward) == Counter(again + scatters(spec, "", "blocks.1"))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -221,3 +231,74 @@ def test_bytes_follow_the_dtype(dtype: torch.dtype) -> None:
         received = sum(s.bytes * s.ranks for s in sent.all if s.op == "all_gather")
         assert received == 2 * sum(padded.values()) - padded[""] - padded["blocks.2"]
         assert sum(s.bytes for s in sent.all if s.op == "reduce_scatter") == sum(padded.values())
+
+
+# --- traces ---
+
+
+class Failing(Net):
+    fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fail:
+            self.blocks[0](x)
+            raise KeyError("halfway")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reset_iter_state_after_exception(way: str) -> None:
+    """A forward that raises halfway has sent its gathers so far, and the next step sends what every step does."""
+    with world(8):
+        model = Failing()
+        spec = fs.by_type(MLP)(model).bound
+        clean = step(model, spec, way)
+        model.fail = True
+        with Collectives() as sent, pytest.raises(KeyError, match="halfway"):
+            fs.functional_call(model, fs.shard(model, spec, rank=0), numbers(0, 0), spec=spec)
+        assert sent.all == gathers(spec, "", "blocks.0", "blocks.1")  # the last one ahead of its use
+        model.fail = False
+        assert step(model, spec, way).all == clean.all
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Policy]] = {
+    "blocks": (Net, fs.by_type(MLP)),
+    "layers": (Net, fs.policies.always()),
+    "kept": (Net, fs.by_type(MLP, p=P("shard", reshard=False))),
+    "replicated": (Net, fs.policies.always(P())),
+    "mixed": (Net, fs.by_path({"blocks.0": P(), "blocks.1": P("shard", reshard=False)})),
+    "frozen": (lambda: frozen(Net(), "blocks.1"), fs.policies.always()),
+    "nested": (lambda: nn.Sequential(Outer(), MLP(5)), fs.by_type(MLP)),
+    "visits": (lambda: Order("abcab"), fs.by_type(MLP)),
+}
+
+
+@at_most(1)
+@each
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_c2_same_trace_on_every_rank(name: str, way: str) -> None:
+    """The order of collectives is the same on all ranks, and step after step: what keeps them from waiting for ever."""
+
+    def trace(rank: int) -> list[Any]:
+        with world(8, rank):
+            make, policy = MODELS[name]
+            model = make()
+            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+            spec = policy(model).on(mesh)
+            first = step(model, spec, way).all
+            assert step(model, spec, way).all == first
+            return first
+
+    traces = [trace(rank) for rank in range(8)]
+    assert traces[0]
+    assert all(other == traces[0] for other in traces)
+
+
+def test_c3_ten_thousand_ranks() -> None:
+    """Counts do not depend on the size of the world, and slices are padded to it."""
+    with world(10_000, rank=9_999):
+        spec = fs.by_type(MLP, p=P("shard", align=1))(Net()).bound
+        sent = step(Net(), spec)
+        assert Counter(s.op for s in sent.all) == {"all_gather": 6, "reduce_scatter": 4}
+        assert {s.numel for s in sent.all} == {1, 10_000}

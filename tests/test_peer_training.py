@@ -1,41 +1,520 @@
-"""Training parity: torch's own claims for FSDP (test_fully_shard_training, test_fsdp_core), on real ranks.
+"""Training as torch's own tests of FSDP claim it (test_fully_shard_training, _autograd, _frozen, test_fsdp_core, _misc).
 
 Every run is held, at every step, against a plain copy whose gradients are averaged by hand: losses, gradients and
-parameters, with other data on each rank, in double precision at torch's own tolerance for it (1e-7).
+parameters, with other data on each rank, in double precision at torch's own tolerance for it (1e-7). `CLAIMS` has a row for
+each of torch's tests that says no more than that; the tests below it say something else as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import collective_log
 import pytest
 import torch
 import torch.distributed as dist
-from depth import at_most, depth, each
+from collective_log import gathers, scatters, world
+from depth import at_most, depth, each, seldom
+from models import unchanged
 from parity import (
     MAIN_WAYS,
+    STRATEGIES,
     WAYS,
+    Loss,
     average_gradients,
     check_parity,
     next_token,
     numbers,
+    plain_call,
     same,
     sharded_call,
     squared,
     tokens,
 )
-from peer_models import MLP, Block, Chunked, Net, Transformer, chain
+from peer_models import MLP, Block, Chunked, Net, Outer, Transformer, chain, frozen
 from ranks import real_ranks
+from test_memory import Alive
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+from wrap_oracle import NESTED, sequential
 
 import funshard as fs
 from funshard import P
+from funshard.collectives import Mesh
+from funshard.policies import Policy
 
-STRATEGIES = {"FULL_SHARD": P("shard"), "SHARD_GRAD_OP": P("shard", reshard=False), "NO_SHARD": P()}
+# --- models of the claims ---
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = MLP(5), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x) + self.inner(2 * torch.sigmoid(self.outer(x))))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(MLP(5), nn.Sequential(MLP(5), nn.Tanh()))
+        self.policy, self.value = linear(5, 3), linear(5, 1)
+
+    def forward(self, x: Tensor, head: str = "policy") -> Tensor:
+        return getattr(self, head)(self.trunk(x))
+
+
+class Reused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = frozen(nn.ModuleList([MLP(5) for _ in range(3)]), "1")
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.run(x)
+        out = self.run(x)
+        out += target
+        return self.run(out)
+
+    def run(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            y += x
+            x = torch.tanh(y)
+        return x * 1
+
+
+class TiedUnits(nn.Module):
+    """Two would-be units whose weights are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = MLP(5), MLP(5)
+        self.b.in_proj.weight = self.a.in_proj.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.sigmoid(self.a(x)))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.ModuleList([linear() for _ in range(2)])
+        self.scale = nn.Parameter(torch.tensor(2.0).double())
+
+    def forward(self, batch: tuple[int, Tensor]) -> Tensor:
+        which, x = batch
+        return self.scale * self.pair[which](x)
+
+
+class EveryBranch(Branches):
+    """Runs the other one as well, and counts it with zero."""
+
+    def forward(self, batch: tuple[int, Tensor]) -> Tensor:
+        which, x = batch
+        y = [module(x) for module in self.pair]
+        return self.scale * (y[which] + 0 * y[1 - which].sum())
+
+
+class DoubleLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin1, self.lin2 = linear(), linear()
+
+    def forward(self, x: Tensor, second: bool = True) -> tuple[Tensor, Tensor] | Tensor:
+        out = torch.relu(self.lin1(x))
+        return (out, torch.relu(self.lin2(x))) if second else out
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = DoubleLinear(), DoubleLinear()
+
+    def forward(self, x: Tensor, second: bool = True) -> Any:
+        return self.b(self.a(x)[0], second)
+
+
+class NoGradPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.constant, self.head = MLP(5), MLP(5), linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            noise = self.constant(x)
+        return self.head(self.trained(x) + noise + self.constant(x).detach())
+
+
+class NoInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7).double())
+
+    def forward(self) -> Tensor:
+        return self.weight.exp()
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Record:
+    x: Any
+    y: Any
+
+
+KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
+    "list": (lambda x, y: [x, y], tuple),
+    "tuple": (lambda x, y: (x, y), tuple),
+    "namedtuple": (Pair, tuple),
+    "dict": (lambda x, y: {"x": x, "y": y}, lambda value: (value["x"], value["y"])),
+    "nested": (lambda x, y: {"x": x, "rest": [(y, None, "text"), 3]}, lambda value: (value["x"], value["rest"][0][0])),
+}
+"""How blocks pack two tensors, and take them out again."""
+
+
+class Packing(nn.Module):
+    """Blocks that hand each other a container of the given kind, with something in it that is no tensor."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[PackingBlock(kind) for _ in range(3)])
+
+    def forward(self, x: Any) -> Any:
+        return self.blocks(x)
+
+
+class PackingBlock(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.mlp = kind, MLP(5)
+
+    def forward(self, value: Any) -> Any:
+        pack, parts = KINDS[self.kind]
+        x, y = parts(value)
+        return pack(self.mlp(x) + y, torch.tanh(y))
+
+
+def packed_loss(kind: str) -> Loss:
+    pack, parts = KINDS[kind]
+
+    def loss(call: Any, x: Tensor) -> Tensor:
+        out = call(pack(x, 2 * x))
+        assert type(out) is type(pack(x, x))
+        return sum((t**2).sum() for t in parts(out))
+
+    return loss
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.linear = nn.LSTM(5, 5, batch_first=True).double(), linear()
+
+    def forward(self, record: Record) -> Record:
+        (y, inner), label = record.y["list"], record.y["label"]
+        inner = Record(self.lstm(inner.x)[0], None)
+        return Record(self.linear(record.x), {"list": [self.linear(y), inner], "label": label})
+
+
+def structured_loss(call: Any, x: Tensor) -> Tensor:
+    packed = pack_padded_sequence(x.expand(2, 4, 5), [4, 3], batch_first=True)
+    out = call(Record(x, {"list": [2 * x, Record(packed, None)], "label": "label"}))
+    y, inner = out.y["list"]
+    assert (type(out), type(inner.x), out.y["label"]) == (Record, PackedSequence, "label")
+    return squared(lambda t: t, torch.cat([out.x, y, pad_packed_sequence(inner.x)[0].flatten(0, 1)]))
+
+
+def linear(n_in: int = 5, n_out: int = 5) -> nn.Linear:
+    return nn.Linear(n_in, n_out).double()
+
+
+def bitfit() -> nn.Module:
+    model = Transformer(2)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("bias"))
+    return model
+
+
+def other_strides() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)).double().to(memory_format=torch.channels_last)
+    model[2].weight = nn.Parameter(torch.randn(4, 2).double().t())
+    return model
+
+
+# --- the claims ---
+
+
+def chunked_loss(call: Any, ids: Tensor) -> Tensor:
+    return sum((call(chunk, method="project") ** 2).mean() for chunk in call(ids, method="trunk").chunk(3, 1))
+
+
+def either_output(call: Any, batch: tuple[Tensor, bool]) -> Tensor:
+    x, both = batch
+    first, second = call(x)
+    return first.sum() + second.sum() if both else first.sum()
+
+
+def through_a_method(call: Any, x: Tensor) -> Tensor:
+    return squared(lambda x: call(x, method="features" if x[0, 0] > 0 else None), x)
+
+
+def weighted(call: Any, x: int) -> Tensor:
+    return (call() * x).sum()
+
+
+def other_branch(rank: int, step: int) -> tuple[int, Tensor]:
+    return (rank + step) % 2, numbers(rank, step)
+
+
+def only_biases_move(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
+    for name, p in model.named_parameters():
+        assert torch.equal(trained[name], p) is not p.requires_grad
+
+
+def every_parameter_moves(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
+    assert not any(torch.equal(p, trained[name]) for name, p in model.named_parameters())
+
+
+def is_one_unit_above(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
+    assert spec.by_name["b.in_proj.weight"] == spec.by_name["a.in_proj.weight"]
+    assert spec.by_name["b.in_proj.weight"][0].path == ""
+
+
+def every_module_is_a_unit(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
+    assert spec.paths == ("", "0", "1", "2", "2.0", "2.1")
+
+
+def strides_stay(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
+    assert {k: p.stride() for k, p in trained.items()} == {k: p.stride() for k, p in model.named_parameters()}
+
+
+def unmoved(*names: str) -> Callable[[nn.Module, fs.PartitionSpec, fs.Params], None]:
+    def check(model: nn.Module, spec: fs.PartitionSpec, trained: fs.Params) -> None:
+        assert {name for name, p in model.named_parameters() if torch.equal(trained[name], p)} == {*names}
+
+    return check
+
+
+def blocks(*classes: type[nn.Module]) -> Callable[[P], Policy]:
+    return lambda p: fs.by_type(*classes, p=p)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A model that trains as the plain one does, by every strategy and every way to differentiate."""
+
+    says: str
+    model: Callable[[], nn.Module]
+    policies: Sequence[Callable[[P], Policy]]
+    batch: Callable[[int, int], Any] = numbers
+    loss: Loss = squared
+    after: Callable[[nn.Module, fs.PartitionSpec, fs.Params], None] | None = None
+    ways: Sequence[str] = tuple(MAIN_WAYS)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+BLOCKS, LAYERS, WHOLE = [blocks(MLP)], [fs.policies.always], [fs.policies.whole]
+MOMENTUM = {"optimizer": torch.optim.SGD, "momentum": 0.9, "steps": depth(3, 4)}
+CLAIMS: dict[str, Claim] = {
+    "test_train_parity_multi_group": Claim("A unit for each block.", Transformer, [blocks(Block)], tokens, next_token),
+    "test_main_wrap_api": Claim(
+        "Threshold 0: with every module a unit, six steps of SGD.",
+        lambda: sequential(*NESTED).double(),
+        [lambda p: fs.by_size(0, p=p)],
+        after=every_module_is_a_unit,
+        options={"optimizer": torch.optim.SGD, "lr": 0.1, "steps": 6},
+    ),
+    "test_nested_always_wrap_model": Claim(
+        "Every layer is a unit.", chain, LAYERS, after=every_parameter_moves, options=MOMENTUM
+    ),
+    "test_nested_wrapped_model": Claim(
+        "Containers are units.",
+        lambda: nn.Sequential(MLP(5), nn.Sequential(MLP(5), MLP(5))),
+        [blocks(MLP, nn.Sequential)],
+        after=every_parameter_moves,
+        options=MOMENTUM,
+    ),
+    "test_a_replicated_unit_around_others": Claim(
+        "Its layers are units by another strategy.",
+        Net,
+        [lambda p: fs.policies.override(fs.policies.always(p), fs.by_path({"blocks.1": P()}))],
+        after=every_parameter_moves,
+        options=MOMENTUM,
+    ),
+    "test_non_root_forward_backward": Claim(
+        "Steps through the whole model in turn with steps through a part of it, entered by another method than forward.",
+        Net,
+        BLOCKS,
+        lambda rank, step: numbers(rank, step).abs() * (-1) ** step,  # the same branch on all ranks
+        through_a_method,
+    ),
+    "test_multi_forward_module": Claim(
+        "A unit that runs twice in a forward, with others in between, has the sum of both gradients.", Twice, BLOCKS + LAYERS
+    ),
+    "test_train_parity_with_activation_checkpointing": Claim(
+        "torch.utils.checkpoint around the call recomputes it, gathers included, to the same gradients.",
+        Transformer,
+        [blocks(Block)],
+        tokens,
+        lambda call, ids: next_token(lambda ids: checkpoint(call, ids, use_reentrant=False), ids),
+        ways=["fs", "backward"],
+    ),
+    "test_train_parity_with_activation_checkpointing_of_tied_weights": Claim(
+        "The same where the embedding is the head.",
+        lambda: Transformer(tied=True),
+        [blocks(Block)],
+        tokens,
+        lambda call, ids: next_token(lambda ids: checkpoint(call, ids, use_reentrant=False), ids),
+        ways=["fs", "backward"],
+    ),
+    "test_reentrant_checkpoint_around_the_call": Claim(
+        "With .backward(), the only way that torch allows for it.",
+        Net,
+        BLOCKS,
+        numbers,
+        lambda call, x: squared(lambda x: checkpoint(call, x, use_reentrant=True), x.requires_grad_()),
+        ways=["backward"],
+    ),
+    "test_partial_group_forward_then_standalone": Claim(
+        "A unit of which one part runs in the trunk and another is then called for each chunk of a chunked loss.",
+        lambda: Chunked(1),
+        [blocks(Block)],
+        tokens,
+        chunked_loss,
+    ),
+    "test_double_partial_forward_then_backward": Claim(
+        "Several forwards, then one backward (DPO), nested units and an unused head.",
+        TwoHeads,
+        [blocks(MLP, nn.Sequential, nn.Linear)],
+        loss=lambda call, x: nn.functional.softplus(call(-x) - call(x) + call(x + 1)).mean(),
+        after=unmoved("value.weight", "value.bias"),
+    ),
+    "test_double_forward_with_nested_fsdp_and_checkpoint": Claim(
+        "The last of them by torch.utils.checkpoint.",
+        TwoHeads,
+        [blocks(MLP, nn.Sequential, nn.Linear)],
+        loss=lambda call, x: nn.functional.softplus(call(-x) - call(x) + checkpoint(call, x + 1, use_reentrant=False)).mean(),
+        after=unmoved("value.weight", "value.bias"),
+        ways=["backward"],
+    ),
+    "test_unused_forward_output": Claim(
+        "The second output is in the loss for three steps and then no more: gradients of its weights become zeros.",
+        TwoLayers,
+        [blocks(DoubleLinear), *LAYERS],
+        lambda rank, step: (numbers(rank, step), step < 3),
+        either_output,
+        options={"steps": 5},
+    ),
+    "test_unused_forward_module": Claim(
+        "A module that never runs, in a unit of its own or with others, stays what it is.",
+        TwoLayers,
+        [blocks(DoubleLinear), *LAYERS],
+        loss=lambda call, x: call(x, second=False).sum(),
+        after=unmoved(*(f"{block}.lin2.{name}" for block in "ab" for name in ("weight", "bias"))),
+    ),
+    **{
+        f"test_nontensor_activations of a {kind}": Claim(
+            "It goes from unit to unit, into the model and out of it.",
+            lambda kind=kind: Packing(kind),
+            [blocks(PackingBlock)],
+            loss=packed_loss(kind),
+        )
+        for kind in KINDS
+    },
+    "test_apply_to_tensors_and_packed_sequence": Claim(
+        "Nested dataclasses, dicts, lists and a PackedSequence go in and come out, each tensor in them with its gradient.",
+        Structured,
+        LAYERS,
+        numbers,
+        structured_loss,
+        ways=["fs", "backward"],
+    ),
+    "test_fsdp_module_no_compute_grad": Claim(
+        "A unit that runs under no_grad, or is detached, gets zeros and disturbs nothing.",
+        NoGradPart,
+        BLOCKS,
+        after=unmoved(*(f"constant.{name}" for name, _ in MLP(5).named_parameters())),
+    ),
+    "test_root_no_forward_inputs": Claim(
+        "A module whose forward takes nothing trains.", NoInput, WHOLE, lambda rank, step: rank + step, weighted
+    ),
+    "test_train_mixed_requires_grad_per_group": Claim(
+        "BitFit: every unit is part frozen, part trained.", bitfit, [blocks(Block)], tokens, next_token, only_biases_move
+    ),
+    "test_multi_forward_mixed_requires_grad": Claim(
+        "The same layers with and without no_grad, some frozen, activations added to in place.", Reused, BLOCKS
+    ),
+    "test_train_parity_with_shared_params": Claim(
+        "An embedding tied to the head: one tensor, the sum of both gradients.",
+        lambda: Transformer(2, tied=True),
+        [blocks(Block)],
+        tokens,
+        next_token,
+    ),
+    "test_shared_params_separate_fsdp_groups": Claim(
+        "Weights tied across units, an error in the peer, belong to the unit above both.",
+        TiedUnits,
+        BLOCKS,
+        after=is_one_unit_above,
+    ),
+    "test_unused_param_has_grad": Claim(
+        "Ranks take different branches of one unit: no one waits, unused parameters count with zeros; 0-dim ones too.",
+        Branches,
+        WHOLE,
+        other_branch,
+    ),
+    "test_ranks_that_use_other_units": Claim(
+        "As the guide says: all run each unit, and what a rank does not use is in its loss with zero.",
+        EveryBranch,
+        LAYERS,
+        other_branch,
+    ),
+    "test_noncontiguous_parameter": Claim(
+        "Parameters of another memory format, an error in the peer, train and keep their strides.",
+        other_strides,
+        LAYERS,
+        lambda rank, step: numbers(rank, step, 27).unflatten(1, (3, 3, 3)),
+        after=strides_stay,
+    ),
+}
+"""By the names of torch's tests. By default each with each way and each strategy once."""
+
+
+def cases() -> Iterator[Any]:
+    for i, (name, claim) in enumerate(CLAIMS.items()):
+        for (j, way), (k, strategy) in itertools.product(enumerate(claim.ways), enumerate(STRATEGIES)):
+            yield pytest.param(name, way, strategy, marks=[seldom] * ((i + j + k) % 3 > 0), id=f"{name}-{strategy}-{way}")
+
+
+@pytest.mark.parametrize(("name", "way", "strategy"), [*cases()])
+@real_ranks(2)
+def test_claims(rank: int, name: str, way: str, strategy: str) -> None:
+    """A sharded model trains as the plain one does: each of `CLAIMS`."""
+    claim = CLAIMS[name]
+    for policy in claim.policies:
+        model = claim.model()
+        spec = policy(STRATEGIES[strategy])(model).bound
+        trained = check_parity(rank, model, spec, claim.batch, claim.loss, way=way, **claim.options)
+        if claim.after:
+            claim.after(model, spec, trained)
+
+
+# --- training that says more ---
 
 
 def double_linear(shapes: list[tuple[int, int]]) -> nn.Module:
@@ -52,75 +531,6 @@ def test_train_parity_single_group_shard_dim0(rank: int, shapes: list[tuple[int,
     model = double_linear(shapes)
     batch = lambda rank, step: numbers(rank, step, shapes[0][0])  # noqa: E731
     check_parity(rank, model, fs.policies.whole()(model), batch, steps=depth(3, 10))
-
-
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@real_ranks(2)
-def test_train_parity_multi_group(rank: int, strategy: str, way: str) -> None:
-    """A transformer with one unit for each block, by every way to differentiate."""
-    model = Transformer()
-    check_parity(
-        rank,
-        model,
-        fs.by_type(Block, p=STRATEGIES[strategy])(model),
-        tokens,
-        next_token,
-        way=way,
-        steps=depth(3, 10) if way == "fs" else 3,
-    )
-
-
-PEERS = [("FSDP2", "FULL_SHARD"), ("FSDP2", "HYBRID_SHARD"), ("DDP", "SHARD_GRAD_OP"), ("DDP", "NO_SHARD")]
-
-
-@at_most(2)
-@pytest.mark.parametrize(("peer", "strategy"), PEERS)
-@real_ranks(4)
-def test_fsdp_cpu_training(rank: int, strategy: str, peer: str) -> None:
-    """Steps of Adam next to torch's own DDP and FSDP2 on the same ranks: losses and the trained parameters."""
-    model = Transformer(depth(2, 3))
-    spec = fs.by_type(Block, p=STRATEGIES.get(strategy, P("shard")))(model)
-    if strategy == "HYBRID_SHARD":
-        spec = spec.on(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    spec = spec.bound
-    other = copy.deepcopy(model)
-    if peer == "FSDP2":
-        for layer in other.layers:
-            fully_shard(layer)
-        fully_shard(other)
-    else:
-        other = DistributedDataParallel(other)
-    params = fs.shard(model, spec)
-    ours = torch.optim.Adam(params.values(), lr=1e-2)
-    theirs = torch.optim.Adam(other.parameters(), lr=1e-2)
-    for step in range(depth(2, 10)):
-        ids = tokens(rank, step)
-        theirs.zero_grad()
-        expected = next_token(other, ids)
-        expected.backward()
-        theirs.step()
-        grads, value = fs.grad_and_value(lambda p: next_token(sharded_call(model, p, spec), ids))(params)
-        for key, shard in params.items():
-            shard.grad = grads[key]
-        ours.step()
-        assert_close(value, expected.detach())
-    state = {k.removeprefix("module."): p.detach() for k, p in other.named_parameters()}
-    same(fs.gather_full(params, spec), {k: getattr(p, "full_tensor", lambda p=p: p)() for k, p in state.items()}, peer)
-
-
-@real_ranks(2)
-def test_nested_wrapped_model(rank: int) -> None:
-    """Every layer a unit, containers as units, a replicated unit around sharded ones: SGD with momentum."""
-    for model, policy in [
-        (chain(), fs.policies.always()),
-        (nn.Sequential(MLP(5), nn.Sequential(MLP(5), MLP(5))), fs.by_type(MLP, nn.Sequential)),
-        (Net(), fs.policies.override(fs.policies.always(), fs.by_path({"blocks.1": P()}))),
-    ]:
-        options = {"optimizer": torch.optim.SGD, "momentum": 0.9}
-        trained = check_parity(rank, model, policy(model), steps=depth(3, 4), **options)
-        assert not any(torch.equal(p, trained[name]) for name, p in model.named_parameters())
 
 
 @real_ranks(2)
@@ -141,15 +551,6 @@ def test_to_float64_after_init(rank: int) -> None:
 
 
 @real_ranks(2)
-def test_non_root_forward_backward(rank: int) -> None:
-    """Steps through the whole model in turn with steps through a part of it, entered by another method than forward."""
-    model = Net()
-    loss = lambda call, x: squared(lambda x: call(x, method="features" if x[0, 0] > 0 else None), x)  # noqa: E731
-    batch = lambda rank, step: numbers(rank, step).abs() * (-1) ** step  # noqa: E731  the same branch on all ranks
-    check_parity(rank, model, fs.by_type(MLP)(model), batch, loss)
-
-
-@real_ranks(2)
 def test_non_root_forward_backward_of_a_submodule(rank: int) -> None:
     """The shard of a unit serves the submodule called by itself."""
     model, x = Net(), numbers(rank, 0)
@@ -161,82 +562,6 @@ def test_non_root_forward_backward_of_a_submodule(rank: int) -> None:
     expected.backward()
     assert_close(value, expected.detach())
     same(fs.gather_full(grads, spec), average_gradients(model), "gradient")
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = MLP(5), nn.Linear(5, 5).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.inner(x) + self.inner(2 * torch.sigmoid(self.outer(x))))
-
-
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@real_ranks(2)
-def test_multi_forward_module(rank: int, strategy: str, way: str) -> None:
-    """A unit that runs twice in a forward, with others in between, has the sum of both gradients."""
-    for policy in (fs.by_type(MLP, p=STRATEGIES[strategy]), fs.policies.always(STRATEGIES[strategy])):
-        check_parity(rank, Twice(), policy(Twice()), way=way)
-
-
-@at_most(1)
-@each
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("way", ["fs", "backward"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@real_ranks(2)
-def test_train_parity_with_activation_checkpointing(rank: int, strategy: str, way: str, tied: bool) -> None:
-    """torch.utils.checkpoint around the call recomputes it, gathers included, to the same gradients."""
-    model = Transformer(tied=tied)
-
-    def loss(call, ids: Tensor) -> Tensor:
-        run = lambda ids: torch.utils.checkpoint.checkpoint(call, ids, use_reentrant=False)  # noqa: E731
-        return next_token(run, ids)
-
-    check_parity(rank, model, fs.by_type(Block, p=STRATEGIES[strategy])(model), tokens, loss, way=way, steps=3)
-
-
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@real_ranks(2)
-def test_partial_group_forward_then_standalone(rank: int, strategy: str, way: str) -> None:
-    """A unit of which one part runs in the trunk and another is then called for each chunk of a chunked loss."""
-
-    def loss(call, ids: Tensor) -> Tensor:
-        chunks = call(ids, method="trunk").chunk(3, 1)
-        return sum((call(chunk, method="project") ** 2).mean() for chunk in chunks)
-
-    check_parity(rank, Chunked(1), fs.by_type(Block, p=STRATEGIES[strategy])(Chunked(1)), tokens, loss, way=way)
-
-
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(MLP(5), nn.Sequential(MLP(5), nn.Tanh()))
-        self.policy, self.value = nn.Linear(5, 3).double(), nn.Linear(5, 1).double()
-
-    def forward(self, x: Tensor, head: str = "policy") -> Tensor:
-        return getattr(self, head)(self.trunk(x))
-
-
-@at_most(1)
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@real_ranks(2)
-def test_double_partial_forward_then_backward(rank: int, way: str) -> None:
-    """Several forwards, then one backward (DPO), nested units and an unused head."""
-
-    def loss(call, x: Tensor) -> Tensor:
-        chosen, rejected = call(x), call(-x)
-        again = torch.utils.checkpoint.checkpoint(call, x + 1, use_reentrant=False) if way == "backward" else call(x + 1)
-        return nn.functional.softplus(rejected - chosen + again).mean()
-
-    model = TwoHeads()
-    trained = check_parity(rank, model, fs.by_type(MLP, nn.Sequential, nn.Linear)(model), loss=loss, way=way)
-    assert torch.equal(trained["value.weight"], model.value.weight)  # unused: gradient zeros, and no step
 
 
 class Raising(Net):
@@ -285,3 +610,470 @@ def test_fsdp_multiple_wrapping(rank: int) -> None:
     again = fs.shard(fs.unshard(fs.shard(model, inner), inner), outer)
     assert all(torch.equal(again[key], once[key]) for key in once)
     check_parity(rank, model, outer)
+
+
+@real_ranks(4)
+def test_train_shared_params_uneven_shard(rank: int) -> None:
+    """A tied vocabulary of 4 ranks * 4 + 1 rows: every row has moved after some steps, in the padded last shard as well."""
+    vocabulary = 4 * dist.get_world_size() + 1
+    model = Transformer(1, vocabulary, width=7, heads=1, tied=True)
+    spec = fs.policies.always()(model).bound
+    assert any(spec.padded_numel(unit) > unit.numel for unit in spec)
+    batch = lambda rank, step: tokens(rank, step, vocabulary)  # noqa: E731
+    options = {"optimizer": torch.optim.AdamW, "weight_decay": 0}
+    trained = check_parity(rank, model, spec, batch, next_token, steps=depth(3, 10), **options)
+    changed = (trained["tokens.weight"] != model.tokens.weight).all(1)
+    assert changed.all()
+
+
+@pytest.mark.parametrize(
+    "policy", [fs.policies.always(), fs.by_size(1), fs.policies.ignoring(fs.policies.whole(), modules=["0.in_proj"])]
+)
+def test_layer_by_layer_shard_no_false_positive(policy: Policy) -> None:
+    """Nothing holds a model that was dropped, so ids come again; they are not mistaken for shared modules."""
+
+    def use(model: nn.Module) -> tuple[weakref.ref[nn.Module], int]:
+        spec = policy(model).bound
+        fs.grad(lambda p: squared(sharded_call(model, p, spec), numbers(0, 0)))(fs.shard(model, spec))
+        assert all(param.aliases == () for unit in spec for param in unit.params)
+        return weakref.ref(model), id(model[0].in_proj.weight)
+
+    gc.disable()
+    try:
+        ids: list[int] = []
+        while len(set(ids)) == len(ids) < 2000:
+            dropped, id_ = use(chain(2))
+            assert dropped() is None
+            ids.append(id_)
+    finally:
+        gc.enable()
+    assert len(set(ids)) < len(ids)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@real_ranks(2)
+def test_ignored_modules_and_mixture_of_experts(rank: int, way: str, given: bool) -> None:
+    """What is ignored is not sharded and never reduced: a rank's own expert, from the model or from params by name."""
+    model = Net()
+    spec = fs.policies.ignoring(fs.by_type(MLP), modules=["blocks.1"], params=["head.bias"])(model).bound
+    total = sum(p.numel() for p in model.parameters())
+    left = sum(p.numel() for p in model.blocks[1].parameters()) + model.head.bias.numel()
+    assert sum(unit.numel for unit in spec) == total - left
+    x, reference = numbers(rank, 0), copy.deepcopy(model)
+    params = fs.shard(model, spec)
+    if given:
+        params |= {name: p.detach() for name, p in model.named_parameters() if name in spec.ignored}
+    grads, value = WAYS[way](lambda p: squared(sharded_call(model, p, spec), x))(params)
+    expected = squared(reference, x)
+    expected.backward()
+    local = {name: p.grad.clone() for name, p in reference.named_parameters()}
+    assert_close(value, expected.detach())
+    same({k: g for k, g in grads.items() if k in spec.by_key}, fs.shard(average_gradients(reference), spec), "gradient")
+    assert set(grads) - set(spec.by_key) == (set(spec.ignored) if given else set())
+    own = {name: g for name, g in local.items() if given and name in spec.ignored}
+    same({k: g for k, g in grads.items() if k in spec.ignored}, own, "a rank's own gradient")
+
+
+@real_ranks(2)
+def test_diff_ignored_modules_across_ranks(rank: int) -> None:
+    """Ranks that ignore different modules would wait for each other: an error on every rank, naming the unit."""
+    model = Net()
+    spec = fs.policies.ignoring(fs.by_type(MLP), modules=[f"blocks.{rank}"])(model)
+    with pytest.raises(ValueError, match=r"the ranks of .* have different models.*'blocks\.[01]'"):
+        fs.shard(model, spec)
+
+
+class Middle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, 5).double()
+        self.b = nn.Module()
+        self.b.lin_a, self.b.lin_b, self.b.c = (nn.Linear(5, 5).double() for _ in range(3))
+        self.c = nn.Linear(5, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b.lin_a, self.b.lin_b, self.b.c, self.c):
+            x = torch.tanh(layer(x))
+        return x
+
+
+@real_ranks(2)
+def test_ddp_a_fsdp_b_ddp_c(rank: int) -> None:
+    """A sharded subtree in a replicated model, with a replicated part inside it: as DDP of the whole."""
+    model = Middle()
+    spec = fs.by_path({"b": P("shard"), "b.lin_b": P("shard"), "b.c": P()}, p=P())(model).bound
+    assert {unit.key: unit.p.axis for unit in spec} == {"": None, "b": "shard", "b.lin_b": "shard", "b.c": None}
+    trained = check_parity(rank, model, spec, steps=3)
+    other = DistributedDataParallel(copy.deepcopy(model))
+    adam = torch.optim.Adam(other.parameters(), lr=1e-2)
+    for step in range(3):
+        adam.zero_grad()
+        squared(other, numbers(rank, step)).backward()
+        adam.step()
+    same(trained, {k.removeprefix("module."): p.detach() for k, p in other.named_parameters()}, "trained by DDP")
+
+
+@at_most(1)
+@pytest.mark.parametrize("unfreeze", [False, True])
+@real_ranks(2)
+def test_train_mixed_requires_grad_across_groups(rank: int, unfreeze: bool) -> None:
+    """Frozen and trained units in turn, an evaluation in the middle, all unfrozen from then on or not."""
+    model = chain(6)
+    for block in model[::2]:
+        block.requires_grad_(False)
+    spec = fs.by_type(MLP)(model).bound
+    reference = copy.deepcopy(model)
+    params = fs.shard(model, spec)
+    trained, frozen = fs.partition(params, spec)
+    assert set(frozen) == {"0", "2", "4"}
+    for step in range(6):
+        if step == 2:
+            with torch.no_grad():
+                assert_close(sharded_call(model, params, spec)(numbers(rank, 99)), reference(numbers(rank, 99)))
+        if step == 3 and unfreeze:
+            trained, frozen = fs.partition(params, spec, lambda unit: True)
+            reference.requires_grad_(True)
+        x = numbers(rank, step)
+        grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, fs.combine(p, frozen), spec), x))(trained)
+        expected = squared(reference, x)
+        reference.zero_grad()
+        expected.backward()
+        assert_close(value, expected.detach())
+        mean = average_gradients(reference)
+        of_all = fs.shard(mean, spec, rank=rank)
+        same(grads, {k: of_all[k] for k in trained}, f"gradient at step {step}")
+        params = {k: p - 0.1 * grads[k] if k in grads else p for k, p in params.items()}
+        trained = {k: params[k] for k in trained}
+        with torch.no_grad():
+            for name, p in reference.named_parameters():
+                p -= 0.1 * mean[name] if p.requires_grad else 0
+        same(params, fs.shard({n: p.detach() for n, p in reference.named_parameters()}, spec, rank=rank), f"step {step}")
+
+
+class FineTuned(nn.Module):
+    """A trunk and a head; the trunk may run under no_grad."""
+
+    def __init__(self, quiet: bool) -> None:
+        super().__init__()
+        self.quiet = quiet
+        self.trunk, self.head = chain(), nn.Linear(5, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.quiet):
+            x = self.trunk(x)
+        return self.head(x)
+
+
+@each
+@pytest.mark.parametrize("how", ["requires_grad", "partition"])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("quiet", [False, True])
+@real_ranks(2)
+def test_freezing_weights(rank: int, quiet: bool, nested: bool, how: str) -> None:
+    """A frozen trunk, by requires_grad or by not differentiating it, in units of its own or in one, quiet or not."""
+    model = FineTuned(quiet)
+    if how == "requires_grad":
+        model.trunk.requires_grad_(False)
+    spec = (fs.by_type(MLP, nn.Linear) if nested else fs.by_path({"head": P("shard")}))(model).bound
+    if how == "requires_grad":
+        trained = check_parity(rank, model, spec)
+    else:  # frozen by what is differentiated alone: the spec knows nothing of it
+        params = fs.shard(model, spec)
+        head, trunk = fs.partition(params, spec, lambda unit: unit.path.startswith("head"))
+        reference = copy.deepcopy(model)
+        x = numbers(rank, 0)
+        grads, _ = fs.grad_and_value(lambda p: squared(sharded_call(model, fs.combine(p, trunk), spec), x))(head)
+        squared(reference, x).backward()
+        of_all = fs.shard(average_gradients(reference), spec, rank=rank)
+        same(grads, {k: of_all[k] for k in of_all if k.startswith("head")}, "gradient")
+        trained = fs.gather_full({k: p - grads[k] if k in grads else p for k, p in params.items()}, spec)
+    for name, p in model.named_parameters():
+        assert torch.equal(trained[name], p) is name.startswith("trunk")
+
+
+@real_ranks(2)
+def test_parity_with_non_frozen_fsdp(rank: int) -> None:
+    """The gradients of the others are as without freezing."""
+    weights = chain(4).state_dict()
+
+    def step(freeze: bool) -> fs.Params:
+        model = chain(4)
+        model.load_state_dict(weights)
+        model[1:3].requires_grad_(not freeze)
+        spec = fs.by_type(MLP)(model).bound
+        trained, rest = fs.partition(fs.shard(model, spec), spec)
+        return fs.grad(lambda p: squared(sharded_call(model, fs.combine(p, rest), spec), numbers(rank, 0)))(trained)
+
+    some, every = step(True), step(False)
+    same(some, {k: every[k] for k in ("0", "3")}, "gradient")
+
+
+def test_backward_reshard_hooks() -> None:
+    """Frozen units are gathered once in backward and never reduced."""
+    with world(8):
+        model = frozen(chain(4), "1", "2")
+        spec = fs.by_type(MLP)(model).bound
+        sent = collective_log.step(model, spec)
+        assert sent.forward == gathers(spec, "0", "1", "2", "3")
+        assert sent.backward == [*gathers(spec, "2"), *scatters(spec, "3"), *gathers(spec, "1", "0"), *scatters(spec, "0")]
+
+
+# --- what goes in and comes out ---
+
+
+@real_ranks(2)
+def test_post_acc_grad_hook_runs(rank: int) -> None:
+    """A hook on a shard fires exactly once in a backward pass, when all gradients of the call are there."""
+    model, fired = Net(), []
+    spec = fs.by_type(MLP)(model).bound
+    leaves = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
+    for key, leaf in leaves.items():
+        leaf.register_post_accumulate_grad_hook(lambda _, key=key: fired.append(key))
+    squared(sharded_call(model, leaves, spec), numbers(rank, 0)).backward()
+    assert sorted(fired) == sorted(spec.by_key)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_fsdp_zero2_eval_with_prefetch(rank: int, strategy: str) -> None:
+    """Evaluation, training and evaluation in turn: no_grad gives what grad mode gives, and what the module itself gives."""
+    model, x = nn.Sequential(MLP(5), nn.BatchNorm1d(5).double(), MLP(5)), numbers(rank, 0)
+    model[1].running_mean.fill_(0.25)  # trained statistics: initial ones are warned of
+    spec = fs.by_type(MLP, p=STRATEGIES[strategy])(model).bound
+    params = fs.shard(model, spec)
+    for mode in (False, True, False):
+        model.train(mode)
+        expected = model(x) if not mode else None
+        with unchanged(model):
+            with torch.no_grad(), pytest.warns(fs.BufferWarning) if mode else contextlib.nullcontext():  # statistics, in vain
+                quiet = sharded_call(model, params, spec)(x)
+            grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x))(params)
+        assert_close(value, (quiet**2).mean())
+        assert expected is None or torch.equal(quiet, expected)
+        assert all(g.any() for g in grads.values())
+
+
+@real_ranks(2)
+def test_param_change_after_init(rank: int) -> None:
+    """The call computes with the parameters it is given, also after they changed in place."""
+    model, x = Net(), numbers(rank, 0)
+    spec = fs.by_type(MLP)(model).bound
+    params = fs.shard(model, spec)
+    doubled = {key: 2 * shard for key, shard in params.items()}
+    out = sharded_call(model, doubled, spec)(x)
+    for shard in params.values():
+        shard.mul_(2)
+    assert torch.equal(sharded_call(model, params, spec)(x), out)
+    for p in model.parameters():
+        p.data.mul_(2)
+    assert_close(out, model(x))
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_param_registration_after_forward_and_backward(rank: int, strategy: str, way: str) -> None:
+    """Whatever stays gathered, after a step the module has its own parameters and the shards their own values."""
+    model, x = Net(), numbers(rank, 0)
+    spec = fs.by_type(MLP, p=STRATEGIES[strategy])(model).bound
+    params = fs.shard(model, spec)
+    before = {key: shard.clone() for key, shard in params.items()}
+    with unchanged(model):
+        WAYS[way](lambda p: squared(sharded_call(model, p, spec), x))(params)
+    assert all(torch.equal(shard, before[key]) for key, shard in params.items())
+    assert not any(shard.requires_grad for shard in params.values())
+
+
+@real_ranks(2)
+def test_set_reduce_scatter_divide_factor(rank: int) -> None:
+    """reduce="sum" leaves the division to the loss: gradients are the sum over ranks divided by any factor."""
+    model, x = Net(), numbers(rank, 0)
+    spec = fs.by_type(MLP)(model).bound
+    loss = lambda p: fs.functional_call(model, p, x, spec=spec, reduce="sum").sum() / 5  # noqa: E731
+    grads = fs.gather_full(fs.grad(loss)(fs.shard(model, spec)), spec)
+    (model(x).sum() / 5).backward()
+    same(grads, {name: 2 * g for name, g in average_gradients(model).items()}, "sum over two ranks")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_collective_ops_over_128_ranks(dtype: torch.dtype) -> None:
+    """Odd sizes over 128 ranks: the gather restores every tensor, and gradients of rank % 8 reduce to their mean."""
+    sizes = [17, 1, 3, 64, 129, 5, 2, 31]
+    model = nn.ParameterList([torch.arange(float(n)).to(dtype) for n in sizes])
+    full = dict(model.named_parameters())
+
+    def run(mesh: Mesh, rank: Tensor) -> tuple[fs.Params, fs.Params]:
+        spec = fs.policies.whole()(model).on(mesh)
+        shards = fs.shard({name: p.detach() for name, p in full.items()}, spec)
+        grads = fs.grad(lambda p: sum((t * (rank % 8)).sum() for t in fs.unshard(p, spec).values()))(shards)
+        return fs.unshard(shards, spec), fs.unshard(grads, spec)
+
+    gathered, grads = fs.testing.spmd(run, 128)(torch.arange(128).to(dtype))
+    for name, p in full.items():
+        assert torch.equal(gathered[name], p.detach().expand(128, -1))
+        assert torch.equal(grads[name], torch.full_like(p, 3.5).expand(128, -1))
+
+
+@real_ranks(4)
+def test_shard_placement_fn_contiguous_params_grads(rank: int) -> None:
+    """Gathered parameters, shards and gradients are contiguous."""
+    model = Net()
+    spec = fs.by_type(MLP)(model).bound
+    params = fs.shard(model, spec)
+    grads = fs.grad(lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
+    tensors = [*fs.unshard(params, spec).values(), *params.values(), *grads.values()]
+    assert all(t.is_contiguous() for t in tensors)
+    assert {k: g.shape for k, g in grads.items()} == {k: p.shape for k, p in params.items()}
+
+
+@real_ranks(2)
+def test_fsdp_same_model_across_ranks(rank: int) -> None:
+    """Ranks that initialised differently all train rank 0's parameters after scatter_full."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(MLP(5), nn.BatchNorm1d(5, track_running_stats=False).double())
+    spec = fs.by_type(MLP)(model).bound
+    params = fs.scatter_full(dict(model.named_parameters()) if rank == 0 else None, spec)
+    torch.manual_seed(0)
+    expected = nn.Sequential(MLP(5), nn.BatchNorm1d(5, track_running_stats=False).double())
+    same(fs.gather_full(params, spec), dict(expected.named_parameters()), "rank 0's parameter")
+    x = numbers(0, 0)
+    assert_close(sharded_call(model.eval(), params, spec)(x), plain_call(expected.eval())(x))
+
+
+def test_str_of_an_unbound_spec_with_an_unknown_axis() -> None:
+    """Printing never raises: a spec for a mesh that is still to come shows its sizes as on one rank."""
+    table = str(fs.policies.whole(P(("expert", "shard"), align=1))(nn.Linear(2, 3)))
+    assert "P(('expert', 'shard'), align=1)" in table
+    assert table.splitlines()[-1].split() == ["total", "unbound:", "as", "on", "one", "rank", "2", "9", "0", "36"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+def test_output_with_and_without_shared_params(tied: bool, dtype: torch.dtype) -> None:
+    """Flattened or not, in full and in half precision: bit for bit the same output."""
+    model, ids = Transformer(tied=tied).to(dtype), torch.arange(6).view(2, 3)
+    for policy in (fs.policies.whole(), fs.by_type(Block), fs.policies.always()):
+        spec = policy(model).on({"shard": 1})
+        out = fs.functional_call(model, fs.shard(model, spec), ids, spec=spec)
+        assert out.dtype == dtype
+        assert torch.equal(out, model(ids))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@real_ranks(2)
+def test_pnorm_after_step_with_shared_params(rank: int, tied: bool) -> None:
+    """The norm over all shards after one SGD(0.01) step is the plain model's: a shared parameter counts, and moves, once."""
+    model, ids = Transformer(tied=tied), torch.arange(6).view(2, 3) + rank
+    spec = fs.by_type(Block)(model).bound
+    params = fs.shard(model, spec)
+    grads = fs.grad(lambda p: squared(sharded_call(model, p, spec), ids))(params)
+    total = torch.stack([(params[key] - 0.01 * grads[key]).square().sum() for key in params]).sum()
+    dist.all_reduce(total)
+    reference = copy.deepcopy(model)
+    squared(plain_call(reference), ids).backward()
+    average_gradients(reference)
+    torch.optim.SGD(reference.parameters(), lr=0.01).step()
+    assert_close(total.sqrt(), nn.utils.get_total_norm(reference.parameters()).detach())
+
+
+@real_ranks(2)
+def test_named_parameters_and_buffers(rank: int) -> None:
+    """Names and values are the plain module's, with its prefixes, of all units or some: with the buffers a state dict."""
+    model = nn.Sequential(Outer(), nn.BatchNorm1d(5).double())
+    spec = fs.by_type(MLP)(model).bound
+    expected, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    shards = fs.shard(model, spec)
+    full = fs.gather_full(shards, spec)
+    assert full.keys() == expected.keys()
+    assert all(torch.equal(full[name], p) for name, p in expected.items())
+    part = fs.unshard(shards, spec, units=["0.inner"])
+    assert part.keys() == {f"0.inner.{name}" for name, _ in model[0].inner.named_parameters()}
+    fresh = copy.deepcopy(model)
+    for p in fresh.parameters():
+        nn.init.zeros_(p)
+    fresh.load_state_dict(full | buffers, strict=True)
+    assert all(torch.equal(p, expected[name]) for name, p in fresh.named_parameters())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@real_ranks(2)
+def test_with_grads_none_grads(rank: int, way: str) -> None:
+    """Gradients are what a transform returns: nothing sharded or gathered has a .grad, before it or after it."""
+    model = Net()
+    spec = fs.by_type(MLP)(model).bound
+    squared(model, numbers(rank, 0)).backward()  # gradients of the plain model are not taken along
+    before = {name: p.grad.clone() for name, p in model.named_parameters()}
+    params = fs.shard(model, spec)
+    for tensors in (params, fs.gather_full(params, spec), fs.unshard(params, spec)):
+        assert all(t.grad is None and not t.requires_grad for t in tensors.values())
+    with unchanged(model):
+        WAYS[way](lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
+    assert all(t.grad is None for t in params.values())
+    same({name: p.grad for name, p in model.named_parameters()}, before, "the plain model's gradient")
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_unshard_params_respects_reshard(reshard: bool) -> None:
+    """A gather of everything between forward and backward, or after it, leaves the very buffers alive that were."""
+    with world(2):
+        model = Net()
+        spec = fs.policies.override(fs.by_type(MLP, p=P("shard", reshard=reshard)), fs.by_path({"": P("shard")}))(model).bound
+        params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
+        sizes = {unit.path: spec.padded_numel(unit) for unit in spec}
+        with Alive() as alive:
+            y = fs.functional_call(model, params, numbers(0, 0), spec=spec).sum()
+            kept = [sizes[""], sizes["blocks.2"]] if reshard else [*sizes.values()]
+            assert alive.now() == kept
+            fs.gather_full(params, spec)
+            assert alive.now() == kept
+            full = fs.unshard(params, spec, units=["blocks.1"])
+            assert alive.now() == [*kept, sizes["blocks.1"]]
+            del full
+            assert alive.now() == kept
+            y.backward()
+            assert alive.now() == []
+            fs.gather_full(params, spec)
+            assert alive.now() == []
+
+
+class Checkpoints(Net):
+    reentrant = False
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("way", ["fs", "backward"])
+@real_ranks(2)
+def test_checkpoint_inside_is_an_error(rank: int, way: str, reentrant: bool) -> None:
+    """It would recompute with other parameters. Around the call: test_train_parity_with_activation_checkpointing."""
+    model = Checkpoints()
+    model.reentrant = reentrant
+    spec = fs.by_type(MLP)(model).bound
+    params = fs.shard(model, spec)
+    message = r"unit 'blocks\.0': torch\.utils\.checkpoint inside functional_call.*checkpoint the functional_call as a whole"
+    with unchanged(model), pytest.raises(RuntimeError, match=message):
+        WAYS[way](lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
+
+
+@pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2, "shard": 1}, {"shard": 1}])
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_singleton_copy_division(sizes: dict[str, int], reduce: str) -> None:
+    """On any mesh, of one rank too, the sum over ranks is divided exactly once, or never: by the number of ranks."""
+    model = nn.Linear(2, 3, bias=False).double()
+    ranks = torch.Size(sizes.values()).numel()
+
+    def run(mesh: Mesh, x: Tensor) -> Tensor:
+        spec = fs.policies.whole()(model).on(mesh)
+        call = lambda p: fs.functional_call(model, p, x[None], spec=spec, reduce=reduce)  # noqa: E731
+        grads = fs.grad(lambda p: call(p).sum())(fs.shard(model, spec))
+        return fs.unshard(grads, spec)["weight"]
+
+    xs = 12.0 * torch.arange(1, 2 * ranks + 1, dtype=torch.float64).view(ranks, 2)
+    expected = xs.sum(0) / (ranks if reduce == "mean" else 1)
+    assert torch.equal(fs.testing.spmd(run, sizes)(xs), expected.expand(ranks, 3, 2))
