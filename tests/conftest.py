@@ -17,12 +17,17 @@ hypothesis.settings.register_profile(
     "ci",
     derandomize=True,
     deadline=None,
-    max_examples=15,
+    max_examples=10,
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=300)
 hypothesis.settings.load_profile(os.environ.get(PROFILE, "ci"))
+
+
+LAWS = {"collectives", "compress_law", "core", "gradients", "grads", "layout", "many", "policies", "sharding", "spec", "tree"}
+"""The files whose tests of one process are marked `core`."""
+POOLS = {"alone", "gloo2", "gloo4", "worst2", "worst4"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,6 +94,11 @@ def not_on_worst(request: pytest.FixtureRequest) -> None:
 def _seed() -> None:
     torch.manual_seed(0)
     freeze_imports()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.path.stem.removeprefix("test_") in LAWS and not POOLS & {*getattr(item, "fixturenames", ())}:
+        item.add_marker("core")
 
 
 @pytest.hookimpl(trylast=True)  # after -k

@@ -210,6 +210,7 @@ def test_comm_has_every_mode() -> None:
         assert all_finite(figures)
 
 
+@seldom
 def test_comm_of_low_precision() -> None:
     """Half the bytes of each gather, the same gathers, and reductions in float32: as FSDP2's, less its second of two units."""
     low, wide, peer = (comm()[mode] for mode in ("fs bf16", "fs", "FSDP2 bf16"))

@@ -208,6 +208,7 @@ def read_safetensors(rank: int, path: str, mesh: str, local: str) -> None:
         assert_same(checkpoint.read_safetensors(path, spec), dict(fs.shard(whole_params(), spec)))
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize(("mesh", "local"), [("expert=2,shard=2", "by_row"), ("tensor=2,expert=2", "by_column")])
 @pytest.mark.parametrize("kind", ["shards", "whole"])

@@ -151,7 +151,7 @@ def recorded(rank: int, compiler: str) -> None:
     COMPILERS[compiler](step, backend="aot_eager", fullgraph=True)(fs.shard(model, spec))
 
 
-@at_most(1)
+@seldom
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_a_tensor_with_a_graph_in_an_attribute_is_an_error(alone: Pool, compiler: str) -> None:
     """It would be read later without its gradient, as in eager calls."""

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import at_most, depth, each, mark_seldom, seldom
+from depth import depth, each, mark_seldom, seldom
 from ranks import Pool
 from test_compile import Chain, Read, Step, common, models, recording, same, tokens
 from torch import Tensor
@@ -135,7 +135,7 @@ def test_steps_through_steps_gather_again() -> None:
     assert found.peak <= 2 * root + 4 * block
 
 
-@at_most(1)
+@seldom
 @pytest.mark.parametrize(
     ("transform", "roots", "blocks"), [("hvp", 2, 4), ("grad of grad", 2, 2), ("per sample, clipped", 1, 2)]
 )

@@ -347,6 +347,7 @@ def test_full_parameters_in_a_step(gloo2: Pool) -> None:
     gloo2.run(full_parameters_in_a_step)
 
 
+@seldom
 def test_dropout_of_sizes_that_change() -> None:
     def loss(x: Tensor) -> Tensor:
         return F.dropout(x, 0.5).sum()

@@ -157,7 +157,7 @@ def test_plain_torch_compile_computes_nothing_again() -> None:
     assert not any(key.startswith("funshard_region") for n in graphs[0].graph.nodes for key in n.meta.get("custom", {}))
 
 
-@at_most(1)
+@seldom
 @needs_cpp
 @pytest.mark.parametrize("save", mark_seldom(["nothing", "operators", "a name"], "nothing", "a name"))
 def test_inductor_computes_the_same_twice(save: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def equal_to_eager(rank: int, name: str, how: str, *, alone: bool) -> list[str]:
     return [str(warning.message) for warning in caught if warning.category is fs.CompileWarning]
 
 
-@at_most(2)
+@at_most(1)
 @each
 @pytest.mark.parametrize("how", GRADS)
 @pytest.mark.parametrize("name", PS)
@@ -241,6 +241,7 @@ def steps_of_training(rank: int) -> None:
     assert counted()[0] > 0
 
 
+@seldom
 def test_training_on_two_ranks(gloo2: Pool) -> None:
     gloo2.run(steps_of_training)
 
@@ -279,7 +280,7 @@ def saved_bytes(p: P) -> int:
     return sum(event.self_cpu_memory_usage for event in profile.events())
 
 
-@at_most(1)
+@seldom
 @pytest.mark.parametrize("compile", [AOT, pytest.param(True, marks=seldom)])
 @pytest.mark.parametrize(
     "name", ["remat", "save a name", *(pytest.param(name, marks=seldom) for name in ("save products", "save layer_norm"))]
@@ -340,7 +341,7 @@ class Chooses(nn.Module):
         return x * w[..., None] + i[..., None] * self.scale
 
 
-@at_most(1)
+@seldom
 @pytest.mark.filterwarnings("ignore::funshard.CompileWarning")
 @pytest.mark.parametrize("way", ["torch.func.grad", "second order", "fs.grad"])
 @pytest.mark.parametrize("has_buffers", [False, True])

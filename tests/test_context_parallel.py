@@ -129,6 +129,7 @@ def in_replicas_on_rank(rank: int, attention: str, p: fs.P) -> tuple[list[Tree],
     return in_replicas(mesh, tokens(2)[rank // 2], attention, p)
 
 
+@seldom
 @each
 @pytest.mark.parametrize("p", mark_seldom(HSDP, HSDP[2]), ids=str)
 @pytest.mark.parametrize("attention", mark_seldom(example.ATTENTION, "ring"))

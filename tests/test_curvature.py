@@ -109,7 +109,7 @@ def everything(rank: int, sizes: dict[str, int] | None) -> dict[str, Any]:
     return out
 
 
-PROBES = depth(8, 40)
+PROBES = depth(4, 40)
 alone = functools.cache(functools.partial(everything, 0, None))
 
 

@@ -146,6 +146,7 @@ def test_dropout_that_is_drawn_alike_is_exact(gloo4: Pool) -> None:
 TINY_LLAMA = "--layers 1 --dim 32 --heads 4 --kv-heads 2 --hidden 64 --seq 32 --batch 4 --steps 12 --lr 1e-2 --log-every 1"
 
 
+@seldom
 def test_tensor_parallel_learns_alike_on_any_ranks() -> None:
     """The same losses on one rank and on four, with and without slices of the sequence."""
     flags = f"{TINY_LLAMA} --max-bytes 200000".split()

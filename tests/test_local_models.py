@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, each, mark_seldom
+from depth import at_most, each, mark_seldom, seldom
 from ranks import Pool
 from test_local import batches, check, full_sizes, objective, of_rank, simulate, spec_of, whole_params
 from test_local_training import Tree, norm
@@ -38,7 +38,7 @@ def test_hsdp_with_experts(order: tuple[str, ...], option: str) -> None:
     simulate(("experts", "replicated"), full_sizes({name: HSDP[name] for name in order}), OPTIONS[option])
 
 
-@at_most(1)
+@seldom
 @each
 @pytest.mark.parametrize("option", mark_seldom(OPTIONS, "shard", "replicated", "on both axes"))
 @pytest.mark.parametrize("at", range(3))
@@ -214,7 +214,7 @@ def test_buffers_of_experts_on_two_ranks(gloo2: Pool) -> None:
 # --- policies ---
 
 
-@at_most(1)
+@seldom
 @pytest.mark.parametrize("min_numel", [1, 60, 130])
 def test_by_size(min_numel: int) -> None:
     """Units by size, each local where its parameters are; a piece that would be in the root, replicated, is refused."""

@@ -56,6 +56,7 @@ def trained(rank: int, sizes: dict[str, int], options: dict[str, Any], name: str
         case.check(slices, {name: theirs.state[p][of_torch] for name, p in want.items()}, rtol=1e-6, atol=1e-8)
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("options", [{"axis": "shard"}, {"axis": None}], ids=str)

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import slices
-from depth import at_most, depth, each, mark_seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from offloaded import everywhere
 from ranks import Pool
 from test_at_rest import quantized
@@ -640,7 +640,6 @@ COMPILED_SIMULATED = depth(["`codec=`", "`offload=` activations", "as written"],
 """By default what test_compile.py and test_compile_remat.py do not compile on real ranks."""
 
 
-@at_most(8)
 @each
 @pytest.mark.parametrize("ranks", SIMULATED)
 @pytest.mark.parametrize("strategy", MAIN, ids=without_ticks)
@@ -650,6 +649,7 @@ def test_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
     on_simulated_ranks(transform, strategy, ranks)
 
 
+@seldom
 @each
 @pytest.mark.parametrize("ranks", mark_seldom(SIMULATED, 2))
 @pytest.mark.parametrize("strategy", mark_seldom(COMPILED_SIMULATED, "`codec=`"), ids=without_ticks)
@@ -715,7 +715,10 @@ def result_or_traceback(transform: Transform, on: OnRanks, state: State) -> Any:
         return traceback.format_exc()
 
 
-@pytest.fixture(scope="module", params=MAIN, ids=without_ticks)
+USUAL = ['`P("shard")`', "`remat=True`", "`P()`", "HSDP"]
+
+
+@pytest.fixture(scope="module", params=mark_seldom(MAIN, *USUAL), ids=without_ticks)
 def real(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Any]]]:
     """Every transform that does not trace with one strategy, on all real ranks."""
     return request.param, run_on_real_ranks(request, request.param, AS_IT_RUNS)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_log import world
+from depth import seldom
 from ranks import real_ranks
 from torch import Tensor
 from torch.distributed import DeviceMesh, init_device_mesh
@@ -140,6 +141,7 @@ def test_a_spec_bound_to_groups_that_are_gone_is_refused() -> None:
         fs.gather_full(shards, spec)
 
 
+@seldom
 def test_a_compiled_step_on_groups_that_are_gone_is_refused() -> None:
     """Its graph has the groups' names alone: in another world it is traced again, and calls check their specs."""
     model = torch.nn.Linear(4, 4)

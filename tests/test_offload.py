@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, mark_seldom, seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -431,6 +431,7 @@ def units(rank: int, name: str, which: str, way: str) -> None:
     nothing_left()
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("way", mark_seldom(sorted(STEP), "fs", "backward", "hvp", "torch.func"))
 @pytest.mark.parametrize("which", sorted(PS))

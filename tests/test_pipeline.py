@@ -81,6 +81,7 @@ def derivatives(mesh: Any, xy: Tensor, model: example.GPT, full: Tree, direction
 MESHES = [{"stage": 2, "shard": 2}, {"stage": 4, "shard": 1}, {"stage": 1, "shard": 4}, {"shard": 2, "stage": 2}]
 
 
+@at_most(1)
 @pytest.mark.parametrize("sizes", [MESHES[0], {"stage": 1, "shard": 1}, {"stage": 2, "shard": 1}], ids=str)
 def test_spmd_on_simulated_ranks(sizes: dict[str, int]) -> None:
     model, full, direction = gpt(sizes["stage"]), whole_params(), along()

@@ -100,6 +100,7 @@ def test_phases_and_units() -> None:
     )
 
 
+@seldom
 def test_nothing_is_left_behind() -> None:
     """No process group, no mode, and the model as it was."""
     planned(CASES["gpt"], P("shard"), optimizer_of("adamw"), ONE, (torch.zeros(BATCH, dtype=torch.long),) * 2)

@@ -199,6 +199,7 @@ def init_of(spec: fs.PartitionSpec, full: fs.Params) -> Any:
     return quantized(spec).init(fs.shard(full, spec))
 
 
+@seldom
 @real_ranks(2)
 def test_blocks_of_other_pieces_are_refused(rank: int, tmp_path: Path) -> None:
     """Another size of a local axis was "another model"; of another dimension or memory order the scales were wrong.

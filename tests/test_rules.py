@@ -106,7 +106,7 @@ def steps(name: str, x: Tensor, lr: Any, count: int = 2) -> Tensor:
     return params["w"]
 
 
-@at_most(2)
+@at_most(1)
 @pytest.mark.parametrize("name", RULES)
 def test_derivatives_batches_and_graphs(name: str) -> None:
     """Of parameters and of a rate: reverse and forward mode, twice; of a batch; and all of it in a graph."""

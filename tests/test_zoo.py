@@ -193,7 +193,7 @@ def shift(model: nn.Module) -> None:
             p.add_(torch.randn_like(p), alpha=0.1)
 
 
-@at_most(2)
+@at_most(1)
 @pytest.mark.parametrize("name", mark_seldom(ZOO, "deepseek_v3", "mamba", "swin", "whisper"))
 @real_ranks(2)
 def test_zoo(rank: int, name: str) -> None:
