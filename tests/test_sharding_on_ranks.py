@@ -268,54 +268,6 @@ def test_parts_of_the_tree(rank: int) -> None:
         torch.testing.assert_close([*full.values()], sorted_like(full, model, plain), rtol=1e-9, atol=1e-9)
 
 
-class Tied(nn.Module):
-    """A tied embedding and head, on more words than four ranks divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(4 * 4 + 1, 3, dtype=torch.float64)
-        self.head = nn.Linear(3, 4 * 4 + 1, bias=False, dtype=torch.float64)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embed(tokens))
-
-
-def tied_training(rank: int) -> tuple[Params, Params]:
-    torch.manual_seed(5)
-    model = Tied()
-    spec = fs.policies.always()(model).bound
-    shards = fs.shard(model, spec)
-    leaves = {key: nn.Parameter(shard) for key, shard in shards.items()}
-    sharded = torch.optim.AdamW(leaves.values(), lr=0.1)
-    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
-    tokens = torch.arange(4 * 6).view(4, 6) % 17
-
-    def loss(call: object, ids: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(call(ids), ids.flip(0))  # type: ignore[operator]
-
-    start = fs.gather_full(shards, spec)
-    for _ in range(10):
-        params = {key: leaf.detach() for key, leaf in leaves.items()}
-        grads = fs.grad(lambda p: loss(lambda ids: fs.functional_call(model, p, (ids,), spec=spec), tokens[rank]))(params)
-        for key, leaf in leaves.items():
-            leaf.grad = grads[key]
-        sharded.step()
-        plain.zero_grad()
-        torch.stack([loss(model, row) for row in tokens]).mean().backward()
-        plain.step()
-    end = fs.gather_full(leaves, spec)
-    torch.testing.assert_close(end, values(model), rtol=1e-9, atol=1e-9)
-    return start, end
-
-
-def test_train_shared_params_uneven_shard(gloo4: Pool) -> None:
-    """Tied weights of 4 W + 1 rows after 10 AdamW steps: plain training's, and every row moved, the last slice's too."""
-    for start, end in gloo4.run(tied_training):
-        assert list(end) == ["embed.weight"]
-        assert (start["embed.weight"] != end["embed.weight"]).any(dim=1).all()
-
-
 @real_ranks(2)
 def test_one_iteration(rank: int) -> None:
     """Uneven slices (12 elements and 9 of a weight): one step is W - lr mean(x), in closed form."""
