@@ -3,10 +3,7 @@
 By default a law has fewer examples (`depth`, and the profiles of conftest.py), and a test that is marked
 `pairs` or `each` runs fewer combinations of what it is parametrized by, the same ones every time:
 
-    @pairs  # each two values of two parameters are in one case together
-    @pytest.mark.parametrize("ranks", [2, 3, 8])
-    @pytest.mark.parametrize("strategy", STRATEGIES)
-    @pytest.mark.parametrize("way", WAYS)
+    @pairs(ranks=[2, 3, 8], strategy=STRATEGIES, way=WAYS)  # each two values of two parameters are in one case together
 
 A test of seconds whose law cheaper tests hold as well is marked `seldom`, and so are most values of a parameter whose cases
 take seconds each (`mark_seldom`): they run by default only if they are asked for alone. Of a test that is marked
@@ -24,7 +21,7 @@ import argparse
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -34,9 +31,34 @@ PROFILE = "HYPOTHESIS_PROFILE"
 T = TypeVar("T")
 V = TypeVar("V")
 
-each = pytest.mark.each
+
+def _name(value: Any) -> str | None:
+    """What a case is called by, of dtypes, options and the like, which pytest would number."""
+    text = str(value)
+    named = value is None or isinstance(value, str | int | float) or callable(value)
+    return None if named or " at 0x" in text else text
+
+
+class Combinations:
+    """A mark: ``@each``, or ``@each(strategy=STRATEGIES, way=WAYS)`` with what the test is parametrized by."""
+
+    def __init__(self, mark: pytest.MarkDecorator | None) -> None:
+        self.mark = mark
+
+    def __call__(self, test: Any = None, /, **tables: Collection[Any]) -> Any:
+        def decorate(test: Any) -> Any:
+            for name, values in reversed(tables.items()):
+                test = pytest.mark.parametrize(name, values, ids=_name)(test)
+            return self.mark(test) if self.mark else test
+
+        return decorate if test is None else decorate(test)
+
+
+every = Combinations(None)
+"""All combinations run."""
+each = Combinations(pytest.mark.each)
 """Each value of each parameter is in some case."""
-pairs = pytest.mark.pairs
+pairs = Combinations(pytest.mark.pairs)
 """Each two values of two parameters are in some case together."""
 seldom = pytest.mark.seldom
 """Not by default: in one of CI's slices, with --thorough, or alone."""

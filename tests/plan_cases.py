@@ -95,10 +95,7 @@ CASES = {
         lambda model, batch: model(input_ids=batch[0], labels=batch[1], use_cache=False).loss,
     ),
     "moe": Case(
-        lambda: moe.MoE(2, 64, 4, 64, 128, 8),
-        moe_policy,
-        moe_value,
-        lambda model, batch: model(*batch, moe.ALONE, 0.01),
+        lambda: moe.MoE(2, 64, 4, 64, 128, 8), moe_policy, moe_value, lambda model, batch: model(*batch, moe.ALONE, 0.01)
     ),
 }
 

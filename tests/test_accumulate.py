@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, Sent, gathers, reduce, scatters, world
-from depth import at_most, dealt, depth, each, mark_seldom, seldom
+from depth import at_most, dealt, depth, each, every, mark_seldom, seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -213,9 +213,7 @@ def by_way(way: str, loss: Any, params: fs.Params, batches: Sequence[Tensor], **
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
-@pytest.mark.parametrize("keep", KEEPS)
+@each(way=["fs", "torch.func", "backward"], keep=KEEPS)
 @pytest.mark.parametrize(
     "strategy",
     mark_seldom([name for name in STRATEGIES if name != "all axes"], "shard", "kept", "replicated", "remat", "bf16", "codec"),
@@ -226,10 +224,8 @@ def test_on_two_ranks(gloo2: Pool, strategy: str, keep: str, way: str) -> None:
 
 
 @at_most(3)
-@each
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "kept", "replicated", "all axes", "fp16", "bf16 reduced"))
+@each(way=["fs", "torch.func"])
+@every(keep=KEEPS, strategy=mark_seldom(STRATEGIES, "shard", "kept", "replicated", "all axes", "fp16", "bf16 reduced"))
 def test_on_replicas(gloo4: Pool, strategy: str, keep: str, way: str) -> None:
     """The same on a mesh of two axes, where "shards" reduces over one of them at the end."""
     gloo4.run(on_ranks, (2, 2), strategy, keep, way)
@@ -433,18 +429,14 @@ def by_tokens(rank: int, size: int, keep: str, way: str, reduce: str) -> None:
     torch.testing.assert_close(float(value), mean)
 
 
-@each
-@pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
-@pytest.mark.parametrize("keep", KEEPS)
+@each(reduce=["mean", "sum"], way=["fs", "torch.func"], keep=KEEPS)
 def test_weights_are_of_all_ranks(gloo2: Pool, keep: str, way: str, reduce: str) -> None:
     """Numbers of tokens: the mean over those of all ranks, or their sum; the NaN of a mean of none counts for nothing."""
     assert any(int((y >= 0).sum()) == 0 for _, y in (tokens_of(r, i) for r in range(2) for i in range(MICRO)))
     gloo2.run(by_tokens, 2, keep, way, reduce)
 
 
-@each
-@pytest.mark.parametrize("use", ["penalty", "derived", "remat", "unshard"])
+@each(use=["penalty", "derived", "remat", "unshard"])
 @real_ranks(2)
 def test_weights_and_a_loss_that_uses_its_shards(rank: int, use: str) -> None:
     """The mean is right with a penalty; elsewhere replicas would differ without a word.
@@ -547,8 +539,7 @@ class Total(nn.Linear):
         return super().forward(x).float().sum()
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@every(keep=KEEPS, dtype=[F32, BF16])
 def test_added_up_in_float32(dtype: torch.dtype, keep: str) -> None:
     """256 + 1 - 256 is 1, which bfloat16 loses; the result is in the shards' own dtype."""
     model = Total(1, 1, bias=False).to(dtype)
@@ -729,11 +720,7 @@ def refusals() -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
         "reduce": (ValueError, "reduce: expected 'mean', 'sum'", {"reduce": "max"}),
         "axes": (ValueError, "unknown mesh axis 'data'", {"reduce_axes": "data"}),
         "weights": (ValueError, "expected a weight for each of 2 micro-batches, got 1", {"weights": [1]}),
-        "of a generator": (
-            ValueError,
-            "for each of 2 micro-batches, got 1",
-            {"weights": [1], "microbatches": iter([x, x])},
-        ),
+        "of a generator": (ValueError, "for each of 2 micro-batches, got 1", {"weights": [1], "microbatches": iter([x, x])}),
         "too many": (ValueError, "for each of 1 micro-batches, got 2", {"weights": [1, 1], "microbatches": iter([x])}),
         "negative": (ValueError, "weight 1: expected a finite number from 0 on, got -1", {"weights": [1, -1]}),
         "NaN": (ValueError, "weight 0: expected a finite number from 0 on, got nan", {"weights": [float("nan"), 1]}),
@@ -778,9 +765,7 @@ def test_a_bad_weight_on_one_rank_is_an_error_on_every_rank(rank: int, keep: str
     fs.accumulate(loss, params, [x, x], spec=spec, keep=keep, weights=[1.0, 2.0])  # the ranks are together
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("reduce", ["mean", "sum"])
-@pytest.mark.parametrize("bad", [-1.0, -0.25, torch.nan, torch.inf])
+@every(keep=KEEPS, reduce=["mean", "sum"], bad=[-1.0, -0.25, torch.nan, torch.inf])
 def test_weights_that_the_host_cannot_read_make_nan(keep: str, reduce: Any, bad: float) -> None:
     """On simulated ranks, as on a device: one rank's bad weight shows on every rank that is reduced over, not as zeros."""
     model = chain(2)
@@ -852,8 +837,7 @@ def test_a_checkpoint_around_a_call_of_what_is_kept_full(p: P) -> None:
     close(got, each_alone(lambda params, x: run(params, x).square().mean(), params, batches)[0])
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("how", ["a hook", "backward", "autograd.grad"])
+@every(keep=KEEPS, how=["a hook", "backward", "autograd.grad"])
 def test_what_would_not_see_the_gradients_of_a_call(keep: str, how: str) -> None:
     """A hook on a shard is not called with them, a backward inside of the loss would be counted: both are refused."""
     model, x = chain(2), numbers(0, 0)

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from collective_log import Collectives, Sent, world
-from depth import depth, each, mark_seldom, pairs, seldom
+from depth import depth, each, every, mark_seldom, pairs, seldom
 from hypothesis import given
 from models import EXACT, unchanged
 from parity import MAIN_WAYS, WAYS
@@ -167,10 +167,7 @@ def on_ranks(rank: int, ranks: int, how: str, name: str, way: str) -> None:
         assert torch.equal(full[key], p)
 
 
-@pairs
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("how", WAYS_OF_P)
+@pairs(way=MAIN_WAYS, name=CODECS, how=WAYS_OF_P)
 def test_real_ranks(gloo2: Pool, how: str, name: str, way: str) -> None:
     """Values and gradients are the plain model's with the decoded weights; that is also what is gathered."""
     gloo2.run(on_ranks, 2, how, name, way)
@@ -213,8 +210,7 @@ def hooked(model: nn.Module) -> nn.Module:
     return model
 
 
-@each
-@pytest.mark.parametrize("name", mark_seldom(CODECS, "int8"))
+@each(name=mark_seldom(CODECS, "int8"))
 @real_ranks(4)
 def test_hooks_meshes_of_two_axes_and_overrides(rank: int, name: str) -> None:
     """Split over either axis, over both in either order or neither, and some units in another way than others."""
@@ -256,10 +252,7 @@ def test_hooks_meshes_of_two_axes_and_overrides(rank: int, name: str) -> None:
         before = spec
 
 
-@each
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("how", WAYS_OF_P)
+@each(sizes=SIZES, name=CODECS, how=WAYS_OF_P)
 def test_simulated_ranks(how: str, name: str, sizes: dict[str, int]) -> None:
     """The first derivative, and a Hessian-vector product through frozen weights that are decoded."""
     model, codec = model_of(), CODECS[name]
@@ -312,8 +305,7 @@ def test_second_derivatives_on_real_ranks(rank: int) -> None:
                 assert_close(hv[key], h, **EXACT)
 
 
-@pytest.mark.parametrize("param", [BF16, None])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@every(param=[BF16, None], dtype=[torch.float32, BF16])
 def test_computed_in_what_the_precision_says(dtype: torch.dtype, param: torch.dtype | None) -> None:
     """Decoded to that dtype, or to the parameters' own, also where params of another dtype were sharded."""
     model = model_of(dtype)

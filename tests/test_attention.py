@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most, each, seldom
+from depth import at_most, each, every, seldom
 from ranks import real_ranks
 from test_chunked import Largest
 from torch import Tensor, nn
@@ -82,9 +82,7 @@ ORDERS: dict[str, Callable[[Function, tuple[Tensor, ...]], Any]] = {
 }
 
 
-@each
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("order", ORDERS)
+@each(case=CASES, order=ORDERS)
 def test_equals_the_math_kernel(order: str, case: str) -> None:
     """Masks, causal and not, grouped queries, another number of keys, rows that attend to nothing; at every order."""
     xs, options = CASES[case]
@@ -127,8 +125,7 @@ def test_attention_under_no_grad_is_a_constant(forward: bool) -> None:
         assert_close(fs.hvp(loss, x, x.cos(), forward=forward), want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("cast", ["arguments", "autocast"])
+@every(dtype=[torch.float16, torch.bfloat16], cast=["arguments", "autocast"])
 def test_16_bits_accumulate_in_32(dtype: torch.dtype, cast: str) -> None:
     """The same numbers as the math kernel's; and the same in a backward outside of autocast."""
     xs = [x.float() if cast == "autocast" else x.to(dtype) for x in qkv()]
@@ -279,8 +276,7 @@ def sharded_llama(model: nn.Module, ids: Tensor, spec: fs.PartitionSpec, *, padd
 
 
 @seldom
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("p", [P("shard", remat=True), P("shard"), P()])
+@every(padded=[True, False], p=[P("shard", remat=True), P("shard"), P()])
 @real_ranks(2)
 def test_transformers_on_real_ranks(rank: int, p: P, padded: bool) -> None:
     model, ids = llama()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import pairs
+from depth import every, pairs
 from models import EXACT
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -119,9 +119,7 @@ def test_on_two_ranks(rank: int) -> None:
         auxiliary_loss(p)
 
 
-@pairs
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", ["dict", "list", "deque", "nested"])
+@pairs(strategy=STRATEGIES, kind=["dict", "list", "deque", "nested"])
 def test_what_a_container_of_a_module_caches(kind: str, strategy: str) -> None:
     """Another call finds the container as it was, so that other parameters are not evaluated with the first ones' values."""
     model, spec, params, x = build(lambda: Cached(kind), STRATEGIES[strategy])
@@ -173,8 +171,7 @@ class Collecting(nn.Module):
         return x.square().mean() + sum(losses)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("how", ["list", "attributes", "left"])
+@every(strategy=STRATEGIES, how=["list", "attributes", "left"])
 def test_losses_that_the_model_itself_collects(how: str, strategy: str) -> None:
     """What the result was computed from is no error; a list of the others is."""
     torch.manual_seed(0)
@@ -292,8 +289,7 @@ HARMLESS = {
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::funshard.BufferWarning", "ignore:RNN module weights")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", HARMLESS)
+@every(strategy=STRATEGIES, kind=HARMLESS)
 def test_what_libraries_leave_is_no_error(kind: str, strategy: str) -> None:
     """Weights that hooks compute anew in each forward, lists of weights, constants, and states where None was before."""
     torch.manual_seed(0)

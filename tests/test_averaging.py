@@ -229,10 +229,7 @@ def test_pure(step: int) -> None:
         spec = REPLICATED(MODEL).bound
         params, state = fs.shard(MODEL, spec), av.init(step)
         kept, tensors = copy.deepcopy(params), list(params.values())
-        for after in (
-            av.periodic(params, state, spec, period=2),
-            av.hierarchical(params, state, spec, levels=[(2, "shard")]),
-        ):
+        for after in (av.periodic(params, state, spec, period=2), av.hierarchical(params, state, spec, levels=[(2, "shard")])):
             assert after[0] is not params
             assert (state.step, after[1].step) == (step, step + 1)
             assert all(p is q for p, q in zip(params.values(), tensors, strict=True))

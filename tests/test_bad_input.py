@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from depth import every
 from torch import nn
 
 import funshard as fs
@@ -40,11 +41,7 @@ BAD_PARAMS: dict[str, tuple[Params, type[Exception], str]] = {
     "unknown": ({**PARAMS, "7": X}, ValueError, r"unit '7' is not in the spec: expected units \['0', '1'\]"),
     "shape": ({**PARAMS, "1": X}, ValueError, r"unit '1': expected a 1-D buffer of 4 elements, got shape \[1, 3\]"),
     "a list": ([*PARAMS.values()], TypeError, r"params: expected a dict of tensors by unit key or parameter name, got list"),
-    "the model": (
-        MODEL,
-        TypeError,
-        r"params: expected a dict .*, got Sequential; fs\.shard\(model, spec\) gives them",
-    ),
+    "the model": (MODEL, TypeError, r"params: expected a dict .*, got Sequential; fs\.shard\(model, spec\) gives them"),
     "not a tensor": ({**PARAMS, "1": [0.0]}, TypeError, r"unit '1': expected a tensor, got list"),
     "full": (FULL, ValueError, r"unit '0\.weight' is not in the spec: expected units \['0', '1'\]"),
     "another policy": (
@@ -60,8 +57,7 @@ BAD_PARAMS: dict[str, tuple[Params, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("bad", sorted(BAD_PARAMS))
-@pytest.mark.parametrize("reader", sorted(READERS))
+@every(bad=sorted(BAD_PARAMS), reader=sorted(READERS))
 def test_params_that_do_not_fit_the_spec(reader: str, bad: str) -> None:
     """Everything that takes shards says which unit is wrong, what it expected and what it got."""
     params, error, match = BAD_PARAMS[bad]
@@ -277,11 +273,7 @@ SHORTER = changed(lambda m: m.pop(1))
         (lambda: fs.functional_call(GROWN, PARAMS, X, spec=SPEC), ValueError, r"'2\.weight' is not in the spec.*changed after"),
         (lambda: fs.functional_call(SHORTER, PARAMS, X, spec=SPEC), ValueError, r"'1\.weight' of unit '1'.*got none.*changed"),
         (lambda: fs.functional_call(WIDER, PARAMS, X, spec=SPEC), ValueError, r"expected shape \[2, 4\].*got shape \[5, 4\]"),
-        (
-            lambda: fs.shard({**FULL, "2.weight": X}, SPEC, rank=0),
-            ValueError,
-            r"'2\.weight' is not in the spec: expected",
-        ),
+        (lambda: fs.shard({**FULL, "2.weight": X}, SPEC, rank=0), ValueError, r"'2\.weight' is not in the spec: expected"),
         (
             lambda: fs.shard({**FULL, "0.weight": X}, SPEC, rank=0),
             ValueError,
@@ -305,11 +297,7 @@ SHORTER = changed(lambda m: m.pop(1))
         (lambda: fs.shard(MODEL, SPEC, rank=2), ValueError, r"rank 2 is not on the mesh of sizes \[2\]: expected 0\.\.1"),
         (lambda: fs.param_views(PARAMS, SPEC), ValueError, r"sizes \[2\] does not know its rank: expected rank=0\.\.1"),
         (lambda: fs.unshard(PARAMS, SPEC), ValueError, r"axis of 2 ranks without a process group.*\.on\(mesh\)"),
-        (
-            lambda: fs.unshard(PARAMS, SPEC, units=["2"]),
-            ValueError,
-            r"unit '2' is not in the spec: expected some of \['0',",
-        ),
+        (lambda: fs.unshard(PARAMS, SPEC, units=["2"]), ValueError, r"unit '2' is not in the spec: expected some of \['0',"),
         (lambda: fs.unflatten(PARAMS, SPEC), ValueError, r"unit '0': expected a 1-D buffer of 16 elements, got shape \[8\]"),
         (
             lambda: fs.reshard(PARAMS, SPEC, fs.policies.whole()(GROWN).on({"shard": 2})),
@@ -460,8 +448,7 @@ MATRIX: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("rate", NO_RATES)
-@pytest.mark.parametrize("make", [*MATRIX, "AdamW"])
+@every(rate=NO_RATES, make=[*MATRIX, "AdamW"])
 def test_an_optimizer_that_is_made_with_a_rate_that_is_no_number(make: str, rate: str) -> None:
     """Of all parameters, and as the option of one: not torch's or Python's words about ``<=``."""
     of = MATRIX.get(make, partial(fs.optim.from_torch, torch.optim.AdamW))

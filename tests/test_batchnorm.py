@@ -101,9 +101,7 @@ def check(got: dict[str, Tree], expected: dict[str, Tree], spec: fs.PartitionSpe
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each(size=[2, 3], layout=LAYOUTS)
 def test_simulated_ranks(layout: str, size: int) -> None:
     """Values, statistics and derivatives of first and second order are BatchNorm's of the joined batch."""
     xs, p = batch(*[4] * size), LAYOUTS[layout]

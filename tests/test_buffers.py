@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from depth import at_most, depth, each, seldom
+from depth import at_most, depth, each, every, seldom
 from models import unchanged
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -84,9 +84,7 @@ WAYS: dict[str, Callable[..., object]] = {
 
 
 @at_most(21)
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", CHANGED)
+@every(remat=[False, True], way=WAYS, kind=CHANGED)
 def test_changes_that_are_lost_are_said_once(kind: str, way: str, remat: bool) -> None:
     """Naming the buffers, at the caller's line, the first time that a model loses any."""
     make, shape, match = CHANGED[kind]
@@ -101,8 +99,7 @@ def test_changes_that_are_lost_are_said_once(kind: str, way: str, remat: bool) -
         step(params)  # warnings are errors in the tests
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("kind", UNCHANGED)
+@every(remat=[False, True], kind=UNCHANGED)
 def test_nothing_is_said_where_nothing_is_lost(kind: str, remat: bool) -> None:
     """Of constants, of what is in eval mode, and of buffers that are given."""
     model, x = UNCHANGED[kind](), torch.randn(4, 3)
@@ -162,9 +159,7 @@ TRANSFORMS = {
 }
 
 
-@each
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("way", TRANSFORMS)
+@each(strategy=STRATEGIES, way=TRANSFORMS)
 @real_ranks(2)
 def test_pure_form(rank: int, way: str, strategy: str) -> None:
     """Buffers in, buffers out by has_aux: those of plain calls, and the ones that went in stay as they were.

@@ -9,7 +9,7 @@ from typing import Any
 import matrix_peers as peers
 import pytest
 import torch
-from depth import at_most, each, mark_seldom
+from depth import at_most, each, every, mark_seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -112,9 +112,7 @@ def test_what_is_hidden() -> None:
 
 
 @at_most(2)
-@each
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each(mesh=MESHES, optimizer=OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_equal_to_the_unsharded_one_on_simulated_ranks(optimizer: str, mesh: str) -> None:
     sizes, axis = MESHES[mesh]
@@ -132,10 +130,7 @@ def on_ranks(rank: int, sizes: dict[str, int], axis: Any, optimizer: str, option
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("mesh", ["fsdp", "ddp", "hsdp", "two axes"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each(donate=[False, True], mesh=["fsdp", "ddp", "hsdp", "two axes"], optimizer=OPTIMIZERS)
 def test_equal_to_the_unsharded_one_on_real_ranks(gloo2: Pool, gloo4: Pool, optimizer: str, mesh: str, donate: bool) -> None:
     sizes, axis = MESHES[mesh]
     pool = gloo4 if math.prod(sizes.values()) == 4 else gloo2
@@ -171,11 +166,8 @@ def loaded_in_the_middle(
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("like", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "two axes"])
-@pytest.mark.parametrize("optimizer", mark_seldom(OPTIMIZERS, *[*OPTIMIZERS][::2]))
+@each(like=[False, True], policy=POLICIES)
+@every(mesh=["fsdp", "hsdp", "two axes"], optimizer=mark_seldom(OPTIMIZERS, *[*OPTIMIZERS][::2]))
 def test_another_world_size_in_the_middle(
     gloo2: Pool, gloo4: Pool, tmp_path: Path, optimizer: str, mesh: str, policy: str, like: bool
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from depth import every
 from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
@@ -269,9 +270,7 @@ class Counting(nn.Module):
         return (self.weight * x * self.table.to(x.dtype) * self.mask).sum()
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("way", ["fs", "backward"])
-@pytest.mark.parametrize("buffer", [None, BF16, F16, F64])
+@every(remat=[False, True], way=["fs", "backward"], buffer=[None, BF16, F16, F64])
 def test_buffers_keep_their_dtypes(buffer: torch.dtype | None, way: str, remat: bool) -> None:
     """Inside they are cast, integers never; outside they are what they were, bit by bit where forward left them alone."""
     model = Counting()
@@ -293,8 +292,7 @@ def test_buffers_keep_their_dtypes(buffer: torch.dtype | None, way: str, remat: 
     assert torch.equal(buffers["running"], running)
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("way", ["fs", "backward"])
+@every(mode=["train", "eval"], way=["fs", "backward"])
 def test_running_statistics(way: str, mode: str) -> None:
     """Those of a module whose parameters and buffers are in bfloat16, by hand; in eval they are not touched."""
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).train(mode == "train")
@@ -365,8 +363,7 @@ def test_a_buffer_that_grows_comes_back_in_its_dtype() -> None:
 # --- Precision as data ---
 
 
-@pytest.mark.parametrize("name", ["param", "reduce", "output", "buffer"])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, "float16", float, 16])
+@every(name=["param", "reduce", "output", "buffer"], dtype=[torch.int64, torch.bool, torch.complex64, "float16", float, 16])
 def test_what_is_no_floating_dtype(name: str, dtype: Any) -> None:
     with pytest.raises(TypeError, match=rf"^Precision: {name}: expected a floating point dtype or None, got"):
         Precision(**{name: dtype})

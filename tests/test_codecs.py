@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from depth import at_most, seldom
+from depth import at_most, every, seldom
 from hypothesis import example, given
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -129,8 +129,7 @@ def test_the_values_are_the_papers() -> None:
     assert codecs.NF4[6] == -0.09105003625154495
 
 
-@pytest.mark.parametrize("make", EVERY)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@every(make=EVERY, bad=[math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_not_hidden(make: Any, bad: float) -> None:
     """Its block is NaN, and without quantized scales no other."""
     x = torch.ones(24)
@@ -143,8 +142,7 @@ def test_what_is_not_finite_is_not_hidden(make: Any, bad: float) -> None:
         assert torch.equal(got[16:], x[16:])
 
 
-@pytest.mark.parametrize("make", EVERY)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every(make=EVERY, dtype=[torch.float32, torch.float16, torch.bfloat16])
 def test_the_largest_numbers_are_finite(make: Any, dtype: torch.dtype) -> None:
     """Sums of scales overflowed, where these are quantized."""
     x = torch.full((40,), torch.finfo(dtype).max, dtype=dtype)
@@ -154,8 +152,7 @@ def test_the_largest_numbers_are_finite(make: Any, dtype: torch.dtype) -> None:
     assert ((got.double() - x.double()).abs() <= 0.2 * torch.finfo(dtype).max).all()
 
 
-@pytest.mark.parametrize("make", EVERY)
-@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65])
+@every(make=EVERY, numel=[0, 1, 63, 64, 65])
 def test_decodes_to_the_dtype_it_is_asked_for(make: Any, numel: int) -> None:
     x = numbers(numel, torch.float32)
     codec = make(64)
@@ -170,8 +167,7 @@ def test_decodes_to_the_dtype_it_is_asked_for(make: Any, numel: int) -> None:
 
 
 @at_most(8)
-@pytest.mark.parametrize("dtype", [*LOW, *WIDE])
-@pytest.mark.parametrize("make", EVERY)
+@every(dtype=[*LOW, *WIDE], make=EVERY)
 def test_slices_at_once_are_slices_one_by_one(make: Any, dtype: torch.dtype) -> None:
     """By torch.vmap, both ways, bit by bit; and what is packed has the length that shapes alone tell."""
     for numel in (0, 1, 64, 130):

@@ -386,9 +386,7 @@ def sum_of_cubes(params: fs.Params, spec: fs.PartitionSpec) -> Tensor:
 
 @at_most(1)
 @batched
-@each
-@pytest.mark.parametrize("policy", ["sharded", "mixed"])
-@pytest.mark.parametrize("how", ["grad", "remat", "scan", "hvp"])
+@each(policy=["sharded", "mixed"], how=["grad", "remat", "scan", "hvp"])
 def test_derivatives_through_skipped_steps(policy: str, how: str) -> None:
     """By the initial parameters and weights of gradients: those of plain operations on the unsharded tree."""
     steps = 6

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, depth, each, pairs
+from depth import at_most, depth, each, every, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -101,8 +101,7 @@ def test_exact_is_the_mean(layout: str) -> None:
     assert_close(shards, slices(mean(grads, layout), layout))
 
 
-@pytest.mark.parametrize("axes", [(), "replicate", "shard", ("shard", "replicate")])
-@pytest.mark.parametrize("layout", ["hsdp", "both"])
+@every(axes=[(), "replicate", "shard", ("shard", "replicate")], layout=["hsdp", "both"])
 def test_exact_over_some_axes(layout: str, axes: Any) -> None:
     """Whatever order the unit is split in: each rank's slice is that of its own group's mean."""
     grads = gradients(6)
@@ -139,9 +138,7 @@ def test_exact_is_the_transpose_of_unshard(data: st.DataObject) -> None:
             assert_close(out, want)
 
 
-@pairs
-@pytest.mark.parametrize("options", [{}, {"batched": True}, {"warm_start": False}, {"error_feedback": False}])
-@pytest.mark.parametrize("axes", [None, "shard", "replicate"])
+@pairs(options=[{}, {"batched": True}, {"warm_start": False}, {"error_feedback": False}], axes=[None, "shard", "replicate"])
 @each_layout
 def test_full_rank_is_exact(layout: str, axes: str | None, options: dict[str, Any]) -> None:
     if axes not in (None, *LAYOUTS[layout][1]):
@@ -287,8 +284,7 @@ def through_torch(x: Tensor, chunk: int | None) -> Tensor:
     return torch.fake_quantize_per_channel_affine(rows, scale, zero.int(), 0, 0, 255).flatten()[: len(x)]
 
 
-@each
-@pytest.mark.parametrize("chunk", [None, 1, 5, 16, 10**6])
+@each(chunk=[None, 1, 5, 16, 10**6])
 @each_layout
 def test_quantized_as_by_torch(layout: str, chunk: int | None) -> None:
     """Each slice that a rank sends is one that torch quantizes."""
@@ -318,8 +314,7 @@ def test_quantized_is_off_by_half_a_level_at_most(exponent: float, chunk: int, l
     assert all(shards[key].any() for key in want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["both", "some", "alone"])
+@every(dtype=[torch.float32, torch.float16, torch.bfloat16], layout=["both", "some", "alone"])
 def test_quantized_near_the_largest_number_is_finite(layout: str, dtype: torch.dtype) -> None:
     """The difference of the largest and the smallest overflowed, and so did sums over ranks."""
     most = torch.finfo(dtype).max
@@ -354,8 +349,7 @@ def low_rank(size: int, rank: int, seed: int = 0) -> fs.Params:
     return out
 
 
-@each
-@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@each(rank=[1, 2, 3, 4])
 @each_layout
 def test_low_rank_gradients_are_sent_exactly(layout: str, rank: int) -> None:
     """Of the approximation's rank, and of a lower one: Gram-Schmidt gives columns that are not orthogonal then."""
@@ -513,21 +507,9 @@ GOOD = {n: torch.zeros_like(p) for n, p in MODEL.named_parameters()}
 BAD: dict[str, tuple[fs.Params, type[Exception], str]] = {
     "shards": ({"0": torch.zeros(77)}, ValueError, r"gradient '0' is not of a parameter .*unshard"),
     "missing": ({n: g for n, g in GOOD.items() if n != "1.bias"}, ValueError, r"parameter '1.bias' of unit '1' is missing"),
-    "shape": (
-        GOOD | {"2.weight": torch.zeros(5, 8).double()},
-        ValueError,
-        r"'2.weight' .* shape \[5, 7\], got \[5, 8\]",
-    ),
-    "dtype": (
-        GOOD | {"1.bias": torch.zeros(7)},
-        ValueError,
-        r"'1.weight' of unit '1': expected torch.float32 as '1.bias' has",
-    ),
-    "integer": (
-        GOOD | {"0.bias": torch.zeros(11).int()},
-        TypeError,
-        r"'0.bias': .*floating point dtype, got torch.int32",
-    ),
+    "shape": (GOOD | {"2.weight": torch.zeros(5, 8).double()}, ValueError, r"'2.weight' .* shape \[5, 7\], got \[5, 8\]"),
+    "dtype": (GOOD | {"1.bias": torch.zeros(7)}, ValueError, r"'1.weight' of unit '1': expected torch.float32 as '1.bias' has"),
+    "integer": (GOOD | {"0.bias": torch.zeros(11).int()}, TypeError, r"'0.bias': .*floating point dtype, got torch.int32"),
 }
 
 

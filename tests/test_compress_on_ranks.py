@@ -15,16 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power_hook
 from collective_log import Collectives, Sent, world
-from depth import at_most, each, mark_seldom
+from depth import at_most, each, every, mark_seldom
 from ranks import Pool, real_ranks
 from test_compress import COMPRESSORS, LAYOUTS, MODEL, gradients, steps
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
-    default_hooks,
-    post_localSGD_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -226,9 +222,7 @@ def on_real_ranks(rank: int, layout: str, name: str, size: int) -> tuple[list[fs
     return out, state
 
 
-@each
-@pytest.mark.parametrize("layout", ["some", "four"])
-@pytest.mark.parametrize("name", COMPRESSORS)
+@each(layout=["some", "four"], name=COMPRESSORS)
 def test_real_ranks_are_as_simulated_ones(gloo2: Pool, gloo4: Pool, name: str, layout: str) -> None:
     pool, size = (gloo2, 2) if layout == "some" else (gloo4, 4)
     simulated = steps(COMPRESSORS[name], layout, *(gradients(size, seed) for seed in range(3)))
@@ -253,8 +247,7 @@ def sent(compressor: Compressor[Any], policy: fs.Policy, sizes: dict[str, int]) 
         return log.all
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("rank", [1, 2, 3])
+@every(split=[False, True], rank=[1, 2, 3])
 def test_powersgd_sends_p_and_q(rank: int, split: bool) -> None:
     """Of all units at once: (rows + columns) rank elements of each matrix, vectors as they are, in two all-reduces.
 
@@ -309,8 +302,7 @@ def test_what_is_local_is_not_sent() -> None:
     assert {x.ranks for x in sent(post_local(1, "shard"), fs.policies.always(), EIGHT)} == {2, 4}
 
 
-@pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", reshard=False), fs.P()], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every(p=[fs.P("shard"), fs.P("shard", reshard=False), fs.P()], dtype=[torch.float16, torch.bfloat16])
 @real_ranks(2)
 def test_a_cast_is_the_reduce_dtype(rank: int, dtype: torch.dtype, p: fs.P) -> None:
     """test_fp16_hook, test_bf16_hook: bit for bit the gradients of ``Precision(reduce=)``, in the parameters' dtype."""

@@ -86,9 +86,7 @@ def check(found: list[Tree], norm: Tensor, want: list[Tree]) -> None:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("sizes", [(1, 3), (2, 2), (1, 4), (1, 1)], ids=str)
-@pytest.mark.parametrize("attention", example.ATTENTION)
+@each(sizes=[(1, 3), (2, 2), (1, 4), (1, 1)], attention=example.ATTENTION)
 def test_simulated_ranks(attention: str, sizes: tuple[int, int]) -> None:
     """Causal masks over balanced slices: derivatives of first and second order, and the norm."""
     xys = tokens(sizes[0]).repeat_interleave(sizes[1], 0)
@@ -109,8 +107,7 @@ HSDP = [fs.P("shard"), fs.P(("shard", "context")), fs.P("context", reshard=False
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("p", mark_seldom(HSDP, HSDP[1]), ids=str)
+@each(p=mark_seldom(HSDP, HSDP[1]))
 @pytest.mark.parametrize("order", [("replicate", "shard", "context"), ("context", "replicate", "shard")], ids="-".join)
 @pytest.mark.parametrize("attention", example.ATTENTION)
 def test_replicas_on_simulated_ranks(attention: str, order: tuple[str, ...], p: fs.P) -> None:
@@ -130,9 +127,7 @@ def in_replicas_on_rank(rank: int, attention: str, p: fs.P) -> tuple[list[Tree],
 
 
 @seldom
-@each
-@pytest.mark.parametrize("p", mark_seldom(HSDP, HSDP[2]), ids=str)
-@pytest.mark.parametrize("attention", mark_seldom(example.ATTENTION, "ring"))
+@each(p=mark_seldom(HSDP, HSDP[2]), attention=mark_seldom(example.ATTENTION, "ring"))
 def test_replicas_on_four_ranks(gloo4: Pool, attention: str, p: fs.P) -> None:
     want = in_one_process(2)
     for found, norm in gloo4.run(in_replicas_on_rank, attention, p):
@@ -145,9 +140,7 @@ def on_rank(rank: int, sizes: tuple[int, int], attention: str) -> tuple[list[Tre
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 4), marks=seldom)], ids=str)
-@pytest.mark.parametrize("attention", example.ATTENTION)
+@each(sizes=[(2, 2), pytest.param((1, 4), marks=seldom)], attention=example.ATTENTION)
 def test_four_ranks(gloo4: Pool, attention: str, sizes: tuple[int, int]) -> None:
     want = in_one_process(sizes[0])
     for found, norm in gloo4.run(on_rank, sizes, attention):

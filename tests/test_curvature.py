@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import depth, seldom
+from depth import depth, every, seldom
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -226,8 +226,7 @@ def diagonal(values: Tensor, dtype: torch.dtype = torch.float64) -> curvature.Op
     return curvature.Operator(lambda v: {"": values.to(dtype) * v[""]}, fs.shard(model, spec), spec)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [1.0, 1e-25, 1e25])
+@every(dtype=[torch.float64, torch.float32], size=[1.0, 1e-25, 1e25])
 def test_tiny_and_huge_operators_and_low_rank(size: float, dtype: torch.dtype) -> None:
     """Squares of their elements are not representable in float32; the iteration ends where the space does."""
     operator = diagonal(size * torch.tensor([3.0, 3.0, 2.0, 0.0, 0.0, 0.0]).double(), dtype)

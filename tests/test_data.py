@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import seldom
+from depth import every, seldom
 from ranks import Pool
 from torch import nn
 from torch.distributed import init_device_mesh
@@ -33,8 +33,7 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
     return [i for batch in batches for i in batch]
 
 
-@pytest.mark.parametrize("last", ["drop", "pad", "short"])
-@pytest.mark.parametrize("shuffle", [False, True])
+@every(last=["drop", "pad", "short"], shuffle=[False, True])
 def test_the_parts_of_all_ranks_are_the_batch_of_one(last: str, shuffle: bool) -> None:
     """In rank order, for every step of three epochs; the counts of real samples add up to the samples."""
     options = {"batch": 24, "seed": 3, "shuffle": shuffle, "last": last}

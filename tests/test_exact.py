@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most, each, some
+from depth import at_most, each, every, some
 from models import build, unchanged
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -71,9 +71,7 @@ PS = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
-@pytest.mark.parametrize("p", PS, ids=str)
+@each(sizes=[{"shard": 1}, {"shard": 3}, {"replicate": 2, "shard": 2}], p=PS)
 def test_simulated_ranks(p: P, sizes: dict[str, int]) -> None:
     """With dropout, batch norm and a parametrization, to second order; the model and the random state are left alone."""
     model = network()
@@ -391,8 +389,7 @@ def with_batch_norm() -> nn.Module:
     return fs.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
 
 
-@pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
-@pytest.mark.parametrize("order", [1, 2])
+@every(sizes=[{"shard": 3}, {"replicate": 2, "shard": 2}], order=[1, 2])
 def test_sync_batch_norm_on_simulated_ranks_is_no_false_alarm(order: int, sizes: dict[str, int]) -> None:
     """Its plain model has the statistics of the joined batch as well, over all axes or one."""
     model = with_batch_norm()

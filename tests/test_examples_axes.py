@@ -92,15 +92,10 @@ def tensor_parallel_gradient(
 
 
 WAYS = [{}, {"sequence": True}, {"sequence": True, "reshard": False}]
-MESHES = [
-    {"shard": 2, "tensor": 2},
-    {"tensor": 4, "shard": 1},
-    {"shard": 4, "tensor": 1},
-]
+MESHES = [{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"shard": 4, "tensor": 1}]
 
 
-@each
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@each(way=WAYS)
 @pytest.mark.parametrize(
     "sizes", [{"replicate": 2, "shard": 2, "tensor": 2}, *depth([], MESHES), {"shard": 1, "tensor": 1}], ids=str
 )
@@ -125,15 +120,12 @@ def tensor_parallel_rank(rank: int, sizes: dict[str, int], way: Mapping[str, Any
     check(*tensor_parallel_gradient(bind(sizes), model, full, xys[rank], way, seeds[rank])[:2], want)
 
 
-@each
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@each(way=WAYS, sizes=MESHES)
 def test_tensor_parallel_on_four_ranks(gloo4: Pool, sizes: dict[str, int], way: dict[str, bool]) -> None:
     gloo4.run(tensor_parallel_rank, sizes, way, 0.0)
 
 
-@each
-@pytest.mark.parametrize("way", WAYS[:2], ids=str)
+@each(way=WAYS[:2])
 def test_tensor_parallel_on_two_ranks(gloo2: Pool, way: dict[str, bool]) -> None:
     gloo2.run(tensor_parallel_rank, {"shard": 1, "tensor": 2}, way, 0.0)
 
@@ -205,10 +197,7 @@ MOE_MESHES = [{"expert": 2, "shard": 2}, {"shard": 2, "expert": 2}, {"expert": 4
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("balance", [0.5, 0.0])
-@pytest.mark.parametrize("tokens", [2, SEQ])
-@pytest.mark.parametrize("sizes", mark_seldom(MOE_MESHES, *MOE_MESHES[:2]), ids=str)
+@each(balance=[0.5, 0.0], tokens=[2, SEQ], sizes=mark_seldom(MOE_MESHES, *MOE_MESHES[:2]))
 def test_experts_on_four_ranks(gloo4: Pool, sizes: dict[str, int], tokens: int, balance: float) -> None:
     """Of uneven counts, with experts that have no tokens: two tokens of each rank have eight experts to choose from."""
     seen = gloo4.run(moe_rank, sizes, tokens, balance)
@@ -218,8 +207,7 @@ def test_experts_on_four_ranks(gloo4: Pool, sizes: dict[str, int], tokens: int, 
         assert 0 in counts
 
 
-@each
-@pytest.mark.parametrize("sizes", [{"expert": 2, "shard": 1}], ids=str)
+@each(sizes=[{"expert": 2, "shard": 1}])
 def test_experts_on_two_ranks(gloo2: Pool, sizes: dict[str, int]) -> None:
     gloo2.run(moe_rank, sizes, 1, 0.5)
 
@@ -280,8 +268,7 @@ def mixtral_rank(rank: int, sizes: dict[str, int]) -> None:
     check(fs.unshard(grads, spec), fs.optim.global_norm(grads, spec), want)
 
 
-@each
-@pytest.mark.parametrize("sizes", mark_seldom(MOE_MESHES[:3], *MOE_MESHES[:2]), ids=str)
+@each(sizes=mark_seldom(MOE_MESHES[:3], *MOE_MESHES[:2]))
 def test_mixtral_on_four_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
     pytest.importorskip("transformers.integrations.moe")
     gloo4.run(mixtral_rank, sizes)

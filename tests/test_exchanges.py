@@ -90,9 +90,7 @@ CASES = {
         lambda x, a: c.permute(x, a, 2), lambda n: (), lambda xs: [xs[(r - 2) % len(xs)] for r in range(len(xs))]
     ),
     "permute to the next": Case(
-        lambda x, a: c.permute(x, a, perm=to_next(a.size)),
-        lambda n: (2, 3),
-        lambda xs: [torch.zeros_like(xs[0]), *xs[:-1]],
+        lambda x, a: c.permute(x, a, perm=to_next(a.size)), lambda n: (2, 3), lambda xs: [torch.zeros_like(xs[0]), *xs[:-1]]
     ),
     "permute to the one before": Case(
         lambda x, a: c.permute(x, a, perm=[(j, i) for i, j in to_next(a.size)]),
@@ -212,9 +210,7 @@ def check(name: str, n: int, got: list[list[Tensor]]) -> None:
 
 
 @at_most(4)
-@each
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
+@each(n=[1, 2, 3, 4], name=CASES)
 def test_simulated_ranks(name: str, n: int) -> None:
     """Values, transposes, vmaps and derivatives of two and three orders."""
     x, v = (inputs(CASES[name], n, seed) for seed in (0, 1))

@@ -130,10 +130,7 @@ HOLD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Tensor]]]
         lambda held, p: p.new_empty(0).set_(held[0], held[1], p.shape),
     ),
     "numpy": (lambda p: p.detach().numpy(), lambda held, p: torch.from_numpy(held)),
-    "a memoryview": (
-        lambda p: memoryview(p.detach().view(-1).numpy()),
-        lambda held, p: torch.frombuffer(held, dtype=p.dtype),
-    ),
+    "a memoryview": (lambda p: memoryview(p.detach().view(-1).numpy()), lambda held, p: torch.frombuffer(held, dtype=p.dtype)),
     "dlpack": (lambda p: dlpack.to_dlpack(p.detach()), lambda held, p: dlpack.from_dlpack(held)),
     "an iterator": (lambda p: iter(p.detach()), lambda held, p: torch.stack(list(held))),
 }

@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 from cases import owned
-from depth import pairs
+from depth import every, pairs
 from hypothesis import strategies as st
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -456,9 +456,8 @@ def test_derivatives_and_batches_of_rates_are_refused(cls: Any) -> None:
 
 @pairs
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("policy", [fs.P("shard"), fs.P()], ids=str)
-@pytest.mark.parametrize("how", ["foreach", "fused", "donate", "fused donate"])
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@every(policy=[fs.P("shard"), fs.P()])
+@every(how=["foreach", "fused", "donate", "fused donate"], cls=[torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_kernels_without_batching_rules_on_simulated_ranks(cls: Any, how: str, policy: fs.P) -> None:
     """The step of a script runs: a kernel and overwritten memory are means, and never say what a step is."""
     spec, start = fs.policies.whole(policy)(nn.Linear(3, 4)), {"": torch.linspace(1, 2, 32)}
@@ -553,8 +552,7 @@ def test_state_is_sharded_like_the_params() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's loops under vmap
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("policy", [fs.policies.always(), fs.by_path({"0": fs.P(), "2": fs.P("shard")})])
+@every(cls=[torch.optim.SGD, torch.optim.AdamW], policy=[fs.policies.always(), fs.by_path({"0": fs.P(), "2": fs.P("shard")})])
 def test_simulated_ranks(cls: Any, policy: fs.Policy) -> None:
     """Three steps of training on three ranks are three steps on the joined batch."""
     module = model()

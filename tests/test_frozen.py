@@ -106,10 +106,7 @@ def expected_products(frozen: set[str]) -> int:
 FROZEN = [{"0"}, {"0", "1", "2"}, {"2", "3"}, {"5"}, {"0", "2", "4", "5"}, set("01234")]
 
 
-@pairs
-@pytest.mark.parametrize("how", ["flag", "constant"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pairs(how=["flag", "constant"], way=WAYS, strategy=STRATEGIES)
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda x: "".join(sorted(x)))
 def test_a_step_does_no_more_than_it_must(frozen: set[str], strategy: str, way: str, how: str) -> None:
     """Reductions, gathers and matrix products of backward, by number and by size."""

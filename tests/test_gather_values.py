@@ -134,10 +134,7 @@ LAYOUTS = {"shard": fs.P("shard"), "kept": fs.P("shard", reshard=False), "remat"
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("sizes", [{"shard": 2}, {"shard": 3}], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each(sizes=[{"shard": 2}, {"shard": 3}], way=WAYS, layout=LAYOUTS)
 def test_contrastive_loss_on_simulated_ranks(layout: str, way: str, sizes: dict[str, int]) -> None:
     """Written either way, CLIP's loss has the derivatives of the joined batch's."""
     ranks = torch.Size(sizes.values()).numel()
@@ -153,9 +150,7 @@ def on_ranks(rank: int, way: str, layout: str) -> dict[str, fs.Params]:
     return sharded(Mesh.world(), tuple(x[rank] for x in batch(2)), way, LAYOUTS[layout], orders)
 
 
-@each
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each(way=WAYS, layout=LAYOUTS)
 def test_contrastive_loss_on_two_ranks(gloo2: Pool, layout: str, way: str) -> None:
     spec = fs.by_type(nn.Linear, p=LAYOUTS[layout])(MODEL).on({"shard": 2})
     expected = plain(2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import at_most, depth
+from depth import at_most, depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import real_ranks
@@ -56,9 +56,7 @@ def test_reduced_later_as_at_once(data: st.DataObject) -> None:
         spec = policy(model).on(mesh)
         params = fs.shard(full, spec)
         later = fs.reduce_grads(own(model, fs.unshard(params, spec), spec, x), spec, reduce=reduce)
-        by_unshard = fs.grad(
-            lambda p: fs.functional_call(model, fs.unshard(p, spec, reduce=reduce), (x,), spec=spec),
-        )(params)
+        by_unshard = fs.grad(lambda p: fs.functional_call(model, fs.unshard(p, spec, reduce=reduce), (x,), spec=spec))(params)
         return sharded(model, params, spec, x, reduce=reduce), later, by_unshard
 
     at_once, later, by_unshard = spmd(run, sizes)(xs)
@@ -96,8 +94,7 @@ def test_over_some_axes_and_then_the_others(p: P) -> None:
 
 
 @at_most(2)
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False)], ids=str)
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
+@every(p=[P("shard"), P("shard", reshard=False)], way=["fs", "torch.func"])
 @real_ranks(4)
 def test_micro_batches_with_one_all_reduce(rank: int, way: str, p: P) -> None:
     """HSDP on real ranks: three micro-batches reduced over the slices each, over the replicas once; or once altogether."""

@@ -15,7 +15,7 @@ import mirror
 import pytest
 import torch
 from collective_log import Collectives, gathers, scatters, step, world
-from depth import at_most, each, mark_seldom, seldom
+from depth import at_most, each, every, mark_seldom, seldom
 from fuzz_cases import Case, mirrored, on_real_ranks
 from hosted import elsewhere
 from models import EXACT
@@ -136,8 +136,7 @@ def test_wrong_arguments() -> None:
 # --- what a step sends and holds ---
 
 
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True)], ids=str)
+@every(way=MAIN_WAYS, p=[P("shard"), P("shard", remat=True)])
 def test_a_group_is_gathered_and_reduced_once(p: P, way: str) -> None:
     """As one unit with all its parameters; recomputed, too, where each module runs again by itself."""
     with world(8):
@@ -249,9 +248,7 @@ def parity(rank: int, name: str, way: str, shape: tuple[int, ...] = (2,), **opti
 
 
 @at_most(2)
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("name", SPECS)
+@each(way=MAIN_WAYS, name=SPECS)
 def test_train_parity(gloo2: Pool, name: str, way: str) -> None:
     """Losses, gradients and parameters of a transformer on two real ranks."""
     gloo2.run(parity, name, way)
@@ -266,10 +263,7 @@ HIGHER = ["fs.grad", "jvp", "hvp", "grad of grad", "double backward", "vjp"]
 ORDERS = {"skipped": (0,), "reversed": (1, 0), "twice": (0, 0, 1), "in turn": (0, 1, 0, 1), "between": (0, 2, 1)}
 
 
-@each
-@pytest.mark.parametrize("ps", ["group", "group remat"])
-@pytest.mark.parametrize("transform", HIGHER)
-@pytest.mark.parametrize("order", ORDERS)
+@each(ps=["group", "group remat"], transform=HIGHER, order=ORDERS)
 def test_every_order_of_its_modules(gloo2: Pool, order: str, transform: str, ps: str) -> None:
     """Modules of a group that run in any order, again, or not at all."""
     case = Case(("Linear", "Mlp", "layer_norm"), (ps, ps, "shard"), transform, ORDERS[order])
@@ -289,9 +283,7 @@ def test_groups_of_several_dtypes(alone: Pool, case: Case) -> None:
     assert alone.run(mirrored, case) == [""]
 
 
-@each
-@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), P()], ids=str)
-@pytest.mark.parametrize("way", ["accumulate", "update_in_backward"])
+@each(p=[P("shard"), P("shard", remat=True), P()], way=["accumulate", "update_in_backward"])
 @real_ranks(2)
 def test_steps(rank: int, p: P, way: str) -> None:
     """What a group changes of a step by accumulate or update_in_backward: nothing."""
@@ -327,11 +319,7 @@ def adapted(p: P, name: str) -> tuple[nn.Module, fs.PartitionSpec]:
     return model, override(by_group([Adapted], p=p), fs.by_path({"": p}))(model).bound
 
 
-@each
-@pytest.mark.parametrize("checked", [False, True])
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("way", MAIN_WAYS)
+@each(checked=[False, True], p=[P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], name=CODECS, way=MAIN_WAYS)
 @real_ranks(2)
 def test_groups_at_rest_in_a_codec(rank: int, p: P, name: str, way: str, checked: bool) -> None:
     """Values and gradients are the plain model's with the decoded weights, also inside of fs.check()."""
@@ -408,8 +396,7 @@ def test_ranks_that_run_other_groups_get_an_error(gloo2: Pool, p: P) -> None:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
+@each(way=MAIN_WAYS)
 @real_ranks(2)
 def test_partial_group_forward_then_standalone(rank: int, way: str) -> None:
     """Of a group norm and head, the forward runs one, and calls of their own the other, for each chunk of the loss."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import meta_world
+from depth import every
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -228,8 +229,7 @@ class Masked(nn.Module):
 MODES = {"shard": fs.P("shard"), "kept": fs.P("shard", reshard=False), "whole": fs.P(), "remat": fs.P("shard", remat=True)}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("way", ["backward", "fs.grad", "torch.func.grad"])
+@every(mode=MODES, way=["backward", "fs.grad", "torch.func.grad"])
 def test_buffers_that_nobody_writes_to_are_not_copied(mode: str, way: str) -> None:
     """Neither a kernel nor memory, for sixty small ones or big ones: outside of transforms they are the model's own memory."""
     model: Any = nn.Sequential(Masked(60, 7), Masked(3, 7))
@@ -249,8 +249,7 @@ def test_buffers_that_nobody_writes_to_are_not_copied(mode: str, way: str) -> No
     assert {*model[0].addresses, *model[1].addresses} == {address(b) for b in model.buffers()}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("writes", ["told", "quietly"])
+@every(mode=MODES, writes=["told", "quietly"])
 def test_what_forward_writes_to_is_a_copy(mode: str, writes: str) -> None:
     """The model's own buffers stay, what is given has the update, and another backward finds what the first run found."""
     model = nn.Sequential(Masked(2, 7, writes), Masked(2, 7))

@@ -113,20 +113,14 @@ def on_ranks(rank: int, shape: tuple[int, ...], strategy: str, count: int, clip:
 
 
 @at_most(5)
-@each
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("count", MICRO)
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "all axes"])
+@each(donate=[False, True], clip=CLIPS, count=MICRO, strategy=[name for name in STRATEGIES if name != "all axes"])
 def test_on_two_ranks(gloo2: Pool, strategy: str, count: int, clip: str, donate: bool) -> None:
     """Every strategy, with an unused unit: params, state, value and norm."""
     gloo2.run(on_ranks, (2,), strategy, count, clip, donate)
 
 
 @at_most(2)
-@each
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("count", MICRO)
+@each(clip=CLIPS, count=MICRO)
 @pytest.mark.parametrize(
     "strategy", mark_seldom(STRATEGIES, "shard", "kept", "replicated", "all axes", "fp16", "bf16 reduced", "remat")
 )
@@ -315,16 +309,8 @@ def test_errors() -> None:
         update, loss, params, init(params) if state is None else state, [x], spec=spec, **options
     )
     for options, kind, match in [
-        (
-            {"clip": "exact"},
-            ValueError,
-            "expected 'previous' with max_norm=, got 'exact'; .*: accumulate, optim.clip_by_",
-        ),
-        (
-            {"max_norm": 1.0},
-            ValueError,
-            "clip: expected 'previous' .*, got None; to clip by the norm of this step's",
-        ),
+        ({"clip": "exact"}, ValueError, "expected 'previous' with max_norm=, got 'exact'; .*: accumulate, optim.clip_by_"),
+        ({"max_norm": 1.0}, ValueError, "clip: expected 'previous' .*, got None; to clip by the norm of this step's"),
         ({"norm": torch.ones(())}, ValueError, "norm is that of the step before"),
         ({"state": {}}, ValueError, "unit '' has no state"),
         ({"state": [1]}, TypeError, "state: expected a dict by unit key, got list"),
@@ -355,9 +341,7 @@ def test_errors() -> None:
     assert step().params[""].shape == params[""].shape
 
 
-@each
-@pytest.mark.parametrize("where", ["the loss", "its gradient", "the update"])
-@pytest.mark.parametrize("clip", [None, "previous"])
+@each(where=["the loss", "its gradient", "the update"], clip=[None, "previous"])
 def test_an_error_leaves_no_reference_cycle(where: str, clip: str | None) -> None:
     """What an exception leaves behind goes with it, without the cycle collector."""
     model = MLP(3)

@@ -148,9 +148,7 @@ def after_an_error(rank: int, p: P, where: str, error: type[BaseException]) -> l
     return [str(item) for item in ignored]
 
 
-@each
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@each(error=[ValueError, KeyboardInterrupt], where=["forward", "backward"])
 @pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True), P()], ids=["shard", "remat", "replicated"])
 def test_the_step_after_an_error(worst2: Pool, p: P, where: str, error: type[BaseException]) -> None:
     """The error comes as it was raised; what was under way is waited for by the next step, which is right."""

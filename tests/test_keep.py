@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import Collectives, Sent, world
-from depth import mark_seldom, seldom
+from depth import every, mark_seldom, seldom
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -194,14 +194,12 @@ def test_strategies(gloo2: Pool, strategy: str, transform: str) -> None:
     gloo2.run(compare_on_ranks, strategy, transform)
 
 
-@pytest.mark.parametrize("kind", ["tied", "whole"])
-@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "torch.func.grad"))
+@every(kind=["tied", "whole"], transform=mark_seldom(TRANSFORMS, "torch.func.grad"))
 def test_shapes_of_trees(gloo2: Pool, kind: str, transform: str) -> None:
     gloo2.run(compare_on_ranks, "shard", transform, kind)
 
 
-@pytest.mark.parametrize("kind", mark_seldom(["hybrid", "four"], "hybrid"))
-@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "fs.grad"))
+@every(kind=mark_seldom(["hybrid", "four"], "hybrid"), transform=mark_seldom(TRANSFORMS, "fs.grad"))
 def test_four_ranks(gloo4: Pool, kind: str, transform: str) -> None:
     """HSDP, and slices that lie on four ranks."""
     gloo4.run(compare_on_ranks, "shard", transform, kind)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most, mark_seldom
+from depth import at_most, every, mark_seldom
 from ranks import real_ranks
 from test_keep import TRANSFORMS
 from torch import Tensor, nn
@@ -150,8 +150,7 @@ CASES = [(name, sizes) for name, some in MESHES.items() for sizes in some]
 
 
 @at_most(2)
-@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "fs.grad", "hvp"))
-@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard"))
+@every(transform=mark_seldom(TRANSFORMS, "fs.grad", "hvp"), strategy=mark_seldom(STRATEGIES, "shard"))
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
 @real_ranks(4)
 def test_real_ranks(rank: int, name: str, sizes: dict[str, int], strategy: str, transform: str) -> None:

@@ -11,7 +11,7 @@ import mirror
 import pytest
 import torch
 from collective_log import Sent, step, world
-from depth import at_most, each, mark_seldom, seldom
+from depth import at_most, each, every, mark_seldom, seldom
 from fuzz_cases import Case, on_real_ranks
 from hosted import elsewhere
 from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
@@ -65,8 +65,7 @@ def gathers(spec: fs.PartitionSpec, key: str, axes: tuple[str, ...], itemsize: i
     return sent
 
 
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("remat", [False, True])
+@every(way=MAIN_WAYS, remat=[False, True])
 @pytest.mark.parametrize(
     ("sizes", "kept"),
     [
@@ -161,9 +160,7 @@ PS: dict[str, dict[str, Any]] = {
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("name", PS)
+@each(way=MAIN_WAYS, name=PS)
 @real_ranks(4)
 def test_train_parity(rank: int, name: str, way: str) -> None:
     """Losses, gradients and parameters on four real ranks, with frozen and tied parameters."""
@@ -173,9 +170,7 @@ def test_train_parity(rank: int, name: str, way: str) -> None:
     check_parity(rank, model, fs.by_type(Block, p=P(BOTH, **PS[name]))(model).on(mesh), tokens, next_token, way=way)
 
 
-@each
-@pytest.mark.parametrize("p", ["slice", "slice remat"])
-@pytest.mark.parametrize("transform", ["vjp", "jvp", "hvp", "grad of grad", "double backward", "no_grad"])
+@each(p=["slice", "slice remat"], transform=["vjp", "jvp", "hvp", "grad of grad", "double backward", "no_grad"])
 def test_transforms(gloo4: Pool, transform: str, p: str) -> None:
     """At every order: what is kept is a function of the parameters."""
     assert (

@@ -55,9 +55,7 @@ MOST = {
 """So many for each unit, beyond the plain step's."""
 
 
-@each
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("p", MOST)
+@each(way=WAYS, p=MOST)
 def test_kernels_of_a_step(p: str, way: str) -> None:
     """A joining of gradients for each bucket or unit, and in low precision a cast before each gather and after the reduction.
 

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from cases import Case, alignment, cases, each_rank, owned, owners, poisoned, same
+from depth import every
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -189,8 +190,7 @@ class Odd(nn.Module):
 WHOLE_DTYPES = [torch.int64, torch.int32, torch.uint8, torch.bool]
 
 
-@pytest.mark.parametrize("size", [1, 3, 64])
-@pytest.mark.parametrize("dtype", DTYPES + WHOLE_DTYPES, ids=str)
+@every(size=[1, 3, 64], dtype=DTYPES + WHOLE_DTYPES)
 def test_l4_odd_parameters(dtype: torch.dtype, size: int) -> None:
     """Scalars, empty, tiny and non-contiguous parameters of any dtype come back equal; dense strides are kept."""
     model = Odd(dtype, requires_grad=dtype in DTYPES)

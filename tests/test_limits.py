@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import depth, mark_seldom, seldom
+from depth import depth, every, mark_seldom, seldom
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -50,8 +50,7 @@ NORMS: dict[str, tuple[Norm, Norm, bool]] = {
 """Torch's, the same in plain arithmetic, and whether torch's third derivative is right."""
 
 
-@pytest.mark.parametrize("derivative", [third_derivative, derivative_of_jvp])
-@pytest.mark.parametrize("name", NORMS)
+@every(derivative=[third_derivative, derivative_of_jvp], name=NORMS)
 def test_derivatives_of_norms(name: str, derivative: Callable[[Norm], Tensor]) -> None:
     """If those of layer_norm are right in a later torch, limits.md no longer needs to warn of them."""
     norm, plain, is_right = NORMS[name]

@@ -223,8 +223,7 @@ def full_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("options", depth(OPTIONS[:1], OPTIONS), ids=str)
+@each(options=depth(OPTIONS[:1], OPTIONS))
 @pytest.mark.parametrize(("kinds", "sizes"), MIXTURES, ids=str)
 def test_derivatives_on_simulated_ranks(kinds: tuple[str, ...], sizes: dict[str, int], options: dict[str, Any]) -> None:
     simulate(kinds, full_sizes(sizes), options)
@@ -273,8 +272,7 @@ def on_ranks(rank: int, kinds: tuple[str, ...], sizes: dict[str, int], options: 
     check(of_rank(mesh, model, spec, full, xs[rank], eager=True), kinds, xs)
 
 
-@each
-@pytest.mark.parametrize("options", depth(mark_seldom(OPTIONS[:2], OPTIONS[1]), OPTIONS), ids=str)
+@each(options=depth(mark_seldom(OPTIONS[:2], OPTIONS[1]), OPTIONS))
 @pytest.mark.parametrize(("kinds", "sizes"), ON_FOUR_RANKS, ids=str)
 def test_derivatives_on_real_ranks(gloo4: Pool, kinds: tuple[str, ...], sizes: dict[str, int], options: dict[str, Any]) -> None:
     gloo4.run(on_ranks, kinds, full_sizes(sizes), options)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, mark_seldom, seldom
+from depth import at_most, every, mark_seldom, seldom
 from ranks import Pool
 from test_local import LAYERS, OPTIONS, batches, full_sizes, objective, spec_of, whole_params
 from test_local_training import KINDS, Rank, Tree, norm
@@ -100,15 +100,13 @@ SIZES = [{"tensor": 2, "expert": 2}, {"expert": 2, "shard": 2}]
 
 
 @at_most(1)
-@pytest.mark.parametrize("sizes", mark_seldom(SIZES, SIZES[0]), ids=str)
-@pytest.mark.parametrize("name", mark_seldom(CASES, *[*CASES][:3]))
+@every(sizes=mark_seldom(SIZES, SIZES[0]), name=mark_seldom(CASES, *[*CASES][:3]))
 def test_options_on_real_ranks(gloo4: Pool, name: str, sizes: dict[str, int]) -> None:
     gloo4.run(run, sizes, *CASES[name], [step for step in STEPS if step != "fs.compile"])
 
 
 @seldom
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@every(sizes=SIZES, name=CASES)
 def test_compiled_steps_on_real_ranks(gloo4: Pool, name: str, sizes: dict[str, int]) -> None:
     gloo4.run(run, sizes, *CASES[name], ["fs.compile"])
 

@@ -39,10 +39,7 @@ def reduced(compressor: Compressor[Any], spec: fs.PartitionSpec, loss: Callable[
 
 
 @at_most(3)
-@each
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
-@pytest.mark.parametrize("name", LOSSLESS)
+@each(sizes=MESHES, options=OPTIONS[:2], name=LOSSLESS)
 def test_gradients_of_one_process(name: str, options: dict[str, Any], sizes: dict[str, int]) -> None:
     """Over all axes, and by a compressor that takes some of them and leaves the others to exact reductions."""
     sizes = full_sizes(sizes)

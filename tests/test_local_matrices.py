@@ -14,7 +14,7 @@ import matrix_peers as peers
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import at_most, each, mark_seldom, seldom
+from depth import at_most, each, every, mark_seldom, seldom
 from ranks import Pool, real_ranks
 from test_by_matrix import ADAMW, OPTIMIZERS
 from test_matrices import piece_of, walk
@@ -120,10 +120,8 @@ def check(found: fs.Params, want: fs.Params, optimizer: str = "muon") -> None:
             assert_close(x, want[name].expand_as(x), rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@each
-@pytest.mark.parametrize("mesh", mark_seldom(MESHES, "three axes", "alone"))
-@pytest.mark.parametrize("optimizer", mark_seldom(["muon", "shampoo", "soap"], "muon", "shampoo"))
-@pytest.mark.parametrize("gather_stacks", [False, True])
+@each(mesh=mark_seldom(MESHES, "three axes", "alone"))
+@every(optimizer=mark_seldom(["muon", "shampoo", "soap"], "muon", "shampoo"), gather_stacks=[False, True])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_equal_on_simulated_ranks(optimizer: str, mesh: str, gather_stacks: bool) -> None:
     sizes = all_axes(MESHES[mesh][0])
@@ -307,8 +305,7 @@ def test_select_is_asked_about_whole_parameters() -> None:
     assert "expert" in str(known)
 
 
-@pytest.mark.parametrize("mesh", mark_seldom(MESHES, "three axes", "replicas"))
-@pytest.mark.parametrize("gather_stacks", [False, True])
+@every(mesh=mark_seldom(MESHES, "three axes", "replicas"), gather_stacks=[False, True])
 def test_the_ways_of_all_ranks_fit(monkeypatch: pytest.MonkeyPatch, mesh: str, gather_stacks: bool) -> None:
     """Each element goes to its owner and back at most once over each axis that splits its matrix; none over that of a stack."""
     monkeypatch.setattr(fs.collectives.Mesh, "check_groups", lambda mesh: None)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, each, mark_seldom, seldom
+from depth import at_most, each, every, mark_seldom, seldom
 from ranks import Pool
 from test_local import batches, check, full_sizes, objective, of_rank, simulate, spec_of, whole_params
 from test_local_training import Tree, norm
@@ -30,8 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("option", mark_seldom(OPTIONS, "shard", "kept", "on both axes"))
+@each(option=mark_seldom(OPTIONS, "shard", "kept", "on both axes"))
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_hsdp_with_experts(order: tuple[str, ...], option: str) -> None:
     """Each expert's slices are on two replicas, whatever the order of the axes."""
@@ -39,10 +38,8 @@ def test_hsdp_with_experts(order: tuple[str, ...], option: str) -> None:
 
 
 @seldom
-@each
-@pytest.mark.parametrize("option", mark_seldom(OPTIONS, "shard", "replicated", "on both axes"))
-@pytest.mark.parametrize("at", range(3))
-@pytest.mark.parametrize("one", ["replicate", "expert", "shard", "tensor"])
+@each(option=mark_seldom(OPTIONS, "shard", "replicated", "on both axes"))
+@every(at=range(3), one=["replicate", "expert", "shard", "tensor"])
 def test_an_axis_of_one_rank_beside_axes_of_two(one: str, at: int, option: str) -> None:
     """In every place of the mesh."""
     others = [name for name in ("expert", "shard", "tensor", "replicate") if name != one][:2]
@@ -116,9 +113,7 @@ DROPOUT_OPTIONS = [OPTIONS[name] for name in ("shard", "recomputed", "replicated
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("options", DROPOUT_OPTIONS, ids=str)
-@pytest.mark.parametrize("sizes", [{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"tensor": 1, "shard": 4}], ids=str)
+@each(options=DROPOUT_OPTIONS, sizes=[{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"tensor": 1, "shard": 4}])
 def test_dropout(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
     gloo4.run(dropped, sizes, options)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, each, mark_seldom
+from depth import at_most, each, every, mark_seldom
 from ranks import Pool, real_ranks
 from test_local import batches, full_sizes, objective, spec_of, whole_params
 from test_local_training import MESHES, Rank, Tree, check_training
@@ -57,20 +57,15 @@ def trained(rank: int, sizes: dict[str, int], options: dict[str, Any], name: str
 
 
 @at_most(3)
-@each
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("options", [{"axis": "shard"}, {"axis": None}], ids=str)
-@pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "AdamW", "SGD", "Adagrad", "RMSprop", "Rprop"))
+@each(sizes=MESHES)
+@every(options=[{"axis": "shard"}, {"axis": None}], name=mark_seldom(OPTIMIZERS, "AdamW", "SGD", "Adagrad", "RMSprop", "Rprop"))
 def test_optimizers(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any], name: str) -> None:
     sizes = {"shard": 1, **sizes}
     gloo4.run(trained, sizes, options, name, "single")
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("sizes", MESHES[:2], ids=str)
-@pytest.mark.parametrize("kernel", list(KERNELS)[1:])
-@pytest.mark.parametrize("name", FUSED)
+@each(sizes=MESHES[:2], kernel=list(KERNELS)[1:], name=FUSED)
 def test_kernels(gloo4: Pool, sizes: dict[str, int], kernel: str, name: str) -> None:
     gloo4.run(trained, sizes, {"axis": "shard"}, name, kernel)
 

@@ -83,9 +83,6 @@ def run(rank: int, sizes: dict[str, int], option: str, way: str) -> None:
 
 
 @at_most(2)
-@each
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[seldom] if way == "compile" else []) for way in WAYS])
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@each(way=[pytest.param(way, marks=[seldom] if way == "compile" else []) for way in WAYS], option=OPTIONS, sizes=MESHES)
 def test_every_option(gloo4: Pool, sizes: dict[str, int], option: str, way: str) -> None:
     gloo4.run(run, {"shard": 1, **sizes} if OPTIONS[option]["axis"] else sizes, option, way)

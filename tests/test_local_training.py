@@ -183,9 +183,7 @@ def run(rank: int, sizes: dict[str, int], options: Mapping[str, Any], names: lis
         CHECKS[name](case)
 
 
-@each
-@pytest.mark.parametrize("options", depth(mark_seldom(OPTIONS[:2], OPTIONS[0]), OPTIONS), ids=str)
-@pytest.mark.parametrize("sizes", mark_seldom(MESHES, MESHES[0]), ids=str)
+@each(options=depth(mark_seldom(OPTIONS[:2], OPTIONS[0]), OPTIONS), sizes=mark_seldom(MESHES, MESHES[0]))
 def test_training_with_local_units(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Every part of a training step speaks of the same gradient."""
     gloo4.run(run, sizes, options, list(CHECKS))

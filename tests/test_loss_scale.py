@@ -141,9 +141,7 @@ def beside_fully_shard(rank: int, mesh_name: str, bad: int) -> None:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("bad", [-1, 0, 2])
-@pytest.mark.parametrize("mesh", MESHES)
+@each(bad=[-1, 0, 2], mesh=MESHES)
 def test_gradient_scaler(gloo4: Pool, mesh: str, bad: int) -> None:
     """Infinity in one rank's slice: every rank skips the step and backs off, as GradScaler beside FSDP2; else all step."""
     gloo4.run(beside_fully_shard, mesh, bad)

@@ -151,8 +151,7 @@ def quartic(f: Loss, dot: Dot) -> Loss:
 LAWS = {
     "hvp of a global norm": both(lambda f, p, v, dot, hvp: hvp(quartic(f, dot), p, v)),
     "hvp of many directions": Law(
-        lambda f, p, v, dot: member(vmap(lambda v: fs.hvp(f, p, v))(stack(v, p)), 1),
-        lambda f, p, v, dot: by_reverse(f, p, p),
+        lambda f, p, v, dot: member(vmap(lambda v: fs.hvp(f, p, v))(stack(v, p)), 1), lambda f, p, v, dot: by_reverse(f, p, p)
     ),
     "hvp at many points": Law(
         lambda f, p, v, dot: member(vmap(lambda p, v: fs.hvp(f, p, v))(stack(p, v), stack(v, p)), 1),
@@ -185,9 +184,7 @@ LAWS = {
         lambda f, p, v, dot: fs.grad(lambda r: f({k: p[k] - r[k] * g for k, g in fs.grad(f)(p).items()}))(v),
         lambda f, p, v, dot: grad(lambda r: f({k: p[k] - r[k] * g for k, g in grad(f)(p).items()}))(v),
     ),
-    "conjugate gradients": both(
-        lambda f, p, v, dot, hvp: conjugate_gradients(squared_hessian(f, p, hvp), v, dot, 3),
-    ),
+    "conjugate gradients": both(lambda f, p, v, dot, hvp: conjugate_gradients(squared_hessian(f, p, hvp), v, dot, 3)),
     "implicit gradient": both(hypergradient),
 }
 each_law = pytest.mark.parametrize("name", LAWS)
@@ -374,8 +371,7 @@ def assert_exact(got: Tree, expected: Tree) -> None:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+@each(sizes=[{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_hypergradient_is_the_exact_one(policy: fs.Policy, sizes: dict[str, int]) -> None:
     """Of a strength for each unit, through the minimum of training: as with a dense Hessian and all samples at once."""

@@ -184,9 +184,7 @@ def test_frozen_units_are_bounded_in_backward(retain: bool) -> None:
             assert alive.now() == []
 
 
-@each
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@each(trained=[True, False], prefetch=[0, 1, 2])
 def test_a_gradient_of_the_input_alone_holds_no_more(prefetch: int, trained: bool) -> None:
     """Where no gradient of a unit tells that it has been used: it goes with the last op that saved it."""
     with world(4):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives
-from depth import each, mark_seldom, seldom
+from depth import each, every, mark_seldom, seldom
 from peer_models import MLP
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -94,9 +94,7 @@ def padded(rank: int, strategy: str, counts: tuple[int, ...], step: str) -> None
     assert (value != 0) == (counts[rank] > 0)
 
 
-@each
-@pytest.mark.parametrize("step", ["accumulate", "update_in_backward", "torch.func"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each(step=["accumulate", "update_in_backward", "torch.func"], strategy=STRATEGIES)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_the_mean_is_over_the_tokens_of_all_ranks(gloo2: Pool, strategy: str, counts: tuple[int, ...], step: str) -> None:
     gloo2.run(padded, strategy, counts, step)
@@ -164,9 +162,7 @@ def masked_mean(call: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
 WAYS = ["accumulate", "full", "update_in_backward", "torch.func", "grad of grad"]
 
 
-@each
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", mark_seldom([*STRATEGIES, "remat"], "shard", "remat"))
+@each(way=WAYS, strategy=mark_seldom([*STRATEGIES, "remat"], "shard", "remat"))
 @real_ranks(2)
 def test_a_micro_batch_of_weight_0_is_left_out(rank: int, strategy: str, way: str) -> None:
     """NaN in one rank's micro-batch of weight 0 passes neither into its sums nor through the reduction to others."""
@@ -280,11 +276,8 @@ def differ(rank: int, counts: tuple[int, ...], strategy: str, kind: str, step: s
     fs.accumulate(counted, params, [batch_of(rank, 0)], spec=spec)  # nothing is left under way
 
 
-@each
-@pytest.mark.parametrize("step", ["accumulate", "update_in_backward", "torch.func"])
-@pytest.mark.parametrize("kind", ["list", "generator"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("counts", [(2, 3), (3, 1), (2, 0), (0, 1)])
+@each(step=["accumulate", "update_in_backward", "torch.func"], kind=["list", "generator"])
+@every(strategy=STRATEGIES, counts=[(2, 3), (3, 1), (2, 0), (0, 1)])
 def test_other_numbers_are_an_error_on_every_rank(
     gloo2: Pool, counts: tuple[int, ...], strategy: str, kind: str, step: str
 ) -> None:

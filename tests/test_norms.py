@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives
+from depth import every
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,8 +52,7 @@ def poisoned(shards: fs.Params, spec: fs.PartitionSpec) -> fs.Params:
     return {key: torch.where(padding_mask(spec.by_key[key], spec, x.device), math.nan, x) for key, x in shards.items()}
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-@pytest.mark.parametrize("policy", POLICIES)
+@every(sizes=MESHES, policy=POLICIES)
 def test_norms_of_the_gathered_tree(policy: str, sizes: dict[str, int]) -> None:
     """And their squares add up to that of the global norm; slices with padding and full tensors alike."""
     tree = full()
@@ -134,8 +134,7 @@ def test_differentiable(policy: str) -> None:
     assert_close(product, want_product)
 
 
-@pytest.mark.parametrize("value", [1e-30, 1e30, math.inf, math.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@every(value=[1e-30, 1e30, math.inf, math.nan], dtype=[torch.float32, torch.bfloat16, torch.complex64])
 def test_tiny_huge_and_not_finite(value: float, dtype: torch.dtype) -> None:
     """As in float64: squares are neither 0 nor inf in between."""
     model = nn.Linear(3, 4, dtype=dtype)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import at_most, each
+from depth import at_most, each, every
 from parity import numbers, same, sharded_call, squared
 from peer_models import MLP, Net
 from ranks import Pool, real_ranks
@@ -68,8 +68,7 @@ def agrees_on_simulated_ranks(policy: fs.Policy, sizes: dict[str, int], max_norm
     assert_close(got_norm, norm.expand(len(ranks)))
 
 
-@pytest.mark.parametrize("p", NORMS)
-@pytest.mark.parametrize("policy", POLICIES)
+@every(p=NORMS, policy=POLICIES)
 def test_clipping_is_torchs(policy: str, p: float) -> None:
     """On one, two and five simulated ranks, whether the norm is above the bound or below it."""
     for size in (1, 2, 5):
@@ -93,8 +92,7 @@ def test_real_ranks(rank: int) -> None:
 
 
 @at_most(5)
-@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("policy", POLICIES)
+@every(p=[1.0, 2.0, 3.0, math.inf], policy=POLICIES)
 def test_differentiable(policy: str, p: float) -> None:
     """The gradient and a Hessian-vector product of the norm are the shards of the whole tree's."""
 
@@ -126,8 +124,7 @@ def test_differentiable(policy: str, p: float) -> None:
 
 
 @at_most(5)
-@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("policy", POLICIES)
+@every(p=[1.0, 2.0, math.inf], policy=POLICIES)
 def test_derivatives_of_a_clipped_step(policy: str, p: float) -> None:
     """A loss after a clipped step: its gradient and a Hessian-vector product are the shards of the whole tree's."""
     full, v = gradients(2), gradients(1)
@@ -232,9 +229,7 @@ def parity_with_ddp(rank: int, strategy: str, max_norm: float, p: float) -> None
         same(params, fs.shard({name: q.detach() for name, q in full.items()}, spec, rank=rank), "parameters")
 
 
-@each
-@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("strategy", PARITY)
+@each(p=[1.0, 2.0, math.inf], strategy=PARITY)
 def test_ddp_parity(gloo2: Pool, strategy: str, p: float) -> None:
     """Clipped and stepped beside DDP: a step whose gradients are multiplied by 100, and three more."""
     gloo2.run(parity_with_ddp, strategy, {1.0: 25.0, 2.0: 2.5, math.inf: 1.0}[p], p)
@@ -272,8 +267,7 @@ COUNTS: dict[str, tuple[fs.Policy, list[int]]] = {
 }
 
 
-@pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("name", COUNTS)
+@every(p=[1.0, 2.0, math.inf], name=COUNTS)
 def test_one_collective_of_a_scalar_for_each_axis(name: str, p: float) -> None:
     """For all units together, over the axes that they are split over: none over replicas, which FSDP2 asks too."""
     policy, ranks = COUNTS[name]
@@ -430,8 +424,7 @@ def without_padding() -> dict[str, Tensor]:
     return {**norms, "vdot": dotted(GRADIENTS, OTHERS), "finite": torch.tensor(True), "slopes": torch.tensor(True)}
 
 
-@pytest.mark.parametrize("value", [3.0, math.inf, math.nan])
-@pytest.mark.parametrize("policy", POLICIES)
+@every(value=[3.0, math.inf, math.nan], policy=POLICIES)
 def test_padding_does_not_count(policy: str, value: float) -> None:
     """In norms, inner products and the look for what is not finite: as torch.randn_like of a shard has values in it."""
     for ranks in (1, 3):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from collective_log import Collectives, gathers, reduce, scatters, world
-from depth import at_most, depth, each
+from depth import at_most, depth, each, every
 from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, chain
 from ranks import Pool, real_ranks
@@ -95,9 +95,7 @@ WHERE = [
 
 
 @at_most(12)
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("where", WHERE, ids=str)
+@every(way=MAIN_WAYS, reshard=[True, False], where=WHERE)
 def test_gradient_accumulation_communication_count(where: Where, reshard: bool, way: str) -> None:
     """A unit that is held is gathered and reduced once; torch's formulas for reductions, and fewer gathers."""
     held = MODES[where.held]
@@ -137,8 +135,7 @@ def test_gradient_accumulation_communication_count(where: Where, reshard: bool, 
         assert counts["all_gather"] == most
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("way", MAIN_WAYS)
+@every(reshard=[True, False], way=MAIN_WAYS)
 def test_no_sync_gathered_for_each_micro_batch(way: str, reshard: bool) -> None:
     """Full gradients without keeping full parameters from one micro-batch to the next: (m+1)M gathers, m+1 reductions."""
     with world(8):
@@ -161,10 +158,7 @@ def test_no_sync_gathered_for_each_micro_batch(way: str, reshard: bool) -> None:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@each(way=["fs", "torch.func"], reshard=[True, False], mode=MODES)
 @pytest.mark.parametrize(("shape", "partial"), [((4,), False), ((2, 2), False), ((2, 2), True)])
 @real_ranks(4)
 def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, reshard: bool, partial: bool, way: str) -> None:
@@ -265,9 +259,7 @@ def permuted(rank: int, i: int) -> Tensor:
     return numbers(rank, 0).flatten()[torch.randperm(20, generator=torch.Generator().manual_seed(i))].view(4, 5)
 
 
-@each
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each(pattern=PATTERNS, strategy=STRATEGIES)
 @real_ranks(2)
 def test_grad_acc(rank: int, strategy: str, pattern: str) -> None:
     """Iterations that are reduced and ones that are not, mixed: one backward of all batches joined, and FSDP1's gradient."""
@@ -321,8 +313,7 @@ def test_grad_acc(rank: int, strategy: str, pattern: str) -> None:
         same(grads, expected, "FSDP1's gradient")
 
 
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every(way=MAIN_WAYS, strategy=STRATEGIES)
 @real_ranks(2)
 def test_no_sync_correctness(rank: int, strategy: str, way: str) -> None:
     """[no_sync, sync] is twice one step's gradient; before it is reduced it has the parameters' shapes and is this rank's."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from collective_log import Collectives, Sent, gather, gathers, reduce, scatter, scatters, step, world
-from depth import at_most, each
+from depth import at_most, each, every
 from parity import WAYS, numbers, squared
 from peer_models import MLP, Net, Order, Outer, chain, frozen
 from torch import Tensor, nn
@@ -83,10 +83,7 @@ CLAIMS = {
 """By the names of torch's tests."""
 
 
-@each
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("name", CLAIMS)
+@each(way=WAYS, size=WORLDS, name=CLAIMS)
 def test_claims(name: str, size: int, way: str) -> None:
     """A step sends these collectives and no others, each over all ranks: each of `CLAIMS`."""
     claim = CLAIMS[name]
@@ -98,8 +95,7 @@ def test_claims(name: str, size: int, way: str) -> None:
         assert Counter(sent.backward) == Counter(gathers(spec, *claim.again) + scatters(spec, *claim.reduced))
 
 
-@pytest.mark.parametrize("recurse", [True, False])
-@pytest.mark.parametrize("reshard", [True, False])
+@every(recurse=[True, False], reshard=[True, False])
 def test_set_reshard_after_forward(reshard: bool, recurse: bool) -> None:
     """Each unit has its own setting: the blocks' decides the gathers in backward, the root's changes none."""
     with world(8):
@@ -111,8 +107,7 @@ def test_set_reshard_after_forward(reshard: bool, recurse: bool) -> None:
         assert Counter(sent.backward) == Counter(again + scatters(spec, "", *BLOCKS))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", WORLDS)
+@every(way=WAYS, size=WORLDS)
 def test_replicated_units_only_reduce(size: int, way: str) -> None:
     """P(), DDP: no gathers, one all-reduce of all buffers together."""
     with world(size):
@@ -123,8 +118,7 @@ def test_replicated_units_only_reduce(size: int, way: str) -> None:
         assert sent.backward == [Sent("all_reduce", n, 8 * n, size)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("shape", [(2, 4), (4, 16)])
+@every(way=WAYS, shape=[(2, 4), (4, 16)])
 def test_fsdp_hybrid_shard_basic_setup(shape: tuple[int, int], way: str) -> None:
     """HSDP: as FSDP within the inner axis, and one all-reduce more for each unit, of the slice alone."""
     with world(shape[0] * shape[1]):
@@ -150,9 +144,7 @@ def test_split_over_two_axes() -> None:
         assert sent.backward == [Sent("reduce_scatter", 8 * n, 64 * n, 2), Sent("reduce_scatter", 4 * n, 32 * n, 4)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
-@pytest.mark.parametrize("initialised", [True, False])
+@every(way=WAYS, p=[P("shard"), P("shard", reshard=False), P()], initialised=[True, False])
 def test_train_parity_single_worldsize1(initialised: bool, p: P, way: str) -> None:
     """One rank sends nothing at all, not even while sharding, with a process group or without; gradients are plain."""
     model, x = Net(), numbers(0, 0)
@@ -168,8 +160,7 @@ def test_train_parity_single_worldsize1(initialised: bool, p: P, way: str) -> No
 
 
 @at_most(6)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("order", ["aba", "aab", "aa", "bca", "ac", "abcabc", ""])
+@every(way=WAYS, order=["aba", "aab", "aa", "bca", "ac", "abcabc", ""])
 def test_multi_forward_module_and_unused_units(order: str, way: str) -> None:
     """A unit is gathered and reduced once for each visit, visits in a row are one, and an unused unit sends nothing.
 
@@ -189,8 +180,7 @@ def test_multi_forward_module_and_unused_units(order: str, way: str) -> None:
         assert Counter(unordered.backward) == Counter(sent.backward)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reshard", [True, False])
+@every(way=WAYS, reshard=[True, False])
 def test_train_mixed_requires_grad_per_group(reshard: bool, way: str) -> None:
     """BitFit: only biases are trained, and only their elements are reduced, at every one of several steps."""
     model = Net()
@@ -274,9 +264,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Policy]] = {
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+@each(way=WAYS, name=MODELS)
 def test_c2_same_trace_on_every_rank(name: str, way: str) -> None:
     """The order of collectives is the same on all ranks, and step after step: what keeps them from waiting for ever."""
 

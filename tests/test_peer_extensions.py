@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import owned
 from collective_log import Collectives, gathers, scatters, world
-from depth import at_most, depth, each
+from depth import at_most, depth, each, every
 from parity import MAIN_WAYS, WAYS, average_gradients, numbers, same, sharded_call, squared
 from peer_models import MLP, Net, chain, frozen
 from ranks import Pool, real_ranks
@@ -108,11 +108,7 @@ def by_extension(rank: int, name: str, mesh_name: str, reshard: bool, param: tor
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("param", [None, BF16])
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", CODECS)
+@each(param=[None, BF16], reshard=[True, False], mesh=MESHES, name=CODECS)
 def test_all_gather_extensions_train_parity(
     gloo4: Pool, name: str, mesh: str, reshard: bool, param: torch.dtype | None
 ) -> None:
@@ -245,8 +241,7 @@ WITHOUT_COPY: dict[str, tuple[int, Callable[[], P]]] = {
 }
 
 
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("where", WITHOUT_COPY)
+@every(trained=[False, True], where=WITHOUT_COPY)
 def test_unsharded_views(where: str, trained: bool) -> None:
     """What one rank has whole, uncast, is computed with where it is: parameters are views of the shard; unshard copies."""
     size, p = WITHOUT_COPY[where]
@@ -273,10 +268,7 @@ def test_unsharded_views(where: str, trained: bool) -> None:
         assert set(seen) == set(places.items())
 
 
-CASTS = {
-    "cast": Precision(param=F32),
-    "encoded": Precision(codec=Codec(lambda x: (x.float(),), lambda x: x.double())),
-}
+CASTS = {"cast": Precision(param=F32), "encoded": Precision(codec=Codec(lambda x: (x.float(),), lambda x: x.double()))}
 
 
 @pytest.mark.parametrize("name", CASTS)
@@ -342,9 +334,7 @@ def test_chunk_cat_mixed_dtype(rank: int, way: str) -> None:
 # --- FSDP1's default hook ---
 
 
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("n", [5, 8, 2])
+@each(way=MAIN_WAYS, n=[5, 8, 2])
 @real_ranks(4)
 def test_default_communication_hook_behavior(rank: int, n: int, way: str) -> None:
     """A weight of one row and the rank as input: each slice of the gradient is the mean of the ranks."""

@@ -81,10 +81,7 @@ SETTINGS = [P("shard"), P("shard", reshard=False), P("shard", remat=True)]
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("at_last", [False, True])
-@pytest.mark.parametrize("p", SETTINGS, ids=str)
-@pytest.mark.parametrize("dim", [3, 16, 17])
+@each(at_last=[False, True], p=SETTINGS, dim=[3, 16, 17])
 def test_train_parity_hsdp(gloo4: Pool, dim: int, p: P, at_last: bool) -> None:
     """Iterations of three micro-batches on 2 x 2, the all-reduce for each or once: plain autograd on the joined batch."""
     for way in ("fs", "torch.func") if dim == 17 else ("fs",):
@@ -135,9 +132,7 @@ MIXED = {"tokens": P("shard"), "positions": P("shard", reshard=False), "layers.*
 """An HSDP embedding, FSDP blocks, a DDP head; what is left is the root's."""
 
 
-@each
-@pytest.mark.parametrize("root", [P("shard"), P("replicate"), P()], ids=str)
-@pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
+@each(root=[P("shard"), P("replicate"), P()], way=["fs", "torch.func", "backward"])
 @real_ranks(4)
 def test_each_unit_its_own_strategy(rank: int, way: str, root: P) -> None:
     """FSDP blocks, a DDP head and an HSDP embedding of one model on one mesh."""
@@ -312,10 +307,7 @@ def test_custom_hsdp_all_reduce_hook(rank: int) -> None:
     model = Plain(10)
     nn.init.constant_(model.in_proj.weight, 1.0 * replica)
     nn.init.constant_(model.out_proj.weight, 2.0 * replica)
-    expected = {
-        "in_proj.weight": torch.arange(0.0, 100, 10).repeat(40, 1),
-        "out_proj.weight": torch.full((10, 40), 22.5),
-    }
+    expected = {"in_proj.weight": torch.arange(0.0, 100, 10).repeat(40, 1), "out_proj.weight": torch.full((10, 40), 22.5)}
     x = torch.arange(10.0).view(1, 10)
     call = lambda p, spec: fs.functional_call(model, p, x, spec=spec).sum()  # noqa: E731
     within = fs.policies.whole()(model).on(DeviceMesh.from_group(intra, "cpu", mesh_dim_names=("shard",)))

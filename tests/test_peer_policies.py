@@ -58,12 +58,7 @@ def test_auto_wrap_with_ignored_modules() -> None:
         assert set(dict(fs.policies.ignoring(fs.policies.always(), modules=[item])(model).selected)) == {"0", "1", "2.1"}
         assert set(
             dict(fs.policies.ignoring(fs.policies.custom(lambda m: m is not model), modules=[item])(model).selected)
-        ) == {
-            "0",
-            "1",
-            "2",
-            "2.1",
-        }
+        ) == {"0", "1", "2", "2.1"}
     assert fs.policies.ignoring(fs.by_size(40), params=["2.0.weight"])(model).selected == ()  # 35
     assert dict(fs.policies.ignoring(fs.by_size(40), params=[model[2][0].bias])(model).selected).keys() == {"2"}  # 55
 

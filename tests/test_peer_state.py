@@ -130,8 +130,7 @@ WRAPPINGS = {
 
 
 @at_most(2)
-@each
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@each(wrapping=WRAPPINGS)
 @pytest.mark.parametrize(
     ("grouped", "kind"),
     [
@@ -331,9 +330,7 @@ def through_zeros(rank: int, width: int, mesh_name: str, folder: str) -> None:
         assert all(torch.equal(p, q) for p, q in zip(local.parameters(), model.parameters(), strict=True))
 
 
-@each
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 16])
-@pytest.mark.parametrize("mesh", ["fsdp", "hsdp"])
+@each(width=[1, 2, 3, 4, 5, 16], mesh=["fsdp", "hsdp"])
 def test_round_trip_through_zeros(gloo2: Pool, mesh: str, width: int, tmp_path: Path) -> None:
     """Uneven sizes, empty slices, buffers; the names are the plain model's."""
     gloo2.run(through_zeros, width, mesh, str(tmp_path))

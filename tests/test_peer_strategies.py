@@ -5,22 +5,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 import torch
-import torch.nn.functional as F
 from depth import at_most, depth, each, mark_seldom
+from parity import next_token, sharded_call, tokens
+from peer_models import Block, Transformer
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
@@ -31,46 +26,13 @@ BF16, F32 = torch.bfloat16, torch.float32
 STEPS = depth(2, 3)
 
 
-class Block(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        scores = (q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5).tril().softmax(-1)
-        x = x + self.out((scores @ v).transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, layers: int = depth(2, 3), dim: int = 18, vocab: int = 23, seq: int = 7) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(vocab, dim), nn.Embedding(seq, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.token(x) + self.position.weight
-        for block in self.blocks:
-            h = block(h)
-        return self.head(self.norm(h))
-
-
-def gpt() -> GPT:
+def gpt() -> Transformer:
     torch.manual_seed(0)
-    return GPT()
+    return Transformer(depth(2, 3), 23, 18).float()
 
 
-def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(23, (2, 8), generator=torch.Generator().manual_seed(100 * step + rank))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def loss_of(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+def loss_of(call: Callable[[Tensor], Tensor], rank: int, step: int) -> Tensor:
+    return next_token(lambda ids: call(ids).float(), tokens(rank, step, 23))
 
 
 def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -81,8 +43,7 @@ def by_torch(model: nn.Module, rank: int) -> list[float]:
     """The losses of a module that reduces its gradients by itself."""
     optimizer, losses = adamw(model.parameters()), []
     for step in range(STEPS):
-        x, y = batch(rank, step)
-        loss = loss_of(model(x), y)
+        loss = loss_of(model, rank, step)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -95,11 +56,8 @@ def by_funshard(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> tuple[fs
     params, losses = fs.shard(model, spec), []
     optimizer = adamw(params.values())
 
-    def loss(params: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return loss_of(fs.functional_call(model, params, (x,), spec=spec), y)
-
     for step in range(STEPS):
-        grads, value = fs.grad_and_value(loss)(params, *batch(rank, step))
+        grads, value = fs.grad_and_value(lambda p: loss_of(sharded_call(model, p, spec), rank, step))(params)
         for key, p in params.items():
             assert grads[key].dtype == p.dtype
             p.grad = grads[key]
@@ -132,7 +90,7 @@ def fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
     precision, policy, rounding = PRECISIONS[name]
     reference = gpt()
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
-    for block in reference.blocks:
+    for block in reference.layers:
         fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard)
     fully_shard(reference, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     losses = by_torch(reference, rank)
@@ -140,16 +98,14 @@ def fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
     model = gpt()
     p = P("shard", reshard=reshard, precision=precision)
     blocks = dataclasses.replace(p, precision=precision and dataclasses.replace(precision, output=None))
-    spec = fs.policies.override(fs.policies.whole(p), fs.by_path({"blocks.*": blocks}))(model).on(mesh)
+    spec = fs.policies.override(fs.policies.whole(p), fs.by_path({"layers.*": blocks}))(model).on(mesh)
     got, own = by_funshard(model, spec, rank)
     torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=20 * rounding or 1e-5)
     compare(got, expected, rounding)
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("name", mark_seldom(PRECISIONS, *[*PRECISIONS][:3]))
-@pytest.mark.parametrize("mesh_name", MESHES)
+@each(name=mark_seldom(PRECISIONS, *[*PRECISIONS][:3]), mesh_name=MESHES)
 def test_fsdp2(gloo4: Pool, mesh_name: str, name: str) -> None:
     """fully_shard on the blocks and the root."""
     gloo4.run(fsdp2, mesh_name, name, True)

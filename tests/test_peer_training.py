@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_log import gathers, scatters, world
-from depth import at_most, depth, each, seldom
+from depth import at_most, depth, each, every, seldom
 from models import unchanged
 from parity import (
     MAIN_WAYS,
@@ -650,8 +650,7 @@ def test_layer_by_layer_shard_no_false_positive(policy: Policy) -> None:
     assert len(set(ids)) < len(ids)
 
 
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("way", MAIN_WAYS)
+@every(given=[False, True], way=MAIN_WAYS)
 @real_ranks(2)
 def test_ignored_modules_and_mixture_of_experts(rank: int, way: str, given: bool) -> None:
     """What is ignored is not sharded and never reduced: a rank's own expert, from the model or from params by name."""
@@ -765,10 +764,7 @@ class FineTuned(nn.Module):
         return self.head(x)
 
 
-@each
-@pytest.mark.parametrize("how", ["requires_grad", "partition"])
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("quiet", [False, True])
+@each(how=["requires_grad", "partition"], nested=[False, True], quiet=[False, True])
 @real_ranks(2)
 def test_freezing_weights(rank: int, quiet: bool, nested: bool, how: str) -> None:
     """A frozen trunk, by requires_grad or by not differentiating it, in units of its own or in one, quiet or not."""
@@ -870,8 +866,7 @@ def test_param_change_after_init(rank: int) -> None:
     assert_close(out, model(x))
 
 
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every(way=MAIN_WAYS, strategy=STRATEGIES)
 @real_ranks(2)
 def test_param_registration_after_forward_and_backward(rank: int, strategy: str, way: str) -> None:
     """Whatever stays gathered, after a step the module has its own parameters and the shards their own values."""
@@ -948,8 +943,7 @@ def test_str_of_an_unbound_spec_with_an_unknown_axis() -> None:
     assert table.splitlines()[-1].split() == ["total", "unbound:", "as", "on", "one", "rank", "2", "9", "0", "36"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("tied", [False, True])
+@every(dtype=[torch.float32, torch.float16], tied=[False, True])
 def test_output_with_and_without_shared_params(tied: bool, dtype: torch.dtype) -> None:
     """Flattened or not, in full and in half precision: bit for bit the same output."""
     model, ids = Transformer(tied=tied).to(dtype), torch.arange(6).view(2, 3)
@@ -1047,8 +1041,7 @@ class Checkpoints(Net):
         return x
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("way", ["fs", "backward"])
+@every(reentrant=[False, True], way=["fs", "backward"])
 @real_ranks(2)
 def test_checkpoint_inside_is_an_error(rank: int, way: str, reentrant: bool) -> None:
     """It would recompute with other parameters. Around the call: test_train_parity_with_activation_checkpointing."""
@@ -1061,8 +1054,7 @@ def test_checkpoint_inside_is_an_error(rank: int, way: str, reentrant: bool) -> 
         WAYS[way](lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
 
 
-@pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2, "shard": 1}, {"shard": 1}])
-@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@every(sizes=[{"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2, "shard": 1}, {"shard": 1}], reduce=["mean", "sum"])
 def test_singleton_copy_division(sizes: dict[str, int], reduce: str) -> None:
     """On any mesh, of one rank too, the sum over ranks is divided exactly once, or never: by the number of ranks."""
     model = nn.Linear(2, 3, bias=False).double()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import SHORT, Collectives, world
-from depth import at_most, depth, each, mark_seldom, seldom, thorough
+from depth import at_most, depth, each, every, mark_seldom, seldom, thorough
 from parity import STRATEGIES, WAYS, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import Pool, real_ranks
@@ -128,8 +128,7 @@ def tangents_on_group(rank: int, strategy: str, how: str) -> Any:
     return plain(tangents(Mesh.world(), strategy, how))
 
 
-@pytest.mark.parametrize("how", TRANSFORMS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every(how=TRANSFORMS, strategy=STRATEGIES)
 def test_no_warmup_jvp_on_a_process_group(gloo2: Pool, strategy: str, how: str) -> None:
     """The same on two real ranks."""
     for results in gloo2.run(tangents_on_group, strategy, how):
@@ -262,9 +261,7 @@ def test_fsdp_compile(rank: int, strategy: str) -> None:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
+@each(way=["fs", "torch.func"], p=[P("shard"), P("shard", reshard=False), P()])
 def test_fully_shard_compile_graph(p: P, way: str) -> None:
     """The graph of a step has the very collectives that the eager step sends, regathers included, in the same order."""
     with world(8):

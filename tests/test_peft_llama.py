@@ -58,10 +58,7 @@ def ids_of(rank: int) -> Tensor:
     return torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(rank))
 
 
-@each
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@pytest.mark.parametrize("p", [fs.P("shard"), fs.P("shard", reshard=False), fs.P("shard", remat=True)], ids=str)
-@pytest.mark.parametrize("at_rest", [False, True])
+@each(way=MAIN_WAYS, p=[fs.P("shard"), fs.P("shard", reshard=False), fs.P("shard", remat=True)], at_rest=[False, True])
 @real_ranks(2)
 def test_gradients_of_adapters_are_pefts_own(rank: int, at_rest: bool, p: fs.P, way: str) -> None:
     """Also where the base is bytes: then those of the base that is decoded."""

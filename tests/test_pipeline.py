@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import at_most, depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, every, mark_seldom, seldom
 from ranks import Pool, launch
 from test_examples_axes import Tree, bind, check, losses
 from torch import Tensor
@@ -123,8 +123,7 @@ def on_ranks(rank: int, sizes: dict[str, int]) -> int:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("sizes", mark_seldom(MESHES, *MESHES[:2]), ids=str)
+@each(sizes=mark_seldom(MESHES, *MESHES[:2]))
 def test_both_schedules_on_four_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
     """1F1B keeps activations of S - s micro-batches on stage s of S, whatever their number."""
     stages = torch.arange(4).view(*sizes.values())
@@ -179,8 +178,7 @@ def test_peak_of_1f1b_does_not_grow_with_micro_batches(gloo2: Pool) -> None:
         assert 4 * most < spmd16
 
 
-@pytest.mark.parametrize("schedule", ["spmd", "1f1b"])
-@pytest.mark.parametrize("count", [2, 8])
+@every(schedule=["spmd", "1f1b"], count=[2, 8])
 def test_each_unit_is_gathered_and_reduced_once_a_step(schedule: str, count: int) -> None:
     """For any number of micro-batches; what they send besides are their results, and cotangents."""
     with world(4):

@@ -28,22 +28,14 @@ W = whole()
         (lambda: custom(lambda m: True, "shard"), TypeError, r"custom: expected a P such as P\('shard'\), got 'shard'"),
         (lambda: marked("shard"), TypeError, r"marked: expected a P such as P\('shard'\), got 'shard'"),
         (lambda: fs.by_path({}, "shard"), TypeError, r"by_path: expected a P such as P\('shard'\), got 'shard'"),
-        (
-            lambda: fs.by_path({"m": "shard"}),
-            TypeError,
-            r"by_path: pattern 'm': expected a P such as .*, got 'shard'",
-        ),
+        (lambda: fs.by_path({"m": "shard"}), TypeError, r"by_path: pattern 'm': expected a P such as .*, got 'shard'"),
         (lambda: fs.by_path({0: fs.P()}), TypeError, r"by_path: expected path patterns such as 'blocks\.\*', got 0"),
         (lambda: fs.by_path(["0"]), TypeError, r"by_path: expected a dict of path patterns and P, got list"),
         (lambda: mark(nn.ReLU(), align="2"), TypeError, r"mark: P: align: expected a whole number of elements, got '2'"),
         (lambda: fs.by_size(force_leaf=[int]), TypeError, r"by_size: expected subclasses of nn\.Module, got <class 'int'>"),
         (lambda: fs.by_size(exclude=["Linear"]), TypeError, r"by_size: expected subclasses of nn\.Module, got 'Linear'"),
         (lambda: full_precision(W, str), TypeError, r"full_precision: expected subclasses of nn\.Module, got <class 'str'>"),
-        (
-            lambda: mark(nn.ReLU(), shard=1),
-            ValueError,
-            r"mark: P has no field 'shard': expected some of \['axis', 'reshard',",
-        ),
+        (lambda: mark(nn.ReLU(), shard=1), ValueError, r"mark: P has no field 'shard': expected some of \['axis', 'reshard',"),
         (lambda: ignoring(W, "0"), TypeError, r"ignoring: modules: expected an iterable, got str; put it in a list"),
         (lambda: ignoring(W, [], 3), TypeError, r"ignoring: params: expected an iterable, got int; put it in a list"),
         (lambda: ignoring(W, nn.ReLU()), TypeError, r"ignoring: modules: expected an iterable, got ReLU; put it in a list"),
@@ -52,16 +44,8 @@ W = whole()
             TypeError,
             r"ignoring: modules: expected path patterns, module classes or modules, got type",
         ),
-        (
-            lambda: ignoring(W, [3]),
-            TypeError,
-            r"ignoring: modules: expected path patterns, module classes or modules, got int",
-        ),
-        (
-            lambda: ignoring(W, [], [nn.ReLU()]),
-            TypeError,
-            r"ignoring: params: expected name patterns or parameters, got ReLU",
-        ),
+        (lambda: ignoring(W, [3]), TypeError, r"ignoring: modules: expected path patterns, module classes or modules, got int"),
+        (lambda: ignoring(W, [], [nn.ReLU()]), TypeError, r"ignoring: params: expected name patterns or parameters, got ReLU"),
     ],
 )
 def test_wrong_when_made(make: Callable[[], object], error: type[Exception], message: str) -> None:
@@ -91,10 +75,7 @@ def test_a4_custom_gives_a_bool_or_a_dict(result: object) -> None:
             r"module '1\.0' is matched by '\*\.0' \(P\(\)\) and by '1\.\*' \(P\('x'\)\): expected",
         ),
         (any_of(), r"any_of: expected at least one policy, got none"),
-        (
-            any_of(whole(), whole(fs.P())),
-            r"any_of: module '' \(the leftovers\) is P\('shard'\) and P\(\); use override",
-        ),
+        (any_of(whole(), whole(fs.P())), r"any_of: module '' \(the leftovers\) is P\('shard'\) and P\(\); use override"),
         (
             any_of(fs.by_path({"0": fs.P()}), always()),
             r"any_of: module '0' is selected as P\(\) and as P\('shard'\); use override",

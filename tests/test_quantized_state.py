@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, each, seldom
+from depth import at_most, each, every, seldom
 from ranks import Pool, real_ranks
 from test_compile import IMPORT
 from test_memory import Peak
@@ -84,11 +84,7 @@ def decoded(state: Any, spec: fs.PartitionSpec, name: str, rank: int | None = No
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("seed", [None, 3])
-@pytest.mark.parametrize("ranks", [2, 3, 7])
-@pytest.mark.parametrize("policy", ["sharded", "whole"])
-@pytest.mark.parametrize("codec", [CODEC, codecs.int8(BLOCK), codecs.nf4(BLOCK)], ids=str)
+@each(seed=[None, 3], ranks=[2, 3, 7], policy=["sharded", "whole"], codec=[CODEC, codecs.int8(BLOCK), codecs.nf4(BLOCK)])
 def test_values_depend_neither_on_ranks_nor_on_units(codec: Any, policy: str, ranks: int, seed: int | None) -> None:
     """Bit for bit."""
     options = {"codec": codec, "seed": seed if codec.takes_noise else None}
@@ -104,9 +100,7 @@ def test_values_depend_neither_on_ranks_nor_on_units(codec: Any, policy: str, ra
 
 @at_most(1)
 @batched
-@each
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", [None, 3])
+@each(policy=POLICIES, seed=[None, 3])
 def test_simulated_ranks(policy: str, seed: int | None) -> None:
     """Also replicas, and optimizers around it; the padding of gradients does not matter."""
 
@@ -412,8 +406,7 @@ def test_small_second_moments_do_not_become_zero(small: float) -> None:
     assert largest < 1.6
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("codec", [codecs.dynamic8(), codecs.int8(256), codecs.nf4(256)], ids=str)
+@every(value=[math.nan, math.inf, -math.inf, 1e30], codec=[codecs.dynamic8(), codecs.int8(256), codecs.nf4(256)])
 def test_what_is_not_finite_stays_so(codec: Any, value: float) -> None:
     """A block with an infinite or NaN value is NaN in the next steps, and the others are as before; 1e30 has no square."""
     spec, params = one_unit()
@@ -471,8 +464,7 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
     assert not torch.equal(sums[0], sums[1])
 
 
-@each
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@each(dtype=[torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     """The state is decoded in its own dtype."""
     model = nn.Linear(64, 8).to(dtype)
@@ -487,8 +479,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 ELEMENTWISE = ["SGD", "Adam", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 
 
-@each
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@each(name=ELEMENTWISE)
 def test_every_elementwise_optimizer(name: str) -> None:
     """Near the optimizer in float32 after three steps: each slot is encoded, and what has no slot is as it was."""
     cls = getattr(torch.optim, name)
@@ -528,11 +519,7 @@ def test_compositions_and_steps_on_one_rank() -> None:
     want = made.update(grads, made.init(params), params)
     got = fs.update_in_backward(made.update, lambda p, x: loss(p, x, spec), params, made.init(params), [x], spec=spec)
     assert_close((got.params, got.state), want, rtol=0, atol=0)
-    for wrap in (
-        optim.apply_if_finite(spec),
-        optim.schedule_lr(lambda step: 0.01),
-        optim.accumulate_steps(1),
-    ):
+    for wrap in (optim.apply_if_finite(spec), optim.schedule_lr(lambda step: 0.01), optim.accumulate_steps(1)):
         init, update = wrap(made)
         new, state = update(grads, init(params), params)
         assert_close((new, state.inner), want, rtol=0, atol=0)

@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from depth import at_most
+from depth import at_most, every
 from hypothesis import given
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -64,8 +64,7 @@ def test_equal_for_every_policy_and_any_number_of_ranks(distribution: Any, data:
         assert_close(got, fs.shard(want, spec, rank=rank), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 2, "shard": 2}])
-@pytest.mark.parametrize("policy", POLICIES)
+@every(sizes=[{"shard": 3}, {"replicate": 2, "shard": 2}], policy=POLICIES)
 def test_on_simulated_ranks(policy: str, sizes: dict[str, int]) -> None:
     def rank(mesh: Any, _: Tensor) -> Any:
         spec = POLICIES[policy](MODEL).on(mesh)

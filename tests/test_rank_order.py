@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from depth import at_most, each, seldom
+from depth import at_most, each, every, seldom
 from parity import numbers
 from ranks import Pool, launch
 from torch import Tensor, nn
@@ -90,10 +90,8 @@ def routed(rank: int, strategy: str, route: str, step: str, **options: Any) -> s
 
 
 @at_most(3)
-@each
-@pytest.mark.parametrize("step", ["fs.grad", "torch.func.grad", "hvp", "jvp"])
-@pytest.mark.parametrize("route", ["one expert, by rank", "reversed on one rank"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each(step=["fs.grad", "torch.func.grad", "hvp", "jvp"])
+@every(route=["one expert, by rank", "reversed on one rank"], strategy=STRATEGIES)
 def test_ranks_that_run_other_units_get_an_error(gloo2: Pool, strategy: str, route: str, step: str) -> None:
     if strategy == "replicated" and step == "jvp":
         step = "fs.grad"  # of the others nothing is sent
@@ -104,8 +102,7 @@ def test_ranks_that_run_other_units_get_an_error(gloo2: Pool, strategy: str, rou
 
 
 @at_most(4)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("step", ["fs.grad", "hvp"])
+@every(strategy=STRATEGIES, step=["fs.grad", "hvp"])
 def test_a_rank_that_runs_one_unit_more_is_an_error(gloo2: Pool, strategy: str, step: str) -> None:
     for error in gloo2.run(routed, strategy, "one more on one rank", step):
         assert "unit '" in error
@@ -138,8 +135,7 @@ def _raise(error: str) -> None:
 
 
 @at_most(3)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("step", ["fs.grad", "no_grad"])
+@every(strategy=STRATEGIES, step=["fs.grad", "no_grad"])
 def test_a_rank_that_leaves_out_the_last_unit_is_an_error(gloo2: Pool, strategy: str, step: str) -> None:
     """Its gather was started ahead on both, which compare when forward ends what they have used."""
     step = "fs.grad" if strategy == "replicated" else step  # of the others nothing is sent
@@ -150,10 +146,7 @@ def test_a_rank_that_leaves_out_the_last_unit_is_an_error(gloo2: Pool, strategy:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("route", [(), (0, 1), (0, 5)])
-@pytest.mark.parametrize("strategy", ["shard", "keep", "remat"])
-@pytest.mark.parametrize("step", ["fs.grad", "no_grad"])
+@each(route=[(), (0, 1), (0, 5)], strategy=["shard", "keep", "remat"], step=["fs.grad", "no_grad"])
 def test_the_check_names_a_rank_that_runs_fewer_units(gloo2: Pool, strategy: str, step: str, route: tuple[int, ...]) -> None:
     """It compares each gather before it starts: without it the other rank waits for the timeout."""
     for error in gloo2.run(early_in_a_check, 6, strategy, ((0, 1, 2, 3, 4, 5), route), step):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, depth, each, seldom, some
+from depth import at_most, depth, each, every, seldom, some
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -96,8 +96,7 @@ def wanted(name: str, ranks: int) -> tuple[Tensor, ...]:
 @each
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every(policy=POLICIES, name=OPTIMIZERS)
 def test_on_simulated_ranks(name: str, policy: str, sizes: dict[str, int]) -> None:
     if policy == "mixed on both axes" and len(sizes) == 1:
         pytest.skip("has no such axis")
@@ -109,9 +108,7 @@ def test_on_simulated_ranks(name: str, policy: str, sizes: dict[str, int]) -> No
 
 @each
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("policy", ["sharded", "replicated"])
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@every(policy=["sharded", "replicated"], clips=[False, True], name=["AdamW", "SGD"])
 def test_update_in_backward(name: str, clips: bool, policy: str) -> None:
     """By a rate from inside of the simulated ranks, or from outside, where it is not batched; and along it and all shards."""
 

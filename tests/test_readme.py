@@ -114,8 +114,7 @@ def test_blocks_run(gloo2: Pool, page: str, ranks: int, tmp_path: Path) -> None:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("ranks", [1, 2])
+@each(ranks=[1, 2])
 @pytest.mark.parametrize(
     "script",
     [pytest.param(block, id=f"{page}{i}") for page in PAGES for i, block in enumerate(blocks(page)) if block.mark == "script"],

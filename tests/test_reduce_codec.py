@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
-from depth import at_most, mark_seldom
+from depth import at_most, every, mark_seldom
 from parity import WAYS
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -113,8 +113,7 @@ def make_mesh(*sizes: int) -> dist.DeviceMesh:
 # --- values ---
 
 
-@pytest.mark.parametrize("way", mark_seldom(WAYS, "fs"))
-@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "remat", "offload"))
+@every(way=mark_seldom(WAYS, "fs"), strategy=mark_seldom(STRATEGIES, "shard", "remat", "offload"))
 @real_ranks(2)
 def test_identity_changes_no_bit(rank: int, strategy: str, way: str) -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # in Dynamo
@@ -141,8 +140,7 @@ def compare_by_hand(rank: int, name: str, way: str, *sizes: int) -> None:
         assert_close(grad, own, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("way", mark_seldom(WAYS, "fs"))
-@pytest.mark.parametrize("codec", CODECS)
+@every(way=mark_seldom(WAYS, "fs"), codec=CODECS)
 def test_values_by_hand(gloo2: Pool, codec: str, way: str) -> None:
     gloo2.run(compare_by_hand, codec, way, 2)
 
@@ -207,8 +205,7 @@ def test_the_sum_is_wide() -> None:
     assert run(Precision(reduce=BF16)).item() != 259
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan], ids=str)
-@pytest.mark.parametrize("codec", [name for name in CODECS if name != "by slice"])
+@every(bad=[math.inf, -math.inf, math.nan], codec=[name for name in CODECS if name != "by slice"])
 def test_what_is_not_finite_stays_so(codec: str, bad: float) -> None:
     """One element of one rank's gradient: it, or its block, is not finite, and other parameters are as they were."""
     model = nn.Linear(64, 4)
@@ -269,8 +266,7 @@ def transform_on_ranks(rank: int, name: str, transform: str) -> fs.Params:
     return fs.gather_full(rounded, spec)
 
 
-@pytest.mark.parametrize("codec", mark_seldom(CODECS, "int8"))
-@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "hvp"))
+@every(codec=mark_seldom(CODECS, "int8"), transform=mark_seldom(TRANSFORMS, "hvp"))
 def test_rounding_is_straight_through(gloo2: Pool, transform: str, codec: str) -> None:
     """On real ranks and on simulated ones, where the codec runs under torch.vmap."""
     if codec == "by slice":
@@ -366,8 +362,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("ranks", [2, 8])
+@every(codec=CODECS, ranks=[2, 8])
 def test_slices_are_decoded_a_few_at_a_time(ranks: int, codec: str) -> None:
     """Those of eight ranks at once would be a float32 buffer as large as the unit."""
     with world(ranks):

@@ -124,8 +124,7 @@ def killed(folder: Path, seed: int) -> str:
         return output.read()
 
 
-@each
-@pytest.mark.parametrize("seed", range(depth(1, 12)))
+@each(seed=range(depth(1, 12)))
 def test_all_ranks_are_killed(uninterrupted: Trained, tmp_path: Path, seed: int) -> None:
     """Started again with --resume, training goes on to the same end."""
     said = killed(tmp_path, seed)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most, mark_seldom, seldom, some
+from depth import at_most, every, mark_seldom, seldom, some
 from models import EXACT, unchanged
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -295,8 +295,7 @@ def test_parameters_changed_in_place_are_refused(rank: int, kind: type[nn.Module
             squared(model, before, x, spec)
 
 
-@pytest.mark.parametrize("p", [P("shard"), P("shard", remat=True)])
-@pytest.mark.parametrize("way", ["fs.grad", "grad", "autograd"])
+@every(p=[P("shard"), P("shard", remat=True)], way=["fs.grad", "grad", "autograd"])
 def test_writes_from_around_a_unit_are_refused(p: P, way: str) -> None:
     """Where others have read the unit's buffer since."""
     model = network(InPlaceAround)
@@ -345,8 +344,7 @@ def test_the_class_of_a_module_is_put_back() -> None:
         assert type(model[1].l) is nn.Linear
 
 
-@pytest.mark.parametrize("kind", [*REFUSED, ByNumpy])
-@pytest.mark.parametrize("given", ["shards", "full", "views"])
+@every(kind=[*REFUSED, ByNumpy], given=["shards", "full", "views"])
 def test_on_one_rank_what_was_given_is_left_alone(kind: type[nn.Module], given: str) -> None:
     """Where the buffer is the caller's own shard, or full parameters stand in its place, each its own tensor or not."""
     model = network(kind)
@@ -545,8 +543,7 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::funshard.BufferWarning")
-@pytest.mark.parametrize("left_by", ["torch.func", "funshard"])
-@pytest.mark.parametrize("p", [P(), P(remat=True), P(offload="activations")], ids=str)
+@every(left_by=["torch.func", "funshard"], p=[P(), P(remat=True), P(offload="activations")])
 def test_what_ended_transforms_have_left_in_the_model(p: P, left_by: str) -> None:
     """Tensors of two transforms that have ended: torch cannot compute with them, nor clone them, inside of another."""
     model = nn.Sequential(Remembers(), Remembers())

@@ -31,12 +31,7 @@ RULES: dict[str, tuple[Callable[..., optim.Optimizer], dict[str, Any], Any, dict
         torch.optim.RMSprop,
         {"alpha": 0.7, "centered": True, "momentum": 0.9},
     ),
-    "adagrad": (
-        optim.adagrad,
-        {"initial_accumulator_value": 0.0, "eps": 1e-10, "eps_in_sqrt": False},
-        torch.optim.Adagrad,
-        {},
-    ),
+    "adagrad": (optim.adagrad, {"initial_accumulator_value": 0.0, "eps": 1e-10, "eps_in_sqrt": False}, torch.optim.Adagrad, {}),
 }
 """By name: the rule and its options, torch's class and its own."""
 
@@ -84,8 +79,7 @@ def of_optax(name: str, x: Tensor, grads: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "given"),
-    [("lion", {"weight_decay": 0.1}), ("adagrad", {}), ("rmsprop", {}), ("adamw", {"eps_root": 1e-3})],
+    ("name", "given"), [("lion", {"weight_decay": 0.1}), ("adagrad", {}), ("rmsprop", {}), ("adamw", {"eps_root": 1e-3})]
 )
 def test_the_formulas_of_optax(name: str, given: dict[str, Any]) -> None:
     x, grads = torch.randn(9).double(), [torch.randn(9).double() for _ in range(5)]

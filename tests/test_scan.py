@@ -108,9 +108,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @at_most(3)
-@each
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("derivative", DERIVATIVES)
+@each(options=OPTIONS, derivative=DERIVATIVES)
 def test_every_derivative_is_that_of_the_loop(derivative: str, options: str) -> None:
     """With dropout, clipping and a schedule, also at second order."""
     spec = fs.by_type(nn.Linear)(MODEL).bound
@@ -155,9 +153,7 @@ def wanted(ranks: int, *, seed: int = 1) -> Any:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("options", ["sqrt", "log"])
-@pytest.mark.parametrize("policy", POLICIES)
+@each(options=["sqrt", "log"], policy=POLICIES)
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
 def test_the_law_on_simulated_ranks(sizes: dict[str, int], policy: str, options: str) -> None:
     """A rank's own weights have N times the objective's gradient, a shared rate has its whole one on every rank."""
@@ -289,9 +285,7 @@ def of_step(scan: Scan, name: str, spec: fs.PartitionSpec, x: Tensor, validation
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("derivative", ["torch.func.grad", *mark_seldom(["fs.hvp"])])
-@pytest.mark.parametrize("name", STEPS_OF)
+@each(derivative=["torch.func.grad", *mark_seldom(["fs.hvp"])], name=STEPS_OF)
 def test_what_a_step_may_contain(name: str, derivative: str) -> None:
     """Also where neither state nor slices are differentiated in the first step, but by closures."""
     spec = POLICIES["mixed"](MODEL).on({"shard": 1})

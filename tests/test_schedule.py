@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
-from depth import at_most, each, mark_seldom, some
+from depth import at_most, each, every, mark_seldom, some
 from models import unchanged
 from parity import WAYS, average_gradients, numbers
 from peer_models import MLP, Net, Order, Outer, chain, frozen
@@ -168,8 +168,7 @@ BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("prefetch", AHEAD)
-@pytest.mark.parametrize("way", sorted(WAYS))
+@every(prefetch=AHEAD, way=sorted(WAYS))
 def test_the_events_of_a_step(way: str, prefetch: int) -> None:
     """Three blocks and a root, word by word; the root and the last block stay for backward."""
     with world(8):
@@ -218,8 +217,7 @@ def test_kept_units_are_ahead_in_forward_and_not_gathered_in_backward(prefetch: 
 CHAINS: dict[str, Callable[[], nn.Module]] = {"Blocks": lambda: Blocks(5), "blocks_alone": blocks_alone}
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 3, 9])
-@pytest.mark.parametrize("name", CHAINS)
+@every(prefetch=[0, 1, 2, 3, 9], name=CHAINS)
 def test_each_gather_overlaps_with_the_computation_before_it(name: str, prefetch: int) -> None:
     """In both directions a gather starts just before the unit ``prefetch`` places earlier computes, and ends at its use."""
     with world(8):
@@ -245,8 +243,7 @@ def test_each_gather_overlaps_with_the_computation_before_it(name: str, prefetch
 
 
 @at_most(9)
-@pytest.mark.parametrize("in_flight", [1, 2, 3, 9])
-@pytest.mark.parametrize("way", sorted(WAYS))
+@every(in_flight=[1, 2, 3, 9], way=sorted(WAYS))
 def test_each_reduction_overlaps_with_the_computation_after_it(way: str, in_flight: int) -> None:
     """A reduction is awaited after the backward of the unit ``in_flight`` places later, and so many are under way at most."""
     with world(8):
@@ -288,8 +285,7 @@ class Whole(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("same_sizes", [True, False])
-@pytest.mark.parametrize("in_flight", [1, 2, 3])
+@every(same_sizes=[True, False], in_flight=[1, 2, 3])
 def test_whole_gradients_alive(in_flight: int, same_sizes: bool) -> None:
     """At most one more than are in flight, and none when backward has ended."""
     with world(8):
@@ -318,8 +314,7 @@ ORDERS = ["abc", "bca", "cba", "abab", "aab", "ac", "b", "abcabc", "aabbcc", "ca
 
 
 @at_most(22)
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
-@pytest.mark.parametrize("order", ORDERS)
+@every(prefetch=[0, 1, 2, 3], order=ORDERS)
 def test_the_tree_order_wastes_little(order: str, prefetch: int) -> None:
     """Whatever order forward has: every visit is gathered, at most ``prefetch`` units in vain, and none again in backward."""
     with world(8):
@@ -334,8 +329,7 @@ def test_the_tree_order_wastes_little(order: str, prefetch: int) -> None:
 
 
 @at_most(21)
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
-@pytest.mark.parametrize("order", ORDERS)
+@every(prefetch=[0, 1, 2, 3], order=ORDERS)
 def test_the_traced_order_wastes_nothing(order: str, prefetch: int) -> None:
     """Each visit is gathered once, started as soon as what is ``prefetch`` visits earlier is there."""
     with world(8):
@@ -435,8 +429,7 @@ class Storages(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("prefetch", AHEAD)
-@pytest.mark.parametrize("cut", [True, False])
+@every(prefetch=AHEAD, cut=[True, False])
 def test_a_unit_that_backward_leaves_out(cut: bool, prefetch: int) -> None:
     """_unused_in_backward: gathered in vain at most, freed, not reduced; and a second backward does the same."""
     with world(8):
@@ -535,10 +528,7 @@ def test_trace_order_leaves_out_what_is_not_gathered() -> None:
 def test_trace_order_refuses_what_depends_on_values(how: str) -> None:
     """With the advice to give the order by hand; the model is as it was."""
     model = Depends(how)
-    with (
-        unchanged(model),
-        pytest.raises(RuntimeError, match=r"trace_order: expected.* on shapes.*spec\.ordered by hand"),
-    ):
+    with unchanged(model), pytest.raises(RuntimeError, match=r"trace_order: expected.* on shapes.*spec\.ordered by hand"):
         fs.trace_order(model, fs.policies.always()(model), torch.randn(4, 5))
 
 
@@ -633,9 +623,7 @@ def close(got: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> 
 
 
 @at_most(2)
-@each
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P()], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@each(p=[P("shard"), P("shard", reshard=False), P()], name=MODELS)
 @real_ranks(2)
 def test_every_schedule_gives_the_same_gradients(rank: int, name: str, p: P) -> None:
     """Bit by bit for every prefetch and in_flight, and those of the plain model averaged by hand."""
@@ -651,9 +639,7 @@ def test_every_schedule_gives_the_same_gradients(rank: int, name: str, p: P) -> 
 
 
 @at_most(2)
-@each
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("order", ["bca", "abab", "aab", "ac"])
+@each(way=WAYS, order=["bca", "abab", "aab", "ac"])
 @real_ranks(2)
 def test_a_wrong_order_costs_no_correctness(rank: int, order: str, way: str) -> None:
     """Right, reversed, too short and nonsensical orders: the gradients of prefetch=0 and of the plain model."""
@@ -917,10 +903,7 @@ def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, prefetch: int, i
 
 
 @at_most(3)
-@each
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("prefetch", AHEAD)
-@pytest.mark.parametrize("name", MEMORY)
+@each(traced=[False, True], prefetch=AHEAD, name=MEMORY)
 def test_only_the_next_units_are_gathered_besides_those_that_run(name: str, prefetch: int, traced: bool) -> None:
     """At every moment, in either direction: the units that run (one that ended until the next begins) and ``prefetch`` more.
 
@@ -942,9 +925,7 @@ def test_only_the_next_units_are_gathered_besides_those_that_run(name: str, pref
             assert (memory.backward[-1].gathered, memory.backward[-1].unreduced) == ([], 0)
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("prefetch", AHEAD)
-@pytest.mark.parametrize("same_sizes", [True, False])
+@every(in_flight=[1, 2], prefetch=AHEAD, same_sizes=[True, False])
 def test_what_is_gathered_and_unreduced_together(same_sizes: bool, prefetch: int, in_flight: int) -> None:
     """At most prefetch + 1 units gathered and in_flight + 1 unreduced, in buffers and in bytes."""
     with world(8):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import Case, cases, each_rank, on_ranks, poisoned, same, specs, stacked
-from depth import depth
+from depth import depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -210,8 +210,7 @@ def test_l8_no_result_aliases_an_input(case: Case) -> None:
     assert not any(p.any() for p in case.model.parameters())  # modules() starts at zeros
 
 
-@pytest.mark.parametrize("p", [P(), P("shard")], ids=str)
-@pytest.mark.parametrize("by", ["a donated update", "hand"])
+@every(p=[P(), P("shard")], by=["a donated update", "hand"])
 def test_unshard_gives_no_view_of_the_shards(p: P, by: str) -> None:
     """Where nothing is gathered either: on one rank, and of replicated units on any."""
     model = nn.Linear(3, 2)

@@ -211,26 +211,10 @@ def test_units_come_in_pre_order(case: tuple[nn.Module, Policy]) -> None:
         (lambda: fs.P("a", local="b"), TypeError, r"P: local: expected a dict such as .*, got 'b'"),
         (lambda: fs.P("a", precision=0), TypeError, r"P: precision: expected a Precision or None, got 0"),
         (lambda: fs.P("a", precision=fs.Remat()), TypeError, r"P: precision: expected a Precision or None, got Remat\(\)"),
-        (
-            lambda: fs.P("a", offload=True),
-            TypeError,
-            r"P: offload: expected 'activations' or 'params', .*, got True",
-        ),
-        (
-            lambda: fs.P("a", offload={1}),
-            TypeError,
-            r"P: offload: expected 'activations' or 'params', .*, got \{1\}",
-        ),
-        (
-            lambda: fs.P("a", offload="cpu"),
-            ValueError,
-            r"P: offload: expected .*, a set of them or None, got 'cpu'",
-        ),
-        (
-            lambda: fs.P("a", offload={"params", "x"}),
-            ValueError,
-            r"P: offload: expected .*, got 'x'",
-        ),
+        (lambda: fs.P("a", offload=True), TypeError, r"P: offload: expected 'activations' or 'params', .*, got True"),
+        (lambda: fs.P("a", offload={1}), TypeError, r"P: offload: expected 'activations' or 'params', .*, got \{1\}"),
+        (lambda: fs.P("a", offload="cpu"), ValueError, r"P: offload: expected .*, a set of them or None, got 'cpu'"),
+        (lambda: fs.P("a", offload={"params", "x"}), ValueError, r"P: offload: expected .*, got 'x'"),
         (lambda: fs.P(""), TypeError, r"P: expected an axis name, a tuple of names or None, got ''"),
     ],
 )

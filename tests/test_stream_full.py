@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import same
-from depth import at_most, mark_seldom
+from depth import at_most, every, mark_seldom
 from ranks import Pool, real_ranks
 from test_gather_full import MESHES, Watch, bound, net, pool_of, values
 from torch import Tensor, nn
@@ -142,8 +142,7 @@ UNIT = 4 * 64 * 64
 
 
 @at_most(4)
-@pytest.mark.parametrize("mesh", ["fsdp", "fsdp of 4", "hsdp", "both axes"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@every(mesh=["fsdp", "fsdp of 4", "hsdp", "both axes"], dtype=[None, torch.bfloat16])
 def test_the_peak_is_two_buckets(mesh: str, dtype: torch.dtype | None) -> None:
     """Or two units, where they are larger, and what an inner axis has gathered of the one that arrives.
 
@@ -166,8 +165,7 @@ def test_the_peak_is_two_buckets(mesh: str, dtype: torch.dtype | None) -> None:
         assert own > unit or every.peak == max(2, math.floor(2 * buckets)) * unit
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "hsdp", "both axes"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@every(mesh=["fsdp", "hsdp", "both axes"], dtype=[None, torch.bfloat16])
 def test_the_peak_of_a_stream_to_the_first_rank(mesh: str, dtype: torch.dtype | None) -> None:
     """There two buckets as well. Other ranks hold no more than slices that are cast, and what an inner axis gathers."""
     size, shape, names, p = MESHES[mesh]

@@ -44,8 +44,7 @@ def split(width: int, hidden: int, reshard: bool) -> tuple[nn.Module, nn.Module,
     return plain, model, fs.by_type(Parallel, p=fs.P("shard", reshard=reshard))(model).on(grid["shard"], submesh=True), tp, at
 
 
-@each
-@pytest.mark.parametrize("reshard", [True, False])
+@each(reshard=[True, False])
 @pytest.mark.parametrize(("width", "hidden"), [(3, 10), (5, 34), (17, 6)])
 @real_ranks(4)
 def test_2d_mlp_with_nd_mesh(rank: int, width: int, hidden: int, reshard: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most
+from depth import at_most, every
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -51,8 +51,7 @@ def batches() -> Tensor:
 
 @at_most(3)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of in-place kernels under vmap
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("policy", [fs.policies.always(), fs.by_path({"0": fs.P("shard"), "2": fs.P()})])
+@every(name=OPTIMIZERS, policy=[fs.policies.always(), fs.by_path({"0": fs.P("shard"), "2": fs.P()})])
 def test_steps_and_the_gradient_through_them(name: str, policy: fs.Policy) -> None:
     """Two steps on shards, and the gradient of a validation loss through them (MAML), are those of the joined batch."""
     module, xs = model(), batches()

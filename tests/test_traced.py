@@ -115,10 +115,7 @@ def check_traced_training(rank: int, ranks: int, spec: fs.PartitionSpec, way: st
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each(optimizer=OPTIMIZERS, way=["fs", "torch.func"], strategy=STRATEGIES)
 @real_ranks(2)
 def test_traced_training(rank: int, strategy: str, way: str, optimizer: str) -> None:
     """make_fx of a whole step, gradients and update, trains from other parameters on other batches."""
@@ -148,9 +145,7 @@ def recorded(graph: torch.fx.Graph) -> list[str]:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each(way=["fs", "torch.func"], strategy=STRATEGIES)
 def test_a_traced_hsdp_step_sends_what_the_eager_one_does(strategy: str, way: str) -> None:
     """On a mesh of two axes: the same collectives, in the same order, one update and all."""
     with world(8):
@@ -229,9 +224,7 @@ def exported(spec: fs.PartitionSpec, x: Tensor, strict: bool) -> tuple[torch.exp
         return torch.export.export(Forward(spec), (params, x), dynamic_shapes=shapes, strict=strict), params
 
 
-@each
-@pytest.mark.parametrize("strict", mark_seldom([False, True], False))
-@pytest.mark.parametrize("strategy", depth(mark_seldom(["reshard", "replicate"], "reshard"), [*STRATEGIES]))
+@each(strict=mark_seldom([False, True], False), strategy=depth(mark_seldom(["reshard", "replicate"], "reshard"), [*STRATEGIES]))
 @real_ranks(2)
 def test_export_equals_eager(rank: int, strategy: str, strict: bool) -> None:
     """An exported forward, decomposed or saved and loaded too, on other shards and another number of rows."""
@@ -252,9 +245,7 @@ def test_export_equals_eager(rank: int, strategy: str, strict: bool) -> None:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each(strict=[False, True], strategy=STRATEGIES)
 def test_export_is_plain_operators(strategy: str, strict: bool) -> None:
     """One gather for each sharded unit, in the order of the model, and nothing of funshard's or torch.func's."""
     with world(4):
@@ -342,9 +333,7 @@ LINEARIZED = {"loss": lambda loss: loss, "grad": grad, "fs.grad_and_value": fs.g
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("of", LINEARIZED)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each(of=LINEARIZED, strategy=STRATEGIES)
 @real_ranks(2)
 def test_linearize_is_jvp(rank: int, strategy: str, of: str) -> None:
     """linearize of a sharded loss and of its gradient is jvp, in many directions."""
@@ -448,9 +437,7 @@ def test_functionalize_takes_no_custom_function() -> None:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("way", ["fs", "torch.func"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each(way=["fs", "torch.func"], strategy=STRATEGIES)
 @real_ranks(2)
 def test_functionalize_of_a_traced_step(rank: int, strategy: str, way: str) -> None:
     """What make_fx recorded can be functionalized, run or recorded again: without any mutation, and the same."""

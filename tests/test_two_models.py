@@ -13,7 +13,6 @@ from datetime import timedelta
 from typing import Any
 
 import hosted
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -164,10 +163,7 @@ TASKS = {"gan": gan, "siamese": alone(siamese), "evaluated": alone(evaluated)}
 
 
 @at_most(2)
-@each
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("way", [*WAYS, "shards", "full", "update_in_backward"])
-@pytest.mark.parametrize("task", TASKS)
+@each(choice=CHOICES, way=[*WAYS, "shards", "full", "update_in_backward"], task=TASKS)
 @real_ranks(2)
 def test_on_two_ranks(rank: int, task: str, way: str, choice: str) -> None:
     """Losses and parameters after each step."""

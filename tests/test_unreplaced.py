@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from depth import at_most
+from depth import at_most, every
 from models import unchanged
 from torch import Tensor, nn
 
@@ -79,8 +79,7 @@ def setting(model: nn.Module, policy: str) -> tuple[fs.PartitionSpec, fs.Params,
 
 
 @at_most(12)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("how", HELD)
+@every(policy=POLICIES, how=HELD)
 def test_parameters_that_are_held_elsewhere(how: str, policy: str) -> None:
     """By every way, in each call, and of a skeleton; afterwards all is as it was."""
     hold, where, use = HELD[how]
@@ -106,8 +105,7 @@ def test_the_values_by_another_name(policy: str) -> None:
         fs.grad(loss)(params)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("how", ["cast", "product", "in a list"])
+@every(policy=POLICIES, how=["cast", "product", "in a list"])
 def test_what_was_computed_from_a_parameter(how: str, policy: str) -> None:
     """A view from before a cast, whose memory the parameter has left, and a product of it."""
     model = Holds(lambda w: None, (lambda held: held[0]) if how == "in a list" else lambda held: held)
@@ -139,8 +137,7 @@ def test_a_state_with_a_graph_is_no_error(policy: str) -> None:
 
 
 @at_most(14)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("how", HELD)
+@every(policy=POLICIES, how=HELD)
 def test_what_is_held_and_not_read_is_no_error(how: str, policy: str) -> None:
     """Nor is what does not depend on values."""
     model = Holds(HELD[how][0], None)
@@ -269,8 +266,7 @@ MADE: Mapping[str, tuple[Callable[[Makes], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("what", MADE)
+@every(policy=POLICIES, what=MADE)
 def test_parameters_that_forward_makes(what: str, policy: str) -> None:
     """They would be used, dropped with the call, made anew in the next one, and never trained."""
     make, match = MADE[what]
@@ -316,8 +312,7 @@ CHANGED: Mapping[str, tuple[Callable[[Parts], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("how", CHANGED)
+@every(policy=POLICIES, how=CHANGED)
 def test_modules_that_forward_replaces(how: str, policy: str) -> None:
     """The call would compute with the new module's own parameters, and its params would have no part in the result."""
     change, match = CHANGED[how]

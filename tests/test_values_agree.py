@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import same
 from collective_log import Collectives
+from depth import every
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool, real_ranks
@@ -45,8 +46,7 @@ def unseeded(rank: int, kind: str, by_name: bool) -> str:
     return said
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@every(by_name=[False, True], kind=sorted(KINDS))
 def test_models_of_different_seeds(kind: str, by_name: bool, gloo2: Pool, gloo4: Pool) -> None:
     """An error on every rank with the first parameter that differs and the ranks where; the next call is in step."""
     said = (gloo4 if kind == "HSDP" else gloo2).run(unseeded, kind, by_name)

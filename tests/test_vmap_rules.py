@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import at_most, depth, mark_seldom
+from depth import at_most, depth, every, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -83,9 +83,7 @@ COLLECTIVES = {
     "unvary sum": Collective(lambda x, a: c.unvary(x, a, reduce="sum"), total, list),
     "broadcast": Collective(c.broadcast, lambda xs: [xs[0] for _ in xs], lambda xs: only(total(xs), 0)),
     "broadcast last": Collective(
-        lambda x, a: c.broadcast(x, a, src=a.size - 1),
-        lambda xs: [xs[-1] for _ in xs],
-        lambda xs: only(total(xs), len(xs) - 1),
+        lambda x, a: c.broadcast(x, a, src=a.size - 1), lambda xs: [xs[-1] for _ in xs], lambda xs: only(total(xs), len(xs) - 1)
     ),
     "all_to_all": Collective(c.all_to_all, exchanged, exchanged),
     "permute": Collective(c.permute, lambda xs: [*xs[-1:], *xs[:-1]], lambda xs: [*xs[1:], *xs[:1]]),
@@ -233,8 +231,7 @@ def cases(draw: st.DrawFn, real: dict[str, int] | None = None, op: str = "", way
 
 
 @at_most(19)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("op", COLLECTIVES)
+@every(way=WAYS, op=COLLECTIVES)
 @settings(max_examples=depth(3, 120))
 @given(data=st.data())
 def test_any_nesting(op: str, way: str, data: st.DataObject) -> None:
@@ -313,8 +310,7 @@ def test_every_dimension_on_a_process_group(gloo2: Pool, op: str) -> None:
     check_on_groups(gloo2, many, {"a": 2})
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 5, 7])
-@pytest.mark.parametrize("op", COLLECTIVES)
+@every(chunk_size=[1, 2, 5, 7], op=COLLECTIVES)
 def test_chunks_around_the_ranks(op: str, chunk_size: int) -> None:
     """vmap in chunks, inside and outside the ranks, is vmap: the chunks are of the batch, never of the axis."""
     f, picture, *_ = COLLECTIVES[op]
@@ -379,8 +375,7 @@ def test_an_axis_in_chunks_is_an_error() -> None:
         vmap(lambda i, x: c.all_reduce(x, Simulated(4, i), reduce="sum"), chunk_size=2)(torch.arange(4), torch.ones(4))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
-@pytest.mark.parametrize("op", ["all_reduce sum", "reduce_scatter sum", "sum_shards", "unvary sum"])
+@every(dtype=[torch.int32, torch.uint8], op=["all_reduce sum", "reduce_scatter sum", "sum_shards", "unvary sum"])
 def test_sums_of_small_integers_keep_their_dtype(op: str, dtype: torch.dtype) -> None:
     """As they do over process groups."""
     out = fs.testing.spmd(lambda mesh, x: COLLECTIVES[op].run(x, mesh["shard"]), 2)(torch.ones(2, 4, dtype=dtype))
@@ -413,8 +408,7 @@ def all_different(x: Tensor) -> bool:
 WIDE = 64  # two masks of so many entries are never alike by chance
 
 
-@pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
-@pytest.mark.parametrize("shared", [False, True])
+@every(sizes=[{"shard": 3}, {"replicate": 2, "shard": 2}], shared=[False, True])
 def test_ranks_draw_their_own_numbers(sizes: dict[str, int], shared: bool) -> None:
     """Every simulated rank drops other entries, also of what all ranks share, and the same again from the same seed."""
     ranks = math.prod(sizes.values())
