@@ -49,7 +49,22 @@ WAYS: dict[str, Callable[..., Any]] = {
 """The ways to differentiate a step: each gives ``(grads, value)``."""
 
 MAIN_WAYS = ["fs", "torch.func", "backward"]
-STRATEGIES = {"reshard": fs.P("shard"), "keep": fs.P("shard", reshard=False), "replicate": fs.P()}
+GRADIENTS: dict[str, Callable[..., Any]] = {way: lambda f, way=way: lambda params: WAYS[way](f)(params)[0] for way in MAIN_WAYS}
+"""The same without the value."""
+
+
+def strategies(*names: str, **more: fs.P) -> dict[str, fs.P]:
+    """The options of a unit that almost every suite tries, by their names, and more of a suite's own."""
+    usual = {
+        "shard": fs.P("shard"),
+        "keep": fs.P("shard", reshard=False),
+        "replicated": fs.P(),
+        "remat": fs.P("shard", remat=True),
+    }
+    return {name: usual[name] for name in names} | more
+
+
+STRATEGIES = strategies("shard", "keep", "replicated")
 """FSDP1's FULL_SHARD, SHARD_GRAD_OP and NO_SHARD."""
 
 

@@ -223,7 +223,7 @@ def test_on_two_ranks(gloo2: Pool, strategy: str, keep: str, way: str) -> None:
     gloo2.run(on_ranks, (2,), strategy, keep, way)
 
 
-@at_most(3)
+@at_most(1)
 @each(way=["fs", "torch.func"])
 @every(keep=KEEPS, strategy=mark_seldom(STRATEGIES, "shard", "kept", "replicated", "all axes", "fp16", "bf16 reduced"))
 def test_on_replicas(gloo4: Pool, strategy: str, keep: str, way: str) -> None:
@@ -231,6 +231,7 @@ def test_on_replicas(gloo4: Pool, strategy: str, keep: str, way: str) -> None:
     gloo4.run(on_ranks, (2, 2), strategy, keep, way)
 
 
+@at_most(1)
 @pytest.mark.parametrize("keep", KEEPS)
 @real_ranks(2)
 def test_at_the_second_order_on_two_ranks(rank: int, keep: str) -> None:
@@ -429,6 +430,7 @@ def by_tokens(rank: int, size: int, keep: str, way: str, reduce: str) -> None:
     torch.testing.assert_close(float(value), mean)
 
 
+@at_most(1)
 @each(reduce=["mean", "sum"], way=["fs", "torch.func"], keep=KEEPS)
 def test_weights_are_of_all_ranks(gloo2: Pool, keep: str, way: str, reduce: str) -> None:
     """Numbers of tokens: the mean over those of all ranks, or their sum; the NaN of a mean of none counts for nothing."""
@@ -743,6 +745,7 @@ def test_refused(what: str) -> None:
         fs.accumulate(lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum(), **given)
 
 
+@at_most(1)
 @pytest.mark.parametrize("keep", KEEPS)
 @real_ranks(2)
 def test_a_bad_weight_on_one_rank_is_an_error_on_every_rank(rank: int, keep: str) -> None:
@@ -765,6 +768,7 @@ def test_a_bad_weight_on_one_rank_is_an_error_on_every_rank(rank: int, keep: str
     fs.accumulate(loss, params, [x, x], spec=spec, keep=keep, weights=[1.0, 2.0])  # the ranks are together
 
 
+@at_most(8)
 @every(keep=KEEPS, reduce=["mean", "sum"], bad=[-1.0, -0.25, torch.nan, torch.inf])
 def test_weights_that_the_host_cannot_read_make_nan(keep: str, reduce: Any, bad: float) -> None:
     """On simulated ranks, as on a device: one rank's bad weight shows on every rank that is reduced over, not as zeros."""

@@ -28,7 +28,7 @@ def policies(made: Architecture, name: str) -> dict[str, Policy]:
     return depth({key: every[key] for key in (first, turn)}, every)
 
 
-@at_most(3)
+@at_most(1)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @real_ranks(2)
 def test_gradients_are_the_mean_of_plain_ones(rank: int, name: str) -> None:
@@ -41,6 +41,7 @@ def test_gradients_are_the_mean_of_plain_ones(rank: int, name: str) -> None:
 SIMULATED = [name for name in ARCHITECTURES if name not in ("mixtral", "bert_with_dropout", "parametrized")]
 
 
+@at_most(1)
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap's, of attention without a rule
 @pytest.mark.parametrize("name", mark_seldom(SIMULATED, *[*SIMULATED][::2]))
 def test_gradients_on_simulated_ranks_are_the_mean_of_plain_ones(name: str) -> None:

@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from collective_log import Collectives, Sent, world
-from depth import depth, each, every, mark_seldom, pairs, seldom
+from depth import at_most, depth, each, every, mark_seldom, pairs, seldom
 from hypothesis import given
 from models import EXACT, unchanged
 from parity import MAIN_WAYS, WAYS
@@ -167,6 +167,7 @@ def on_ranks(rank: int, ranks: int, how: str, name: str, way: str) -> None:
         assert torch.equal(full[key], p)
 
 
+@at_most(3)
 @pairs(way=MAIN_WAYS, name=CODECS, how=WAYS_OF_P)
 def test_real_ranks(gloo2: Pool, how: str, name: str, way: str) -> None:
     """Values and gradients are the plain model's with the decoded weights; that is also what is gathered."""
@@ -252,6 +253,7 @@ def test_hooks_meshes_of_two_axes_and_overrides(rank: int, name: str) -> None:
         before = spec
 
 
+@at_most(2)
 @each(sizes=SIZES, name=CODECS, how=WAYS_OF_P)
 def test_simulated_ranks(how: str, name: str, sizes: dict[str, int]) -> None:
     """The first derivative, and a Hessian-vector product through frozen weights that are decoded."""

@@ -234,6 +234,7 @@ def test_a_recomputed_call_has_the_attention_of_its_first_run(monkeypatch: pytes
             seen.clear()
 
 
+@at_most(1)
 @pytest.mark.parametrize(
     "options", [{"need_weights": False}, {"need_weights": True}, {"need_weights": False, "is_causal": True}]
 )

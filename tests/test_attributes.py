@@ -13,6 +13,7 @@ import pytest
 import torch
 from depth import every, pairs
 from models import EXACT
+from parity import strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.nn.utils import prune
@@ -20,7 +21,7 @@ from torch.nn.utils import prune
 import funshard as fs
 from funshard import P
 
-STRATEGIES = {"shard": P("shard"), "keep": P("shard", reshard=False), "remat": P("shard", remat=True), "replicated": P()}
+STRATEGIES = strategies("shard", "keep", "remat", "replicated")
 
 
 class Router(nn.Module):

@@ -220,6 +220,7 @@ def test_comm_of_low_precision() -> None:
     assert low["all-gathers"] == wide["all-gathers"] == peer["all-gathers"] - 2
 
 
+@seldom
 def test_comm_of_mixed_dtypes() -> None:
     """The collectives of one dtype; beyond the limit each rank pads its slice to the longest, by the bytes of four norms."""
     low, mixed, apart, peer = (comm()[mode] for mode in ("fs bf16", "fs bf16 keep", "fs bf16 apart", "FSDP2 bf16 apart"))

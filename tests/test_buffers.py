@@ -9,6 +9,7 @@ import pytest
 import torch
 from depth import at_most, depth, each, every, seldom
 from models import unchanged
+from parity import strategies
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -150,7 +151,7 @@ def test_said_in_a_compiled_call() -> None:
 # --- the pure form: buffers go in and come out ---
 
 
-STRATEGIES = {"shard": fs.P("shard"), "remat": fs.P("shard", remat=True), "ddp": fs.P()}
+STRATEGIES = strategies("shard", "remat", "replicated")
 TRANSFORMS = {
     "fs": lambda loss: fs.grad_and_value(loss, has_aux=True),
     "torch.func": lambda loss: torch.func.grad_and_value(loss, has_aux=True),

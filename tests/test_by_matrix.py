@@ -111,7 +111,7 @@ def test_what_is_hidden() -> None:
     assert set(fs.optim.matrices(fs.policies.whole()(tied), select=fs.optim.hidden(tied)).by_name) == {"1.weight"}
 
 
-@at_most(2)
+@at_most(1)
 @each(mesh=MESHES, optimizer=OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_equal_to_the_unsharded_one_on_simulated_ranks(optimizer: str, mesh: str) -> None:
@@ -182,6 +182,7 @@ def test_another_world_size_in_the_middle(
         assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+@at_most(1)
 @pytest.mark.parametrize("mesh", ["fsdp", "two axes"])
 def test_leaves_of_owners_and_of_all_ranks_are_written_once(gloo2: Pool, gloo4: Pool, tmp_path: Path, mesh: str) -> None:
     """What one rank owns does not count in how all ranks divide what they share."""

@@ -15,7 +15,7 @@ import exchange
 import pytest
 import safetensors
 import torch
-from depth import each
+from depth import at_most, each
 from models import build
 from ranks import Pool
 from safetensors.torch import load_file, save_file
@@ -191,6 +191,7 @@ def for_transformers(rank: int, name: str, folder: str) -> None:
         made.model.config.save_pretrained(path)
 
 
+@at_most(1)
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
 def test_transformers_loads_what_is_exported(gloo2: Pool, name: str, tmp_path: Path) -> None:
     """A model with tied weights, stored once under the name that transformers gives them: the same logits."""

@@ -23,7 +23,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from depth import depth
+from depth import at_most, depth
 from hostile import made, process_state, save, theirs
 from safetensors.torch import save_file
 from torch import Tensor
@@ -235,6 +235,7 @@ def unchanged() -> Iterator[list[str]]:
 # --- Each kind of file. ---
 
 
+@at_most(1)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["bytes", "operations"])
 def test_descriptions(files: Path, tmp_path: Path, kind: str) -> None:

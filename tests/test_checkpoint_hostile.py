@@ -121,6 +121,7 @@ DAMAGES = FILES | {
 }
 
 
+@at_most(9)
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_one_bad_neighbour_blocks_nothing(tmp_path: Path, saved_once: Path, name: str) -> None:

@@ -198,7 +198,7 @@ def loaded_by_torch(rank: int, kind: str, folder: str, expected: Any) -> None:
         alike(got_states[name], states[name])
 
 
-@at_most(2)
+@at_most(1)
 @each
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["fsdp2", "hsdp", "fsdp1", "ddp", "plain"])

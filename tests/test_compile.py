@@ -293,6 +293,7 @@ def test_gathered_bytes_alive(options: dict[str, int]) -> None:
     assert len(read.of("gather")) == 2 * layers  # every unit in forward, all but the root's and the last block's again
 
 
+@at_most(1)
 @pytest.mark.parametrize("options", [{}, BOTH], ids=str)
 def test_reductions_are_waited_for_late(options: dict[str, int]) -> None:
     """Each starts as soon as its unit's backward is done, and ends when ``in_flight`` more are to start."""
@@ -703,6 +704,7 @@ def test_options_and_backends_that_cannot_be() -> None:
             compile(double, options={name: None})
 
 
+@seldom
 @needs_cpp
 def test_options_are_of_this_step_only() -> None:
     """Inductor's own settings are what they were; those that are given, a mode's among them, are seen by the compiler."""

@@ -125,6 +125,7 @@ def compiles(rank: int) -> None:
     check(policy(model).bound, 3)
 
 
+@seldom
 @pytest.mark.parametrize("ranks", mark_seldom(["alone", "gloo2"], "alone"))
 def test_equal_specs_share_a_graph(request: pytest.FixtureRequest, ranks: str) -> None:
     """A spec that is made anew, with the same contents, does not compile again; any other does, and has its own values."""

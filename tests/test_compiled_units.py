@@ -560,7 +560,7 @@ def leaf_step(
     return grads, buffers
 
 
-@at_most(3)
+@at_most(1)
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize(
     "kind", mark_seldom([*RIGHT, *REFUSED], *RIGHT[:3], *RIGHT[4:], *REFUSED), ids=lambda kind: kind.__name__

@@ -222,6 +222,7 @@ def on_real_ranks(rank: int, layout: str, name: str, size: int) -> tuple[list[fs
     return out, state
 
 
+@at_most(7)
 @each(layout=["some", "four"], name=COMPRESSORS)
 def test_real_ranks_are_as_simulated_ones(gloo2: Pool, gloo4: Pool, name: str, layout: str) -> None:
     pool, size = (gloo2, 2) if layout == "some" else (gloo4, 4)

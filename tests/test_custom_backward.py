@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from depth import at_most, pairs
 from models import EXACT, unchanged
+from parity import GRADIENTS
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -125,20 +126,6 @@ def build(kind: str) -> tuple[Net, Tensor]:
     return Net(kind).double(), torch.randn(2, 3, dtype=torch.float64)
 
 
-def by_backward(loss: Callable[[Tree], Tensor]) -> Callable[[Tree], fs.Params]:
-    """Return the gradient by plain ``backward``."""
-
-    def run(params: Tree) -> fs.Params:
-        leaves = {key: x.clone().requires_grad_() for key, x in params.items()}
-        loss(leaves).backward()
-        return {key: x.grad for key, x in leaves.items() if x.grad is not None}
-
-    return run
-
-
-WAYS: dict[str, Any] = {"fs.grad": fs.grad, "backward": by_backward, "torch.func": torch.func.grad}
-
-
 def refused(kind: str, policy: str, way: str, *, skeleton: bool = False) -> None:
     model, x = build(kind)
     spec = POLICIES[policy](model)
@@ -148,21 +135,21 @@ def refused(kind: str, policy: str, way: str, *, skeleton: bool = False) -> None
         unchanged(model),
         pytest.raises(RuntimeError, match=r"'f\.0' runs in backward, after its functional_call, and would read"),
     ):
-        WAYS[way](lambda p: fs.functional_call(called, p, x, spec=spec)["out"].square().mean())(params)
+        GRADIENTS[way](lambda p: fs.functional_call(called, p, x, spec=spec)["out"].square().mean())(params)
     assert all(p.grad is None for p in model.parameters())
     gc.collect()
     assert not torch_module._global_forward_pre_hooks
     called.f(x) if not skeleton else None
 
 
-OLD_STYLE = [(kind, way) for kind in ("reversible", "adjoint") for way in ("fs.grad", "backward")]  # not for torch.func
+OLD_STYLE = [(kind, way) for kind in ("reversible", "adjoint") for way in ("fs", "backward")]  # not for torch.func
 
 
-@at_most(6)
+@at_most(1)
 @pairs
 @pytest.mark.parametrize("skeleton", [False, True], ids=["model", "skeleton"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("kind", "way"), [*OLD_STYLE, *(("implicit", way) for way in WAYS)])
+@pytest.mark.parametrize(("kind", "way"), [*OLD_STYLE, *(("implicit", way) for way in GRADIENTS)])
 def test_modules_that_run_in_backward_are_refused(kind: str, policy: str, way: str, skeleton: bool) -> None:
     """By name, whoever runs backward; nothing is left in the model, nor in torch's hooks for all modules."""
     refused(kind, policy, way, skeleton=skeleton)
@@ -172,7 +159,7 @@ def test_modules_that_run_in_backward_are_refused(kind: str, policy: str, way: s
 def test_on_two_ranks(rank: int) -> None:
     """Refused on every rank, which may go on; as arguments right."""
     for kind in ("reversible", "adjoint"):
-        refused(kind, "layers", "fs.grad")
+        refused(kind, "layers", "fs")
     parameters_as_arguments("layers")
 
 
@@ -183,8 +170,8 @@ def parameters_as_arguments(policy: str) -> None:
     model.zero_grad(set_to_none=True)
     spec = POLICIES[policy](model)
     params = fs.shard(model, spec)
-    for way in ("fs.grad", "backward"):
-        grads = WAYS[way](lambda p: fs.functional_call(model, p, x, spec=spec)["out"].square().mean())(params)
+    for way in ("fs", "backward"):
+        grads = GRADIENTS[way](lambda p: fs.functional_call(model, p, x, spec=spec)["out"].square().mean())(params)
         torch.testing.assert_close(fs.gather_full(grads, spec), want, **EXACT)
 
 

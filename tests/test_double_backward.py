@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from depth import at_most
 from ranks import Pool
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -220,6 +221,7 @@ def autocast(rank: int) -> None:
             assert_close(params[k].grad, g, msg=lambda m, k=k: f"'{k}': {m}")
 
 
+@at_most(5)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_autograd(gloo2: Pool, check: Callable[[int], None]) -> None:
     """Each function above with the mark, on two ranks."""

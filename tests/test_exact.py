@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most, each, every, some
+from depth import at_most, each, every, seldom, some
 from models import build, unchanged
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -102,6 +102,7 @@ def lossy(model: nn.Module) -> fs.PartitionSpec:
     return fs.by_path({"a": P("shard"), "b": P("shard", precision=LOSSY)})(model)
 
 
+@seldom
 @real_ranks(4)
 def test_hybrid(rank: int) -> None:
     """Means over both axes; a wrong number is an error on all four ranks."""
@@ -130,6 +131,7 @@ def test_a_loss_that_raises_on_one_rank(gloo2: Pool) -> None:
     assert gloo2.run(failing)[0] == "assert_exact: the plain model raised on rank 1: KeyError: 'no such label'"
 
 
+@at_most(1)
 @pytest.mark.parametrize("order", [1, 2])
 def test_names_the_first_parameter_that_differs(order: int) -> None:
     """With its unit, how far it is off, and that the forward itself is neither impure nor random."""
@@ -389,6 +391,7 @@ def with_batch_norm() -> nn.Module:
     return fs.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
 
 
+@at_most(1)
 @every(sizes=[{"shard": 3}, {"replicate": 2, "shard": 2}], order=[1, 2])
 def test_sync_batch_norm_on_simulated_ranks_is_no_false_alarm(order: int, sizes: dict[str, int]) -> None:
     """Its plain model has the statistics of the joined batch as well, over all axes or one."""

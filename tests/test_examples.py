@@ -38,6 +38,7 @@ def losses(output: str) -> list[float]:
     return [float(x) for x in re.findall(r"^step .* loss ([\d.]+)", output, re.MULTILINE)]
 
 
+@at_most(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("name", "says"), [("mlp.py", "equal to the unsharded run"), ("per_layer_by_hand.py", "agree")])
 def test_example_checks_itself(name: str, says: str, ranks: int) -> None:

@@ -120,6 +120,7 @@ def tensor_parallel_rank(rank: int, sizes: dict[str, int], way: Mapping[str, Any
     check(*tensor_parallel_gradient(bind(sizes), model, full, xys[rank], way, seeds[rank])[:2], want)
 
 
+@at_most(1)
 @each(way=WAYS, sizes=MESHES)
 def test_tensor_parallel_on_four_ranks(gloo4: Pool, sizes: dict[str, int], way: dict[str, bool]) -> None:
     gloo4.run(tensor_parallel_rank, sizes, way, 0.0)
@@ -268,6 +269,7 @@ def mixtral_rank(rank: int, sizes: dict[str, int]) -> None:
     check(fs.unshard(grads, spec), fs.optim.global_norm(grads, spec), want)
 
 
+@at_most(1)
 @each(sizes=mark_seldom(MOE_MESHES[:3], *MOE_MESHES[:2]))
 def test_mixtral_on_four_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
     pytest.importorskip("transformers.integrations.moe")

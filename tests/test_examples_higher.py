@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from depth import depth, seldom, thorough
+from depth import at_most, depth, seldom, thorough
 from ranks import Pool
 from test_examples import EXAMPLES, run
 from torch import Tensor
@@ -254,6 +254,7 @@ def test_meta_gradient_on_real_ranks(gloo2: Pool) -> None:
         close(got, expected)
 
 
+@at_most(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_meta_gradient_on_simulated_ranks(ranks: int) -> None:
     """The example's own loss, with the spec bound to a simulated mesh."""

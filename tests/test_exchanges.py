@@ -218,7 +218,7 @@ def test_simulated_ranks(name: str, n: int) -> None:
     check(name, n, [[result[rank] for result in out] for rank in range(n)])
 
 
-@at_most(8)
+@at_most(5)
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank_needs_no_group(name: str) -> None:
     x, v = (inputs(CASES[name], 1, seed)[0] for seed in (0, 1))

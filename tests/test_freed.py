@@ -352,7 +352,7 @@ CASES: dict[str, Callable[[int], None]] = {
 }
 
 
-@at_most(2)
+@at_most(1)
 @pytest.mark.parametrize("name", CASES)
 @real_ranks(2)
 def test_what_outlives_its_unit_is_right_or_an_error(rank: int, name: str) -> None:
@@ -360,7 +360,7 @@ def test_what_outlives_its_unit_is_right_or_an_error(rank: int, name: str) -> No
     CASES[name](rank)
 
 
-@at_most(2)
+@at_most(1)
 @pytest.mark.parametrize("how", mark_seldom(HOLD, "the parameter", "data", "a view", "untyped_storage", "numpy", "an iterator"))
 def test_what_is_held_stays_what_it_was(gloo2: Pool, how: str) -> None:
     """Held in every way that points at its memory, while the next units are gathered, in backward and in the next call."""

@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 from cases import owned
-from depth import every, pairs
+from depth import at_most, every, pairs
 from hypothesis import strategies as st
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -105,6 +105,7 @@ def on_ranks(cls: Any, spec: fs.PartitionSpec, start: fs.Params, steps: int, **o
     return fs.unflatten(joined, spec)
 
 
+@at_most(8)
 @every_case
 def test_the_same_tensors(cls: Any, options: dict[str, Any]) -> None:
     """Bitwise, without a spec, on tensors of any shape."""
@@ -118,6 +119,7 @@ def test_the_same_tensors(cls: Any, options: dict[str, Any]) -> None:
         assert_close(params, by_torch(cls, options, start, 4), rtol=0, atol=0)
 
 
+@at_most(17)
 @every_case
 @pytest.mark.parametrize("policy", [fs.policies.whole(), fs.by_path({"0": fs.P("shard", align=4), "2": fs.P()})])
 def test_shards(cls: Any, options: dict[str, Any], policy: fs.Policy) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from collective_log import Collectives, Sent, gather, scatter, world
 from depth import pairs
-from parity import WAYS
+from parity import WAYS, strategies
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,13 +20,7 @@ import funshard as fs
 from funshard import P, _torch, codecs
 
 UNITS = 6
-STRATEGIES = {
-    "reshard": P("shard"),
-    "keep": P("shard", reshard=False),
-    "replicate": P(),
-    "remat": P("shard", remat=True),
-    "low": P("shard", precision=fs.Precision(param=torch.bfloat16)),
-}
+STRATEGIES = strategies("shard", "keep", "replicated", "remat", low=P("shard", precision=fs.Precision(param=torch.bfloat16)))
 
 
 class Layer(nn.Linear):
@@ -136,7 +130,7 @@ def test_a_step_does_no_more_than_it_must(frozen: set[str], strategy: str, way: 
         assert did.kept == [*range(max(first - 1, 0), UNITS)]
 
 
-@pytest.mark.parametrize("strategy", ["reshard", "keep", "remat"])
+@pytest.mark.parametrize("strategy", ["shard", "keep", "remat"])
 def test_at_rest_before_what_is_trained(strategy: str) -> None:
     """The same of frozen units that are bytes, and of those after the first trained one bytes are gathered again."""
     p = dataclasses.replace(STRATEGIES[strategy], at_rest=codecs.nf4(8))

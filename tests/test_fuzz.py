@@ -14,7 +14,7 @@ from typing import Any
 
 import mirror
 import pytest
-from depth import depth
+from depth import at_most, depth
 from fuzz_cases import MEANS, PS, TRANSFORMS, Case, Plain, batch, mirrored, on_real_ranks, on_simulated, per_sample, sharded
 from fuzz_modules import PIECES
 from hypothesis import given, settings
@@ -145,6 +145,7 @@ def check_cases(drawn: st.SearchStrategy[Any], count: int, run: Callable[..., li
     assert kinds["exact"] >= kinds["no reference"], kinds
 
 
+@at_most(16)
 @pytest.mark.parametrize("case", FOUND, ids=lambda case: "-".join((*case.pieces, *case.ps, case.transform)))
 def test_found(alone: Pool, case: Case) -> None:
     """What was wrong once is exact, or refused."""
@@ -198,6 +199,7 @@ def test_simulated_ranks(alone: Pool) -> None:
     check_cases(drawn, COUNT // 10, functools.partial(alone.run, simulated))
 
 
+@at_most(58)
 @pytest.mark.parametrize("name", PIECES)
 def test_every_piece_can_be_compared(alone: Pool, name: str) -> None:
     """There is a reference for plain autograd of each: none of the cases above is empty for it."""

@@ -190,6 +190,7 @@ def test_g7_schedules_and_specs_agree(both_cases: tuple[Case, fs.Policy], exact:
         agree(grads, first, exact=exact)
 
 
+@at_most(1)
 @both
 @settings(max_examples=depth(4, 250))
 @given(case=cases(st.one_of(models(1), calls())), steps=st.integers(1, 3))

@@ -247,7 +247,7 @@ def parity(rank: int, name: str, way: str, shape: tuple[int, ...] = (2,), **opti
     check_parity(rank, model, spec, tokens, next_token, way=way, **options)
 
 
-@at_most(2)
+@at_most(1)
 @each(way=MAIN_WAYS, name=SPECS)
 def test_train_parity(gloo2: Pool, name: str, way: str) -> None:
     """Losses, gradients and parameters of a transformer on two real ranks."""
@@ -464,6 +464,7 @@ def test_errors_name_the_unit() -> None:
 # --- compiled ---
 
 
+@seldom
 @pytest.mark.parametrize("remat", mark_seldom([False, True], False))
 def test_compiled_modules_of_a_group(alone: Pool, remat: bool) -> None:
     """Each module of a group is compiled by itself, within the gathers and reductions of the eager one."""

@@ -383,6 +383,7 @@ class Loops(nn.Module):
         return x
 
 
+@at_most(1)
 @pytest.mark.parametrize(
     "p",
     mark_seldom([P("shard"), P("shard", reshard=False), P(), P("shard", remat=True)], P("shard"), P("shard", remat=True)),

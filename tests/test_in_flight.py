@@ -45,7 +45,7 @@ def world() -> str:
     return dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
 
 
-@at_most(3)
+@at_most(1)
 @pytest.mark.parametrize("op", STARTED)
 @real_ranks(2)
 def test_gloo_holds_what_it_writes(rank: int, op: str) -> None:

@@ -156,6 +156,7 @@ def bare(name: str) -> nn.Module:
     return fs.skeleton(MODELS[name]())
 
 
+@at_most(12)
 @pairs
 @pytest.mark.parametrize("sizes", [{"shard": 1}, {"shard": 3}, {"shard": 8}, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("policy", POLICIES)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import Collectives, Sent, world
-from depth import every, mark_seldom, seldom
+from depth import at_most, every, mark_seldom, seldom
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -366,6 +366,7 @@ def make_llama_like() -> nn.Module:
     return nn.Sequential(*(Block(40) for _ in range(3)))
 
 
+@at_most(3)
 @pytest.mark.parametrize("axes", [("shard",), ("replicate", "shard")], ids=["one axis", "two axes"])
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_one_gather_and_one_reduction_of_a_unit(size: int, axes: tuple[str, ...]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, every, mark_seldom
+from parity import strategies
 from ranks import real_ranks
 from test_keep import TRANSFORMS
 from torch import Tensor, nn
@@ -71,12 +72,7 @@ LAYERS: dict[str, tuple[type[Layer], str, Any, tuple[str, ...]]] = {
     "experts": (Experts, "expert", 0, ("gain",)),
 }
 """Layers, the axis of their pieces, the dimension of each, and which parameters are kept in float64."""
-STRATEGIES = {
-    "shard": P("shard"),
-    "reshard=False": P("shard", reshard=False),
-    "remat": P("shard", remat=True),
-    "replicated": P(),
-}
+STRATEGIES = strategies("shard", "keep", "remat", "replicated")
 
 
 class Chain(nn.Module):
@@ -159,6 +155,7 @@ def test_real_ranks(rank: int, name: str, sizes: dict[str, int], strategy: str, 
     compare(case.run(mesh, case.xs[rank], transform), case.expected(transform))
 
 
+@at_most(2)
 @pytest.mark.parametrize("transform", mark_seldom(["torch.func.grad", "hvp", "penalty"], "torch.func.grad"))
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
 def test_simulated_ranks(name: str, sizes: dict[str, int], transform: str) -> None:

@@ -65,6 +65,7 @@ def gathers(spec: fs.PartitionSpec, key: str, axes: tuple[str, ...], itemsize: i
     return sent
 
 
+@at_most(6)
 @every(way=MAIN_WAYS, remat=[False, True])
 @pytest.mark.parametrize(
     ("sizes", "kept"),
@@ -170,6 +171,7 @@ def test_train_parity(rank: int, name: str, way: str) -> None:
     check_parity(rank, model, fs.by_type(Block, p=P(BOTH, **PS[name]))(model).on(mesh), tokens, next_token, way=way)
 
 
+@at_most(2)
 @each(p=["slice", "slice remat"], transform=["vjp", "jvp", "hvp", "grad of grad", "double backward", "no_grad"])
 def test_transforms(gloo4: Pool, transform: str, p: str) -> None:
     """At every order: what is kept is a function of the parameters."""
@@ -197,7 +199,7 @@ def test_simulated_ranks() -> None:
         fs.testing.assert_exact(lambda call, x: call(x).square().sum(), model, spec, x[:ranks], order=2)
 
 
-@at_most(2)
+@at_most(1)
 @pytest.mark.parametrize(
     "what",
     mark_seldom(

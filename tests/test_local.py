@@ -278,6 +278,7 @@ def test_derivatives_on_real_ranks(gloo4: Pool, kinds: tuple[str, ...], sizes: d
     gloo4.run(on_ranks, kinds, full_sizes(sizes), options)
 
 
+@at_most(1)
 @pytest.mark.parametrize(("kinds", "sizes"), MIXTURES[:3], ids=str)
 def test_assert_exact_takes_both_models(kinds: tuple[str, ...], sizes: dict[str, int]) -> None:
     """The whole model beside the local one, whose axes the call knows; a wrong factor is found."""

@@ -38,7 +38,7 @@ def reduced(compressor: Compressor[Any], spec: fs.PartitionSpec, loss: Callable[
     return compressor.reduce(own, compressor.init(spec), spec)[0]
 
 
-@at_most(3)
+@at_most(1)
 @each(sizes=MESHES, options=OPTIONS[:2], name=LOSSLESS)
 def test_gradients_of_one_process(name: str, options: dict[str, Any], sizes: dict[str, int]) -> None:
     """Over all axes, and by a compressor that takes some of them and leaves the others to exact reductions."""

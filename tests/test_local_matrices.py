@@ -120,6 +120,7 @@ def check(found: fs.Params, want: fs.Params, optimizer: str = "muon") -> None:
             assert_close(x, want[name].expand_as(x), rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@at_most(1)
 @each(mesh=mark_seldom(MESHES, "three axes", "alone"))
 @every(optimizer=mark_seldom(["muon", "shampoo", "soap"], "muon", "shampoo"), gather_stacks=[False, True])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -250,6 +251,7 @@ def test_adafactor_of_whole_stacks(gloo4: Pool) -> None:
 # --- what is refused, and what it costs ---
 
 
+@seldom
 def test_an_update_that_may_mix_a_stack() -> None:
     """It gets the stack whole, or an error: which experts a rank has does not change the result."""
 

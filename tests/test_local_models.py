@@ -118,6 +118,7 @@ def test_dropout(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) ->
     gloo4.run(dropped, sizes, options)
 
 
+@at_most(1)
 @pytest.mark.parametrize("options", DROPOUT_OPTIONS[:2], ids=str)
 def test_dropout_on_two_ranks(gloo2: Pool, options: dict[str, Any]) -> None:
     gloo2.run(dropped, {"shard": 1, "tensor": 2}, options)
@@ -195,6 +196,7 @@ def counted(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
         torch.testing.assert_close(got, mean_of if len(path) > 1 else mean_of[first : first + experts // group])
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("options", [OPTIONS[name] for name in ("shard", "recomputed", "replicated", "kept")], ids=str)
 @pytest.mark.parametrize("sizes", [{"shard": 2, "expert": 2}, {"expert": 4, "shard": 1}], ids=str)

@@ -123,6 +123,7 @@ def test_experts_beside_an_optimizer_of_matrices(rank: int, name: str) -> None:
         assert torch.equal(value, want[key]) == (key != "layers.2.linear.weight"), key
 
 
+@at_most(1)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_derivative_of_a_rate(max_norm: float | None) -> None:

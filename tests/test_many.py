@@ -190,7 +190,7 @@ LAWS = {
 each_law = pytest.mark.parametrize("name", LAWS)
 
 
-@at_most(5)
+@at_most(1)
 @each_law
 @settings(max_examples=depth(3, 100))
 @given(case=cases(models(1)))
@@ -227,6 +227,7 @@ def test_laws_on_real_ranks(gloo2: Pool, name: str, data: st.DataObject) -> None
     gloo2.run(law_on_this_rank, name, model, policy(model), expected)
 
 
+@at_most(1)
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "real"])
 @settings(max_examples=depth(8, 300))
 @given(case=cases())

@@ -233,7 +233,7 @@ def expected(halves: bool) -> dict[str, fs.Params]:
     return {what: {name: f(x[name], v[name], c[name]) for name in x} for what, f in of.items()}
 
 
-@at_most(3)
+@at_most(1)
 @each
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("mesh", LAWS)

@@ -658,7 +658,7 @@ def test_compiled_on_simulated_ranks(strategy: str, ranks: int) -> None:
     on_simulated_ranks(BY_DYNAMO, strategy, ranks)
 
 
-@at_most(3)
+@at_most(1)
 @each
 @pytest.mark.parametrize("ranks", SIMULATED)
 @pytest.mark.parametrize("strategy", OF_MEMORY, ids=without_ticks)
@@ -668,6 +668,7 @@ def test_choices_about_memory_on_simulated_ranks(transform: str, strategy: str, 
     on_simulated_ranks(transform, strategy, ranks)
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("ranks", SIMULATED)
 @pytest.mark.parametrize("strategy", OF_UNITS, ids=without_ticks)
@@ -743,7 +744,7 @@ def test_compiled_on_real_ranks(request: pytest.FixtureRequest, strategy: str) -
         check_real(strategy, results, transform)
 
 
-@at_most(2)
+@at_most(1)
 @each
 @pytest.mark.parametrize("strategy", OF_MEMORY, ids=without_ticks)
 @pytest.mark.parametrize("transform", depth(AS_IT_RUNS, [*TRANSFORMS]), ids=without_ticks)
@@ -772,7 +773,7 @@ def test_compiled_units_on_simulated_ranks(transform: str) -> None:
     on_simulated_ranks(transform, "`compile=`", 2)
 
 
-@at_most(5)
+@at_most(1)
 @pytest.mark.parametrize("transform", AS_IT_RUNS, ids=without_ticks)
 def test_compiled_units_on_real_ranks(gloo2: Pool, transform: str) -> None:
     check_real("`compile=`", gloo2.run(on_real_ranks, "`compile=`", [transform]), transform)

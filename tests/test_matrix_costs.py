@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, Sent, world
-from depth import depth, each, seldom
+from depth import at_most, depth, each, seldom
 from ranks import Pool
 from test_matrices import piece_of
 from test_memory import Peak, no_collector
@@ -61,6 +61,7 @@ def slices_of(matrix: Any, spec: fs.PartitionSpec) -> list[int]:
     return [(p := piece_of(matrix, spec, (0, i))).high - p.low for i in range(spec.size(matrix.unit))]
 
 
+@at_most(1)
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("axes", AXES)
@@ -120,6 +121,7 @@ class Llama(nn.Module):
         )
 
 
+@at_most(2)
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("shape", [(32, 4096, 14336, 1024), (80, 8192, 28672, 1024)], ids=["8B", "70B"])
 def test_balance(shape: tuple[int, int, int, int], ranks: int) -> None:
@@ -134,6 +136,7 @@ def test_balance(shape: tuple[int, int, int, int], ranks: int) -> None:
     assert max(loads.values()) <= 1.1 * least
 
 
+@at_most(3)
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("axes", AXES)
 def test_ranks_work_at_the_same_time(axes: str, ranks: int) -> None:
@@ -174,6 +177,7 @@ def worked(rank: int, sizes: dict[str, int], axis: Any) -> list[tuple[int, ...]]
     return done
 
 
+@at_most(1)
 @each
 @pytest.mark.parametrize("mesh", ["fsdp", "ddp", "hsdp", "4"])
 def test_each_matrix_is_worked_on_once(gloo2: Pool, gloo4: Pool, mesh: str) -> None:

@@ -78,6 +78,7 @@ def transformed_on_ranks(rank: int, axis: str | None, batched: bool) -> fs.Param
     return transformed(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), axis, batched)
 
 
+@at_most(1)
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("axis", ["shard", None])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -109,6 +110,7 @@ def of_a_rate(rank: int, axis: str | None) -> tuple[Tensor, fs.Params]:
     return slope, fs.unshard(torch.func.jvp(stepped, (lr,), (torch.ones_like(lr),))[1], spec)
 
 
+@at_most(1)
 @pytest.mark.parametrize("axis", ["shard", None])
 def test_derivatives_of_a_rate_that_owners_compute_with(gloo2: Pool, axis: str | None) -> None:
     """Whole on every rank, though each has only what its own matrices contribute."""
@@ -187,7 +189,7 @@ def gloo3() -> Iterator[Pool]:
     pool.stop()
 
 
-@at_most(3)
+@at_most(1)
 @each
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -286,6 +288,7 @@ def transformers_on_ranks(rank: int, name: str, tied: bool) -> fs.Params:
     return fs.unshard(params, spec)
 
 
+@at_most(1)
 @pytest.mark.parametrize(("name", "tied"), [("llama", False), ("llama", True), ("gpt2", True)])
 def test_transformers(gloo2: Pool, name: str, tied: bool) -> None:
     """Hidden layers' matrices and no others; as the plain optimizer's."""

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives
-from depth import each, every, mark_seldom, seldom
+from depth import at_most, each, every, mark_seldom, seldom
+from parity import STRATEGIES, strategies
 from peer_models import MLP
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from funshard import P
 
 Batch = tuple[Tensor, Tensor]
 COUNTS = {"two and one": (2, 1), "none": (0, 3), "equal": (2, 2)}
-STRATEGIES = {"shard": P("shard"), "kept": P("shard", reshard=False), "replicated": P()}
 
 
 def batch_of(rank: int, i: int) -> Batch:
@@ -162,11 +162,12 @@ def masked_mean(call: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
 WAYS = ["accumulate", "full", "update_in_backward", "torch.func", "grad of grad"]
 
 
+@at_most(1)
 @each(way=WAYS, strategy=mark_seldom([*STRATEGIES, "remat"], "shard", "remat"))
 @real_ranks(2)
 def test_a_micro_batch_of_weight_0_is_left_out(rank: int, strategy: str, way: str) -> None:
     """NaN in one rank's micro-batch of weight 0 passes neither into its sums nor through the reduction to others."""
-    model, spec, _ = make({**STRATEGIES, "remat": P("shard", remat=True)}[strategy])
+    model, spec, _ = make(strategies(strategy)[strategy])
     loss = lambda p, b: masked_mean(lambda x: fs.functional_call(model, p, (x,), spec=spec), b)  # noqa: E731
     nonsense = (torch.full((4, 5), torch.nan, dtype=torch.float64), torch.full((4,), -100))
     own, params = batches_of(rank, (3, 3)), fs.shard(model, spec)

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from depth import each, mark_seldom, seldom
+from depth import at_most, each, mark_seldom, seldom
 from hosted import elsewhere
 from models import unchanged
 from offloaded import everywhere
@@ -67,6 +67,7 @@ def units(rank: int, name: str, which: str, way: str) -> None:
     gc.collect()
 
 
+@at_most(3)
 @each
 @pytest.mark.parametrize("way", mark_seldom([*STEP], "fs", "backward", "hvp", "torch.func"))
 @pytest.mark.parametrize("which", [*PS])
@@ -243,6 +244,7 @@ def test_averages_and_compressors_on_real_ranks(gloo2: Pool) -> None:
     gloo2.run(around_on_ranks)
 
 
+@at_most(1)
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
 def test_averages_and_compressors_on_simulated_ranks(sizes: dict[str, int]) -> None:
     model = Net(3)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 from collective_log import meta_world
-from depth import each
+from depth import at_most, each
 from hosted import elsewhere
 from offloaded import Told
 from parity import WAYS
@@ -158,6 +158,7 @@ def test_the_device_holds_what_is_on_its_way(world: None, way: str, blocks: int,
     assert told["backward"] - in_slices(marks)["backward"] >= 2 * n - 6 - p
 
 
+@at_most(1)
 @pytest.mark.parametrize("way", ["fs", "backward"])
 def test_kept_and_recomputed_units_and_some_of_them(world: None, way: str) -> None:
     """A unit that is kept is copied once. Of n units, k on the host, n - k slices and gradients are on the device."""

@@ -132,6 +132,7 @@ MIXED = {"tokens": P("shard"), "positions": P("shard", reshard=False), "layers.*
 """An HSDP embedding, FSDP blocks, a DDP head; what is left is the root's."""
 
 
+@at_most(1)
 @each(root=[P("shard"), P("replicate"), P()], way=["fs", "torch.func", "backward"])
 @real_ranks(4)
 def test_each_unit_its_own_strategy(rank: int, way: str, root: P) -> None:
@@ -350,6 +351,7 @@ def test_process_group_init(rank: int, dims: int) -> None:
         assert all(torch.equal(full[name], t) for name, t in expected.items())
 
 
+@at_most(1)
 @pytest.mark.parametrize("p", mark_seldom([P("shard"), BOTH, P("replicate", reshard=False), P()], P("shard"), BOTH), ids=str)
 @real_ranks(4)
 def test_hsdp_save_load_state_dict(rank: int, p: P) -> None:

@@ -181,6 +181,7 @@ def test_the_table(strategy: str, way: str) -> None:
 PS = [P("shard"), P("shard", remat=True), P()]
 
 
+@at_most(1)
 @pytest.mark.parametrize("p", PS, ids=str)
 @real_ranks(2)
 def test_the_table_on_real_ranks(rank: int, p: P) -> None:
@@ -344,6 +345,7 @@ def test_compute_dtype(gloo2: Pool, param: torch.dtype, p: P) -> None:
     gloo2.run(training, p, Precision(param=param), "fs")
 
 
+@at_most(3)
 @each(way=["fs", "torch.func", "backward", "autograd.grad"])
 @pytest.mark.parametrize(
     "precision",
@@ -386,7 +388,7 @@ def by_fully_shard(rank: int, policy: MixedPrecisionPolicy, precision: Precision
         ours.step()
 
 
-@at_most(3)
+@at_most(1)
 @each(reshard=[True, False])
 @pytest.mark.parametrize(
     ("param", "reduce", "output"), [(F16, None, None), (F16, F32, None), (None, F16, None), (BF16, F32, F32), (BF16, None, F32)]
@@ -561,12 +563,14 @@ def structured(rank: int, kind: str, precision: Precision | None, remat: bool) -
     assert set(seen) == {param, I64}
 
 
+@at_most(3)
 @each(precision=WHOLE_PRECISIONS, kind=STRUCTURES)
 def test_structured_input_and_output(gloo2: Pool, kind: str, precision: Precision | None) -> None:
     """``test_dataclass_input``, ``test_dataclass_output`` and what else models take and return."""
     gloo2.run(structured, kind, precision, False)
 
 
+@at_most(2)
 @pytest.mark.parametrize("kind", ["namedtuple", "dict", "packed", "ModelOutput"])
 def test_structured_input_and_output_of_recomputed_units(gloo2: Pool, kind: str) -> None:
     gloo2.run(structured, kind, Precision(param=BF16, reduce=F32), True)
@@ -1281,6 +1285,7 @@ MESHES = {
 }
 
 
+@at_most(5)
 @every(param=[None, BF16], where=MESHES, codec=CODECS)
 def test_codec_on_simulated_ranks(codec: str, where: str, param: torch.dtype | None) -> None:
     """Computed with what decoding gives; the gradient as if it were the shard."""

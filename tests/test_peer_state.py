@@ -129,7 +129,7 @@ WRAPPINGS = {
 }
 
 
-@at_most(2)
+@at_most(1)
 @each(wrapping=WRAPPINGS)
 @pytest.mark.parametrize(
     ("grouped", "kind"),
@@ -330,6 +330,7 @@ def through_zeros(rank: int, width: int, mesh_name: str, folder: str) -> None:
         assert all(torch.equal(p, q) for p, q in zip(local.parameters(), model.parameters(), strict=True))
 
 
+@at_most(3)
 @each(width=[1, 2, 3, 4, 5, 16], mesh=["fsdp", "hsdp"])
 def test_round_trip_through_zeros(gloo2: Pool, mesh: str, width: int, tmp_path: Path) -> None:
     """Uneven sizes, empty slices, buffers; the names are the plain model's."""

@@ -501,6 +501,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, way, strategy, marks=[seldom] * ((i + j + k) % 3 > 0), id=f"{name}-{strategy}-{way}")
 
 
+@at_most(42)
 @pytest.mark.parametrize(("name", "way", "strategy"), [*cases()])
 @real_ranks(2)
 def test_claims(rank: int, name: str, way: str, strategy: str) -> None:

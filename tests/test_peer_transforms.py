@@ -32,13 +32,13 @@ from funshard.collectives import Mesh
 
 BF16 = torch.bfloat16
 POLICIES = {
-    "reshard": fs.by_type(MLP, Block),
+    "shard": fs.by_type(MLP, Block),
     "keep": fs.by_type(MLP, Block, p=P("shard", reshard=False)),
-    "replicate": fs.by_type(MLP, Block, p=P()),
+    "replicated": fs.by_type(MLP, Block, p=P()),
     "both": fs.by_path({"": P(), "blocks.0": P("shard", reshard=False)}),
 }
 """Of the blocks of a model; "both", which is for `Net`, keeps a block of a replicated one."""
-BY_DEFAULT = depth(["reshard", "both"], ["reshard", "keep", "replicate"])
+BY_DEFAULT = depth(["shard", "both"], ["shard", "keep", "replicated"])
 
 
 def by_jvp(f: Callable[[Tensor], Tensor], one: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -137,7 +137,7 @@ def test_no_warmup_jvp_on_a_process_group(gloo2: Pool, strategy: str, how: str) 
 
 def compiled_losses(rank: int, strategy: str, mesh: tuple[int, ...]) -> None:
     """Ten iterations of Adam in eager mode over a compiled loss, by autograd and by fs.grad, beside the eager run."""
-    small = not thorough() and (strategy, mesh) != ("reshard", (2,))
+    small = not thorough() and (strategy, mesh) != ("shard", (2,))
     model, of_call, batch = (Net(1), squared, numbers) if small else (Transformer(1), next_token, tokens)
     names = ("replicate", "shard")[-len(mesh) :]
     spec = POLICIES[strategy](model).on(init_device_mesh("cpu", mesh, mesh_dim_names=names))
@@ -187,7 +187,7 @@ def test_fsdp_compile_losses(gloo2: Pool, strategy: str) -> None:
 @seldom
 def test_hsdp_compile_losses(gloo4: Pool) -> None:
     """The same on a mesh of two axes (HYBRID_SHARD)."""
-    gloo4.run(compiled_losses, "reshard", (2, 2))
+    gloo4.run(compiled_losses, "shard", (2, 2))
 
 
 @at_most(1)
@@ -249,7 +249,7 @@ def test_fsdp_compile(rank: int, strategy: str) -> None:
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    backend = depth("aot_eager" if strategy == "reshard" else "eager", "aot_eager")
+    backend = depth("aot_eager" if strategy == "shard" else "eager", "aot_eager")
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     eager = ours = fs.shard(model, spec)
     for i in range(5):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import at_most
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -35,6 +36,7 @@ def expected(kind: str) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@at_most(2)
 @pytest.mark.parametrize(("kind", "every"), [("lora", True), ("lora", False), ("rslora", True), ("dora", False)])
 @real_ranks(2)
 def test_gradients_of_adapters_are_the_plain_ones(rank: int, kind: str, every: bool) -> None:

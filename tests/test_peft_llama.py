@@ -58,6 +58,7 @@ def ids_of(rank: int) -> Tensor:
     return torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(rank))
 
 
+@at_most(1)
 @each(way=MAIN_WAYS, p=[fs.P("shard"), fs.P("shard", reshard=False), fs.P("shard", remat=True)], at_rest=[False, True])
 @real_ranks(2)
 def test_gradients_of_adapters_are_pefts_own(rank: int, at_rest: bool, p: fs.P, way: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from depth import at_most, each, every, seldom
-from parity import numbers
+from parity import numbers, strategies
 from ranks import Pool, launch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,13 +36,8 @@ class Routed(nn.Module):
         return self.head(x)
 
 
-STRATEGIES: dict[str, fs.P] = {
-    "shard": fs.P("shard"),
-    "keep": fs.P("shard", reshard=False),
-    "remat": fs.P("shard", remat=True),
-    "precision": fs.P("shard", precision=fs.Precision(param=torch.float32, reduce=torch.float64)),
-    "replicated": fs.P(),
-}
+DOUBLE = fs.P("shard", precision=fs.Precision(param=torch.float32, reduce=torch.float64))
+STRATEGIES = strategies("shard", "keep", "remat", "replicated", precision=DOUBLE)
 ROUTES: dict[str, Callable[[int], tuple[int, ...]]] = {
     "one expert, by rank": lambda rank: (rank,),
     "reversed on one rank": lambda rank: (0, 1, 2) if rank == 0 else (2, 1, 0),

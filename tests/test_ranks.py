@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import ranks
 import torch.distributed as dist
-from depth import depth
+from depth import at_most, depth
 from ranks import THREADS, TIMEOUT, Pool, launch
 
 
@@ -36,6 +36,7 @@ def process_and_word(rank: int, word: str, seconds: float) -> tuple[int, str]:
     return os.getpid(), word
 
 
+@at_most(1)
 @pytest.mark.parametrize("ends_by", [KeyboardInterrupt, "no answer"])
 def test_a_pool_that_met_a_timeout_is_thrown_away(
     gloo2: Pool, monkeypatch: pytest.MonkeyPatch, ends_by: type[BaseException] | str

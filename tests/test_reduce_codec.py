@@ -151,6 +151,7 @@ def test_values_on_four_ranks(gloo4: Pool, codec: str, sizes: tuple[int, ...]) -
     gloo4.run(compare_by_hand, codec, "fs", *sizes)
 
 
+@at_most(3)
 @pytest.mark.parametrize("by", [fs.grad, torch.func.grad], ids=["fs", "torch.func"])
 @pytest.mark.parametrize("sizes", [{"shard": 4}, {"replicate": 2, "shard": 2}, {"shard": 7}], ids=["FSDP", "HSDP", "seven"])
 def test_values_on_simulated_ranks(sizes: dict[str, int], by: Callable[..., Any]) -> None:

@@ -362,6 +362,7 @@ MEMORY: dict[str, tuple[int, Callable[..., Any]]] = {
 """For each transform, how many buffers of one unit's size are alive at once, exactly."""
 
 
+@at_most(2)
 @each
 @pytest.mark.parametrize("blocks", [3, 6])
 @pytest.mark.parametrize("transform", MEMORY)

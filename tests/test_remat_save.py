@@ -135,7 +135,7 @@ RUN_ONCE: dict[str, tuple[Save, dict[str, int]]] = {
 }
 
 
-@at_most(11)
+@at_most(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", RUN_ONCE)
 def test_what_is_saved_runs_once(what: str, way: str) -> None:
@@ -703,6 +703,7 @@ STRATEGIES: dict[str, Callable[[Any], fs.P]] = {
 }
 
 
+@at_most(1)
 @pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "kept"))
 def test_units_on_two_ranks(gloo2: Pool, strategy: str) -> None:
     """Gathered again as often as ever; what is saved runs once, all else twice; bit for bit the gradients of no remat."""

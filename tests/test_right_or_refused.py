@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, every, mark_seldom, seldom, some
 from models import EXACT, unchanged
+from parity import strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.func import grad, jvp
@@ -33,12 +34,7 @@ Loss = Callable[[Tree], Tensor]
 
 RANKS = 2
 IDENTITY = fs.Precision(codec=fs.Codec(lambda x: (x,), lambda x: x))
-STRATEGIES = {
-    "shard": P("shard"),
-    "keep": P("shard", reshard=False),
-    "replicated": P(),
-    "codec": P("shard", precision=IDENTITY),
-}
+STRATEGIES = strategies("shard", "keep", "replicated", codec=P("shard", precision=IDENTITY))
 
 
 class Base(nn.Module):

@@ -103,6 +103,7 @@ def curved() -> nn.Module:
     return Curved(WIDTH)
 
 
+@at_most(1)
 @pytest.mark.parametrize(
     "p",
     mark_seldom([P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], P("shard"), P("shard", remat=True)),
@@ -177,7 +178,7 @@ def test_what_is_constant_in_a_transform_may_be_differentiated_outside(rank: int
     assert_close(got, expected[1:], rtol=1e-10, atol=1e-12)
 
 
-@at_most(2)
+@at_most(1)
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)
 @real_ranks(2)
 def test_a_pullback_is_differentiated_by_its_cotangent(rank: int, p: P) -> None:

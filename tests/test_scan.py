@@ -107,7 +107,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@at_most(3)
+@at_most(1)
 @each(options=OPTIONS, derivative=DERIVATIVES)
 def test_every_derivative_is_that_of_the_loop(derivative: str, options: str) -> None:
     """With dropout, clipping and a schedule, also at second order."""

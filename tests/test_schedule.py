@@ -168,6 +168,7 @@ BACKWARD = {
 }
 
 
+@at_most(7)
 @every(prefetch=AHEAD, way=sorted(WAYS))
 def test_the_events_of_a_step(way: str, prefetch: int) -> None:
     """Three blocks and a root, word by word; the root and the last block stay for backward."""
@@ -622,7 +623,7 @@ def close(got: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> 
         assert_close(got[key], tensor, msg=lambda m, key=key: f"{what} '{key}': {m}")
 
 
-@at_most(2)
+@at_most(1)
 @each(p=[P("shard"), P("shard", reshard=False), P()], name=MODELS)
 @real_ranks(2)
 def test_every_schedule_gives_the_same_gradients(rank: int, name: str, p: P) -> None:
@@ -638,7 +639,7 @@ def test_every_schedule_gives_the_same_gradients(rank: int, name: str, p: P) -> 
         identical(got, first[way], (way, prefetch, in_flight))
 
 
-@at_most(2)
+@at_most(1)
 @each(way=WAYS, order=["bca", "abab", "aab", "ac"])
 @real_ranks(2)
 def test_a_wrong_order_costs_no_correctness(rank: int, order: str, way: str) -> None:
@@ -733,6 +734,7 @@ def reduced(rank: int, model: nn.Module, bucket: int, way: str) -> list[tuple[in
     return log.sent
 
 
+@at_most(2)
 @pytest.mark.parametrize("way", sorted(WAYS))
 @real_ranks(2)
 def test_replicated_units_are_reduced_in_buckets(rank: int, way: str) -> None:
@@ -749,6 +751,7 @@ def test_replicated_units_are_reduced_in_buckets(rank: int, way: str) -> None:
     assert reduced(rank, Cast([wide, narrow, wide]), 2**20, way) == [(60, wide), (30, narrow)]
 
 
+@at_most(1)
 @pytest.mark.parametrize(
     "p", mark_seldom([P("shard"), P("shard", reshard=False), P()], P("shard"), P("shard", reshard=False)), ids=str
 )

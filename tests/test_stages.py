@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 import torch
 from collective_log import world
-from depth import at_most
+from depth import at_most, seldom
 from models import EXACT
+from parity import strategies
 from ranks import Pool
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -29,14 +30,11 @@ from funshard._wire.stages import Stage, Transit, from_constants, to_constants
 FACTOR = 3.0
 LOOSE = {"rtol": 1e-5, "atol": 1e-6}
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
-STRATEGIES = {
-    "shard": P("shard"),
-    "keep": P("shard", reshard=False),
-    "replicated": P(),
-    "remat": P("shard", remat=True),
-    "host": P("shard", offload="params"),
-    "cast": P("shard", precision=fs.Precision(reduce=torch.float32)),
-}
+STRATEGIES = strategies(
+    *("shard", "keep", "replicated", "remat"),
+    host=P("shard", offload="params"),
+    cast=P("shard", precision=fs.Precision(reduce=torch.float32)),
+)
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ def test_constants_are_the_stages(p: P) -> None:
     assert from_constants(to_constants(stages)) == stages
 
 
-@at_most(1)
+@seldom
 @pytest.mark.parametrize("strategy", ["shard", "cast", "codec"])
 def test_a_new_stage_in_a_graph(strategy: str) -> None:
     """What the stages of a unit's way compute is freed with its buffer, and backward's gather computes it again."""

@@ -49,7 +49,7 @@ def batches() -> Tensor:
     return torch.randn(RANKS, 3, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@at_most(3)
+@at_most(1)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's, of in-place kernels under vmap
 @every(name=OPTIMIZERS, policy=[fs.policies.always(), fs.by_path({"0": fs.P("shard"), "2": fs.P()})])
 def test_steps_and_the_gradient_through_them(name: str, policy: fs.Policy) -> None:

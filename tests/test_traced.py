@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from collective_log import SHORT, Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
-from parity import WAYS
+from parity import STRATEGIES, WAYS
 from ranks import Pool, real_ranks
 from test_compiled import MODEL
 from test_real_ranks import Block
@@ -34,7 +34,6 @@ from funshard import P
 from funshard.collectives import Mesh
 
 State = tuple[fs.Params, fs.Params, fs.Params, Tensor]
-STRATEGIES = {"reshard": P("shard"), "keep": P("shard", reshard=False), "replicate": P()}
 BLOCKS = depth(1, 2)
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.99), 1e-8, 0.1
 
@@ -130,7 +129,7 @@ def hsdp() -> Mesh:
 @real_ranks(4)
 def test_traced_hsdp_training(rank: int, way: str) -> None:
     """The same over a mesh of two axes."""
-    check_traced_training(rank, 4, spec_on("reshard", hsdp()), way, "adamw")
+    check_traced_training(rank, 4, spec_on("shard", hsdp()), way, "adamw")
 
 
 def recorded(graph: torch.fx.Graph) -> list[str]:
@@ -224,7 +223,7 @@ def exported(spec: fs.PartitionSpec, x: Tensor, strict: bool) -> tuple[torch.exp
         return torch.export.export(Forward(spec), (params, x), dynamic_shapes=shapes, strict=strict), params
 
 
-@each(strict=mark_seldom([False, True], False), strategy=depth(mark_seldom(["reshard", "replicate"], "reshard"), [*STRATEGIES]))
+@each(strict=mark_seldom([False, True], False), strategy=depth(mark_seldom(["shard", "replicated"], "shard"), [*STRATEGIES]))
 @real_ranks(2)
 def test_export_equals_eager(rank: int, strategy: str, strict: bool) -> None:
     """An exported forward, decomposed or saved and loaded too, on other shards and another number of rows."""
@@ -250,7 +249,7 @@ def test_export_is_plain_operators(strategy: str, strict: bool) -> None:
     """One gather for each sharded unit, in the order of the model, and nothing of funshard's or torch.func's."""
     with world(4):
         program, params = exported(spec_on(strategy), batch(0, 0), strict)
-        assert recorded(program.graph) == ["all_gather"] * (0 if strategy == "replicate" else len(params))
+        assert recorded(program.graph) == ["all_gather"] * (0 if strategy == "replicated" else len(params))
         sizes = [n.args[1] for n in program.graph.nodes if "all_gather" in str(n.target)]
         assert set(sizes) <= {4}
 
@@ -261,7 +260,7 @@ def test_an_exported_forward_is_differentiated_by_torch(rank: int) -> None:
 
     torch.func.grad of them raises. So an exported forward is for inference; export a traced step to train.
     """
-    spec = spec_on("reshard")
+    spec = spec_on("shard")
     program, params = exported(spec, batch(rank, 0), False)
     leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
     with warnings.catch_warnings():
@@ -276,7 +275,7 @@ def test_an_exported_forward_is_differentiated_by_torch(rank: int) -> None:
 
 
 @at_most(1)
-@pytest.mark.parametrize("strategy", depth(["reshard", "replicate"], [*STRATEGIES]))
+@pytest.mark.parametrize("strategy", depth(["shard", "replicated"], [*STRATEGIES]))
 @real_ranks(2)
 def test_a_traced_step_can_be_exported(rank: int, strategy: str) -> None:
     """torch.export of the graph that make_fx gives of a step with its gradients."""
@@ -319,7 +318,7 @@ class GradOf(nn.Module):
 def test_export_takes_no_grad_of_a_custom_function() -> None:
     """A fact about torch: torch.func.grad over any custom Function does not export, so neither does a sharded step."""
     with world(2):
-        spec = spec_on("reshard")
+        spec = spec_on("shard")
         params = fs.shard(MODEL, spec)
         for f, p in ((lambda p, x: (Twice.apply(p) * x).sum(), torch.ones(3)), (sharded(spec), params)):
             with pytest.raises(AssertionError, match=r"ProxyTorchDispatchMode.*not registered"):
@@ -409,7 +408,7 @@ def folded(strategy: str) -> tuple[list[str], list[str]]:
 
 
 @at_most(1)
-@pytest.mark.parametrize("strategy", ["reshard", "keep"])
+@pytest.mark.parametrize("strategy", ["shard", "keep"])
 def test_linearize_folds_no_collective(strategy: str) -> None:
     """Each call of what it gives gathers parameters and tangents. Folded, a gather would lose the wait for it."""
     once, always = folded(strategy)
@@ -423,7 +422,7 @@ def test_linearize_folds_no_collective(strategy: str) -> None:
 def test_functionalize_takes_no_custom_function() -> None:
     """A fact about torch: it has no rule for them, so a sharded call has none either, and says so."""
     with world(2):
-        spec = spec_on("reshard")
+        spec = spec_on("shard")
         params, x = fs.shard(MODEL, spec), batch(0, 0)
         for f in (
             lambda: functionalize(Twice.apply)(torch.ones(2)),

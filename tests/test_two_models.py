@@ -162,7 +162,7 @@ def micro_batches(loss: Loss) -> Loss:
 TASKS = {"gan": gan, "siamese": alone(siamese), "evaluated": alone(evaluated)}
 
 
-@at_most(2)
+@at_most(1)
 @each(choice=CHOICES, way=[*WAYS, "shards", "full", "update_in_backward"], task=TASKS)
 @real_ranks(2)
 def test_on_two_ranks(rank: int, task: str, way: str, choice: str) -> None:

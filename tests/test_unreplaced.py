@@ -136,7 +136,7 @@ def test_a_state_with_a_graph_is_no_error(policy: str) -> None:
     assert all(leaf.grad is not None for leaf in leaves.values())
 
 
-@at_most(14)
+@at_most(8)
 @every(policy=POLICIES, how=HELD)
 def test_what_is_held_and_not_read_is_no_error(how: str, policy: str) -> None:
     """Nor is what does not depend on values."""
@@ -266,6 +266,7 @@ MADE: Mapping[str, tuple[Callable[[Makes], Any], str]] = {
 }
 
 
+@at_most(13)
 @every(policy=POLICIES, what=MADE)
 def test_parameters_that_forward_makes(what: str, policy: str) -> None:
     """They would be used, dropped with the call, made anew in the next one, and never trained."""

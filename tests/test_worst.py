@@ -315,7 +315,7 @@ def test_another_order_is_found(rank: int) -> None:
 # --- and funshard itself ---
 
 
-@at_most(4)
+@at_most(1)
 @each
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=without_ticks)
 @pytest.mark.parametrize("transform", depth(test_matrix.NOT_BY_DYNAMO, [*TRANSFORMS]), ids=without_ticks)

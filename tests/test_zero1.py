@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from collective_log import Collectives, Sent, gather, reduce, world
+from depth import at_most
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -87,6 +88,7 @@ def on_real_ranks(rank: int, ranks: int) -> tuple[int, int]:
     return nbytes(state.values()), of_peer
 
 
+@at_most(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_zero_redundancy_optimizer(ranks: int, gloo2: Pool, gloo4: Pool) -> None:
     """Its parameters to 1e-6, those of the joined batch as well; the state is one part in N on every rank, but for padding."""

@@ -18,6 +18,7 @@ import torch
 import transformers
 from depth import at_most, mark_seldom
 from models import EXACT, VOCABULARY, Architecture, plain, unchanged
+from parity import strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -27,7 +28,7 @@ import funshard as fs
 Batch = dict[str, Tensor]
 
 SEED = 1
-WAYS = {"shard": fs.P("shard"), "remat": fs.P("shard", remat=True), "keep": fs.P("shard", reshard=False)}
+WAYS = strategies("shard", "remat", "keep")
 
 
 def tokens(length: int) -> Tensor:
