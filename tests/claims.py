@@ -60,12 +60,10 @@ def read_headings() -> dict[str, str]:
 
 @functools.cache
 def tests_of(file: str) -> frozenset[str]:
-    """Return the tests of a file, the functions that a decorator makes cases of one of them, and the rows of its table."""
+    """Return the tests of a file, and the rows of its table."""
     path = TESTS / file
     text = path.read_text() if path.is_file() else ""
-    found = re.findall(r"^(@on_two_ranks\n)?def (\w+)\(", text, re.MULTILINE)
-    rows = re.findall(r"^ +f?\"(test_\w+)[^\"]*\": Claim\(", text, re.MULTILINE)
-    return frozenset([name for case, name in found if case or name.startswith("test_")] + rows)
+    return frozenset(re.findall(r"^(?:def | +f?\")(test_\w+)(?:\(|[^\"]*\": Claim\()", text, re.MULTILINE))
 
 
 @functools.cache

@@ -12,19 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most
 from models import Architecture, assert_mean_gradients, unchanged
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 
 import funshard as fs
-
-CHECKS: list[Callable[[int], None]] = []
-
-
-def on_two_ranks(check: Callable[[int], None]) -> Callable[[int], None]:
-    CHECKS.append(check)
-    return check
 
 
 def linear(n_in: int = 3, n_out: int = 3) -> nn.Linear:
@@ -67,8 +59,8 @@ def setting(rank: int, model: nn.Module | None = None) -> tuple[nn.Module, fs.Pa
     return model, spec, fs.shard(model, spec), xs()[rank]
 
 
-@on_two_ranks
-def nested_units(rank: int) -> None:
+@real_ranks(2)
+def test_nested_units(rank: int) -> None:
     """A unit inside a unit inside a unit, each with parameters of its own used before and after the inner ones."""
 
     class Outer(Pair):
@@ -82,8 +74,8 @@ def nested_units(rank: int) -> None:
     right(rank, Outer(Outer(Pair())))
 
 
-@on_two_ranks
-def units_called_several_times_in_any_order(rank: int) -> None:
+@real_ranks(2)
+def test_units_called_several_times_in_any_order(rank: int) -> None:
     """G9: each use counts, also of a module registered twice and of tied weights."""
 
     class Model(nn.Module):
@@ -99,8 +91,8 @@ def units_called_several_times_in_any_order(rank: int) -> None:
     right(rank, Model())
 
 
-@on_two_ranks
-def units_called_conditionally_or_never(rank: int) -> None:
+@real_ranks(2)
+def test_units_called_conditionally_or_never(rank: int) -> None:
     """G5: zeros for a unit that does not run, and no hang."""
 
     class Model(nn.Module):
@@ -131,8 +123,8 @@ class Record:
     label: str
 
 
-@on_two_ranks
-def arguments_and_results_of_any_kind(rank: int) -> None:
+@real_ranks(2)
+def test_arguments_and_results_of_any_kind(rank: int) -> None:
     """A lone argument, a tuple, keywords; dataclasses, NamedTuples and dicts go in and come out as they are."""
 
     class Model(Pair):
@@ -156,8 +148,8 @@ def arguments_and_results_of_any_kind(rank: int) -> None:
     assert torch.equal(fs.functional_call(model, params, (x,), spec=spec, method="split").y, out.y)
 
 
-@on_two_ranks
-def buffers_like_torch_func(rank: int) -> None:
+@real_ranks(2)
+def test_buffers_like_torch_func(rank: int) -> None:
     """Given buffers are updated in the dict, as torch.func.functional_call does; the module's own never change."""
     model, spec, params, x = setting(rank, nn.Sequential(linear(), nn.BatchNorm1d(3).double(), linear()))
     full = {k: v.detach() for k, v in model.named_parameters()}
@@ -174,8 +166,8 @@ def buffers_like_torch_func(rank: int) -> None:
     assert not torch.equal(ours["1.running_mean"], model[1].running_mean)
 
 
-@on_two_ranks
-def outputs_that_are_parameters(rank: int) -> None:
+@real_ranks(2)
+def test_outputs_that_are_parameters(rank: int) -> None:
     """A returned weight, or a view of one, is readable after its unit was freed, and differentiable."""
 
     class Model(Pair):
@@ -197,8 +189,8 @@ def outputs_that_are_parameters(rank: int) -> None:
     assert len(junk) == 50
 
 
-@on_two_ranks
-def attributes_stored_on_self(rank: int) -> None:
+@real_ranks(2)
+def test_attributes_stored_on_self(rank: int) -> None:
     """What forward stores on modules serves within the call and is gone after it."""
 
     class Model(Pair):
@@ -211,8 +203,8 @@ def attributes_stored_on_self(rank: int) -> None:
     right(rank, Model())
 
 
-@on_two_ranks
-def copies_of_modules_made_in_forward(rank: int) -> None:
+@real_ranks(2)
+def test_copies_of_modules_made_in_forward(rank: int) -> None:
     """They would hold the call's own parameters and forward: an error; a copy of the values is right."""
 
     class Model(Pair):
@@ -233,8 +225,8 @@ def copies_of_modules_made_in_forward(rank: int) -> None:
         assert torch.equal(fs.functional_call(model, params, x, spec=spec), model(x))
 
 
-@on_two_ranks
-def users_hooks_that_read_parameters(rank: int) -> None:
+@real_ranks(2)
+def test_users_hooks_that_read_parameters(rank: int) -> None:
     """A forward hook runs after its unit was let go; what it reads is the sharded value, gathered again if need be."""
     model = Pair()
     model.a.peer = [model.b]
@@ -244,8 +236,8 @@ def users_hooks_that_read_parameters(rank: int) -> None:
     right(rank, model)
 
 
-@on_two_ranks
-def calls_without_gradients(rank: int) -> None:
+@real_ranks(2)
+def test_calls_without_gradients(rank: int) -> None:
     """no_grad and inference_mode: the plain values, without a graph; then differentiable as ever."""
     model, spec, params, x = setting(rank)
     for context in (torch.no_grad(), torch.inference_mode()):
@@ -256,8 +248,8 @@ def calls_without_gradients(rank: int) -> None:
     right(rank, model)
 
 
-@on_two_ranks
-def part_of_forward_without_gradients(rank: int) -> None:
+@real_ranks(2)
+def test_part_of_forward_without_gradients(rank: int) -> None:
     """A unit that is first used under no_grad and then outside of it, and the other way round."""
 
     class Model(Pair):
@@ -269,8 +261,8 @@ def part_of_forward_without_gradients(rank: int) -> None:
     right(rank, Model())
 
 
-@on_two_ranks
-def exceptions_in_the_middle(rank: int) -> None:
+@real_ranks(2)
+def test_exceptions_in_the_middle(rank: int) -> None:
     """The module is as before, and the next call is right."""
 
     class Model(Pair):
@@ -287,8 +279,8 @@ def exceptions_in_the_middle(rank: int) -> None:
     right(rank, model)
 
 
-@on_two_ranks
-def modules_that_call_themselves(rank: int) -> None:
+@real_ranks(2)
+def test_modules_that_call_themselves(rank: int) -> None:
     """Recursion inside one call, and a call of the same model inside a call."""
 
     class Model(Pair):
@@ -310,8 +302,8 @@ def modules_that_call_themselves(rank: int) -> None:
     assert torch.equal(out, inner[1])
 
 
-@on_two_ranks
-def generators(rank: int) -> None:
+@real_ranks(2)
+def test_generators(rank: int) -> None:
     """A generator that the model consumes itself is right, though it runs after its unit was left."""
 
     class Steps(Pair):
@@ -342,8 +334,8 @@ class Force(Pair):
         return self.b(each) + force * self.scale
 
 
-@on_two_ranks
-def transforms_inside_forward(rank: int) -> None:
+@real_ranks(2)
+def test_transforms_inside_forward(rank: int) -> None:
     """Right where no buffer is freed for backward; else the clear error that says so (torch: no saved-tensor hooks)."""
     made = Architecture(Force(), {"x": xs()}, lambda call, batch: squared(call(batch["x"])), ())
     assert_mean_gradients(made, rank, {"kept": fs.policies.always(fs.P("shard", reshard=False))})
@@ -353,8 +345,8 @@ def transforms_inside_forward(rank: int) -> None:
             by(lambda p: squared(fs.functional_call(model, p, x, spec=spec)))(params)
 
 
-@on_two_ranks
-def parameters_read_outside_of_their_unit(rank: int) -> None:
+@real_ranks(2)
+def test_parameters_read_outside_of_their_unit(rank: int) -> None:
     """MultiheadAttention hands out_proj's parameters to a kernel and never calls it; a parent may do the same."""
 
     class Model(nn.Module):
@@ -369,8 +361,8 @@ def parameters_read_outside_of_their_unit(rank: int) -> None:
     right(rank, Model())
 
 
-@on_two_ranks
-def full_parameters_in_the_place_of_shards(rank: int) -> None:
+@real_ranks(2)
+def test_full_parameters_in_the_place_of_shards(rank: int) -> None:
     """What `unshard` gives, of some units or of all: the gradient of this rank's loss for them, the mean for the others."""
     model, spec, params, x = setting(rank)
     local = torch.func.grad(lambda p: squared(torch.func.functional_call(model, p, (x,))))(fs.unshard(params, spec))
@@ -393,8 +385,8 @@ class MuteError(RuntimeError):
         raise KeyError("no message")
 
 
-@on_two_ranks
-def an_error_of_forward_whose_message_cannot_be_read(rank: int) -> None:
+@real_ranks(2)
+def test_an_error_of_forward_whose_message_cannot_be_read(rank: int) -> None:
     """It comes out as it is: where errors are looked through for torch's words, and told to the other ranks."""
 
     failing = [0, 1]
@@ -419,10 +411,3 @@ def an_error_of_forward_whose_message_cannot_be_read(rank: int) -> None:
         fs.grad(loss)(params)
     if not rank:
         assert "rank 1 raised MuteError: no message: __str__ of MuteError raises" in str(raised.value)
-
-
-@at_most(3)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_call(gloo2: Pool, check: Callable[[int], None]) -> None:
-    """Each function above with the mark, on two ranks."""
-    gloo2.run(check)

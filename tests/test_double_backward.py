@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from depth import at_most
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -18,12 +17,6 @@ import funshard as fs
 
 SIZE = 2
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
-CHECKS: list[Callable[[int], None]] = []
-
-
-def on_two_ranks(check: Callable[[int], None]) -> Callable[[int], None]:
-    CHECKS.append(check)
-    return check
 
 
 class Middle(nn.Module):
@@ -76,8 +69,8 @@ def grads_of(params: fs.Params) -> fs.Params:
     return {k: p.grad for k, p in params.items()}
 
 
-@on_two_ranks
-def create_graph(rank: int) -> None:
+@real_ranks(2)
+def test_create_graph(rank: int) -> None:
     """backward twice through: the gradient of (grad . v) is the shard of the mean Hessian-vector product."""
     model = Middle()
     spec, params = setting(model)
@@ -101,8 +94,8 @@ def create_graph(rank: int) -> None:
     close(dict(zip(params, second, strict=True)), mean(plain_hvp, model, spec))
 
 
-@on_two_ranks
-def retain_graph(rank: int) -> None:
+@real_ranks(2)
+def test_retain_graph(rank: int) -> None:
     """Two backwards through one kept graph add up to twice the gradient; a third one, kept no more, is torch's error."""
     model = Middle()
     spec, params = setting(model)
@@ -114,8 +107,8 @@ def retain_graph(rank: int) -> None:
         loss.backward()
 
 
-@on_two_ranks
-def two_losses(rank: int) -> None:
+@real_ranks(2)
+def test_two_losses(rank: int) -> None:
     """Two losses of one forward, one backward each: their gradients add up, and each alone is right."""
     model = Middle()
     spec, params = setting(model)
@@ -129,8 +122,8 @@ def two_losses(rank: int) -> None:
     close(grads_of(params), {k: each[0][k] + each[1][k] for k in params})
 
 
-@on_two_ranks
-def shard_changed_before_backward(rank: int) -> None:
+@real_ranks(2)
+def test_shard_changed_before_backward(rank: int) -> None:
     """An optimizer step between forward and backward: an error that names the unit, or the weights that forward used."""
     model = nn.Sequential(*(nn.Linear(3, 3, dtype=torch.float64) for _ in range(3)))
     expected = mean(plain(model, squared), model, fs.policies.always()(model).bound)
@@ -148,8 +141,8 @@ def shard_changed_before_backward(rank: int) -> None:
             loss.backward()
 
 
-@on_two_ranks
-def activation_changed_before_backward(rank: int) -> None:
+@real_ranks(2)
+def test_activation_changed_before_backward(rank: int) -> None:
     """As in plain autograd, whose own check the saved-tensor hooks switch off."""
     model = Middle()
     spec, params = setting(model)
@@ -160,8 +153,8 @@ def activation_changed_before_backward(rank: int) -> None:
         loss.backward()
 
 
-@on_two_ranks
-def copies(rank: int) -> None:
+@real_ranks(2)
+def test_copies(rank: int) -> None:
     """Params and bound specs survive deepcopy and pickle; what comes out of a pickle is bound anew."""
     model = Middle()
     spec, params = setting(model)
@@ -180,8 +173,8 @@ def copies(rank: int) -> None:
         assert all(p.grad is None for p in params.values())
 
 
-@on_two_ranks
-def complex_units(rank: int) -> None:
+@real_ranks(2)
+def test_complex_units(rank: int) -> None:
     """Complex parameters are gathered, and their gradients averaged, as pairs of real numbers."""
     for dtype in (torch.complex64, torch.complex128):
         model = Middle(dtype)
@@ -197,8 +190,8 @@ def complex_units(rank: int) -> None:
                 assert_close(got, grads_of(params))
 
 
-@on_two_ranks
-def autocast(rank: int) -> None:
+@real_ranks(2)
+def test_autocast(rank: int) -> None:
     """Under autocast to bfloat16: the outputs bit by bit, and the mean of the gradients, of plain autocast."""
     model = Middle(torch.float32)
     x = xs(torch.float32)
@@ -219,10 +212,3 @@ def autocast(rank: int) -> None:
         for k, g in expected.items():
             assert params[k].grad.dtype == torch.float32
             assert_close(params[k].grad, g, msg=lambda m, k=k: f"'{k}': {m}")
-
-
-@at_most(5)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_autograd(gloo2: Pool, check: Callable[[int], None]) -> None:
-    """Each function above with the mark, on two ranks."""
-    gloo2.run(check)

@@ -133,17 +133,6 @@ def test_fsdp_hybrid_shard_basic_setup(shape: tuple[int, int], way: str) -> None
             assert sent.backward.index(scatter(spec, key)) < sent.backward.index(reduce(spec, key, shape[0]))
 
 
-def test_split_over_two_axes() -> None:
-    """P(("outer", "inner")): gathered inside out, reduced outside in, a collective for each axis."""
-    with world(8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
-        spec = fs.policies.whole(P(("outer", "inner")))(MLP(5)).on(mesh)
-        n = spec.shard_numel(spec.by_key[""])
-        sent = step(MLP(5), spec)
-        assert sent.forward == [Sent("all_gather", n, 8 * n, 4), Sent("all_gather", 4 * n, 32 * n, 2)]
-        assert sent.backward == [Sent("reduce_scatter", 8 * n, 64 * n, 2), Sent("reduce_scatter", 4 * n, 32 * n, 4)]
-
-
 @every(way=WAYS, p=[P("shard"), P("shard", reshard=False), P()], initialised=[True, False])
 def test_train_parity_single_worldsize1(initialised: bool, p: P, way: str) -> None:
     """One rank sends nothing at all, not even while sharding, with a process group or without; gradients are plain."""
