@@ -133,7 +133,10 @@ def test_fsdp_hybrid_shard_basic_setup(shape: tuple[int, int], way: str) -> None
             assert sent.backward.index(scatter(spec, key)) < sent.backward.index(reduce(spec, key, shape[0]))
 
 
-@every(way=WAYS, p=[P("shard"), P("shard", reshard=False), P()], initialised=[True, False])
+ALONE = [P("shard"), P("shard", reshard=False), P(), P("shard", precision=fs.Precision(reduce=torch.float64))]
+
+
+@every(way=WAYS, p=ALONE, initialised=[True, False])
 def test_train_parity_single_worldsize1(initialised: bool, p: P, way: str) -> None:
     """One rank sends nothing at all, not even while sharding, with a process group or without; gradients are plain."""
     model, x = Net(), numbers(0, 0)

@@ -204,15 +204,6 @@ def test_integer_parameters_travel_as_they_are(original: torch.dtype, fields: di
         assert set(log.reduced) == {fields.get("reduce", fields["param"])}
 
 
-def test_one_rank_sends_nothing() -> None:
-    model = Stack(F32)
-    spec = fs.policies.always(P("shard", precision=Precision(reduce=F32)))(model).on({"shard": 1})
-    params = fs.shard(model, spec, rank=0)
-    with Dtypes() as log:
-        fs.grad(lambda p: fs.functional_call(model, p, (torch.ones(5),), spec=spec))(params)
-    assert log.ops == []
-
-
 # --- no Precision is no change ---
 
 
@@ -279,15 +270,11 @@ def by_hand(
     return {n: mean_over_ranks(g, reduce or g.dtype).to(masters[n].dtype) for n, g in grads.items()}, value.detach()
 
 
+LossOfStep = Callable[[Callable[..., Any], int], Tensor]
+
+
 def check_training(
-    rank: int,
-    model: nn.Module,
-    spec: fs.PartitionSpec,
-    losses: Callable[[Callable[..., Any], int], Tensor],
-    by_hands_loss: Callable[[Callable[..., Any], int], Tensor],
-    param: torch.dtype | None,
-    reduce: torch.dtype | None,
-    way: str = "fs",
+    model: nn.Module, spec: fs.PartitionSpec, precision: Precision, ours: LossOfStep, theirs: LossOfStep, way: str = "fs"
 ) -> None:
     """Three steps of Adam on masters: gradients, parameters and losses bit by bit."""
     masters = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
@@ -296,9 +283,11 @@ def check_training(
     optimizer = torch.optim.Adam(trained.values(), lr=1e-2)
     with unchanged(model):
         for step in range(3):
-            expected, expected_loss = by_hand(model, masters, lambda call: by_hands_loss(call, step), param, reduce or param)
+            expected, expected_loss = by_hand(
+                model, masters, lambda call: theirs(call, step), precision.param, precision.reduce or precision.param
+            )
             sharded = lambda p: lambda *a, **k: fs.functional_call(model, fs.combine(p, frozen), a, k, spec=spec)  # noqa: E731
-            grads, value = WAYS[way](lambda p: losses(sharded(p), step))(trained)
+            grads, value = WAYS[way](lambda p: ours(sharded(p), step))(trained)
             assert torch.equal(value, expected_loss)
             for name, p in masters.items():
                 p.grad = expected.get(name)
@@ -324,16 +313,9 @@ def training(rank: int, p: P, precision: Precision, way: str) -> None:
     model = mlps()
     spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=precision))(model)
     given = precision.param or F32
-    check_training(
-        rank,
-        model,
-        spec,
-        lambda call, step: call(batch(rank, step)).float().pow(2).mean(),
-        lambda call, step: call(batch(rank, step).to(given)).to(precision.output or given).float().pow(2).mean(),
-        precision.param,
-        precision.reduce,
-        way,
-    )
+    ours = lambda call, step: call(batch(rank, step)).float().pow(2).mean()  # noqa: E731
+    theirs = lambda call, step: call(batch(rank, step).to(given)).to(precision.output or given).float().pow(2).mean()  # noqa: E731
+    check_training(model, spec, precision, ours, theirs, way)
 
 
 KEPT = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
@@ -534,7 +516,16 @@ class Structured(nn.Module):
         return make(self.linear(x), n)
 
 
-def structured(rank: int, kind: str, precision: Precision | None, remat: bool) -> None:
+KINDS = [*((kind, False) for kind in STRUCTURES), *((kind, True) for kind in ("namedtuple", "dict", "packed", "ModelOutput"))]
+
+
+@at_most(4)
+@each
+@pytest.mark.parametrize("precision", WHOLE_PRECISIONS, ids=str)
+@pytest.mark.parametrize(("kind", "remat"), KINDS)
+@real_ranks(2)
+def test_structured_input_and_output(rank: int, kind: str, remat: bool, precision: Precision | None) -> None:
+    """``test_dataclass_input``, ``test_dataclass_output`` and what else models take and return; of recomputed units, too."""
     torch.manual_seed(0)
     seen: list[torch.dtype] = []
     model = nn.Sequential(Structured(kind, seen), Structured(kind, seen))
@@ -559,21 +550,8 @@ def structured(rank: int, kind: str, precision: Precision | None, remat: bool) -
     def theirs(call: Callable[..., Any], step: int) -> Tensor:
         return take(call(make(batch(rank, step).to(param), n)))[0].float().pow(2).mean()
 
-    check_training(rank, model, spec, ours, theirs, precision and precision.param, precision and precision.reduce)
+    check_training(model, spec, precision or Precision(), ours, theirs)
     assert set(seen) == {param, I64}
-
-
-@at_most(3)
-@each(precision=WHOLE_PRECISIONS, kind=STRUCTURES)
-def test_structured_input_and_output(gloo2: Pool, kind: str, precision: Precision | None) -> None:
-    """``test_dataclass_input``, ``test_dataclass_output`` and what else models take and return."""
-    gloo2.run(structured, kind, precision, False)
-
-
-@at_most(2)
-@pytest.mark.parametrize("kind", ["namedtuple", "dict", "packed", "ModelOutput"])
-def test_structured_input_and_output_of_recomputed_units(gloo2: Pool, kind: str) -> None:
-    gloo2.run(structured, kind, Precision(param=BF16, reduce=F32), True)
 
 
 # --- different submodules ---
