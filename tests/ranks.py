@@ -113,14 +113,14 @@ def _serve(rank: int, size: int, backend: str, port: str, path: list[str], pipe:
 
 
 def _shared_groups() -> Callable[[], None]:
-    """Has a task's meshes take the process groups of those of earlier tasks, each its own. To be called at a task's begin."""
+    """Has a task's meshes take the groups of earlier tasks, each its own. To be called at a task's begin."""
     from torch.distributed import device_mesh
 
     make, made = device_mesh.new_group, defaultdict[str, list[Any]](list)
     taken: Counter[str] = Counter()
 
     def new_group(**options: Any) -> Any:
-        key = str(options)
+        key = str({name: value for name, value in options.items() if name != "group_desc"})
         taken[key] += 1
         if taken[key] > len(made[key]):
             made[key].append(make(**options))
