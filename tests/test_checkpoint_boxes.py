@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import funshard as fs
-from funshard.checkpoint._files.writer import RangeSavePlanner, join_plans
+from funshard.checkpoint._files.writer import RangeWriter, WrittenBox, make_metadata
 from funshard.checkpoint._load import plan_reads
 from funshard.checkpoint._state import leaves as box_file
 from funshard.checkpoint._state.leaves import Box, SliceLeaf, TensorRange, check_tiles, range_to_boxes, share_range, split_range
-from funshard.checkpoint._state.tree import describe, iter_leaves
+from funshard.checkpoint._state.tree import Description
 from funshard.collectives import ProcessAxis
 from funshard.testing import integers_like, meshes, modules, policies
 
@@ -97,21 +97,21 @@ def everyone(spec: fs.PartitionSpec, sizes: dict[str, int]) -> list[fs.Partition
 
 
 def parts_of(state: State, spec: fs.PartitionSpec, rank: int, ranks: int) -> list[TensorRange]:
-    node, values = describe(state, spec)
-    return [p for leaf, x in zip(iter_leaves(node), values, strict=True) for p in leaf.ranges(x, spec, rank, ranks)]  # pyright: ignore[reportAttributeAccessIssue]
+    found = Description(state, spec)
+    return [p for leaf, x in zip(found.leaves, found.values, strict=True) for p in leaf.ranges(x, spec, rank, ranks)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def saved(states: list[State], specs: list[fs.PartitionSpec]) -> tuple[Metadata, dict[MetadataIndex, Tensor]]:
     """What all ranks write, without files: the description, and every box by its index."""
-    writes = [RangeSavePlanner(parts_of(x, spec, r, len(specs))) for r, (x, spec) in enumerate(zip(states, specs, strict=True))]
-    plans = [w.create_local_plan() for w in writes]
-    metadata, _ = join_plans(plans)
+    writes = [RangeWriter(parts_of(x, spec, r, len(specs))) for r, (x, spec) in enumerate(zip(states, specs, strict=True))]
+    boxes = [found for writer in writes for found in writer.boxes]
+    written = [WrittenBox(part.names, part.shape, view.dtype, box, "", 0, 0, 0) for part, box, view in boxes]
     stored: dict[MetadataIndex, Tensor] = {}
-    for plan, w in zip(plans, writes, strict=True):
-        for item in plan.items:
-            assert item.index not in stored, "written twice"
-            stored[item.index] = w.resolve_data(item)
-    return metadata, stored
+    for part, box, view in boxes:
+        index = MetadataIndex(part.names[0], box.offsets)
+        assert index not in stored, "written twice"
+        stored[index] = view
+    return make_metadata(written), stored
 
 
 def check_saved(metadata: Metadata, stored: dict[MetadataIndex, Tensor], full: dict[str, Tensor]) -> None:
@@ -131,8 +131,8 @@ def check_saved(metadata: Metadata, stored: dict[MetadataIndex, Tensor], full: d
 
 def read(spec: fs.PartitionSpec, rank: int, ranks: int, metadata: Metadata, stored: dict[MetadataIndex, Tensor]) -> fs.Params:
     """What one rank reads of the parameters."""
-    memory = {unit.key: SliceLeaf(unit, tuple((p.name,) for p in unit.params), unit.dtype).allocate(spec) for unit in spec}
-    for item, target in plan_reads(list(parts_of(memory, spec, rank, ranks)), metadata):
+    memory = {unit.key: SliceLeaf(tuple((p.name,) for p in unit.params), unit.dtype, unit).allocate(spec) for unit in spec}
+    for item, target in plan_reads(parts_of(memory, spec, rank, ranks), metadata.state_dict_metadata):
         part = stored[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             part = part.narrow(dim, start, length)

@@ -26,6 +26,7 @@ import funshard as fs
 from funshard import P, checkpoint
 from funshard.checkpoint import _safetensors
 from funshard.checkpoint._safetensors import DTYPES, SINGLE
+from funshard.checkpoint._state.leaves import clean_name
 
 
 def mixed() -> nn.Module:
@@ -249,7 +250,7 @@ def test_each_rank_reads_the_ranges_of_its_slices(gloo2: Pool, tmp_path: Path) -
 
 
 def peaks(rank: int, folder: str) -> None:
-    """Of a unit at a time: the first rank alone gathers, and holds no two of them; in the files' dtype if it is narrower."""
+    """Of a unit at a time: the first rank alone gathers, and holds those of one file; in the files' dtype if it is narrower."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     spec = fs.policies.always(P("shard"))(model)
     params = fs.shard(model, spec)
@@ -276,7 +277,7 @@ def peaks(rank: int, folder: str) -> None:
 
     _safetensors.gather_to_first = watched
     try:
-        checkpoint.export(folder, params, spec, dtype=torch.bfloat16)
+        checkpoint.export(folder, params, spec, dtype=torch.bfloat16, shard_bytes=1)
     finally:
         _safetensors.gather_to_first = gather
     assert made == len(spec)
@@ -294,7 +295,7 @@ def full_disk(rank: int, folder: str) -> None:
     spec = fs.policies.always(P("shard"))(model)
     params = fs.shard(model, spec)
     path = Path(folder) / "files"
-    write, writes = _safetensors._write_tensors, 0
+    write, writes = _safetensors._FileWriter.add, 0
 
     def failing(*args: Any) -> None:
         nonlocal writes
@@ -303,11 +304,11 @@ def full_disk(rank: int, folder: str) -> None:
             raise OSError(28, "No space left on device")
         write(*args)
 
-    _safetensors._write_tensors = failing
+    _safetensors._FileWriter.add = failing
     try:
         refused(OSError, "No space left", lambda: checkpoint.export(path, params, spec))
     finally:
-        _safetensors._write_tensors = write
+        _safetensors._FileWriter.add = write
     torch.distributed.barrier()
     assert os.listdir(folder) == []
     torch.distributed.barrier()
@@ -529,17 +530,19 @@ def test_prefixes_of_wrappers_are_left_out(tmp_path: Path) -> None:
     save_file({"module._orig_mod.0.weight": model[0].weight, "_orig_mod.0.bias": model[0].bias}, tmp_path / "model.safetensors")
     spec = fs.policies.whole()(model)
     same_bits(checkpoint.read_safetensors(tmp_path, spec), fs.shard(model, spec))
-    assert checkpoint.clean_name("_fsdp_wrapped_module.a._checkpoint_wrapped_module.module.w") == "a.w"
+    assert clean_name("_fsdp_wrapped_module.a._checkpoint_wrapped_module.module.w") == "a.w"
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither writing nor reading needs it."""
-    monkeypatch.setitem(sys.modules, "safetensors", None)
+    """Writing and reading say which one to install; a dry run too."""
     model = nn.Linear(2, 2)
     spec = fs.policies.whole()(model)
     path = checkpoint.export(tmp_path / "files", fs.shard(model, spec), spec)
-    assert os.listdir(path) == [SINGLE]
-    same_bits(checkpoint.read_safetensors(path, spec), fs.shard(model, spec))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    text = r"need the package safetensors: pip install 'funshard\[safetensors\]'"
+    refused(ImportError, text, lambda: checkpoint.export(tmp_path / "other", fs.shard(model, spec), spec, dry_run=True))
+    refused(ImportError, text, lambda: checkpoint.read_safetensors(path, spec))
+    assert os.listdir(tmp_path) == ["files"]
 
 
 def test_tensors_that_are_not_aligned(tmp_path: Path) -> None:

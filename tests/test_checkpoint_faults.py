@@ -77,13 +77,13 @@ def made_of(model: nn.Module) -> fs.PartitionSpec:
 
 
 def truncated(path: Path) -> None:
-    file = path / "__1_0.distcp"
+    (file,) = path.glob("__1_0_*")
     os.truncate(file, file.stat().st_size // 2)
 
 
 def flipped(path: Path) -> None:
     """A byte of the elements of a tensor."""
-    file = path / "__0_0.distcp"
+    (file,) = path.glob("__0_0_*")
     raw = bytearray(file.read_bytes())
     storage: Any = metadata.read_metadata(path).storage_data
     info = max((info for info in storage.values() if info.relative_path == file.name), key=lambda info: info.length)
@@ -93,7 +93,7 @@ def flipped(path: Path) -> None:
 
 
 def missing(path: Path) -> None:
-    (path / "__1_0.distcp").unlink()
+    next(path.glob("__1_0_*")).unlink()
 
 
 def no_description(path: Path) -> None:
@@ -124,10 +124,10 @@ def newer(path: Path) -> None:
         (
             truncated,
             "CheckpointError",
-            r"tensor 'params\.\d\.\w+' in file '__1_0.distcp' of the checkpoint is damaged: .*cut short",
+            r"tensor 'params\.\d\.\w+' in file '__1_0_\w+.distcp' of the checkpoint is damaged: .*cut short",
         ),
-        (flipped, "CheckpointError", r"tensor 'params\.\d\.\w+' in file '__0_0.distcp' .*its checksum is not that in"),
-        (missing, "CheckpointError", r"tensor 'params\.\d\.\w+': file '__1_0.distcp' of the checkpoint is missing"),
+        (flipped, "CheckpointError", r"tensor 'params\.\d\.\w+' in file '__0_0_\w+.distcp' .*its checksum is not that in"),
+        (missing, "CheckpointError", r"tensor 'params\.\d\.\w+': file '__1_0_\w+.distcp' of the checkpoint is missing"),
         (no_description, "CheckpointError", r"its file '\.metadata' is damaged or missing"),
         (other_description, "CheckpointError", r"'\.metadata' is damaged"),
         (other_state, "CheckpointError", r"'funshard\.json' is damaged: its checksum"),
@@ -162,12 +162,12 @@ def test_damage(gloo2: Pool, tmp_path: Path, damage: Callable[[Path], None], kin
 def damaged(path: Path) -> tuple[fs.Params, fs.PartitionSpec]:
     model, spec = made()
     checkpoint.save(path, fs.shard(model, spec), spec)
-    file = path / "__0_0.distcp"
+    (file,) = path.glob("__0_0_*")
     os.truncate(file, file.stat().st_size // 2)
     return fs.shard(model, spec), spec
 
 
-OVER = "checkpoint.save: takes the place of a damaged checkpoint: .*__0_0.distcp' is cut short"
+OVER = r"checkpoint.save: takes the place of a damaged checkpoint: .*__0_0_\w+.distcp' is cut short"
 
 
 def test_a_damaged_one_stays_until_another_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_damaged_one_stays_until_another_is_there(tmp_path: Path, monkeypatch:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer.CheckpointWriter, "write_items", written)
+        patch.setattr(writer.RangeWriter, "write", written)
         with pytest.warns(UserWarning, match=OVER), pytest.raises(OSError, match="Input/output error"):
             checkpoint.save(path, params, spec)
     assert {file.name: file.stat().st_size for file in path.iterdir()} == before
@@ -192,22 +192,21 @@ def test_a_damaged_one_stays_until_another_is_there(tmp_path: Path, monkeypatch:
 
 
 def test_a_whole_one_that_has_come_in_the_meantime_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it comes between the last look at the damaged one and its going; `export` does not look for damage."""
+    """Also without locks, if it comes after the first look at the damaged one; `export` does not look for damage."""
     path = tmp_path / "1"
     params, spec = damaged(path)
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
         checkpoint.export(path, params, spec)
     with pytest.warns(UserWarning, match=OVER):
-        aside = staging.StagingDirectory(path, over_damaged=True)
+        aside = staging.Target(path)
+    monkeypatch.setattr(staging, "_lock", lambda path: None)  # as on a file system without locks
     with pytest.warns(UserWarning, match=OVER):
         checkpoint.save(path, params, spec)
-    looks = [staging.check_replaceable, lambda *_, **__: "what it saw before"]
-    monkeypatch.setattr(staging, "check_replaceable", lambda *args, **options: looks.pop()(*args, **options))
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
-        aside.publish({})
+        aside.commit(b"", {}, {}, {})
     aside.abandon()
     assert checkpoint.latest(tmp_path) == path
-    assert list(tmp_path.iterdir()) == [path]
+    assert all(shard.equal(params[key]) for key, shard in checkpoint.load(path, spec).items())
 
 
 def test_every_flipped_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
@@ -215,7 +214,7 @@ def test_every_flipped_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
     model, spec = made()
     expected = fs.shard(model, spec)
     checkpoint.save(tmp_path / "1", expected, spec)
-    file = tmp_path / "1" / "__0_0.distcp"
+    (file,) = (tmp_path / "1").glob("__0_0_*")
     good = file.read_bytes()
     found = 0
     for at in range(0, len(good), 97):
@@ -244,8 +243,8 @@ def test_a_file_of_another_save_is_refused(tmp_path: Path) -> None:
     for step in (1, 2):
         params = {unit.key: torch.full((spec.shard_numel(unit),), float(step)) for unit in spec}
         checkpoint.save(tmp_path / str(step), {"params": params, "step": step}, spec)
-    shutil.copy(tmp_path / "1" / "__0_0.distcp", tmp_path / "2" / "__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"tensor 'params.*' in file '__0_0.distcp' .* is it another's\?"):
+    shutil.copy(*(next((tmp_path / name).glob("__0_0_*")) for name in ("1", "2")))
+    with pytest.raises(CheckpointError, match=r"tensor 'params.*' in file '__0_0_\w+.distcp' .* is it another's\?"):
         checkpoint.load(tmp_path / "2", spec)
     assert checkpoint.load(tmp_path / "2", spec, only="step") == 2
     assert checkpoint.load(tmp_path / "1", spec)["step"] == 1
@@ -268,7 +267,7 @@ def test_a_checkpoint_of_version_0_2_loads(tmp_path: Path, monkeypatch: pytest.M
     old = {"deque": {"deque": [{"value": 1}, {"value": 2}], "of": 4}, "Counter": {"Counter": [["a", {"value": 3}]]}}
     contents(tmp_path / "2", lambda content: content.update(state={"dict": [list(pair) for pair in old.items()]}))
     assert checkpoint.load(tmp_path / "2", spec) == {"deque": [1, 2], "Counter": {"a": 3}}  # classes that files named then
-    file = tmp_path / "1" / "__0_0.distcp"
+    (file,) = (tmp_path / "1").glob("__0_0_*")
     raw = bytearray(file.read_bytes())
     raw[raw.index(bytes(_torch.host_bytes(model[0].weight.detach()))[:16])] ^= 1
     file.write_bytes(raw)
@@ -569,18 +568,18 @@ def test_simulated_ranks_do_not_save(tmp_path: Path) -> None:
 
 def _fails(rank: int, path: str, where: int, error: str) -> None:
     """One rank's writer fails: no space, a file system that is read-only."""
-    real = writer.CheckpointWriter.write_items
+    real = writer.RangeWriter.write
 
-    def write_items(self: Any, plan: Any, planner: Any) -> Any:
+    def fail(self: Any, path: Any) -> Any:
         if rank == where:
             raise OSError(*{"full": (28, "No space left on device"), "read-only": (30, "Read-only file system")}[error])
-        return real(self, plan, planner)
+        return real(self, path)
 
-    writer.CheckpointWriter.write_items = write_items  # pyright: ignore[reportAttributeAccessIssue]
+    writer.RangeWriter.write = fail
     try:
         write(rank, path, 2)
     finally:
-        writer.CheckpointWriter.write_items = real
+        writer.RangeWriter.write = real
 
 
 @pytest.mark.parametrize("where", [0, 1])
@@ -601,12 +600,13 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written by torch's own writer to a device that is full."""
     model, spec = made()
 
-    class Full(writer.CheckpointWriter):
-        def write_items(self, plan: Any, planner: Any) -> Any:
-            (Path(self.path) / "__0_0.distcp").symlink_to("/dev/full")
-            return super().write_items(plan, planner)
+    class Full(writer.RangeWriter):
+        def write(self, path: Any) -> Any:
+            path.unlink()
+            path.symlink_to("/dev/full")
+            return super().write(path)
 
-    monkeypatch.setattr(_save, "CheckpointWriter", Full)
+    monkeypatch.setattr(_save, "RangeWriter", Full)
     with pytest.raises(
         (OSError, CheckpointError), match=r"No space left on device|could not be written, with [\d,]+ bytes free"
     ):
@@ -622,27 +622,28 @@ def test_a_directory_that_cannot_be_written_to(gloo2: Pool, tmp_path: Path) -> N
 
 
 def test_all_is_flushed_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file, after its last write, and the directory; then the rename, and the entry of that."""
+    """Every file, after its last write, and the directories; then the manifest is there, and the entry of that."""
     model, spec = made()
     seen: list[Any] = []
-    fsync, rename = os.fsync, os.rename
+    fsync, replace = os.fsync, os.replace
 
     def flushed(handle: int) -> None:
         seen.append((os.fstat(handle).st_ino, os.fstat(handle).st_size))
         fsync(handle)
 
-    def renamed(old: Any, new: Any) -> None:
+    def replaced(old: Any, new: Any) -> None:
         seen.append(new)
-        rename(old, new)
+        replace(old, new)
 
     monkeypatch.setattr(os, "fsync", flushed)
-    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "replace", replaced)
     checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
-    at = seen.index(tmp_path / "1")
+    at = seen.index(tmp_path / "1" / "funshard.json")
     files = [(file.stat().st_ino, file.stat().st_size) for file in (tmp_path / "1").iterdir()]
     assert len(files) == 3
     assert set(files) <= set(seen[:at])
-    assert [inode for inode, _ in (seen[at - 1], seen[at + 1])] == [path.stat().st_ino for path in (tmp_path / "1", tmp_path)]
+    assert [seen[i][0] for i in (at - 1, at + 1)] == [(tmp_path / "1").stat().st_ino] * 2
+    assert tmp_path.stat().st_ino in [entry[0] for entry in seen[:at] if isinstance(entry, tuple)]
 
 
 # --- Several writers. ---
@@ -657,21 +658,28 @@ def test_nothing_is_written_over(gloo2: Pool, tmp_path: Path) -> None:
 
 
 def test_two_writers_of_one_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first to end has it; the other one is told."""
+    """The first has it, the other one is told; on a file system without locks the first to end has it."""
     model, spec = made()
-    path = tmp_path / "1"
-    real = staging.StagingDirectory.commit
+    path, ends = tmp_path / "1", staging.Target.commit
+
+    def save(step: int) -> None:
+        checkpoint.save(path, {"params": fs.shard(model, spec), "step": step}, spec)
 
     def commit(self: Any, *args: Any) -> None:
-        monkeypatch.setattr(staging.StagingDirectory, "commit", real)
-        checkpoint.save(path, {"params": fs.shard(model, spec), "step": 2}, spec)  # another job, a moment before
-        real(self, *args)
+        monkeypatch.setattr(staging.Target, "commit", ends)
+        save(2)  # another job, a moment before
+        ends(self, *args)
 
-    monkeypatch.setattr(staging.StagingDirectory, "commit", commit)
+    monkeypatch.setattr(staging.Target, "commit", commit)
+    with pytest.raises(FileExistsError, match="expected a path that no other save writes to"):
+        save(1)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(staging, "_lock", lambda path: None)
+    monkeypatch.setattr(staging.Target, "commit", commit)
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
-        checkpoint.save(path, {"params": fs.shard(model, spec), "step": 1}, spec)
+        save(1)
     assert checkpoint.load(path, spec, only="step") == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert checkpoint.load(path, spec, only="params").keys() == {"0", "1"}
 
 
 # --- A rank is lost. ---
@@ -682,8 +690,8 @@ def _lost(rank: int, size: int, port: str, path: str, out: Any, where: str) -> N
     dist.init_process_group("gloo", rank=rank, world_size=size)
     write(rank, f"{path}/1")
     if rank == 1:
-        name = "create_local_plan" if where == "plan" else "resolve_data"
-        setattr(_save.RangeSavePlanner, name, lambda *_: os._exit(9))
+        of, name = (_save.RangeWriter, "write") if where == "plan" else (writer, "write_record")
+        setattr(of, name, lambda *_: os._exit(9))
     model, spec = made()
     try:
         checkpoint.save(f"{path}/2", {"params": fs.shard(model, spec), "step": 2}, spec, timeout=20)
@@ -729,20 +737,15 @@ def test_latest_and_clean(tmp_path: Path) -> None:
         checkpoint.save(tmp_path / name, {"params": params, "step": i}, spec)
         os.utime(tmp_path / name, (1000 - i, 1000 - i))
         assert checkpoint.latest(tmp_path) == tmp_path / name
-    (tmp_path / "other").mkdir()  # not ours
-    alive = staging.StagingDirectory(tmp_path / "alive")
-    dead = staging.StagingDirectory(tmp_path / "dead")
+    for name in ("other", "theirs"):  # not ours
+        (tmp_path / name).mkdir()
+    (tmp_path / "theirs" / "__0_0.distcp").touch()
+    alive, dead = (staging.Target(tmp_path / name) for name in ("alive", "dead"))
+    assert dead._lock is not None
     os.close(dead._lock)
-    begun, stuck = (
-        staging._make_staging_path(tmp_path / name) for name in ("begun", "stuck")
-    )  # not locked yet, and since long
-    begun.mkdir()
-    stuck.mkdir()
-    os.utime(stuck, (1000, 1000))
     assert checkpoint.latest(tmp_path) == tmp_path / "a"
-    assert {path.name for path in checkpoint.clean(tmp_path, keep=2)} == {"step_9", "step_10", dead.directory.name, stuck.name}
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "other", alive.directory.name, begun.name}
-    begun.rmdir()
+    assert {path.name for path in checkpoint.clean(tmp_path, keep=2)} == {"step_9", "step_10", "dead"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "other", "theirs", "alive"}
     alive.abandon()
     checkpoint.save(tmp_path / "0", {"params": params, "step": 4}, spec)
     assert checkpoint.latest(tmp_path) == tmp_path / "0"  # however few are left of those before
@@ -756,10 +759,10 @@ def test_what_others_put_beside_checkpoints_stays(tmp_path: Path) -> None:
     for name in ("1", "2", "3", ".kept.partial"):
         checkpoint.save(tmp_path / name, fs.shard(model, spec), spec)
     assert checkpoint.latest(tmp_path) == tmp_path / ".kept.partial"
-    for link, to in {"latest": "3", "best": "1", ".last.0123456789ab.partial": "2"}.items():
+    for link, to in {"latest": "3", "best": "1"}.items():
         (tmp_path / link).symlink_to(to)
     (tmp_path / ".partial").mkdir()  # rsync's
-    (tmp_path / ".file.0123456789ab.partial").touch()
+    (tmp_path / "__0_0_0123456789ab.distcp").touch()
     before = {path.name for path in tmp_path.iterdir()}
     assert checkpoint.latest(tmp_path) == tmp_path / ".kept.partial"
     assert checkpoint.clean(tmp_path, keep=2) == [tmp_path / "1", tmp_path / "2"]
@@ -798,7 +801,7 @@ def test_clean_leaves_what_belongs_to_others() -> None:
     with tempfile.TemporaryDirectory() as name:  # pytest's directories are for their owner alone
         folder = Path(name)
         folder.chmod(0o777)
-        theirs = staging.StagingDirectory(folder / "theirs")  # root's, whose lock others cannot open
+        theirs = staging.Target(folder / "theirs")  # root's
         assert theirs._lock is not None
         os.close(theirs._lock)
         checkpoint.save(folder / "1", params, spec)  # root's too, which the other user may rename, but not remove
@@ -807,9 +810,9 @@ def test_clean_leaves_what_belongs_to_others() -> None:
                 checkpoint.save(folder / step, params, spec)
             with pytest.warns(UserWarning, match="1 stays, because this user may not remove it"):
                 assert checkpoint.clean(folder, keep=1) == [folder / "2"]
-        assert {path.name for path in folder.iterdir()} == {"1", "3", theirs.directory.name}
+        assert {path.name for path in folder.iterdir()} == {"1", "3", "theirs"}
         assert checkpoint.load(folder / "1", spec)["0"].equal(params["0"])
-        assert set(checkpoint.clean(folder, keep=1)) == {folder / "1", theirs.directory}
+        assert set(checkpoint.clean(folder, keep=1)) == {folder / "1", folder / "theirs"}
 
 
 def test_clean_returns_only_what_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,8 @@ saving = fs.checkpoint.save(sys.argv[1] + "/2", params, spec, asynchronous=True)
 saving.wait()
 fs.checkpoint.load(sys.argv[1] + "/2", spec)
 assert gloo_threads()
-go, write_items = threading.Event(), _save.CheckpointWriter.write_items
-_save.CheckpointWriter.write_items = lambda *args: go.wait() and write_items(*args)
+go, write = threading.Event(), _save.RangeWriter.write
+_save.RangeWriter.write = lambda *args: go.wait() and write(*args)
 saving = fs.checkpoint.save(sys.argv[1] + "/3", params, spec, asynchronous=True)
 dist.destroy_process_group()
 assert not gloo_threads(), gloo_threads()

@@ -13,7 +13,7 @@ from torch import nn
 import funshard as fs
 from funshard import P
 from funshard.checkpoint._state.leaves import Leaf, ScalarLeaf, SliceLeaf
-from funshard.checkpoint._state.tree import describe, iter_leaves
+from funshard.checkpoint._state.tree import Description
 from funshard.collectives import ProcessAxis
 from funshard.testing import integers_like, modules
 
@@ -43,9 +43,8 @@ def declared(full: Any, spec: fs.PartitionSpec, rank: int, cut: set[str]) -> Any
 
 def kinds(state: Any, spec: fs.PartitionSpec) -> dict[str, set[type[Leaf]]]:
     """What the slots of each name are taken for."""
-    node, _ = describe({"opt": state}, spec)
     out: dict[str, set[type[Leaf]]] = {}
-    for leaf in iter_leaves(node):
+    for leaf in Description({"opt": state}, spec).leaves:
         assert isinstance(leaf, SliceLeaf | ScalarLeaf)
         out.setdefault(leaf.names[0][0].rpartition(".")[2], set()).add(type(leaf))
     return out

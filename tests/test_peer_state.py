@@ -14,6 +14,7 @@ from peer_models import MLP, Net, Transformer
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.testing import assert_close
 
 import funshard as fs
@@ -48,12 +49,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [p for _, p in named if p.dim() >= 2]},
         {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
     ]
-
-
-def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """In the order of the optimizer's groups."""
-    names = {p: name for name, p in model.named_parameters()}
-    return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
 def made(kind: str, spec: fs.PartitionSpec, *, grouped: bool) -> Any:
@@ -101,7 +96,8 @@ def alike(got: Any, expected: Any) -> None:
         assert slots.keys() == wanted.keys()
         for name, value in slots.items():
             assert_close(value, wanted[name], msg=lambda m, key=key, name=name: f"'{name}' of '{key}': {m}")
-    assert got["param_groups"] == expected["param_groups"]
+    groups = [{frozenset(x["params"]): {**x, "params": None} for x in some["param_groups"]} for some in (got, expected)]
+    assert groups[0] == groups[1]
 
 
 def same_state(got: Any, expected: Any) -> None:
@@ -146,20 +142,15 @@ def test_optimizer_states_by_names(rank: int, kind: str, wrapping: str, grouped:
     blank = made(kind, spec, grouped=grouped).init(params)
     same_state(checkpoint.from_optimizer_state_dict(full, spec, blank), without_count(kind, state))
 
-    names = names_of(plain, theirs)
-    expected = theirs.state_dict()
-    if kind == "SGD":
-        expected["state"] = {}  # of momentum that is None
-    by_id = checkpoint.rekey(full, names)
-    alike(by_id, expected)
-    again = checkpoint.rekey(by_id, names)
-    assert checkpoint.rekey(again, names) == by_id
+    alike(full, get_optimizer_state_dict(plain, theirs))
 
     cls, defaults = OPTIMIZERS[kind]  # into torch's own, which steps on as ours does
     fresh = copy.deepcopy(plain)
     fresh.load_state_dict(fs.gather_full(params, spec))
     loaded = cls(groups_of(fresh) if grouped else fresh.parameters(), **{**defaults, "lr": 1.0})
-    loaded.load_state_dict(copy.deepcopy(by_id))  # torch steps in what it was given
+    set_optimizer_state_dict(fresh, loaded, copy.deepcopy(full))  # torch steps in what it was given
+    changed = kind in ("dampening", "NAdam")  # torch has no step of the one, and has changed a dtype of the other
+    again = full if changed else get_optimizer_state_dict(fresh, loaded)
     other = WRAPPINGS["whole" if wrapping == "blocks" else "blocks"](plain).bound  # and into another wrapping of ours
     blank = fs.shard(Net(), other, check_values=False)
     init, update = made(kind, other, grouped=grouped)
@@ -238,7 +229,8 @@ def test_states_that_do_not_fit_are_refused(rank: int) -> None:
         spec,
         blank,
     )
-    refused("by parameters' names, got the key 0; rekey", checkpoint.rekey(full, sorted(full["state"])), spec, blank)
+    by_number = torch.optim.AdamW(Net().parameters()).state_dict() | {"state": {0: {}}}
+    refused("by parameters' names, got the key 0; .*get_optimizer_state_dict", by_number, spec, blank)
     refused("unit 'x' is not in the spec", full, spec, {**blank, "x": {}})
     part = {key: slots for key, slots in blank.items() if key != "blocks.1"}
     refused("has a state, expected one of those of init_state", full, spec, part)
@@ -277,23 +269,6 @@ def test_what_was_never_stepped(rank: int) -> None:
     init, _ = made("momentum", spec, grouped=False)
     none = {"state": {n: {"momentum_buffer": None} for n in full["state"]}, "param_groups": full["param_groups"]}
     same_state(checkpoint.from_optimizer_state_dict(none, spec, init(trainable)), init(trainable))
-
-
-def test_rekey_refuses_what_is_ambiguous() -> None:
-    names = ["a", "b"]
-    found = {"state": {"a": {}, "b": {}}, "param_groups": [{"params": ["b"], "lr": 2}, {"params": ["a"], "lr": 1}]}
-    by_id = checkpoint.rekey(found, names)
-    assert by_id == {"state": {0: {}, 1: {}}, "param_groups": [{"params": [0], "lr": 1}, {"params": [1], "lr": 2}]}
-    assert checkpoint.rekey(by_id, names)["state"] == found["state"]
-    for match, bad, order in [
-        ("'a' is twice in names", found, ["a", "a"]),
-        ("'b' is not in names", found, ["a"]),
-        ("'c' of names is in no group", found, ["a", "b", "c"]),
-        ("names or their numbers, got keys of", {**found, "state": {0: {}, "b": {}}}, names),
-        ("'a' is twice in param_groups", {**found, "param_groups": [{"params": ["a", "b", "a"]}]}, names),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            checkpoint.rekey(bad, order)
 
 
 # --- Models. ---

@@ -25,7 +25,7 @@ from test_examples import launched
 from torch import nn
 
 import funshard as fs
-from funshard.checkpoint._files.writer import CheckpointWriter, RangeSavePlanner
+from funshard.checkpoint._files.writer import RangeWriter
 
 
 def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) -> None:
@@ -204,17 +204,17 @@ def _state() -> tuple[fs.PartitionSpec, dict[str, object]]:
 
 def _slow(rank: int, seconds: float) -> Callable[[], None]:
     """Has this rank write slowly until what it gives is called."""
-    write = CheckpointWriter.write_items
+    write = RangeWriter.write
 
-    def slowly(self: CheckpointWriter, plan: Any, planner: Any) -> Any:
+    def slowly(self: RangeWriter, path: Any) -> Any:
         if dist.get_rank() == rank:
             time.sleep(seconds)
-        return write(self, plan, planner)
+        return write(self, path)
 
-    CheckpointWriter.write_items = slowly
+    RangeWriter.write = slowly
 
     def restore() -> None:
-        CheckpointWriter.write_items = write
+        RangeWriter.write = write
 
     return restore
 
@@ -257,14 +257,14 @@ def test_ranks_with_other_process_groups(gloo2: Pool, tmp_path: Path) -> None:
 
 def _interrupted(rank: int, folder: str) -> None:
     spec, state = _state()
-    write = CheckpointWriter.write_items
+    write = RangeWriter.write
 
     def interrupted(*_: object) -> Any:
-        CheckpointWriter.write_items = write
+        RangeWriter.write = write
         raise KeyboardInterrupt
 
     if rank == 0:
-        CheckpointWriter.write_items = interrupted
+        RangeWriter.write = interrupted
     with pytest.raises(KeyboardInterrupt if rank == 0 else fs.checkpoint.CheckpointError):
         fs.checkpoint.save(Path(folder, "1"), state, spec, timeout=1.5)
     fs.checkpoint.save(Path(folder, "1"), state, spec, timeout=1.5)
@@ -279,18 +279,18 @@ def test_an_interrupt_on_one_rank(gloo2: Pool, tmp_path: Path) -> None:
 
 def _staging_fails(rank: int, folder: str) -> None:
     spec, state = _state()
-    stage = RangeSavePlanner.stage
+    stage = RangeWriter.stage
 
-    def failing(self: RangeSavePlanner) -> None:
+    def failing(self: RangeWriter) -> None:
         raise MemoryError("no room")
 
     if rank == 1:
-        RangeSavePlanner.stage = failing
+        RangeWriter.stage = failing
     try:
         with pytest.raises(MemoryError, match="rank 1: no room"):
             fs.checkpoint.save(Path(folder, "1"), state, spec, asynchronous=True)
     finally:
-        RangeSavePlanner.stage = stage
+        RangeWriter.stage = stage
     dist.barrier()
     assert os.listdir(folder) == []
 
@@ -302,14 +302,14 @@ def test_staging_fails_on_one_rank(gloo2: Pool, tmp_path: Path) -> None:
 ENDS = """
 import sys, time, torch, torch.distributed as dist, funshard as fs
 from torch import nn
-from funshard.checkpoint._files.writer import CheckpointWriter
-write = CheckpointWriter.write_items
-def slowly(self, plan, planner):
+from funshard.checkpoint._files.writer import RangeWriter
+write = RangeWriter.write
+def slowly(self, path):
     time.sleep(0.5)
     if sys.argv[2] == "fails" and dist.get_rank() == 1:
         raise OSError("disk full")
-    return write(self, plan, planner)
-CheckpointWriter.write_items = slowly
+    return write(self, path)
+RangeWriter.write = slowly
 dist.init_process_group("gloo")
 model = nn.Linear(8, 8)
 spec = fs.policies.whole()(model)

@@ -6,48 +6,38 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from .. import _torch
 from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
-from .._spec.local import describe_pieces
 from .._torch.phases import LOGGER, phase
 from ._errors import CheckpointError, DamagedError
 from ._files.manifest import MANIFEST, METADATA, read_manifest, read_metadata
 from ._files.remote import AnyPath, open_path
 from ._files.untrusted import checksum, find_record, open_regular, read_regular
-from ._files.writer import PIECE_BYTES, check_chunks, iter_boxes, make_chunk
-from ._optimizer_state_dict import clean_name
+from ._files.writer import PIECE_BYTES, make_chunk
 from ._ranks import TIMEOUT, Ranks, connect_ranks
-from ._state.json_tree import check_rank_count, iter_plain_values, select_part, tree_from_json
 from ._state.leaves import (
     Box,
-    OwnedLeaf,
-    ScalarLeaf,
     SliceLeaf,
     StoredLeaf,
     TensorLeaf,
     TensorRange,
     ValueLeaf,
-    is_uniform,
+    check_tiles,
+    clean_name,
     leaf_names,
 )
-from ._state.tree import Node, build_state, describe, iter_leaves, make_container_node, parameter_slice
-
-_OTHER_BLOCKS = (
-    "blocks of a codec follow the memory order of each piece over local axes: was it saved with others? Load it as it was "
-    "saved, and save what fs.optim.decode_state returns, which loads with any"
-)
+from ._state.tree import Description, Template, check_rank_count, iter_plain_values, rebuild, select_part
 
 
 def load(
@@ -117,24 +107,23 @@ class _Loader:
     ) -> None:
         self._spec, self._ranks = spec, ranks
         manifest = read_manifest(directory)  # also checks the metadata's checksum
-        self._stored = _StoredTensors(directory, read_metadata(directory), manifest.records if manifest else {}, check)
-        path = tuple(only.split(".")) if only else ()
+        self._stored = _StoredTensors(directory, manifest.records if manifest else {}, check)
+        path, units = tuple(only.split(".")) if only else (), None
         saved: dict[str, Any] = {}
         if manifest:
             with _explain_bad_tree(directory):
                 saved = dict(iter_plain_values(manifest.state, ranks.rank))
-        self._is_template = like is not None
-        if like is not None:
-            self._node, _ = describe(like, spec, path, is_template=True)
-        elif manifest:
-            with _explain_bad_tree(directory):
-                self._node = tree_from_json(select_part(manifest.state, only or ""), spec, ranks.rank, ranks.size, path)
-        else:
-            children: dict[str, Node] = {unit.key: parameter_slice(unit, path) for unit in spec}  # another program's state_dict
-            self._node = make_container_node(children, is_complete=True)
-        leaves = list(iter_leaves(self._node))
-        self._leaves = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, ValueLeaf)}
+                if like is None:
+                    template = Template(select_part(manifest.state, only or ""), spec, ranks.rank, ranks.size, path)
+                    like, units = template.state, template.units
+        elif like is None:  # another program's state_dict
+            stored = {unit.key: spec.stored(unit) for unit in spec}
+            like = {key: torch.empty((), dtype=dtype, device="cpu").expand(n) for key, (n, dtype) in stored.items()}
+            units = {path}
+        self._like, self._tree = like, Description(like, spec, path, is_template=True, units=units)
+        leaves = self._tree.leaves
         self._values = [_find_value(leaf, saved) if isinstance(leaf, ValueLeaf) else None for leaf in leaves]
+        self._leaves = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, ValueLeaf)}
         for leaf in self._leaves.values():
             self._check(leaf)
         names = json.dumps([name for leaf in leaves for name in leaf_names(leaf)])
@@ -143,77 +132,33 @@ class _Loader:
         """What is equal on all ranks: the checkpoint, by the unique number that is in its metadata, and the leaves to read."""
 
     def _check(self, leaf: StoredLeaf) -> None:
-        match leaf:
-            case TensorLeaf():
-                shape = self._stored.check_tensor([leaf.name], None if leaf.is_per_rank else leaf.shape, leaf.dtype)
-                if leaf.is_per_rank:
-                    if shape[1:] != leaf.shape or not shape:
-                        raise ValueError(
-                            f"tensor '{leaf.name}' is each rank's own: expected [ranks, {str([*leaf.shape])[1:]} in the "
-                            f"checkpoint, got {[*shape]}: was another state saved?"
-                        )
-                    check_rank_count(leaf.name, shape[0], self._ranks.size)
-            case OwnedLeaf():
-                self._stored.check_tensor(leaf.names, leaf.global_shape(self._spec), leaf.dtype)
-            case SliceLeaf():
-                sizes = dict(self._spec.bound_mesh.sizes)
-                why = _OTHER_BLOCKS if leaf.block > 1 else ""
-                for param, names in zip(leaf.params, leaf.names, strict=True):
-                    shape, hint = leaf.stored_shape(param, sizes), describe_pieces(param, sizes)
-                    self._stored.check_tensor(names, shape, leaf.dtype, hint, why)
-            case ScalarLeaf():
-                for names in leaf.names:
-                    self._stored.check_tensor(names, (), leaf.dtype)
+        for names, (shape, hint) in zip(leaf.names, leaf.stored_shapes(self._spec, self._ranks.size), strict=True):
+            if isinstance(leaf, TensorLeaf) and leaf.is_per_rank:
+                found = self._stored.check_tensor(names, None, leaf.dtype)
+                if found[1:] != leaf.shape or not found:
+                    raise ValueError(
+                        f"tensor '{names[0]}' is each rank's own: expected [ranks, {str([*leaf.shape])[1:]} in the "
+                        f"checkpoint, got {[*found]}: was another state saved?"
+                    )
+                check_rank_count(names[0], found[0], self._ranks.size)
+            else:
+                self._stored.check_tensor(names, shape, leaf.dtype, hint)
 
     def read(self) -> Any:
         with torch.no_grad(), phase("checkpoint read"):
-            encoded = [i for i, leaf in self._leaves.items() if isinstance(leaf, SliceLeaf) and leaf.is_encoded]
-            for numbers in ([i for i in self._leaves if i not in encoded], *([i] for i in encoded)):  # these alone: for memory
-                memory = {i: self._allocate(self._leaves[i]) for i in numbers}
-                self._stored.read([part for i in numbers for part in self._iter_ranges(self._leaves[i], memory[i])])
+            encoded = [[i] for i, leaf in self._leaves.items() if isinstance(leaf, SliceLeaf) and leaf.is_encoded]
+            for numbers in ([i for i in self._leaves if [i] not in encoded], *encoded):  # these alone: for memory
+                memory = {i: self._leaves[i].allocate(self._spec) for i in numbers}
+                at = self._spec, self._ranks.rank, self._ranks.size
+                self._stored.read([part for i in numbers for part in self._leaves[i].ranges(memory[i], *at)])
                 for i in numbers:
-                    self._values[i] = self._to_state(self._leaves[i], memory.pop(i))
-        with nullcontext() if self._is_template else _explain_bad_tree(self._stored.directory):
-            return build_state(self._node, iter(self._values))
-
-    def _allocate(self, leaf: StoredLeaf) -> Tensor:
-        match leaf:
-            case SliceLeaf():
-                return leaf.allocate(self._spec)
-            case OwnedLeaf():
-                return leaf.allocate()
-            case ScalarLeaf():
-                return torch.empty(len(leaf.names), dtype=leaf.dtype, device="cpu")
-            case TensorLeaf():
-                try:
-                    return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-                except RuntimeError as error:
-                    text = f"tensor '{leaf.name}': expected to have memory for {[*leaf.shape]} {leaf.dtype}"
-                    raise CheckpointError(text) from error
-
-    def _iter_ranges(self, leaf: StoredLeaf, memory: Tensor) -> Iterator[TensorRange]:
-        for part in leaf.ranges(memory, self._spec, self._ranks.rank, self._ranks.size):
-            key = self._stored.find_key([part.name, *part.aliases])
-            assert key is not None
-            yield part._replace(name=key)
-
-    def _to_state(self, leaf: StoredLeaf, memory: Tensor) -> Tensor:
-        if isinstance(leaf, SliceLeaf):
-            return leaf.to_state(memory, self._spec)
-        if isinstance(leaf, ScalarLeaf):
-            if not is_uniform(memory):
-                raise ValueError(
-                    f"unit '{leaf.unit.key}': expected one '{leaf.names[0][0]}' for all of its parameters, got "
-                    f"{memory.unique().tolist()[:4]}; choose units whose parameters have taken as many steps"
-                )
-            memory = memory[0].clone()
-        device = self._spec.bound_mesh.device
-        return memory.to(device) if leaf.is_accelerated and device else memory
+                    self._values[i] = self._leaves[i].to_state(memory.pop(i), self._spec)
+        return rebuild(self._like, iter(self._values))
 
 
 def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
     values: dict[str, Any] = {}
-    for own, *aliases in leaf.names or ((leaf.name,),):
+    for own, *aliases in leaf.names:
         found = [saved[name] for name in (own, *aliases) if name in saved]
         if not found:
             raise ValueError(f"state '{own}' is no plain value in the checkpoint: expected like= without it")
@@ -231,90 +176,76 @@ def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
 # --- The tensors in the files of a checkpoint: find them by name, check them, and read ranges of them ---
 
 
-@dataclass(frozen=True)
 class _StoredTensors:
     """The tensors of a checkpoint, by their keys: their names, perhaps with the prefixes of wrappers."""
 
-    directory: AnyPath
-    metadata: Metadata
-    checksums: Mapping[str, Mapping[str, int]]
-    """Those of the records, as in `Manifest`."""
-    check: bool
-    _checked: set[str] = field(default_factory=set)
+    def __init__(self, directory: AnyPath, checksums: Mapping[str, Mapping[str, int]], check: bool) -> None:
+        self._directory, self._checksums, self._check = directory, checksums, check
+        metadata = read_metadata(directory)
+        self._tensors, self._checked = metadata.state_dict_metadata, set[str]()
+        self._places: Any = metadata.storage_data
 
     def find_key(self, names: Sequence[str]) -> str | None:
-        every = self.metadata.state_dict_metadata
-        return next((key for name in names for key in (name, self._keys.get(name)) if key is not None and key in every), None)
+        """Return the key of the tensor that has one of these names."""
+        keys = (key for name in names for key in (name, self._keys.get(name)))
+        return next((key for key in keys if key is not None and key in self._tensors), None)
 
     @cached_property
     def _keys(self) -> dict[str, str]:
         out: dict[str, str] = {}
-        for key in self.metadata.state_dict_metadata:
+        for key in self._tensors:
             out[clean_name(key)] = "" if clean_name(key) in out else key
         return {name: key for name, key in out.items() if key}
 
     def check_tensor(
-        self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype, hint: str = "", why: str = ""
+        self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype, hint: str = ""
     ) -> tuple[int, ...]:
+        """Check a tensor's shape, unless it is None, and dtype, and that it is in the files. Return its shape."""
         key = self.find_key(names)
-        tensor = None if key is None else self.metadata.state_dict_metadata[key]
+        tensor = None if key is None else self._tensors[key]
         if key is None or not isinstance(tensor, TensorStorageMetadata):
-            others = sorted(self.metadata.state_dict_metadata)[:3]
-            self._check_form(names[0])
             raise ValueError(
                 f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape or ())} {dtype}, got none; the checkpoint "
-                f"has {others} and so on: "
-                + (why or "was another model saved, or has a checkpoint of funshard lost its funshard.json?")
+                f"has {sorted(self._tensors)[:3]} and so on: was another model saved, a state in another codec (see "
+                "fs.optim.encode_state), or has a checkpoint of funshard lost its funshard.json?"
             )
         if (shape is not None and tuple(tensor.size) != tuple(shape)) or tensor.properties.dtype != dtype:
             raise ValueError(
                 f"tensor '{names[0]}': expected {list(shape or ())} {dtype}, got {list(tensor.size)} {tensor.properties.dtype} "
-                f"in the checkpoint: {why or 'was another model saved?'}{hint}"
+                f"in the checkpoint: was another model saved?{hint}"
             )
         self._check_chunks(key, tensor)
         return tuple(tensor.size)
-
-    def _check_form(self, name: str) -> None:
-        """Raise ValueError if the checkpoint has a missing tensor in another form: in a codec, or in its own dtype."""
-        slot, _, part = name.rpartition(".")
-        is_encoded = self.find_key([f"{name}.codes"]) is not None
-        if is_encoded or (part in ("codes", "scales") and self.find_key([slot]) is not None):
-            tensor, form, function = (name, "a", "decode_state") if is_encoded else (slot, "no", "encode_state")
-            raise ValueError(
-                f"tensor '{tensor}' is in {form} codec in the checkpoint: expected a like= whose state is encoded for the same "
-                f"parameters (at_least= of quantized_state), or no like=; fs.optim.{function} converts the state"
-            )
 
     def _check_chunks(self, key: str, tensor: TensorStorageMetadata) -> None:
         """Check, once, that a tensor's chunks tile it and that each is in a file. Raises CheckpointError otherwise."""
         if key in self._checked:
             return
         try:
-            check_chunks(tensor)
+            check_tiles(tensor.size, (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks))
         except ValueError as error:
             raise CheckpointError(f"tensor '{key}' of the checkpoint is damaged: {error}") from error
-        storage: Any = self.metadata.storage_data
         for chunk in tensor.chunks:
-            if MetadataIndex(key, chunk.offsets) not in storage:
+            if MetadataIndex(key, chunk.offsets) not in self._places:
                 raise CheckpointError(
                     f"tensor '{key}' of the checkpoint is damaged: its piece at {[*chunk.offsets]} is in none of the files"
                 )
         self._checked.add(key)
 
     def read(self, parts: Sequence[TensorRange]) -> None:
+        """Read ranges of tensors into their memory."""
         wanted: dict[tuple[str, int, int], list[tuple[ReadItem, Tensor]]] = defaultdict(list)
-        storage: Any = self.metadata.storage_data
-        for item, target in plan_reads(parts, self.metadata):
-            info = storage[item.storage_index]
-            wanted[info.relative_path, info.offset, info.length].append((item, target))
+        keyed = [part._replace(names=(self.find_key(part.names) or "",)) for part in parts]
+        for item, target in plan_reads(keyed, self._tensors):
+            wanted[self._places[item.storage_index]].append((item, target))
         file, opened = None, ""
         with ExitStack() as stack:
             for (name, offset, length), items in sorted(wanted.items(), key=lambda pair: pair[0]):
                 with _explain_damage(items[0][0].storage_index.fqn, name):
                     if file is None or name != opened:  # one open file at a time
                         stack.close()
-                        file, opened = stack.enter_context(open_regular(self.directory / name)), name
-                    expected = self.checksums.get(name, {}).get(str(offset))
+                        file, opened = stack.enter_context(open_regular(self._directory / name)), name
+                    expected = self._checksums.get(name, {}).get(str(offset))
                     self._read_chunk(file, offset, length, items, expected)
 
     def _read_chunk(
@@ -323,10 +254,10 @@ class _StoredTensors:
         """Read the parts of one chunk, a tensor in a file, that some items ask for; ``expected`` is its checksum, if known."""
         if offset + length > file.seek(0, os.SEEK_END):
             raise DamagedError("it was cut short")
-        found = find_record(file, offset, length, check=self.check and expected is None)
+        found = find_record(file, offset, length, check=self._check and expected is None)
         shape = tuple(found.like.shape)
         for item, _ in items:
-            tensor: Any = self.metadata.state_dict_metadata[item.storage_index.fqn]
+            tensor: Any = self._tensors[item.storage_index.fqn]
             wanted = tuple(tensor.chunks[item.storage_index.index].sizes), tensor.properties.dtype
             if (shape, found.like.dtype) != wanted:
                 raise DamagedError(f"expected {[*wanted[0]]} {wanted[1]} there, got {[*shape]} {found.like.dtype}")
@@ -336,7 +267,7 @@ class _StoredTensors:
         memory = target if is_direct else torch.empty(found.end - found.offset, dtype=torch.uint8)
         crc32 = _read_into(file, offset, found.offset, 0)
         crc32 = _read_into(file, offset + found.offset, _torch.host_bytes(memory), crc32)
-        if self.check and expected not in (None, _read_into(file, offset + found.end, length - found.end, crc32)):
+        if self._check and expected not in (None, _read_into(file, offset + found.end, length - found.end, crc32)):
             raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
         if is_direct:
             return
@@ -353,20 +284,19 @@ def _explain_bad_tree(directory: AnyPath) -> Generator[None]:
     """Raise CheckpointError for a tree in the manifest that `tree_to_json` did not write, as only other programs do."""
     try:
         yield
-    except (DamagedError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (DamagedError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"{directory}: the state in its file '{MANIFEST}' is damaged: {type(error).__name__}: {error}"
         ) from error
 
 
-def plan_reads(parts: Sequence[TensorRange], metadata: Metadata) -> Iterator[tuple[ReadItem, Tensor]]:
+def plan_reads(parts: Sequence[TensorRange], tensors: Mapping[str, Any]) -> Iterator[tuple[ReadItem, Tensor]]:
     """Yield the parts of stored chunks that overlap with some ranges, and the view of the ranges' memory for each."""
     boxes: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
     for part in parts:
-        boxes[part.name] += iter_boxes(part, part.begin, part.begin + len(part.data))
+        boxes[part.names[0]] += part.iter_boxes(part.begin, part.end)
     for name, pairs in boxes.items():
-        stored: Any = metadata.state_dict_metadata[name]
-        for item in create_read_items_for_chunk_list(name, stored, [make_chunk(box) for box, _ in pairs]):
+        for item in create_read_items_for_chunk_list(name, tensors[name], [make_chunk(box) for box, _ in pairs]):
             view = pairs[item.dest_index.index or 0][1]
             for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
                 view = view.narrow(dim, start, length)

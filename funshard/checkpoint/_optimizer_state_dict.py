@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -23,83 +20,10 @@ from .._spec.unit_state import replace_values
 from ..optim._checks import State, copy_like, refuse_encoded
 from ..optim._options import ParamOptions, group_by_options
 from ._ranks import TIMEOUT, connect_ranks
-
-# --- Keys of state_dicts: names without the prefixes of wrappers, and names for the numbers of torch's optimizers ---
+from ._state.leaves import clean_name
 
 StateDict: TypeAlias = dict[str, Any]
 """``{"state": {parameter: {name: tensor}}, "param_groups": [{"params": [parameter, ...], **options}]}``."""
-
-
-def rekey(found: Mapping[str, Any], names: Sequence[str]) -> StateDict:
-    """Replace the parameters' names in an optimizer's state_dict by their numbers, or the numbers by names.
-
-    The function is its own inverse. Groups, and parameters in groups, come in the order of the numbers, as ``load_state_dict``
-    expects them.
-
-    Args:
-        found: The state_dict. Its tensors are not copied.
-        names: The names of the torch optimizer's parameters in its order, group after group, such as ``[name for name, _ in
-            model.named_parameters()]``. The number of a parameter is its index there.
-
-    Returns:
-        The state_dict with the other keys.
-
-    Raises:
-        ValueError: Naming the parameter, for a name given twice, for one that only the state_dict or ``names`` has, and for
-            names and numbers in one state_dict.
-
-    >>> by_name = {"state": {"b": {"step": 1}}, "param_groups": [{"params": ["b", "a"], "lr": 0.1}]}
-    >>> rekey(by_name, ["a", "b"])
-    {'state': {1: {'step': 1}}, 'param_groups': [{'params': [0, 1], 'lr': 0.1}]}
-    """
-    listed = [key for group in found["param_groups"] for key in group["params"]]
-    for where, given in (("names", [*names]), ("param_groups", listed)):
-        if len({*given}) < len(given):
-            raise ValueError(f"parameter '{max(given, key=given.count)}' is twice in {where}: expected each once")
-    keys = [*found["state"], *listed]
-    kinds = {type(key) for key in keys}
-    if len(kinds) > 1 or not kinds <= {int, str}:
-        raise ValueError(f"rekey: expected parameters' names or their numbers, got keys of {sorted(k.__name__ for k in kinds)}")
-    old: Sequence[Any] = names if kinds == {str} else range(len(names))
-    number = {key: i for i, key in enumerate(old)}
-    new = dict(zip(old, range(len(names)) if kinds == {str} else names, strict=True))
-    for key in keys:
-        if key not in new:
-            raise ValueError(f"parameter '{key}' is not in names: expected one of {len(names)} such as {[*names][:3]}")
-    if missing := {*new} - {*listed}:
-        raise ValueError(f"parameter '{min(missing)}' of names is in no group: expected the parameters of the optimizer")
-    groups = [{**group, "params": sorted(group["params"], key=number.__getitem__)} for group in found["param_groups"]]
-    groups.sort(key=lambda group: number[group["params"][0]] if group["params"] else len(names))
-    return {
-        "state": {new[key]: found["state"][key] for key in sorted(found["state"], key=number.__getitem__)},
-        "param_groups": [{**group, "params": [new[key] for key in group["params"]]} for group in groups],
-    }
-
-
-WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-def clean_name(key: str) -> str:
-    """Return a key of a state_dict without the prefixes of FSDP1, checkpoint_wrapper, torch.compile and DDP.
-
-    Args:
-        key: The key.
-
-    Returns:
-        The name in the unwrapped model.
-
-    Example:
-        >>> from funshard.checkpoint import clean_name
-        >>> clean_name("module._fsdp_wrapped_module.0.weight")
-        '0.weight'
-    """
-    for prefix in WRAPPERS:
-        key = key.replace(prefix, "")
-    return re.sub(r"(^|\.)module\.", r"\1", key, count=1)
-
-
-# --- The state of torch's optimizers ---
-
 COUNTED = {"momentum_buffer", "step"}
 """The state of SGD with dampening in `optim.from_torch`. torch has no step count, and no momentum before the first step."""
 
@@ -117,7 +41,8 @@ def optimizer_state_dict(
 ) -> StateDict:
     """Return the state_dict that torch's optimizer of the unsharded model would have, by parameter names.
 
-    `rekey` replaces the names by the numbers that ``load_state_dict`` takes. Inverse of `from_optimizer_state_dict`.
+    It is what ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives, and ``set_optimizer_state_dict`` takes
+    for a plain model too. Inverse of `from_optimizer_state_dict`.
 
     Args:
         state: A state of `optim.from_torch`. The result has the parameters of its units.
@@ -147,28 +72,27 @@ def optimizer_state_dict(
     ranks = connect_ranks(spec, "checkpoint.optimizer_state_dict", timeout, rank0_only=bool(rank0_only))
     groups, group_of_param = group_by_options(spec, options)
 
-    def describe() -> tuple[list[StateDict], str]:
+    def describe() -> list[StateDict]:
         _check_elementwise(state, spec)
         given = [{"params": [torch.empty(0)], **group} for group in groups]
-        param_groups = optimizer_class(given, **defaults).state_dict()["param_groups"]
-        lines = [
-            f"{key} {slot}: {tensor.dtype} {list(tensor.shape) if tensor.dim() else tensor.tolist()}"
-            for key, slots in state.items()
-            for slot, tensor in slots.items()
-        ]
-        return param_groups, hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+        return optimizer_class(given, **defaults).state_dict()["param_groups"]
 
-    param_groups, digest = ranks.run(describe, "checkpoint.optimizer_state_dict")
-    if len({*ranks.gather(digest)}) > 1:
+    def summarize(_: object) -> list[str]:
+        slots = [(key, slot, x) for key, values in state.items() for slot, x in values.items()]
+        return [f"{key} {slot}: {x.dtype} {list(x.shape) if x.dim() else x.tolist()}" for key, slot, x in slots]
+
+    param_groups, summaries = ranks.run_and_exchange(describe, "checkpoint.optimizer_state_dict", summarize)
+    if any(summary != summaries[0] for summary in summaries):
         raise ValueError("checkpoint.optimizer_state_dict: expected the same units, state and counts on all ranks, got others")
     out: dict[str, dict[str, Tensor]] = {}
+    units = [unit for unit in spec if unit.key in state]
     with torch.no_grad():
-        for unit in (unit for unit in spec if unit.key in state):
+        for unit in units:
             out |= _gather_slots(state[unit.key], unit, spec, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
     if rank0_only and ranks.rank:
         return {}
     for i, group in enumerate(param_groups):
-        group["params"] = [p.name for unit in spec if unit.key in state for p in unit.params if group_of_param[p.name] == i]
+        group["params"] = [p.name for unit in units for p in unit.params if group_of_param[p.name] == i]
     return {"state": out, "param_groups": [group for group in param_groups if group["params"]]}
 
 
@@ -182,9 +106,9 @@ def from_optimizer_state_dict(
     """Return the state of `optim.from_torch` for a state_dict of a torch optimizer. Inverse of `optimizer_state_dict`.
 
     Args:
-        found: The state_dict with full tensors by parameter name, which all ranks have. `rekey` makes one of a state_dict by
-            numbers. Any name of a parameter is found, also with the prefixes of wrappers. A parameter of ``param_groups``
-            without a state gets the initial one. The options in ``param_groups`` are not read.
+        found: The state_dict with full tensors by parameter name, which all ranks have, as ``get_optimizer_state_dict`` of
+            torch.distributed.checkpoint gives it. Any name of a parameter is found, also with the prefixes of wrappers. A
+            parameter of ``param_groups`` without a state gets the initial one. The options in ``param_groups`` are not read.
         spec: The bound spec of the result, all ranks of whose mesh call this.
         init_state: The result of ``init(params)``, which the result has the structure, shapes and dtypes of.
         timeout: The seconds that ranks wait for a lost rank.
@@ -224,23 +148,22 @@ def _states_by_name(found: Mapping[str, Any], spec: PartitionSpec) -> tuple[dict
 
     def own_name(key: Any) -> str:
         if not isinstance(key, str):
-            raise ValueError(f"expected the state by parameters' names, got the key {key!r}; rekey(found, names) gives it")
+            raise ValueError(
+                f"expected the state by parameters' names, got the key {key!r}; "
+                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives it"
+            )
         name = key if key in spec.by_name else clean_name(key)
         if name not in spec.by_name:
             raise ValueError(f"parameter '{key}' is not in the spec: expected names such as {list(spec.by_name)[:3]}")
         return spec.by_name[name][1].name
 
     states: dict[str, Mapping[str, Any]] = {}
-    keys: dict[str, Any] = {}
     for key, slots in found["state"].items():
-        name = own_name(key)
-        if name in states:
-            raise ValueError(f"parameter '{name}' has two states, '{keys[name]}' and '{key}': expected one")
-        keys[name] = key
-        given = {slot: value for slot, value in slots.items() if value is not None}
-        if given:  # SGD has None as momentum before the first step
-            states[name] = given
-    return states, {own_name(key) for group in found.get("param_groups", ()) for key in group["params"]} | {*states}
+        if (name := own_name(key)) in states:
+            raise ValueError(f"parameter '{name}' has two states, one of them as '{key}': expected one")
+        states[name] = {slot: value for slot, value in slots.items() if value is not None}  # SGD before the first step
+    known = {own_name(key) for group in found.get("param_groups", ()) for key in group["params"]} | {*states}
+    return {name: slots for name, slots in states.items() if slots}, known
 
 
 def _check_elementwise(state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec) -> None:

@@ -7,14 +7,12 @@ import math
 import os
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import _torch
 from .._core.checks import bind_spec, check_mapping, check_params, find_full_params
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
@@ -28,16 +26,12 @@ from .._wire.host import check_host_resident
 from ..collectives._agree import check_ranks_agree
 from ..collectives._world import has_peers
 from ._errors import CheckpointError, DamagedError
-from ._files.directory import StagingDirectory, check_replaceable
+from ._files.directory import is_directory
 from ._files.manifest import is_plain_name
-from ._files.untrusted import SIZE_LIMIT, open_regular, read_regular
-from ._files.writer import iter_boxes
-from ._optimizer_state_dict import clean_name
+from ._files.remote import flush, remove, replace
+from ._files.untrusted import open_regular, read_regular
 from ._ranks import TIMEOUT, connect_ranks
-from ._state.leaves import MAX_DIMS, Box, check_storable
-from ._state.tree import parameter_slice
-
-# --- The layout of safetensors files: which tensor lies where in which file, and the header that says so ---
+from ._state.leaves import Box, SliceLeaf, check_storable, clean_name
 
 SINGLE = "model.safetensors"
 """The name of the file if there is one."""
@@ -49,111 +43,27 @@ DTYPES = {
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 """The dtypes by their names in the files."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class _FileTensor:
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    file: Path = Path()
-    offset: int = 0
-    """Where in the file its elements begin."""
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def read(self, box: Box) -> Tensor:
-        if not self.nbytes:
-            return torch.empty(box.sizes, dtype=self.dtype)
-        end = self.offset + self.nbytes
-        raw = torch.from_file(str(self.file), shared=False, size=end, dtype=torch.uint8)[self.offset :]
-        values = (raw.clone() if self.offset % self.dtype.itemsize else raw).view(self.dtype).view(self.shape)
-        return values[tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))]
-
-
-@dataclass(frozen=True)
-class _FileLayout:
-    name: str
-    header: bytes
-    tensors: Mapping[str, _FileTensor]
-    size: int
-
-
-def _lay_out_files(entries: Mapping[str, _FileTensor], shard_bytes: int, metadata: Mapping[str, str]) -> list[_FileLayout]:
-    groups: list[dict[str, _FileTensor]] = [{}]
-    size = 0
-    for model_name, entry in entries.items():
-        if groups[-1] and size + entry.nbytes > shard_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][model_name] = entry
-        size += entry.nbytes
-    n = len(groups)
-    names = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
-    return [_lay_out_file(name, group, metadata) for name, group in zip(names, groups, strict=True)]
-
-
-def _lay_out_file(name: str, entries: Mapping[str, _FileTensor], metadata: Mapping[str, str]) -> _FileLayout:
-    """Return the layout of a file: eight bytes of length, JSON, and the tensors' bytes without gaps.
-
-    As in the package safetensors, the widest dtypes come first, so that each tensor begins at a multiple of its element size.
-    """
-    at, header = 0, dict[str, Any](__metadata__=dict(metadata))
-    begins: dict[str, int] = {}
-    for model_name, entry in sorted(entries.items(), key=lambda item: -item[1].dtype.itemsize):
-        begins[model_name], at = at, at + entry.nbytes
-        offsets = [begins[model_name], at]
-        header[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": [*entry.shape], "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    raw = len(text).to_bytes(8, "little") + text
-    placed = {key: replace(entries[key], offset=len(raw) + begin) for key, begin in begins.items()}
-    return _FileLayout(name, raw, placed, len(raw) + at)
-
-
-def _read_header(path: Path) -> list[_FileTensor]:
-    """Return the tensors of a file. Raises CheckpointError for one that is damaged, or missing."""
+def _import_safetensors() -> Any:
     try:
-        with open_regular(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            nbytes = os.fstat(file.fileno()).st_size
-            if length > nbytes:
-                raise DamagedError("it is cut short")
-            header = json.loads(file.read(length).decode())
-            header.pop("__metadata__", None)
-            found = [_parse_entry(path, 8 + length, name, entry) for name, entry in header.items()]
-            end = 8 + length
-            for tensor in sorted(found, key=lambda tensor: (tensor.offset, tensor.nbytes)):
-                if tensor.offset != end:
-                    raise DamagedError(f"tensor '{tensor.name}' begins at {tensor.offset}, expected {end}")
-                end += tensor.nbytes
-            if end != nbytes:
-                raise DamagedError(f"expected {end} bytes, got {nbytes}")
-            return found
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: expected this file, which the index names, got none") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise CheckpointError(
-            f"{path}: damaged, cut short, or no file of safetensors: {type(error).__name__}: {error}"
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "checkpoint.export and checkpoint.read_safetensors need the package safetensors: pip install 'funshard[safetensors]'"
         ) from error
-
-
-def _parse_entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> _FileTensor:
-    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    if entry["dtype"] not in DTYPES:
-        raise DamagedError(f"tensor '{name}': expected one of the dtypes {[*DTYPES]}, got {entry['dtype']!r}")
-    found = _FileTensor(name, shape, DTYPES[entry["dtype"]], path, start + begin)
-    if len(shape) > MAX_DIMS or any(type(n) is not int or not 0 <= n < SIZE_LIMIT for n in (*shape, begin, end)):
-        raise DamagedError(f"tensor '{name}': expected sizes and places, got {reprlib.repr(entry)}")
-    if end - begin != found.nbytes:
-        raise DamagedError(f"tensor '{name}': expected {found.nbytes} bytes, got {end - begin}")
-    return found
+    return safetensors
 
 
 # --- export ---
+
+
+class _Entry(NamedTuple):
+    """A tensor in the files: its name there, its dtype and its number of bytes."""
+
+    name: str
+    dtype: torch.dtype
+    nbytes: int
 
 
 def export(
@@ -171,12 +81,12 @@ def export(
 ) -> Path:
     """Write the full parameters to a directory as safetensors files. All ranks take part.
 
-    The files are what ``from_pretrained`` of transformers loads. One rename puts them at ``directory``. The mesh's first rank
-    gathers and writes a unit at a time. A tied parameter is written once, under the first of its names. Replicas have to
-    agree: the first rank's values are written.
+    The files are what ``from_pretrained`` of transformers loads, and get their names when all are written. It needs the package
+    safetensors. The mesh's first rank gathers a unit at a time, and holds one file's tensors. A tied parameter is written
+    once, under the first of its names. Replicas have to agree: the first rank's values are written.
 
     Args:
-        directory: A path where nothing is.
+        directory: A path where nothing is, or an empty directory.
         params: Shards, full parameters by name, or both.
         spec: The bound spec of the parameters.
         shard_bytes: The most bytes of tensors in a file.
@@ -207,8 +117,10 @@ def export(
     path = os.fsdecode(directory)
     ranks = connect_ranks(spec, "checkpoint.export", timeout, directory=path, dtype=str(dtype), dry_run=bool(dry_run))
     target = Path(path).absolute()
+    header = {"format": "pt", **(metadata or {})}
 
-    def plan() -> list[_FileLayout]:
+    def plan() -> list[dict[str, _Entry]]:
+        _import_safetensors()
         if ranks.rank == 0:
             _check_target(target)
         check_mapping(buffers or {})
@@ -218,10 +130,9 @@ def export(
             raise ValueError(f"dtype: expected a floating point dtype, got {dtype}")
         if shard_bytes < 1:
             raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
-        header = {"format": "pt", **(metadata or {})}
         if wrong := next((key for key, value in header.items() if not isinstance(value, str)), None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"metadata '{wrong}': expected a string, got {type(header[wrong]).__name__}")
-        return _lay_out_files(_list_entries(params, spec, dtype, buffers or {}, rename or str), shard_bytes, header)
+        return _divide(_list_entries(params, spec, dtype, buffers or {}, rename or str), shard_bytes)
 
     files = ranks.run(plan, "checkpoint.export")
     if has_peers(spec.bound_mesh):
@@ -230,29 +141,82 @@ def export(
         )
     if dry_run:
         return target
-    staging = ranks.run(lambda: None if ranks.rank else StagingDirectory(target), "checkpoint.export")
+    is_new = not target.exists()
+    writer = _FileWriter(target, files, header)
     try:
         with torch.no_grad():
             for unit in spec:
                 with phase("gather", unit.key):
                     full = _gather(params, unit, spec, dtype)
-                ranks.run_on_first(lambda full=full: _write_tensors(staging, files, full), "checkpoint.export")
+                ranks.run_on_first(lambda full=full: writer.add(full), "checkpoint.export")
                 del full  # before the next unit is gathered
             extra = _unsharded_tensors(params, spec, buffers or {})
-            ranks.run_on_first(lambda: _finish(staging, files, extra), "checkpoint.export")
+            ranks.run_on_first(lambda: writer.finish(extra), "checkpoint.export")
     except BaseException:
-        if staging is not None:
-            staging.abandon()
+        if ranks.rank == 0:
+            for found in [target] if is_new else list(target.iterdir()):
+                remove(found)
         raise
     LOGGER.info("checkpoint.export: %s is complete", target)
     return target
 
 
+class _FileWriter:
+    """A writer of files on the first rank: each once it has got all of its tensors. `finish` gives the files their names."""
+
+    def __init__(self, target: Path, files: list[dict[str, _Entry]], header: dict[str, str]) -> None:
+        n = len(files)
+        self._target, self._header = target, header
+        self._files = {SINGLE if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors": file for i, file in enumerate(files)}
+        self._waiting = dict(self._files)
+        self._tensors: dict[str, Tensor] = {}
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add tensors by name in the model, in the order of the files."""
+        self._target.mkdir(parents=True, exist_ok=True)
+        self._tensors |= tensors
+        while self._waiting and (file := next(iter(self._waiting.values()))).keys() <= self._tensors.keys():
+            name = next(iter(self._waiting))
+            del self._waiting[name]
+            found = {x.name: self._tensors.pop(key).to("cpu", x.dtype).contiguous() for key, x in file.items()}
+            _import_safetensors().torch.save_file(found, self._target / f"{name}.partial", self._header)
+            flush(self._target / f"{name}.partial")
+
+    def finish(self, tensors: Mapping[str, Tensor]) -> None:
+        """Add the last tensors. The index comes last: without it nobody reads several files."""
+        self.add(tensors)
+        for name in self._files:
+            os.replace(self._target / f"{name}.partial", self._target / name)
+        if len(self._files) > 1:
+            entries = [(entry, name) for name, file in self._files.items() for entry in file.values()]
+            index = {
+                "metadata": {"total_size": sum(entry.nbytes for entry, _ in entries)},
+                "weight_map": {entry.name: name for entry, name in entries},
+            }
+            replace(self._target / INDEX, json.dumps(index, indent=2).encode(), "")
+        flush(self._target)
+        flush(self._target.parent)
+
+
 def _check_target(target: Path) -> None:
-    check_replaceable(target)
-    parent = next(path for path in target.parents if path.exists())
+    if os.path.lexists(target) and not (is_directory(target) and not any(target.iterdir())):
+        raise FileExistsError(f"{target}: expected a path where nothing is, or an empty directory; export replaces nothing")
+    parent = next(path for path in (target, *target.parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"{target}: expected a place to write to, and '{parent}' is none")
+
+
+def _divide(entries: Mapping[str, _Entry], shard_bytes: int) -> list[dict[str, _Entry]]:
+    """Return the entries in files of at most so many bytes, or of one tensor."""
+    files: list[dict[str, _Entry]] = [{}]
+    size = 0
+    for model_name, entry in entries.items():
+        if files[-1] and size + entry.nbytes > shard_bytes:
+            files.append({})
+            size = 0
+        files[-1][model_name] = entry
+        size += entry.nbytes
+    return files
 
 
 def _list_entries(
@@ -261,21 +225,21 @@ def _list_entries(
     dtype: torch.dtype | None,
     buffers: Mapping[str, Tensor],
     rename: Callable[[str], str],
-) -> dict[str, _FileTensor]:
-    out: dict[str, _FileTensor] = {}
+) -> dict[str, _Entry]:
+    out: dict[str, _Entry] = {}
     seen: dict[str, str] = {}
 
     def add(model_name: str, shape: tuple[int, ...], own: torch.dtype) -> None:
         stored = dtype if dtype is not None and own.is_floating_point else own
         name = rename(model_name)
-        if stored not in DTYPE_NAMES:
+        if stored not in DTYPES.values():
             raise ValueError(f"'{model_name}': expected a dtype that safetensors has, got {stored}")
         if name in seen:
             raise ValueError(
                 f"'{model_name}' and '{seen[name]}' would both be '{name}' in the files: expected one name for each"
             )
         seen[name] = model_name
-        out[model_name] = _FileTensor(name, shape, stored)
+        out[model_name] = _Entry(name, stored, math.prod(shape) * stored.itemsize)
 
     sizes = dict(spec.bound_mesh.sizes)
     for unit in spec:
@@ -308,38 +272,45 @@ def _gather(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, dtype
     return {param.name: tensor.detach() for param, tensor in zip(unit.params, full, strict=False)}
 
 
-def _write_tensors(staging: StagingDirectory | None, files: list[_FileLayout], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to their places in the files. Only the first rank calls this, which has a staging directory."""
-    assert staging is not None
-    for file in files:
-        path = staging.directory / file.name
-        if not path.exists():
-            path.write_bytes(file.header)
-        if names := [name for name in tensors if name in file.tensors]:
-            with path.open("r+b") as opened:
-                for name in names:
-                    entry = file.tensors[name]
-                    opened.seek(entry.offset)
-                    dense = tensors[name].to("cpu", entry.dtype).contiguous()  # alive while its memory is read
-                    opened.write(_torch.host_bytes(dense))
-
-
-def _finish(staging: StagingDirectory | None, files: list[_FileLayout], extra: Mapping[str, Tensor]) -> None:
-    assert staging is not None
-    _write_tensors(staging, files, extra)
-    sizes = {file.name: file.size for file in files}
-    if len(files) > 1:
-        total = sum(entry.nbytes for file in files for entry in file.tensors.values())
-        weights = {entry.name: file.name for file in files for entry in file.tensors.values()}
-        index = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2).encode()
-        sizes[INDEX] = (staging.directory / INDEX).write_bytes(index)
-    for name in sizes:
-        with (staging.directory / name).open("r+b") as file:
-            os.fsync(file.fileno())
-    staging.publish(sizes)
-
-
 # --- read_safetensors ---
+
+
+class _FileTensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+    opened: Any
+    """The file, as safetensors opens it: mapped into memory."""
+
+    def read(self, box: Box) -> Tensor:
+        if not math.prod(self.shape):
+            return torch.empty(box.sizes, dtype=self.dtype)
+        if not self.shape:
+            return self.opened.get_tensor(self.name)
+        at = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
+        return self.opened.get_slice(self.name)[at]
+
+
+def _open_file(path: Path) -> list[_FileTensor]:
+    """Return the tensors of a file. Raises CheckpointError for one that is damaged, or missing."""
+    safetensors = _import_safetensors()
+    out: list[_FileTensor] = []
+    try:
+        open_regular(path).close()
+        opened = safetensors.safe_open(path, framework="pt")
+        for name in opened.keys():  # noqa: SIM118 - no dict
+            found = opened.get_slice(name)
+            if (dtype := found.get_dtype()) not in DTYPES:
+                raise DamagedError(f"tensor '{name}': expected one of the dtypes {[*DTYPES]}, got {dtype!r}")
+            out.append(_FileTensor(name, tuple(found.get_shape()), DTYPES[dtype], path, opened))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: expected this file, which the index names, got none") from None
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: damaged, cut short, or no file of safetensors: {type(error).__name__}: {error}"
+        ) from error
+    return out
 
 
 def read_safetensors(
@@ -359,7 +330,7 @@ def read_safetensors(
         path: A file, an index (``.json``), or a directory with ``model.safetensors`` or an index, the same on all ranks.
         spec: A bound spec, all ranks of whose mesh call this.
         rename: A function from the name in the files to the name in the model, or to None for a tensor to pass over, such as a
-            buffer. The default is `clean_name`, which removes the prefixes of wrappers.
+            buffer. The default removes the prefixes of wrappers.
         cast: Whether to convert floating point tensors to the spec's dtypes.
         timeout: The seconds that ranks wait for a lost rank.
 
@@ -398,7 +369,7 @@ def _find_tensors_in_files(path: Path, rename: Callable[[str], str | None]) -> d
     out: dict[str, _FileTensor] = {}
     keys: set[str] = set()
     for file, wanted in _list_files(path).items():
-        tensors = _read_header(file)
+        tensors = _open_file(file)
         if missing := sorted(wanted - {tensor.name for tensor in tensors}):
             raise CheckpointError(f"{file}: tensor '{missing[0]}' is not in it: expected it there, as the index says")
         for tensor in tensors:
@@ -469,11 +440,11 @@ def _check_stored_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: M
 
 def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpec, rank: int, ranks: int) -> Tensor:
     """Read this rank's slice of a unit. Parameters stored under several names must be equal under all."""
-    leaf = parameter_slice(unit)
+    leaf = SliceLeaf(tuple(param.names for param in unit.params), unit.dtype, unit, is_encoded=unit.is_encoded)
     memory = leaf.allocate(spec)
     for part in leaf.ranges(memory, spec, rank, ranks):
-        first, *others = _find_tensors(spec.by_name[part.name][1], stored)
-        for box, view in iter_boxes(part, part.begin, part.begin + len(part.data)) if len(part.data) else ():
+        first, *others = _find_tensors(spec.by_name[part.names[0]][1], stored)
+        for box, view in part.iter_boxes(part.begin, part.end) if len(part.data) else ():
             values = first.read(box)
             for other in others:
                 if other.dtype != first.dtype or not torch.equal(_view_bytes(other.read(box)), _view_bytes(values)):

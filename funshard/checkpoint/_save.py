@@ -12,14 +12,11 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 from .._core.checks import bind_spec
 from .._core.layout import rank_along, rank_coords
@@ -28,13 +25,12 @@ from .._sharding.hashes import hash_bits
 from .._spec.codec import storage_codec
 from .._torch.phases import LOGGER, phase
 from ._errors import SavedError
-from ._files.directory import RemoteStaging, StagingDirectory
-from ._files.remote import AnyPath, RemotePath, open_path
-from ._files.writer import CheckpointWriter, RangeSavePlanner
+from ._files.directory import Target
+from ._files.remote import AnyPath, open_path
+from ._files.writer import RangeWriter, pack_metadata
 from ._ranks import TIMEOUT, Ranks, connect_ranks
-from ._state.json_tree import tree_to_json
 from ._state.leaves import Leaf, OwnedLeaf, SliceLeaf, TensorLeaf, TensorRange, ValueLeaf, check_storable, leaf_names
-from ._state.tree import ContainerNode, Node, describe, iter_leaves, plain_to_json, walk
+from ._state.tree import Description, plain_to_json
 
 
 class Saving:
@@ -104,11 +100,11 @@ def save(
     """Write a state to the directory ``path``, by all ranks of the spec's mesh in parallel, each byte once.
 
     The files are those of torch.distributed.checkpoint (DCP), with whole tensors named ``{path in the state}.{parameter}.{path
-    in the unit's state}``. A checkpoint appears at ``path`` by one rename: completely or not at all. See ``checkpoints.md``.
+    in the unit's state}``. The manifest is written last: a checkpoint is complete or absent. See ``checkpoints.md``.
 
     Args:
-        path: A path where nothing is, on a file system that all ranks see, or a URL of fsspec, where the manifest is written
-            last. An empty directory there is replaced, and with a warning a checkpoint that `latest` passes over as damaged.
+        path: A path where nothing is, on a file system that all ranks see, or a URL of fsspec. An empty directory there is
+            filled, and with a warning a checkpoint replaced that `latest` passes over as damaged.
         state: A pytree. A mapping by the keys of units is sharded; all ranks have equal values in the rest, but for what
             `per_rank` marks.
         spec: The bound spec of the slices.
@@ -145,40 +141,34 @@ def save(
     saving = Saving(target)
     undo = contextlib.ExitStack()  # called if the save fails
 
-    def begin() -> tuple[_StateSummary, RangeSavePlanner, StagingDirectory | RemoteStaging | None]:
+    def begin() -> tuple[_StateSummary, RangeWriter, Target | None]:
         for earlier in list(_pending):
             earlier.wait()
         with phase("checkpoint plan"):
-            summary, staging = _summarize_state(state, spec, ranks), None
-            planner = RangeSavePlanner(summary.ranges)
-            undo.callback(planner.release)
+            summary, place = _StateSummary(state, spec, ranks), None
+            writer = RangeWriter(summary.ranges)
+            undo.callback(writer.release)
             if ranks.rank == 0:
-                if isinstance(target, RemotePath):
-                    staging = RemoteStaging(target)
-                else:
-                    staging = StagingDirectory(target, over_damaged=True)
-                undo.callback(staging.abandon)
+                place = Target(target)
+                undo.callback(place.abandon)
         if asynchronous:
             with phase("checkpoint copy"):
-                planner.stage()
-        return summary, planner, staging
+                writer.stage()
+        return summary, writer, place
 
     with undo:
-        (summary, planner, staging), messages = ranks.run_and_exchange(
-            begin,
-            "checkpoint.save",
-            lambda begun: (begun[2] and (str(begun[2].directory), begun[2].suffix), begun[0].message()),
+        (summary, writer, place), messages = ranks.run_and_exchange(
+            begin, "checkpoint.save", lambda begun: (begun[2] and begun[2].suffix, begun[0].message())
         )
         tree = summary.check_agreement([message for _, message in messages], ranks)
-        directory, suffix = messages[0][0] or ("", "")
-        writer = CheckpointWriter(open_path(directory), ranks.rank, suffix)
+        file = target / f"__{ranks.rank}_0{messages[0][0]}.distcp"
         undo_write = undo.pop_all()
 
     def write() -> None:
         with undo_write, phase("checkpoint write"):
-            _write_checkpoint(writer, planner, tree, staging, ranks)
+            _write_checkpoint(writer, file, tree, place, ranks)
             undo_write.pop_all()
-            planner.release()
+            writer.release()
         LOGGER.info("checkpoint.save: %s is complete", target)
 
     if asynchronous:
@@ -188,105 +178,83 @@ def save(
     return saving
 
 
-def _write_checkpoint(
-    writer: CheckpointWriter,
-    planner: RangeSavePlanner,
-    tree: Any,
-    staging: StagingDirectory | RemoteStaging | None,
-    ranks: Ranks,
-) -> None:
-    """Write this rank's file. The first rank then writes the metadata of all files, and commits the directory."""
-
-    def write() -> tuple[SavePlan, list[WriteResult], dict[str, dict[int, int]]]:
-        plan = planner.create_local_plan()
-        return plan, writer.write_items(plan, planner), writer.checksums
+def _write_checkpoint(writer: RangeWriter, file: AnyPath, tree: Any, place: Target | None, ranks: Ranks) -> None:
+    """Write this rank's file. The first rank then writes what describes all files."""
 
     def commit(every: list[Any]) -> None:
-        assert staging is not None
-        writer.write_metadata([plan for plan, *_ in every], [results for _, results, _ in every])
-        staging.commit(tree, writer.sizes, {name: found for *_, own in every for name, found in own.items()})
+        assert place is not None
+        metadata, sizes, checksums = pack_metadata([box for boxes in every for box in boxes])
+        place.commit(metadata, tree, sizes, checksums)
 
-    ranks.run_and_finish(write, commit, "checkpoint.save", unless_saved="nothing was saved")
+    ranks.run_and_finish(lambda: writer.write(file), commit, "checkpoint.save", unless_saved="nothing was saved")
 
 
 # --- Summarize what a rank writes of a state, and check that all ranks agree on it ---
 
-RankMessage: TypeAlias = tuple[str, dict[str, Any], dict[str, tuple[str, int, int]]]
-"""What a rank sends of its summary: a digest of ``common``, then ``per_rank`` and ``replicas``."""
+RankMessage: TypeAlias = tuple[str, list[Any], dict[str, tuple[str, int, int]]]
+"""What a rank sends of its summary: a digest of what is common, the values that are its own, and the replicas."""
 
 
-@dataclass(frozen=True)
 class _StateSummary:
     """The parts of a state that this rank can write, and what the ranks compare of the state."""
 
-    spec: PartitionSpec
-    node: Node
-    ranges: list[TensorRange] = field(default_factory=list)
-    """The ranges of stored tensors that this rank holds."""
-    common: dict[str, str] = field(default_factory=dict)
-    """A text for each name that must be equal on all ranks."""
-    per_rank: dict[str, Any] = field(default_factory=dict)
-    """The plain values that are each rank's own, by name."""
-    replicas: dict[str, tuple[str, int, int]] = field(default_factory=dict)
-    """For each slice that several ranks hold, by name: the unit's key, the slice's number, and a digest of its values."""
+    def __init__(self, state: Any, spec: PartitionSpec, ranks: Ranks) -> None:
+        self._spec, self._tree = spec, Description(state, spec)
+        self.ranges: list[TensorRange] = []
+        """The ranges of stored tensors that this rank holds."""
+        self._common = dict(self._tree.containers)
+        """A text for each name that must be equal on all ranks."""
+        self._replicas: dict[str, tuple[str, int, int]] = {}
+        """For each slice that several ranks hold, by name: the unit's key, the slice's number, and a digest of its values."""
+        with torch.no_grad():
+            for leaf, value in zip(self._tree.leaves, self._tree.values, strict=True):
+                self._add(leaf, value, ranks)
+        names = Counter(name for leaf in self._tree.leaves for name in leaf_names(leaf))
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"state '{twice[0]}': two of its leaves have this name: expected names without such dots")
+
+    @property
+    def _per_rank(self) -> list[ValueLeaf]:
+        return [leaf for leaf in self._tree.leaves if isinstance(leaf, ValueLeaf) and leaf.is_per_rank]
 
     def message(self) -> RankMessage:
-        return hashlib.sha256(json.dumps(self.common).encode()).hexdigest(), self.per_rank, self.replicas
+        digest = hashlib.sha256(json.dumps(self._common).encode()).hexdigest()
+        return digest, [leaf.value for leaf in self._per_rank], self._replicas
 
     def check_agreement(self, messages: list[RankMessage], ranks: Ranks) -> Any:
         """Return the JSON tree of the state. Raises ValueError, on every rank, if the messages of the ranks disagree."""
         if any(digest != messages[0][0] for digest, *_ in messages):
-            _raise_difference(ranks.gather(self.common))
+            _raise_difference(ranks.gather(self._common))
         _check_replicas([replicas for *_, replicas in messages])
-        every = {name: [values[name] for _, values, _ in messages] for name in self.per_rank}
-        return tree_to_json(self.node, self.spec, every)
+        for i, leaf in enumerate(self._per_rank):
+            leaf.data["values"] = [plain_to_json(values[i], leaf.names[0][0]) for _, values, _ in messages]
+        return self._tree.json
 
     def _add(self, leaf: Leaf, value: Any, ranks: Ranks) -> None:
         name = leaf_names(leaf)[0]
-        if isinstance(value, Tensor):
-            check_storable(value, f"state '{name}'")
         if isinstance(leaf, ValueLeaf):
-            if leaf.is_per_rank:
-                self.common[name] = "each rank's own, no tensor"
-                self.per_rank[name] = leaf.value
-            else:
-                self.common[name] = json.dumps(plain_to_json(leaf.value, name))
+            self._common[name] = "each rank's own, no tensor" if leaf.is_per_rank else json.dumps(leaf.data["value"])
             return
+        check_storable(value, f"state '{name}'")
         match leaf:
             case SliceLeaf():
-                self.common[name] = f"slices {leaf.dtype} of unit '{leaf.unit.key}'"
+                self._common[name] = f"slices {leaf.dtype} of unit '{leaf.unit.key}'"
                 if leaf.is_encoded:
                     raise ValueError(
                         f"unit '{leaf.unit.key}' is at rest in {storage_codec(leaf.unit)}, encoded from the frozen model: "
                         "expected a state without it; save fs.partition(params, spec)[0]"
                     )
-                mesh = self.spec.bound_mesh
+                mesh = self._spec.bound_mesh
                 index, slices = rank_along(leaf.unit.distinct_axes, mesh, rank_coords(mesh, None))
                 if slices < ranks.size:
-                    self.replicas[name] = leaf.unit.key, index, int(hash_bits(value.detach()))
+                    self._replicas[name] = leaf.unit.key, index, int(hash_bits(value.detach()))
             case TensorLeaf(is_per_rank=True):
-                self.common[name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
+                self._common[name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
             case OwnedLeaf():
-                self.common[name] = f"of its owners, {list(leaf.shape)} {leaf.dtype}"
+                self._common[name] = f"of its owners, {list(leaf.shape)} {leaf.dtype}"
             case _:
-                self.common[name] = f"{list(value.shape)} {value.dtype} of digest {int(hash_bits(value.detach())):x}"
-        self.ranges.extend(leaf.ranges(value, self.spec, ranks.rank, ranks.size))
-
-
-def _summarize_state(state: Any, spec: PartitionSpec, ranks: Ranks) -> _StateSummary:
-    node, values = describe(state, spec)
-    summary = _StateSummary(spec, node)
-    for path, found in walk(node):
-        if isinstance(found, ContainerNode):
-            argument = "" if found.argument is None else f" of {found.argument}"
-            summary.common[path] = f"a container, {found.kind or 'of a class of its own'}{argument}"
-    with torch.no_grad():
-        for leaf, value in zip(iter_leaves(node), values, strict=True):
-            summary._add(leaf, value, ranks)
-    names = Counter(name for leaf in iter_leaves(node) for name in leaf_names(leaf))
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise ValueError(f"state '{twice[0]}': two of its leaves have this name: expected names without such dots")
-    return summary
+                self._common[name] = f"{list(value.shape)} {value.dtype} of digest {int(hash_bits(value.detach())):x}"
+        self.ranges.extend(leaf.ranges(value, self._spec, ranks.rank, ranks.size))
 
 
 def _raise_difference(every: list[dict[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoints in a directory: how one is written and committed, and how they are found and removed."""
+"""The directory of a checkpoint: data files of new names, and the manifest last. A directory without one is no checkpoint."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ import fcntl
 import math
 import os
 import re
-import shutil
-import time
 import uuid
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Container, Mapping
 from typing import Any
 
 from ..._core.checks import bind_spec
 from ..._core.spec import PartitionSpec
 from .._errors import CheckpointError, NewerError, SavedError
 from .._ranks import TIMEOUT, connect_ranks
-from .manifest import MANIFEST, MAX_SEQUENCE, METADATA, Manifest, read_manifest, write_manifest
-from .remote import AnyPath, RemotePath, open_path
-from .untrusted import checksum, read_regular
+from .manifest import MANIFEST, MAX_SEQUENCE, METADATA, Manifest, pack_manifest, read_manifest
+from .remote import AnyPath, RemotePath, flush, open_path, remove, replace
+from .untrusted import checksum
 
-STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.partial", re.DOTALL)
-"""The names that `_make_staging_path` makes; other directories may have similar ones."""
-LOCK_SECONDS = 60
-"""The most seconds between the creation of a staging directory and its lock."""
-LOCK = ".lock"
+DATA_NAME = re.compile(r"__\d+_0_[0-9a-f]{12}\.distcp")
+"""The names of the data files of `save`: those of other programs and of version 0.2 have no number of the save."""
+LEFT_NAME = re.compile(rf"{DATA_NAME.pattern}|\.metadata|(\.metadata|funshard\.json)_[0-9a-f]{{12}}\.partial")
+"""The names of what a killed save has left."""
 
 
 def is_directory(path: AnyPath) -> bool:
@@ -35,39 +31,27 @@ def is_directory(path: AnyPath) -> bool:
     return path.is_dir() and (isinstance(path, RemotePath) or not path.is_symlink())
 
 
-def _make_staging_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
+def has_manifest(path: AnyPath) -> bool:
+    """Return whether a directory has a manifest, of whatever content."""
+    return os.path.lexists(path / MANIFEST) or (path / MANIFEST).exists()
 
 
-def list_committed(directory: AnyPath) -> list[tuple[tuple[float, int], Any, str]]:
-    """Return ``(order, path, damage)`` of the checkpoints that `save` has put into a directory, the oldest first.
+def list_committed(directory: AnyPath) -> list[tuple[tuple[float, int], Any, str, Mapping[str, int]]]:
+    """Return ``(order, path, damage, files)`` of the checkpoints that `save` has put into a directory, the oldest first.
 
     The order is the sequence number, and then the time of the manifest, since two jobs may give two checkpoints one number.
     The order of a damaged manifest is infinity.
     """
-    found: list[tuple[tuple[float, int], Any, str]] = []
+    found: list[tuple[tuple[float, int], Any, str, Mapping[str, int]]] = []
     for path in directory.iterdir() if directory.is_dir() else ():
-        if not is_directory(path) or STAGING_NAME.fullmatch(path.name):
-            continue
         try:
-            if manifest := read_manifest(path):
+            if is_directory(path) and (manifest := read_manifest(path)):
                 order = manifest.sequence, (path / MANIFEST).stat().st_mtime_ns
-                found.append((order, path, _find_wrong_file(path, manifest.files)))
+                found.append((order, path, _find_wrong_file(path, manifest.files), manifest.files))
         except (CheckpointError, OSError) as error:
-            if os.path.lexists(path / MANIFEST) or (path / MANIFEST).exists():
-                found.append(((math.inf, 0), path, str(error)))
+            if has_manifest(path):
+                found.append(((math.inf, 0), path, str(error), {}))
     return sorted(found, key=lambda entry: (entry[0], str(entry[1])))
-
-
-def find_damage(path: AnyPath) -> str:
-    """Return the damage of a checkpoint that `save` has written, as far as `latest` looks for it; "" for any other path."""
-    try:
-        manifest = read_manifest(path)
-    except (NewerError, OSError):
-        return ""
-    except CheckpointError as error:
-        return str(error)
-    return _find_wrong_file(path, manifest.files) if manifest else ""
 
 
 def _find_wrong_file(path: AnyPath, sizes: Mapping[str, int]) -> str:
@@ -103,7 +87,7 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
     if spec is not None:
         ranks = connect_ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT)
         return ranks.run_on_first(lambda: latest(directory), "checkpoint.latest")
-    for _, path, damage in reversed(list_committed(open_path(os.fsdecode(directory)))):
+    for _, path, damage, _ in reversed(list_committed(open_path(os.fsdecode(directory)))):
         if not damage:
             return path
         warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {damage}", stacklevel=2)
@@ -137,222 +121,147 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
     if keep < 1:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
     directory = open_path(os.fsdecode(directory))
-    complete = [path for _, path, damage in list_committed(directory) if not damage]
+    complete = [(path, files) for _, path, damage, files in list_committed(directory) if not damage]
     removed: list[AnyPath] = []
-    for path in complete[:-keep]:
-        if isinstance(path, RemotePath):
-            (path / MANIFEST).remove()  # first, so that no reader takes a half of it for a checkpoint
-            path.remove()
-            removed.append(path)
-            continue
-        moved = _make_staging_path(path)
+    for path, _ in complete[:-keep]:
         try:
-            if not os.access(path, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-                raise PermissionError  # it can perhaps be renamed, but its files cannot be removed
-            os.rename(path, moved)  # so that no reader takes a half of it for a checkpoint
-        except FileNotFoundError:  # another process may clean too
-            continue
+            remove(path / MANIFEST)  # first, so that no reader takes a half of it for a checkpoint
         except PermissionError:
-            if path.exists():
-                warnings.warn(f"checkpoint.clean: {path} stays, because this user may not remove it", stacklevel=2)
+            warnings.warn(f"checkpoint.clean: {path} stays, because this user may not remove it", stacklevel=2)
             continue
-        removed += [path] if _remove(moved) else []
-    for path in directory.iterdir() if isinstance(directory, Path) and directory.is_dir() else ():
-        if is_directory(path) and STAGING_NAME.fullmatch(path.name) and _is_left_over(path) and _remove(path):
-            removed.append(path)
+        remove(path)
+        removed += [] if path.exists() else [path]
+    files_of = {str(path): files for path, files in complete}
+    for path in list(directory.iterdir()) if directory.is_dir() else ():
+        named = files_of.get(str(path))
+        with contextlib.suppress(OSError):  # another process writes there or cleans too, or the user may not
+            left = _list_left(path, named or ()) if is_directory(path) and (named or not has_manifest(path)) else []
+            if left:
+                _unlock(_lock(path))
+                for file in left if named else [path]:
+                    remove(file)
+                removed += [] if path.exists() else [path]
     return removed
 
 
-def _remove(path: Path) -> bool:
-    shutil.rmtree(path, ignore_errors=True)
-    return not os.path.lexists(path)
+def _list_left(path: AnyPath, named: Container[str]) -> list[AnyPath]:
+    """Return the data files of saves that a directory's manifest does not name."""
+    return [file for file in path.iterdir() if DATA_NAME.fullmatch(file.name) and file.name not in named]
 
 
-def _is_left_over(path: Path) -> bool:
-    try:
-        handle = os.open(path / LOCK, os.O_RDWR)
-    except FileNotFoundError:  # between its creation and its lock, or left behind there, or begun to be removed
-        with contextlib.suppress(FileNotFoundError):
-            return (path / MANIFEST).exists() or time.time() - path.stat().st_mtime > LOCK_SECONDS
-        return False
-    except PermissionError:  # another user's, who may be writing
-        return False
+def _lock(path: AnyPath) -> int | None:
+    """Lock a directory for the process that writes to it. Raises BlockingIOError if another one has the lock."""
+    if isinstance(path, RemotePath):
+        return None
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
+    except OSError:  # perhaps a file system without locks, where `clean` keeps what it cannot lock
         os.close(handle)
-    return True
+        raise
+    return handle
 
 
-# --- The directory that a checkpoint is written to: locked, checked, flushed, and renamed to its path ---
+def _unlock(handle: int | None) -> None:
+    if handle is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes that were forked in the meantime
+        with contextlib.suppress(OSError):  # also closes it if it raises
+            os.close(handle)
 
 
-class StagingDirectory:
-    """A directory beside ``path``, locked while its writer lives, that `publish` renames to ``path``.
+class Target:
+    """The directory that a save writes files of new names to: locked while its first rank lives, complete after `commit`.
 
-    `check_replaceable` says what it may replace there: with ``over_damaged`` a damaged checkpoint.
+    A damaged checkpoint there stays until the new manifest takes the place of its own. Raises FileExistsError for anything
+    else than nothing, what a killed save has left, or a damaged checkpoint.
     """
 
-    suffix = ""
-
-    def __init__(self, path: Path, *, over_damaged: bool = False) -> None:
-        self.path, self._over_damaged = path.absolute(), over_damaged
-        if damage := self._check_replaceable():
-            warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {damage}", stacklevel=2)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.directory = _make_staging_path(self.path)
+    def __init__(self, path: AnyPath) -> None:
+        self.path, self.suffix = path, f"_{uuid.uuid4().hex[:12]}"
         self._lock: int | None = None
+        self._is_complete = False
+        if damage := _check_free(path):
+            warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {damage}", stacklevel=2)
+        self._is_new = not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
         try:
-            self.directory.mkdir()
-            self._lock = os.open(self.directory / LOCK, os.O_CREAT | os.O_RDWR)
-            with contextlib.suppress(OSError):  # a file system without locks: `clean` keeps what it cannot lock
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if is_directory(self.path):
-                found = self.path.stat()  # an empty one's, before there is anything to read
-                os.chown(self.directory, found.st_uid, found.st_gid)
-                shutil.copystat(self.path, self.directory)
+            self._lock = _lock(path)
+        except BlockingIOError as error:
+            raise FileExistsError(f"{path}: expected a path that no other save writes to: give another, or wait") from error
+        except OSError:
+            pass
+        try:
+            (path / f"__0_0{self.suffix}.distcp").open("wb").close()  # tells `clean` whose directory it is
         except BaseException:
             self.abandon()
             raise
 
-    def commit(self, tree: Any, sizes: Mapping[str, int], checksums: Mapping[str, Mapping[int, int]]) -> None:
-        """Write the manifest of a checkpoint with this JSON tree, sizes of files and checksums, and `publish` it."""
-        _describe_checkpoint(self.path, self.directory, tree, sizes, checksums)
-        for name in (METADATA, MANIFEST):  # after both are written: one flush of a journal takes both
-            _flush(self.directory / name)
-        self.publish(sizes)
-
-    def publish(self, sizes: Mapping[str, int]) -> None:
-        """Check the sizes of the files, flush the directory and rename it to its path.
-
-        Raises SavedError for a failure after the rename, and other errors before it.
-        """
-        _check_sizes(self.directory, sizes)
-        _flush(self.directory)
-        moved = _make_staging_path(self.path)  # for a damaged one, which `clean` removes if this process cannot
-        if self._check_replaceable():
-            os.rename(self.path, moved)
-            if not find_damage(moved):  # a complete one has come in the meantime
-                os.rename(moved, self.path)
+    def commit(self, metadata: bytes, tree: Any, sizes: Mapping[str, int], checksums: Mapping[str, Mapping[int, int]]) -> None:
+        """Write torch's metadata file and the manifest. Raises SavedError for a failure after that, other errors before it."""
+        _check_free(self.path)  # once more, for file systems without locks
+        for name, size in sizes.items():
+            if (got := (self.path / name).stat().st_size) != size:
+                raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
+        known = (number for (number, _), *_ in list_committed(self.path.parent) if number < math.inf)
+        sequence = min(1 + int(max(known, default=0)), MAX_SEQUENCE)  # after all that exist now: writes take long
+        manifest = Manifest(sequence, dict(sizes), checksum(metadata), tree, dict(checksums))
+        flush(self.path.parent)
+        replace(self.path / METADATA, metadata, self.suffix)
+        replace(self.path / MANIFEST, pack_manifest(manifest), self.suffix)
+        self._is_complete = True
         try:
-            os.rename(self.directory, self.path)
-        except OSError:
-            self._check_replaceable()  # raises for what has come in the meantime
-            raise
-        try:
-            _flush(self.path.parent)
+            flush(self.path)
         except OSError as error:
             raise SavedError(
-                f"{self.path} is there and whole, but the flush of the directory that it is in failed, so that it may be gone "
-                f"after a power failure: {error}"
+                f"{self.path} is there and whole, but the flush of its directory failed, so that it may be gone after a power "
+                f"failure: {error}"
             ) from error
         finally:
-            with contextlib.suppress(OSError):  # an empty file that has no reader
-                (self.path / LOCK).unlink(missing_ok=True)
-            self._unlock()
-            shutil.rmtree(moved, ignore_errors=True)
-
-    def _check_replaceable(self) -> str:
-        return check_replaceable(self.path, over_damaged=self._over_damaged)
+            with contextlib.suppress(OSError):
+                for file in self.path.iterdir():
+                    if file.name.endswith(".distcp") and file.name not in sizes:
+                        remove(file)
+            self._release()
 
     def abandon(self) -> None:
-        """Remove the directory, if it has not been published."""
-        for _ in range(10):  # another rank, which does not know of the error yet, may just create its file there
-            shutil.rmtree(self.directory, ignore_errors=True)
-            if not self.directory.exists():
-                break
-            time.sleep(0.01)
-        self._unlock()
+        """Remove what this save has written, if it is not complete."""
+        with contextlib.suppress(OSError):
+            for file in () if self._is_complete else list(self.path.iterdir()):
+                if self.suffix in file.name:
+                    remove(file)
+            if self._is_new and not has_manifest(self.path):
+                remove(self.path / METADATA)
+                if not any(self.path.iterdir()):
+                    remove(self.path)
+        self._release()
 
-    def _unlock(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            with contextlib.suppress(OSError):  # also closes and unlocks it if it raises
-                os.close(lock)
-
-
-class RemoteStaging:
-    """A directory in an object store: it is a checkpoint once its manifest is there, which `commit` writes last.
-
-    Its files have a suffix of their own, so that a save that was killed, or one that goes on for too long, changes no other.
-    """
-
-    def __init__(self, path: RemotePath) -> None:
-        if (path / MANIFEST).exists() and not find_damage(path):
-            raise FileExistsError(
-                f"{path}: expected a path where no checkpoint is, such as one with the number of the step in its name"
-            )
-        self.path = self.directory = path
-        path.mkdir()
-        self.suffix = f"_{uuid.uuid4().hex[:12]}"
-
-    def commit(self, tree: Any, sizes: Mapping[str, int], checksums: Mapping[str, Mapping[int, int]]) -> None:
-        """Check the files, write the manifest, and remove what other saves have left."""
-        _check_sizes(self.directory, sizes)
-        _describe_checkpoint(self.path, self.directory, tree, sizes, checksums)
-        for path in list(self.path.iterdir()):
-            if path.name.endswith(".distcp") and path.name not in sizes:
-                path.remove()
-
-    def abandon(self) -> None:
-        """Remove the files of this save, and their directory if nothing else is in it."""
-        every = list(self.path.iterdir()) if self.path.is_dir() else []
-        own = [path for path in every if self.suffix in path.name]
-        for path in own if len(own) < len(every) else [self.path]:
-            path.remove()
+    def _release(self) -> None:
+        handle, self._lock = self._lock, None
+        _unlock(handle)
 
 
-def _check_sizes(directory: AnyPath, sizes: Mapping[str, int]) -> None:
-    for name, size in sizes.items():
-        if (got := (directory / name).stat().st_size) != size:
-            raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
-
-
-def _describe_checkpoint(
-    path: AnyPath, directory: AnyPath, tree: Any, sizes: Mapping[str, int], checksums: Mapping[str, Mapping[int, int]]
-) -> None:
-    """Write the manifest of a checkpoint, which lies in a directory and is to be at a path."""
-    known = (number for (number, _), *_ in list_committed(path.parent) if number < math.inf)
-    sequence = min(1 + int(max(known, default=0)), MAX_SEQUENCE)  # after all that exist now: writes take long
-    metadata = checksum(read_regular(directory / METADATA))
-    write_manifest(directory, Manifest(sequence, dict(sizes), metadata, tree, dict(checksums)))
-
-
-def check_replaceable(path: Path, *, over_damaged: bool = False) -> str:
-    """Return the damage of a checkpoint that may be replaced, or "" if nothing or an empty directory is at the path.
-
-    Raises FileExistsError for anything else there, ValueError for a directory that a rename must not replace, and
-    PermissionError for one that this user may not write to.
-    """
-    if path.name in ("", "..") or os.path.ismount(path) or _holds_working_directory(path):
-        raise ValueError(
-            f"{path}: expected a directory that a rename can replace, got a mount point, '..', the working directory or one "
-            "above it: give a path inside of it"
-        )
-    if is_directory(path) and not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(f"{path}: expected a directory that this user may write to")
-    if not os.path.lexists(path) or (is_directory(path) and not any(path.iterdir())):
+def _check_free(path: AnyPath) -> str:
+    """Return the damage of a checkpoint that may be replaced, or "" if there is none."""
+    if is_directory(path) and has_manifest(path):
+        if damage := _find_damage(path):
+            return damage
+    elif is_directory(path):
+        if all(LEFT_NAME.fullmatch(file.name) for file in path.iterdir()):
+            return ""
+    elif not os.path.lexists(path) and not path.exists():
         return ""
-    if over_damaged and is_directory(path) and (damage := find_damage(path)):
-        return damage
     raise FileExistsError(
         f"{path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint "
         "that is whole is never written over"
     )
 
 
-def _holds_working_directory(path: Path) -> bool:
+def _find_damage(path: AnyPath) -> str:
     try:
-        return Path.cwd().is_relative_to(os.path.realpath(path))
-    except FileNotFoundError:  # it was removed
-        return False
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        manifest = read_manifest(path)
+    except (NewerError, OSError):
+        return ""
+    except CheckpointError as error:
+        return str(error)
+    return _find_wrong_file(path, manifest.files) if manifest else ""

@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import serialization
@@ -45,11 +45,10 @@ class Manifest:
     """For each file by name, the checksum of each tensor's record by its offset; {} in files of version 0.2."""
 
 
-def write_manifest(directory: AnyPath, manifest: Manifest) -> None:
-    """Write the manifest of the checkpoint in a directory."""
+def pack_manifest(manifest: Manifest) -> bytes:
+    """Return the content of the file of a manifest."""
     text = json.dumps({"version": VERSION, **asdict(manifest)})
-    with (directory / MANIFEST).open("wb") as file:
-        file.write(json.dumps({"crc32": checksum(text.encode()), "content": text}).encode())
+    return json.dumps({"crc32": checksum(text.encode()), "content": text}).encode()
 
 
 def read_manifest(path: AnyPath) -> Manifest | None:
@@ -131,8 +130,7 @@ PATHS = re.compile(r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path")
 """The classes of the checkpoint's own path; Python 3.13 keeps them in ``pathlib._local``."""
 
 
-@dataclass(frozen=True)
-class StorageInfo:
+class StorageInfo(NamedTuple):
     """The place of a stored chunk: the needed fields of torch's private class of this name."""
 
     relative_path: str
@@ -178,7 +176,13 @@ def _parse_metadata(found: Any) -> dcp.Metadata:
         index = dcp.MetadataIndex(fields["fqn"], None if fields.get("offset") is None else _parse_shape(fields["offset"]))
         if index in storage:
             _raise_damaged(f"a chunk of '{index.fqn}'", "one at each place", index.offset)
-        storage[index] = _parse_info(info)
+        place = _get_fields(info, "_StorageInfo")
+        file: Any = place.get("relative_path")
+        if not is_plain_name(file):
+            _raise_damaged("the place of a chunk", "a file of the checkpoint's directory", file)
+        if place.get("transform_descriptors"):
+            _raise_damaged(f"file '{file}'", "bytes as torch.save writes them", f"transformed {place['transform_descriptors']}")
+        storage[index] = StorageInfo(file, *_parse_shape((place.get("offset"), place.get("length"))))
     return dcp.Metadata(tensors, storage_data=storage)
 
 
@@ -198,16 +202,6 @@ def _parse_tensor(found: Any) -> dcp.TensorStorageMetadata:
     return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), size, chunks)
 
 
-def _parse_info(found: Any) -> StorageInfo:
-    state = _get_fields(found, "_StorageInfo")
-    file: Any = state.get("relative_path")
-    if not is_plain_name(file):
-        _raise_damaged("the place of a chunk", "a file of the checkpoint's directory", file)
-    if state.get("transform_descriptors"):
-        _raise_damaged(f"file '{file}'", "bytes as torch.save writes them", f"transformed {state['transform_descriptors']}")
-    return StorageInfo(file, _parse_size(state.get("offset")), _parse_size(state.get("length")))
-
-
 def _get_fields(found: Any, cls: str, **fields: type) -> dict[str, Any]:
     """Return the fields of an object of this class of torch, some of which have these types."""
     if not isinstance(found, Pickled) or type(found).__name__ != cls or type(found.state) is not dict:
@@ -222,10 +216,7 @@ def _parse_shape(found: Any) -> torch.Size:
     values = found.args[0] if getattr(found, "dotted", "") == "torch.Size" and found.args else found
     if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
         _raise_damaged("a tensor", f"a shape of at most {MAX_DIMS} dimensions", values)
-    return torch.Size([_parse_size(value) for value in values])
-
-
-def _parse_size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < SIZE_LIMIT:
-        _raise_damaged("a size or place", "a number that is no less than 0", value)
-    return value
+    for value in values:
+        if type(value) is not int or not 0 <= value < SIZE_LIMIT:
+            _raise_damaged("a size or place", "a number that is no less than 0", value)
+    return torch.Size(values)

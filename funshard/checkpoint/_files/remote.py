@@ -1,9 +1,10 @@
-"""Paths in object stores, by fsspec, which torch requires."""
+"""Paths of files, local ones and those in object stores, by fsspec, which torch requires."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,14 +64,13 @@ class RemotePath(os.PathLike[str]):
         """Yield what is in the directory."""
         return (self / path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False))
 
-    def mkdir(self) -> None:
+    def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:
         """Make the directory, in a file system that has any, if it is not there."""
-        self._fs.makedirs(self._path, exist_ok=True)
+        self._fs.makedirs(self._path, exist_ok=exist_ok)
 
     def remove(self) -> None:
         """Remove a file, or all below the path."""
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self._path, recursive=True)
+        self._fs.rm(self._path, recursive=True)
 
 
 AnyPath: TypeAlias = Path | RemotePath
@@ -79,3 +79,39 @@ AnyPath: TypeAlias = Path | RemotePath
 def open_path(path: str) -> AnyPath:
     """Return a path, which is in an object store if it has a scheme."""
     return RemotePath(path) if "://" in path else Path(path)
+
+
+def flush(path: AnyPath) -> None:
+    """Flush a file or a directory to the disk."""
+    if isinstance(path, Path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def remove(path: AnyPath) -> None:
+    """Remove a file, as much as possible of a directory and all in it, or nothing if nothing is there."""
+    with contextlib.suppress(FileNotFoundError):
+        if isinstance(path, RemotePath):
+            path.remove()
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def replace(path: AnyPath, raw: bytes, suffix: str) -> None:
+    """Write a file that is there as a whole or not at all, also where another one is; flush it and its directory before."""
+    if isinstance(path, RemotePath):
+        with path.open("wb") as file:
+            file.write(raw)
+        return
+    partial = path.with_name(f"{path.name}{suffix}.partial")
+    partial.write_bytes(raw)
+    flush(partial)
+    flush(path.parent)
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    os.replace(partial, path)

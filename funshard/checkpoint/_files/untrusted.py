@@ -64,7 +64,6 @@ class Pickled:
     """A stand-in for an object in a pickle. Its class, made for one pickle, is the stand-in for the object's class."""
 
     dotted = ""
-
     args: tuple[Any, ...]
     state: Any = None
 
@@ -82,22 +81,17 @@ _PLAIN_OPCODES = """
     BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 EMPTY_LIST EMPTY_DICT EMPTY_TUPLE
     APPEND APPENDS SETITEM SETITEMS TUPLE TUPLE1 TUPLE2 TUPLE3 GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD
 """
-_CODES: Any = {name: getattr(pickle, name)[0] for name in _PLAIN_OPCODES.split()}
 _Unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _DataUnpickler(_Unpickler):
     """An unpickler of plain data and of stand-ins for objects: nothing that the pickle names is imported or called."""
 
-    dispatch = {code: _Unpickler.dispatch[code] for code in _CODES.values()}  # noqa: RUF012
-
-    def __init__(self, raw: bytes, check_name: Callable[[str], None]) -> None:
-        super().__init__(io.BytesIO(raw))
-        self._check_name = check_name
+    dispatch = {code[0]: _Unpickler.dispatch[code[0]] for code in map(pickle.__dict__.get, _PLAIN_OPCODES.split())}  # noqa: RUF012
 
     def find_class(self, module: str, name: str) -> Any:
         dotted = f"{module}.{name}"
-        self._check_name(dotted)
+        self.check_name(dotted)
         if dotted == "collections.OrderedDict":
             return lambda: {}  # noqa: PIE807 - takes no arguments, and what a pickle may set on it goes with it
         return type(name, (Pickled,), {"dotted": dotted})
@@ -115,7 +109,7 @@ class _DataUnpickler(_Unpickler):
                 raise DamagedError(f"expected a dict, with strings, numbers or objects as keys, got {type(key).__name__}")
             target[key] = value
 
-    dispatch |= {_CODES["SETITEM"]: load_setitem, _CODES["SETITEMS"]: load_setitems}
+    dispatch |= {pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
 
 
 def read_pickle(raw: bytes, check_name: Callable[[str], None]) -> Any:
@@ -123,8 +117,10 @@ def read_pickle(raw: bytes, check_name: Callable[[str], None]) -> Any:
 
     Raises DamagedError for other bytes, as ``check_name`` does for a name, such as ``torch.Size``, that it may not have.
     """
+    unpickler = _DataUnpickler(io.BytesIO(raw))
+    unpickler.check_name = check_name
     try:
-        return _DataUnpickler(raw, check_name).load()
+        return unpickler.load()
     except DamagedError:
         raise
     except Exception as error:  # the pickle is too short, has other opcodes, or operands of another type

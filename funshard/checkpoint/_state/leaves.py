@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,9 +18,10 @@ from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
 from ..._core.unit import LocalDims, Unit, global_shape, join_shape
 from ..._slices.pieces import Piece, slice_pieces
-from ..._spec.local import piece_offsets
+from ..._spec.local import describe_pieces, piece_offsets
 from ..._wire.flow import store_slice
 from ..._wire.host import is_host_resident, place_slice
+from .._errors import CheckpointError
 
 # --- Divide flat ranges of tensors into N-d boxes, and among the ranks that hold them ---
 
@@ -50,32 +52,23 @@ def range_to_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     >>> [tuple(box) for box in range_to_boxes([3, 4], 2, 12)]
     [((0, 2), (1, 2)), ((1, 0), (2, 4))]
     """
+    inner = tuple(shape[1:])
     if not math.prod(shape):
         return [Box((0,) * len(shape), tuple(shape))]
-    return list(_iter_boxes(tuple(shape), begin, end))
-
-
-def _iter_boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
     if begin == end:
-        return
+        return []
     if len(shape) < 2:
-        yield Box((begin,), (end - begin,)) if shape else Box((), ())
-        return
-    row = math.prod(shape[1:])
+        return [Box((begin,), (end - begin,)) if shape else Box((), ())]
+    row = math.prod(inner)
     first, last = -(-begin // row), end // row  # the complete rows
+
+    def boxes_in_row(i: int, low: int, high: int) -> list[Box]:
+        return [Box((i, *box.offsets), (1, *box.sizes)) for box in range_to_boxes(inner, low - i * row, high - i * row)]
+
     if first > last:  # within one row
-        yield from _boxes_in_row(shape, last, begin, end)
-        return
-    yield from _boxes_in_row(shape, first - 1, begin, first * row)
-    if first < last:
-        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-    yield from _boxes_in_row(shape, last, last * row, end)
-
-
-def _boxes_in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> Iterator[Box]:
-    start = row * math.prod(shape[1:])
-    for box in _iter_boxes(shape[1:], begin - start, end - start):
-        yield Box((row, *box.offsets), (1, *box.sizes))
+        return boxes_in_row(last, begin, end)
+    complete = [Box((first, *(0 for _ in inner)), (last - first, *inner))] if first < last else []
+    return boxes_in_row(first - 1, begin, first * row) + complete + boxes_in_row(last, last * row, end)
 
 
 def check_tiles(shape: Sequence[int], pieces: Iterable[Box]) -> None:
@@ -93,8 +86,7 @@ def check_tiles(shape: Sequence[int], pieces: Iterable[Box]) -> None:
             out = out * (known[begin] - known[begin + size]) % PRIME
         return out
 
-    total = 0
-    elements = 0
+    total = elements = 0
     for box in pieces:
         if any(
             begin < 0 or size < 0 or begin + size > end for begin, size, end in zip(box.offsets, box.sizes, shape, strict=True)
@@ -130,52 +122,179 @@ def share_range(written: list[int], begin: int, end: int, itemsize: int, rank: i
     return own
 
 
-# --- The leaves ---
-
-MAX_DIMS = 64
-"""The most dimensions of a tensor in a file: torch's kernels take no more."""
-
-
 class TensorRange(NamedTuple):
     """A range of a stored tensor, or of a box in it, in its memory order, with this rank's memory for it."""
 
-    name: str
-    aliases: tuple[str, ...]
+    names: tuple[str, ...]
+    """The name under which the tensor is stored, and its other names."""
     shape: tuple[int, ...]
+    data: Tensor
     order: tuple[int, ...]
     """The tensor's dimensions from the outermost in memory to the innermost."""
-    begin: int
-    data: Tensor
-    holder: int
+    begin: int = 0
+    holder: int = 0
     """The number of this rank among the ranks that hold the range."""
-    holders: int
+    holders: int = 1
     axes: tuple[str, ...] | None = None
     """The mesh axes along which these ranks are; None for all axes, and for one holder."""
     box: Box | None = None
     """The box whose elements ``begin`` counts: a rank's piece of a parameter over local axes. None for the whole tensor."""
 
+    @property
+    def end(self) -> int:
+        """The end of the range."""
+        return self.begin + len(self.data)
+
+    def iter_boxes(self, begin: int, end: int) -> Iterator[tuple[Box, Tensor]]:
+        """Yield elements ``begin`` to ``end`` as boxes of the tensor, with views of the memory for them."""
+        start, sizes = self.box or Box((0,) * len(self.shape), self.shape)
+        back = [self.order.index(d) for d in range(len(self.order))]
+        at = begin - self.begin
+        for box in range_to_boxes([sizes[d] for d in self.order], begin, end):
+            view = self.data[at : at + box.numel].view(box.sizes).permute(back)
+            offsets = tuple(first + box.offsets[d] for first, d in zip(start, back, strict=True))
+            yield Box(offsets, tuple(box.sizes[d] for d in back)), view
+            at += box.numel
+
+
+# --- The leaves ---
+
+MAX_DIMS = 64
+"""The most dimensions of a tensor in a file: torch's kernels take no more."""
+Names = tuple[tuple[str, ...], ...]
+"""For each tensor or value that is stored of a leaf its names: for a unit's, the parameters' own names first."""
+
 
 @dataclass(frozen=True)
-class SliceLeaf:
+class ValueLeaf:
+    """A plain value, in a unit's state one for each parameter."""
+
+    names: Names
+    value: Any
+    is_per_rank: bool
+    data: dict[str, Any]
+    """The leaf as JSON: ``{"value": value}`` or, each rank's own, ``{"values": [value of each rank]}``."""
+
+
+@dataclass(frozen=True)
+class StoredLeaf:
+    """A leaf whose tensors are in the files."""
+
+    names: Names
+    dtype: torch.dtype
+
+    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[tuple[int, ...], str]]:
+        """Return for each of ``names`` the shape of the stored tensor, and a hint for the error about another one."""
+        raise NotImplementedError
+
+    def allocate(self, spec: PartitionSpec) -> Tensor:
+        """Return memory to read into."""
+        raise NotImplementedError
+
+    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
+        """Yield the ranges of stored tensors that this rank has in the tensor of the state, or in memory to read into."""
+        raise NotImplementedError
+
+    def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
+        """Return as a state has it what was read into memory."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TensorLeaf(StoredLeaf):
+    """A tensor outside of units: equal on all ranks or, stored with the ranks as first dimension, each rank's own."""
+
+    shape: tuple[int, ...]
+    is_accelerated: bool
+    """Whether the tensor is on the mesh's device instead of the host."""
+    is_per_rank: bool = False
+
+    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[tuple[int, ...], str]]:
+        return [((ranks, *self.shape) if self.is_per_rank else self.shape, "")]
+
+    def allocate(self, spec: PartitionSpec) -> Tensor:
+        try:
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        except RuntimeError as error:
+            text = f"tensor '{self.names[0][0]}': expected to have memory for {[*self.shape]} {self.dtype}"
+            raise CheckpointError(text) from error
+
+    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
+        data, ((shape, _),) = _flatten_tensor(tensor), self.stored_shapes(spec, ranks)
+        whole = TensorRange(self.names[0], shape, data, tuple(range(len(shape))))
+        if not self.is_per_rank:
+            yield whole._replace(holder=rank, holders=ranks)
+        elif len(data) or rank == 0:
+            yield whole._replace(begin=rank * math.prod(self.shape))
+
+    def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
+        device = spec.bound_mesh.device
+        return memory.to(device) if self.is_accelerated and device else memory
+
+
+@dataclass(frozen=True)
+class ScalarLeaf(TensorLeaf):
+    """A number of a unit, such as an optimizer's step count: stored with each of the unit's parameters."""
+
+    key: str = ""
+    """The unit's."""
+
+    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[tuple[int, ...], str]]:
+        return [((), "")] * len(self.names)
+
+    def allocate(self, spec: PartitionSpec) -> Tensor:
+        return torch.empty(len(self.names), dtype=self.dtype, device="cpu")
+
+    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
+        numbers = tensor.detach().reshape(-1).expand(len(self.names))
+        for i, names in enumerate(self.names):
+            yield TensorRange(names, (), numbers[i : i + 1], (), holder=rank, holders=ranks)
+
+    def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
+        raw = memory.view(-1, 1).view(torch.uint8)  # as bits: equal NaNs count as the same
+        if not bool((raw == raw[:1]).all()):
+            raise ValueError(
+                f"unit '{self.key}': expected one '{self.names[0][0]}' for all of its parameters, got "
+                f"{memory.unique().tolist()[:4]}; choose units whose parameters have taken as many steps"
+            )
+        return super().to_state(memory[0].clone(), spec)
+
+
+@dataclass(frozen=True)
+class OwnedLeaf(TensorLeaf):
+    """The tensor of a matrix's owner, or an owner's part of a stack; on other ranks it has shape [0, *shape]."""
+
+    is_here: bool = True
+    stack: LocalDims = ()
+    """The axes along which owners have a part each, and the dimension that each splits."""
+
+    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[tuple[int, ...], str]]:
+        return [(join_shape(self.shape, self.stack, dict(spec.bound_mesh.sizes)), "")]
+
+    def allocate(self, spec: PartitionSpec) -> Tensor:
+        return torch.empty(self.shape if self.is_here else (0, *self.shape), dtype=self.dtype, device="cpu")
+
+    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
+        if self.is_here:
+            mesh, ((shape, _),) = spec.bound_mesh, self.stored_shapes(spec, ranks)
+            at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
+            box = Box(piece_offsets(self.shape, self.stack, dict(mesh.sizes), at), self.shape)
+            yield TensorRange(self.names[0], shape, _flatten_tensor(tensor), tuple(range(len(shape))), box=box)
+
+
+@dataclass(frozen=True)
+class SliceLeaf(StoredLeaf):
     """A rank's slice of a unit: a range of each of its parameters."""
 
     unit: Unit
-    names: tuple[tuple[str, ...], ...]
-    """For each of ``params``, the names under which it is stored, its own name first."""
-    dtype: torch.dtype
-    is_encoded: bool = False
-    """Whether the state has the slice in the unit's codec; a file has it decoded."""
     subset: tuple[Param, ...] | None = None
     """The parameters that the leaf has elements of, or None for all of the unit's."""
     is_compact: bool = False
     """Whether the leaf has only the elements of ``subset``, without those between them and without padding."""
+    is_encoded: bool = False
+    """Whether the state has the slice in the unit's codec; a file has it decoded."""
     block: int = 1
     """The number of the unit's elements that each of the leaf's stands for, such as those of a scale."""
-
-    @property
-    def params(self) -> tuple[Param, ...]:
-        """The parameters whose ranges are stored, as many as ``names``."""
-        return self.unit.params if self.subset is None else self.subset
 
     def numel(self, spec: PartitionSpec) -> int:
         """Return the number of its elements on this rank."""
@@ -183,174 +302,78 @@ class SliceLeaf:
             return sum(p.high - p.low for p in self._pieces(spec))
         return spec.shard_numel(self.unit) // self.block
 
-    def stored_shape(self, param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of a parameter's stored tensor: the whole parameter's or [*pieces, blocks].
+    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[tuple[int, ...], str]]:
+        sizes = dict(spec.bound_mesh.sizes)
+        params = self.unit.params if self.subset is None else self.subset
+        return [(self._stored_shape(param, sizes), describe_pieces(param, sizes)) for param in params]
 
-        Blocks are those of the elements in memory order, of each piece over local axes, if there are several.
-        """
-        whole = global_shape(param, sizes)
-        if self.block == 1:
-            return whole
-        pieces = () if whole == param.shape else (n // max(size, 1) for n, size in zip(whole, param.shape, strict=True))
-        return (*pieces, -(-param.numel // self.block))
+    def _stored_shape(self, param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return global_shape(param, sizes) if self.block == 1 else (-(-param.numel // self.block),)
 
     def allocate(self, spec: PartitionSpec) -> Tensor:
         """Return memory to read into, padding zeroed, on the mesh's device or on the host if it goes through the host."""
         device = None if self.is_encoded or is_host_resident(self.unit) else spec.bound_mesh.device
         memory = torch.empty(self.numel(spec), dtype=self.dtype, device=device or "cpu")
-        if self.is_compact:
-            return memory
         end = 0
-        for low, high in [*((piece.low, piece.high) for piece in self._pieces(spec)), (len(memory), 0)]:
+        for low, high in [] if self.is_compact else [*((p.low, p.high) for p in self._pieces(spec)), (len(memory), 0)]:
             memory[end:low].view(torch.uint8).zero_()  # as bytes: torch does not fill float4
             end = max(end, high)
         return memory
 
     def _pieces(self, spec: PartitionSpec) -> Iterator[Piece]:
-        block = self.block
         for param, low, high, begin in slice_pieces(self.unit, spec, rank_coords(spec.bound_mesh, None)):
             if self.subset is None or param in self.subset:
-                yield Piece(param, low // block, -(-high // block), begin // block)
-
-    def to_state(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
-        """Return a slice that was read as a state has it: encoded, and on the device or host where it is kept."""
-        return (store_slice if self.is_encoded else place_slice)(tensor, self.unit, spec.bound_mesh)
+                yield Piece(param, low // self.block, -(-high // self.block), begin // self.block)
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the ranges of the parameters that lie in the slice."""
         mesh = spec.bound_mesh
         sizes, coords = dict(mesh.sizes), rank_coords(mesh, None)
         at = dict(zip(mesh.names, coords, strict=True))
         replicated = tuple(name for name in mesh.names if name not in self.unit.distinct_axes)
         holder, holders = rank_along(replicated, mesh, coords)
         flat = tensor.detach().resolve_conj().resolve_neg()
-        for piece, (name, *aliases) in zip(self._pieces(spec), self.names, strict=True):
+        for piece, names in zip(self._pieces(spec), self.names, strict=True):
             data, param = flat if self.is_compact else flat[piece.low : piece.high], piece.param
-            shape = self.stored_shape(param, sizes)
-            order = tuple(param.order) if self.block == 1 else tuple(range(len(shape)))
-            part = TensorRange(name, tuple(aliases), shape, order, 0, data, rank, ranks)
+            shape = self._stored_shape(param, sizes)
+            order = tuple(param.order) if self.block == 1 else (0,)
             if len(data):
-                offsets = piece_offsets(param.shape, param.local, sizes, at)
-                box = Box(offsets, param.shape)
-                if self.block > 1:
-                    index = [offset // size for offset, size in zip(offsets, param.shape, strict=True)][: len(shape) - 1]
-                    box = Box((*index, 0), (*(1 for _ in index), shape[-1]))
-                yield part._replace(begin=piece.begin, holder=holder, holders=holders, axes=replicated, box=box)
+                box = Box(piece_offsets(param.shape, param.local, sizes, at), param.shape) if self.block == 1 else None
+                yield TensorRange(names, shape, data, order, piece.begin, holder, holders, replicated, box)
             elif not param.numel:
-                yield part
+                yield TensorRange(names, shape, data, order, holder=rank, holders=ranks)
+
+    def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
+        return (store_slice if self.is_encoded else place_slice)(memory, self.unit, spec.bound_mesh)
 
 
-@dataclass(frozen=True)
-class ScalarLeaf:
-    """A number of a unit, such as an optimizer's step count: stored with each of the unit's parameters."""
-
-    unit: Unit
-    names: tuple[tuple[str, ...], ...]
-    dtype: torch.dtype
-    is_accelerated: bool
-    """Whether the number is on the mesh's device instead of the host."""
-
-    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the number for each parameter, or as many numbers."""
-        numbers = tensor.detach().reshape(-1).expand(len(self.names))
-        for i, (name, *aliases) in enumerate(self.names):
-            yield TensorRange(name, tuple(aliases), (), (), 0, numbers[i : i + 1], rank, ranks)
-
-
-@dataclass(frozen=True)
-class TensorLeaf:
-    """A tensor outside of units: equal on all ranks or, stored with the ranks as first dimension, each rank's own."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_accelerated: bool
-    is_per_rank: bool = False
-
-    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the whole tensor, or this rank's row."""
-        data = _flatten_tensor(tensor)
-        if not self.is_per_rank:
-            yield TensorRange(self.name, (), self.shape, tuple(range(len(self.shape))), 0, data, rank, ranks)
-        elif len(data) or rank == 0:
-            shape = (ranks, *self.shape)
-            yield TensorRange(self.name, (), shape, tuple(range(len(shape))), rank * math.prod(self.shape), data, 0, 1)
-
-
-@dataclass(frozen=True)
-class OwnedLeaf:
-    """The tensor of a matrix's owner, or an owner's part of a stack; on other ranks it has shape [0, *shape]."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_accelerated: bool
-    is_here: bool
-    stack: LocalDims = ()
-    """The axes along which owners have a part each, and the dimension that each splits."""
-
-    def allocate(self) -> Tensor:
-        """Return memory to read into, on the host."""
-        return torch.empty(self.shape if self.is_here else (0, *self.shape), dtype=self.dtype, device="cpu")
-
-    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the whole tensor on its owner, or an owner's part."""
-        if not self.is_here:
-            return
-        sizes = dict(spec.bound_mesh.sizes)
-        at = dict(zip(spec.bound_mesh.names, rank_coords(spec.bound_mesh, None), strict=True))
-        box = Box(piece_offsets(self.shape, self.stack, sizes, at), self.shape)
-        shape, order = self.global_shape(spec), tuple(range(len(self.shape)))
-        yield TensorRange(self.names[0], self.names[1:], shape, order, 0, _flatten_tensor(tensor), 0, 1, box=box)
-
-    def global_shape(self, spec: PartitionSpec) -> tuple[int, ...]:
-        """Return the shape of the stored tensor, which has the parts of all owners."""
-        return join_shape(self.shape, self.stack, dict(spec.bound_mesh.sizes))
-
-
-@dataclass(frozen=True)
-class ValueLeaf:
-    """A plain value."""
-
-    name: str
-    value: Any = None
-    is_per_rank: bool = False
-    names: tuple[tuple[str, ...], ...] = ()
-    """For a value in a unit's state, the names as in `ScalarLeaf`."""
-
-
-StoredLeaf = SliceLeaf | ScalarLeaf | TensorLeaf | OwnedLeaf
-"""A leaf whose tensor is in the files."""
 Leaf = StoredLeaf | ValueLeaf
 
 
 def leaf_names(leaf: Leaf) -> list[str]:
     """Return all names under which a leaf is stored."""
-    if isinstance(leaf, TensorLeaf | ValueLeaf):
-        return [leaf.name]
-    return [*leaf.names] if isinstance(leaf, OwnedLeaf) else [name for names in leaf.names for name in names]
+    return [name for names in leaf.names for name in names]
+
+
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def clean_name(key: str) -> str:
+    """Return a key of a state_dict without the prefixes of FSDP1, checkpoint_wrapper, torch.compile and DDP."""
+    for prefix in WRAPPERS:
+        key = key.replace(prefix, "")
+    return re.sub(r"(^|\.)module\.", r"\1", key, count=1)
 
 
 def check_storable(value: object, what: str) -> None:
     """Check that files can hold a value. Raises TypeError or ValueError, beginning with ``what``, otherwise."""
-    if (
-        not isinstance(value, Tensor)
-        or type(value) not in (Tensor, nn.Parameter)
-        or value.layout != torch.strided
-        or value.is_quantized
-    ):
+    is_plain = isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter)
+    if not is_plain or value.layout != torch.strided or value.is_quantized:
         got = f"{type(value).__name__} {value.dtype} {value.layout}" if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{what}: expected a plain, dense tensor, got {got}")
     if value.dim() > MAX_DIMS:
         raise ValueError(f"{what}: expected at most {MAX_DIMS} dimensions, got {value.dim()}")
     if value.is_meta:
         raise ValueError(f"{what}: expected a tensor with values, got one on the meta device")
-
-
-def is_uniform(numbers: Tensor) -> bool:
-    """Return whether all elements of a vector have the same bits; equal NaNs count as the same."""
-    raw = numbers.contiguous().view(-1, 1).view(torch.uint8)
-    return bool((raw == raw[:1]).all())
 
 
 def _flatten_tensor(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The tree of a state: what is sharded like the spec's units, the names under which it is stored, and the way back."""
+"""The tree of a state: JSON for its structure and plain values, leaves for its tensors, and the way back for any spec."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import base64
 import contextlib
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import optree
@@ -18,25 +17,22 @@ from torch import Tensor
 from ... import _torch
 from ..._core.spec import PartitionSpec
 from ..._core.tree import NAMESPACE, Param
-from ..._core.unit import Unit
+from ..._core.unit import Unit, global_shape
 from ..._spec.local import stack_dims
 from ..._spec.unit_state import UnitState
 from ...averaging import Averaging
 from ...compress._powersgd import PowerSGD
 from ...loss_scale import LossScale
-from ...optim import MatrixState, QuantizedSlice
+from ...optim import Matrices, MatrixState, QuantizedSlice, matrices
 from ...optim._checks import is_slice
 from ...optim._compose import AccumulationState, EmaState, FiniteState, ScheduleState
+from ...optim._matrices.owners import Matrix
 from .._errors import DamagedError
-from .leaves import Leaf, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
+from .leaves import Leaf, Names, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 
 # --- Plain values (numbers, strings, bytes, dtypes, None) as JSON ---
 
 PLAIN = (bool, int, float, str, type(None))
-
-
-def _is_plain_value(value: object) -> bool:
-    return type(value) in PLAIN or isinstance(value, bytes | torch.dtype)
 
 
 def plain_to_json(value: object, name: str) -> Any:
@@ -68,70 +64,61 @@ def plain_from_json(data: Any) -> Any:
     raise DamagedError(f"expected a number, a string, null, bytes or a dtype of this torch, got {reprlib.repr(data)}")
 
 
-# --- The containers of a state: their children, how to build them, and their names in a file ---
+# --- Containers: a file names the classes below, and calls any other one "other" ---
 
-Builder = Callable[[list[Any]], Any]
-SEQUENCES = {"list": list, "tuple": tuple, "deque": list}
-MAPPINGS = {"dict": dict, "OrderedDict": OrderedDict, "UnitState": UnitState, "defaultdict": dict, "Counter": dict}
-COMPOSED = (AccumulationState, EmaState, FiniteState, ScheduleState)
-TUPLES = {cls.__name__: cls for cls in (Averaging, LossScale, MatrixState, PowerSGD, QuantizedSlice, *COMPOSED)}
-STORED_FIELDS = {MatrixState: ("step", "slices", "owned", "rest")}
-"""The names of fields in files, for classes whose attributes were renamed since version 0.1."""
-NAMED: dict[str, Any] = SEQUENCES | MAPPINGS | TUPLES
-"""The classes that a file can name: exactly these, not their subclasses. Version 0.2 named more, which come as dict or list."""
-
-
-def _is_container(value: Any) -> bool:
-    return not (value is None or optree.tree_is_leaf(value, namespace=NAMESPACE))
+TUPLES = (Averaging, LossScale, MatrixState, PowerSGD, QuantizedSlice, AccumulationState, EmaState, FiniteState, ScheduleState)
+CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (dict, OrderedDict, UnitState, list, tuple, *TUPLES)}
+"""The classes that a file can name: exactly these, not their subclasses."""
+OLD_CLASSES = {"deque": list, "defaultdict": dict, "Counter": dict}
+"""The classes of version 0.2, and what stands for them."""
+SEQUENCES = ("list", "tuple", "deque")
+MAX_DEPTH = 100
+"""The most containers inside each other that a state may have, since `load` builds them by recursion."""
 
 
-def _describe_container(value: Any, describe_child: Callable[[Any, Any], Node]) -> ContainerNode:
-    """Return the node of a container, whose children ``describe_child(entry, child)`` describes."""
-    kind, argument = _get_kind(value)
-    if kind in MAPPINGS or kind in SEQUENCES:
-        pairs = value.items() if kind in MAPPINGS else enumerate(value)
-        return make_container_node({entry: describe_child(entry, child) for entry, child in pairs}, kind, argument)
-    build: Builder
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        cls: Any = type(value)
-        entries, children, build = get_fields(cls), value, lambda xs: cls(*xs)
-    else:
-        unknown: Any = value
-        children, metadata, entries, unflatten = optree.tree_flatten_one_level(unknown, namespace=NAMESPACE)
-        build = partial(unflatten, metadata)
-    return ContainerNode(kind, argument, tuple(entries), tuple(map(describe_child, entries, children)), build)
+class Container(NamedTuple):
+    """A container: the name of its class in files, or "", its children by entry, and the function that builds one of them."""
+
+    kind: str
+    argument: Any
+    children: list[tuple[Any, Any]]
+    build: Callable[[list[Any]], Any]
 
 
-def _get_kind(value: Any) -> tuple[str, Any]:
-    cls = type(value)
-    if NAMED.get(cls.__name__) is not cls:
-        return "", None
-    return cls.__name__, sorted(value.numbers) if isinstance(value, UnitState) else None
+def open_container(value: Any) -> Container | None:
+    """Return a value as a container, or None for a leaf."""
+    cls, argument = type(value), sorted(value.numbers) if isinstance(value, UnitState) else None
+    kind = cls.__name__ if CLASSES.get(cls.__name__) is cls else ""
+    if isinstance(value, tuple) and hasattr(cls, "_fields"):
+        fields: Any = cls
+        return Container(kind, None, [*zip(fields._fields, value, strict=True)], lambda xs: fields(*xs))
+    if kind:
+        children = [*(value.items() if isinstance(value, dict) else enumerate(value))]
+        return Container(kind, argument, children, lambda xs: build_container(kind, argument, [k for k, _ in children], xs))
+    if value is None or optree.tree_is_leaf(value, namespace=NAMESPACE):
+        return None
+    found, metadata, entries, unflatten = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
+    return Container("", None, [*zip(entries, found, strict=True)], lambda xs: unflatten(metadata, xs))
 
 
-def get_fields(cls: Any) -> tuple[str, ...]:
-    """Return the names that the fields of a named tuple have in files."""
-    fields: tuple[str, ...] = cls._fields
-    return STORED_FIELDS.get(cls, fields)
-
-
-def _get_builder(kind: str, argument: Any, entries: Sequence[Any]) -> Builder:
-    cls = NAMED[kind]
+def build_container(kind: str, argument: Any, entries: Iterable[Any], children: Iterable[Any]) -> Any:
+    """Return a container of a class that a file names."""
+    cls = CLASSES.get(kind) or OLD_CLASSES[kind]
     if kind in SEQUENCES:
-        return cls
-    if kind in TUPLES:
-        return lambda xs: cls(*xs)
-    more = (argument,) if kind == "UnitState" else ()
-    return lambda xs: cls(zip(entries, xs, strict=True), *more)
+        return cls(children)
+    if cls in TUPLES:
+        return cls(*children)
+    pairs = zip(entries, children, strict=True)
+    return UnitState(pairs, argument) if cls is UnitState else cls(pairs)
 
 
-def container_to_json(kind: str, argument: Any, entries: Iterable[Any], children: list[Any]) -> dict[str, Any]:
-    """Return the JSON data of a container from that of its children. Raises TypeError for a key that is no plain value."""
-    more = {} if argument is None else {"of": argument}
-    if kind in SEQUENCES:
-        return {kind: children} | more
-    keys = [plain_to_json(entry, "a key of a dict") if kind else str(entry) for entry in entries]
-    return {kind or "other": [list(pair) for pair in zip(keys, children, strict=True)]} | more
+def rebuild(like: Any, values: Iterator[Any]) -> Any:
+    """Return a state like this one that has these values as leaves, in the order in which `describe` returns them."""
+    if isinstance(like, PerRank):
+        return rebuild(like.tree, values)
+    if (container := open_container(like)) is None:
+        return next(values)
+    return container.build([rebuild(child, values) for _, child in container.children])
 
 
 def file_entries(data: Any) -> list[tuple[Any, Any]] | None:
@@ -139,131 +126,9 @@ def file_entries(data: Any) -> list[tuple[Any, Any]] | None:
     (kind, content), *_ = data.items()
     if kind in SEQUENCES:
         return list(enumerate(content))
-    if kind in NAMED or kind == "other":
+    if kind in CLASSES or kind in OLD_CLASSES or kind == "other":
         return [(plain_from_json(entry), child) for entry, child in content]
     return None
-
-
-# --- Nodes and paths ---
-
-FALLBACK = "rest"
-"""The entry in files of a parameter that is no matrix: ``[step, the state of the fallback optimizer]``."""
-MAX_DEPTH = 100
-"""The most containers inside each other that a state may have, since `load` builds them by recursion."""
-
-
-@dataclass(frozen=True)
-class ContainerNode:
-    """A container: its children, and how it is built of them."""
-
-    kind: str
-    argument: Any
-    entries: tuple[Any, ...]
-    children: tuple[Node, ...]
-    build: Builder
-    is_complete: bool | None = None
-    """For a mapping by the keys of units, and perhaps other keys: whether it has all of the spec."""
-
-
-Node = ContainerNode | Leaf
-
-
-class StatePath(NamedTuple):
-    """The path of a part of a unit's state."""
-
-    unit: Unit
-    path: tuple[str, ...]
-    slot: tuple[str, ...] = ()
-    subset: tuple[Param, ...] | None = None
-    is_compact: bool = False
-
-    @property
-    def params(self) -> tuple[Param, ...]:
-        """The parameters that the part belongs to."""
-        return self.unit.params if self.subset is None else self.subset
-
-    @property
-    def error_path(self) -> tuple[str, ...]:
-        """The path for an error: of the unit's key, not of its parameters."""
-        return (*self.path, self.unit.key, *self.slot)
-
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """For each of the parameters, the names under which the part is stored."""
-        return stored_names(self.params, self.path, self.slot)
-
-    @property
-    def block_names(self) -> tuple[tuple[str, ...], ...]:
-        """The names of what has an element for each block of the parameters' elements in memory order, which they tell."""
-        orders = [".order" + "".join(map(str, p.order)) if p.permuted else "" for p in self.params]
-        return tuple(tuple(name + order for name in names) for names, order in zip(self.names, orders, strict=True))
-
-    def child(self, *entries: str) -> StatePath:
-        """Return the path of an entry in this part."""
-        return self._replace(slot=(*self.slot, *entries))
-
-    def common_value(self, found: Mapping[str, Any]) -> Any:
-        """Return the JSON data that all of the unit's parameters have. Raises ValueError where they differ."""
-        (first, value), *others = found.items()
-        where = f"state '{'.'.join(self.path)}'" if self.path else "the state"
-        for name, other in others:
-            if repr(other) != repr(value):  # by repr, NaN equals NaN
-                is_mixed = len({"QuantizedSlice" in repr(x) for x in (other, value)}) == 2
-                hint = ", as those that were saved, and save what fs.optim.decode_state returns: it loads with any units"
-                raise ValueError(
-                    f"unit '{self.unit.key}' of {where}: expected one kind of state for all of its parameters, got others for "
-                    f"'{name}' than for '{first}'; choose units that do not mix them{hint if is_mixed else ''}"
-                )
-        return value
-
-
-def make_container_node(
-    children: Mapping[Any, Node], kind: str = "dict", argument: Any = None, is_complete: bool | None = None
-) -> ContainerNode:
-    """Return the node of a container that a file can name, of its children by entry."""
-    entries, build = tuple(children), _get_builder(kind, argument, tuple(children))
-    return ContainerNode(kind, argument, entries, tuple(children.values()), build, is_complete)
-
-
-def make_matrix_state_node(
-    step: Node, slices: Mapping[str, Node], owned: Mapping[str, Node], fallback: Mapping[str, Node]
-) -> ContainerNode:
-    """Return the node of a unit's `MatrixState`."""
-    children = (step, *map(make_container_node, (slices, owned, fallback)))
-    return make_container_node(dict(zip(get_fields(MatrixState), children, strict=True)), MatrixState.__name__)
-
-
-def stored_names(params: Iterable[Param], path: Sequence[str], slot: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return, for each parameter, the names under which a part of its state is stored."""
-    return tuple(tuple(".".join((*path, name, *slot)) for name in param.names) for param in params)
-
-
-def parameter_slice(unit: Unit, path: Sequence[str] = ()) -> SliceLeaf:
-    """Return the leaf of the unit's parameters, as the part of a state at this path."""
-    return SliceLeaf(unit, stored_names(unit.params, path, ()), unit.dtype, unit.is_encoded)
-
-
-def walk(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Node]]:
-    """Yield ``(path, node)`` of a node and of all nodes below it, depth first."""
-    yield ".".join(path), node
-    if isinstance(node, ContainerNode):
-        for entry, child in zip(node.entries, node.children, strict=True):
-            yield from walk(child, (*path, str(entry)))
-
-
-def iter_leaves(node: Node) -> Iterator[Leaf]:
-    """Yield the leaves in the order of the values that `describe` returns."""
-    return (found for _, found in walk(node) if not isinstance(found, ContainerNode))
-
-
-def build_state(node: Node, values: Iterator[Any]) -> Any:
-    """Return the state that has these values as leaves. Inverse of `describe`, without `per_rank`."""
-    if isinstance(node, ContainerNode):
-        return node.build([build_state(child, values) for child in node.children])
-    return next(values)
-
-
-# --- Describe a state ---
 
 
 @dataclass(frozen=True)
@@ -292,113 +157,189 @@ def per_rank(tree: Any) -> PerRank:
     return PerRank(tree)
 
 
-def describe(
-    state: Any, spec: PartitionSpec, path: tuple[str, ...] = (), *, is_template: bool = False
-) -> tuple[Node, list[Any]]:
-    """Return the tree of a state, or of the part of one at ``path``, and the values of its leaves, as `iter_leaves` has them.
+# --- Describe a state ---
 
-    A template, `load`'s ``like``, may have containers that no file can name. Raises ValueError, naming the unit, for a slice
-    of another length than the spec's, and TypeError for a value that cannot be saved.
+MATRIX, FALLBACK = "matrix", "rest"
+"""The entries in files of a parameter's part of a `MatrixState`: of a matrix ``[step, slices, owned]``, else ``[step, state of
+the fallback optimizer]``: an entry for each parameter, whatever units and owners there are."""
+
+
+class Place(NamedTuple):
+    """The place of a part of a state: its path outside of units, and within a unit's state the unit and the path in it."""
+
+    path: tuple[str, ...]
+    unit: Unit | None = None
+    slot: tuple[str, ...] = ()
+    subset: tuple[Param, ...] | None = None
+    """The parameters that the part belongs to, or None for all of the unit's."""
+    is_compact: bool = False
+    """Whether slices have the elements of ``subset`` alone."""
+    owner: Param | None = None
+    """The matrix that the part belongs to."""
+    is_per_rank: bool = False
+
+    @property
+    def where(self) -> str:
+        """The path for an error: of the unit's key, not of its parameters."""
+        return ".".join((*self.path, *((self.unit.key,) if self.unit else ()), *self.slot))
+
+    @property
+    def names(self) -> Names:
+        """The names under which the part is stored: for each of the parameters, or one."""
+        if self.unit is None:
+            return ((".".join(self.path),),)
+        params = (self.owner,) if self.owner else self.unit.params if self.subset is None else self.subset
+        return tuple(tuple(".".join((*self.path, name, *self.slot)) for name in param.names) for param in params)
+
+    def child(self, *entries: Any) -> Place:
+        """Return the place of an entry in this part."""
+        more = tuple(map(str, entries))
+        return self._replace(slot=self.slot + more) if self.unit else self._replace(path=self.path + more)
+
+    def common_value(self, found: Mapping[str, Any]) -> Any:
+        """Return the JSON data that all of the unit's parameters have. Raises ValueError where they differ."""
+        (first, value), *others = found.items()
+        for name, other in others:
+            if repr(other) != repr(value):  # by repr, NaN equals NaN
+                is_mixed = len({"QuantizedSlice" in repr(x) for x in (other, value)}) == 2
+                hint = ", as those that were saved, and save what fs.optim.decode_state returns: it loads with any units"
+                raise ValueError(
+                    f"unit '{self.unit and self.unit.key}' of state '{'.'.join(self.path)}': expected one kind of state for all "
+                    f"of its parameters, got others for '{name}' than for '{first}'; choose units that do not mix "
+                    f"them{hint if is_mixed else ''}"
+                )
+        return value
+
+
+class Description:
+    """The description of a state, or of the part of one at ``path``: its JSON, and its leaves with their values.
+
+    A template, `load`'s ``like``, may have containers that no file can name; ``units`` are the paths of the mappings in it that
+    are sharded, which are otherwise found by their values. Raises ValueError, naming the unit, for a slice of another length
+    than the spec's, and TypeError for a value that cannot be saved.
     """
-    values: list[Any] = []
-    return _Describer(spec, values, is_template=is_template).describe(state, path, is_per_rank=False), values
 
+    def __init__(
+        self,
+        state: Any,
+        spec: PartitionSpec,
+        path: tuple[str, ...] = (),
+        *,
+        is_template: bool = False,
+        units: set[tuple[str, ...]] | None = None,
+    ) -> None:
+        self._spec, self._is_template, self._units = spec, is_template, units
+        self.leaves: list[Leaf] = []
+        self.values: list[Any] = []
+        self.containers: dict[str, str] = {}
+        """The class of each container, by path."""
+        self.json = self._add(state, Place(path))
 
-class _Describer:
-    """A description of a state in the making: it describes the parts, and collects the values of their leaves."""
-
-    def __init__(self, spec: PartitionSpec, values: list[Any], *, is_template: bool) -> None:
-        self._spec, self._values, self._is_template = spec, values, is_template
-
-    def describe(self, value: Any, path: tuple[str, ...], *, is_per_rank: bool) -> Node:
-        if isinstance(value, PerRank):
-            return self.describe(value.tree, path, is_per_rank=True)
-        if isinstance(value, Mapping) and not is_per_rank and (units := self._unit_keys(value, path)):
-            children = {
-                key: self._describe_unit(child, StatePath(self._spec.by_key[key], path))
-                if key in units
-                else self.describe(child, (*path, str(key)), is_per_rank=is_per_rank)
-                for key, child in value.items()
-            }
-            kind, argument = self._check_container(value, path)
-            return make_container_node(children, kind or "dict", argument, len(units) == len(self._spec))
-        if _is_container(value):
-
-            def describe_child(entry: Any, child: Any) -> Node:
-                is_own = is_per_rank or (isinstance(value, PowerSGD) and entry == "error")
-                return self.describe(child, (*path, str(entry)), is_per_rank=is_own)
-
-            return self._describe_container(value, path, describe_child)
-        self._values.append(value)
-        name = ".".join(path)
-        if isinstance(value, Tensor):
-            return TensorLeaf(name, tuple(value.shape), value.dtype, _torch.is_accelerator(value.device), is_per_rank)
-        plain_to_json(value, name)
-        return ValueLeaf(name, value, is_per_rank)
-
-    def _describe_container(
-        self, value: Any, path: tuple[str, ...], describe_child: Callable[[Any, Any], Node]
-    ) -> ContainerNode:
-        self._check_container(value, path)
-        return _describe_container(value, describe_child)
-
-    def _describe_unit(self, value: Any, path: StatePath) -> Node:
-        if isinstance(value, MatrixState):
-            return self._describe_matrix_state(value, path)
-        if _is_container(value):
-            describe_child = self._describe_blocks if isinstance(value, QuantizedSlice) else self._describe_unit
-            return self._describe_container(
-                value, path.error_path, lambda entry, child: describe_child(child, path.child(str(entry)))
+    def _add(self, value: Any, at: Place) -> Any:
+        """Add the leaves of a part, and return its JSON."""
+        if isinstance(value, PerRank) and at.unit is None:
+            return self._add(value.tree, at._replace(is_per_rank=True))
+        if (container := open_container(value)) is None:
+            self.values.append(value)
+            data, leaf = self._describe_leaf(value, at)
+            self.leaves.append(leaf)
+            return data
+        kind, argument, children, _ = container
+        self._check_container(value, at)
+        more = {} if argument is None else {"of": argument}
+        self.containers[at.where] = f"a container, {kind or 'of a class of its own'}{f' of {argument}' if more else ''}"
+        if isinstance(value, Mapping) and not at.unit and not at.is_per_rank and (keys := self._unit_keys(value, at.path)):
+            return {"units": self._add_units(children, keys, at) | {"kind": kind or "dict", "of": argument}}
+        if isinstance(value, QuantizedSlice) and at.unit and any(param.local for param in at.unit.params):
+            raise ValueError(
+                f"unit '{at.unit.key}' of state '{at.where}' is in a codec, whose blocks follow the memory order of each piece "
+                "over local axes: expected what fs.optim.decode_state returns; fs.optim.encode_state encodes it after load"
             )
-        self._values.append(value)
-        unit, names = path.unit, path.names
-        if not isinstance(value, Tensor):
-            plain_to_json(value, ".".join(path.error_path))
-            return ValueLeaf(names[0][0], value, names=names)
-        if value.dim() == 0:
-            return ScalarLeaf(unit, names, value.dtype, _torch.is_accelerator(value.device))
-        leaf = SliceLeaf(unit, names, value.dtype, subset=path.subset, is_compact=path.is_compact)
-        if value.shape != (leaf.numel(self._spec),) if leaf.is_compact else not is_slice(value, unit, self._spec):
-            length, dtype = (leaf.numel(self._spec), value.dtype) if leaf.is_compact else self._spec.stored(unit)
-            _raise_other_slice(unit.key, path.error_path, f"this rank's slice, [{length}] {dtype}, or a number", value)
-        is_encoded = unit.is_encoded and value.dtype == torch.uint8
-        return replace(leaf, dtype=unit.dtype, is_encoded=True) if is_encoded else leaf
+        data: list[Any] = []
+        for entry, child in children:
+            place = at.child(entry)
+            if isinstance(value, PowerSGD) and entry == "error":
+                place = place._replace(is_per_rank=True)
+            found = self._add_blocks(child, place) if isinstance(value, QuantizedSlice) else self._add(child, place)
+            key = (plain_to_json(entry, "a key of a dict") if kind else str(entry)) if kind not in SEQUENCES else None
+            data.append(found if kind in SEQUENCES else [key, found])
+        return {kind or "other": data} | more
 
-    def _describe_blocks(self, value: Tensor, path: StatePath) -> SliceLeaf:
-        """Return the leaf of codes or scales, each of which stands for as many elements of the unit's slice."""
-        self._values.append(value)
-        unit, numel = path.unit, self._spec.shard_numel(path.unit)
+    def _describe_leaf(self, value: Any, at: Place) -> tuple[Any, Leaf]:
+        unit, names = at.unit, at.names
+        if not isinstance(value, Tensor):
+            data = plain_to_json(value, at.where)
+            node = {"values": []} if at.is_per_rank else {"value": data}
+            return node, ValueLeaf(names, value, at.is_per_rank, node)
+        shape, dtype, is_accelerated = tuple(value.shape), value.dtype, _torch.is_accelerator(value.device)
+        kind = plain_to_json(dtype, "")
+        if unit is None:
+            last = False  # version 0.2 reads it
+            leaf = TensorLeaf(names, dtype, shape, is_accelerated, at.is_per_rank)
+            return {"tensor": [[*shape], kind, is_accelerated, at.is_per_rank, last]}, leaf
+        if at.owner is not None:
+            is_here = not shape or len(value) > 0
+            shape = shape if is_here else shape[1:]
+            stack = stack_dims(at.owner, shape, dict(self._spec.bound_mesh.sizes))
+            leaf = OwnedLeaf(names, dtype, shape, is_accelerated, is_here=is_here, stack=stack)
+            ((whole, _),) = leaf.stored_shapes(self._spec, 1)
+            return {"owned": [[*whole], kind, is_accelerated]}, leaf
+        if not shape:
+            return {"scalar": [kind, is_accelerated]}, ScalarLeaf(names, dtype, shape, is_accelerated, key=unit.key)
+        leaf = SliceLeaf(names, dtype, unit, at.subset, at.is_compact)
+        if shape != (leaf.numel(self._spec),) if at.is_compact else not is_slice(value, unit, self._spec):
+            length, dtype = (leaf.numel(self._spec), dtype) if at.is_compact else self._spec.stored(unit)
+            _raise_other_slice(unit.key, at.where, f"this rank's slice, [{length}] {dtype}, or a number", value)
+        if unit.is_encoded and dtype == torch.uint8:
+            leaf = SliceLeaf(names, unit.dtype, unit, at.subset, at.is_compact, is_encoded=True)
+        return {"slice": plain_to_json(leaf.dtype, "")}, leaf
+
+    def _add_blocks(self, value: Tensor, at: Place) -> Any:
+        """Add codes or scales, each of which stands for as many elements of the unit's slice."""
+        unit, names = at.unit, at.names
+        assert unit is not None
+        numel = self._spec.shard_numel(unit)
         block = numel // len(value) if value.dim() == 1 and len(value) and not numel % len(value) else 0
         if not block or unit.align % block:
             expected = f"a part of this rank's slice, of {numel} elements and in blocks that start at multiples of {unit.align}"
-            _raise_other_slice(unit.key, path.error_path, expected, value)
-        return SliceLeaf(unit, path.names if block == 1 else path.block_names, value.dtype, block=block)
+            _raise_other_slice(unit.key, at.where, expected, value)
+        dtype = plain_to_json(value.dtype, "")
+        if block > 1:  # blocks are of elements in memory order, which the names tell
+            orders = (".order" + "".join(map(str, p.order)) if p.permuted else "" for p in unit.params)
+            names = tuple(tuple(name + order for name in some) for some, order in zip(names, orders, strict=True))
+        self.values.append(value)
+        self.leaves.append(SliceLeaf(names, value.dtype, unit, block=block))
+        return {"slice": dtype} if block == 1 else {"blocks": [dtype, block]}
 
-    def _describe_matrix_state(self, state: MatrixState, path: StatePath) -> ContainerNode:
-        params = {param.name: param for param in path.unit.params}
-        matrices = tuple(params[name] for name in state.owned)
-        step = self._describe_unit(state.step, path.child("step"))
-        of_matrices = path._replace(subset=matrices)
-        slices = {slot: self._describe_unit(x, of_matrices.child("slices", slot)) for slot, x in state.slices.items()}
-        owned = {
-            name: make_container_node(
-                {slot: self._describe_owned(x, params[name], path.child("owned", slot)) for slot, x in values.items()}
-            )
-            for name, values in state.owned.items()
-        }
-        fallback: dict[str, Node] = {}
+    def _add_units(self, children: list[tuple[Any, Any]], keys: frozenset[str], at: Place) -> dict[str, Any]:
+        params: list[Any] = []
+        rest: list[Any] = []
+        for key, child in children:
+            if key not in keys:
+                rest.append([plain_to_json(key, "a key of a dict"), self._add(child, at.child(key))])
+                continue
+            unit = self._spec.by_key[key]
+            place = at._replace(unit=unit)
+            if isinstance(child, MatrixState):
+                slots = self._add_matrices(child, unit, place)
+            else:
+                slots = dict.fromkeys((param.name for param in unit.params), self._add(child, place))
+            params += [[[*param.names], _dtype_name(param), slots[param.name]] for param in unit.params]
+        return {"whole": len(keys) == len(self._spec), "params": params, "rest": rest}
+
+    def _add_matrices(self, state: MatrixState, unit: Unit, at: Place) -> dict[str, Any]:
+        params = {param.name: param for param in unit.params}
+        step = self._add(state.step, at.child("step"))
+        of_matrices = at._replace(subset=tuple(params[name] for name in state.owned))
+        slices = self._add(state.slices, of_matrices.child("slices"))
+        out: dict[str, Any] = {}
+        for name, slots in state.owned.items():
+            out[name] = {MATRIX: [step, slices, self._add(slots, at._replace(owner=params[name]).child("owned"))]}
         for entry, child in state.fallback.items():
-            of_entry = path._replace(subset=(params[entry],), is_compact=True) if entry in params else path
-            fallback[entry] = self._describe_unit(child, of_entry.child(FALLBACK))
-        return make_matrix_state_node(step, slices, owned, fallback)
-
-    def _describe_owned(self, value: Tensor, param: Param, path: StatePath) -> OwnedLeaf:
-        self._values.append(value)
-        (names,) = stored_names([param], path.path, path.slot)
-        is_here = value.dim() == 0 or len(value) > 0
-        shape = tuple(value.shape if is_here else value.shape[1:])
-        stack = stack_dims(param, shape, dict(self._spec.bound_mesh.sizes))
-        return OwnedLeaf(names, shape, value.dtype, _torch.is_accelerator(value.device), is_here, stack)
+            of_entry = at._replace(subset=(params[entry],), is_compact=True) if entry in params else at
+            found = {FALLBACK: [step, self._add(child, of_entry.child(FALLBACK))]}
+            out |= {entry: found} if entry in params else dict.fromkeys(params, found)
+        return out
 
     def _unit_keys(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> frozenset[str]:
         """Return the keys of units in a mapping that is sharded like them, or none.
@@ -407,6 +348,8 @@ class _Describer:
         the state of SGD without momentum, counts as sharded.
         """
         keys = [key for key in value if isinstance(key, str) and key in self._spec.by_key]
+        if self._units is not None:
+            return frozenset(keys if path in self._units else ())
         if any(isinstance(value[key], UnitState | MatrixState) for key in keys):
             return frozenset(keys)
         if keys and len(keys) == len(value) and all(type(value[key]) is dict and not value[key] for key in keys):
@@ -418,27 +361,215 @@ class _Describer:
         if vectors and len(keys) == len(value) and all(isinstance(value[key], Tensor) for key in keys):
             key, tensor = vectors[0]
             length, _ = self._spec.stored(self._spec.by_key[key])
-            _raise_other_slice(key, (*path, key), f"this rank's slice, [{length}]", tensor)
+            _raise_other_slice(key, ".".join((*path, key)), f"this rank's slice, [{length}]", tensor)
         return frozenset()
 
-    def _check_container(self, value: Any, path: tuple[str, ...]) -> tuple[str, Any]:
-        """Return `_get_kind` of a container. Raises TypeError if no file can hold it, ValueError if it is nested too deep."""
-        if len(path) >= MAX_DEPTH and not self._is_template:
-            raise ValueError(
-                f"state '{'.'.join(path[:8])}...': expected at most {MAX_DEPTH} containers in each other, got more"
-            )
-        if isinstance(value, Mapping) and not self._is_template:
-            for key in value:
-                if not _is_plain_value(key):
-                    raise TypeError(
-                        f"state '{'.'.join(path)}': expected keys that are strings, numbers, bytes or None, got {key!r} "
-                        f"({type(key).__name__})"
-                    )
-        return _get_kind(value)
+    def _check_container(self, value: Any, at: Place) -> None:
+        if self._is_template:
+            return
+        if len(at.path) + len(at.slot) >= MAX_DEPTH:
+            raise ValueError(f"state '{at.where[:40]}...': expected at most {MAX_DEPTH} containers in each other, got more")
+        for key in value if isinstance(value, Mapping) else ():
+            if type(key) not in PLAIN and not isinstance(key, bytes | torch.dtype):
+                raise TypeError(
+                    f"state '{at.where}': expected keys that are strings, numbers, bytes or None, got {key!r} "
+                    f"({type(key).__name__})"
+                )
 
 
-def _raise_other_slice(key: str, path: tuple[str, ...], expected: str, found: Tensor) -> NoReturn:
+def _raise_other_slice(key: str, where: str, expected: str, found: Tensor) -> NoReturn:
     raise ValueError(
-        f"unit '{key}' of state '{'.'.join(path)}': expected {expected}, got {list(found.shape)} {found.dtype}; was it made "
+        f"unit '{key}' of state '{where}': expected {expected}, got {list(found.shape)} {found.dtype}; was it made "
         "with another spec or mesh?"
     )
+
+
+def _dtype_name(param: Param) -> str:
+    return str(param.dtype).removeprefix("torch.")
+
+
+# --- The template of a state that a file has: a state for another spec, whose tensors have no memory ---
+
+
+class Template:
+    """The state, or the part of it at ``path``, that JSON data describes, for the units of this spec.
+
+    Raises ValueError, naming the parameter, for one that only the file or the spec has, that has another dtype, or whose
+    state is of another kind than that of the others in its unit; and for a per-rank value of another number of ranks.
+    """
+
+    def __init__(self, data: Any, spec: PartitionSpec, rank: int, ranks: int, path: tuple[str, ...]) -> None:
+        self._spec, self._rank, self._ranks = spec, rank, ranks
+        self.units: set[tuple[str, ...]] = set()
+        """The paths of the mappings that are sharded."""
+        self.state = self._build(data, Place(path))
+
+    def _build(self, data: Any, at: Place) -> Any:
+        (kind, content), *_ = data.items()
+        if kind == "other":
+            raise ValueError(
+                f"state '{at.where}': a container of the caller's own: expected like=, a state of the same structure"
+            )
+        if (inside := file_entries(data)) is not None:
+            children = [self._build(child, at.child(entry)) for entry, child in inside]
+            return build_container(kind, data.get("of"), [entry for entry, _ in inside], children)
+        if kind == "value":
+            return plain_from_json(content)
+        if at.unit is not None:
+            return self._build_in_unit(kind, content, at, at.unit)
+        if kind == "units":
+            return self._build_units(content, at)
+        if kind == "values":
+            check_rank_count(at.where, len(content), self._ranks)
+            return PerRank(plain_from_json(content[self._rank]))
+        shape, dtype, is_accelerated, is_per_rank, _ = content
+        tensor = self._empty(shape, dtype, is_accelerated)
+        return PerRank(tensor) if is_per_rank else tensor
+
+    def _empty(self, shape: Iterable[int], dtype: Any, is_accelerated: bool = False) -> Tensor:
+        device = self._spec.bound_mesh.device if is_accelerated else None
+        return torch.empty((), dtype=plain_from_json(dtype), device=device or "cpu").expand(tuple(shape))
+
+    def _build_in_unit(self, kind: str, content: Any, at: Place, unit: Unit) -> Tensor:
+        if kind == "scalar":
+            return self._empty((), *content)
+        if kind == "blocks":
+            dtype, block = content
+            if unit.align % block:
+                raise ValueError(
+                    f"unit '{unit.key}' of state '{'.'.join(at.path)}': the checkpoint has it in blocks of {block} elements, "
+                    f"which start at multiples of that: expected a policy with P(align={block}), or a multiple of it, got "
+                    f"{unit.align}"
+                )
+            return self._empty((self._spec.shard_numel(unit) // block,), dtype)
+        if kind != "slice":
+            raise DamagedError(f"expected a part of a unit's state, got {reprlib.repr(kind)}")
+        if unit.is_encoded and not at.slot:
+            length, stored = self._spec.stored(unit)
+            return self._empty((length,), plain_to_json(stored, ""))
+        length = SliceLeaf(at.names, torch.float32, unit, at.subset, at.is_compact).numel(self._spec)
+        return self._empty((length,), content)
+
+    def _build_units(self, content: Any, at: Place) -> Any:
+        self.units.add(at.path)
+        saved = {name: (names[0], dtype, slot) for names, dtype, slot in content["params"] for name in names}
+        unread = every = {names[0] for names, _, _ in content["params"]}
+        where = f"state '{at.where}'" if at.path else "the state"
+        entries = {p.name: next((saved[n] for n in p.names if n in saved), None) for unit in self._spec for p in unit.params}
+        known = self._find_matrices({name: entry[2] for name, entry in entries.items() if entry})
+        out: dict[Any, Any] = {}
+        for unit in self._spec:
+            found = [(p, entry) for p in unit.params if (entry := entries[p.name]) is not None]
+            if len(found) < len(unit.params) and (found or content["whole"]):
+                missing = next(p.name for p in unit.params if entries[p.name] is None)
+                raise ValueError(
+                    f"parameter '{missing}' of unit '{unit.key}' is not in {where} of the checkpoint, which has {len(every)} "
+                    f"parameters such as {sorted(every)[:3]}: expected the model that was saved"
+                )
+            if not found:
+                continue
+            unread = unread - {name for _, (name, _, _) in found}
+            for param, (_, dtype, _) in found:
+                if dtype != _dtype_name(param):
+                    raise ValueError(
+                        f"parameter '{param.name}': expected {dtype}, as the checkpoint has it, got {param.dtype} in the spec; "
+                        "build the model in that dtype"
+                    )
+            slots, place = {param.name: slot for param, (_, _, slot) in found}, at._replace(unit=unit)
+            if all({MATRIX, FALLBACK} & {*slot} for slot in slots.values()):
+                out[unit.key] = self._build_matrices(slots, unit, place, known)
+            else:
+                out[unit.key] = self._build(place.common_value(slots), place)
+        if unread:
+            raise ValueError(
+                f"parameter '{min(unread)}' is in {where} of the checkpoint and not in the spec: expected the model that was "
+                "saved"
+            )
+        out |= {(key := plain_from_json(entry)): self._build(child, at.child(key)) for entry, child in content["rest"]}
+        return build_container(content.get("kind", "dict"), content.get("of"), [*out], out.values())
+
+    def _find_matrices(self, saved: Mapping[str, Any]) -> Matrices:
+        """Return the matrices in JSON data by parameter name, with the owners that `matrices` chooses on the spec's mesh.
+
+        A stack stays in parts if all of its state has the dimensions of its batch first.
+        """
+
+        def has_parts(matrix: Matrix) -> bool:
+            entries = file_entries(saved[matrix.name][MATRIX][2]) or ()
+            stacked = global_shape(matrix.param, dict(self._spec.bound_mesh.sizes))[:-2]
+            return all(tuple(child["owned"][0][: len(stacked)]) == stacked for _, child in entries)
+
+        known = matrices(self._spec, select=lambda name, param: MATRIX in saved.get(name, {}))
+        if all(has_parts(matrix) for matrix in known.chosen if matrix.stack):
+            return known
+        return matrices(self._spec, select=lambda name, param: name in known.by_name, gather_stacks=True)
+
+    def _build_matrices(self, saved: Mapping[str, Any], unit: Unit, at: Place, known: Matrices) -> MatrixState:
+        chosen = tuple(param for param in unit.params if MATRIX in saved[param.name])
+        others = [param for param in unit.params if FALLBACK in saved[param.name]]
+        (step, *_), *_ = (content for one in saved.values() for content in one.values())
+        slices: Any = {}
+        fallback: dict[str, Any] = {}
+        if chosen:
+            data = at.common_value({param.name: saved[param.name][MATRIX][1] for param in chosen})
+            slices = self._build(data, at._replace(subset=chosen).child("slices"))
+            for param in others:
+                of_param = at._replace(subset=(param,), is_compact=True).child(FALLBACK)
+                fallback[param.name] = self._build(saved[param.name][FALLBACK][1], of_param)
+        else:
+            data = at.common_value({param.name: saved[param.name][FALLBACK][1] for param in others})
+            fallback[unit.key] = self._build(data, at.child(FALLBACK))
+        owned = {param.name: self._build_owned(saved[param.name][MATRIX][2], param, known) for param in chosen}
+        return MatrixState(self._build(step, at.child("step")), slices, owned, fallback)
+
+    def _build_owned(self, data: Any, param: Param, known: Matrices) -> dict[str, Tensor]:
+        out: dict[str, Tensor] = {}
+        for slot, child in file_entries(data) or ():
+            (*shape,), dtype, is_accelerated = child["owned"]
+            for axis, dim in known.by_name[param.name].stack:
+                shape[dim] //= dict(self._spec.bound_mesh.sizes)[axis]
+            here = shape if known._is_owner(param.name) else (0, *shape)
+            out[slot] = self._empty(here, dtype, is_accelerated)
+        return out
+
+
+def check_rank_count(name: str, saved: int, ranks: int) -> None:
+    """Check that a per-rank part was saved by this number of ranks. Raises ValueError otherwise."""
+    if saved != ranks:
+        raise ValueError(
+            f"state '{name}' is each rank's own, saved by {saved} ranks: expected as many, got {ranks}; leave it out, by only= "
+            "or like="
+        )
+
+
+def select_part(data: Any, only: str) -> Any:
+    """Return the part of a JSON tree at a path. Raises ValueError, with the names that exist, if there is none."""
+    remaining, path = only, ""
+    while remaining:
+        names = {str(entry): child for entry, child in file_entries(data) or ()}
+        found = [name for name in names if remaining == name or remaining.startswith(f"{name}.")]
+        if not found:
+            raise ValueError(
+                f"only={only!r}: expected the path of a part of the state, got none at '{path}' but {[*names][:8]}"
+                + ("; it is sharded there, and its units come together" if "units" in data else "")
+            )
+        name = max(found, key=len)
+        data, remaining, path = names[name], remaining[len(name) + 1 :], f"{path}.{name}".lstrip(".")
+    return data
+
+
+def iter_plain_values(data: Any, rank: int, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield ``(name, value)`` for the plain values of a JSON tree; of per-rank values this rank's, if it was saved."""
+    (kind, content), *_ = data.items()
+    if kind == "value":
+        yield ".".join(path), plain_from_json(content)
+    elif kind == "values" and rank < len(content):
+        yield ".".join(path), plain_from_json(content[rank])
+    elif kind == "units":
+        for names, _, slot in content["params"]:
+            for name in names:
+                yield from iter_plain_values(slot, rank, (*path, name))
+        for entry, child in content["rest"]:
+            yield from iter_plain_values(child, rank, (*path, str(plain_from_json(entry))))
+    for entry, child in file_entries(data) or ():
+        yield from iter_plain_values(child, rank, (*path, str(entry)))
