@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from .. import _torch
 from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
+from .._spec.local import describe_pieces
 from .._torch.phases import LOGGER, phase
 from ._errors import CheckpointError, DamagedError
 from ._files.manifest import MANIFEST, METADATA, read_manifest, read_metadata
@@ -26,18 +27,8 @@ from ._files.remote import AnyPath, open_path
 from ._files.untrusted import checksum, find_record, open_regular, read_regular
 from ._files.writer import PIECE_BYTES, make_chunk
 from ._ranks import TIMEOUT, Ranks, connect_ranks
-from ._state.leaves import (
-    Box,
-    SliceLeaf,
-    StoredLeaf,
-    TensorLeaf,
-    TensorRange,
-    ValueLeaf,
-    check_tiles,
-    clean_name,
-    leaf_names,
-)
-from ._state.tree import Description, Template, check_rank_count, iter_plain_values, rebuild, select_part
+from ._state.leaves import Box, SliceLeaf, StoredLeaf, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
+from ._state.tree import Description, Template, check_rank_count, iter_plain_values, rebuild, select_part, without_memory
 
 
 def load(
@@ -52,8 +43,8 @@ def load(
     """Return the state that `save` wrote to a directory, sharded by this spec. Nothing in the files is run.
 
     The policy, the mesh, `P` and the number of ranks may differ from those of the save. Each rank reads what overlaps with its
-    slices. Checkpoints of FSDP1, FSDP2 and DDP by torch.distributed.checkpoint are read by the names of their parameters:
-    ``only="model"`` returns the shards of what was saved as ``{"model": state_dict}``. See ``checkpoints.md``.
+    slices, and raises the errors of all. Checkpoints of FSDP1, FSDP2 and DDP by torch.distributed.checkpoint are read by the
+    names of their parameters: ``only="model"`` returns the shards of ``{"model": state_dict}``. See ``checkpoints.md``.
 
     Args:
         path: The directory of the checkpoint, the same one on all ranks, or a copy of it.
@@ -70,7 +61,7 @@ def load(
     Raises:
         FileNotFoundError: If there is no checkpoint.
         ValueError: Naming the parameter, for one that only the checkpoint or the spec has, or of another shape or dtype.
-        CheckpointError: Naming tensor and file, for damage. Every rank raises the errors of all.
+        CheckpointError: Naming tensor and file, for damage.
 
     Example:
         >>> import tempfile, torch, funshard as fs
@@ -87,7 +78,7 @@ def load(
     path = os.fsdecode(path)
     ranks = connect_ranks(spec, "checkpoint.load", timeout, only=only)
     loader, found = ranks.run_and_exchange(
-        lambda: _Loader(open_path(path), spec, ranks, only, like, check=check),
+        lambda: _Loader(open_path(path), spec, ranks, only, like, check),
         "checkpoint.load",
         lambda loader: (loader.identity, path),
     )
@@ -102,9 +93,7 @@ def load(
 
 
 class _Loader:
-    def __init__(
-        self, directory: AnyPath, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any, *, check: bool
-    ) -> None:
+    def __init__(self, directory: AnyPath, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any, check: bool) -> None:
         self._spec, self._ranks = spec, ranks
         manifest = read_manifest(directory)  # also checks the metadata's checksum
         self._stored = _StoredTensors(directory, manifest.records if manifest else {}, check)
@@ -118,31 +107,32 @@ class _Loader:
                     like, units = template.state, template.units
         elif like is None:  # another program's state_dict
             stored = {unit.key: spec.stored(unit) for unit in spec}
-            like = {key: torch.empty((), dtype=dtype, device="cpu").expand(n) for key, (n, dtype) in stored.items()}
-            units = {path}
+            like, units = {key: without_memory((n,), dtype) for key, (n, dtype) in stored.items()}, {path}
         self._like, self._tree = like, Description(like, spec, path, is_template=True, units=units)
         leaves = self._tree.leaves
         self._values = [_find_value(leaf, saved) if isinstance(leaf, ValueLeaf) else None for leaf in leaves]
         self._leaves = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, ValueLeaf)}
         for leaf in self._leaves.values():
             self._check(leaf)
-        names = json.dumps([name for leaf in leaves for name in leaf_names(leaf)])
+        names = json.dumps([leaf.names for leaf in leaves])
         contents = manifest.metadata if manifest else (str(directory), checksum(read_regular(directory / METADATA)))
         self.identity = contents, checksum(names.encode())
         """What is equal on all ranks: the checkpoint, by the unique number that is in its metadata, and the leaves to read."""
 
     def _check(self, leaf: StoredLeaf) -> None:
-        for names, (shape, hint) in zip(leaf.names, leaf.stored_shapes(self._spec, self._ranks.size), strict=True):
-            if isinstance(leaf, TensorLeaf) and leaf.is_per_rank:
-                found = self._stored.check_tensor(names, None, leaf.dtype)
-                if found[1:] != leaf.shape or not found:
-                    raise ValueError(
-                        f"tensor '{names[0]}' is each rank's own: expected [ranks, {str([*leaf.shape])[1:]} in the "
-                        f"checkpoint, got {[*found]}: was another state saved?"
-                    )
-                check_rank_count(names[0], found[0], self._ranks.size)
-            else:
-                self._stored.check_tensor(names, shape, leaf.dtype, hint)
+        shapes, sizes = leaf.stored_shapes(self._spec, self._ranks.size), dict(self._spec.bound_mesh.sizes)
+        params = (leaf.subset or leaf.unit.params) if isinstance(leaf, SliceLeaf) else ()
+        for i, (names, shape) in enumerate(zip(leaf.names, shapes, strict=True)):
+            found, key = self._stored.find_tensor(names, shape, leaf.dtype)
+            if isinstance(leaf, TensorLeaf) and leaf.is_per_rank and found.size[1:] == shape[1:]:
+                check_rank_count(names[0], found.size[0], self._ranks.size)
+            if (tuple(found.size), found.properties.dtype) != (shape, leaf.dtype):
+                raise ValueError(
+                    f"tensor '{names[0]}': expected {list(shape)} {leaf.dtype}, got {list(found.size)} "
+                    f"{found.properties.dtype} in the checkpoint: was another model saved?"
+                    + (describe_pieces(params[i], sizes) if params else "")
+                )
+            self._stored.check_chunks(key, found)
 
     def read(self) -> Any:
         with torch.no_grad(), phase("checkpoint read"):
@@ -182,7 +172,7 @@ class _StoredTensors:
     def __init__(self, directory: AnyPath, checksums: Mapping[str, Mapping[str, int]], check: bool) -> None:
         self._directory, self._checksums, self._check = directory, checksums, check
         metadata = read_metadata(directory)
-        self._tensors, self._checked = metadata.state_dict_metadata, set[str]()
+        self._tensors = metadata.state_dict_metadata
         self._places: Any = metadata.storage_data
 
     def find_key(self, names: Sequence[str]) -> str | None:
@@ -197,30 +187,19 @@ class _StoredTensors:
             out[clean_name(key)] = "" if clean_name(key) in out else key
         return {name: key for name, key in out.items() if key}
 
-    def check_tensor(
-        self, names: Sequence[str], shape: Sequence[int] | None, dtype: torch.dtype, hint: str = ""
-    ) -> tuple[int, ...]:
-        """Check a tensor's shape, unless it is None, and dtype, and that it is in the files. Return its shape."""
+    def find_tensor(self, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> tuple[TensorStorageMetadata, str]:
+        """Return the tensor that has one of these names, and its key."""
         key = self.find_key(names)
-        tensor = None if key is None else self._tensors[key]
-        if key is None or not isinstance(tensor, TensorStorageMetadata):
+        if key is None or not isinstance(tensor := self._tensors[key], TensorStorageMetadata):
             raise ValueError(
-                f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape or ())} {dtype}, got none; the checkpoint "
-                f"has {sorted(self._tensors)[:3]} and so on: was another model saved, a state in another codec (see "
-                "fs.optim.encode_state), or has a checkpoint of funshard lost its funshard.json?"
+                f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape)} {dtype}, got none; the checkpoint "
+                f"has {sorted(self._tensors)[:3]} and so on: was another model saved, has it a state in another codec or "
+                "memory order (fs.optim.decode_state and encode_state convert), or has it lost its funshard.json?"
             )
-        if (shape is not None and tuple(tensor.size) != tuple(shape)) or tensor.properties.dtype != dtype:
-            raise ValueError(
-                f"tensor '{names[0]}': expected {list(shape or ())} {dtype}, got {list(tensor.size)} {tensor.properties.dtype} "
-                f"in the checkpoint: was another model saved?{hint}"
-            )
-        self._check_chunks(key, tensor)
-        return tuple(tensor.size)
+        return tensor, key
 
-    def _check_chunks(self, key: str, tensor: TensorStorageMetadata) -> None:
-        """Check, once, that a tensor's chunks tile it and that each is in a file. Raises CheckpointError otherwise."""
-        if key in self._checked:
-            return
+    def check_chunks(self, key: str, tensor: TensorStorageMetadata) -> None:
+        """Check that a tensor's chunks tile it and that each is in a file. Raises CheckpointError otherwise."""
         try:
             check_tiles(tensor.size, (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks))
         except ValueError as error:
@@ -230,7 +209,6 @@ class _StoredTensors:
                 raise CheckpointError(
                     f"tensor '{key}' of the checkpoint is damaged: its piece at {[*chunk.offsets]} is in none of the files"
                 )
-        self._checked.add(key)
 
     def read(self, parts: Sequence[TensorRange]) -> None:
         """Read ranges of tensors into their memory."""
@@ -281,7 +259,7 @@ class _StoredTensors:
 
 @contextmanager
 def _explain_bad_tree(directory: AnyPath) -> Generator[None]:
-    """Raise CheckpointError for a tree in the manifest that `tree_to_json` did not write, as only other programs do."""
+    """Raise CheckpointError for a tree in the manifest that `save` did not write, as only other programs do."""
     try:
         yield
     except (DamagedError, LookupError, TypeError, AttributeError, RuntimeError) as error:

@@ -39,23 +39,20 @@ def optimizer_state_dict(
     timeout: float = TIMEOUT,
     **defaults: Any,
 ) -> StateDict:
-    """Return the state_dict that torch's optimizer of the unsharded model would have, by parameter names.
+    """Return the state_dict that torch's optimizer of the unsharded model would have, by parameter names, in full tensors.
 
-    It is what ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives, and ``set_optimizer_state_dict`` takes
-    for a plain model too. Inverse of `from_optimizer_state_dict`.
+    ``set_optimizer_state_dict`` of torch.distributed.checkpoint.state_dict gives it to torch's optimizer. Inverse of
+    `from_optimizer_state_dict`.
 
     Args:
         state: A state of `optim.from_torch`. The result has the parameters of its units.
         spec: The bound spec of the state, all ranks of whose mesh call this.
         optimizer_class: The torch optimizer that `optim.from_torch` was given.
-        options: The options that it was given, for ``param_groups``, with ``lr`` as it is now.
+        options: The options that it was given, for ``param_groups``, with ``lr`` as it is now. No group is without parameters.
         rank0_only: Whether only the mesh's first rank gets the full tensors, and the others ``{}``, as in `gather_full`.
         offload_to_cpu: Whether the tensors are on the host.
         timeout: The seconds that ranks wait for a lost rank.
         defaults: The options of all parameters, as `optim.from_torch` was given them.
-
-    Returns:
-        ``{"state": {name: slots}, "param_groups": groups}`` with full tensors. No group is without parameters.
 
     Raises:
         ValueError: On every rank and naming the unit, for a state of another spec or one that differs between ranks.
@@ -112,9 +109,6 @@ def from_optimizer_state_dict(
         spec: The bound spec of the result, all ranks of whose mesh call this.
         init_state: The result of ``init(params)``, which the result has the structure, shapes and dtypes of.
         timeout: The seconds that ranks wait for a lost rank.
-
-    Returns:
-        The state, of new tensors.
 
     Raises:
         ValueError: On every rank and naming the parameter, for one that is missing, unknown or given twice, for a state of

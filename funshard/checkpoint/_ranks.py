@@ -26,6 +26,9 @@ from ._errors import CheckpointError, SavedError
 
 # --- Exchange a few bytes between all ranks of a process group, through its store, within a time limit ---
 
+GRACE = 2.0
+"""Seconds that an exchange has to report its failure after the time limit."""
+
 
 def exchange_through_store(value: str, group: str, rank: int, size: int, timeout: timedelta) -> list[str]:
     """Return the value of every rank of a process group. Raises RuntimeError if a rank did not call this in time.
@@ -43,18 +46,13 @@ def exchange_through_store(value: str, group: str, rank: int, size: int, timeout
         except BaseException as error:
             future.set_exception(error)
 
-    # The store's own time limit does not end a wait for the process that has the store if that process is stopped: so a
-    # thread waits, which can be left behind.
+    # a thread can be left behind: the store's own time limit does not end a wait for a stopped process that has the store
     threading.Thread(target=run, name="funshard.checkpoint.exchange", daemon=True).start()
     try:
         return future.result(timeout.total_seconds() + GRACE)
     except TimeoutError:
         text = f"the store of the process group did not answer within {timeout.total_seconds():g} s"
         raise RuntimeError(text) from None
-
-
-GRACE = 2.0
-"""Seconds that an exchange has to report its failure after the time limit."""
 
 
 def _run_exchange(value: str, group: str, rank: int, size: int, timeout: timedelta) -> list[str]:
@@ -81,8 +79,7 @@ def _collect(store: Any, keys: list[str], timeout: timedelta) -> list[bytes]:
     end = time.monotonic() + timeout.total_seconds()
     while True:
         store.wait(keys, timedelta(seconds=max(0.001, end - time.monotonic())))
-        found = store.multi_get(keys)
-        if all(found):
+        if all(found := store.multi_get(keys)):
             break
         if time.monotonic() > end:
             raise RuntimeError(f"{sum(not value for value in found)} of {len(keys)} ranks did not come")
@@ -99,7 +96,7 @@ MAX_TIMEOUT = 1e9
 """The longest timeout in seconds, 30 years: threads and gloo wait for no longer one."""
 MAX_SHOWN = 3
 _FILE_ERRORS = (OSError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
-SHARED_ERRORS = {cls.__name__: cls for cls in (ValueError, TypeError, MemoryError, SavedError, *_FILE_ERRORS)}
+SHARED_ERRORS = {cls.__name__: cls for cls in (ValueError, TypeError, ImportError, MemoryError, SavedError, *_FILE_ERRORS)}
 """The classes of errors that all ranks raise as one rank raised them; other errors become a CheckpointError."""
 
 T = TypeVar("T")
@@ -174,12 +171,7 @@ class Ranks:
 
     def run_and_exchange(self, function: Callable[[], T], where: str, summarize: Callable[[T], M]) -> tuple[T, list[M]]:
         """Return a function's result, and ``summarize(result)`` of all ranks. The error of one rank is raised on all."""
-
-        def run() -> tuple[T, M]:
-            value = function()
-            return value, summarize(value)
-
-        result, error = self._try(run)
+        result, error = self._try(lambda: (value := function(), summarize(value)))
         every = self.gather((_error_text(error), result and result[1]))
         self._raise_errors([text for text, _ in every], where, error)
         assert result is not None

@@ -50,20 +50,12 @@ def _import_safetensors() -> Any:
         import safetensors.torch
     except ImportError as error:
         raise ImportError(
-            "checkpoint.export and checkpoint.read_safetensors need the package safetensors: pip install 'funshard[safetensors]'"
+            "checkpoint.export and read_safetensors need the package safetensors: pip install 'funshard[safetensors]'"
         ) from error
     return safetensors
 
 
 # --- export ---
-
-
-class _Entry(NamedTuple):
-    """A tensor in the files: its name there, its dtype and its number of bytes."""
-
-    name: str
-    dtype: torch.dtype
-    nbytes: int
 
 
 def export(
@@ -79,15 +71,14 @@ def export(
     dry_run: bool = False,
     timeout: float = TIMEOUT,
 ) -> Path:
-    """Write the full parameters to a directory as safetensors files. All ranks take part.
+    """Write the full parameters to a directory as safetensors files, which ``from_pretrained`` of transformers loads.
 
-    The files are what ``from_pretrained`` of transformers loads, and get their names when all are written. It needs the package
-    safetensors. The mesh's first rank gathers a unit at a time, and holds one file's tensors. A tied parameter is written
-    once, under the first of its names. Replicas have to agree: the first rank's values are written.
+    All ranks take part. The first one gathers a unit at a time, and holds one file's tensors; the files get their names when
+    all are written. A tied parameter is written once, under the first of its names. It needs the package safetensors.
 
     Args:
         directory: A path where nothing is, or an empty directory.
-        params: Shards, full parameters by name, or both.
+        params: Shards, full parameters by name, or both. Of replicas the first rank's values are written.
         spec: The bound spec of the parameters.
         shard_bytes: The most bytes of tensors in a file.
         dtype: The dtype of floating point tensors in the files, instead of their own.
@@ -102,8 +93,7 @@ def export(
 
     Raises:
         FileExistsError, PermissionError: If something is at the path, or nothing can be put there.
-        ValueError: Naming the unit or tensor, for params of another spec, names given twice and dtypes the format has not.
-        TypeError: For values that are no dense tensors. Every rank raises the errors of all.
+        ValueError, TypeError: Naming the unit or tensor, for what the files cannot hold. Every rank raises the errors of all.
 
     Example:
         >>> import tempfile, torch, funshard as fs
@@ -119,7 +109,7 @@ def export(
     target = Path(path).absolute()
     header = {"format": "pt", **(metadata or {})}
 
-    def plan() -> list[dict[str, _Entry]]:
+    def plan() -> dict[str, str]:
         _import_safetensors()
         if ranks.rank == 0:
             _check_target(target)
@@ -132,9 +122,9 @@ def export(
             raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes}")
         if wrong := next((key for key, value in header.items() if not isinstance(value, str)), None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"metadata '{wrong}': expected a string, got {type(header[wrong]).__name__}")
-        return _divide(_list_entries(params, spec, dtype, buffers or {}, rename or str), shard_bytes)
+        return _find_names(params, spec, dtype, buffers or {}, rename or str)
 
-    files = ranks.run(plan, "checkpoint.export")
+    names = ranks.run(plan, "checkpoint.export")
     if has_peers(spec.bound_mesh):
         check_ranks_agree(
             spec, asked=tuple(f"shard of unit '{key}' {params[key].dtype}" for key in spec.by_key if key in params)
@@ -142,7 +132,7 @@ def export(
     if dry_run:
         return target
     is_new = not target.exists()
-    writer = _FileWriter(target, files, header)
+    writer = _FileWriter(target, names, shard_bytes, dtype, header)
     try:
         with torch.no_grad():
             for unit in spec:
@@ -162,37 +152,48 @@ def export(
 
 
 class _FileWriter:
-    """A writer of files on the first rank: each once it has got all of its tensors. `finish` gives the files their names."""
+    """A writer of files on the first rank, each of at most so many bytes or of one tensor. `finish` gives them their names."""
 
-    def __init__(self, target: Path, files: list[dict[str, _Entry]], header: dict[str, str]) -> None:
-        n = len(files)
-        self._target, self._header = target, header
-        self._files = {SINGLE if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors": file for i, file in enumerate(files)}
-        self._waiting = dict(self._files)
+    def __init__(
+        self, target: Path, names: dict[str, str], shard_bytes: int, dtype: torch.dtype | None, header: dict[str, str]
+    ) -> None:
+        self._target, self._names, self._dtype, self._header = target, names, dtype, header
+        self._shard_bytes = shard_bytes
         self._tensors: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []
+        self._nbytes = self._total = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add tensors by name in the model, in the order of the files."""
+        """Add tensors by name in the model."""
+        for name, tensor in tensors.items():
+            dtype = self._dtype if tensor.is_floating_point() else None
+            nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
+            if self._tensors and self._nbytes + nbytes > self._shard_bytes:
+                self._write()
+            self._tensors[self._names[name]] = tensor.to("cpu", dtype or tensor.dtype).contiguous()
+            self._nbytes += nbytes
+            self._total += nbytes
+
+    def _write(self) -> None:
         self._target.mkdir(parents=True, exist_ok=True)
-        self._tensors |= tensors
-        while self._waiting and (file := next(iter(self._waiting.values()))).keys() <= self._tensors.keys():
-            name = next(iter(self._waiting))
-            del self._waiting[name]
-            found = {x.name: self._tensors.pop(key).to("cpu", x.dtype).contiguous() for key, x in file.items()}
-            _import_safetensors().torch.save_file(found, self._target / f"{name}.partial", self._header)
-            flush(self._target / f"{name}.partial")
+        path = self._target / f"{len(self._files)}.partial"
+        _import_safetensors().torch.save_file(self._tensors, path, self._header)
+        flush(path)
+        self._files.append([*self._tensors])
+        self._tensors, self._nbytes = {}, 0
 
     def finish(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the last tensors. The index comes last: without it nobody reads several files."""
         self.add(tensors)
-        for name in self._files:
-            os.replace(self._target / f"{name}.partial", self._target / name)
-        if len(self._files) > 1:
-            entries = [(entry, name) for name, file in self._files.items() for entry in file.values()]
-            index = {
-                "metadata": {"total_size": sum(entry.nbytes for entry, _ in entries)},
-                "weight_map": {entry.name: name for entry, name in entries},
-            }
+        self._write()
+        n = len(self._files)
+        weights: dict[str, str] = {}
+        for i, written in enumerate(self._files):
+            name = SINGLE if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors"
+            os.replace(self._target / f"{i}.partial", self._target / name)
+            weights |= dict.fromkeys(written, name)
+        if n > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": weights}
             replace(self._target / INDEX, json.dumps(index, indent=2).encode(), "")
         flush(self._target)
         flush(self._target.parent)
@@ -206,54 +207,35 @@ def _check_target(target: Path) -> None:
         raise PermissionError(f"{target}: expected a place to write to, and '{parent}' is none")
 
 
-def _divide(entries: Mapping[str, _Entry], shard_bytes: int) -> list[dict[str, _Entry]]:
-    """Return the entries in files of at most so many bytes, or of one tensor."""
-    files: list[dict[str, _Entry]] = [{}]
-    size = 0
-    for model_name, entry in entries.items():
-        if files[-1] and size + entry.nbytes > shard_bytes:
-            files.append({})
-            size = 0
-        files[-1][model_name] = entry
-        size += entry.nbytes
-    return files
-
-
-def _list_entries(
+def _find_names(
     params: Mapping[str, Tensor],
     spec: PartitionSpec,
     dtype: torch.dtype | None,
     buffers: Mapping[str, Tensor],
     rename: Callable[[str], str],
-) -> dict[str, _Entry]:
-    out: dict[str, _Entry] = {}
+) -> dict[str, str]:
+    """Return the names in the files by the names in the model. Raises an error for what the files cannot hold."""
     seen: dict[str, str] = {}
 
-    def add(model_name: str, shape: tuple[int, ...], own: torch.dtype) -> None:
-        stored = dtype if dtype is not None and own.is_floating_point else own
-        name = rename(model_name)
-        if stored not in DTYPES.values():
-            raise ValueError(f"'{model_name}': expected a dtype that safetensors has, got {stored}")
-        if name in seen:
-            raise ValueError(
-                f"'{model_name}' and '{seen[name]}' would both be '{name}' in the files: expected one name for each"
-            )
-        seen[name] = model_name
-        out[model_name] = _Entry(name, stored, math.prod(shape) * stored.itemsize)
+    def add(name: str, own: torch.dtype) -> None:
+        if (stored := dtype if dtype is not None and own.is_floating_point else own) not in DTYPES.values():
+            raise ValueError(f"'{name}': expected a dtype that safetensors has, got {stored}")
+        if (new := rename(name)) in seen:
+            raise ValueError(f"'{name}' and '{seen[new]}' would both be '{new}' in the files: expected one name for each")
+        seen[new] = name
 
-    sizes = dict(spec.bound_mesh.sizes)
     for unit in spec:
-        full = find_full_params(params, unit, sizes)
+        full = find_full_params(params, unit, dict(spec.bound_mesh.sizes))
         for i, param in enumerate(unit.params):
-            check_storable(params[unit.key] if full is None else full[i], f"parameter '{param.name}'")
-            own = full[i].dtype if full is not None else unit.dtype if unit.is_encoded else params[unit.key].dtype
-            add(param.name, global_shape(param, sizes), own)
+            tensor = params[unit.key] if full is None else full[i]
+            check_storable(tensor, f"parameter '{param.name}'")
+            add(param.name, unit.dtype if full is None and unit.is_encoded else tensor.dtype)
     for name, tensor in _unsharded_tensors(params, spec, buffers).items():
         if name in spec.by_name:
             raise ValueError(f"buffers: '{name}' is a parameter of the spec: expected others")
         check_storable(tensor, f"'{name}'")
-        add(name, tuple(tensor.shape), tensor.dtype)
-    return out
+        add(name, tensor.dtype)
+    return {name: new for new, name in seen.items()}
 
 
 def _unsharded_tensors(params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -321,10 +303,10 @@ def read_safetensors(
     cast: bool = False,
     timeout: float = TIMEOUT,
 ) -> Params:
-    """Return the shards of the parameters in safetensors files. Inverse of `export`.
+    """Return the shards of the parameters in safetensors files, by unit key. Inverse of `export`.
 
-    Every rank sees the files, and reads the ranges in its slice. A tied parameter may have any of its names, or several with
-    the same values. Parameters that the spec ignores are not read.
+    Every rank reads the ranges in its slice. A tied parameter may have any of its names, or several with the same values.
+    Parameters that the spec ignores are not read. It needs the package safetensors.
 
     Args:
         path: A file, an index (``.json``), or a directory with ``model.safetensors`` or an index, the same on all ranks.
@@ -333,9 +315,6 @@ def read_safetensors(
             buffer. The default removes the prefixes of wrappers.
         cast: Whether to convert floating point tensors to the spec's dtypes.
         timeout: The seconds that ranks wait for a lost rank.
-
-    Returns:
-        The shards, by unit key.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -367,15 +346,11 @@ def read_safetensors(
 
 def _find_tensors_in_files(path: Path, rename: Callable[[str], str | None]) -> dict[str, _FileTensor]:
     out: dict[str, _FileTensor] = {}
-    keys: set[str] = set()
     for file, wanted in _list_files(path).items():
         tensors = _open_file(file)
         if missing := sorted(wanted - {tensor.name for tensor in tensors}):
             raise CheckpointError(f"{file}: tensor '{missing[0]}' is not in it: expected it there, as the index says")
         for tensor in tensors:
-            if tensor.name in keys:
-                raise CheckpointError(f"{file}: tensor '{tensor.name}' is in another file too: expected it once")
-            keys.add(tensor.name)
             if (name := rename(tensor.name)) is None:
                 continue
             if name in out:
@@ -405,16 +380,25 @@ def _list_files(path: Path) -> dict[Path, set[str]]:
 
 def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: PartitionSpec, *, cast: bool) -> None:
     sizes = dict(spec.bound_mesh.sizes)
-    for unit in spec:
-        for param in unit.params:
-            found, shape = _find_tensors(param, stored), global_shape(param, sizes)
-            if not found:
-                raise ValueError(
-                    f"parameter '{param.name}' of unit '{unit.key}' is not in {path}: expected {list(shape)} "
-                    f"{param.dtype}, got {len(stored)} tensors such as {sorted(stored)[:3]}; rename= maps their names"
-                )
-            for one in found:
-                _check_stored_tensor(one, param, unit, sizes, cast=cast)
+    for unit, param in ((unit, param) for unit in spec for param in unit.params):
+        where, shape, found = (
+            f"parameter '{param.name}' of unit '{unit.key}'",
+            global_shape(param, sizes),
+            _named(param, stored),
+        )
+        if not found:
+            raise ValueError(
+                f"{where} is not in {path}: expected {list(shape)} {param.dtype}, got {len(stored)} tensors such as "
+                f"{sorted(stored)[:3]}; rename= maps their names"
+            )
+        for tensor in found:
+            if tensor.shape != shape:
+                hint = describe_pieces(param, sizes)
+                raise ValueError(f"{where}: expected shape {list(shape)}, got {list(tensor.shape)} in {tensor.file}{hint}")
+            floats = tensor.dtype.is_floating_point and param.dtype.is_floating_point
+            if tensor.dtype != param.dtype and not (cast and floats):
+                hint = "; cast=True converts it" if floats else ""
+                raise ValueError(f"{where}: expected {param.dtype}, got {tensor.dtype} in {tensor.file}{hint}")
     for name in stored:
         if name not in spec.by_name and name not in spec.ignored:
             raise ValueError(
@@ -423,19 +407,8 @@ def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: Partitio
             )
 
 
-def _find_tensors(param: Param, stored: Mapping[str, _FileTensor]) -> list[_FileTensor]:
+def _named(param: Param, stored: Mapping[str, _FileTensor]) -> list[_FileTensor]:
     return [stored[name] for name in param.names if name in stored]
-
-
-def _check_stored_tensor(stored: _FileTensor, param: Param, unit: Unit, sizes: Mapping[str, int], *, cast: bool) -> None:
-    where, shape = f"parameter '{param.name}' of unit '{unit.key}'", global_shape(param, sizes)
-    if stored.shape != shape:
-        hint = describe_pieces(param, sizes)
-        raise ValueError(f"{where}: expected shape {list(shape)}, got {list(stored.shape)} in {stored.file}{hint}")
-    floats = stored.dtype.is_floating_point and param.dtype.is_floating_point
-    if stored.dtype != param.dtype and not (cast and floats):
-        hint = "; cast=True converts it" if floats else ""
-        raise ValueError(f"{where}: expected {param.dtype}, got {stored.dtype} in {stored.file}{hint}")
 
 
 def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpec, rank: int, ranks: int) -> Tensor:
@@ -443,18 +416,15 @@ def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpe
     leaf = SliceLeaf(tuple(param.names for param in unit.params), unit.dtype, unit, is_encoded=unit.is_encoded)
     memory = leaf.allocate(spec)
     for part in leaf.ranges(memory, spec, rank, ranks):
-        first, *others = _find_tensors(spec.by_name[part.names[0]][1], stored)
+        first, *others = _named(spec.by_name[part.names[0]][1], stored)
         for box, view in part.iter_boxes(part.begin, part.end) if len(part.data) else ():
             values = first.read(box)
             for other in others:
-                if other.dtype != first.dtype or not torch.equal(_view_bytes(other.read(box)), _view_bytes(values)):
+                again = other.read(box)
+                if again.dtype != values.dtype or not again.view(-1).view(torch.uint8).equal(values.view(-1).view(torch.uint8)):
                     raise ValueError(
                         f"'{other.name}' and '{first.name}' are one tied parameter: expected the same values, got others; "
                         "leave one out, by a rename= that gives None"
                     )
             view.copy_(values)
     return leaf.to_state(memory, spec)
-
-
-def _view_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

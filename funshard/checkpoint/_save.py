@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from .._core.checks import bind_spec
 from .._core.layout import rank_along, rank_coords
@@ -30,7 +29,7 @@ from ._files.remote import AnyPath, open_path
 from ._files.writer import RangeWriter, pack_metadata
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._state.leaves import Leaf, OwnedLeaf, SliceLeaf, TensorLeaf, TensorRange, ValueLeaf, check_storable, leaf_names
-from ._state.tree import Description, plain_to_json
+from ._state.tree import Description
 
 
 class Saving:
@@ -103,8 +102,8 @@ def save(
     in the unit's state}``. The manifest is written last: a checkpoint is complete or absent. See ``checkpoints.md``.
 
     Args:
-        path: A path where nothing is, on a file system that all ranks see, or a URL of fsspec. An empty directory there is
-            filled, and with a warning a checkpoint replaced that `latest` passes over as damaged.
+        path: A path where nothing is, on a file system that all ranks see, or a URL of fsspec. An empty directory is filled,
+            and with a warning a checkpoint replaced that `latest` passes over as damaged; else FileExistsError.
         state: A pytree. A mapping by the keys of units is sharded; all ranks have equal values in the rest, but for what
             `per_rank` marks.
         spec: The bound spec of the slices.
@@ -116,9 +115,7 @@ def save(
         The save, whose ``wait()`` returns the path or raises its error. Without a ``wait``, the next `save` raises it.
 
     Raises:
-        FileExistsError: If anything else is at ``path``.
-        ValueError: Naming unit and leaf, for a slice of another spec or mesh, and for values that differ between ranks.
-        TypeError: For a value that cannot be saved.
+        ValueError, TypeError: For a slice of another spec, values that differ between ranks, or that cannot be saved.
         CheckpointError: For a failure while files are written, on every rank. Nothing new is at ``path`` unless it says so.
 
     Example:
@@ -219,7 +216,7 @@ class _StateSummary:
 
     def message(self) -> RankMessage:
         digest = hashlib.sha256(json.dumps(self._common).encode()).hexdigest()
-        return digest, [leaf.value for leaf in self._per_rank], self._replicas
+        return digest, [leaf.data["values"][0] for leaf in self._per_rank], self._replicas
 
     def check_agreement(self, messages: list[RankMessage], ranks: Ranks) -> Any:
         """Return the JSON tree of the state. Raises ValueError, on every rank, if the messages of the ranks disagree."""
@@ -227,7 +224,7 @@ class _StateSummary:
             _raise_difference(ranks.gather(self._common))
         _check_replicas([replicas for *_, replicas in messages])
         for i, leaf in enumerate(self._per_rank):
-            leaf.data["values"] = [plain_to_json(values[i], leaf.names[0][0]) for _, values, _ in messages]
+            leaf.data["values"] = [values[i] for _, values, _ in messages]
         return self._tree.json
 
     def _add(self, leaf: Leaf, value: Any, ranks: Ranks) -> None:

@@ -48,7 +48,7 @@ def list_committed(directory: AnyPath) -> list[tuple[tuple[float, int], Any, str
             if is_directory(path) and (manifest := read_manifest(path)):
                 order = manifest.sequence, (path / MANIFEST).stat().st_mtime_ns
                 found.append((order, path, _find_wrong_file(path, manifest.files), manifest.files))
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, OSError) as error:  # noqa: PERF203 - of this one
             if has_manifest(path):
                 found.append(((math.inf, 0), path, str(error), {}))
     return sorted(found, key=lambda entry: (entry[0], str(entry[1])))

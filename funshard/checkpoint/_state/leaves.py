@@ -18,7 +18,7 @@ from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
 from ..._core.unit import LocalDims, Unit, global_shape, join_shape
 from ..._slices.pieces import Piece, slice_pieces
-from ..._spec.local import describe_pieces, piece_offsets
+from ..._spec.local import piece_offsets
 from ..._wire.flow import store_slice
 from ..._wire.host import is_host_resident, place_slice
 from .._errors import CheckpointError
@@ -170,49 +170,28 @@ class ValueLeaf:
     """A plain value, in a unit's state one for each parameter."""
 
     names: Names
-    value: Any
     is_per_rank: bool
     data: dict[str, Any]
-    """The leaf as JSON: ``{"value": value}`` or, each rank's own, ``{"values": [value of each rank]}``."""
+    """The leaf as JSON: ``{"value": value}`` or, each rank's own, ``{"values": [value of this rank, or of each]}``."""
 
 
 @dataclass(frozen=True)
-class StoredLeaf:
-    """A leaf whose tensors are in the files."""
+class TensorLeaf:
+    """A tensor outside of units: equal on all ranks or, stored with the ranks as first dimension, each rank's own."""
 
     names: Names
     dtype: torch.dtype
-
-    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[tuple[int, ...], str]]:
-        """Return for each of ``names`` the shape of the stored tensor, and a hint for the error about another one."""
-        raise NotImplementedError
-
-    def allocate(self, spec: PartitionSpec) -> Tensor:
-        """Return memory to read into."""
-        raise NotImplementedError
-
-    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the ranges of stored tensors that this rank has in the tensor of the state, or in memory to read into."""
-        raise NotImplementedError
-
-    def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
-        """Return as a state has it what was read into memory."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class TensorLeaf(StoredLeaf):
-    """A tensor outside of units: equal on all ranks or, stored with the ranks as first dimension, each rank's own."""
-
     shape: tuple[int, ...]
     is_accelerated: bool
     """Whether the tensor is on the mesh's device instead of the host."""
     is_per_rank: bool = False
 
-    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[tuple[int, ...], str]]:
-        return [((ranks, *self.shape) if self.is_per_rank else self.shape, "")]
+    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[int, ...]]:
+        """Return the shape of the stored tensor for each of ``names``."""
+        return [(ranks, *self.shape) if self.is_per_rank else self.shape]
 
     def allocate(self, spec: PartitionSpec) -> Tensor:
+        """Return memory to read into."""
         try:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         except RuntimeError as error:
@@ -220,14 +199,16 @@ class TensorLeaf(StoredLeaf):
             raise CheckpointError(text) from error
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        data, ((shape, _),) = _flatten_tensor(tensor), self.stored_shapes(spec, ranks)
-        whole = TensorRange(self.names[0], shape, data, tuple(range(len(shape))))
+        """Yield the ranges of stored tensors that this rank has in the tensor of the state, or in memory to read into."""
+        (shape,) = self.stored_shapes(spec, ranks)
+        whole = TensorRange(self.names[0], shape, _flatten_tensor(tensor), tuple(range(len(shape))))
         if not self.is_per_rank:
             yield whole._replace(holder=rank, holders=ranks)
-        elif len(data) or rank == 0:
+        elif len(whole.data) or rank == 0:
             yield whole._replace(begin=rank * math.prod(self.shape))
 
     def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
+        """Return as a state has it what was read into memory."""
         device = spec.bound_mesh.device
         return memory.to(device) if self.is_accelerated and device else memory
 
@@ -239,8 +220,8 @@ class ScalarLeaf(TensorLeaf):
     key: str = ""
     """The unit's."""
 
-    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[tuple[int, ...], str]]:
-        return [((), "")] * len(self.names)
+    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[int, ...]]:
+        return [()] * len(self.names)
 
     def allocate(self, spec: PartitionSpec) -> Tensor:
         return torch.empty(len(self.names), dtype=self.dtype, device="cpu")
@@ -268,24 +249,26 @@ class OwnedLeaf(TensorLeaf):
     stack: LocalDims = ()
     """The axes along which owners have a part each, and the dimension that each splits."""
 
-    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[tuple[int, ...], str]]:
-        return [(join_shape(self.shape, self.stack, dict(spec.bound_mesh.sizes)), "")]
+    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[int, ...]]:
+        return [join_shape(self.shape, self.stack, dict(spec.bound_mesh.sizes))]
 
     def allocate(self, spec: PartitionSpec) -> Tensor:
         return torch.empty(self.shape if self.is_here else (0, *self.shape), dtype=self.dtype, device="cpu")
 
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
         if self.is_here:
-            mesh, ((shape, _),) = spec.bound_mesh, self.stored_shapes(spec, ranks)
-            at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
-            box = Box(piece_offsets(self.shape, self.stack, dict(mesh.sizes), at), self.shape)
+            (shape,) = self.stored_shapes(spec, ranks)
+            offsets = piece_offsets(self.shape, self.stack, dict(spec.bound_mesh.sizes), _own_coords(spec))
+            box = Box(offsets, self.shape)
             yield TensorRange(self.names[0], shape, _flatten_tensor(tensor), tuple(range(len(shape))), box=box)
 
 
 @dataclass(frozen=True)
-class SliceLeaf(StoredLeaf):
+class SliceLeaf:
     """A rank's slice of a unit: a range of each of its parameters."""
 
+    names: Names
+    dtype: torch.dtype
     unit: Unit
     subset: tuple[Param, ...] | None = None
     """The parameters that the leaf has elements of, or None for all of the unit's."""
@@ -302,13 +285,17 @@ class SliceLeaf(StoredLeaf):
             return sum(p.high - p.low for p in self._pieces(spec))
         return spec.shard_numel(self.unit) // self.block
 
-    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[tuple[int, ...], str]]:
-        sizes = dict(spec.bound_mesh.sizes)
-        params = self.unit.params if self.subset is None else self.subset
-        return [(self._stored_shape(param, sizes), describe_pieces(param, sizes)) for param in params]
+    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[int, ...]]:
+        """Return the shape of the stored tensor for each of ``names``: the whole parameter's, or [blocks]."""
+        return [self._stored_shape(piece.param, dict(spec.bound_mesh.sizes)) for piece in self._pieces(spec)]
 
     def _stored_shape(self, param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return global_shape(param, sizes) if self.block == 1 else (-(-param.numel // self.block),)
+
+    def _pieces(self, spec: PartitionSpec) -> Iterator[Piece]:
+        for param, low, high, begin in slice_pieces(self.unit, spec, rank_coords(spec.bound_mesh, None)):
+            if self.subset is None or param in self.subset:
+                yield Piece(param, low // self.block, -(-high // self.block), begin // self.block)
 
     def allocate(self, spec: PartitionSpec) -> Tensor:
         """Return memory to read into, padding zeroed, on the mesh's device or on the host if it goes through the host."""
@@ -320,33 +307,40 @@ class SliceLeaf(StoredLeaf):
             end = max(end, high)
         return memory
 
-    def _pieces(self, spec: PartitionSpec) -> Iterator[Piece]:
-        for param, low, high, begin in slice_pieces(self.unit, spec, rank_coords(spec.bound_mesh, None)):
-            if self.subset is None or param in self.subset:
-                yield Piece(param, low // self.block, -(-high // self.block), begin // self.block)
-
     def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        mesh = spec.bound_mesh
-        sizes, coords = dict(mesh.sizes), rank_coords(mesh, None)
-        at = dict(zip(mesh.names, coords, strict=True))
+        """Yield the ranges of the parameters that lie in the slice."""
+        mesh, sizes = spec.bound_mesh, dict(spec.bound_mesh.sizes)
         replicated = tuple(name for name in mesh.names if name not in self.unit.distinct_axes)
-        holder, holders = rank_along(replicated, mesh, coords)
+        holder, holders = rank_along(replicated, mesh, rank_coords(mesh, None))
         flat = tensor.detach().resolve_conj().resolve_neg()
         for piece, names in zip(self._pieces(spec), self.names, strict=True):
             data, param = flat if self.is_compact else flat[piece.low : piece.high], piece.param
-            shape = self._stored_shape(param, sizes)
             order = tuple(param.order) if self.block == 1 else (0,)
+            whole = TensorRange(names, self._stored_shape(param, sizes), data, order, piece.begin)
             if len(data):
-                box = Box(piece_offsets(param.shape, param.local, sizes, at), param.shape) if self.block == 1 else None
-                yield TensorRange(names, shape, data, order, piece.begin, holder, holders, replicated, box)
+                box = Box(piece_offsets(param.shape, param.local, sizes, _own_coords(spec)), param.shape)
+                box = box if self.block == 1 else None
+                yield whole._replace(holder=holder, holders=holders, axes=replicated, box=box)
             elif not param.numel:
-                yield TensorRange(names, shape, data, order, holder=rank, holders=ranks)
+                yield whole._replace(begin=0, holder=rank, holders=ranks)
 
     def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
+        """Return the slice as a state has it: encoded, and on the device or host where it is kept."""
         return (store_slice if self.is_encoded else place_slice)(memory, self.unit, spec.bound_mesh)
 
 
+StoredLeaf = TensorLeaf | SliceLeaf
+"""A leaf whose tensors are in the files."""
 Leaf = StoredLeaf | ValueLeaf
+
+
+def _own_coords(spec: PartitionSpec) -> dict[str, int]:
+    return dict(zip(spec.bound_mesh.names, rank_coords(spec.bound_mesh, None), strict=True))
+
+
+def _flatten_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements in one dimension, detached and without lazy conjugation or negation."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def leaf_names(leaf: Leaf) -> list[str]:
@@ -374,8 +368,3 @@ def check_storable(value: object, what: str) -> None:
         raise ValueError(f"{what}: expected at most {MAX_DIMS} dimensions, got {value.dim()}")
     if value.is_meta:
         raise ValueError(f"{what}: expected a tensor with values, got one on the meta device")
-
-
-def _flatten_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements in one dimension, detached and without lazy conjugation or negation."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)

@@ -69,64 +69,57 @@ def plain_from_json(data: Any) -> Any:
 TUPLES = (Averaging, LossScale, MatrixState, PowerSGD, QuantizedSlice, AccumulationState, EmaState, FiniteState, ScheduleState)
 CLASSES: dict[str, Any] = {cls.__name__: cls for cls in (dict, OrderedDict, UnitState, list, tuple, *TUPLES)}
 """The classes that a file can name: exactly these, not their subclasses."""
-OLD_CLASSES = {"deque": list, "defaultdict": dict, "Counter": dict}
-"""The classes of version 0.2, and what stands for them."""
+READ_CLASSES = CLASSES | {"deque": list, "defaultdict": dict, "Counter": dict}
+"""The classes of containers that are read: version 0.2 named some more."""
 SEQUENCES = ("list", "tuple", "deque")
 MAX_DEPTH = 100
 """The most containers inside each other that a state may have, since `load` builds them by recursion."""
+Children = list[tuple[Any, Any]]
+"""The children of a container by entry."""
 
 
-class Container(NamedTuple):
-    """A container: the name of its class in files, or "", its children by entry, and the function that builds one of them."""
-
-    kind: str
-    argument: Any
-    children: list[tuple[Any, Any]]
-    build: Callable[[list[Any]], Any]
-
-
-def open_container(value: Any) -> Container | None:
-    """Return a value as a container, or None for a leaf."""
-    cls, argument = type(value), sorted(value.numbers) if isinstance(value, UnitState) else None
+def open_container(value: Any) -> tuple[str, Children, Callable[[list[Any]], Any]] | None:
+    """Return a container's class as files name it, or "", its children, and how to build it of others; None for a leaf."""
+    cls: Any = type(value)
     kind = cls.__name__ if CLASSES.get(cls.__name__) is cls else ""
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
-        fields: Any = cls
-        return Container(kind, None, [*zip(fields._fields, value, strict=True)], lambda xs: fields(*xs))
+        return kind, [*zip(cls._fields, value, strict=True)], lambda xs: cls(*xs)
     if kind:
         children = [*(value.items() if isinstance(value, dict) else enumerate(value))]
-        return Container(kind, argument, children, lambda xs: build_container(kind, argument, [k for k, _ in children], xs))
+        numbers = value.numbers if isinstance(value, UnitState) else None
+        return kind, children, lambda xs: build_container(kind, numbers, [*zip(dict(children), xs, strict=True)])
     if value is None or optree.tree_is_leaf(value, namespace=NAMESPACE):
         return None
     found, metadata, entries, unflatten = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
-    return Container("", None, [*zip(entries, found, strict=True)], lambda xs: unflatten(metadata, xs))
+    return "", [*zip(entries, found, strict=True)], lambda xs: unflatten(metadata, xs)
 
 
-def build_container(kind: str, argument: Any, entries: Iterable[Any], children: Iterable[Any]) -> Any:
-    """Return a container of a class that a file names."""
-    cls = CLASSES.get(kind) or OLD_CLASSES[kind]
-    if kind in SEQUENCES:
-        return cls(children)
+def build_container(kind: str, numbers: Any, children: Children) -> Any:
+    """Return a container of a class that a file names; ``numbers`` are those of a `UnitState`."""
+    cls = READ_CLASSES[kind]
     if cls in TUPLES:
-        return cls(*children)
-    pairs = zip(entries, children, strict=True)
-    return UnitState(pairs, argument) if cls is UnitState else cls(pairs)
+        return cls(*(child for _, child in children))
+    if kind in SEQUENCES:
+        return cls(child for _, child in children)
+    return UnitState(children, numbers) if cls is UnitState else cls(children)
 
 
 def rebuild(like: Any, values: Iterator[Any]) -> Any:
-    """Return a state like this one that has these values as leaves, in the order in which `describe` returns them."""
+    """Return a state like this one that has these values as leaves, in the order of `Description.leaves`."""
     if isinstance(like, PerRank):
         return rebuild(like.tree, values)
     if (container := open_container(like)) is None:
         return next(values)
-    return container.build([rebuild(child, values) for _, child in container.children])
+    _, children, build = container
+    return build([rebuild(child, values) for _, child in children])
 
 
-def file_entries(data: Any) -> list[tuple[Any, Any]] | None:
-    """Return ``(entry, child)`` for the children of a container in JSON data, or None if the data is a leaf."""
+def file_entries(data: Any) -> Children | None:
+    """Return the children of a container in JSON data, or None if the data is a leaf."""
     (kind, content), *_ = data.items()
     if kind in SEQUENCES:
         return list(enumerate(content))
-    if kind in CLASSES or kind in OLD_CLASSES or kind == "other":
+    if kind in READ_CLASSES or kind == "other":
         return [(plain_from_json(entry), child) for entry, child in content]
     return None
 
@@ -170,13 +163,10 @@ class Place(NamedTuple):
     path: tuple[str, ...]
     unit: Unit | None = None
     slot: tuple[str, ...] = ()
-    subset: tuple[Param, ...] | None = None
+    params: tuple[Param, ...] | None = None
     """The parameters that the part belongs to, or None for all of the unit's."""
-    is_compact: bool = False
-    """Whether slices have the elements of ``subset`` alone."""
-    owner: Param | None = None
-    """The matrix that the part belongs to."""
-    is_per_rank: bool = False
+    form: str = ""
+    """One of "per rank", "compact" (of the elements of ``params`` alone), "owned" (of a matrix), "blocks" (of a codec)."""
 
     @property
     def where(self) -> str:
@@ -188,7 +178,7 @@ class Place(NamedTuple):
         """The names under which the part is stored: for each of the parameters, or one."""
         if self.unit is None:
             return ((".".join(self.path),),)
-        params = (self.owner,) if self.owner else self.unit.params if self.subset is None else self.subset
+        params = self.unit.params if self.params is None else self.params
         return tuple(tuple(".".join((*self.path, name, *self.slot)) for name in param.names) for param in params)
 
     def child(self, *entries: Any) -> Place:
@@ -201,12 +191,10 @@ class Place(NamedTuple):
         (first, value), *others = found.items()
         for name, other in others:
             if repr(other) != repr(value):  # by repr, NaN equals NaN
-                is_mixed = len({"QuantizedSlice" in repr(x) for x in (other, value)}) == 2
-                hint = ", as those that were saved, and save what fs.optim.decode_state returns: it loads with any units"
                 raise ValueError(
-                    f"unit '{self.unit and self.unit.key}' of state '{'.'.join(self.path)}': expected one kind of state for all "
-                    f"of its parameters, got others for '{name}' than for '{first}'; choose units that do not mix "
-                    f"them{hint if is_mixed else ''}"
+                    f"unit '{self.unit and self.unit.key}' of state '{'.'.join(self.path)}': expected one kind of state for "
+                    f"all of its parameters, got others for '{name}' than for '{first}'; choose units that do not mix them, as "
+                    "those that were saved; what fs.optim.decode_state returns of state in a codec loads with any units"
                 )
         return value
 
@@ -220,13 +208,7 @@ class Description:
     """
 
     def __init__(
-        self,
-        state: Any,
-        spec: PartitionSpec,
-        path: tuple[str, ...] = (),
-        *,
-        is_template: bool = False,
-        units: set[tuple[str, ...]] | None = None,
+        self, state: Any, spec: PartitionSpec, path: tuple[str, ...] = (), *, is_template: bool = False, units: Any = None
     ) -> None:
         self._spec, self._is_template, self._units = spec, is_template, units
         self.leaves: list[Leaf] = []
@@ -238,80 +220,76 @@ class Description:
     def _add(self, value: Any, at: Place) -> Any:
         """Add the leaves of a part, and return its JSON."""
         if isinstance(value, PerRank) and at.unit is None:
-            return self._add(value.tree, at._replace(is_per_rank=True))
+            return self._add(value.tree, at._replace(form="per rank"))
         if (container := open_container(value)) is None:
             self.values.append(value)
             data, leaf = self._describe_leaf(value, at)
             self.leaves.append(leaf)
             return data
-        kind, argument, children, _ = container
+        kind, children, _ = container
         self._check_container(value, at)
-        more = {} if argument is None else {"of": argument}
-        self.containers[at.where] = f"a container, {kind or 'of a class of its own'}{f' of {argument}' if more else ''}"
-        if isinstance(value, Mapping) and not at.unit and not at.is_per_rank and (keys := self._unit_keys(value, at.path)):
-            return {"units": self._add_units(children, keys, at) | {"kind": kind or "dict", "of": argument}}
-        if isinstance(value, QuantizedSlice) and at.unit and any(param.local for param in at.unit.params):
-            raise ValueError(
-                f"unit '{at.unit.key}' of state '{at.where}' is in a codec, whose blocks follow the memory order of each piece "
-                "over local axes: expected what fs.optim.decode_state returns; fs.optim.encode_state encodes it after load"
-            )
+        of = {"of": sorted(value.numbers)} if isinstance(value, UnitState) else {}
+        self.containers[at.where] = f"a container, {kind or 'of a class of its own'} {of or ''}"
+        if isinstance(value, Mapping) and at == Place(at.path) and (keys := self._unit_keys(value, at.path)):
+            return {"units": self._add_units(children, keys, at) | {"kind": kind or "dict", "of": of.get("of")}}
+        if isinstance(value, QuantizedSlice) and at.unit:
+            at = at._replace(form="blocks")
         data: list[Any] = []
         for entry, child in children:
-            place = at.child(entry)
-            if isinstance(value, PowerSGD) and entry == "error":
-                place = place._replace(is_per_rank=True)
-            found = self._add_blocks(child, place) if isinstance(value, QuantizedSlice) else self._add(child, place)
-            key = (plain_to_json(entry, "a key of a dict") if kind else str(entry)) if kind not in SEQUENCES else None
+            is_per_rank = isinstance(value, PowerSGD) and entry == "error"
+            found = self._add(child, at.child(entry)._replace(form="per rank" if is_per_rank else at.form))
+            key = entry if kind in SEQUENCES else plain_to_json(entry, "a key of a dict") if kind else str(entry)
             data.append(found if kind in SEQUENCES else [key, found])
-        return {kind or "other": data} | more
+        return {kind or "other": data, **of}
 
     def _describe_leaf(self, value: Any, at: Place) -> tuple[Any, Leaf]:
-        unit, names = at.unit, at.names
+        unit, names, is_per_rank = at.unit, at.names, at.form == "per rank"
         if not isinstance(value, Tensor):
             data = plain_to_json(value, at.where)
-            node = {"values": []} if at.is_per_rank else {"value": data}
-            return node, ValueLeaf(names, value, at.is_per_rank, node)
+            node = {"values": [data]} if is_per_rank else {"value": data}
+            return node, ValueLeaf(names, is_per_rank, node)
         shape, dtype, is_accelerated = tuple(value.shape), value.dtype, _torch.is_accelerator(value.device)
         kind = plain_to_json(dtype, "")
         if unit is None:
-            last = False  # version 0.2 reads it
-            leaf = TensorLeaf(names, dtype, shape, is_accelerated, at.is_per_rank)
-            return {"tensor": [[*shape], kind, is_accelerated, at.is_per_rank, last]}, leaf
-        if at.owner is not None:
+            leaf = TensorLeaf(names, dtype, shape, is_accelerated, is_per_rank)
+            return {"tensor": [[*shape], kind, is_accelerated, is_per_rank, False]}, leaf  # version 0.2 reads the last one
+        if at.form == "owned" and at.params:
             is_here = not shape or len(value) > 0
             shape = shape if is_here else shape[1:]
-            stack = stack_dims(at.owner, shape, dict(self._spec.bound_mesh.sizes))
+            stack = stack_dims(at.params[0], shape, dict(self._spec.bound_mesh.sizes))
             leaf = OwnedLeaf(names, dtype, shape, is_accelerated, is_here=is_here, stack=stack)
-            ((whole, _),) = leaf.stored_shapes(self._spec, 1)
-            return {"owned": [[*whole], kind, is_accelerated]}, leaf
+            return {"owned": [[*leaf.stored_shapes(self._spec, 1)[0]], kind, is_accelerated]}, leaf
+        if at.form == "blocks":
+            return self._describe_blocks(value, names, unit, at.where)
         if not shape:
             return {"scalar": [kind, is_accelerated]}, ScalarLeaf(names, dtype, shape, is_accelerated, key=unit.key)
-        leaf = SliceLeaf(names, dtype, unit, at.subset, at.is_compact)
-        if shape != (leaf.numel(self._spec),) if at.is_compact else not is_slice(value, unit, self._spec):
-            length, dtype = (leaf.numel(self._spec), dtype) if at.is_compact else self._spec.stored(unit)
+        is_encoded = unit.is_encoded and dtype == torch.uint8
+        leaf = SliceLeaf(names, unit.dtype if is_encoded else dtype, unit, at.params, at.form == "compact", is_encoded)
+        if shape != (leaf.numel(self._spec),) if leaf.is_compact else not is_slice(value, unit, self._spec):
+            length, dtype = (leaf.numel(self._spec), dtype) if leaf.is_compact else self._spec.stored(unit)
             _raise_other_slice(unit.key, at.where, f"this rank's slice, [{length}] {dtype}, or a number", value)
-        if unit.is_encoded and dtype == torch.uint8:
-            leaf = SliceLeaf(names, unit.dtype, unit, at.subset, at.is_compact, is_encoded=True)
         return {"slice": plain_to_json(leaf.dtype, "")}, leaf
 
-    def _add_blocks(self, value: Tensor, at: Place) -> Any:
-        """Add codes or scales, each of which stands for as many elements of the unit's slice."""
-        unit, names = at.unit, at.names
-        assert unit is not None
-        numel = self._spec.shard_numel(unit)
+    def _describe_blocks(self, value: Tensor, names: Names, unit: Unit, where: str) -> tuple[Any, Leaf]:
+        """Return the leaf of codes or scales, each of which stands for as many elements of the unit's slice in memory order."""
+        numel, sizes = self._spec.shard_numel(unit), dict(self._spec.bound_mesh.sizes)
         block = numel // len(value) if value.dim() == 1 and len(value) and not numel % len(value) else 0
         if not block or unit.align % block:
             expected = f"a part of this rank's slice, of {numel} elements and in blocks that start at multiples of {unit.align}"
-            _raise_other_slice(unit.key, at.where, expected, value)
+            _raise_other_slice(unit.key, where, expected, value)
+        if any(global_shape(param, sizes) != param.shape for param in unit.params):
+            raise ValueError(
+                f"unit '{unit.key}' of state '{where}' is in a codec, whose blocks follow each rank's piece over local axes: "
+                "expected what fs.optim.decode_state returns; fs.optim.encode_state encodes what load returns"
+            )
         dtype = plain_to_json(value.dtype, "")
-        if block > 1:  # blocks are of elements in memory order, which the names tell
-            orders = (".order" + "".join(map(str, p.order)) if p.permuted else "" for p in unit.params)
-            names = tuple(tuple(name + order for name in some) for some, order in zip(names, orders, strict=True))
-        self.values.append(value)
-        self.leaves.append(SliceLeaf(names, value.dtype, unit, block=block))
-        return {"slice": dtype} if block == 1 else {"blocks": [dtype, block]}
+        if block == 1:
+            return {"slice": dtype}, SliceLeaf(names, value.dtype, unit)
+        orders = (".order" + "".join(map(str, p.order)) if p.permuted else "" for p in unit.params)
+        names = tuple(tuple(name + order for name in some) for some, order in zip(names, orders, strict=True))
+        return {"blocks": [dtype, block]}, SliceLeaf(names, value.dtype, unit, block=block)
 
-    def _add_units(self, children: list[tuple[Any, Any]], keys: frozenset[str], at: Place) -> dict[str, Any]:
+    def _add_units(self, children: Children, keys: frozenset[str], at: Place) -> dict[str, Any]:
         params: list[Any] = []
         rest: list[Any] = []
         for key, child in children:
@@ -319,24 +297,24 @@ class Description:
                 rest.append([plain_to_json(key, "a key of a dict"), self._add(child, at.child(key))])
                 continue
             unit = self._spec.by_key[key]
-            place = at._replace(unit=unit)
             if isinstance(child, MatrixState):
-                slots = self._add_matrices(child, unit, place)
+                slots = self._add_matrices(child, unit, at._replace(unit=unit))
             else:
-                slots = dict.fromkeys((param.name for param in unit.params), self._add(child, place))
+                slots = dict.fromkeys((param.name for param in unit.params), self._add(child, at._replace(unit=unit)))
             params += [[[*param.names], _dtype_name(param), slots[param.name]] for param in unit.params]
         return {"whole": len(keys) == len(self._spec), "params": params, "rest": rest}
 
     def _add_matrices(self, state: MatrixState, unit: Unit, at: Place) -> dict[str, Any]:
         params = {param.name: param for param in unit.params}
         step = self._add(state.step, at.child("step"))
-        of_matrices = at._replace(subset=tuple(params[name] for name in state.owned))
+        of_matrices = at._replace(params=tuple(params[name] for name in state.owned))
         slices = self._add(state.slices, of_matrices.child("slices"))
         out: dict[str, Any] = {}
         for name, slots in state.owned.items():
-            out[name] = {MATRIX: [step, slices, self._add(slots, at._replace(owner=params[name]).child("owned"))]}
+            place = at._replace(params=(params[name],), form="owned").child("owned")
+            out[name] = {MATRIX: [step, slices, self._add(slots, place)]}
         for entry, child in state.fallback.items():
-            of_entry = at._replace(subset=(params[entry],), is_compact=True) if entry in params else at
+            of_entry = at._replace(params=(params[entry],), form="compact") if entry in params else at
             found = {FALLBACK: [step, self._add(child, of_entry.child(FALLBACK))]}
             out |= {entry: found} if entry in params else dict.fromkeys(params, found)
         return out
@@ -365,11 +343,9 @@ class Description:
         return frozenset()
 
     def _check_container(self, value: Any, at: Place) -> None:
-        if self._is_template:
-            return
-        if len(at.path) + len(at.slot) >= MAX_DEPTH:
+        if len(at.path) + len(at.slot) >= MAX_DEPTH and not self._is_template:
             raise ValueError(f"state '{at.where[:40]}...': expected at most {MAX_DEPTH} containers in each other, got more")
-        for key in value if isinstance(value, Mapping) else ():
+        for key in value if isinstance(value, Mapping) and not self._is_template else ():
             if type(key) not in PLAIN and not isinstance(key, bytes | torch.dtype):
                 raise TypeError(
                     f"state '{at.where}': expected keys that are strings, numbers, bytes or None, got {key!r} "
@@ -400,6 +376,7 @@ class Template:
 
     def __init__(self, data: Any, spec: PartitionSpec, rank: int, ranks: int, path: tuple[str, ...]) -> None:
         self._spec, self._rank, self._ranks = spec, rank, ranks
+        self._sizes = dict(spec.bound_mesh.sizes)
         self.units: set[tuple[str, ...]] = set()
         """The paths of the mappings that are sharded."""
         self.state = self._build(data, Place(path))
@@ -407,12 +384,11 @@ class Template:
     def _build(self, data: Any, at: Place) -> Any:
         (kind, content), *_ = data.items()
         if kind == "other":
-            raise ValueError(
-                f"state '{at.where}': a container of the caller's own: expected like=, a state of the same structure"
-            )
+            text = f"state '{at.where}': a container of the caller's own: expected like=, a state of the same structure"
+            raise ValueError(text)
         if (inside := file_entries(data)) is not None:
-            children = [self._build(child, at.child(entry)) for entry, child in inside]
-            return build_container(kind, data.get("of"), [entry for entry, _ in inside], children)
+            children = [(entry, self._build(child, at.child(entry))) for entry, child in inside]
+            return build_container(kind, data.get("of"), children)
         if kind == "value":
             return plain_from_json(content)
         if at.unit is not None:
@@ -423,16 +399,16 @@ class Template:
             check_rank_count(at.where, len(content), self._ranks)
             return PerRank(plain_from_json(content[self._rank]))
         shape, dtype, is_accelerated, is_per_rank, _ = content
-        tensor = self._empty(shape, dtype, is_accelerated)
+        tensor = self._empty(shape, plain_from_json(dtype), is_accelerated)
         return PerRank(tensor) if is_per_rank else tensor
 
-    def _empty(self, shape: Iterable[int], dtype: Any, is_accelerated: bool = False) -> Tensor:
-        device = self._spec.bound_mesh.device if is_accelerated else None
-        return torch.empty((), dtype=plain_from_json(dtype), device=device or "cpu").expand(tuple(shape))
+    def _empty(self, shape: Iterable[int], dtype: torch.dtype, is_accelerated: bool = False) -> Tensor:
+        return without_memory(shape, dtype, self._spec.bound_mesh.device if is_accelerated else None)
 
     def _build_in_unit(self, kind: str, content: Any, at: Place, unit: Unit) -> Tensor:
+        numel = self._spec.shard_numel(unit)
         if kind == "scalar":
-            return self._empty((), *content)
+            return self._empty((), plain_from_json(content[0]), content[1])
         if kind == "blocks":
             dtype, block = content
             if unit.align % block:
@@ -441,14 +417,15 @@ class Template:
                     f"which start at multiples of that: expected a policy with P(align={block}), or a multiple of it, got "
                     f"{unit.align}"
                 )
-            return self._empty((self._spec.shard_numel(unit) // block,), dtype)
+            return self._empty((numel // block,), plain_from_json(dtype))
         if kind != "slice":
             raise DamagedError(f"expected a part of a unit's state, got {reprlib.repr(kind)}")
+        dtype = plain_from_json(content)
         if unit.is_encoded and not at.slot:
-            length, stored = self._spec.stored(unit)
-            return self._empty((length,), plain_to_json(stored, ""))
-        length = SliceLeaf(at.names, torch.float32, unit, at.subset, at.is_compact).numel(self._spec)
-        return self._empty((length,), content)
+            numel, dtype = self._spec.stored(unit)
+        elif at.form == "compact":
+            numel = SliceLeaf(at.names, dtype, unit, at.params, is_compact=True).numel(self._spec)
+        return self._empty((numel,), dtype)
 
     def _build_units(self, content: Any, at: Place) -> Any:
         self.units.add(at.path)
@@ -457,7 +434,7 @@ class Template:
         where = f"state '{at.where}'" if at.path else "the state"
         entries = {p.name: next((saved[n] for n in p.names if n in saved), None) for unit in self._spec for p in unit.params}
         known = self._find_matrices({name: entry[2] for name, entry in entries.items() if entry})
-        out: dict[Any, Any] = {}
+        out: Children = []
         for unit in self._spec:
             found = [(p, entry) for p in unit.params if (entry := entries[p.name]) is not None]
             if len(found) < len(unit.params) and (found or content["whole"]):
@@ -466,27 +443,26 @@ class Template:
                     f"parameter '{missing}' of unit '{unit.key}' is not in {where} of the checkpoint, which has {len(every)} "
                     f"parameters such as {sorted(every)[:3]}: expected the model that was saved"
                 )
-            if not found:
-                continue
-            unread = unread - {name for _, (name, _, _) in found}
-            for param, (_, dtype, _) in found:
+            for param, (name, dtype, _) in found:
+                unread = unread - {name}
                 if dtype != _dtype_name(param):
                     raise ValueError(
                         f"parameter '{param.name}': expected {dtype}, as the checkpoint has it, got {param.dtype} in the spec; "
                         "build the model in that dtype"
                     )
             slots, place = {param.name: slot for param, (_, _, slot) in found}, at._replace(unit=unit)
-            if all({MATRIX, FALLBACK} & {*slot} for slot in slots.values()):
-                out[unit.key] = self._build_matrices(slots, unit, place, known)
-            else:
-                out[unit.key] = self._build(place.common_value(slots), place)
+            if slots and all({MATRIX, FALLBACK} & {*slot} for slot in slots.values()):
+                out.append((unit.key, self._build_matrices(slots, unit, place, known)))
+            elif slots:
+                out.append((unit.key, self._build(place.common_value(slots), place)))
         if unread:
             raise ValueError(
                 f"parameter '{min(unread)}' is in {where} of the checkpoint and not in the spec: expected the model that was "
                 "saved"
             )
-        out |= {(key := plain_from_json(entry)): self._build(child, at.child(key)) for entry, child in content["rest"]}
-        return build_container(content.get("kind", "dict"), content.get("of"), [*out], out.values())
+        for entry, child in content["rest"]:
+            out.append((key := plain_from_json(entry), self._build(child, at.child(key))))
+        return build_container(content.get("kind", "dict"), content.get("of"), out)
 
     def _find_matrices(self, saved: Mapping[str, Any]) -> Matrices:
         """Return the matrices in JSON data by parameter name, with the owners that `matrices` chooses on the spec's mesh.
@@ -496,7 +472,7 @@ class Template:
 
         def has_parts(matrix: Matrix) -> bool:
             entries = file_entries(saved[matrix.name][MATRIX][2]) or ()
-            stacked = global_shape(matrix.param, dict(self._spec.bound_mesh.sizes))[:-2]
+            stacked = global_shape(matrix.param, self._sizes)[:-2]
             return all(tuple(child["owned"][0][: len(stacked)]) == stacked for _, child in entries)
 
         known = matrices(self._spec, select=lambda name, param: MATRIX in saved.get(name, {}))
@@ -508,29 +484,31 @@ class Template:
         chosen = tuple(param for param in unit.params if MATRIX in saved[param.name])
         others = [param for param in unit.params if FALLBACK in saved[param.name]]
         (step, *_), *_ = (content for one in saved.values() for content in one.values())
-        slices: Any = {}
-        fallback: dict[str, Any] = {}
         if chosen:
             data = at.common_value({param.name: saved[param.name][MATRIX][1] for param in chosen})
-            slices = self._build(data, at._replace(subset=chosen).child("slices"))
-            for param in others:
-                of_param = at._replace(subset=(param,), is_compact=True).child(FALLBACK)
-                fallback[param.name] = self._build(saved[param.name][FALLBACK][1], of_param)
+            slices = self._build(data, at._replace(params=chosen).child("slices"))
+            places = {param.name: at._replace(params=(param,), form="compact").child(FALLBACK) for param in others}
+            fallback = {name: self._build(saved[name][FALLBACK][1], place) for name, place in places.items()}
         else:
-            data = at.common_value({param.name: saved[param.name][FALLBACK][1] for param in others})
-            fallback[unit.key] = self._build(data, at.child(FALLBACK))
-        owned = {param.name: self._build_owned(saved[param.name][MATRIX][2], param, known) for param in chosen}
+            slices, data = {}, at.common_value({param.name: saved[param.name][FALLBACK][1] for param in others})
+            fallback = {unit.key: self._build(data, at.child(FALLBACK))}
+        owned = {p.name: self._build_owned(saved[p.name][MATRIX][2], known.by_name[p.name], known) for p in chosen}
         return MatrixState(self._build(step, at.child("step")), slices, owned, fallback)
 
-    def _build_owned(self, data: Any, param: Param, known: Matrices) -> dict[str, Tensor]:
+    def _build_owned(self, data: Any, matrix: Matrix, known: Matrices) -> dict[str, Tensor]:
         out: dict[str, Tensor] = {}
         for slot, child in file_entries(data) or ():
             (*shape,), dtype, is_accelerated = child["owned"]
-            for axis, dim in known.by_name[param.name].stack:
-                shape[dim] //= dict(self._spec.bound_mesh.sizes)[axis]
-            here = shape if known._is_owner(param.name) else (0, *shape)
-            out[slot] = self._empty(here, dtype, is_accelerated)
+            for axis, dim in matrix.stack:
+                shape[dim] //= self._sizes[axis]
+            shape = shape if known._is_owner(matrix.name) else (0, *shape)
+            out[slot] = self._empty(shape, plain_from_json(dtype), is_accelerated)
         return out
+
+
+def without_memory(shape: Iterable[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return a tensor of any shape that has memory for one element."""
+    return torch.empty((), dtype=dtype, device=device or "cpu").expand(tuple(shape))
 
 
 def check_rank_count(name: str, saved: int, ranks: int) -> None:
