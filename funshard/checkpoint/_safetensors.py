@@ -380,12 +380,9 @@ def _list_files(path: Path) -> dict[Path, set[str]]:
 
 def _check_tensors(stored: Mapping[str, _FileTensor], path: Path, spec: PartitionSpec, *, cast: bool) -> None:
     sizes = dict(spec.bound_mesh.sizes)
-    for unit, param in ((unit, param) for unit in spec for param in unit.params):
-        where, shape, found = (
-            f"parameter '{param.name}' of unit '{unit.key}'",
-            global_shape(param, sizes),
-            _named(param, stored),
-        )
+    for param, unit in [(param, owner) for owner in spec for param in owner.params]:
+        where, shape = f"parameter '{param.name}' of unit '{unit.key}'", global_shape(param, sizes)
+        found = _named(param, stored)
         if not found:
             raise ValueError(
                 f"{where} is not in {path}: expected {list(shape)} {param.dtype}, got {len(stored)} tensors such as "
