@@ -213,11 +213,10 @@ def test_states_that_do_not_fit_are_refused(rank: int) -> None:
     name = "blocks.1.in_proj.weight"
     without = {**full, "state": {key: own for key, own in full["state"].items() if key != name}}
     nowhere = {**without, "param_groups": [{**full["param_groups"][0], "params": ["head.weight"]}]}
-    refused(
-        "unit 'blocks.1': expected 'step' of the same value and dtype", changed(full, name, step=torch.tensor(9.0)), spec, blank
-    )
-    refused("'step' of the same value and dtype", changed(full, name, step=torch.tensor(1)), spec, blank)
-    refused("'step' of the same value and dtype", without, spec, blank)  # never stepped, as others of its unit were
+    one_step = r"unit 'blocks.1': expected one 'blocks.1\.\S+\.step' for all of its parameters"
+    refused(one_step, changed(full, name, step=torch.tensor(9.0)), spec, blank)
+    refused(f"'step' of parameter '{name}': expected .* torch.float32", changed(full, name, step=torch.tensor(1)), spec, blank)
+    refused(one_step, without, spec, blank)  # never stepped, as others of its unit were
     refused(f"parameter '{name}' of unit 'blocks.1' has no state and is in no group", nowhere, spec, blank)
     refused(f"'exp_avg' of parameter '{name}': expected", changed(full, name, exp_avg=torch.zeros(3)), spec, blank)
     refused(f"'exp_avg' of parameter '{name}': expected", changed(full, name, exp_avg=torch.zeros(11, 5)), spec, blank)
@@ -235,9 +234,9 @@ def test_states_that_do_not_fit_are_refused(rank: int) -> None:
     part = {key: slots for key, slots in blank.items() if key != "blocks.1"}
     refused("has a state, expected one of those of init_state", full, spec, part)
     if rank == 0:
-        refused("rank 1: .*expected 'step' of the same", full, spec, blank)
+        refused(f"rank 1: .*{one_step}", full, spec, blank)
     else:
-        refused("rank 1: .*expected 'step' of the same", changed(full, name, step=torch.tensor(9.0)), spec, blank)
+        refused(f"rank 1: .*{one_step}", changed(full, name, step=torch.tensor(9.0)), spec, blank)
 
     for other in (state if rank == 0 else {}, {key: {**s, "step": s["step"] + rank} for key, s in state.items()}):
         with pytest.raises(ValueError, match="expected the same units, state and counts on all ranks"):

@@ -10,17 +10,15 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.checks import bind_spec
-from .._core.layout import rank_coords, to_memory_order
 from .._core.spec import PartitionSpec
-from .._core.unit import Unit, global_shape
+from .._core.unit import Unit
 from .._sharding.full import gather_stored
-from .._slices.pieces import slice_pieces
-from .._spec.local import describe_pieces, piece_offsets
-from .._spec.unit_state import replace_values
+from .._spec.local import describe_pieces
 from ..optim._checks import State, copy_like, refuse_encoded
 from ..optim._options import ParamOptions, group_by_options
-from ._ranks import TIMEOUT, connect_ranks
+from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._state.leaves import clean_name
+from ._state.tree import Description, rebuild
 
 StateDict: TypeAlias = dict[str, Any]
 """``{"state": {parameter: {name: tensor}}, "param_groups": [{"params": [parameter, ...], **options}]}``."""
@@ -127,18 +125,19 @@ def from_optimizer_state_dict(
 
     def read() -> State:
         _check_elementwise(init_state, spec)
-        states, known = _states_by_name(found, spec)
-        wanted = {param.name for key in init_state for param in spec.by_key[key].params}
-        if unknown := [name for name in states if name not in wanted]:
-            raise ValueError(f"parameter '{unknown[0]}' has a state, expected one of those of init_state: {sorted(wanted)[:3]}")
+        tree = Description(init_state, spec, is_template=True, units={()})
+        states = _states_by_name(found, spec, init_state)
         with torch.no_grad():
-            return {key: _read_slots(slots, spec.by_key[key], spec, states, known) for key, slots in init_state.items()}
+            values = [_read_leaf(leaf, x, states, spec, ranks) for leaf, x in zip(tree.leaves, tree.values, strict=True)]
+        return rebuild(init_state, iter(values))
 
     return ranks.run(read, "checkpoint.from_optimizer_state_dict")
 
 
-def _states_by_name(found: Mapping[str, Any], spec: PartitionSpec) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
-    """Return the states by the parameters' own names, and the names of all parameters in groups."""
+def _states_by_name(
+    found: Mapping[str, Any], spec: PartitionSpec, init_state: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the states by the parameters' own names, checked to be what the initial state has."""
 
     def own_name(key: Any) -> str:
         if not isinstance(key, str):
@@ -151,13 +150,57 @@ def _states_by_name(found: Mapping[str, Any], spec: PartitionSpec) -> tuple[dict
             raise ValueError(f"parameter '{key}' is not in the spec: expected names such as {list(spec.by_name)[:3]}")
         return spec.by_name[name][1].name
 
+    units = {param.name: key for key in init_state for param in spec.by_key[key].params}
+    known = {own_name(key) for group in found.get("param_groups", ()) for key in group["params"]}
     states: dict[str, Mapping[str, Any]] = {}
     for key, slots in found["state"].items():
         if (name := own_name(key)) in states:
             raise ValueError(f"parameter '{name}' has two states, one of them as '{key}': expected one")
         states[name] = {slot: value for slot, value in slots.items() if value is not None}  # SGD before the first step
-    known = {own_name(key) for group in found.get("param_groups", ()) for key in group["params"]} | {*states}
-    return {name: slots for name, slots in states.items() if slots}, known
+    if missing := units.keys() - known - states.keys():
+        name = min(missing)
+        raise ValueError(
+            f"parameter '{name}' of unit '{units[name]}' has no state and is in no group: expected it in the state_dict of the "
+            "optimizer"
+        )
+    for name, slots in states.items():
+        if slots and name not in units:
+            raise ValueError(f"parameter '{name}' has a state, expected one of those of init_state: {sorted(units)[:3]}")
+        wanted = {*init_state[units[name]]} if slots else {*slots}
+        if wanted == COUNTED:
+            states[name] = slots = {**slots, "step": 1}
+        if {*slots} != wanted:
+            raise ValueError(
+                f"parameter '{name}': expected a state of {sorted(wanted)}, got {sorted(slots)}; is it of another optimizer, or "
+                "of other options?"
+            )
+    return {name: slots for name, slots in states.items() if slots}
+
+
+def _read_leaf(
+    leaf: Any, initial: Tensor, states: Mapping[str, Mapping[str, Any]], spec: PartitionSpec, ranks: Ranks
+) -> Tensor:
+    """Return this rank's slice of full tensors, or a number, with the initial values of parameters that have none."""
+    memory = copy_like(initial, initial) if _torch.is_pinned(initial) else initial.detach().clone()
+    if not initial.dim():
+        memory = memory.cpu().repeat(len(leaf.names))
+    values: dict[str, Tensor] = {}
+    for (own, *_), shape in zip(leaf.names, leaf.stored_shapes(spec, ranks.size), strict=True):
+        name, _, slot = own.rpartition(".")
+        if name in states:
+            value = states[name][slot]
+            value = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=initial.dtype)
+            if (value.shape, value.dtype) != (shape, initial.dtype):
+                hint = describe_pieces(spec.by_name[name][1], dict(spec.bound_mesh.sizes))
+                raise ValueError(
+                    f"'{slot}' of parameter '{name}': expected {list(shape)} {initial.dtype}, got {list(value.shape)} "
+                    f"{value.dtype}{hint}"
+                )
+            values[own] = value
+    for part in leaf.ranges(memory, spec, ranks.rank, ranks.size):
+        for box, view in part.iter_boxes(part.begin, part.end) if part.names[0] in values else ():
+            view.copy_(values[part.names[0]][box.slices])
+    return memory if initial.dim() else leaf.to_state(memory, spec)
 
 
 def _check_elementwise(state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec) -> None:
@@ -172,11 +215,10 @@ def _check_elementwise(state: Mapping[str, Mapping[str, Tensor]], spec: Partitio
     for key, slots in state.items():
         if key not in spec.by_key:
             raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*spec.by_key][:8]}; is the state another's?")
-        length = spec.shard_numel(spec.by_key[key])
         for slot, tensor in slots.items():
-            if tensor.dim() and tensor.shape != (length,):
+            if tensor.dim() and tensor.shape != (length := (spec.shard_numel(spec.by_key[key]),)):
                 raise ValueError(
-                    f"'{slot}' of unit '{key}': expected this rank's slice, [{length}], or a number, got "
+                    f"'{slot}' of unit '{key}': expected this rank's slice, {[*length]}, or a number, got "
                     f"{list(tensor.shape)}; was it made with other options, or another spec or mesh?"
                 )
 
@@ -196,67 +238,3 @@ def _gather_slots(
         for name, value in full.items():
             out[name][slot] = value
     return out
-
-
-def _read_slots(
-    initial: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec, states: Mapping[str, Mapping[str, Any]], known: set[str]
-) -> dict[str, Tensor]:
-    added = {"step": 1} if {*initial} == COUNTED else {}
-    found: dict[str, Mapping[str, Any]] = {}
-    for name in (param.name for param in unit.params):
-        if name not in known:
-            raise ValueError(
-                f"parameter '{name}' of unit '{unit.key}' has no state and is in no group: expected it in the state_dict of "
-                "the optimizer"
-            )
-        if name in states:
-            found[name] = {**states[name], **added}
-            if {*found[name]} != {*initial}:
-                raise ValueError(
-                    f"parameter '{name}': expected a state of {sorted(initial)}, got {sorted(states[name])}; is it of "
-                    "another optimizer, or of other options?"
-                )
-    out: dict[str, Tensor] = {}
-    for slot, tensor in initial.items():
-        values = {name: slots[slot] for name, slots in found.items()}
-        out[slot] = (_read_slice if tensor.dim() else _read_number)(slot, tensor, unit, spec, values)
-    return replace_values(initial, out)
-
-
-def _read_slice(slot: str, initial: Tensor, unit: Unit, spec: PartitionSpec, values: Mapping[str, Any]) -> Tensor:
-    """Return this rank's slice of the full tensors, with the initial values of parameters that have none."""
-    out = copy_like(initial, initial) if _torch.is_pinned(initial) else initial.clone()
-    mesh = spec.bound_mesh
-    coords, sizes = rank_coords(mesh, None), dict(mesh.sizes)
-    at = dict(zip(mesh.names, coords, strict=True))
-    for param, low, high, begin in slice_pieces(unit, spec, coords):
-        if param.name not in values:
-            continue
-        full = values[param.name]
-        got = f"{list(full.shape)} {full.dtype}" if isinstance(full, Tensor) else type(full).__name__
-        if got != (expected := f"{list(global_shape(param, sizes))} {initial.dtype}"):
-            hint = describe_pieces(param, sizes)
-            raise ValueError(f"'{slot}' of parameter '{param.name}': expected {expected}, got {got}{hint}")
-        offsets = piece_offsets(param.shape, param.local, sizes, at)
-        local = full[tuple(slice(start, start + size) for start, size in zip(offsets, param.shape, strict=True))]
-        out[low:high] = to_memory_order(local, param).reshape(-1)[begin : begin + high - low]
-    return out
-
-
-def _read_number(slot: str, initial: Tensor, unit: Unit, spec: PartitionSpec, values: Mapping[str, Any]) -> Tensor:
-    found: dict[str, Tensor] = {}
-    for name in (param.name for param in unit.params):
-        value = values.get(name, initial)
-        found[name] = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else initial.dtype).cpu()
-    (first, number), *_ = found.items()
-    for name, other in found.items():
-        if other.dtype != number.dtype or not torch.equal(other, number):
-            raise ValueError(
-                f"unit '{unit.key}': expected '{slot}' of the same value and dtype for all of its parameters, got "
-                f"{number} for '{first}' and {other} for '{name}'; choose units whose parameters have taken as many steps"
-            )
-    if number.dtype != initial.dtype or number.dim():
-        raise ValueError(
-            f"'{slot}' of parameter '{first}': expected a number, {initial.dtype}, got {list(number.shape)} {number.dtype}"
-        )
-    return number.to(initial.device, copy=True)

@@ -270,8 +270,7 @@ class _FileTensor(NamedTuple):
             return torch.empty(box.sizes, dtype=self.dtype)
         if not self.shape:
             return self.opened.get_tensor(self.name)
-        at = tuple(slice(begin, begin + size) for begin, size in zip(box.offsets, box.sizes, strict=True))
-        return self.opened.get_slice(self.name)[at]
+        return self.opened.get_slice(self.name)[box.slices]
 
 
 def _open_file(path: Path) -> list[_FileTensor]:

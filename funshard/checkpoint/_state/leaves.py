@@ -43,6 +43,11 @@ class Box(NamedTuple):
         """The number of elements."""
         return math.prod(self.sizes)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the box in the tensor."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))
+
 
 def range_to_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     """Return the boxes that elements ``begin`` to ``end`` of a tensor in row-major order consist of, in this order.
