@@ -171,8 +171,8 @@ def _states_by_name(
             states[name] = slots = {**slots, "step": 1}
         if {*slots} != wanted:
             raise ValueError(
-                f"parameter '{name}': expected a state of {sorted(wanted)}, got {sorted(slots)}; is it of another optimizer, or "
-                "of other options?"
+                f"parameter '{name}': expected a state of {sorted(wanted)}, got {sorted(slots)}; is it of another optimizer, "
+                "or of other options?"
             )
     return {name: slots for name, slots in states.items() if slots}
 
