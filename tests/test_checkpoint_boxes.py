@@ -132,11 +132,11 @@ def check_saved(metadata: Metadata, stored: dict[MetadataIndex, Tensor], full: d
 def read(spec: fs.PartitionSpec, rank: int, ranks: int, metadata: Metadata, stored: dict[MetadataIndex, Tensor]) -> fs.Params:
     """What one rank reads of the parameters."""
     memory = {unit.key: SliceLeaf(tuple((p.name,) for p in unit.params), unit.dtype, unit).allocate(spec) for unit in spec}
-    for item, target in plan_reads(parts_of(memory, spec, rank, ranks), metadata.state_dict_metadata):
-        part = stored[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            part = part.narrow(dim, start, length)
-        target.copy_(part)
+    for part in parts_of(memory, spec, rank, ranks):
+        tensor: Any = metadata.state_dict_metadata[part.names[0]]
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+        for box, at, target in plan_reads(part, boxes):
+            target.copy_(stored[MetadataIndex(part.names[0], torch.Size(box.offsets))][at])
     return memory
 
 

@@ -85,8 +85,8 @@ def flipped(path: Path) -> None:
     """A byte of the elements of a tensor."""
     (file,) = path.glob("__0_0_*")
     raw = bytearray(file.read_bytes())
-    storage: Any = metadata.read_metadata(path).storage_data
-    info = max((info for info in storage.values() if info.relative_path == file.name), key=lambda info: info.length)
+    _, places = metadata.read_metadata(path)
+    info = max((info for info in places.values() if info.file == file.name), key=lambda info: info.length)
     with file.open("rb") as opened:
         raw[info.offset + find_record(opened, info.offset, info.length, check=False).offset + 2] ^= 64
     file.write_bytes(raw)

@@ -12,9 +12,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from .. import _torch
 from .._core.checks import bind_spec
@@ -22,10 +19,10 @@ from .._core.spec import PartitionSpec
 from .._spec.local import describe_pieces
 from .._torch.phases import LOGGER, phase
 from ._errors import CheckpointError, DamagedError
-from ._files.manifest import MANIFEST, METADATA, read_manifest, read_metadata
+from ._files.manifest import MANIFEST, METADATA, Place, StoredTensor, read_manifest, read_metadata
 from ._files.remote import AnyPath, open_path
 from ._files.untrusted import checksum, find_record, open_regular, read_regular
-from ._files.writer import PIECE_BYTES, make_chunk
+from ._files.writer import PIECE_BYTES
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._state.leaves import Box, SliceLeaf, StoredLeaf, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
 from ._state.tree import Description, Template, check_rank_count, iter_plain_values, rebuild, select_part, without_memory
@@ -123,16 +120,14 @@ class _Loader:
         shapes, sizes = leaf.stored_shapes(self._spec, self._ranks.size), dict(self._spec.bound_mesh.sizes)
         params = (leaf.subset or leaf.unit.params) if isinstance(leaf, SliceLeaf) else ()
         for i, (names, shape) in enumerate(zip(leaf.names, shapes, strict=True)):
-            found, key = self._stored.find_tensor(names, shape, leaf.dtype)
-            if isinstance(leaf, TensorLeaf) and leaf.is_per_rank and found.size[1:] == shape[1:]:
-                check_rank_count(names[0], found.size[0], self._ranks.size)
-            if (tuple(found.size), found.properties.dtype) != (shape, leaf.dtype):
+            found = self._stored.find_tensor(names, shape, leaf.dtype)
+            if isinstance(leaf, TensorLeaf) and leaf.is_per_rank and found.shape[1:] == shape[1:]:
+                check_rank_count(names[0], found.shape[0], self._ranks.size)
+            if (found.shape, found.dtype) != (shape, leaf.dtype):
                 raise ValueError(
-                    f"tensor '{names[0]}': expected {list(shape)} {leaf.dtype}, got {list(found.size)} "
-                    f"{found.properties.dtype} in the checkpoint: was another model saved?"
-                    + (describe_pieces(params[i], sizes) if params else "")
+                    f"tensor '{names[0]}': expected {list(shape)} {leaf.dtype}, got {list(found.shape)} {found.dtype} "
+                    "in the checkpoint: was another model saved?" + (describe_pieces(params[i], sizes) if params else "")
                 )
-            self._stored.check_chunks(key, found)
 
     def read(self) -> Any:
         with torch.no_grad(), phase("checkpoint read"):
@@ -171,9 +166,7 @@ class _StoredTensors:
 
     def __init__(self, directory: AnyPath, checksums: Mapping[str, Mapping[str, int]], check: bool) -> None:
         self._directory, self._checksums, self._check = directory, checksums, check
-        metadata = read_metadata(directory)
-        self._tensors = metadata.state_dict_metadata
-        self._places: Any = metadata.storage_data
+        self._tensors, self._places = read_metadata(directory)
 
     def find_key(self, names: Sequence[str]) -> str | None:
         """Return the key of the tensor that has one of these names."""
@@ -187,74 +180,69 @@ class _StoredTensors:
             out[clean_name(key)] = "" if clean_name(key) in out else key
         return {name: key for name, key in out.items() if key}
 
-    def find_tensor(self, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> tuple[TensorStorageMetadata, str]:
-        """Return the tensor that has one of these names, and its key."""
-        key = self.find_key(names)
-        if key is None or not isinstance(tensor := self._tensors[key], TensorStorageMetadata):
+    def find_tensor(self, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
+        """Return the tensor that has one of these names, whose boxes tile it and are each in a file."""
+        if (key := self.find_key(names)) is None:
             raise ValueError(
                 f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape)} {dtype}, got none; the checkpoint "
                 f"has {sorted(self._tensors)[:3]} and so on: was another model saved, has it a state in another codec or "
                 "memory order (fs.optim.decode_state and encode_state convert), or has it lost its funshard.json?"
             )
-        return tensor, key
-
-    def check_chunks(self, key: str, tensor: TensorStorageMetadata) -> None:
-        """Check that a tensor's chunks tile it and that each is in a file. Raises CheckpointError otherwise."""
+        tensor = self._tensors[key]
         try:
-            check_tiles(tensor.size, (Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks))
+            check_tiles(tensor.shape, tensor.boxes)
         except ValueError as error:
             raise CheckpointError(f"tensor '{key}' of the checkpoint is damaged: {error}") from error
-        for chunk in tensor.chunks:
-            if MetadataIndex(key, chunk.offsets) not in self._places:
+        for box in tensor.boxes:
+            if (key, box.offsets) not in self._places:
                 raise CheckpointError(
-                    f"tensor '{key}' of the checkpoint is damaged: its piece at {[*chunk.offsets]} is in none of the files"
+                    f"tensor '{key}' of the checkpoint is damaged: its piece at {[*box.offsets]} is in none of the files"
                 )
+        return tensor
 
     def read(self, parts: Sequence[TensorRange]) -> None:
         """Read ranges of tensors into their memory."""
-        wanted: dict[tuple[str, int, int], list[tuple[ReadItem, Tensor]]] = defaultdict(list)
-        keyed = [part._replace(names=(self.find_key(part.names) or "",)) for part in parts]
-        for item, target in plan_reads(keyed, self._tensors):
-            wanted[self._places[item.storage_index]].append((item, target))
+        wanted: dict[Place, list[_Read]] = defaultdict(list)
+        for part in parts:
+            key = self.find_key(part.names) or ""
+            for box, *read in plan_reads(part, self._tensors[key].boxes):
+                wanted[self._places[key, box.offsets]].append((key, box, *read))
         file, opened = None, ""
         with ExitStack() as stack:
-            for (name, offset, length), items in sorted(wanted.items(), key=lambda pair: pair[0]):
-                with _explain_damage(items[0][0].storage_index.fqn, name):
-                    if file is None or name != opened:  # one open file at a time
+            for place, reads in sorted(wanted.items(), key=lambda pair: pair[0]):
+                with _explain_damage(reads[0][0], place.file):
+                    if file is None or place.file != opened:  # one open file at a time
                         stack.close()
-                        file, opened = stack.enter_context(open_regular(self._directory / name)), name
-                    expected = self._checksums.get(name, {}).get(str(offset))
-                    self._read_chunk(file, offset, length, items, expected)
+                        file, opened = stack.enter_context(open_regular(self._directory / place.file)), place.file
+                    self._read_record(file, place, reads)
 
-    def _read_chunk(
-        self, file: BinaryIO, offset: int, length: int, items: list[tuple[ReadItem, Tensor]], expected: int | None
-    ) -> None:
-        """Read the parts of one chunk, a tensor in a file, that some items ask for; ``expected`` is its checksum, if known."""
+    def _read_record(self, file: BinaryIO, place: Place, reads: list[_Read]) -> None:
+        """Read the parts of one box that are wanted."""
+        _, offset, length = place
         if offset + length > file.seek(0, os.SEEK_END):
             raise DamagedError("it was cut short")
+        expected = self._checksums.get(place.file, {}).get(str(offset))
         found = find_record(file, offset, length, check=self._check and expected is None)
-        shape = tuple(found.like.shape)
-        for item, _ in items:
-            tensor: Any = self._tensors[item.storage_index.fqn]
-            wanted = tuple(tensor.chunks[item.storage_index.index].sizes), tensor.properties.dtype
-            if (shape, found.like.dtype) != wanted:
-                raise DamagedError(f"expected {[*wanted[0]]} {wanted[1]} there, got {[*shape]} {found.like.dtype}")
-        first, target = items[0]
+        shape, dtype = tuple(found.like.shape), found.like.dtype
+        for key, box, _, _ in reads:
+            if (shape, dtype) != (box.sizes, wanted := self._tensors[key].dtype):
+                raise DamagedError(f"expected {[*box.sizes]} {wanted} there, got {[*shape]} {dtype}")
+        target = reads[0][3]
         is_dense = found.like.is_contiguous() and target.is_contiguous() and target.device.type == "cpu"
-        is_direct = len(items) == 1 and tuple(first.lengths) == shape and is_dense
+        is_direct = len(reads) == 1 and tuple(target.shape) == shape and is_dense
         memory = target if is_direct else torch.empty(found.end - found.offset, dtype=torch.uint8)
         crc32 = _read_into(file, offset, found.offset, 0)
         crc32 = _read_into(file, offset + found.offset, _torch.host_bytes(memory), crc32)
         if self._check and expected not in (None, _read_into(file, offset + found.end, length - found.end, crc32)):
             raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
-        if is_direct:
-            return
-        values = memory.view(found.like.dtype).as_strided(shape, found.like.stride())
-        for item, target in items:
-            part = values
-            for dim, (start, size) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                part = part.narrow(dim, start, size)
-            target.copy_(part)
+        if not is_direct:
+            values = memory.view(dtype).as_strided(shape, found.like.stride())
+            for _, _, part, target in reads:
+                target.copy_(values[part])
+
+
+_Read = tuple[str, Box, tuple[slice, ...], Tensor]
+"""A part of a stored box to read: the tensor's key, the box, the part's place in it, and the memory to read into."""
 
 
 @contextmanager
@@ -268,17 +256,18 @@ def _explain_bad_tree(directory: AnyPath) -> Generator[None]:
         ) from error
 
 
-def plan_reads(parts: Sequence[TensorRange], tensors: Mapping[str, Any]) -> Iterator[tuple[ReadItem, Tensor]]:
-    """Yield the parts of stored chunks that overlap with some ranges, and the view of the ranges' memory for each."""
-    boxes: dict[str, list[tuple[Box, Tensor]]] = defaultdict(list)
-    for part in parts:
-        boxes[part.names[0]] += part.iter_boxes(part.begin, part.end)
-    for name, pairs in boxes.items():
-        for item in create_read_items_for_chunk_list(name, tensors[name], [make_chunk(box) for box, _ in pairs]):
-            view = pairs[item.dest_index.index or 0][1]
-            for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-                view = view.narrow(dim, start, length)
-            yield item, view
+def plan_reads(part: TensorRange, stored: Sequence[Box]) -> Iterator[tuple[Box, tuple[slice, ...], Tensor]]:
+    """Yield the stored boxes that overlap with a range, the place of the overlap in each, and the range's memory for it."""
+    for box, view in part.iter_boxes(part.begin, part.end):
+        for other in stored:
+            begins = [*map(max, box.offsets, other.offsets)]
+            ends = [min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)]
+            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
+                at, here = (
+                    tuple(slice(i - k, j - k) for i, j, k in zip(begins, ends, start, strict=True))
+                    for start in (other.offsets, box.offsets)
+                )
+                yield other, at, view[here]
 
 
 def _read_into(file: BinaryIO, offset: int, memory: memoryview | int, crc32: int) -> int:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
 from .._errors import CheckpointError, DamagedError, NewerError
-from .._state.leaves import MAX_DIMS
+from .._state.leaves import MAX_DIMS, Box
 from .remote import AnyPath
 from .untrusted import SIZE_LIMIT, Pickled, checksum, read_pickle, read_regular
 
@@ -130,19 +130,27 @@ PATHS = re.compile(r"pathlib(\._local)?\.(Pure)?(Posix|Windows)?Path")
 """The classes of the checkpoint's own path; Python 3.13 keeps them in ``pathlib._local``."""
 
 
-class StorageInfo(NamedTuple):
-    """The place of a stored chunk: the needed fields of torch's private class of this name."""
+class StoredTensor(NamedTuple):
+    """A tensor in the files: its shape, and the boxes of it that are records there."""
 
-    relative_path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: list[Box]
+
+
+class Place(NamedTuple):
+    """The place of a record: a file of the directory, and the bytes in it."""
+
+    file: str
     offset: int
     length: int
 
 
-def read_metadata(path: AnyPath) -> dcp.Metadata:
-    """Return torch's metadata of the checkpoint in a directory, without running anything in the file.
+def read_metadata(path: AnyPath) -> tuple[dict[str, StoredTensor], dict[tuple[str, tuple[int, ...]], Place]]:
+    """Return the tensors by name in torch's metadata of a checkpoint, and the places of their boxes by name and offsets.
 
-    The result is built of torch's own classes, from checked parts. Raises FileNotFoundError if there is no file, and
-    CheckpointError for one that is damaged or names anything but data.
+    Nothing in the file is run. Raises FileNotFoundError if there is none, and CheckpointError for one that is damaged or names
+    anything but data.
     """
     try:
         return _parse_metadata(read_pickle(read_regular(path / METADATA), _check_pickled_name))
@@ -164,42 +172,43 @@ def _find_dtype(name: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _parse_metadata(found: Any) -> dcp.Metadata:
+def _parse_metadata(found: Any) -> tuple[dict[str, StoredTensor], dict[tuple[str, tuple[int, ...]], Place]]:
     state = _get_fields(found, "Metadata", state_dict_metadata=dict, storage_data=dict)
-    tensors: dict[str, Any] = {}
-    for name, entry in state["state_dict_metadata"].items():
-        is_bytes = getattr(entry, "dotted", "") == f"{dcp.__name__}.BytesStorageMetadata"
-        tensors[name] = dcp.BytesStorageMetadata() if is_bytes else _parse_tensor(entry)
-    storage: dict[dcp.MetadataIndex, StorageInfo] = {}
-    for key, info in state["storage_data"].items():
-        fields = _get_fields(key, "MetadataIndex", fqn=str)
-        index = dcp.MetadataIndex(fields["fqn"], None if fields.get("offset") is None else _parse_shape(fields["offset"]))
-        if index in storage:
-            _raise_damaged(f"a chunk of '{index.fqn}'", "one at each place", index.offset)
-        place = _get_fields(info, "_StorageInfo")
-        file: Any = place.get("relative_path")
+    tensors = {
+        name: _parse_tensor(entry)
+        for name, entry in state["state_dict_metadata"].items()
+        if getattr(entry, "dotted", "") != f"{dcp.__name__}.BytesStorageMetadata"
+    }
+    places: dict[tuple[str, tuple[int, ...]], Place] = {}
+    for index, info in state["storage_data"].items():
+        key, fields = _get_fields(index, "MetadataIndex", fqn=str), _get_fields(info, "_StorageInfo")
+        at, file = (key["fqn"], _parse_shape(key.get("offset") or ())), fields.get("relative_path")
+        if at in places:
+            _raise_damaged(f"a chunk of '{key['fqn']}'", "one at each place", at[1])
         if not is_plain_name(file):
             _raise_damaged("the place of a chunk", "a file of the checkpoint's directory", file)
-        if place.get("transform_descriptors"):
-            _raise_damaged(f"file '{file}'", "bytes as torch.save writes them", f"transformed {place['transform_descriptors']}")
-        storage[index] = StorageInfo(file, *_parse_shape((place.get("offset"), place.get("length"))))
-    return dcp.Metadata(tensors, storage_data=storage)
+        if fields.get("transform_descriptors"):
+            _raise_damaged(
+                f"file '{file}'", "bytes as torch.save writes them", f"transformed {fields['transform_descriptors']}"
+            )
+        places[at] = Place(file, *_parse_shape((fields.get("offset"), fields.get("length"))))
+    return tensors, places
 
 
-def _parse_tensor(found: Any) -> dcp.TensorStorageMetadata:
+def _parse_tensor(found: Any) -> StoredTensor:
     state = _get_fields(found, "TensorStorageMetadata", chunks=list, properties=Pickled)
-    size = _parse_shape(state.get("size"))
-    chunks: list[dcp.ChunkStorageMetadata] = []
+    shape = _parse_shape(state.get("size"))
+    boxes: list[Box] = []
     for chunk in state["chunks"]:
-        box = _get_fields(chunk, "ChunkStorageMetadata")
-        chunks.append(dcp.ChunkStorageMetadata(_parse_shape(box.get("offsets")), _parse_shape(box.get("sizes"))))
-        if not len(chunks[-1].offsets) == len(chunks[-1].sizes) == len(size):
-            _raise_damaged("a chunk", f"{len(size)} dimensions", [*chunks[-1].sizes])
+        fields = _get_fields(chunk, "ChunkStorageMetadata")
+        boxes.append(Box(_parse_shape(fields.get("offsets")), _parse_shape(fields.get("sizes"))))
+        if not len(boxes[-1].offsets) == len(boxes[-1].sizes) == len(shape):
+            _raise_damaged("a chunk", f"{len(shape)} dimensions", [*boxes[-1].sizes])
     properties: Any = state["properties"].state
     named = properties[0] if type(properties) is tuple and properties else None
     if (dtype := _find_dtype(getattr(named, "dotted", ""))) is None:
         _raise_damaged("a tensor's properties", "its dtype first", properties)
-    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), size, chunks)
+    return StoredTensor(dtype, shape, boxes)
 
 
 def _get_fields(found: Any, cls: str, **fields: type) -> dict[str, Any]:
@@ -212,11 +221,11 @@ def _get_fields(found: Any, cls: str, **fields: type) -> dict[str, Any]:
     return found.state
 
 
-def _parse_shape(found: Any) -> torch.Size:
+def _parse_shape(found: Any) -> tuple[int, ...]:
     values = found.args[0] if getattr(found, "dotted", "") == "torch.Size" and found.args else found
     if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
         _raise_damaged("a tensor", f"a shape of at most {MAX_DIMS} dimensions", values)
     for value in values:
         if type(value) is not int or not 0 <= value < SIZE_LIMIT:
             _raise_damaged("a size or place", "a number that is no less than 0", value)
-    return torch.Size(values)
+    return tuple(values)
