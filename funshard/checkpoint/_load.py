@@ -19,7 +19,7 @@ from .._core.spec import PartitionSpec
 from .._spec.local import describe_pieces
 from .._torch.phases import LOGGER, phase
 from ._errors import CheckpointError, DamagedError
-from ._files.manifest import MANIFEST, METADATA, Place, StoredTensor, read_manifest, read_metadata
+from ._files.manifest import MANIFEST, METADATA, RecordPlace, StoredTensor, read_manifest, read_metadata
 from ._files.remote import AnyPath, open_path
 from ._files.untrusted import checksum, find_record, open_regular, read_regular
 from ._files.writer import PIECE_BYTES
@@ -202,7 +202,7 @@ class _StoredTensors:
 
     def read(self, parts: Sequence[TensorRange]) -> None:
         """Read ranges of tensors into their memory."""
-        wanted: dict[Place, list[_Read]] = defaultdict(list)
+        wanted: dict[RecordPlace, list[_Read]] = defaultdict(list)
         for part in parts:
             key = self.find_key(part.names) or ""
             for box, *read in plan_reads(part, self._tensors[key].boxes):
@@ -216,7 +216,7 @@ class _StoredTensors:
                         file, opened = stack.enter_context(open_regular(self._directory / place.file)), place.file
                     self._read_record(file, place, reads)
 
-    def _read_record(self, file: BinaryIO, place: Place, reads: list[_Read]) -> None:
+    def _read_record(self, file: BinaryIO, place: RecordPlace, reads: list[_Read]) -> None:
         """Read the parts of one box that are wanted."""
         _, offset, length = place
         if offset + length > file.seek(0, os.SEEK_END):

@@ -138,7 +138,7 @@ class StoredTensor(NamedTuple):
     boxes: list[Box]
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """The place of a record: a file of the directory, and the bytes in it."""
 
     file: str
@@ -146,7 +146,7 @@ class Place(NamedTuple):
     length: int
 
 
-def read_metadata(path: AnyPath) -> tuple[dict[str, StoredTensor], dict[tuple[str, tuple[int, ...]], Place]]:
+def read_metadata(path: AnyPath) -> tuple[dict[str, StoredTensor], dict[tuple[str, tuple[int, ...]], RecordPlace]]:
     """Return the tensors by name in torch's metadata of a checkpoint, and the places of their boxes by name and offsets.
 
     Nothing in the file is run. Raises FileNotFoundError if there is none, and CheckpointError for one that is damaged or names
@@ -172,14 +172,14 @@ def _find_dtype(name: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _parse_metadata(found: Any) -> tuple[dict[str, StoredTensor], dict[tuple[str, tuple[int, ...]], Place]]:
+def _parse_metadata(found: Any) -> tuple[dict[str, StoredTensor], dict[tuple[str, tuple[int, ...]], RecordPlace]]:
     state = _get_fields(found, "Metadata", state_dict_metadata=dict, storage_data=dict)
     tensors = {
         name: _parse_tensor(entry)
         for name, entry in state["state_dict_metadata"].items()
         if getattr(entry, "dotted", "") != f"{dcp.__name__}.BytesStorageMetadata"
     }
-    places: dict[tuple[str, tuple[int, ...]], Place] = {}
+    places: dict[tuple[str, tuple[int, ...]], RecordPlace] = {}
     for index, info in state["storage_data"].items():
         key, fields = _get_fields(index, "MetadataIndex", fqn=str), _get_fields(info, "_StorageInfo")
         at, file = (key["fqn"], _parse_shape(key.get("offset") or ())), fields.get("relative_path")
@@ -191,7 +191,7 @@ def _parse_metadata(found: Any) -> tuple[dict[str, StoredTensor], dict[tuple[str
             _raise_damaged(
                 f"file '{file}'", "bytes as torch.save writes them", f"transformed {fields['transform_descriptors']}"
             )
-        places[at] = Place(file, *_parse_shape((fields.get("offset"), fields.get("length"))))
+        places[at] = RecordPlace(file, *_parse_shape((fields.get("offset"), fields.get("length"))))
     return tensors, places
 
 
