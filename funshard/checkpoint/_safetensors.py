@@ -7,6 +7,7 @@ import math
 import os
 import reprlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,7 +132,6 @@ def export(
         )
     if dry_run:
         return target
-    is_new = not target.exists()
     writer = _FileWriter(target, names, shard_bytes, dtype, header)
     try:
         with torch.no_grad():
@@ -143,9 +143,7 @@ def export(
             extra = _unsharded_tensors(params, spec, buffers or {})
             ranks.run_on_first(lambda: writer.finish(extra), "checkpoint.export")
     except BaseException:
-        if ranks.rank == 0:
-            for found in [target] if is_new else list(target.iterdir()):
-                remove(found)
+        writer.abandon()
         raise
     LOGGER.info("checkpoint.export: %s is complete", target)
     return target
@@ -158,9 +156,10 @@ class _FileWriter:
         self, target: Path, names: dict[str, str], shard_bytes: int, dtype: torch.dtype | None, header: dict[str, str]
     ) -> None:
         self._target, self._names, self._dtype, self._header = target, names, dtype, header
-        self._shard_bytes = shard_bytes
+        self._shard_bytes, self._is_new = shard_bytes, not target.exists()
         self._tensors: dict[str, Tensor] = {}
         self._files: list[list[str]] = []
+        self._paths: list[Path] = []
         self._nbytes = self._total = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -177,6 +176,7 @@ class _FileWriter:
     def _write(self) -> None:
         self._target.mkdir(parents=True, exist_ok=True)
         path = self._target / f"{len(self._files)}.partial"
+        self._paths.append(path)
         _import_safetensors().torch.save_file(self._tensors, path, self._header)
         flush(path)
         self._files.append([*self._tensors])
@@ -190,13 +190,23 @@ class _FileWriter:
         weights: dict[str, str] = {}
         for i, written in enumerate(self._files):
             name = SINGLE if n == 1 else f"model-{i + 1:05d}-of-{n:05d}.safetensors"
+            self._paths.append(self._target / name)
             os.replace(self._target / f"{i}.partial", self._target / name)
             weights |= dict.fromkeys(written, name)
         if n > 1:
+            self._paths.append(self._target / INDEX)
             index = {"metadata": {"total_size": self._total}, "weight_map": weights}
             replace(self._target / INDEX, json.dumps(index, indent=2).encode(), "")
         flush(self._target)
         flush(self._target.parent)
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        for path in self._paths:
+            remove(path)
+        with suppress(OSError):  # as where another one has put something there
+            if self._is_new and self._paths:
+                self._target.rmdir()
 
 
 def _check_target(target: Path) -> None:
