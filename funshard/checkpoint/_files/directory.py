@@ -9,7 +9,7 @@ import os
 import re
 import uuid
 import warnings
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..._core.checks import bind_spec
@@ -138,15 +138,17 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
             left = _list_left(path, named or ()) if is_directory(path) and (named or not has_manifest(path)) else []
             if left:
                 _unlock(_lock(path))
-                for file in left if named else [path]:
+                for file in left if named else [*left, path / METADATA]:
                     remove(file)
-                removed += [] if path.exists() else [path]
+                if not any(path.iterdir()):
+                    remove(path)
+                    removed.append(path)
     return removed
 
 
-def _list_left(path: AnyPath, named: Container[str]) -> list[AnyPath]:
-    """Return the data files of saves that a directory's manifest does not name."""
-    return [file for file in path.iterdir() if DATA_NAME.fullmatch(file.name) and file.name not in named]
+def _list_left(path: AnyPath, named: Iterable[str]) -> list[AnyPath]:
+    """Return the files of saves in a directory that its manifest does not name."""
+    return [file for file in path.iterdir() if LEFT_NAME.fullmatch(file.name) and file.name not in (METADATA, *named)]
 
 
 def _lock(path: AnyPath) -> int | None:
@@ -219,9 +221,9 @@ class Target:
             ) from error
         finally:
             with contextlib.suppress(OSError):
-                for file in self.path.iterdir():
-                    if file.name.endswith(".distcp") and file.name not in sizes:
-                        remove(file)
+                old = [file for file in self.path.iterdir() if file.name.endswith(".distcp") and file.name not in sizes]
+                for file in {*old, *_list_left(self.path, sizes)}:
+                    remove(file)
             self._release()
 
     def abandon(self) -> None:
