@@ -108,7 +108,7 @@ def check_same(again: Trained, said_before: str, once: Trained) -> None:
 def under_way(folder: Path, moment: float, seconds: float = 100) -> None:
     """Returns some time after the first checkpoint of a run is there."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end and not [*folder.glob("states/step-*")]:
+    while time.monotonic() < end and not [*folder.glob("states/step-*/funshard.json")]:
         time.sleep(0.002)
     time.sleep(moment)
 
@@ -329,7 +329,7 @@ def test_the_process_ends_with_a_save_under_way(tmp_path: Path, how: str) -> Non
         codes = ended(start(2, script, [str(tmp_path / "a"), how], output.name), 60)
         said = output.read()
     assert None not in codes, said
-    there = (tmp_path / "a").exists()
+    there = (tmp_path / "a" / "funshard.json").exists()
     assert there or "was not saved" in said, (codes, said)
     assert there or how != "plainly", (codes, said)
     assert "disk full" in said or how != "fails", said

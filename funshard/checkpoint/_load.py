@@ -205,8 +205,8 @@ class _StoredTensors:
         wanted: dict[RecordPlace, list[_Read]] = defaultdict(list)
         for part in parts:
             key = self.find_key(part.names) or ""
-            for box, *read in plan_reads(part, self._tensors[key].boxes):
-                wanted[self._places[key, box.offsets]].append((key, box, *read))
+            for box, at, target in plan_reads(part, self._tensors[key].boxes):
+                wanted[self._places[key, box.offsets]].append((key, box, at, target))
         file, opened = None, ""
         with ExitStack() as stack:
             for place, reads in sorted(wanted.items(), key=lambda pair: pair[0]):

@@ -48,7 +48,7 @@ DTYPES = {
 
 def _import_safetensors() -> Any:
     try:
-        import safetensors.torch
+        import safetensors.torch  # pyright: ignore[reportUnusedImport] - an attribute of the result
     except ImportError as error:
         raise ImportError(
             "checkpoint.export and read_safetensors need the package safetensors: pip install 'funshard[safetensors]'"
@@ -172,6 +172,8 @@ class _FileWriter:
             self._tensors[self._names[name]] = tensor.to("cpu", dtype or tensor.dtype).contiguous()
             self._nbytes += nbytes
             self._total += nbytes
+            if self._nbytes >= self._shard_bytes:
+                self._write()
 
     def _write(self) -> None:
         self._target.mkdir(parents=True, exist_ok=True)
@@ -185,7 +187,8 @@ class _FileWriter:
     def finish(self, tensors: Mapping[str, Tensor]) -> None:
         """Add the last tensors. The index comes last: without it nobody reads several files."""
         self.add(tensors)
-        self._write()
+        if self._tensors or not self._files:
+            self._write()
         n = len(self._files)
         weights: dict[str, str] = {}
         for i, written in enumerate(self._files):

@@ -182,7 +182,8 @@ def _parse_metadata(found: Any) -> tuple[dict[str, StoredTensor], dict[tuple[str
     places: dict[tuple[str, tuple[int, ...]], RecordPlace] = {}
     for index, info in state["storage_data"].items():
         key, fields = _get_fields(index, "MetadataIndex", fqn=str), _get_fields(info, "_StorageInfo")
-        at, file = (key["fqn"], _parse_shape(key.get("offset") or ())), fields.get("relative_path")
+        at: Any = key["fqn"], _parse_shape(key.get("offset") or ())
+        file: Any = fields.get("relative_path")
         if at in places:
             _raise_damaged(f"a chunk of '{key['fqn']}'", "one at each place", at[1])
         if not is_plain_name(file):

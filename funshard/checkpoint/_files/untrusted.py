@@ -87,7 +87,7 @@ _Unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssu
 class _DataUnpickler(_Unpickler):
     """An unpickler of plain data and of stand-ins for objects: nothing that the pickle names is imported or called."""
 
-    dispatch = {code[0]: _Unpickler.dispatch[code[0]] for code in map(pickle.__dict__.get, _PLAIN_OPCODES.split())}  # noqa: RUF012
+    dispatch = {getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _PLAIN_OPCODES.split()}  # noqa: RUF012
 
     def find_class(self, module: str, name: str) -> Any:
         dotted = f"{module}.{name}"

@@ -365,8 +365,12 @@ def clean_name(key: str) -> str:
 
 def check_storable(value: object, what: str) -> None:
     """Check that files can hold a value. Raises TypeError or ValueError, beginning with ``what``, otherwise."""
-    is_plain = isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter)
-    if not is_plain or value.layout != torch.strided or value.is_quantized:
+    if (
+        not isinstance(value, Tensor)
+        or type(value) not in (Tensor, nn.Parameter)
+        or value.layout != torch.strided
+        or value.is_quantized
+    ):
         got = f"{type(value).__name__} {value.dtype} {value.layout}" if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{what}: expected a plain, dense tensor, got {got}")
     if value.dim() > MAX_DIMS:

@@ -88,9 +88,10 @@ def open_container(value: Any) -> tuple[str, Children, Callable[[list[Any]], Any
         children = [*(value.items() if isinstance(value, dict) else enumerate(value))]
         numbers = value.numbers if isinstance(value, UnitState) else None
         return kind, children, lambda xs: build_container(kind, numbers, [*zip(dict(children), xs, strict=True)])
-    if value is None or optree.tree_is_leaf(value, namespace=NAMESPACE):
+    other: Any = value
+    if value is None or optree.tree_is_leaf(other, namespace=NAMESPACE):
         return None
-    found, metadata, entries, unflatten = optree.tree_flatten_one_level(value, namespace=NAMESPACE)
+    found, metadata, entries, unflatten = optree.tree_flatten_one_level(other, namespace=NAMESPACE)
     return "", [*zip(entries, found, strict=True)], lambda xs: unflatten(metadata, xs)
 
 
@@ -229,7 +230,7 @@ class Description:
         kind, children, _ = container
         self._check_container(value, at)
         of = {"of": sorted(value.numbers)} if isinstance(value, UnitState) else {}
-        self.containers[at.where] = f"a container, {kind or 'of a class of its own'} {of or ''}"
+        self.containers[at.where] = f"a container, {kind or 'of a class of its own'}" + (f" of {of['of']}" if of else "")
         if isinstance(value, Mapping) and at == Place(at.path) and (keys := self._unit_keys(value, at.path)):
             return {"units": self._add_units(children, keys, at) | {"kind": kind or "dict", "of": of.get("of")}}
         if isinstance(value, QuantizedSlice) and at.unit:
