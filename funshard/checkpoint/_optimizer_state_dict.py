@@ -68,7 +68,7 @@ def optimizer_state_dict(
     groups, group_of_param = group_by_options(spec, options)
 
     def describe() -> list[StateDict]:
-        _check_elementwise(state, spec)
+        _describe(state, spec)
         given = [{"params": [torch.empty(0)], **group} for group in groups]
         return optimizer_class(given, **defaults).state_dict()["param_groups"]
 
@@ -124,8 +124,7 @@ def from_optimizer_state_dict(
     ranks = connect_ranks(spec, "checkpoint.from_optimizer_state_dict", timeout)
 
     def read() -> State:
-        _check_elementwise(init_state, spec)
-        tree = Description(init_state, spec, is_template=True, units={()})
+        tree = _describe(init_state, spec)
         states = _states_by_name(found, spec, init_state)
         with torch.no_grad():
             values = [_read_leaf(leaf, x, states, spec, ranks) for leaf, x in zip(tree.leaves, tree.values, strict=True)]
@@ -203,7 +202,8 @@ def _read_leaf(
     return memory if initial.dim() else leaf.to_state(memory, spec)
 
 
-def _check_elementwise(state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec) -> None:
+def _describe(state: Mapping[str, Mapping[str, Tensor]], spec: PartitionSpec) -> Description:
+    """Return the description of an elementwise state, by unit key. Raises TypeError or ValueError for any other."""
     tables = (state, *state.values()) if isinstance(state, Mapping) else (state,)  # pyright: ignore[reportUnnecessaryIsInstance]
     if got := [type(table).__name__ for table in tables if not isinstance(table, Mapping)]:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
@@ -212,15 +212,11 @@ def _check_elementwise(state: Mapping[str, Mapping[str, Tensor]], spec: Partitio
             "has no such form: checkpoint.save keeps it for any units and ranks"
         )
     refuse_encoded(state)
-    for key, slots in state.items():
-        if key not in spec.by_key:
-            raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*spec.by_key][:8]}; is the state another's?")
-        for slot, tensor in slots.items():
-            if tensor.dim() and tensor.shape != (length := (spec.shard_numel(spec.by_key[key]),)):
-                raise ValueError(
-                    f"'{slot}' of unit '{key}': expected this rank's slice, {[*length]}, or a number, got "
-                    f"{list(tensor.shape)}; was it made with other options, or another spec or mesh?"
-                )
+    if others := [key for key in state if key not in spec.by_key]:
+        raise ValueError(
+            f"unit '{others[0]}' is not in the spec: expected some of {[*spec.by_key][:8]}; is the state another's?"
+        )
+    return Description(state, spec, is_template=True, units={()})
 
 
 def _gather_slots(

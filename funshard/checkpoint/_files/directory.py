@@ -20,10 +20,8 @@ from .manifest import MANIFEST, MAX_SEQUENCE, METADATA, Manifest, pack_manifest,
 from .remote import AnyPath, RemotePath, flush, open_path, remove, replace
 from .untrusted import checksum
 
-DATA_NAME = re.compile(r"__\d+_0_[0-9a-f]{12}\.distcp")
-"""The names of the data files of `save`: those of other programs and of version 0.2 have no number of the save."""
-LEFT_NAME = re.compile(rf"{DATA_NAME.pattern}|\.metadata|(\.metadata|funshard\.json)_[0-9a-f]{{12}}\.partial")
-"""The names of what a killed save has left."""
+LEFT_NAME = re.compile(r"__\d+_0_[0-9a-f]{12}\.distcp|\.metadata|(\.metadata|funshard\.json)_[0-9a-f]{12}\.partial")
+"""The names of what a killed save has left: data files of other programs and of version 0.2 have no number of the save."""
 
 
 def is_directory(path: AnyPath) -> bool:
