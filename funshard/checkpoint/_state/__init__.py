@@ -1,1 +1,1 @@
-"""The tree of a state: its leaves, how a spec cuts them into named ranges, and its form as JSON."""
+"""The tree of a state: its leaves, how a spec cuts them into named ranges, and its structure as JSON."""

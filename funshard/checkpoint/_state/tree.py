@@ -166,7 +166,7 @@ class Place(NamedTuple):
     slot: tuple[str, ...] = ()
     params: tuple[Param, ...] | None = None
     """The parameters that the part belongs to, or None for all of the unit's."""
-    form: str = ""
+    layout: str = ""
     """One of "per rank", "compact" (of the elements of ``params`` alone), "owned" (of a matrix), "blocks" (of a codec)."""
 
     @property
@@ -221,7 +221,7 @@ class Description:
     def _add(self, value: Any, at: Place) -> Any:
         """Add the leaves of a part, and return its JSON."""
         if isinstance(value, PerRank) and at.unit is None:
-            return self._add(value.tree, at._replace(form="per rank"))
+            return self._add(value.tree, at._replace(layout="per rank"))
         if (container := open_container(value)) is None:
             self.values.append(value)
             data, leaf = self._describe_leaf(value, at)
@@ -234,17 +234,17 @@ class Description:
         if isinstance(value, Mapping) and at == Place(at.path) and (keys := self._unit_keys(value, at.path)):
             return {"units": self._add_units(children, keys, at) | {"kind": kind or "dict", "of": of.get("of")}}
         if isinstance(value, QuantizedSlice) and at.unit:
-            at = at._replace(form="blocks")
+            at = at._replace(layout="blocks")
         data: list[Any] = []
         for entry, child in children:
             is_per_rank = isinstance(value, PowerSGD) and entry == "error"
-            found = self._add(child, at.child(entry)._replace(form="per rank" if is_per_rank else at.form))
+            found = self._add(child, at.child(entry)._replace(layout="per rank" if is_per_rank else at.layout))
             key = entry if kind in SEQUENCES else plain_to_json(entry, "a key of a dict") if kind else str(entry)
             data.append(found if kind in SEQUENCES else [key, found])
         return {kind or "other": data, **of}
 
     def _describe_leaf(self, value: Any, at: Place) -> tuple[Any, Leaf]:
-        unit, names, is_per_rank = at.unit, at.names, at.form == "per rank"
+        unit, names, is_per_rank = at.unit, at.names, at.layout == "per rank"
         if not isinstance(value, Tensor):
             data = plain_to_json(value, at.where)
             node = {"values": [data]} if is_per_rank else {"value": data}
@@ -254,18 +254,18 @@ class Description:
         if unit is None:
             leaf = TensorLeaf(names, dtype, shape, is_accelerated, is_per_rank)
             return {"tensor": [[*shape], kind, is_accelerated, is_per_rank, False]}, leaf  # version 0.2 reads the last one
-        if at.form == "owned" and at.params:
+        if at.layout == "owned" and at.params:
             is_here = not shape or len(value) > 0
             shape = shape if is_here else shape[1:]
             stack = stack_dims(at.params[0], shape, dict(self._spec.bound_mesh.sizes))
             leaf = OwnedLeaf(names, dtype, shape, is_accelerated, is_here=is_here, stack=stack)
             return {"owned": [[*leaf.stored_shapes(self._spec, 1)[0]], kind, is_accelerated]}, leaf
-        if at.form == "blocks":
+        if at.layout == "blocks":
             return self._describe_blocks(value, names, unit, at.where)
         if not shape:
             return {"scalar": [kind, is_accelerated]}, ScalarLeaf(names, dtype, shape, is_accelerated, key=unit.key)
         is_encoded = unit.is_encoded and dtype == torch.uint8
-        leaf = SliceLeaf(names, unit.dtype if is_encoded else dtype, unit, at.params, at.form == "compact", is_encoded)
+        leaf = SliceLeaf(names, unit.dtype if is_encoded else dtype, unit, at.params, at.layout == "compact", is_encoded)
         if shape != (leaf.numel(self._spec),) if leaf.is_compact else not is_slice(value, unit, self._spec):
             length, dtype = (leaf.numel(self._spec), dtype) if leaf.is_compact else self._spec.stored(unit)
             _raise_other_slice(unit.key, at.where, f"this rank's slice, [{length}] {dtype}, or a number", value)
@@ -312,10 +312,10 @@ class Description:
         slices = self._add(state.slices, of_matrices.child("slices"))
         out: dict[str, Any] = {}
         for name, slots in state.owned.items():
-            place = at._replace(params=(params[name],), form="owned").child("owned")
+            place = at._replace(params=(params[name],), layout="owned").child("owned")
             out[name] = {MATRIX: [step, slices, self._add(slots, place)]}
         for entry, child in state.fallback.items():
-            of_entry = at._replace(params=(params[entry],), form="compact") if entry in params else at
+            of_entry = at._replace(params=(params[entry],), layout="compact") if entry in params else at
             found = {FALLBACK: [step, self._add(child, of_entry.child(FALLBACK))]}
             out |= {entry: found} if entry in params else dict.fromkeys(params, found)
         return out
@@ -424,7 +424,7 @@ class Template:
         dtype = plain_from_json(content)
         if unit.is_encoded and not at.slot:
             numel, dtype = self._spec.stored(unit)
-        elif at.form == "compact":
+        elif at.layout == "compact":
             numel = SliceLeaf(at.names, dtype, unit, at.params, is_compact=True).numel(self._spec)
         return self._empty((numel,), dtype)
 
@@ -488,7 +488,7 @@ class Template:
         if chosen:
             data = at.common_value({param.name: saved[param.name][MATRIX][1] for param in chosen})
             slices = self._build(data, at._replace(params=chosen).child("slices"))
-            places = {param.name: at._replace(params=(param,), form="compact").child(FALLBACK) for param in others}
+            places = {param.name: at._replace(params=(param,), layout="compact").child(FALLBACK) for param in others}
             fallback = {name: self._build(saved[name][FALLBACK][1], place) for name, place in places.items()}
         else:
             slices, data = {}, at.common_value({param.name: saved[param.name][FALLBACK][1] for param in others})
