@@ -153,6 +153,15 @@ def _receive(pipe: Any) -> tuple[bool, Any, bool]:
         return False, "the process died", True
 
 
+def at_rank(spec: Any, rank: int) -> Any:
+    """The spec on a mesh of the same sizes that knows its rank, of which no process is there."""
+    from funshard._core.layout import rank_coords
+    from funshard.collectives import ProcessAxis
+
+    at = rank_coords(spec.bound_mesh, rank)
+    return spec.on({name: ProcessAxis(size, i) for (name, size), i in zip(spec.bound_mesh.sizes, at, strict=True)})
+
+
 class Pool:
     """``size`` processes, started at the first `run`, and anew after one that failed or made many process groups.
 

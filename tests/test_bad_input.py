@@ -444,7 +444,6 @@ MATRIX: dict[str, Any] = {
     "muon": fs.optim.muon,
     "shampoo": fs.optim.shampoo,
     "soap": fs.optim.soap,
-    "torch's Muon": partial(fs.optim.from_torch, torch.optim.Muon),
 }
 
 
@@ -475,7 +474,7 @@ def test_a_step_of_matrices_with_a_rate_or_trees_that_are_none(make: str) -> Non
         "grads": lambda: update(given, state, params),
         "state": lambda: update(before, given, params),
     }.items():
-        with pytest.raises(TypeError, match=rf"^{what}: expected a dict of tensors by unit key .*, got list"):
+        with pytest.raises(TypeError, match=rf"^{what}: expected a dict (of tensors )?by unit key.*, got list"):
             call()
     assert all(torch.equal(x, before[key]) for key, x in params.items())
 

@@ -246,7 +246,7 @@ def test_other_state_of_vectors() -> None:
     column = nn.Linear(1, 5).double()
     spec = fs.policies.whole()(column).on({"shard": 1})
     params, want = fs.shard(column, spec), torch.optim.Adafactor(column.parameters())
-    init, update = fs.optim.from_torch(torch.optim.Adafactor, spec=spec)
+    init, update = fs.optim.adafactor(0.01, spec)
     new, _ = update(params, init(params), params)
     for p in column.parameters():
         p.grad = p.detach().clone()

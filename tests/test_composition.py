@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, depth, each, seldom
-from ranks import Pool
+from ranks import Pool, at_rank
 from test_compile import IMPORT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -216,7 +216,7 @@ def test_functions_of_one_units_state_refuse_a_composed_one() -> None:
     names = fs.checkpoint.optimizer_state_dict(state[-1], spec, torch.optim.AdamW)["state"]
     assert {*names} == {*FULL}
     known = optim.matrices(spec)
-    for made in (optim.from_torch(torch.optim.Adafactor, spec=spec), optim.from_torch(torch.optim.Muon, spec=known)):
+    for made in (optim.adafactor(0.01, spec), optim.muon(known)):
         state = made.init(params)
         with pytest.raises(TypeError, match=r"elementwise state.*got MatrixState; .*checkpoint\.save keeps it"):
             fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.Adafactor)  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ def test_functions_of_one_units_state_refuse_a_composed_one() -> None:
 def test_a_plan_counts_the_states() -> None:
     """From shapes, and by running the step that updates on tensors without values."""
     spec = fs.policies.whole()(MODEL).on({"shard": 2})
-    optimizer = everything(spec, rank=0)
+    optimizer = everything(at_rank(spec, 0))
 
     def step(params: fs.Params, state: Any, batch: Tensor, *, spec: fs.PartitionSpec) -> Any:
         loss = lambda params: fs.functional_call(MODEL, params, (batch,), spec=spec).sum()  # noqa: E731

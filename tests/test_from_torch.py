@@ -15,7 +15,7 @@ import torch
 from cases import owned
 from depth import at_most, every, pairs
 from hypothesis import strategies as st
-from ranks import real_ranks
+from ranks import at_rank, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
@@ -25,7 +25,7 @@ import funshard as fs
 from funshard._core import layout
 from funshard._slices.pieces import slice_index
 from funshard.optim import from_torch
-from funshard.optim._elementwise import ELEMENTWISE_CLASSES
+from funshard.optim._from_torch import ELEMENTWISE_CLASSES
 
 SIZES = {"shard": 3}
 CASES: list[tuple[Any, dict[str, Any]]] = [
@@ -89,7 +89,7 @@ def on_ranks(cls: Any, spec: fs.PartitionSpec, start: fs.Params, steps: int, **o
     ranks = torch.Size(size for _, size in spec.sizes or ()).numel()
     trees: list[fs.Params] = []
     for rank in range(ranks):
-        init, update = from_torch(cls, spec=spec, rank=rank, **options)
+        init, update = from_torch(cls, spec=at_rank(spec, rank), **options)
         params = fs.shard(start, spec, rank=rank)
         state = init(params)
         structure = pytree.tree_structure(state)
@@ -337,7 +337,7 @@ def test_shared_memory_is_not_donated() -> None:
 
 
 WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
-"""What runs on whole matrices, on their owners (test_by_matrix.py), and needs the spec for that."""
+"""What runs on whole matrices, on their owners, by functions of its own (test_by_matrix.py)."""
 
 
 def test_every_optimizer_is_right_or_refused() -> None:
@@ -498,7 +498,7 @@ def test_a_frozen_and_an_integer_parameter_beside_options() -> None:
     module = nn.Linear(3, 2)
     module.register_parameter("table", nn.Parameter(torch.arange(5), requires_grad=False))
     spec = fs.policies.whole()(module).on({"shard": 2})
-    init, update = from_torch(torch.optim.SGD, lr=1.0, spec=spec, rank=1, options=decayed, weight_decay=0.5)
+    init, update = from_torch(torch.optim.SGD, lr=1.0, spec=at_rank(spec, 1), options=decayed, weight_decay=0.5)
     params = fs.shard(module, spec, rank=1)
     new, _ = update({key: torch.zeros_like(p) for key, p in params.items()}, init(params), params)
     (integers,) = (unit.key for unit in spec if unit.dtype == torch.int64)
@@ -513,7 +513,7 @@ def test_padding_is_left_alone() -> None:
     module = nn.Linear(3, 2)
     spec = fs.policies.whole()(module).on(SIZES)
     params, grads = fs.shard(module, spec, rank=2), fs.shard(numbers(module, 1), spec, rank=2)
-    init, update = from_torch(torch.optim.AdamW, spec=spec, rank=2, eps=0.0)
+    init, update = from_torch(torch.optim.AdamW, spec=at_rank(spec, 2), eps=0.0)
     new, state = update(grads, init(params), params)
     assert (new[""][-1], state[""]["exp_avg_sq"][-1]) == (0, 0)
     poison = [{"": torch.cat([tree[""][:-1], torch.tensor([torch.nan])])} for tree in (grads, params)]
@@ -588,7 +588,7 @@ def test_options_of_simulated_ranks_are_refused() -> None:
         from_torch(torch.optim.SGD, spec=fs.policies.whole()(module).on(mesh), options=decayed)
         return x
 
-    with pytest.raises(ValueError, match="simulated ranks are all there at once: expected rank="):
+    with pytest.raises(ValueError, match="simulated ranks are all there at once: expected a mesh"):
         fs.testing.spmd(build, 2)(torch.zeros(2))
 
 
@@ -669,7 +669,7 @@ def bad(**changes: Any) -> Callable[[], Any]:
             bad(state={"a": lambda s: s | {"step": torch.ones(1)}}),
         ),
         (TypeError, "'step' of unit 'a': expected a tensor, got int", bad(state={"a": lambda s: s | {"step": 1}})),
-        (TypeError, "unit 'a': expected a tensor, got list", bad(params={"a": lambda _: [1.0]})),
+        (TypeError, "'a': expected a tensor, got list", bad(params={"a": lambda _: [1.0]})),
     ],
 )
 def test_mistakes_in_update(error: type[Exception], message: str, call: Any) -> None:
@@ -686,19 +686,19 @@ def test_mistakes_in_options() -> None:
         ({"rate": 1.0}, TypeError, "unexpected keyword argument 'rate'"),
         ({"options": decayed}, ValueError, "options are those of a spec's parameters: expected spec="),
         ({"spec": spec, "options": decayed}, ValueError, "does not know its rank: expected rank=0..2"),
-        ({"spec": spec, "rank": 3, "options": decayed}, ValueError, "rank 3 is not on the mesh"),
-        ({"spec": spec, "rank": 0, "options": of_bias({"rate": 1.0})}, TypeError, "options of parameter '0.bias', .*'rate'"),
-        ({"spec": spec, "rank": 0, "options": of_bias({"params": []})}, TypeError, "options of parameter '0.bias'"),
-        ({"spec": spec, "rank": 0, "options": of_bias({"eps": -1.0})}, ValueError, "options of parameter '0.bias', .*epsilon"),
+        ({"rank": 0}, TypeError, "unexpected keyword argument 'rank'"),
+        ({"spec": at_rank(spec, 0), "options": of_bias({"rate": 1.0})}, TypeError, "options of parameter '0.bias', .*'rate'"),
+        ({"spec": at_rank(spec, 0), "options": of_bias({"params": []})}, TypeError, "options of parameter '0.bias'"),
+        ({"spec": at_rank(spec, 0), "options": of_bias({"eps": -1.0})}, ValueError, "options of parameter '0.bias', .*epsilon"),
     ]:
         with pytest.raises(error, match=message):
             from_torch(torch.optim.AdamW, **kwargs)
-    init, update = from_torch(torch.optim.AdamW, spec=spec, rank=0)
+    init, update = from_torch(torch.optim.AdamW, spec=at_rank(spec, 0))
     with pytest.raises(ValueError, match="unit 'x' is not in the spec"):
         init({"x": torch.ones(3)})
     with pytest.raises(ValueError, match=r"unit '': expected a shard of \d+ elements, got shape \[3\]"):
         init({"": torch.ones(3)})
-    init, update = from_torch(torch.optim.SGD, lr=0.0, spec=spec, rank=0, options=of_bias({"lr": 0.1}))
+    init, update = from_torch(torch.optim.SGD, lr=0.0, spec=at_rank(spec, 0), options=of_bias({"lr": 0.1}))
     params = fs.shard(numbers(model(), 1), spec, rank=0)
     with pytest.raises(ValueError, match="keeps its ratio to the default one"):
         update(params, init(params), params, lr=0.1)

@@ -228,7 +228,7 @@ def adafactor(rank: int, mesh: str) -> None:
     """It scales by the norm of a whole parameter, of which no rank has it all: so it is sent to one owner."""
     sizes = all_axes(MESHES[mesh][0])
     spec = spec_on(mesh_of(sizes), sizes, MESHES[mesh][1])
-    init, update = fs.optim.from_torch(torch.optim.Adafactor, spec=spec, lr=0.05)
+    init, update = fs.optim.adafactor(0.05, spec)
     params = fs.shard(PARAMS, spec)
     state = init(params)
     want = {name: p.clone() for name, p in PARAMS.items()}
@@ -240,7 +240,7 @@ def adafactor(rank: int, mesh: str) -> None:
         theirs.step()
     assert_close(fs.unshard(params, spec), want)
     with pytest.raises(ValueError, match=r"matrix 'experts': its stack is local over axis 'expert'.*gather_stacks=True"):
-        fs.optim.from_torch(torch.optim.Adafactor, spec=matrices_of(spec))
+        fs.optim.adafactor(0.05, matrices_of(spec))
 
 
 @seldom

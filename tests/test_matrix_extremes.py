@@ -108,12 +108,11 @@ def test_a_gradient_whose_square_overflows_leaves_state_finite(name: str, dtype:
     ), "what is not finite stays visible"
 
 
-def test_relative_eps_is_of_the_largest_eigenvalue() -> None:
+def test_relative_eps_is_of_the_largest_eigenvalue(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the authors' code: (L + relative_eps max(L) I)^(-1/4)."""
+    monkeypatch.setattr("funshard.optim._by_matrix.rules.RELATIVE_EPS", 0.5)
     spec = fs.policies.whole()(nn.Linear(2, 2, bias=False).double()).on({"shard": 1})
-    init, update = fs.optim.shampoo(spec, lr=1.0, momentum=0.0, eps=1e-30, relative_eps=0.5)
+    init, update = fs.optim.shampoo(spec, lr=1.0, momentum=0.0, eps=1e-30)
     params = {"": torch.zeros(4).double()}
     new, _ = update({"": torch.tensor([4.0, 0.0, 0.0, 1.0]).double()}, init(params), params)
     assert_close(new[""], -torch.tensor([4 / (16 + 8) ** 0.5, 0, 0, 1 / (1 + 8) ** 0.5]).double())
-    with pytest.raises(ValueError, match="relative_eps: expected at least 0, got -1"):
-        fs.optim.shampoo(spec, relative_eps=-1)

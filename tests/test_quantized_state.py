@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, every, seldom
-from ranks import Pool, real_ranks
+from ranks import Pool, at_rank, real_ranks
 from test_compile import IMPORT
 from test_memory import Peak
 from torch import Tensor, nn
@@ -49,10 +49,11 @@ POLICIES = {
 def quantized(
     spec: fs.PartitionSpec, rank: int | None = None, optimizer: Any = torch.optim.AdamW, **options: Any
 ) -> optim.Optimizer:
+    spec = spec if rank is None else at_rank(spec, rank)
     settings = ADAMW if optimizer is torch.optim.AdamW else {"lr": 0.01}
-    inner = optim.from_torch(optimizer, spec=spec, rank=rank, **settings, **options.pop("inner", {}))
+    inner = optim.from_torch(optimizer, spec=spec, **settings, **options.pop("inner", {}))
     codec = options.pop("codec", CODEC)
-    return optim.quantized_state(inner, codec, spec=spec, rank=rank, at_least=options.pop("at_least", 1), **options)
+    return optim.quantized_state(inner, codec, spec=spec, at_least=options.pop("at_least", 1), **options)
 
 
 def run_steps(
@@ -78,7 +79,10 @@ def join_ranks(spec: fs.PartitionSpec, trees: list[fs.Params]) -> fs.Params:
 
 
 def decoded(state: Any, spec: fs.PartitionSpec, name: str, rank: int | None = None, codec: Any = CODEC) -> fs.Params:
-    return {key: values[name] for key, values in optim.decode_state(state, codec, spec=spec, rank=rank).items()}
+    return {
+        key: values[name]
+        for key, values in optim.decode_state(state, codec, spec=spec if rank is None else at_rank(spec, rank)).items()
+    }
 
 
 # --- The same on any number of ranks, and for any policy ---

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most
+from ranks import at_rank
 from test_compile import IMPORT
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -170,7 +171,7 @@ def test_the_gradient_through_two_updates_with_options() -> None:
         return {"lr": 0.3} if name == "bias" else {}
 
     def trained(params: fs.Params, goal: fs.Params, rank: int) -> Tensor:
-        init, update = optim.adamw(0.1, weight_decay=0.1, spec=spec, rank=rank, options=own)
+        init, update = optim.adamw(0.1, weight_decay=0.1, spec=at_rank(spec, rank), options=own)
         state = init(params)
         for _ in range(2):
             params, state = update({k: 2 * (p - goal[k]) for k, p in params.items()}, state, params)

@@ -121,10 +121,10 @@ def zero_padding(piece: Tensor, unit: Unit, spec: PartitionSpec, rank: int | Non
 
 def padding_mask(unit: Unit, spec: PartitionSpec, device: torch.device, rank: int | None = None) -> Tensor:
     """Return which elements of this rank's slice, or ``rank``'s, are padding: bool, as long as the slice."""
-    return _scatter_parts([param is None for _, param in unit.parts], True, unit, spec, device, rank)
+    return scatter_values([param is None for _, param in unit.parts], True, unit, spec, device, rank)
 
 
-def _scatter_parts(
+def scatter_values(
     values: Sequence[int], rest: int, unit: Unit, spec: PartitionSpec, device: torch.device, rank: int | None = None
 ) -> Tensor:
     """Return this rank's slice, or ``rank``'s, of a buffer that has a value for each part of the unit, and for the rest."""
@@ -139,13 +139,23 @@ def split_by_param(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Iterator[t
     On simulated ranks, which have one shape, they are the whole slice with zeros elsewhere.
     """
     if not spec.bound_mesh.is_simulated:
-        for param, low, high in zip(unit.params, *spec._compute_once(_param_bounds)[unit.key], strict=True):
+        for param, (_, low, high) in zip(unit.params, param_ranges(unit, spec), strict=True):
             yield param, piece[low:high]
         return
-    owners = _scatter_parts(range(len(unit.parts)), -1, unit, spec, piece.device)
+    owners = scatter_values(range(len(unit.parts)), -1, unit, spec, piece.device)
     for i, (_, param) in enumerate(unit.parts):
         if param is not None:
             yield param, torch.where(owners == i, piece, 0)
+
+
+def param_ranges(unit: Unit, spec: PartitionSpec) -> tuple[tuple[str, int, int], ...]:
+    """Return ``(name, begin, end)`` of each of the unit's parameters in this rank's slice; not of simulated ranks."""
+    return spec._compute_once(_ranges_by_unit)[unit.key]
+
+
+def _ranges_by_unit(spec: PartitionSpec) -> dict[str, tuple[tuple[str, int, int], ...]]:
+    pieces = {unit.key: slice_pieces(unit, spec, _own_coords(unit, spec)) for unit in spec}
+    return {key: tuple((piece.param.name, piece.low, piece.high) for piece in some) for key, some in pieces.items()}
 
 
 def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> None:
@@ -156,11 +166,6 @@ def check_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec, what: str) -> N
             f"unit '{unit.key}': expected this rank's slice of {spec.shard_numel(unit)} elements, got shape "
             f"{list(tensor.shape)}; is it of another spec or another mesh?"
         )
-
-
-def _param_bounds(spec: PartitionSpec) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    pieces = {unit.key: [*slice_pieces(unit, spec, _own_coords(unit, spec))] for unit in spec}
-    return {key: (tuple(p.low for p in some), tuple(p.high for p in some)) for key, some in pieces.items()}
 
 
 def _own_coords(unit: Unit, spec: PartitionSpec, rank: int | None = None) -> tuple[int, ...]:

@@ -136,10 +136,10 @@ def refuse_encoded(state: Mapping[str, object]) -> None:
                 )
 
 
-def check_fits(
-    grads: Tensors, state: StateMapping, params: Tensors, names: Mapping[str, frozenset[str]], numbers: frozenset[str]
-) -> None:
-    """Raise ValueError or TypeError, naming the unit, unless each unit in ``names`` has a gradient and a state that fit it."""
+def check_trees(params: Tensors, grads: Tensors, state: Mapping[str, object], updated: Iterable[str]) -> None:
+    """Raise ValueError or TypeError, naming the unit, unless units have a state and the updated ones gradients like them."""
+    check_mapping(params)
+    check_mapping(grads, "grads")
     if not isinstance(state, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"state: expected a dict by unit key, as init(params) or an update returns, got {type(state).__name__}; that of an "
@@ -159,17 +159,21 @@ def check_fits(
     for key in params:
         if key not in state:
             raise ValueError(f"unit '{key}' has no state: expected that of init(params) or of an update, got {[*state][:8]}")
-    for key, expected in names.items():
-        param = params[key]
+    for key in updated:
         if key not in grads:
             raise ValueError(f"unit '{key}' has no gradient: expected one for each of the params, got {[*grads][:8]}")
-        _check_like(f"the gradient of unit '{key}'", grads[key], param)
+        _check_like(f"the gradient of unit '{key}'", grads[key], params[key])
+
+
+def check_slots(params: Tensors, state: StateMapping, names: Mapping[str, frozenset[str]], numbers: frozenset[str]) -> None:
+    """Raise ValueError or TypeError, naming the unit, unless units have an elementwise state of these names."""
+    for key, expected in names.items():
         if frozenset(state[key]) != expected:
             raise ValueError(f"the state of unit '{key}': expected {sorted(expected)}, got {sorted(state[key])}")
         for name, tensor in state[key].items():
             if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"'{name}' of unit '{key}': expected a tensor, got {type(tensor).__name__}")
-            shape = () if name in numbers else param.shape
+            shape = () if name in numbers else params[key].shape
             if tensor.shape != shape:
                 raise ValueError(f"'{name}' of unit '{key}': expected shape {list(shape)}, got {list(tensor.shape)}")
 

@@ -98,11 +98,6 @@ def chain(*links: Pair | Link) -> Optimizer:
     Returns:
         An `Optimizer`. ``update(grads, state, params, **rates)`` passes ``rates``, such as ``lr=``, to the last pair.
 
-    Raises:
-        TypeError: An argument is no pair of functions and no function.
-        ValueError: An optimizer is not the last one; in ``update``, a state of another chain, or a transformation that returns
-            other keys than those of its gradients.
-
     Example:
         >>> import torch, funshard as fs
         >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
@@ -115,17 +110,16 @@ def chain(*links: Pair | Link) -> Optimizer:
     """
     if not links:
         raise ValueError("chain: expected transformations and an optimizer, got nothing")
-    for i, link in enumerate(links):
-        is_link = callable(link) and not isinstance(link, type) and i < len(links) - 1
-        if not (is_link or is_pair(link)):
-            raise TypeError(
-                f"chain: argument {i}: expected (init, update), or before it a function of an optimizer, got {link!r}"
-            )
-        if isinstance(link, Optimizer) and not _returns_gradients(link) and i < len(links) - 1:
+    for i, link in enumerate(links[:-1]):
+        if not (is_pair(link) or (callable(link) and not isinstance(link, type))):
+            raise TypeError(f"chain: argument {i}: expected (init, update), or a function of an optimizer, got {link!r}")
+        if isinstance(link, Optimizer) and not _returns_gradients(link):
             raise ValueError(
                 f"chain: argument {i} of {len(links)} is an optimizer, which returns parameters: expected it last, after what "
                 "changes the gradients"
             )
+    if not is_pair(links[-1]):
+        raise TypeError(f"chain: argument {len(links) - 1}: expected (init, update), got {links[-1]!r}")
     around = next((i for i, link in reversed([*enumerate(links)]) if callable(link)), None)
     if around is None:
         return _chain_pairs([link for link in links if isinstance(link, tuple)])
@@ -179,22 +173,16 @@ def clip_gradients(spec: PartitionSpec, max_norm: float | Tensor, *, p: float = 
     """
     check_spec(spec)
     check_max_norm("clip_gradients", max_norm)
-
-    def update(grads: Tensors, state: tuple[()], params: object, /) -> tuple[Params, tuple[()]]:
-        return clip_by_global_norm(grads, spec, max_norm, p=p)[0], state
-
+    update = lambda grads, state, params, /: (clip_by_global_norm(grads, spec, max_norm, p=p)[0], state)  # noqa: E731
     return _make_transformation(lambda params, /: (), update)
 
 
 class AccumulationState(NamedTuple):
-    """The state of `accumulate_steps`."""
+    """The state of `accumulate_steps`: how many gradients, below k, are in the sums, of float32 at least."""
 
     inner: Any
-    """The optimizer's state, as after its last step."""
     num_summed: Tensor
-    """The number of gradients in the sums, below k: int64, on the host, the same on all ranks."""
     sums: Params
-    """The sums of the gradients since then, in float32 or a wider dtype: slices as the parameters."""
 
 
 def accumulate_steps(k: int) -> Link:
@@ -252,14 +240,11 @@ def accumulate_steps(k: int) -> Link:
 
 
 class EmaState(NamedTuple):
-    """The state of `ema`."""
+    """The state of `ema`: slices of the average, to evaluate with, and the number of steps taken."""
 
     inner: Any
-    """The optimizer's state."""
     average: Params
-    """The moving average: slices as the parameters, to evaluate with."""
     step: Tensor
-    """The number of steps taken: int64, on the host, the same on all ranks."""
 
 
 def ema(decay: float | Callable[[Tensor], float | Tensor], *, dtype: torch.dtype | None = None) -> Link:
@@ -300,14 +285,11 @@ def ema(decay: float | Callable[[Tensor], float | Tensor], *, dtype: torch.dtype
 
 
 class FiniteState(NamedTuple):
-    """The state of `apply_if_finite`."""
+    """The state of `apply_if_finite`: how many steps were skipped since the last one that was not, and in all."""
 
     inner: Any
-    """The optimizer's state, as after the last step that was not skipped."""
     consecutive: Tensor
-    """The number of steps that were skipped since the last one that was not: int64."""
     total: Tensor
-    """The number of all steps that were skipped: int64."""
 
 
 def apply_if_finite(spec: PartitionSpec, *, max_consecutive: int | None = None) -> Link:
@@ -353,12 +335,12 @@ def apply_if_finite(spec: PartitionSpec, *, max_consecutive: int | None = None) 
         nonfinite = find_nonfinite({key: g.detach() for key, g in grads.items()}, bound)
         finite = agree_finite(nonfinite, bound)
         applies = _read_flag(finite)
-        if applies is None and max_consecutive is not None:
-            raise ValueError(
-                "apply_if_finite: max_consecutive: an error needs the host, which reads no value in a graph: expected None, "
-                "and a look at state.consecutive after the step"
-            )
         if applies is None:
+            if max_consecutive is not None:
+                raise ValueError(
+                    "apply_if_finite: max_consecutive: an error needs the host, which reads no value in a graph: expected "
+                    "None, and a look at state.consecutive after the step"
+                )
             return _select_step(update, finite, grads, state, params, rates)
         if not applies:
             return params, _count_skipped(state, nonfinite, [*grads], max_consecutive)
@@ -389,32 +371,26 @@ def _count_skipped(state: FiniteState, nonfinite: Tensor, keys: list[str], max_c
     """Count and log a skipped step; return the state, or raise FloatingPointError if too many were skipped in a row."""
     counted = FiniteState(state.inner, state.consecutive + 1, state.total + 1)
     in_a_row = read_count(counted.consecutive, "apply_if_finite")
-    if not LOGGER.isEnabledFor(logging.INFO) and (max_consecutive is None or in_a_row <= max_consecutive):
+    is_last = max_consecutive is not None and in_a_row > max_consecutive
+    if not (is_last or LOGGER.isEnabledFor(logging.INFO)):
         return counted
-    flags = [False] * len(keys) if _torch.is_batched(nonfinite) else nonfinite.tolist()
-    here = [key for key, is_bad in zip(keys, flags, strict=True) if is_bad]
+    here = [] if _torch.is_batched(nonfinite) else [key for key, bad in zip(keys, nonfinite.tolist(), strict=True) if bad]
     where = f"in units {here[:8]}" if here else "on another rank"
-    if max_consecutive is not None and in_a_row > max_consecutive:
+    if is_last:
         raise FloatingPointError(
             f"apply_if_finite: the gradients of {in_a_row} steps in a row were not finite, now {where}: expected at most "
             f"{max_consecutive}; nothing is changed: go on from a checkpoint, with another learning rate or other data"
         )
-    LOGGER.info(
-        "apply_if_finite: a step is skipped, %d in a row, %d in all: gradients are not finite %s",
-        in_a_row,
-        read_count(counted.total, "apply_if_finite"),
-        where,
-    )
+    total, words = read_count(counted.total, "apply_if_finite"), "a step is skipped, %d in a row, %d in all"
+    LOGGER.info(f"apply_if_finite: {words}: gradients are not finite %s", in_a_row, total, where)
     return counted
 
 
 class ScheduleState(NamedTuple):
-    """The state of `schedule_lr`."""
+    """The state of `schedule_lr`: with the number of steps taken, int64, on the host, the same on all ranks."""
 
     inner: Any
-    """The optimizer's state."""
     step: Tensor
-    """The number of steps taken: int64, on the host, the same on all ranks."""
 
 
 def schedule_lr(rate: Callable[[Tensor], float | Tensor]) -> Link:

@@ -1,34 +1,87 @@
-"""from_torch: torch's optimizers as pairs of pure functions over dicts of shards."""
+"""from_torch: torch's elementwise optimizers as pairs of pure functions over dicts of shards, by torch's own kernels."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop, Rprop
 
+from .. import _torch
+from .._core.layout import Params
 from .._core.spec import PartitionSpec
-from ._by_matrix.rules import adafactor, muon
-from ._checks import Optimizer, check_rate
-from ._elementwise import InitialState, elementwise
-from ._matrices.matrices import Matrices
-from ._options import ParamOptions
+from .._spec.unit_state import UnitState, replace_values
+from .._torch.phases import phase
+from ._checks import (
+    Optimizer,
+    State,
+    StateMapping,
+    Tensors,
+    break_message,
+    check_rate,
+    check_slots,
+    check_trees,
+    copy_like,
+    named_tensors,
+    refuse_shared_memory,
+)
+from ._options import OptionRanges, ParamOptions, find_updated, join_ranges, option_ranges, scale_lr, split_by_options
+
+InitialState = Callable[[Tensor], Tensors]
+"""A function from a vector to its state before the first step."""
+
+ELEMENTWISE_CLASSES = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
+"""The elementwise optimizers of torch.optim. Pinned by ``test_every_optimizer_is_right_or_refused``."""
+WHOLE: Mapping[type[torch.optim.Optimizer], str] = {Muon: "optim.muon(spec)", Adafactor: "optim.adafactor(learning_rate, spec)"}
+STATE_FROM_RATE: Mapping[type[torch.optim.Optimizer], str] = {ASGD: "eta", Rprop: "step_size"}
+"""The state that torch creates in the first step, from the learning rate of that step."""
+NUMBERS_FROM: Mapping[type[torch.optim.Optimizer], set[str]] = {
+    ASGD: {"lr", "lambd", "alpha", "t0"},
+    NAdam: {"betas", "momentum_decay"},
+}
+"""The options from which torch computes numbers in a state. A unit has one number for all of its parameters."""
+RULES = "optim.sgd, adam, adamw, lion, rmsprop or adagrad, which are pure functions"
+
+
+class _Config(NamedTuple):
+    """The arguments of `from_torch`, and what follows from them."""
+
+    cls: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    initial: InitialState | None
+    donate: bool
+    groups: list[Mapping[str, Any]]
+    """The options that each group has instead of the defaults."""
+    ranges: Mapping[str, OptionRanges] | None
+    """By unit, with a spec."""
+    names: list[frozenset[str]]
+    """The state's names, by group."""
+    numbers: frozenset[str]
+    """The names of state that is one number a unit."""
+    lr: Any
+    """The default learning rate."""
+
+    def __repr__(self) -> str:
+        return f"<{self.cls.__name__}>"
 
 
 def from_torch(
     optimizer_class: type[torch.optim.Optimizer],
     *,
-    spec: PartitionSpec | Matrices | None = None,
+    spec: PartitionSpec | None = None,
     options: ParamOptions | None = None,
-    rank: int | None = None,
     initial: InitialState | None = None,
     donate: bool = False,
     **defaults: Any,
 ) -> Optimizer:
     """Return ``(init, update)``: k updates equal k steps of ``optimizer_class(params.values(), **defaults)``.
 
-    Elementwise optimizers run torch's own kernels on the shards, few long vectors. torch.optim.Muon is `muon`, with AdamW for
-    what is not a matrix; torch.optim.Adafactor updates each parameter whole, on its owner (`by_matrix`). Both need ``spec`` or
-    `matrices`, and take no ``rank`` or ``initial``. examples/guide/optimizers.md says more.
+    Elementwise optimizers run torch's own kernels on the shards, few long vectors. Torch's Muon and Adafactor, which need whole
+    parameters, are `muon` and `adafactor`. examples/guide/optimizers.md says more.
 
     The state lives where the shards do, also on the host (``P(offload="params")``). Integer units stay as they are, and with a
     spec padding does. ``foreach``, ``fused`` and ``capturable`` are torch's; on the CPU ``fused=True`` is fastest. The
@@ -36,10 +89,9 @@ def from_torch(
 
     Args:
         optimizer_class: A class of torch.optim, or with ``initial`` your own.
-        spec: The spec of the shards, for ``options`` and padding; or `matrices` for Muon and Adafactor.
+        spec: The spec of the shards, for ``options`` and padding.
         options: ``options(name, param)`` replaces defaults for a parameter, such as ``{"weight_decay": 0.0}``. An ``lr`` in it
             keeps its ratio to the default one. Needs ``spec``.
-        rank: The rank of the shards, as in `param_views`; by default this process's.
         initial: ``initial(vector)`` returns the state before the first step of an elementwise class that torch.optim does not
             have, such as ``{"exp_avg": torch.zeros_like(p)}``.
         donate: Write the results into ``params`` and ``state`` and return their memory in other tensors; using the given ones
@@ -48,8 +100,7 @@ def from_torch(
         **defaults: The arguments of ``optimizer_class``.
 
     Returns:
-        An `Optimizer`. ``update(grads, state, params, lr=None)`` returns ``(new
-        params, new state)``; ``lr`` is this step's learning rate.
+        An `Optimizer`. ``update(..., lr=)`` is a step's own learning rate.
 
     Raises:
         ValueError: The optimizer needs whole tensors, or torch refuses an option; `update` raises it, naming the unit, before
@@ -64,38 +115,207 @@ def from_torch(
         >>> update({"": torch.tensor([2.0, 0.0])}, init(params), params)
         ({'': tensor([0., 2.])}, {'': {'momentum_buffer': tensor([2., 0.])}})
     """
-    if optimizer_class not in (torch.optim.Muon, torch.optim.Adafactor):
-        if isinstance(spec, Matrices):
-            raise TypeError(f"from_torch: {optimizer_class.__name__} works element by element: expected a spec, got matrices")
-        given: dict[str, Any] = {"spec": spec, "options": options, "rank": rank, "initial": initial}
-        return elementwise(optimizer_class, donate=donate, **given, **defaults)
-    name = optimizer_class.__name__
+    cls = optimizer_class
+    _check_class(cls, initial)
     check_rate(defaults.get("lr"), "from_torch: lr")
-    if spec is None:
-        raise ValueError(f"from_torch: {name} needs whole matrices, and of slices only the spec knows them: expected spec=")
-    for what, value in (("rank", rank), ("initial", initial)):
-        if value is not None:
-            raise ValueError(f"from_torch: {name} works on whole matrices, on their owners: expected no {what}=, got {value!r}")
-    of_torch = optimizer_class([torch.empty(1, 1)], **defaults).defaults
-    common: dict[str, Any] = {"weight_decay": of_torch["weight_decay"], "options": options, "donate": donate}
-    if optimizer_class is torch.optim.Adafactor:
-        eps, min_scale = of_torch["eps"]
-        return adafactor(
-            float(of_torch["lr"]),
-            spec,
-            decay_rate=-of_torch["beta2_decay"],
-            clipping_threshold=of_torch["d"],
-            eps=eps,
-            min_scale=min_scale,
-            maximize=of_torch["maximize"],
-            **common,
+    if defaults.get("differentiable") or "eps_root" in defaults:
+        raise ValueError(f"from_torch: torch's kernels write in place: for derivatives use {RULES}, and take eps_root")
+    if "device" in defaults:
+        raise ValueError("from_torch: an update runs where the shards are: expected no device=, and on the host fused=True")
+    lr = cls([torch.empty(0)], **defaults).defaults.get("lr")
+
+    def check(name: str, overrides: Mapping[str, Any]) -> None:
+        try:
+            check_rate(overrides.get("lr"), "lr")
+            cls([torch.empty(0)], **{**defaults, **overrides})
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise type(error)(f"options of parameter '{name}', {dict(overrides)}: {error}") from error
+        if own := NUMBERS_FROM.get(cls, set()).intersection(overrides):
+            raise ValueError(
+                f"options of parameter '{name}': {cls.__name__} computes a number of the unit's state from '{min(own)}': "
+                "expected one for all parameters, or a second optimizer for those that fs.partition(params, spec) sets apart"
+            )
+
+    groups, ranges = option_ranges("from_torch", spec, options, check)
+    starts = [_begin(cls, torch.empty(0), {**defaults, **group}, initial) for group in groups]
+    numbers = frozenset(name for start in starts for name, t in start.items() if t.dim() == 0)
+    if len(groups) > 1 and initial is not None and numbers - {"step"}:
+        raise ValueError(f"from_torch: {cls.__name__} has numbers in its state, {sorted(numbers)}: expected options=None")
+    config = _Config(cls, defaults, initial, donate, groups, ranges, [frozenset(start) for start in starts], numbers, lr)
+
+    def init(params: Tensors) -> State:
+        updated = find_updated(config.ranges, params)
+        return {key: _init_unit(config, updated[key], x) if key in updated else UnitState({}, ()) for key, x in params.items()}
+
+    def update(
+        grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
+    ) -> tuple[Params, State]:
+        with phase("update", cls.__name__):
+            return _update(config, grads, state, params, lr)
+
+    reason = break_message(cls.__name__, f"torch's kernels write in place; a graph takes {RULES}")
+    return Optimizer(init, _torch.disable_in_graph(reason)(update))
+
+
+def _check_class(cls: object, initial: InitialState | None) -> None:
+    """Raise ValueError for an optimizer not known to be elementwise, TypeError for what is not an optimizer class."""
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(f"from_torch: expected a class of optimizers such as torch.optim.AdamW, got {cls!r}")
+    if instead := WHOLE.get(cls):
+        raise ValueError(f"from_torch: {cls.__name__} needs whole matrices: expected {instead}, which sends them to owners")
+    of_torch = cls.__module__.startswith("torch.optim")
+    if cls not in ELEMENTWISE_CLASSES and (of_torch or initial is None):
+        vouch = "" if of_torch else ", or initial= for a class of your own that works element by element"
+        raise ValueError(
+            f"from_torch: {cls.__name__} is not known to work element by element, and on slices it would be another "
+            f"optimizer: expected one of {[c.__name__ for c in ELEMENTWISE_CLASSES]}{vouch}; one that needs whole tensors can "
+            "step those of fs.unshard or fs.gather_full"
         )
-    return muon(
-        spec,
-        lr=float(of_torch["lr"]),
-        adjust_lr=of_torch["adjust_lr_fn"] or "original",
-        coefficients=of_torch["ns_coefficients"],
-        steps=of_torch["ns_steps"],
-        **{key: of_torch[key] for key in ("momentum", "nesterov", "eps")},
-        **common,
-    )
+
+
+def _begin(
+    cls: type[torch.optim.Optimizer], piece: Tensor, options: Mapping[str, Any], initial: InitialState | None
+) -> dict[str, Tensor]:
+    """Return a vector's state before the first step: as torch's ``_init_group`` creates it, and SGD's momentum as zeros."""
+    if cls not in ELEMENTWISE_CLASSES and initial is not None:
+        return dict(initial(piece))
+    if cls is SGD:
+        buffer = {"momentum_buffer": torch.zeros_like(piece)} if options.get("momentum") else {}
+        # The first gradient is not dampened: count, to know which is the first.
+        return buffer | ({"step": torch.zeros(())} if buffer and options.get("dampening") else {})
+    piece.grad = piece.detach()  # any gradient will do
+    optimizer = cls([piece], **options)
+    start: Any = optimizer._init_group  # pyright: ignore[reportAttributeAccessIssue]
+    start(optimizer.param_groups[0], *([] for _ in list(inspect.signature(start).parameters)[1:]))
+    return dict(optimizer.state[piece])
+
+
+def _init_unit(config: _Config, ranges: OptionRanges, tensor: Tensor) -> UnitState:
+    parts = [
+        _begin(config.cls, piece, {**config.defaults, **config.groups[group]}, config.initial)
+        for group, piece in split_by_options(tensor.detach(), ranges)
+    ]
+    values: dict[str, Tensor] = {}
+    for name, first in {name: x for part in reversed(parts) for name, x in part.items()}.items():
+        if name in config.numbers:
+            values[name] = first
+            continue
+        zeros = torch.zeros_like(tensor.detach(), dtype=first.dtype)
+        values[name] = join_ranges(zeros, ranges, [part.get(name) for part in parts])
+        if _torch.is_pinned(tensor):  # as what it is kept beside
+            values[name] = copy_like(tensor, values[name])
+    return UnitState(values, config.numbers.intersection(values))
+
+
+def _refuse_tracked(config: _Config, tensors: Iterable[tuple[str, Tensor]], rates: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise RuntimeError if a tensor is differentiated, or an option batched: torch's kernels would lose that silently."""
+    for what, tensor in (*tensors, *rates):
+        if _torch.has_derivative(tensor):
+            raise RuntimeError(
+                f"from_torch: {what} takes part in a derivative, which torch's kernels would lose: expected {RULES}, or an "
+                "update under torch.no_grad() or outside of the transform"
+            )
+    for what, rate in rates:
+        if _torch.is_wrapped(rate):
+            raise RuntimeError(
+                f"from_torch: {what} is batched, and torch's {config.cls.__name__} makes a number of it: expected {RULES}"
+            )
+
+
+def _update(
+    config: _Config, grads: Tensors, state: StateMapping, params: Tensors, lr: float | Tensor | None
+) -> tuple[Params, State]:
+    check_rate(lr, "lr")
+    ranges = find_updated(config.ranges, params)
+    names = {key: frozenset[str]().union(*(config.names[i] for i in found.groups)) for key, found in ranges.items()}
+    check_trees(params, grads, state, ranges)
+    check_slots(params, state, names, config.numbers)
+    given = [*named_tensors(grads, state, params)]
+    named = [("lr", lr), *config.defaults.items(), *(option for group in config.groups for option in group.items())]
+    _refuse_tracked(config, given, [(name, x) for name, x in named if isinstance(x, Tensor)])
+    is_batched = any(_torch.is_batched(x) for _, x in given)
+    donate = config.donate and not is_batched  # memory that is not batched cannot take results that are
+    if donate:
+        refuse_shared_memory(given)
+        if any(map(_torch.is_pinned, params.values())):
+            _torch.synchronize_copies()  # what a gather may still read
+
+    def make_writable(tensor: Tensor, key: str) -> Tensor:
+        if donate:
+            return tensor
+        tensor = tensor.detach()
+        if key in ranges and tensor.shape == grads[key].shape:  # vmap writes into what has its dimensions
+            written = [x for x in (grads[key], params[key]) if _torch.is_wrapped(x)]
+            if written:
+                return math.prod((torch.ones_like(x, dtype=tensor.dtype) for x in written), start=tensor)
+        return copy_like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()
+
+    new_params = {key: make_writable(tensor, key) if key in ranges else tensor for key, tensor in params.items()}
+    new_state = {key: {name: make_writable(tensor, key) for name, tensor in values.items()} for key, values in state.items()}
+    optimizer = _build_optimizer(config, lr)
+    for options in optimizer.param_groups if is_batched else ():  # the fused and foreach kernels have no batching rule
+        options.update({name: False for name in ("foreach", "fused") if name in options})
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    for key, unit_ranges in ranges.items():
+        grad_parts = split_by_options(make_writable(grads[key], key), unit_ranges)
+        parts = zip(split_by_options(new_params[key].detach(), unit_ranges), grad_parts, strict=True)
+        for at, ((group, piece), (_, piece.grad)) in enumerate(parts):
+            optimizer.param_groups[group]["params"].append(piece)
+            states[piece] = _state_of_range(config, new_state[key], unit_ranges, at)
+            optimizer.state[piece] = _state_to_step(config, states[piece], optimizer.param_groups[group]["lr"])
+    if states:
+        optimizer.step()
+    for piece, written in states.items():
+        _write_state(config, written, optimizer.state[piece])
+    if donate:  # torch 2.13: fused kernels do not count, and autograd would take stale values for fresh ones
+        torch.autograd.graph.increment_version([new_params[key] for key in ranges])
+        if _torch.is_eager():
+            new_params |= {key: _torch.take_storage(new_params[key]) for key in ranges}
+            new_state = {key: {n: _torch.take_storage(t) for n, t in values.items()} for key, values in new_state.items()}
+    return new_params, {key: replace_values(values, new_state[key]) for key, values in state.items()}
+
+
+def _build_optimizer(config: _Config, lr: float | Tensor | None) -> torch.optim.Optimizer:
+    """Return torch's optimizer with its param groups, without parameters."""
+    groups = [{"params": [torch.empty(0)], **group} for group in config.groups]
+    optimizer = config.cls(groups, **(config.defaults if lr is None else {**config.defaults, "lr": lr}))
+    optimizer.state.clear()
+    for group, own in zip(optimizer.param_groups, config.groups, strict=True):
+        group["params"] = []
+        if lr is not None and "lr" in own:
+            group["lr"] = scale_lr(lr, own["lr"], config.lr, "from_torch: ")
+    return optimizer
+
+
+def _state_of_range(config: _Config, values: Tensors, ranges: OptionRanges, at: int) -> dict[str, Tensor]:
+    """Return the state of range ``at``, as views; each range after the first one with a number counts up a copy of it."""
+    if not ranges.ranges:
+        return dict(values)
+    group, part = ranges.ranges[at]
+    counted = frozenset[str]().union(*(config.names[other] for other, _ in ranges.ranges[:at]))
+    own = {name: x for name, x in values.items() if name in config.names[group]}
+    return {name: x[part] if name not in config.numbers else x.clone() if name in counted else x for name, x in own.items()}
+
+
+def _state_to_step(config: _Config, given: Tensors, lr: Any) -> dict[str, Tensor]:
+    """Return a vector's state for torch's step with ``lr``: {} if torch must create it, as SGD's before a dampened step."""
+    if config.cls is SGD and "step" in given and bool(given["step"] == 0):
+        return {}
+    name = STATE_FROM_RATE.get(config.cls)
+    if name is None or (_torch.is_eager() and bool(given["step"] != 0)):
+        return dict(given)
+    old = given[name]
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32) if name in config.numbers else old.dtype
+    rate = torch.as_tensor(lr * (1 + 1j) if old.is_complex() else lr, dtype=dtype, device=old.device)
+    return {**given, name: torch.where((given["step"] == 0).to(old.device), rate, old)}
+
+
+def _write_state(config: _Config, given: dict[str, Tensor], after: Tensors) -> None:
+    """Write into ``given`` the state that torch replaced instead of updating."""
+    for name, tensor in after.items():
+        if name not in given:
+            raise ValueError(f"from_torch: the first step made '{name}': expected initial= to give it, got {[*given]}")
+        if tensor is not given[name]:
+            given[name].copy_(tensor)
+    if config.cls is SGD and "step" in given:
+        given["step"].add_(1)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,11 +41,6 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
     Returns:
         A scalar in float32 or the tensors' dtype, whichever is wider.
 
-    Raises:
-        ValueError: A key is neither a unit nor a parameter, a slice has another length than the unit's, p is not positive, or
-            the mesh has only some of the ranks and `PartitionSpec.on` was not given ``submesh=True``. And, on every rank, if
-            ranks have other keys, which hosts compare.
-
     Example:
         >>> import torch, funshard as fs
         >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))
@@ -58,11 +55,10 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
     def power(x: Tensor) -> Tensor:
         return upcast(x).abs() if p == math.inf else upcast(x).abs() ** p
 
-    values: Params = {}
-    for key, tensor in tree.items():
-        x = _map_tensors("norm", power, key, spec, tensor)
-        values[key] = x.sum() if p < math.inf or not x.numel() else x.amax()
-        del x  # as long as the tensor
+    def reduce(x: Tensor) -> Tensor:
+        return x.sum() if p < math.inf or not x.numel() else x.amax()
+
+    values = {key: reduce(_map_tensors("norm", power, key, spec, x)) for key, x in tree.items()}
     total = _combine_over_ranks(values, tree, spec, p)
     return total if p == math.inf else total ** (1 / p)
 
@@ -80,10 +76,6 @@ def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) 
 
     Returns:
         A scalar.
-
-    Raises:
-        ValueError: A key is neither a unit nor a parameter, only one tree has it, its tensors differ in shape, or a slice has
-            another length than the unit's.
 
     Example:
         >>> import torch, funshard as fs
@@ -103,11 +95,12 @@ def vdots(pairs: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]], sp
     def product(x: Tensor, y: Tensor) -> Tensor:
         return upcast(x).conj() * upcast(y)
 
-    def multiply(key: str, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
-        return _map_tensors("inner product", product, key, spec, a[key], b[key]).sum()
-
     first = pairs[0][0]
-    total = _combine_over_ranks({key: torch.stack([multiply(key, a, b) for a, b in pairs]) for key in first}, first, spec)
+    products = {
+        key: torch.stack([_map_tensors("inner product", product, key, spec, a[key], b[key]).sum() for a, b in pairs])
+        for key in first
+    }
+    total = _combine_over_ranks(products, first, spec)
     return total if first else torch.zeros(len(pairs))
 
 
@@ -128,10 +121,6 @@ def clip_by_global_norm(
 
     Returns:
         ``(the scaled tree in the tensors' own dtypes, the norm before)``.
-
-    Raises:
-        ValueError: As in `global_norm`, and for a negative or NaN ``max_norm``. A tensor on an accelerator or in a transform,
-            which the host cannot read at once, makes the result NaN instead.
 
     Example:
         >>> import torch, funshard as fs
@@ -158,15 +147,13 @@ def scale_to_norm(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Te
         max_norm = torch.where(max_norm >= 0, max_norm, math.nan)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1)
     spec = bind_spec(spec)
-    mesh, sizes = spec.bound_mesh, dict(spec.bound_mesh.sizes)
+    sizes = dict(spec.bound_mesh.sizes)
     scales: dict[tuple[str, ...], Tensor] = {}
     out: Params = {}
     for key, tensor in tree.items():
         axes = distinct_axes(spec.owner(key), tensor, sizes)
         if axes not in scales:
-            scales[axes] = scale
-            for name in axes:
-                scales[axes] = vary(scales[axes], mesh[name], reduce="sum")
+            scales[axes] = functools.reduce(lambda x, name: vary(x, spec.bound_mesh[name], reduce="sum"), axes, scale)
         out[key] = tensor * scales[axes].to(tensor.device, tensor.dtype)
     return out
 
@@ -201,18 +188,12 @@ def _combine_over_ranks(
     for key, value in values.items():
         axes, value = _place_number(key, tree[key], value, spec)
         parts.setdefault(axes, []).append(value)
-    totals: list[Tensor] = []
-    for axes, of_units in parts.items():
-        total = _combine_numbers(of_units, p)
-        for axis in (spec.bound_mesh[name] for name in axes):
-            total = gather_slices(total[None], axis).amax(0) if p == math.inf else sum_shards(total, axis)
-        totals.append(total)
-    return _combine_numbers(totals, p) if totals else torch.zeros(())
 
+    def combine(some: list[Tensor]) -> Tensor:
+        return torch.stack(some).sum(0) if p < math.inf else torch.stack(some).amax(0)
 
-def _combine_numbers(values: Sequence[Tensor], p: float) -> Tensor:
-    stacked = torch.stack([*values])
-    return stacked.sum(0) if p < math.inf else stacked.amax(0)
+    totals = _reduce_over_ranks({axes: (axes, combine(some)) for axes, some in parts.items()}, spec, p)
+    return combine([*totals.values()]) if totals else torch.zeros(())
 
 
 def _place_number(key: str, tensor: Tensor, value: Tensor, spec: PartitionSpec) -> tuple[tuple[str, ...], Tensor]:
@@ -220,6 +201,19 @@ def _place_number(key: str, tensor: Tensor, value: Tensor, spec: PartitionSpec) 
     owner = spec.owner(key)
     used = compute_device(owner, spec.bound_mesh) if isinstance(owner, Unit) else None
     return distinct_axes(owner, tensor, dict(spec.bound_mesh.sizes)), value if used is None else value.to(used)
+
+
+def _reduce_over_ranks(
+    numbers: Mapping[Any, tuple[tuple[str, ...], Tensor]], spec: PartitionSpec, p: float = 1.0
+) -> dict[Any, Tensor]:
+    """Return each of the numbers, given with its axes, summed over these, or its maximum: one collective for each axis."""
+    out = {key: number for key, (_, number) in numbers.items()}
+    for name in spec.bound_mesh.names:
+        if keys := [key for key, (axes, _) in numbers.items() if name in axes]:
+            sent, axis = torch.stack([out[key] for key in keys]), spec.bound_mesh[name]
+            total = gather_slices(sent[None], axis).amax(0) if p == math.inf else sum_shards(sent, axis)
+            out |= zip(keys, total.unbind(), strict=True)
+    return out
 
 
 def compare_trees(tree: Mapping[str, Tensor], spec: PartitionSpec, what: str) -> None:
@@ -235,9 +229,9 @@ def compare_trees(tree: Mapping[str, Tensor], spec: PartitionSpec, what: str) ->
 def _make_difference_error(everyone: RankLines) -> ValueError:
     (rank, expected), *others = everyone
     other, got = next(one for one in others if one[1] != expected)
-    only = next(((key, rank, other) for key in expected if key not in got), None)
-    only = only or next(((key, other, rank) for key in got if key not in expected), None)
-    found = "{} is in the tree of rank {} and not in that of rank {}".format(*only) if only else "trees have other orders"
+    pairs = (expected, got, rank, other), (got, expected, other, rank)
+    only = [(key, here, there) for keys, known, here, there in pairs for key in keys if key not in known]
+    found = "{} is in the tree of rank {} and not in that of rank {}".format(*only[0]) if only else "trees have other orders"
     return ValueError(
         f"a norm or an inner product: {found}: expected the same keys in the same order on all ranks, such as all units of the "
         "spec; an unused parameter has gradient zeros"
@@ -265,10 +259,6 @@ def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable
     Returns:
         By name, scalars in float32 or the tensors' dtype, whichever is wider: views of one tensor for each dtype.
 
-    Raises:
-        ValueError: As `global_norm`, and for a parameter that the tree has twice.
-        TypeError: For what is no tensor, such as a unit's whole state, and for a ``by`` of another kind.
-
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Linear(2, 1)
@@ -282,22 +272,18 @@ def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable
     if by is not None and not isinstance(by, int) and not callable(by):
         raise TypeError(f"norms: by: expected a function of a name, a number of its components or None, got {by!r}")
     compare_trees(tree, spec, "norms")
-    squares: Params = {}
-    axes: dict[str, tuple[str, ...]] = {}
+    numbers: dict[str, tuple[tuple[str, ...], Tensor]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for key, tensor in tree.items():
         owner = spec.owner(key)
         if isinstance(owner, Unit):
             check_slice(tensor, owner, spec, "norms")
         for param, piece in split_by_param(tensor, owner, spec) if isinstance(owner, Unit) else [(owner, tensor)]:
-            if param.name in squares:
+            if param.name in numbers:
                 raise ValueError(f"norms: '{key}' has parameter '{param.name}' again: expected a tree that has it once")
-            axes[param.name], squares[param.name] = _place_number(key, tensor, _sum_squares(piece), spec)
+            numbers[param.name] = _place_number(key, tensor, _sum_squares(piece), spec)
             dtypes[param.name] = upcast(tensor.new_empty(0)).abs().dtype
-    for axis in spec.bound_mesh.names:
-        if names := [name for name in squares if axis in axes[name]]:
-            total = sum_shards(torch.stack([squares[name] for name in names]), spec.bound_mesh[axis])
-            squares |= zip(names, total.unbind(), strict=True)
+    squares = _reduce_over_ranks(numbers, spec)
     groups: dict[str, list[str]] = {}
     for name in spec._to_model_order(squares):
         group = name if by is None else ".".join(name.split(".")[:by]) if isinstance(by, int) else by(name)
@@ -316,9 +302,7 @@ def _sum_squares(x: Tensor) -> Tensor:
 
 def _root(squares: list[Tensor], dtypes: list[torch.dtype]) -> Tensor:
     """Return the square root of a group's sum of squares, in the widest dtype of its tensors; its derivative at 0 is 0."""
-    dtype = dtypes[0]
-    for other in dtypes[1:]:
-        dtype = torch.promote_types(dtype, other)
+    dtype = functools.reduce(torch.promote_types, dtypes)
     total = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
     is_zero = total == 0
     return torch.where(is_zero, 0, torch.where(is_zero, 1, total).sqrt()).to(dtype)
@@ -337,9 +321,6 @@ def axpy(a: float | Tensor, x: Mapping[str, Tensor], y: Mapping[str, Tensor]) ->
 
     Returns:
         A tree with the dtypes of ``y``.
-
-    Raises:
-        ValueError: Only one tree has a key, or its tensors differ in shape.
 
     Example:
         >>> import torch, funshard as fs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,10 @@ from .._core.mesh import Simulated
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
-from .._slices.pieces import padding_mask, param_views
+from .._slices.pieces import padding_mask, param_ranges
 from .._spec.codec import check_trainable
 from ..collectives._functions import vary
-from ._checks import Tensors, check_nonnegative
+from ._checks import Tensors, check_nonnegative, check_tensors, is_updated
 
 ParamOptions = Callable[[str, Param], Mapping[str, Any]]
 """``options(name, param)``: the parameter's own options, which replace the defaults."""
@@ -38,21 +38,13 @@ def scale_lr(lr: float | Tensor, own: Any, default: Any, who: str = "") -> Any:
     return lr * (own / default)
 
 
-class OptionRange(NamedTuple):
-    """A range of a shard whose parameters have the same options."""
-
-    begin: int
-    end: int
-    group: int
-
-
 class OptionRanges(NamedTuple):
-    """The ranges of one shard, by options. Without ranges it is one piece, of any shape."""
+    """The ranges of a shard whose parameters have the same options. Without ranges it is one piece, of any shape."""
 
     numel: int | None = None
-    ranges: tuple[OptionRange, ...] = ()
+    ranges: tuple[tuple[int, slice], ...] = ()
+    """``(group, range)``: the same groups on every rank, perhaps with an empty range."""
     groups: tuple[int, ...] = (0,)
-    """The groups of the unit's parameters, the same on every rank: each has a range, perhaps an empty one."""
     frozen_unit: Unit | None = None
     """The unit, if its shard is bytes of a codec."""
 
@@ -80,7 +72,7 @@ def group_by_options(
 
 
 def option_ranges(
-    who: str, spec: PartitionSpec | None, options: ParamOptions | None, rank: int | None, check: Check
+    who: str, spec: PartitionSpec | None, options: ParamOptions | None, check: Check
 ) -> tuple[list[Mapping[str, Any]], dict[str, OptionRanges] | None]:
     """Return ``(the distinct options, ranges by unit key of shards, and by name of `param_views`)``; None without a spec."""
     if spec is None:
@@ -89,47 +81,45 @@ def option_ranges(
         return [{}], None
     spec = bind_spec(spec)
     groups, group_of_param = group_by_options(spec, options, check)
-    is_rank_unknown = rank is None and spec.bound_mesh.is_simulated
-    if is_rank_unknown and len(groups) > 1:
+    is_simulated = spec.bound_mesh.is_simulated
+    if is_simulated and len(groups) > 1:
         raise ValueError(
             "options: where a parameter lies in a shard depends on the rank, and simulated ranks are all there at once: "
-            "expected rank=, a mesh of processes, or the same options for all parameters"
+            "expected a mesh of processes, or the same options for all parameters"
         )
-    numels = {unit.key: spec.shard_numel(unit) for unit in spec if not unit.is_encoded}
-    frozen = {unit.key: OptionRanges(frozen_unit=unit) for unit in spec if unit.is_encoded}
-    if is_rank_unknown:  # where a parameter's part is the whole slice
-        parts = {param.name: OptionRanges(numels[unit.key]) for unit in spec if not unit.is_encoded for param in unit.params}
-        return groups or [{}], {key: OptionRanges(numel) for key, numel in numels.items()} | parts | frozen
-    where = param_views({key: torch.empty(numel, device="meta") for key, numel in numels.items()}, spec, rank=rank)
-    by_key = {key: _ranges_of_unit(spec.by_key[key], numel, where, group_of_param) for key, numel in numels.items()}
-    parts = {
-        name: OptionRanges(len(x), (OptionRange(0, len(x), group_of_param[name]),), (group_of_param[name],))
-        for name, x in where.items()
-    }
-    return groups or [{}], by_key | parts | frozen
+    out: dict[str, OptionRanges] = {}
+    for unit in spec:
+        if unit.is_encoded:
+            out[unit.key] = OptionRanges(frozen_unit=unit)
+        elif is_simulated:  # where a parameter's part is the whole slice
+            names = (unit.key, *(param.name for param in unit.params))
+            out |= dict.fromkeys(names, OptionRanges(spec.shard_numel(unit)))
+        else:
+            out |= _ranges_of_unit(unit, spec, group_of_param)
+    return groups or [{}], out
 
 
-def _ranges_of_unit(unit: Unit, numel: int, where: Tensors, group_of_param: Mapping[str, int]) -> OptionRanges:
-    """Return a unit's ranges. Neighbours with the same options are one range: fewer kernels."""
-    ranges: list[OptionRange] = []
-    for param in unit.params:
-        begin, group = int(where[param.name].storage_offset()), group_of_param[param.name]
-        end = begin + len(where[param.name])
-        if ranges and ranges[-1].group == group and end > begin:
-            ranges[-1] = ranges[-1]._replace(end=end)
+def _ranges_of_unit(unit: Unit, spec: PartitionSpec, group_of_param: Mapping[str, int]) -> dict[str, OptionRanges]:
+    """Return a unit's ranges, and those of its parameters. Neighbours with the same options are one range: fewer kernels."""
+    out: dict[str, OptionRanges] = {}
+    ranges: list[tuple[int, slice]] = []
+    for name, begin, end in param_ranges(unit, spec):
+        group = group_of_param[name]
+        out[name] = OptionRanges(end - begin, ((group, slice(0, end - begin)),), (group,))
+        if ranges and ranges[-1][0] == group and end > begin:
+            ranges[-1] = group, slice(ranges[-1][1].start, end)
         elif end > begin:
-            ranges.append(OptionRange(begin, end, group))
+            ranges.append((group, slice(begin, end)))
     groups = tuple(dict.fromkeys(group_of_param[param.name] for param in unit.params))
-    absent = [OptionRange(0, 0, group) for group in groups if group not in {option_range.group for option_range in ranges}]
-    return OptionRanges(numel, (*ranges, *absent), groups)
+    absent = [(group, slice(0, 0)) for group in groups if group not in dict(ranges)]
+    return out | {unit.key: OptionRanges(spec.shard_numel(unit), (*ranges, *absent), groups)}
 
 
-def split_by_options(tensor: Tensor, ranges: OptionRanges) -> Iterator[tuple[int, Tensor]]:
-    """Yield ``(group, view)`` for every range, or for the whole tensor if it has none."""
+def split_by_options(tensor: Tensor, ranges: OptionRanges) -> list[tuple[int, Tensor]]:
+    """Return ``(group, view)`` for every range, or for the whole tensor if it has none."""
     if not ranges.ranges:
-        yield ranges.groups[0], tensor.view_as(tensor)
-    for option_range in ranges.ranges:
-        yield option_range.group, tensor[option_range.begin : option_range.end]
+        return [(ranges.groups[0], tensor.view_as(tensor))]
+    return [(group, tensor[at]) for group, at in ranges.ranges]
 
 
 def join_ranges(old: Tensor, ranges: OptionRanges, parts: Sequence[Tensor | None]) -> Tensor:
@@ -138,29 +128,30 @@ def join_ranges(old: Tensor, ranges: OptionRanges, parts: Sequence[Tensor | None
         return old if parts[0] is None else parts[0]
     tensors: list[Tensor] = []
     end = 0
-    for item, part in zip(ranges.ranges, parts, strict=True):
-        if item.end > item.begin:
-            tensors += [old[end : item.begin], old[item.begin : item.end] if part is None else part]
-            end = item.end
+    for (_, at), part in zip(ranges.ranges, parts, strict=True):
+        if at.stop > at.start:
+            tensors += [old[end : at.start], old[at] if part is None else part]
+            end = at.stop
     return torch.cat([*tensors, old[end:]])
 
 
-def find_ranges(ranges: Mapping[str, OptionRanges] | None, key: str, tensor: object) -> OptionRanges:
-    """Return a unit's option ranges. ValueError or TypeError, naming the unit, if the tensor is not a shard of it."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"unit '{key}': expected a tensor, got {type(tensor).__name__}")
+def find_updated(ranges: Mapping[str, OptionRanges] | None, params: Tensors) -> dict[str, OptionRanges]:
+    """Return the option ranges of units that an update changes: integers stay. ValueError or TypeError for other slices."""
+    check_tensors(params, "params")
+    updated = [key for key, x in params.items() if is_updated(x)]
     if ranges is None:
-        return OptionRanges()
-    if key not in ranges:
-        raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*ranges][:8]}")
-    if frozen := ranges[key].frozen_unit:
-        check_trainable([frozen], "update")
-    if tuple(tensor.shape) != (ranges[key].numel,):
-        raise ValueError(
-            f"unit '{key}': expected a shard of {ranges[key].numel} elements, got shape {list(tensor.shape)}; "
-            "are these params of another spec or another mesh?"
-        )
-    return ranges[key]
+        return dict.fromkeys(updated, OptionRanges())
+    for key, tensor in params.items():
+        if key not in ranges:
+            raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*ranges][:8]}")
+        if frozen := ranges[key].frozen_unit:
+            check_trainable([frozen], "update")
+        if tuple(tensor.shape) != (ranges[key].numel,):
+            raise ValueError(
+                f"unit '{key}': expected a shard of {ranges[key].numel} elements, got shape {list(tensor.shape)}; "
+                "are these params of another spec or another mesh?"
+            )
+    return {key: ranges[key] for key in updated}
 
 
 # --- Derivatives of an update: which ranks share an option, and which elements are padding, by the spec ---
@@ -206,15 +197,13 @@ def split_axes(spec: PartitionSpec | None, key: str) -> tuple[str, ...]:
     return unit.distinct_axes
 
 
-def padding_masks(spec: PartitionSpec | None, params: Tensors, rank: int | None) -> dict[str, Tensor]:
-    """Return the masks of padding by key, for whole slices that have padding; {} without a spec."""
+def padding_masks(spec: PartitionSpec, params: Tensors) -> dict[str, Tensor]:
+    """Return the masks of padding by key, for whole slices that have padding."""
     masks: dict[str, Tensor] = {}
-    if spec is None:
-        return masks
     for key, tensor in params.items():
         unit = spec.by_key.get(key) or spec.by_name[key][0]
         if unit.numel < spec.padded_numel(unit) and tensor.shape == (spec.shard_numel(unit),):
-            masks[key] = padding_mask(unit, spec, tensor.device, rank)
+            masks[key] = padding_mask(unit, spec, tensor.device)
     return masks
 
 

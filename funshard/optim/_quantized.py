@@ -34,57 +34,28 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 # --- A slice in a codec ---
 
 
-def check_codec(who: str, codec: object) -> None:
-    """Raise TypeError or ValueError unless the codec encodes each block by itself, as codes and one scale."""
-    if not isinstance(codec, Codec):
-        raise TypeError(f"{who}: codec: expected a Codec such as codecs.dynamic8(), got {codec!r}")
-    numel = 2 * codec.block
-    (_, codes), *others = codec._describe_encoding(numel, torch.float32)[1]
-    scales = others[0] if others else (None, None)
-    is_blockwise = len(codes) == 1 and codes.numel() and not numel % codes.numel() and scales == (torch.float32, (2,))
-    if not is_blockwise or any(shape.numel() for _, shape in others[1:]):
-        raise ValueError(
-            f"{who}: {codec} does not encode each block of {codec.block} elements by itself, so that the state would depend on "
-            f"the number of ranks: expected codes and one scale for each block, in the slice's dtype, got for {numel} elements "
-            f"tensors of shapes {[list(codes), *(list(shape) for _, shape in others)]}; codecs.dynamic8() is such a codec"
-        )
-
-
-def check_blocks(who: str, codec: Codec, unit: Unit) -> None:
-    """Raise ValueError, naming the unit, if a block would straddle two parameters or two ranks' slices."""
-    if unit.align % codec.block:
-        raise ValueError(
-            f"{who}: unit '{unit.key}': blocks of {codec.block} elements would straddle parameters and ranks' slices, which "
-            f"start at multiples of {unit.align}, and the state would depend on the number of ranks: expected a policy with "
-            f"P(align={codec.block}), or a multiple of it"
-        )
-
-
-def encode_slice(x: Tensor, codec: Codec, noise: Tensor | None = None) -> QuantizedSlice:
-    """Encode a slice, rounded by ``noise`` as `Codec` says, or to the nearest without it."""
+def _encode_slice(x: Tensor, codec: Codec, noise: Tensor | None = None) -> QuantizedSlice:
+    """Encode a slice, chunk by chunk, rounded by ``noise`` as `Codec` says, or to the nearest without it."""
     length = _chunk_length(len(x), codec, x.device)
     noises = [None] * -(-len(x) // length) if noise is None else noise.split(length)
-    parts = [_encode_chunk(part, codec, one) for part, one in zip(x.split(length), noises, strict=True)]
+    parts: list[QuantizedSlice] = []
+    for part, one in zip(x.split(length), noises, strict=True):
+        used = codec if one is None else dataclasses.replace(codec, encode=functools.partial(codec.encode, noise=one))
+        codes, scales, *_ = used._encode_slice(part)
+        if scales.dtype != x.dtype:
+            raise TypeError(f"{codec}: expected scales in the dtype of the slice, {x.dtype}, got {scales.dtype}")
+        parts.append(QuantizedSlice(codes, scales))
     return parts[0] if len(parts) == 1 else QuantizedSlice(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _encode_chunk(x: Tensor, codec: Codec, noise: Tensor | None) -> QuantizedSlice:
-    encode = codec if noise is None else dataclasses.replace(codec, encode=functools.partial(codec.encode, noise=noise))
-    codes, scales, *_ = encode._encode_slice(x)
-    if scales.dtype != x.dtype:
-        raise TypeError(f"{codec}: expected scales in the dtype of the slice, {x.dtype}, got {scales.dtype}")
-    return QuantizedSlice(codes, scales)
-
-
-def decode_slice(x: QuantizedSlice, codec: Codec) -> Tensor:
+def _decode_slice(x: QuantizedSlice, codec: Codec) -> Tensor:
     """Return the elements of a slice, in the dtype of its scales."""
     numel = len(x.scales) * codec.block
     length = _chunk_length(numel, codec, x.codes.device)
-    ratio = numel // len(x.codes)
-    parts = zip(x.codes.split(length // ratio), x.scales.split(length // codec.block), strict=True)
     if length == numel:
-        return _decode_chunk(*next(parts), codec)
+        return _decode_chunk(*x, codec)
     out = x.scales.new_empty(numel)
+    parts = zip(x.codes.split(length // (numel // len(x.codes))), x.scales.split(length // codec.block), strict=True)
     for into, part in zip(out.split(length), parts, strict=True):
         into.copy_(_decode_chunk(*part, codec))
     return out
@@ -104,160 +75,133 @@ def _chunk_length(numel: int, codec: Codec, device: torch.device) -> int:
     return length if length < numel and _torch.is_eager() else numel
 
 
-def check_encoding(x: QuantizedSlice, codec: Codec, unit: Unit, spec: PartitionSpec, name: str) -> None:
-    """Raise ValueError, naming the unit, unless this is the rank's slice of it in this codec."""
-    numel = spec.shard_numel(unit)
-    expected = codec._describe_encoding(numel, x.scales.dtype)[1][:2]
-    if tuple((part.dtype, part.shape) for part in x) != expected:
-        got = [f"{list(part.shape)} {part.dtype}" for part in x]
+# --- The state of a unit ---
+
+
+def _check_arguments(
+    who: str, codec: object, spec: PartitionSpec, at_least: int | None = None, seed: int | None = None
+) -> None:
+    """Raise TypeError or ValueError unless the codec encodes each block by itself, and no block straddles parameters."""
+    check_spec(spec)
+    if not isinstance(codec, Codec):
+        raise TypeError(f"{who}: codec: expected a Codec such as codecs.dynamic8(), got {codec!r}")
+    numel = 2 * codec.block
+    (_, codes), *others = codec._describe_encoding(numel, torch.float32)[1]
+    is_blockwise = len(codes) == 1 and codes.numel() and not numel % codes.numel() and others[:1] == [(torch.float32, (2,))]
+    if not is_blockwise or any(shape.numel() for _, shape in others[1:]):
         raise ValueError(
-            f"'{name}' of unit '{unit.key}': expected this rank's slice of {numel} elements in {codec}, "
-            f"{[f'{list(shape)} {dtype}' for dtype, shape in expected]}, got {got}; is it of another codec, spec or mesh?"
+            f"{who}: {codec} does not encode each block of {codec.block} elements by itself, so that the state would depend on "
+            "the number of ranks: expected codes and one scale for each block, as of codecs.dynamic8()"
+        )
+    for name, value in (("at_least", at_least), ("seed", seed)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{who}: {name}: expected a whole number, got {value!r}")
+    if seed is not None and not codec.takes_noise:
+        raise ValueError(f"{who}: {codec} rounds to the nearest only: expected seed=None, or codecs.dynamic8()")
+    for unit in spec:
+        if unit.requires_grad and _encodes(unit, at_least):
+            _check_blocks(who, codec, unit)
+
+
+def _check_blocks(who: str, codec: Codec, unit: Unit) -> None:
+    if unit.align % codec.block:
+        raise ValueError(
+            f"{who}: unit '{unit.key}': blocks of {codec.block} elements would straddle parameters and ranks' slices, which "
+            f"start at multiples of {unit.align}, and the state would depend on the number of ranks: expected a policy with "
+            f"P(align={codec.block}), or a multiple of it"
         )
 
 
-# --- The state of units ---
+def _encodes(unit: Unit, at_least: int | None) -> bool:
+    return at_least is not None and unit.numel >= at_least and unit.dtype.is_floating_point and not unit.is_encoded
 
 
-@dataclasses.dataclass(frozen=True)
-class StateCodec:
-    """The checked arguments of `quantized_state`, with which it encodes and decodes the states of units."""
+def _find_units(who: str, state: object, spec: PartitionSpec) -> Mapping[str, Mapping[str, Any]]:
+    """Return the state; raise TypeError or ValueError unless it is elementwise, with the keys of units."""
+    if not isinstance(state, Mapping) or not all(isinstance(values, Mapping) for values in state.values()):
+        raise TypeError(
+            f"{who}: expected a state by unit key, as that of optim.from_torch, got {type(state).__name__}; what is made of "
+            "optimizers goes around: optim.chain(..., optim.quantized_state(...))"
+        )
+    for key in state:
+        if key not in spec.by_key and key not in spec.ignored:
+            units = list(spec.by_key)[:8]
+            raise ValueError(f"{who}: '{key}' is no unit of the spec: expected shards by unit key, such as {units}")
+    return state
 
-    who: str
-    codec: Codec
-    spec: PartitionSpec
-    at_least: int | None
-    """The fewest elements of a unit that is encoded; None to decode only."""
-    seed: int | None
-    rank: int | None
 
-    def __post_init__(self) -> None:
-        check_spec(self.spec)
-        check_codec(self.who, self.codec)
-        for name, value in (("at_least", self.at_least), ("seed", self.seed)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(f"{self.who}: {name}: expected a whole number, got {value!r}")
-        if self.seed is not None and not self.codec.takes_noise:
-            raise ValueError(f"{self.who}: {self.codec} rounds to the nearest only: expected seed=None, or codecs.dynamic8()")
-        for unit in self.spec:
-            if self.encodes(unit) and unit.requires_grad:
-                check_blocks(self.who, self.codec, unit)
-
-    def encodes(self, unit: Unit) -> bool:
-        """Return whether the state of a unit is encoded."""
-        if self.at_least is None:
-            return False
-        return unit.numel >= self.at_least and unit.dtype.is_floating_point and not unit.is_encoded
-
-    def encode(self, state: object) -> dict[str, UnitState]:
-        """Return a state by unit key with encoded slices."""
-        out: dict[str, UnitState] = {}
-        for key, values in self.find_units(state).items():
-            out[key] = new = UnitState(values, {name for name, x in values.items() if isinstance(x, Tensor) and not x.dim()})
-            slots = {name: x for name, x in values.items() if name not in new.numbers}
-            unit = self.spec.by_key.get(key)
-            if not slots or unit is None or not self.encodes(unit):
-                continue
-            check_blocks(self.who, self.codec, unit)
-            if {"square_avg", "grad_avg"} <= {*slots}:
-                raise ValueError(
-                    f"{self.who}: unit '{key}': RMSprop(centered=True) takes the root of a difference of averages, which "
-                    "rounding can make negative: expected centered=False"
-                )
-            if "acc_delta" in slots:
-                raise ValueError(
-                    f"{self.who}: unit '{key}': Adadelta multiplies by the root of its average of squared updates, and "
-                    "rounding a small one up makes later updates too large: expected another optimizer"
-                )
-            numel = bind_spec(self.spec).shard_numel(unit)
-            for name, x in slots.items():
-                if not isinstance(x, Tensor) or x.shape != (numel,):
-                    got = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                    raise ValueError(
-                        f"{self.who}: '{name}' of unit '{key}': expected this rank's slice, [{numel}], or a number, got {got}"
-                    )
-            out[key] = new = self.encode_unit(unit, new, [name for name, x in slots.items() if x.is_floating_point()])
-            if self.seed is not None:
-                out[key] = UnitState({**new, ROUNDING: torch.zeros((), dtype=torch.int64)}, {*new.numbers, ROUNDING})
-        return out
-
-    def encoded_slots(self, key: str, values: Mapping[str, Any]) -> list[str]:
-        """Return the names of the encoded slices in a unit's state; raise ValueError for a state that is not as `encode`'s."""
-        slots = [name for name, x in values.items() if isinstance(x, QuantizedSlice)]
-        if not slots and key in self.spec.by_key and self.encodes(self.spec.by_key[key]):
-            numel = self.spec.shard_numel(self.spec.by_key[key])
-            given = [n for n, x in values.items() if isinstance(x, Tensor) and x.shape == (numel,) and x.is_floating_point()]
-            if given:
-                raise ValueError(
-                    f"{self.who}: '{given[0]}' of unit '{key}' is {values[given[0]].dtype} and not in {self.codec}: expected "
-                    "the state of init(params) or of an update; optim.encode_state of what optim.decode_state returns is one"
-                )
-        if slots and (ROUNDING in values) != (self.seed is not None):
-            got = "one that counts its roundings" if self.seed is None else "one without a count of roundings"
-            raise ValueError(
-                f"{self.who}: unit '{key}': expected a state of an optimizer with seed={self.seed}, got {got}; decode_state "
-                "and encode_state(..., seed=) convert it"
-            )
-        return slots
-
-    def encode_unit(
-        self, unit: Unit, values: Mapping[str, Any], slots: list[str], before: Mapping[str, Any] | None = None
-    ) -> UnitState:
-        """Return a unit's state with these slots encoded: where ``before`` is, and rounded at random if it counts roundings."""
-        count, spec = None if before is None else before.get(ROUNDING), bind_spec(self.spec)
-        out = dict(values)
-        for name in slots:
-            x = zero_padding(values[name].detach(), unit, spec, self.rank)
-            noise = None
-            if count is not None:  # a number in [0, 1) for each element, the same however the parameters are sharded
-                like = torch.empty(len(x), dtype=torch.float32, device=x.device)
-                stream = count * _STEP + hash_text(f"{self.seed} {name}")
-                noise = draw_like(like, unit.key, spec, stream, draw_uniform, self.rank)
-            encoded = encode_slice(x, self.codec, noise)
-            place = values[name] if before is None else before[name].codes
-            if _torch.is_pinned(place):
-                encoded = QuantizedSlice(*(copy_like(place[: len(part)], part) for part in encoded))
-            out[name] = encoded
-        numbers = values.numbers if isinstance(values, UnitState) else frozenset[str]()
-        if count is None:
-            return UnitState(out, numbers)
-        return UnitState({**out, ROUNDING: count + 1}, {*numbers, ROUNDING})
-
-    def decode(self, state: object) -> dict[str, dict[str, Any]]:
-        """Return a state by unit key with decoded slices, without the count of roundings."""
-        return {
-            key: self.decode_unit(self.spec.by_key[key], values) if key in self.spec.by_key else replace_values(values, values)
-            for key, values in self.find_units(state).items()
-        }
-
-    def decode_unit(self, unit: Unit, values: Mapping[str, Any]) -> UnitState:
-        """Return a unit's state with decoded slices, without the count of roundings."""
-        spec = bind_spec(self.spec)
-        out: dict[str, Any] = {}
+def _encoded_slots(
+    key: str, values: Mapping[str, Any], spec: PartitionSpec, codec: Codec, at_least: int, seed: int | None
+) -> list[str]:
+    """Return the names of the encoded slices in a unit's state; raise ValueError for a state of another form."""
+    slots = [name for name, x in values.items() if isinstance(x, QuantizedSlice)]
+    if not slots and key in spec.by_key and _encodes(spec.by_key[key], at_least):
+        numel = spec.shard_numel(spec.by_key[key])
         for name, x in values.items():
-            if isinstance(x, QuantizedSlice):
-                check_blocks(self.who, self.codec, unit)
-                check_encoding(x, self.codec, unit, spec, name)
-                out[name] = zero_padding(decode_slice(x, self.codec), unit, spec, self.rank)
-            elif name != ROUNDING:
-                out[name] = x
-        numbers = values.numbers if isinstance(values, UnitState) else ()
-        return UnitState(out, [name for name in numbers if name in out])
-
-    def find_units(self, state: object) -> Mapping[str, Mapping[str, Any]]:
-        """Return the state; raise TypeError or ValueError unless it is elementwise, with the keys of units."""
-        if not isinstance(state, Mapping) or not all(isinstance(values, Mapping) for values in state.values()):
-            raise TypeError(
-                f"{self.who}: expected a state by unit key, as that of optim.from_torch, got {type(state).__name__}; what is "
-                "made of optimizers goes around: optim.chain(..., optim.quantized_state(...))"
-            )
-        for key in state:
-            if key not in self.spec.by_key and key not in self.spec.ignored:
+            if isinstance(x, Tensor) and x.shape == (numel,) and x.is_floating_point():
                 raise ValueError(
-                    f"{self.who}: '{key}' is no unit of the spec: expected shards by unit key, such as "
-                    f"{list(self.spec.by_key)[:8]}"
+                    f"'{name}' of unit '{key}' is {x.dtype} and not in {codec}: expected the state of init(params) or of an "
+                    "update; optim.encode_state of what optim.decode_state returns is one"
                 )
-        return state
+    if slots and (ROUNDING in values) != (seed is not None):
+        got = "one that counts its roundings" if seed is None else "one without a count of roundings"
+        raise ValueError(
+            f"unit '{key}': expected a state of an optimizer with seed={seed}, got {got}; decode_state and "
+            "encode_state(..., seed=) convert it"
+        )
+    return slots
+
+
+def _encode_unit(
+    unit: Unit,
+    values: Mapping[str, Any],
+    slots: list[str],
+    spec: PartitionSpec,
+    codec: Codec,
+    before: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+) -> UnitState:
+    """Return a unit's state with these slots encoded: where ``before`` is, and rounded at random if it counts roundings."""
+    count, bound = None if before is None else before.get(ROUNDING), bind_spec(spec)
+    out = dict(values)
+    for name in slots:
+        x = zero_padding(values[name].detach(), unit, bound)
+        noise = None
+        if count is not None:  # a number in [0, 1) for each element, the same however the parameters are sharded
+            like = torch.empty(len(x), dtype=torch.float32, device=x.device)
+            noise = draw_like(like, unit.key, bound, count * _STEP + hash_text(f"{seed} {name}"), draw_uniform, None)
+        encoded = _encode_slice(x, codec, noise)
+        place = values[name] if before is None else before[name].codes
+        if _torch.is_pinned(place):
+            encoded = QuantizedSlice(*(copy_like(place[: len(part)], part) for part in encoded))
+        out[name] = encoded
+    numbers = getattr(values, "numbers", ())
+    if count is None:
+        return UnitState(out, numbers)
+    return UnitState({**out, ROUNDING: count + 1}, {*numbers, ROUNDING})
+
+
+def _decode_unit(unit: Unit, values: Mapping[str, Any], spec: PartitionSpec, codec: Codec) -> UnitState:
+    """Return a unit's state with decoded slices, without the count of roundings."""
+    bound = bind_spec(spec)
+    out: dict[str, Any] = {name: x for name, x in values.items() if name != ROUNDING}
+    for name, x in out.items():
+        if not isinstance(x, QuantizedSlice):
+            continue
+        _check_blocks("decode_state", codec, unit)
+        numel = bound.shard_numel(unit)
+        expected = codec._describe_encoding(numel, x.scales.dtype)[1][:2]
+        if tuple((part.dtype, part.shape) for part in x) != expected:
+            got = [f"{list(part.shape)} {part.dtype}" for part in x]
+            raise ValueError(
+                f"'{name}' of unit '{unit.key}': expected this rank's slice of {numel} elements in {codec}, "
+                f"{[f'{list(shape)} {dtype}' for dtype, shape in expected]}, got {got}; is it of another codec, spec or mesh?"
+            )
+        out[name] = zero_padding(_decode_slice(x, codec), unit, bound)
+    return UnitState(out, [name for name in getattr(values, "numbers", ()) if name in out])
+
+
+# --- States, and the optimizer ---
 
 
 def encode_state(
@@ -267,7 +211,6 @@ def encode_state(
     spec: PartitionSpec,
     at_least: int = 4096,
     seed: int | None = None,
-    rank: int | None = None,
 ) -> dict[str, UnitState]:
     """Return an elementwise state, such as one of a float32 checkpoint, encoded as `quantized_state` keeps it.
 
@@ -279,10 +222,6 @@ def encode_state(
         spec: The spec of the state.
         at_least: The fewest elements of a unit whose state is encoded.
         seed: The seed of `quantized_state`. Any seed adds the count of roundings that it needs.
-        rank: Whose slices these are, by its number on the mesh; this rank's by default.
-
-    Raises:
-        ValueError, TypeError: As `quantized_state`, and for a state of another spec.
 
     Example:
         >>> import torch, funshard as fs
@@ -291,23 +230,39 @@ def encode_state(
         >>> {name: (part.dtype, len(part)) for name, part in state[""]["exp_avg"]._asdict().items()}
         {'codes': (torch.uint8, 4096), 'scales': (torch.float32, 16)}
     """
-    return StateCodec("encode_state", codec, spec, at_least, seed, rank).encode(state)
+    _check_arguments("encode_state", codec, spec, at_least, seed)
+    out: dict[str, UnitState] = {}
+    for key, values in _find_units("encode_state", state, spec).items():
+        out[key] = new = UnitState(values, {name for name, x in values.items() if isinstance(x, Tensor) and not x.dim()})
+        slots = {name: x for name, x in values.items() if name not in new.numbers}
+        unit = spec.by_key.get(key)
+        if not slots or unit is None or not _encodes(unit, at_least):
+            continue
+        _check_blocks("encode_state", codec, unit)
+        if {"square_avg", "grad_avg"} <= {*slots} or "acc_delta" in slots:
+            raise ValueError(
+                f"encode_state: unit '{key}': RMSprop(centered=True) takes the root of a difference of averages, and Adadelta "
+                "multiplies by the root of one: rounding them makes updates wrong: expected another optimizer"
+            )
+        numel = bind_spec(spec).shard_numel(unit)
+        for name, x in slots.items():
+            if not isinstance(x, Tensor) or x.shape != (numel,):
+                got = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"'{name}' of unit '{key}': expected this rank's slice, [{numel}], or a number, got {got}")
+        floats = [name for name, x in slots.items() if x.is_floating_point()]
+        out[key] = new = _encode_unit(unit, new, floats, spec, codec)
+        if seed is not None:
+            out[key] = UnitState({**new, ROUNDING: torch.zeros((), dtype=torch.int64)}, {*new.numbers, ROUNDING})
+    return out
 
 
-def decode_state(
-    state: Mapping[str, Mapping[str, Any]], codec: Codec, *, spec: PartitionSpec, rank: int | None = None
-) -> dict[str, dict[str, Any]]:
+def decode_state(state: Mapping[str, Mapping[str, Any]], codec: Codec, *, spec: PartitionSpec) -> dict[str, dict[str, Any]]:
     """Return a state of `quantized_state` decoded, for the optimizer inside it and `checkpoint.optimizer_state_dict`.
 
     Args:
         state: The state, by unit key.
         codec: The codec of the state.
         spec: The spec of the state.
-        rank: Whose slices these are, by its number on the mesh; this rank's by default.
-
-    Raises:
-        ValueError: Naming the unit, for a state of another codec or spec.
-        TypeError: For a state that is not by unit key.
 
     Example:
         >>> import torch, funshard as fs
@@ -316,7 +271,11 @@ def decode_state(
         >>> fs.optim.decode_state(state, codec, spec=spec)[""]["exp_avg"].sum()
         tensor(4096.)
     """
-    return StateCodec("decode_state", codec, spec, None, None, rank).decode(state)
+    _check_arguments("decode_state", codec, spec)
+    return {
+        key: _decode_unit(spec.by_key[key], values, spec, codec) if key in spec.by_key else replace_values(values, values)
+        for key, values in _find_units("decode_state", state, spec).items()
+    }
 
 
 def quantized_state(
@@ -327,7 +286,6 @@ def quantized_state(
     at_least: int = 4096,
     seed: int | None = None,
     donate: bool = False,
-    rank: int | None = None,
 ) -> Optimizer:
     """Return an elementwise optimizer whose state is at rest in a codec, such as 8 bits (``codecs.dynamic8()``).
 
@@ -345,7 +303,6 @@ def quantized_state(
         seed: Round each element up or down at random, so that the mean is right. With one seed on all ranks the values are
             the same on any number of them. None: round to the nearest.
         donate: Write the new state into the memory of the given one, as `from_torch` does with its own ``donate``.
-        rank: The rank of the shards, as in `from_torch`.
 
     Returns:
         An `Optimizer`, whose state by unit key has a `QuantizedSlice` for each slice. `encode_state` and `decode_state`
@@ -368,18 +325,18 @@ def quantized_state(
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022.
     """
     who = "quantized_state"
-    state_codec = StateCodec(who, codec, spec, at_least, seed, rank)
+    _check_arguments(who, codec, spec, at_least, seed)
     check_optimizer(who, optimizer)
     begin, apply = optimizer
 
     def init(params: Tensors, /) -> Any:
         check_mapping(params)
-        return state_codec.encode(begin(params))
+        return encode_state(begin(params), codec, spec=spec, at_least=at_least, seed=seed)
 
     def update(grads: Tensors, state: Mapping[str, Any], params: Tensors, /, **rates: Any) -> tuple[Params, Any]:
         check_mapping(grads, "grads")
         check_mapping(params)
-        units = state_codec.find_units(state)
+        units = _find_units(who, state, spec)
         is_donated = donate
         if not _torch.is_in_graph():  # in a graph the optimizer's own update refuses derivatives
             given = _argument_tensors(grads=grads, state=units, params=params, rates=rates)
@@ -394,7 +351,7 @@ def quantized_state(
             if is_donated:
                 encoded = {k: {n: x for n, x in v.items() if isinstance(x, QuantizedSlice)} for k, v in units.items()}
                 refuse_shared_memory(_argument_tensors(state=encoded))
-        found_slots = {key: state_codec.encoded_slots(key, values) for key, values in units.items()}
+        found_slots = {key: _encoded_slots(key, values, spec, codec, at_least, seed) for key, values in units.items()}
         slots = {key: names for key, names in found_slots.items() if names}
         for what, tree in (("gradient", grads), ("param", params)):
             if missing := [key for key in slots if key not in tree]:
@@ -404,8 +361,9 @@ def quantized_state(
 
         def update_unit(key: str) -> tuple[Tensor, Any]:  # nothing of the unit is decoded afterwards
             unit, values = spec.by_key[key], units[key]
-            new, states = apply({key: grads[key]}, {key: state_codec.decode_unit(unit, values)}, {key: params[key]}, **rates)
-            encoded = state_codec.encode_unit(unit, states[key], slots[key], values)
+            decoded = {key: _decode_unit(unit, values, spec, codec)}
+            new, states = apply({key: grads[key]}, decoded, {key: params[key]}, **rates)
+            encoded = _encode_unit(unit, states[key], slots[key], spec, codec, values, seed)
             return new[key], _write_state(values, encoded) if is_donated else encoded
 
         others = [{key: x for key, x in tree.items() if key not in slots} for tree in (grads, units, params)]

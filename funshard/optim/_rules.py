@@ -9,17 +9,25 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._core.checks import check_mapping
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._spec.unit_state import UnitState, replace_values
 from .._torch.phases import phase
-from ._checks import Optimizer, State, StateMapping, Tensors, check_fits, check_nonnegative, check_rate, is_updated
+from ._checks import (
+    Optimizer,
+    State,
+    StateMapping,
+    Tensors,
+    check_nonnegative,
+    check_rate,
+    check_slots,
+    check_trees,
+)
 from ._options import (
     ParamOptions,
     SharedOptions,
     check_options,
-    find_ranges,
+    find_updated,
     join_ranges,
     option_ranges,
     padding_masks,
@@ -42,12 +50,12 @@ def _make_optimizer(
     learning_rate: Rate,
     slots: Mapping[str, float],
     hyper: Mapping[str, Any],
-    own: tuple[PartitionSpec | None, ParamOptions | None, int | None],
+    own: tuple[PartitionSpec | None, ParamOptions | None],
     *,
     counts: bool = True,
 ) -> Optimizer:
-    """Return the pair of a rule; ``slots`` are initial values, ``hyper`` its options, ``own`` the ``(spec, options, rank)``."""
-    spec, options, rank = own
+    """Return the pair of a rule; ``slots`` are initial values, ``hyper`` its options, ``own`` the ``(spec, options)``."""
+    spec, options = own
     if not callable(learning_rate):
         check_rate(learning_rate, f"{name}: learning_rate", optional=False)
     counts = counts or callable(learning_rate)
@@ -58,38 +66,35 @@ def _make_optimizer(
         if "lr" in given and not isinstance(learning_rate, float | int):
             raise ValueError(f"{name}: an lr among the options keeps its ratio to learning_rate: expected that to be a number")
 
-    groups, ranges = option_ranges(name, spec, options, rank, check)
+    groups, ranges = option_ranges(name, spec, options, check)
     numbers = frozenset(["step"] if counts else [])
     names = frozenset(slots) | numbers
 
     def init(params: Tensors) -> State:
-        check_mapping(params)
+        updated = find_updated(ranges, params)
         state: State = {}
         for key, x in params.items():
-            find_ranges(ranges, key, x)
             if x.is_complex():
                 raise TypeError(f"{name}: unit '{key}': expected real parameters, got {x.dtype}; optim.from_torch takes them")
             step = {"step": torch.zeros(())} if counts else {}
             values = {slot: torch.full_like(x.detach(), value) for slot, value in slots.items()} | step
-            state[key] = UnitState(values if is_updated(x) else {}, numbers if is_updated(x) else ())
+            state[key] = UnitState(values, numbers) if key in updated else UnitState({}, ())
         return state
 
     def update(
         grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
     ) -> tuple[Params, State]:
-        check_mapping(params)
-        check_mapping(grads, "grads")
         check_rate(lr, "lr")
         if _torch.is_in_dynamo() and isinstance(lr, float):
             lr = torch.ones((), dtype=torch.float64) * lr  # a value of the graph, and no constant
-        updated = {key: find_ranges(ranges, key, x) for key, x in params.items()}
-        updated = {key: found.without_cuts() for key, found in updated.items() if is_updated(params[key])}
-        check_fits(grads, state, params, dict.fromkeys(updated, names), numbers)
+        updated = {key: found.without_cuts() for key, found in find_updated(ranges, params).items()}
+        check_trees(params, grads, state, updated)
+        check_slots(params, state, dict.fromkeys(updated, names), numbers)
         if spec is None and not _torch.is_in_dynamo():
             refuse_without_spec(name, lr if lr is not None else learning_rate, params)
         shared = SharedOptions(spec)
         is_derived = not _torch.is_in_dynamo() and any(map(_torch.has_derivative, grads.values()))
-        masks = padding_masks(spec if is_derived else None, {key: params[key] for key in updated}, rank)
+        masks = padding_masks(spec, {key: params[key] for key in updated}) if is_derived and spec is not None else {}
         new_params = dict(params)
         new_state = {key: dict(values) for key, values in state.items()}
         for key, unit_ranges in updated.items():
@@ -156,7 +161,6 @@ def sgd(
     *,
     spec: PartitionSpec | None = None,
     options: ParamOptions | None = None,
-    rank: int | None = None,
 ) -> Optimizer:
     """Return ``(init, update)`` of gradient descent: ``m = momentum m + g``, ``p = p - learning_rate m``.
 
@@ -166,7 +170,6 @@ def sgd(
         nesterov: Step along ``g + momentum m``.
         spec: As in `adam`.
         options: As in `adam`.
-        rank: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -179,7 +182,7 @@ def sgd(
     """
     slots = {} if momentum is None else {"momentum_buffer": 0.0}
     hyper = {"momentum": momentum, "nesterov": nesterov}
-    return _make_optimizer("sgd", _step_sgd, learning_rate, slots, hyper, (spec, options, rank), counts=False)
+    return _make_optimizer("sgd", _step_sgd, learning_rate, slots, hyper, (spec, options), counts=False)
 
 
 def _step_sgd(
@@ -192,6 +195,9 @@ def _step_sgd(
     return _add(param, direction, -lr), {"momentum_buffer": buffer}
 
 
+ADAM_SLOTS = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+
+
 def adam(
     learning_rate: Rate,
     b1: float = 0.9,
@@ -201,7 +207,6 @@ def adam(
     *,
     spec: PartitionSpec | None = None,
     options: ParamOptions | None = None,
-    rank: int | None = None,
 ) -> Optimizer:
     """Return ``(init, update)`` of Adam: ``p = p - learning_rate m / (sqrt(v + eps_root) + eps)``, m and v bias-corrected.
 
@@ -218,14 +223,9 @@ def adam(
             rank, and padding has none.
         options: ``options(name, param)`` replaces these for a parameter, such as ``{"eps": 1e-6}``; an ``lr`` keeps its
             ratio to ``learning_rate``. Needs ``spec``.
-        rank: The rank of the shards, as in `param_views`; by default this process's.
 
     Returns:
         An `Optimizer`, whose state has the names of torch.optim.Adam's. ``update(..., lr=)`` is a step's own learning rate.
-
-    Raises:
-        ValueError: An option is negative or unknown, or a tree does not fit; the message names the unit.
-        TypeError: A parameter is complex.
 
     Example:
         >>> import torch, funshard as fs
@@ -236,7 +236,8 @@ def adam(
 
     Source: ``optax.adam``; the same bits as torch.optim.Adam with ``foreach=True`` if ``eps_root`` is 0.
     """
-    return adamw(learning_rate, b1, b2, eps, eps_root, weight_decay=0.0, spec=spec, options=options, rank=rank)
+    hyper = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root}
+    return _make_optimizer("adam", _step_adamw, learning_rate, ADAM_SLOTS, hyper, (spec, options))
 
 
 def adamw(
@@ -249,7 +250,6 @@ def adamw(
     *,
     spec: PartitionSpec | None = None,
     options: ParamOptions | None = None,
-    rank: int | None = None,
 ) -> Optimizer:
     """Return ``(init, update)`` of AdamW: `adam`, and before it ``p = (1 - learning_rate weight_decay) p``.
 
@@ -262,7 +262,6 @@ def adamw(
         weight_decay: The weight's decay, times the learning rate.
         spec: As in `adam`.
         options: As in `adam`.
-        rank: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -274,8 +273,7 @@ def adamw(
     Source: ``optax.adamw``, whose default ``weight_decay`` is 1e-4; equal to torch.optim.AdamW, where it is 1e-2.
     """
     hyper = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "weight_decay": weight_decay}
-    slots = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
-    return _make_optimizer("adamw", _step_adamw, learning_rate, slots, hyper, (spec, options, rank))
+    return _make_optimizer("adamw", _step_adamw, learning_rate, ADAM_SLOTS, hyper, (spec, options))
 
 
 def _step_adamw(
@@ -289,7 +287,7 @@ def _step_adamw(
     b2: Any,
     eps: Any,
     eps_root: float,
-    weight_decay: Any,
+    weight_decay: Any = 0.0,
 ) -> tuple[Tensor, Slots]:
     average = _lerp(slots["exp_avg"], grad, 1 - b1)
     square = _average_square(slots["exp_avg_sq"], grad, b2)
@@ -307,7 +305,6 @@ def lion(
     *,
     spec: PartitionSpec | None = None,
     options: ParamOptions | None = None,
-    rank: int | None = None,
 ) -> Optimizer:
     """Return ``(init, update)`` of Lion: steps of the sign of ``b1 m + (1 - b1) g``, then ``m = b2 m + (1 - b2) g``.
 
@@ -318,7 +315,6 @@ def lion(
         weight_decay: As in `adamw`.
         spec: As in `adam`.
         options: As in `adam`.
-        rank: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -331,7 +327,7 @@ def lion(
     """
     hyper = {"b1": b1, "b2": b2, "weight_decay": weight_decay}
     slots = {"exp_avg": 0.0}
-    return _make_optimizer("lion", _step_lion, learning_rate, slots, hyper, (spec, options, rank), counts=False)
+    return _make_optimizer("lion", _step_lion, learning_rate, slots, hyper, (spec, options), counts=False)
 
 
 def _step_lion(
@@ -352,7 +348,6 @@ def rmsprop(
     *,
     spec: PartitionSpec | None = None,
     options: ParamOptions | None = None,
-    rank: int | None = None,
 ) -> Optimizer:
     """Return ``(init, update)`` of RMSprop: ``p = p - learning_rate g / sqrt(v + eps)``, where v averages squares.
 
@@ -365,7 +360,6 @@ def rmsprop(
         momentum: The factor of a sum of steps; None for none.
         spec: As in `adam`.
         options: As in `adam`.
-        rank: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -380,7 +374,7 @@ def rmsprop(
     slots |= {"grad_avg": 0.0} if centered else {}
     slots |= {} if momentum is None else {"momentum_buffer": 0.0}
     hyper = {"decay": decay, "eps": eps, "eps_in_sqrt": eps_in_sqrt, "momentum": momentum}
-    return _make_optimizer("rmsprop", _step_rmsprop, learning_rate, slots, hyper, (spec, options, rank))
+    return _make_optimizer("rmsprop", _step_rmsprop, learning_rate, slots, hyper, (spec, options))
 
 
 def _step_rmsprop(
@@ -406,7 +400,6 @@ def adagrad(
     *,
     spec: PartitionSpec | None = None,
     options: ParamOptions | None = None,
-    rank: int | None = None,
 ) -> Optimizer:
     """Return ``(init, update)`` of Adagrad: ``p = p - learning_rate g / sqrt(sum of squares + eps)``.
 
@@ -418,7 +411,6 @@ def adagrad(
             ``initial_accumulator_value=0`` and ``eps=1e-10``.
         spec: As in `adam`.
         options: As in `adam`.
-        rank: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -432,7 +424,7 @@ def adagrad(
     hyper = {"eps": eps, "eps_in_sqrt": eps_in_sqrt}
     check_nonnegative("adagrad", initial_accumulator_value=initial_accumulator_value)
     slots = {"sum": initial_accumulator_value}
-    return _make_optimizer("adagrad", _step_adagrad, learning_rate, slots, hyper, (spec, options, rank))
+    return _make_optimizer("adagrad", _step_adagrad, learning_rate, slots, hyper, (spec, options))
 
 
 def _step_adagrad(

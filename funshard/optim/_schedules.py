@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import warnings
@@ -145,16 +144,6 @@ def warmup(schedule: Schedule, steps: int, init_value: float = 0.0) -> Schedule:
 # --- torch's schedulers, by a table of their rates ---
 
 
-class _RateHolder(torch.optim.Optimizer):
-    """An optimizer for a scheduler to set the rate of: it has no momentum or other option, and its step does nothing."""
-
-    def __init__(self, lr: float) -> None:
-        super().__init__([torch.zeros(())], {"lr": lr})
-
-    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Do nothing: torch's schedulers warn where no step comes before theirs."""
-
-
 def schedule(scheduler: Callable[..., Any], lr: float, **options: Any) -> Callable[[int | Tensor], float]:
     """Return the learning rates of a torch scheduler as a function of the step, which counts from 0.
 
@@ -171,11 +160,6 @@ def schedule(scheduler: Callable[..., Any], lr: float, **options: Any) -> Callab
         ``rate(step)``, for `schedule_lr` or ``update(..., lr=rate(step))``. It reads the step on the host, so a graph of
         `compile` takes its value as an argument.
 
-    Raises:
-        TypeError: The scheduler depends on metrics, as ReduceLROnPlateau.
-        ValueError: Torch refuses an option, or the scheduler changes more than the rate: CyclicLR and OneCycleLR need
-            ``cycle_momentum=False``. ``rate`` raises it for a step that the scheduler does not have.
-
     Example:
         >>> import torch, funshard as fs
         >>> rate = fs.optim.schedule(torch.optim.lr_scheduler.StepLR, 0.5, step_size=2)
@@ -183,34 +167,9 @@ def schedule(scheduler: Callable[..., Any], lr: float, **options: Any) -> Callab
         [0.5, 0.5, 0.05, 0.05]
     """
     name = getattr(scheduler, "__name__", str(scheduler))
-    holder, made = _begin_schedule(name, functools.partial(scheduler, **options), lr)
-    (group,) = holder.param_groups
-    rates = [float(group["lr"])]
-
-    def rate(step: int | Tensor) -> float:
-        at = read_count(step, f"schedule: {name}") if isinstance(step, Tensor) else step
-        if at < 0:
-            raise ValueError(f"schedule: {name}: expected a step from 0 on, got {at}")
-        while len(rates) <= at:
-            holder.step()
-            try:
-                with warnings.catch_warnings():
-                    # torch's own SequentialLR gives it
-                    warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step")
-                    made.step()
-            except Exception as error:  # such as that of OneCycleLR after its last step
-                raise ValueError(f"schedule: {name}: expected a step below {len(rates)}, got {at}: {error}") from error
-            rates.append(float(group["lr"]))
-        return rates[at]
-
-    return _torch.disable_in_graph(break_message("schedule", "torch's scheduler computes on the host"))(rate)
-
-
-def _begin_schedule(name: str, make: Callable[[torch.optim.Optimizer], Any], lr: float) -> tuple[_RateHolder, Any]:
-    """Return a new optimizer and its scheduler; raise TypeError or ValueError if the scheduler needs more than the step."""
-    holder = _RateHolder(lr)
+    holder = torch.optim.Optimizer([torch.zeros(())], {"lr": lr})  # without momentum or any other option
     try:
-        made = make(holder)
+        made = scheduler(holder, **options)
     except (TypeError, ValueError) as error:
         hint = "; a schedule is of the learning rate alone: give cycle_momentum=False" if "momentum" in str(error) else ""
         raise type(error)(f"schedule: {name}: {error}{hint}") from error
@@ -222,4 +181,21 @@ def _begin_schedule(name: str, make: Callable[[torch.optim.Optimizer], Any], lr:
         )
     if not (isinstance(made, torch.optim.lr_scheduler.LRScheduler) and made.optimizer is holder):
         raise TypeError(f"schedule: {name}: expected a scheduler of torch for the optimizer that it is given, got {made!r}")
-    return holder, made
+    (group,) = holder.param_groups
+    rates = [float(group["lr"])]
+
+    def rate(step: int | Tensor) -> float:
+        at = read_count(step, f"schedule: {name}") if isinstance(step, Tensor) else step
+        if at < 0:
+            raise ValueError(f"schedule: {name}: expected a step from 0 on, got {at}")
+        while len(rates) <= at:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of steps without one of the optimizer, and of torch's own SequentialLR
+                    made.step()
+            except Exception as error:  # such as that of OneCycleLR after its last step
+                raise ValueError(f"schedule: {name}: expected a step below {len(rates)}, got {at}: {error}") from error
+            rates.append(float(group["lr"]))
+        return rates[at]
+
+    return _torch.disable_in_graph(break_message("schedule", "torch's scheduler computes on the host"))(rate)

@@ -9,15 +9,14 @@ stack. Every rank computes all of this from the spec and the owners, so that onl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import _torch
 from ..._core.announce import announce
-from ..._core.division import count_ranks
 from ..._core.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
 from ..._core.mesh import ProcessAxis
 from ..._core.ops import OpContext, PendingResult, missing_group_error, start_exchange
@@ -29,27 +28,16 @@ from ..._wire.global_params import join_pieces, split_pieces
 from ..._wire.host import compute_device
 from ...collectives._functions import gather_slices, vary
 from .._checks import Tensors
-from .owners import Matrix, all_coords, count_chunks
+from .owners import Coords, Matrix, all_coords, count_chunks
 
 Chunk = tuple[int, int]
 """``(number, count)``: which of ``count`` chunks of some elements."""
 
 
-def chunk_slice(numel: int, chunk: int, chunks: int) -> slice:
+def chunk_slice(numel: int, chunk: Chunk) -> slice:
     """Return the range of one chunk among ``numel`` elements."""
-    return slice(numel * chunk // chunks, numel * (chunk + 1) // chunks)
-
-
-def chunk_pieces(tensors: Sequence[Tensor], sizes: Sequence[int], chunk: Chunk) -> list[Tensor]:
-    """Return one chunk of every piece; pieces of these sizes lie end to end in the tensors."""
-    out: list[Tensor] = []
-    left = iter(sizes)
-    for tensor in tensors:
-        end = 0
-        while end < len(tensor):
-            begin, end = end, end + next(left)
-            out.append(tensor[begin:end][chunk_slice(end - begin, *chunk)])
-    return [x for x in out if len(x)] or [tensors[0][:0]]
+    number, count = chunk
+    return slice(numel * number // count, numel * (number + 1) // count)
 
 
 def concat_flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -60,10 +48,6 @@ def concat_flat(tensors: Sequence[Tensor]) -> Tensor:
 def split_flat(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Split a flat tensor into pieces of these sizes. Through 2-D, so that derivatives go the way of `concat_flat`."""
     return [x[:, 0] for x in flat[:, None].split_with_sizes(list(sizes))]
-
-
-Coords = tuple[int, ...]
-"""A rank's coordinates on the mesh."""
 
 
 class AllToAll(NamedTuple):
@@ -84,44 +68,52 @@ class AllToAll(NamedTuple):
 class ExchangePlan(NamedTuple):
     """One rank's exchange of its tensors of some matrices for others: one flat tensor a matrix, perhaps empty."""
 
-    begin: tuple[int, ...]
-    """Elements of each matrix before."""
     steps: tuple[AllToAll, ...]
     end: tuple[int, ...]
     """Elements of each matrix after."""
+    chunk: Chunk = (0, 1)
+    """The chunk of each piece that is sent."""
 
 
 def start_plan(tensors: Sequence[Tensor], plan: ExchangePlan) -> Callable[[], list[Tensor]]:
     """Start the first all-to-all of a plan for flat tensors; call the result to wait for all and get each matrix's tensor."""
-    first = plan.steps[0]
-    finish = _send(_select_pieces(tensors, first), first)
+    finish = _send(tensors, plan.steps[0], plan.chunk)
 
     def wait() -> list[Tensor]:
         flat = finish()
         for step in plan.steps[1:]:
-            flat = _send(_select_pieces([flat], step), step)()
+            flat = _send([flat], step)()
         return split_flat(flat, plan.end)
 
     return wait
 
 
-def _select_pieces(tensors: Sequence[Tensor], step: AllToAll) -> Tensor:
-    """Concatenate the pieces that a step takes, of which any other may be empty if each tensor is one piece."""
-    all_of_them = step.order == tuple(range(len(step.sizes)))
-    each = len(tensors) == len(step.sizes) and all(len(tensors[i]) == step.sizes[i] for i in step.order)
-    if all_of_them or not each:
-        flat = tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
-        if all_of_them:
-            return flat
-        tensors = flat.split_with_sizes([*step.sizes])
-    return torch.cat([tensors[i] for i in step.order]) if step.order else tensors[0][:0]
-
-
-def _send(flat: Tensor, step: AllToAll) -> PendingResult:
+def _send(tensors: Sequence[Tensor], step: AllToAll, chunk: Chunk = (0, 1)) -> PendingResult:
+    """Start a step; the pieces that it does not take may be empty if each tensor is one piece."""
+    pieces = tensors
+    if chunk != (0, 1) or step.order != tuple(range(len(step.sizes))):
+        pieces = _split_pieces(tensors, step)
+        pieces = [pieces[i] for i in step.order]
+        pieces = pieces if chunk == (0, 1) else [x[chunk_slice(len(x), chunk)] for x in pieces]
+    flat = pieces[0] if len(pieces) == 1 else torch.cat([*pieces]) if pieces else tensors[0][:0]
     if not step.group:
         return PendingResult((), lambda: flat)
     announce("all-to-all of matrices", step.group)
     return start_exchange(flat, OpContext(len(step.send), step.group), step.send, step.receive)
+
+
+def _split_pieces(tensors: Sequence[Tensor], step: AllToAll) -> Sequence[Tensor]:
+    if len(tensors) == len(step.sizes) and all(len(tensors[i]) == step.sizes[i] for i in step.order):
+        return tensors
+    if len(tensors) == 1:
+        return tensors[0].split_with_sizes([*step.sizes])
+    pieces: list[Tensor] = []
+    for tensor in tensors:
+        end = 0
+        while end < len(tensor):
+            begin, end = end, end + step.sizes[len(pieces)]
+            pieces.append(tensor[begin:end])
+    return pieces
 
 
 def plan_to_owners(matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coords) -> ExchangePlan:
@@ -144,28 +136,33 @@ def _plan_exchange(
     replica_axes = [i for name, i in axes.items() if name not in unit.distinct_axes]
     rank_of_slice = {rank_along(split, mesh, rank)[0]: rank for rank in all_coords(spec)}
     own = rank_along(split, mesh, coords)[0]
-    sizes: dict[tuple[int, int], int] = {}
-    for i, matrix in enumerate(matrices):
-        for s in range(count_ranks(split, mesh)):
-            numel = _count_overlap(matrix, s % spec.size(unit), spec.shard_numel(matrix.unit))
-            sizes[i, s] = len(range(numel)[chunk_slice(numel, *chunk)])
-    places = {piece: [*matrices[piece[0]].owner] for piece, size in sizes.items() if size}  # None: on all ranks of the axis
+    whole = {
+        (i, s): _count_overlap(matrix, s % spec.size(unit), spec.shard_numel(matrix.unit))
+        for i, matrix in enumerate(matrices)
+        for s in range(len(rank_of_slice))
+    }
+    sizes = {piece: len(range(numel)[chunk_slice(numel, chunk)]) for piece, numel in whole.items()}
+    places = {(i, s): [*matrices[i].owner] for (i, s), numel in whole.items() if numel}  # None: on all ranks of the axis
     for (_, s), place in places.items() if to_owners else ():
         for axis in split_axes:
             place[axis] = rank_of_slice[s][axis]
-
-    def pieces_by_place() -> dict[tuple[int | None, ...], list[tuple[int, int]]]:
-        out: dict[tuple[int | None, ...], list[tuple[int, int]]] = {}
-        for piece, place in places.items():
-            out.setdefault(tuple(place), []).append(piece)
-        return out
-
     free = {axis for axis, at in enumerate(matrices[0].owner) if at is None}
-    at_place = pieces_by_place()
+    by_place: dict[tuple[int | None, ...], list[tuple[int, int]]] = {}
+
+    def sort_pieces() -> None:
+        by_place.clear()
+        for piece, place in places.items():
+            by_place.setdefault(tuple(place), []).append(piece)
 
     def pieces_at(at: Coords) -> list[tuple[int, int]]:
-        return at_place.get(tuple(None if axis in free else i for axis, i in enumerate(at)), [])
+        return by_place.get(tuple(None if axis in free else i for axis, i in enumerate(at)), [])
 
+    def make_step(taken: Sequence[tuple[int, int]], *sending: Any) -> AllToAll:
+        held_sizes = tuple((sizes if steps else whole)[piece] for piece in held)
+        number = {piece: i for i, piece in enumerate(held)}
+        return AllToAll(held_sizes or (0,), tuple(number[piece] for piece in taken), *sending)
+
+    sort_pieces()
     held = [(i, own) for i in range(len(matrices))] if to_owners else pieces_at(coords)
     steps: list[AllToAll] = []
     for axis in [*reversed(split_axes)] if to_owners else [*split_axes, *replica_axes]:
@@ -179,17 +176,14 @@ def _plan_exchange(
         sends = [[p for p in others[coords[axis]] if places[p][axis] in (None, j)] for j in range(group.size)]
         receives = [[p for p in pieces if places[p][axis] in (None, coords[axis])] for pieces in others]
         counts = (tuple(sum(sizes[p] for p in pieces) for pieces in some) for some in (sends, receives))
-        where = {piece: i for i, piece in enumerate(held)}
-        order = tuple(where[p] for pieces in sends for p in pieces)
-        steps.append(AllToAll(tuple(sizes[p] for p in held) or (0,), order, group.name, *counts))
+        steps.append(make_step([p for pieces in sends for p in pieces], group.name, *counts))
         held = [p for pieces in receives for p in pieces]
         free |= {axis} & {*replica_axes}
-        at_place = pieces_by_place()
-    where = {piece: i for i, piece in enumerate(held)}
-    steps.append(AllToAll(tuple(sizes[p] for p in held) or (0,), tuple(where[p] for p in pieces_at(coords))))
+        sort_pieces()
+    steps.append(make_step(pieces_at(coords)))
     slices = tuple(sizes[i, own] for i in range(len(matrices)))
     owned = tuple(sum(sizes[i, s] for s in rank_of_slice) * m.is_owned_by(coords) for i, m in enumerate(matrices))
-    return ExchangePlan(slices, tuple(steps), owned) if to_owners else ExchangePlan(owned, tuple(steps), slices)
+    return ExchangePlan(tuple(steps), owned if to_owners else slices, chunk)
 
 
 def _count_overlap(matrix: Matrix, number: int, length: int) -> int:
@@ -203,21 +197,13 @@ def _exchange(flat: Tensor, plan: ExchangePlan, inverse: ExchangePlan) -> Tensor
     """Run a plan, whose transpose is its inverse: values that all replicas have alike count once."""
 
     def run(plan: ExchangePlan, flat: Tensor) -> Tensor:
-        begin, steps, end = plan  # Dynamo hands on tuples that have lost their names
-        named = ExchangePlan(tuple(begin), tuple(AllToAll(*step) for step in steps), tuple(end))
-        return torch.cat(start_plan([flat], named)())
+        steps, end, _ = plan  # Dynamo hands on tuples that have lost their names
+        return torch.cat(start_plan([flat], ExchangePlan(tuple(AllToAll(*step) for step in steps), tuple(end)))())
 
     return LinearFunction.apply(flat, None, linear_map(functools.partial(run, plan), functools.partial(run, inverse)))
 
 
-def _start_exchange(tensors: Sequence[Tensor], plan: ExchangePlan, inverse: ExchangePlan) -> Callable[[], list[Tensor]]:
-    if _can_overlap(tensors):
-        return start_plan(tensors, plan)
-    arrived = split_flat(_exchange(concat_flat(tensors), plan, inverse), plan.end)
-    return lambda: arrived
-
-
-# --- A batch of matrices that are sent together, synchronously or asynchronously ---
+# --- A batch of matrices that are sent together, asynchronously unless something tracks the tensors ---
 
 
 class MatrixBatch(NamedTuple):
@@ -228,7 +214,7 @@ class MatrixBatch(NamedTuple):
     to_owners: ExchangePlan | None
     """None for simulated ranks, as the next one."""
     from_owners: ExchangePlan | None
-    from_owners_in_chunks: tuple[ExchangePlan, ...] = ()
+    chunks: tuple[ExchangePlan, ...] = ()
     """``from_owners`` chunk by chunk, where all of it is too much at once."""
 
     @staticmethod
@@ -243,9 +229,8 @@ class MatrixBatch(NamedTuple):
     @property
     def sent_names(self) -> set[str]:
         """Names of the matrices whose part on this rank reaches the owner. Other replicas send none."""
-        if self.to_owners is None:
-            return {matrix.name for matrix in self.matrices}
-        return {self.matrices[i].name for i in self.to_owners.steps[0].order}
+        order = range(len(self.matrices)) if self.to_owners is None else self.to_owners.steps[0].order
+        return {self.matrices[i].name for i in order}
 
     @property
     def owned_matrices(self) -> list[Matrix]:
@@ -253,47 +238,43 @@ class MatrixBatch(NamedTuple):
         return [m for m, n in zip(self.matrices, self.to_owners.end, strict=True) if n] if self.to_owners else [*self.matrices]
 
     def collect(self, parts: Tensors) -> Callable[[], Params]:
-        """Send this rank's parts (`SliceLayout.select`); call the result for whole matrices, empty if others own them.
-
-        Asynchronous if nothing tracks the tensors, as `spread`.
-        """
+        """Start to send this rank's parts; call the result for whole matrices, empty if others own them."""
         if self.to_owners is None or self.from_owners is None:
             whole = {matrix.name: self._gather_simulated(parts[matrix.name], matrix) for matrix in self.matrices}
             return lambda: whole
         device = compute_device(self.matrices[0].unit, self.spec.bound_mesh)
         tensors = [parts[matrix.name] for matrix in self.matrices]
         tensors = tensors if device is None else [x.to(device, non_blocking=True) for x in tensors]
-        wait = _start_exchange(tensors, self.to_owners, self.from_owners)
+        wait = self._start(tensors, self.to_owners, self.from_owners)
         return lambda: {m.name: self._view_matrix(x, m) if len(x) else x for m, x in zip(self.matrices, wait(), strict=True)}
 
-    def chunk_count(self, whole: Sequence[Tensors]) -> int:
-        """Return the number of chunks in which `spread` should return the matrices."""
-        can_overlap = all(_can_overlap(some.values()) for some in whole)
-        return len(self.from_owners_in_chunks) if self.from_owners_in_chunks and can_overlap else 1
-
-    def spread(self, whole: Tensors, chunk: Chunk = (0, 1)) -> Callable[[], Params]:
-        """Send whole matrices, or a chunk of each part; call the result for the parts on all replicas. Inverse of `collect`."""
-        if self.to_owners is None or self.from_owners is None:
+    def spread(self, whole: Tensors, plan: ExchangePlan | None = None) -> Callable[[], Params]:
+        """Start to send whole matrices, or a chunk of them; call the result for all replicas' parts. Inverse of `collect`."""
+        plan = plan or self.from_owners
+        if self.to_owners is None or plan is None:
             parts = {matrix.name: self._scatter_simulated(whole[matrix.name], matrix) for matrix in self.matrices}
             return lambda: parts
         tensors = ((whole[matrix.name], matrix) for matrix in self.matrices)
         flat = [self._flatten_matrix(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
-        plan = self.from_owners
-        if chunk != (0, 1):
-            plan, flat = self.from_owners_in_chunks[chunk[0]], chunk_pieces(flat, plan.steps[0].sizes, chunk)
-        wait = _start_exchange(flat, plan, self.to_owners)
+        wait = self._start(flat, plan, self.to_owners)
         return lambda: {matrix.name: x for matrix, x in zip(self.matrices, wait(), strict=True)}
+
+    def _start(self, tensors: Sequence[Tensor], plan: ExchangePlan, inverse: ExchangePlan) -> Callable[[], list[Tensor]]:
+        if _torch.is_eager() and not _torch.any_tracked(tensors):
+            return start_plan(tensors, plan)
+        arrived = split_flat(_exchange(concat_flat(tensors), plan, inverse), plan.end)
+        return lambda: arrived
 
     def select_owner_result(self, matrix: Matrix, new: Tensor, old: Tensor) -> Tensor:
         """Return ``new`` on the owner. A simulated rank that is not the owner keeps ``old``."""
         return new if self.to_owners else torch.where(self._is_owner(matrix, new.device), new, old)
 
     def tie_to_inputs(self, given: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return a function that makes a result depend on the ``given`` tensors if any of these is tracked or batched.
+        """Return a function that makes a result depend on the ``given`` tensors, of which some are tracked or batched.
 
         Without it, ranks that are not the owner would send other sizes under vmap, or nothing in backward.
         """
-        if self.to_owners is None or not given or (_torch.is_eager() and not _torch.any_tracked(given)):
+        if self.to_owners is None or not given:
             return lambda x: x
         zeros = [x.reshape(-1)[:0].sum().abs().float().to(given[0].device) for x in given]
         return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
@@ -338,8 +319,3 @@ class MatrixBatch(NamedTuple):
         pieces = split_pieces(as_param, matrix.gathered, sizes)
         flat = [to_memory_order(x, matrix.param).reshape(-1) for x in pieces]
         return flat[0] if len(flat) == 1 else torch.cat(flat)
-
-
-def _can_overlap(tensors: Iterable[Tensor]) -> bool:
-    """Return whether nothing differentiates, batches or records the tensors, so that they can be sent asynchronously."""
-    return _torch.is_eager() and not _torch.any_tracked(tensors)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +23,14 @@ Select = Callable[[str, Param], bool | Sequence[int]]
 
 It is asked about the whole parameter, of which ranks may hold pieces over local axes.
 """
-Cost = Callable[[tuple[int, ...]], float]
-"""``cost(shape)``: the owner's work for a matrix [n, m] or [batch, n, m], in any unit."""
 
 MULTIPLICATIONS_PER_ELEMENT_SENT = 512
 """Multiplications that take as long as sending an element to its owner and back, at 10^14 multiplications and 10^11 bytes a
 second, 2 bytes an element, for a Newton-Schulz iteration of 5 steps. Only its order of magnitude matters.
 """
 
+Coords = tuple[int, ...]
+"""A rank's coordinates on the mesh."""
 Owner = tuple[int | None, ...]
 """The owner's coordinates on the mesh; None on an axis over which each rank owns its part of a stack of matrices."""
 
@@ -44,8 +44,6 @@ class Matrix(NamedTuple):
     """As an owner has it: [n, m] or [batch, n, m]. A selection of everything has vectors as well."""
     begin: int
     """Offset in the unit's buffer, in elements."""
-    cost: float
-    """Of an owner's work."""
     stack: LocalDims = ()
     """The local axes over which each rank owns its part of a stack, and the dimension that each splits."""
     owner: Owner = ()
@@ -59,6 +57,11 @@ class Matrix(NamedTuple):
     def numel(self) -> int:
         """The number of elements that an owner has."""
         return math.prod(self.shape)
+
+    @property
+    def cost(self) -> float:
+        """The owner's work, in multiplications: sending the elements, and n^2 m of a matrix [n, m]."""
+        return self.numel * ((min(self.shape[-2:]) if len(self.shape) > 1 else 1) + MULTIPLICATIONS_PER_ELEMENT_SENT)
 
     @property
     def gathered(self) -> LocalDims:
@@ -99,9 +102,6 @@ def hidden(model: nn.Module, *heads: str) -> Select:
     Returns:
         A function for ``matrices(spec, select=...)``.
 
-    Raises:
-        ValueError: A head is not a module of the model.
-
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
@@ -127,36 +127,24 @@ def hidden(model: nn.Module, *heads: str) -> Select:
     return select
 
 
-def select_matrices(spec: PartitionSpec, select: Select | None, cost: Cost | None, *, gather_stacks: bool) -> list[Matrix]:
+def select_matrices(spec: PartitionSpec, select: Select | None, *, gather_stacks: bool) -> list[Matrix]:
     """Return the matrices in buffer order, without owners. ValueError or TypeError names a parameter that cannot be one."""
     found: list[Matrix] = []
     sizes = dict(spec.bound_mesh.sizes)
     for unit in spec:
         begin = 0
         for size, param in unit.parts:
-            if param is not None and (matrix := _make_matrix(unit, param, begin, select, sizes, gather_stacks)) is not None:
-                found.append(matrix._replace(cost=float((cost or _default_cost)(matrix.shape))))
+            whole = param and dataclasses.replace(param, shape=global_shape(param, sizes), local=())
+            if param and whole and (shape := _matrix_shape(unit, whole, select)) is not None:
+                leading = shape[:-2] if shape[:-2] == whole.shape[: len(shape) - 2] else ()
+                split = ((axis, dim) for axis, dim in param.local if dim < len(leading) and sizes[axis] > 1)
+                stack = () if gather_stacks else tuple(split)
+                own = [*shape]
+                for axis, dim in stack:
+                    own[dim] //= sizes[axis]
+                found.append(Matrix(unit, param, tuple(own), begin, stack))
             begin += size
     return found
-
-
-def _make_matrix(
-    unit: Unit, param: Param, begin: int, select: Select | None, sizes: Mapping[str, int], gather_stacks: bool
-) -> Matrix | None:
-    """Return a parameter as a matrix without cost and owner, None if it is not one; raise ValueError for a bad ``select``."""
-    whole = dataclasses.replace(param, shape=global_shape(param, sizes), local=()) if param.local else param
-    if (shape := _matrix_shape(unit, whole, select)) is None:
-        return None
-    leading = shape[:-2] if shape[:-2] == whole.shape[: len(shape) - 2] else ()
-    stack = tuple((axis, dim) for axis, dim in param.local if dim < len(leading) and sizes[axis] > 1 and not gather_stacks)
-    own = [*shape]
-    for axis, dim in stack:
-        own[dim] //= sizes[axis]
-    return Matrix(unit, param, tuple(own), begin, 0.0, stack)
-
-
-def _default_cost(shape: tuple[int, ...]) -> float:
-    return math.prod(shape) * ((min(shape[-2:]) if len(shape) > 1 else 1) + MULTIPLICATIONS_PER_ELEMENT_SENT)
 
 
 def _matrix_shape(unit: Unit, param: Param, select: Select | None) -> tuple[int, ...] | None:
@@ -187,7 +175,7 @@ WORKSPACE_FACTOR = 3
 """A batch needs up to this many times its size while its owners compute, because of the iteration's products."""
 
 
-def all_coords(spec: PartitionSpec) -> list[tuple[int, ...]]:
+def all_coords(spec: PartitionSpec) -> list[Coords]:
     """Return the coordinates of all ranks of the mesh, in row-major order."""
     return [*itertools.product(*(range(size) for _, size in spec.bound_mesh.sizes))]
 
@@ -196,35 +184,34 @@ def assign_owners(found: Sequence[Matrix], batches: Sequence[Sequence[int]], spe
     """Return the matrices with owners: the costliest first, to the rank with the least work (LPT; Graham, 1969)."""
     batch_of = {i: number for number, batch in enumerate(batches) for i in batch}
     candidates = {axes: _map_owners_to_ranks(axes, spec) for axes in {matrix.stack_axes for matrix in found}}
-    loads = dict.fromkeys(all_coords(spec), 0.0)
-    load_in_batch: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
+    loads: dict[Coords, float] = defaultdict(float)
+    load_in_batch: dict[tuple[int, Coords], float] = defaultdict(float)
     owners: dict[int, Owner] = {}
     for i in sorted(range(len(found)), key=lambda i: (-found[i].cost, i)):
-        batch = batch_of[i]
 
-        def load(item: tuple[Owner, list[tuple[int, ...]]]) -> tuple[Any, ...]:
+        def load(item: tuple[Owner, list[Coords]], batch: int = batch_of[i]) -> tuple[Any, ...]:
             owner, ranks = item
-            return max(loads[rank] for rank in ranks), max(load_in_batch[batch, rank] for rank in ranks), owner  # noqa: B023
+            return max(loads[rank] for rank in ranks), max(load_in_batch[batch, rank] for rank in ranks), owner
 
         owners[i], ranks = min(candidates[found[i].stack_axes].items(), key=load)
         for rank in ranks:
             loads[rank] += found[i].cost
-            load_in_batch[batch, rank] += found[i].cost
+            load_in_batch[batch_of[i], rank] += found[i].cost
     return [matrix._replace(owner=owners[i]) for i, matrix in enumerate(found)]
 
 
-def _map_owners_to_ranks(stack_axes: tuple[str, ...], spec: PartitionSpec) -> dict[Owner, list[tuple[int, ...]]]:
+def _map_owners_to_ranks(stack_axes: tuple[str, ...], spec: PartitionSpec) -> dict[Owner, list[Coords]]:
     """Return the ranks of each possible owner of a matrix: several ranks if its stack is split over axes."""
-    free = [name in stack_axes for name in spec.bound_mesh.names]
-    out: dict[Owner, list[tuple[int, ...]]] = {}
+    out: dict[Owner, list[Coords]] = {}
     for rank in all_coords(spec):
-        out.setdefault(tuple(None if is_free else at for is_free, at in zip(free, rank, strict=True)), []).append(rank)
+        owner = tuple(None if name in stack_axes else at for name, at in zip(spec.bound_mesh.names, rank, strict=True))
+        out.setdefault(owner, []).append(rank)
     return out
 
 
 def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[int]]:
     """Return indices of the matrices in batches: neighbours with one `_batch_key`, up to the memory of all ranks."""
-    room = len(all_coords(spec)) * largest_unit_numel(found)
+    room = len(all_coords(spec)) * max((matrix.unit.numel for matrix in found), default=0)
     out: list[list[int]] = []
     numel = 0
     for i, matrix in enumerate(found):
@@ -260,11 +247,6 @@ def count_chunks(batch: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -
     return math.ceil((sent + received) / room)
 
 
-def largest_unit_numel(found: Sequence[Matrix]) -> int:
-    """Return the number of elements of the largest unit that has matrices."""
-    return max((matrix.unit.numel for matrix in found), default=0)
-
-
 def _batch_key(matrix: Matrix) -> tuple[object, ...]:
     """Return the key that matrices sent together share: axes of pieces and of slices, dtype, whether they are on the host."""
     unit = matrix.unit
@@ -273,21 +255,21 @@ def _batch_key(matrix: Matrix) -> tuple[object, ...]:
 
 def format_owners(found: Sequence[Matrix], spec: PartitionSpec) -> str:
     """Return a table with a row for each rank: its matrices, their elements and relative cost; then the other parameters."""
-    ranks = all_coords(spec)
+    ranks, rows = all_coords(spec), [("owner", "matrices", "numel", "of the mean cost", "which")]
     mean = sum(matrix.cost * count_ranks(matrix.stack_axes, spec.bound_mesh) for matrix in found) / len(ranks)
-    rows: list[tuple[str, ...]] = [("owner", "matrices", "numel", "of the mean cost", "which")]
     for rank in ranks:
         own = [matrix for matrix in found if matrix.is_owned_by(rank)]
-        where = ", ".join(f"{name}={i}" for (name, _), i in zip(spec.bound_mesh.sizes, rank, strict=True))
+        where = ", ".join(f"{name}={i}" for name, i in zip(spec.bound_mesh.names, rank, strict=True))
         share = f"{sum(matrix.cost for matrix in own) / mean:.2f}" if mean else "-"
-        names = ", ".join(matrix.name for matrix in own[:3]) + (", ..." if len(own) > 3 else "")
-        rows.append((where, f"{len(own):,}", f"{sum(matrix.numel for matrix in own):,}", share, names))
+        numel = sum(matrix.numel for matrix in own)
+        rows.append((where, f"{len(own):,}", f"{numel:,}", share, _list_names([matrix.name for matrix in own], 3)))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines = ["  ".join([*(cell.rjust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
-    names = {matrix.name for matrix in found}
-    fallback: Mapping[str, int] = {p.name: p.numel for unit in spec for p in unit.params if p.name not in names}
-    others = ", ".join([*fallback][:6]) + (", ..." if len(fallback) > 6 else "")
-    lines.append(
-        f"no matrices: {len(fallback):,} parameters, {sum(fallback.values()):,} elements{': ' if fallback else ''}{others}"
-    )
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    others = {p.name: p.numel for unit in spec for p in unit.params if p.name not in {matrix.name for matrix in found}}
+    last = f"no matrices: {len(others):,} parameters, {sum(others.values()):,} elements"
+    last += f": {_list_names([*others], 6)}" if others else ""
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], last])
+
+
+def _list_names(names: list[str], most: int) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
