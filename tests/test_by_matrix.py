@@ -81,6 +81,21 @@ def matrices_on(spec: fs.PartitionSpec, optimizer: str) -> fs.optim.Matrices:
     return fs.optim.matrices(spec, select=lambda name, p: hidden(name, p) and name in wanted(optimizer))
 
 
+def collect(known: fs.optim.Matrices, tree: fs.Params) -> fs.Params:
+    """The matrices of the units in a tree, whole on their owners: empty elsewhere, zeros on simulated ranks."""
+    parts = {name: known._select(key, tree[key], name) for key in tree for name in known._names_in(key)}
+    return {name: x for batch in known._batches_of(tree) for name, x in batch.collect(parts)().items()}
+
+
+def spread(known: fs.optim.Matrices, whole: fs.Params) -> fs.Params:
+    """The slices of whole matrices, with zeros for all other elements: the inverse and the transpose of `collect`."""
+    keys = dict.fromkeys(known.by_name[name].unit.key for name in whole)
+    parts = {name: [x] for batch in known._batches_of(keys) for name, x in batch.spread(whole)().items()}
+    own = {key: {name: parts[name] for name in known._names_in(key)} for key in keys}
+    numels = {key: known.spec.shard_numel(known.spec.by_key[key]) for key in keys}
+    return {key: known._join(key, some, next(iter(some.values()))[0].new_zeros(numels[key])) for key, some in own.items()}
+
+
 def wanted(optimizer: str) -> set[str]:
     return SQUARE if optimizer == "soap" else WANTED
 

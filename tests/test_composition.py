@@ -537,14 +537,13 @@ def test_states_that_do_not_fit_are_refused() -> None:
 
 
 def test_optimizers_do_not_pickle() -> None:
-    """mp.spawn got an AttributeError about a local function. State and spec pickle; a copy of an optimizer is the same one."""
+    """They are local functions. State and spec pickle; a copy of an optimizer has the same functions."""
     spec = fs.policies.whole()(MODEL).on({"shard": 1})
     sgd, muon = optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), optim.muon(spec)
     for made in (sgd, muon, optim.ema(0.5)(sgd), optim.clip_gradients(spec, 1.0)):
-        with pytest.raises(TypeError, match=rf"^{type(made).__name__}: .*make it in the function that mp\.spawn runs"):
+        with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):
             pickle.dumps({"optimizer": made})
-        assert copy.deepcopy(made) is made
-        assert copy.copy(made) is made
+        assert copy.deepcopy(made) == copy.copy(made) == made
     params = fs.shard(MODEL, spec)
     for init, _ in (sgd, muon):
         assert_close(pickle.loads(pickle.dumps((init(params), spec)))[0], init(params))

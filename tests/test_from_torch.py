@@ -138,8 +138,8 @@ def own_options(module: nn.Module, choices: list[dict[str, Any]], seed: int) -> 
 
 
 OWN: list[tuple[Any, dict[str, Any], list[dict[str, Any]]]] = [
-    (torch.optim.SGD, {"lr": 0.1}, [{}, {"momentum": 0.9}, {"momentum": 0.5, "dampening": 0.5}]),
-    (torch.optim.AdamW, {"fused": True}, [{}, {"weight_decay": 0.0}, {"amsgrad": True, "lr": 0.5}]),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}, [{}, {"weight_decay": 0.9}, {"lr": 0.5, "nesterov": True}]),
+    (torch.optim.AdamW, {"fused": True}, [{}, {"weight_decay": 0.0}, {"betas": (0.5, 0.9), "lr": 0.5}]),
     (torch.optim.NAdam, {}, [{}, {"lr": 0.5}, {"weight_decay": 0.1}]),
     (torch.optim.ASGD, {"t0": 1.0}, [{}, {"weight_decay": 0.1}, {"maximize": True}]),
     (torch.optim.Rprop, {}, [{}, {"lr": 0.5}, {"etas": (0.1, 1.1)}]),
@@ -693,6 +693,9 @@ def test_mistakes_in_options() -> None:
     ]:
         with pytest.raises(error, match=message):
             from_torch(torch.optim.AdamW, **kwargs)
+    for cls, own in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"amsgrad": True})):
+        with pytest.raises(ValueError, match=f"from '{min(own)}', or whether there is one: expected one for all"):
+            from_torch(cls, spec=at_rank(spec, 0), options=of_bias(own))
     init, update = from_torch(torch.optim.AdamW, spec=at_rank(spec, 0))
     with pytest.raises(ValueError, match="unit 'x' is not in the spec"):
         init({"x": torch.ones(3)})

@@ -16,7 +16,7 @@ import torch
 from collective_log import Collectives, world
 from depth import at_most, each, every, mark_seldom, seldom
 from ranks import Pool, real_ranks
-from test_by_matrix import ADAMW, OPTIMIZERS
+from test_by_matrix import ADAMW, OPTIMIZERS, collect, spread
 from test_matrices import piece_of, walk
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +27,7 @@ from funshard import P
 from funshard._core.layout import rank_along, to_memory_order
 from funshard._wire.global_params import split_pieces
 from funshard.collectives import ProcessAxis
-from funshard.optim._matrices.exchange import MatrixBatch, plan_from_owners, plan_to_owners
+from funshard.optim._matrices.matrices import MatrixBatch, plan_exchange
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "both": (4, 4, 6),
@@ -146,7 +146,7 @@ def test_equal_on_real_ranks(rank: int, mesh: str) -> None:
         check(trained(spec, optimizer), expected(optimizer), optimizer)
     check(trained(spec, "shampoo", gather_stacks=True), expected("shampoo"))
     known = matrices_of(spec)
-    for name, x in known.collect(fs.shard(PARAMS, spec)).items():
+    for name, x in collect(known, fs.shard(PARAMS, spec)).items():
         matrix = known.by_name[name]
         if not known._is_owner(name):
             assert not x.numel()
@@ -155,7 +155,7 @@ def test_equal_on_real_ranks(rank: int, mesh: str) -> None:
             assert torch.equal(x, PARAMS[name].chunk(sizes["expert"])[at["expert"]])  # pyright: ignore[reportArgumentType]
         else:
             assert torch.equal(x, PARAMS[name])
-    back = fs.unshard(known.spread(known.collect(fs.shard(PARAMS, spec))) | {}, spec)
+    back = fs.unshard(spread(known, collect(known, fs.shard(PARAMS, spec))) | {}, spec)
     for name in known.by_name:
         assert torch.equal(back[name], PARAMS[name])
 
@@ -303,7 +303,7 @@ def test_select_is_asked_about_whole_parameters() -> None:
         "conv": ((4, 12), ()),
         "experts": ((2, 4, 6), ("expert",)),
     }
-    assert known.owner("experts")[1] is None
+    assert known.by_name["experts"].owner[1] is None
     assert "expert" in str(known)
 
 
@@ -326,8 +326,8 @@ def test_the_ways_of_all_ranks_fit(monkeypatch: pytest.MonkeyPatch, mesh: str, g
         some = [known.by_name[name] for name in names]
         batch = MatrixBatch(tuple(some), spec, None, None)
         slices = {at: [slice_at(m, at) for m in some] for at in ranks}
-        to_owners = {at: plan_to_owners(some, spec, at) for at in ranks}
-        from_owners = {at: plan_from_owners(some, spec, at) for at in ranks}
+        to_owners = {at: plan_exchange(some, spec, at, to_owners=True) for at in ranks}
+        from_owners = {at: plan_exchange(some, spec, at, to_owners=False) for at in ranks}
         whole, collected = walk(to_owners, spec, slices)
         for at in ranks:
             for matrix, x in zip(some, whole[at], strict=True):

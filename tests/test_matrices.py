@@ -13,7 +13,7 @@ from depth import at_most, depth, each, mark_seldom
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import Pool
-from test_by_matrix import MESHES, MODEL, WANTED, matrices_on, spec_on
+from test_by_matrix import MESHES, MODEL, WANTED, collect, matrices_on, spec_on, spread
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
@@ -23,7 +23,7 @@ from funshard import P
 from funshard._core.tree import Param
 from funshard._slices.pieces import Piece, slice_pieces
 from funshard.collectives import ProcessAxis
-from funshard.optim._matrices.exchange import ExchangePlan, plan_from_owners, plan_to_owners
+from funshard.optim._matrices.matrices import ExchangePlan, plan_exchange
 from funshard.optim._matrices.owners import Matrix, assign_owners
 from funshard.testing import spmd
 
@@ -120,11 +120,11 @@ def test_the_ways_of_all_ranks_fit(spec: fs.PartitionSpec) -> None:
         slices = {
             at: [full[m.name][p.begin : p.begin + p.high - p.low] for m, p in zip(some, cut[at], strict=True)] for at in ranks
         }
-        whole, collected = walk({at: plan_to_owners(some, spec, at) for at in ranks}, spec, slices)
+        whole, collected = walk({at: plan_exchange(some, spec, at, to_owners=True) for at in ranks}, spec, slices)
         for at in ranks:
             for matrix, got in zip(some, whole[at], strict=True):
                 assert torch.equal(got, full[matrix.name] if matrix.owner == at else got[:0])
-        again, spread = walk({at: plan_from_owners(some, spec, at) for at in ranks}, spec, whole)
+        again, spread = walk({at: plan_exchange(some, spec, at, to_owners=False) for at in ranks}, spec, whole)
         for at in ranks:
             for want, got in zip(slices[at], again[at], strict=True):
                 assert torch.equal(got, want)
@@ -193,7 +193,7 @@ def derived(known: fs.optim.Matrices, trees: list[fs.Params]) -> dict[str, fs.Pa
     x, v, c = (fs.shard(full, spec) for full in trees)
 
     def cube(x: fs.Params) -> fs.Params:
-        return known.spread({name: m**3 for name, m in known.collect(x).items()})
+        return spread(known, {name: m**3 for name, m in collect(known, x).items()})
 
     def dot(a: fs.Params, b: fs.Params) -> Tensor:
         return sum((a[key] * b[key]).sum() for key in a)  # pyright: ignore[reportReturnType]
@@ -202,7 +202,7 @@ def derived(known: fs.optim.Matrices, trees: list[fs.Params]) -> dict[str, fs.Pa
     others = {key: p for key, p in x.items() if key not in inner}
     gradient = torch.func.grad(lambda x: dot(cube(x), c))
     out = {
-        "there and back": known.spread(known.collect(x)),
+        "there and back": spread(known, collect(known, x)),
         "jvp": torch.func.jvp(cube, (x,), (v,))[1],
         "vjp": torch.func.vjp(cube, x)[1]({key: c[key] for key in inner})[0],
         "grad of grad": torch.func.grad(lambda x: dot(gradient(x), v))(x),
@@ -248,10 +248,10 @@ def test_inverse_pair_and_derivatives_on_simulated_ranks(mesh: str, halves: bool
 def derived_on_ranks(rank: int, sizes: dict[str, int], axis: Any, halves: bool) -> tuple[dict[str, fs.Params], dict[str, At]]:
     known = of(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), axis, halves)
     full = TREES[halves]
-    collected = known.collect(fs.shard(full[0], known.spec))
+    collected = collect(known, fs.shard(full[0], known.spec))
     for name, got in collected.items():
         assert_close(got, full[0][name] if known._is_owner(name) else got.new_empty(0))
-    return derived(known, full), {name: known.owner(name) for name in collected}
+    return derived(known, full), {name: known.by_name[name].owner for name in collected}
 
 
 @at_most(1)

@@ -147,7 +147,7 @@ def test_ranks_work_at_the_same_time(axes: str, ranks: int) -> None:
     for group in known.groups:
         work = Counter[Any]()
         for name in group:
-            work[known.owner(name)] += known.by_name[name].cost  # pyright: ignore[reportArgumentType]
+            work[known.by_name[name].owner] += known.by_name[name].cost  # pyright: ignore[reportArgumentType]
         for owner in {*done, *work}:
             done[owner] = max(done[owner], before) + work[owner]  # pyright: ignore[reportArgumentType]
         before, last = last, max(done.values())

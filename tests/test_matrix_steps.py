@@ -10,7 +10,7 @@ import pytest
 import torch
 from depth import at_most, each
 from ranks import Pool
-from test_by_matrix import GRADS, MODEL, PARAMS, WANTED, matrices_on, spec_on
+from test_by_matrix import GRADS, MODEL, PARAMS, WANTED, collect, matrices_on, spec_on
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
@@ -275,7 +275,7 @@ def test_state_of_another_dtype_than_the_parameters() -> None:
         known = matrices_on(spec, "muon")
         init, update = fs.optim.by_matrix(begin, step, known, fallback=rest)
         _, state = update(grads, init(params), params)
-        momenta = known.collect({key: unit.slices["momentum"] for key, unit in state.items() if unit.slices})
+        momenta = collect(known, {key: unit.slices["momentum"] for key, unit in state.items() if unit.slices})
         assert_close(momenta, {name: GRADS[0][name].to(dtype).float() / 3 for name in momenta}, rtol=0, atol=0)
 
 
@@ -356,13 +356,12 @@ def test_what_does_not_fit() -> None:
     spec = spec_on(ALONE, "shard")
     known = fs.optim.matrices(spec)
     params = fs.shard(PARAMS, spec)
-    whole = known.collect(params)
-    name, key = "1.0.weight", known.by_name["1.0.weight"].unit.key
+    init, _ = fs.optim.muon(known)
+    key = known.by_name["1.0.weight"].unit.key
     bad: list[tuple[Any, str]] = [
-        (lambda: known.collect({"other": params[key]}), "'other' is no unit and no parameter of the spec"),
-        (lambda: known.collect({**params, key: params[key][1:]}), f"unit '{key}': expected this rank's slice of"),
-        (lambda: known.spread({n: x for n, x in whole.items() if n != "0.weight"} | {"x": whole[name]}), "'x' is no matrix"),
-        (lambda: known.spread({**whole, name: whole[name].mT}), f"matrix '{name}': expected"),
+        (lambda: init({"other": params[key]}), "'other' is no unit and no parameter of the spec"),
+        (lambda: init({"1.0.weight": params[key]}), "'1.0.weight' is a parameter of the spec: expected units"),
+        (lambda: init({**params, key: params[key][1:]}), f"unit '{key}': expected this rank's slice of"),
     ]
     layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
     two = fs.optim.matrices(fs.policies.whole(P("shard", align=1))(layers).on({"shard": ProcessAxis(2, 0)}))
@@ -371,7 +370,7 @@ def test_what_does_not_fit() -> None:
             lambda: two._check_sent_together({"0.weight": torch.ones(1), "1.weight": torch.ones(1).half()}),
             "'1.weight' is sent tog",
         ),
-        (lambda: two.collect({"": torch.ones(two.spec.shard_numel(two.spec.by_key[""]))}), "cannot communicate"),
+        (lambda: collect(two, {"": torch.ones(two.spec.shard_numel(two.spec.by_key[""]))}), "cannot communicate"),
     ]
     for call, match in bad:
         with pytest.raises(ValueError, match=match):

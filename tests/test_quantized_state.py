@@ -89,14 +89,13 @@ def decoded(state: Any, spec: fs.PartitionSpec, name: str, rank: int | None = No
 
 
 @at_most(1)
-@each(seed=[None, 3], ranks=[2, 3, 7], policy=["sharded", "whole"], codec=[CODEC, codecs.int8(BLOCK), codecs.nf4(BLOCK)])
-def test_values_depend_neither_on_ranks_nor_on_units(codec: Any, policy: str, ranks: int, seed: int | None) -> None:
+@each(ranks=[2, 3, 7], policy=["sharded", "whole"], codec=[CODEC, codecs.int8(BLOCK), codecs.nf4(BLOCK)])
+def test_values_depend_neither_on_ranks_nor_on_units(codec: Any, policy: str, ranks: int) -> None:
     """Bit for bit."""
-    options = {"codec": codec, "seed": seed if codec.takes_noise else None}
     alone = one_rank()
-    want, state = run_steps(alone, quantized(alone, **options))
+    want, state = run_steps(alone, quantized(alone, codec=codec))
     spec = POLICIES[policy](MODEL).on({"shard": ranks})
-    found = [run_steps(spec, quantized(spec, rank, **options), rank=rank) for rank in range(ranks)]
+    found = [run_steps(spec, quantized(spec, rank, codec=codec), rank=rank) for rank in range(ranks)]
     assert_close(join_ranks(spec, [params for params, _ in found]), fs.unshard(want, alone), rtol=0, atol=0)
     for name in ("exp_avg", "exp_avg_sq"):
         got = join_ranks(spec, [decoded(x, spec, name, rank, codec) for rank, (_, x) in enumerate(found)])
@@ -105,13 +104,13 @@ def test_values_depend_neither_on_ranks_nor_on_units(codec: Any, policy: str, ra
 
 @at_most(1)
 @batched
-@each(policy=POLICIES, seed=[None, 3])
-def test_simulated_ranks(policy: str, seed: int | None) -> None:
+@each(policy=POLICIES)
+def test_simulated_ranks(policy: str) -> None:
     """Also replicas, and optimizers around it; the padding of gradients does not matter."""
 
     def run(mesh: Any, rank: Tensor) -> Any:
         spec = POLICIES[policy](MODEL).on(mesh)
-        inner = optim.quantized_state(optim.from_torch(torch.optim.AdamW, **ADAMW), CODEC, spec=spec, at_least=1, seed=seed)
+        inner = optim.quantized_state(optim.from_torch(torch.optim.AdamW, **ADAMW), CODEC, spec=spec, at_least=1)
         optimizer = optim.chain(optim.ema(0.5), optim.clip_gradients(spec, 0.5), inner)
         params, state = run_steps(spec, optimizer)
         return (
@@ -121,7 +120,7 @@ def test_simulated_ranks(policy: str, seed: int | None) -> None:
         )
 
     alone = one_rank()
-    inner = quantized(alone, seed=seed)
+    inner = quantized(alone)
     params, state = run_steps(alone, optim.chain(optim.ema(0.5), optim.clip_gradients(alone, 0.5), inner))
     expected = [fs.unshard(x, alone) for x in (params, state.average, decoded(state.inner[-1], alone, "exp_avg_sq"))]
     got = fs.testing.spmd(run, {"replicate": 2, "shard": 2})(torch.arange(4))
@@ -134,28 +133,28 @@ DONATED: dict[str, Any] = {"donate": True, "inner": {"donate": True}}
 USUAL = {"sharded": DONATED, "mixed": {}}
 
 
-def on_real_ranks(rank: int, shape: tuple[int, int], path: Path, seed: int | None, policies: dict[str, dict[str, Any]]) -> None:
+def on_real_ranks(rank: int, shape: tuple[int, int], path: Path, policies: dict[str, dict[str, Any]]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     alone = one_rank()
     for policy, options in policies.items():
         spec = POLICIES[policy](MODEL).on(mesh)
-        params, state = run_steps(spec, quantized(spec, seed=seed, **options))
-        want, expected = run_steps(alone, quantized(alone, seed=seed))
+        params, state = run_steps(spec, quantized(spec, **options))
+        want, expected = run_steps(alone, quantized(alone))
         assert_close(fs.gather_full(params, spec), fs.unshard(want, alone), rtol=0, atol=0)
         found = fs.gather_full(decoded(state, spec, "exp_avg_sq"), spec)
         assert_close(found, fs.unshard(decoded(expected, alone, "exp_avg_sq"), alone), rtol=0, atol=0)
         fs.checkpoint.save(path / policy, {"params": params, "opt": state}, spec).wait()
         other = POLICIES["whole"](MODEL).on(mesh)
         params, state = (fs.checkpoint.load(path / policy, other, only=part) for part in ("params", "opt"))
-        params, _ = run_steps(other, quantized(other, seed=seed), 6, 4, (params, state))
-        want, _ = run_steps(alone, quantized(alone, seed=seed), 6)
+        params, _ = run_steps(other, quantized(other), 6, 4, (params, state))
+        want, _ = run_steps(alone, quantized(alone), 6)
         assert_close(fs.gather_full(params, other), fs.unshard(want, alone), rtol=0, atol=0)
 
 
-def check_saved(path: Path, seed: int | None, policies: dict[str, dict[str, Any]]) -> None:
+def check_saved(path: Path, policies: dict[str, dict[str, Any]]) -> None:
     """What several ranks saved is on one rank the bytes of a run there, and goes on."""
     alone = one_rank()
-    expected = run_steps(alone, quantized(alone, seed=seed))
+    expected = run_steps(alone, quantized(alone))
     for policy in policies:
         for like in (None, {"params": expected[0], "opt": expected[1]}):
             found = fs.checkpoint.load(path / policy, alone, like=like)
@@ -166,15 +165,15 @@ def check_saved(path: Path, seed: int | None, policies: dict[str, dict[str, Any]
 
 def test_real_ranks_and_checkpoints(gloo2: Pool, tmp_path: Path) -> None:
     """The bits of one rank, with FSDP and HSDP; saved, loaded with other units and ranks, and gone on with."""
-    gloo2.run(on_real_ranks, (1, 2), tmp_path, 3, USUAL)
-    check_saved(tmp_path, 3, USUAL)
+    gloo2.run(on_real_ranks, (1, 2), tmp_path, USUAL)
+    check_saved(tmp_path, USUAL)
 
 
 @seldom
 def test_four_real_ranks_and_checkpoints(gloo4: Pool, tmp_path: Path) -> None:
     every = {**USUAL, "replicated": {}}
-    gloo4.run(on_real_ranks, (2, 2), tmp_path, None, every)
-    check_saved(tmp_path, None, every)
+    gloo4.run(on_real_ranks, (2, 2), tmp_path, every)
+    check_saved(tmp_path, every)
 
 
 def local_ranks(rank: int, path: Path) -> None:
@@ -182,11 +181,11 @@ def local_ranks(rank: int, path: Path) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
     spec = fs.policies.whole(sliced(None, local={"expert": 0}))(nn.Linear(8, 8, bias=False)).on(mesh)
     params = fs.shard({"weight": torch.arange(128.0).view(16, 8)}, spec)
-    init, update = quantized(spec, seed=1)
+    init, update = quantized(spec)
     params, state = update({"": params[""].sin()}, init(params), params)
     wide = optim.decode_state(state, CODEC, spec=spec)
     fs.checkpoint.save(path, {"params": params, "opt": wide}, spec).wait()
-    again = optim.encode_state(fs.checkpoint.load(path, spec)["opt"], CODEC, spec=spec, at_least=1, seed=1)
+    again = optim.encode_state(fs.checkpoint.load(path, spec)["opt"], CODEC, spec=spec, at_least=1)
     assert_close(again[""]["exp_avg"], state[""]["exp_avg"], rtol=0, atol=0)
     whole = fs.gather_full(decoded(state, spec, "exp_avg"), spec)["weight"]
     assert_close(whole, 0.1 * torch.arange(128.0).view(16, 8).sin(), rtol=0, atol=0.03 * 0.1)
@@ -453,29 +452,6 @@ def test_padding_does_not_matter() -> None:
     assert_close(again, new, rtol=0, atol=0)
 
 
-@seldom
-def test_stochastic_rounding_is_right_in_the_mean() -> None:
-    """Momentum far below a level's distance: rounding to the nearest loses it, and rounding at random keeps it."""
-    spec, params = one_unit(4096)
-    sums: dict[Any, Tensor] = {}
-    for seed in (None, 0, 1):
-        sgd = optim.from_torch(torch.optim.SGD, lr=0.0, momentum=1.0)
-        init, update = optim.quantized_state(sgd, codecs.dynamic8(), spec=spec, at_least=1, seed=seed)
-        grads, state = torch.full((4096,), 1e-3), init(params)
-        grads[::256] = 0.0
-        start = torch.full((4096,), 0.5)
-        start[::256] = 1.0
-        _, state = update({"": start}, state, params)
-        for _ in range(100):
-            _, state = update({"": grads}, state, params)
-        found = optim.decode_state(state, codecs.dynamic8(), spec=spec)[""]["momentum_buffer"]
-        sums[seed] = found[torch.arange(4096) % 256 > 0]
-    assert (sums[None] - 0.5).abs().max() < 0.004
-    for seed in (0, 1):
-        assert abs(sums[seed].mean() - 0.6) < 0.002
-    assert not torch.equal(sums[0], sums[1])
-
-
 @each(dtype=[torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     """The state is decoded in its own dtype."""
@@ -524,7 +500,7 @@ def loss(params: fs.Params, x: Tensor, spec: fs.PartitionSpec) -> Tensor:
 def test_compositions_and_steps_on_one_rank() -> None:
     """apply_if_finite, accumulate_steps, schedule_lr, update_in_backward and scan are the same steps by hand."""
     spec = one_rank()
-    made = quantized(spec, seed=1)
+    made = quantized(spec)
     x = torch.randn(4, 9)
     params = fs.shard(FULL, spec)
     grads = fs.grad(loss)(params, x, spec)
@@ -569,7 +545,7 @@ def test_frozen_and_tied_units() -> None:
 def test_ensembles() -> None:
     """Under a vmap of the user's over gradients and parameters, also with a donating optimizer."""
     spec = one_rank("whole")
-    for options in ({}, {"seed": 2, "donate": True}):
+    for options in ({}, {"donate": True}):
         made = quantized(spec, **options)
         params = fs.shard(FULL, spec)
 
@@ -586,9 +562,7 @@ def test_ensembles() -> None:
 
 @pytest.mark.filterwarnings(f"ignore:{IMPORT}")
 @seldom
-@pytest.mark.parametrize(
-    ("backend", "options"), [("aot_eager", {}), ("aot_eager", {"seed": 3, "donate": True}), ("inductor", {})]
-)
+@pytest.mark.parametrize(("backend", "options"), [("aot_eager", {}), ("aot_eager", {"donate": True}), ("inductor", {})])
 def test_a_compiled_step(backend: str, options: dict[str, Any]) -> None:
     """One graph, with the bits of the eager step; by inductor nearly, because an update's last bit can choose another code."""
     spec = one_rank("whole")
@@ -657,8 +631,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (ValueError, "does not encode each block", lambda: make(codec=codecs.nf4(BLOCK, double_quant=True))),
         (ValueError, "does not encode each block", lambda: make(codec=fs.Codec(float8, lambda x, scale: x.float() * scale))),
         (TypeError, "codec: expected a Codec", lambda: make(codec="int8")),
-        (ValueError, "rounds to the nearest only", lambda: make(codec=codecs.nf4(BLOCK), seed=0)),
-        (TypeError, "seed: expected a whole number, got 1.5", lambda: make(seed=1.5)),
+        (TypeError, "unexpected keyword argument 'seed'", lambda: make(seed=1)),
         (TypeError, "expected a state by unit key", lambda: make(optim.muon(spec, lr=0.1)).init(params)),
         (TypeError, "what is made of optimizers goes around", lambda: make(optim.ema(0.5)(adamw)).init(params)),
         (TypeError, "gradient transformation", lambda: make(optim.clip_gradients(spec, 1.0))),
@@ -668,8 +641,6 @@ def test_what_does_not_fit_is_refused() -> None:
         (TypeError, "expected a state by unit key", lambda: make((lambda p: (), lambda g, s, p: (p, s))).init(params)),
         (ValueError, "'0.weight' is no unit", lambda: make().init(FULL)),
         (ValueError, r"in dynamic8\(block=8\)", lambda: make(codec=codecs.dynamic8(8)).update(grads, state, params)),
-        (ValueError, "got one without a count", lambda: make(seed=1).update(grads, state, params)),
-        (ValueError, "got one that counts", lambda: make().update(grads, make(seed=1).init(params), params)),
         (ValueError, "unit '0' has a state and no gradient", lambda: made.update({}, state, params)),
         (ValueError, "unit '0' has no state", lambda: made.update(grads, {}, params)),
         (ValueError, "unit '9' has a gradient and is not in", lambda: made.update({**grads, "9": grads["0"]}, state, params)),

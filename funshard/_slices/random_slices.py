@@ -88,11 +88,6 @@ def draw_normal(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([radii * angles.cos(), radii * angles.sin()], -1).to(dtype)
 
 
-def draw_uniform(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return numbers in [0, 1), of the upper 24 bits of random 32-bit words: float32 has no more."""
-    return (torch.stack([*words], -1) >> 8).to(torch.float32).mul(2.0**-24).to(dtype)
-
-
 def hash_text(name: str) -> int:
     """Return the FNV-1a hash of a text as a signed 64-bit number, the same in every process."""
     number = 0xCBF29CE484222325

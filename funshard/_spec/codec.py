@@ -42,15 +42,13 @@ class Codec(Option):
 
     ``block`` is the number of elements that it encodes together. Parameters and slices at rest in it (`P`) start at multiples
     of that, so that no block straddles two of them. ``takes_dtype`` says that ``decode`` takes the ``dtype`` to decode to as a
-    keyword, ``takes_noise`` that ``encode`` takes ``noise``: numbers in [0, 1), by which it rounds each element up or down so
-    that the mean is the element. ``name`` is its printed form. `funshard.codecs` has some.
+    keyword. ``name`` is its printed form. `funshard.codecs` has some.
     """
 
     encode: Callable[..., tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
     block: int = field(default=1, kw_only=True)
     takes_dtype: bool = field(default=False, kw_only=True)
-    takes_noise: bool = field(default=False, kw_only=True)
     name: str = field(default="", kw_only=True)
     _encodings: dict[tuple[int, torch.dtype], tuple[int, Encoding]] = field(default_factory=dict, init=False, compare=False)
 

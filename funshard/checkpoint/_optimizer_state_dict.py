@@ -14,8 +14,7 @@ from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._sharding.full import gather_stored
 from .._spec.local import describe_pieces
-from ..optim._checks import State, copy_like, refuse_encoded
-from ..optim._options import ParamOptions, group_by_options
+from ..optim._checks import ParamOptions, State, copy_like, group_by_options, refuse_encoded
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._state.leaves import clean_name
 from ._state.tree import Description, rebuild

@@ -127,7 +127,7 @@ def int8(block: int = 64) -> Codec:
     """
     check_block(block, 1)
     to, back = _ToInt8(block), _FromInt8(block)
-    return Codec(to, back, block=block, takes_dtype=True, takes_noise=True, name=f"int8(block={block})")
+    return Codec(to, back, block=block, takes_dtype=True, name=f"int8(block={block})")
 
 
 def nf4(block: int = 64, *, double_quant: bool = False) -> Codec:
@@ -162,11 +162,9 @@ class _ToInt8:
 
     block: int
 
-    def __call__(self, x: Tensor, *, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ratios, absmax = block_ratios(x, self.block)
-        numbers = ratios.mul_(127).flatten()[: len(x)]
-        numbers = numbers.round_() if noise is None else (numbers + noise).floor_()
-        return numbers.to(torch.int8), absmax, x.new_empty(len(x), 0)
+        return ratios.mul_(127).flatten()[: len(x)].round_().to(torch.int8), absmax, x.new_empty(len(x), 0)
 
 
 @dataclass(frozen=True)
@@ -254,7 +252,7 @@ def dynamic8(block: int = 256) -> Codec:
     """
     check_block(block, 1)
     to, back = _ToDynamic(block), _FromDynamic(block)
-    return Codec(to, back, block=block, takes_dtype=True, takes_noise=True, name=f"dynamic8(block={block})")
+    return Codec(to, back, block=block, takes_dtype=True, name=f"dynamic8(block={block})")
 
 
 @dataclass(frozen=True)
@@ -263,16 +261,12 @@ class _ToDynamic:
 
     block: int
 
-    def __call__(self, x: Tensor, *, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ratios, absmax = block_ratios(x, self.block)
         rows = F.pad(x, (0, -len(x) % self.block)).view(-1, self.block)
         unsigned = (rows.amin(1) >= 0) & (absmax > 0)
         ratios, column = ratios.float(), unsigned.to(torch.int32)[:, None]
-        levels = _nearest_levels(ratios, column)
-        if noise is not None:
-            noise = F.pad(noise, (0, -len(x) % self.block)).view(-1, self.block)
-            levels = _round_stochastically(ratios, levels, noise)
-        levels = levels.maximum((rows > 0) * (257 * column))
+        levels = _nearest_levels(ratios, column).maximum((rows > 0) * (257 * column))
         codes = ((levels - _ZERO * (1 - column)) & 255).to(torch.uint8).flatten()[: len(x)]
         return codes, torch.where(unsigned, -absmax, absmax), x.new_empty(len(x), 0)
 
@@ -298,13 +292,6 @@ def _nearest_levels(ratios: Tensor, unsigned: Tensor) -> Tensor:
     keys = (_torch.view_as_dtype(ratios, torch.int32) >> 16) & 0xFFFF
     levels = _look_up("by_key", keys + (unsigned << 16))
     return levels + (ratios > _look_up("middles", levels))
-
-
-def _round_stochastically(ratios: Tensor, nearest: Tensor, noise: Tensor) -> Tensor:
-    """Return one of the two levels around each ratio, so that the mean over the noise in [0, 1) is the ratio."""
-    lower = nearest - (ratios < _look_up("levels", nearest)).to(torch.int32)
-    low, high = _look_up("levels", lower), _look_up("levels", (lower + 1).minimum(lower | 255))
-    return lower + (noise * (high - low) < ratios - low).to(torch.int32)
 
 
 def _look_up(name: str, indices: Tensor) -> Tensor:
@@ -336,7 +323,6 @@ def _middles(levels: list[float]) -> tuple[float, ...]:
 
 _SMALL_TABLES = {
     "decoded": (*_SIGNED[_ZERO:], *_SIGNED[:_ZERO], *_UNSIGNED),
-    "levels": (*_SIGNED, *_UNSIGNED),
     "signed": _middles(_SIGNED),
     "unsigned": _middles(_UNSIGNED),
     "middles": (*_middles(_SIGNED), math.inf, *_middles(_UNSIGNED), math.inf),

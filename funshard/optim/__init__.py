@@ -1,9 +1,8 @@
 """Optimizers as pure functions over shards: rules, torch's, and of whole matrices, and what composes them; norms and trees."""
 
 from .._spec.unit_state import UnitState
-from ._by_matrix.optimizer import by_matrix
 from ._by_matrix.rules import adafactor, muon, orthogonal, shampoo, soap
-from ._by_matrix.step import MatrixState
+from ._by_matrix.step import MatrixState, by_matrix
 from ._checks import Optimizer, QuantizedSlice
 from ._compose import accumulate_steps, apply_if_finite, chain, clip_gradients, ema, schedule_lr
 from ._from_torch import from_torch

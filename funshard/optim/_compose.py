@@ -92,11 +92,9 @@ def chain(*links: Pair | Link) -> Optimizer:
     `checkpoint.optimizer_state_dict`, take its last entry.
 
     Args:
-        *links: Pairs ``(init, update)``, functions of an optimizer, and the optimizer, which is last. Without an optimizer, of
-            pairs such as `clip_gradients` returns, the result is such a pair.
-
-    Returns:
-        An `Optimizer`. ``update(grads, state, params, **rates)`` passes ``rates``, such as ``lr=``, to the last pair.
+        *links: Pairs ``(init, update)``, functions of an optimizer, and the optimizer, which is last, and to which
+            ``update(..., **rates)`` passes rates such as ``lr=``. Without it, of pairs such as `clip_gradients` returns, the
+            result is such a pair.
 
     Example:
         >>> import torch, funshard as fs
@@ -188,15 +186,11 @@ class AccumulationState(NamedTuple):
 def accumulate_steps(k: int) -> Link:
     """Return a link whose optimizer takes one step for every k updates, with the mean of their gradients.
 
-    The others return the given parameters. For gradients that come one by one; `accumulate` takes micro-batches together, sums
-    without keeping a sum between steps, and counts tokens. Whether it steps is a branch on the host, so inside `compile` and
-    torch.compile the update breaks the graph.
+    The others return the given parameters. For gradients that come one by one; `accumulate` takes micro-batches together.
+    Whether it steps is a branch on the host, so inside `compile` and torch.compile the update breaks the graph.
 
     Args:
         k: The number of updates for one step, at least 1 (otherwise ValueError).
-
-    Returns:
-        A function of an optimizer, for `chain`. The state is an `AccumulationState`.
 
     Example:
         >>> import torch, funshard as fs
@@ -258,9 +252,6 @@ def ema(decay: float | Callable[[Tensor], float | Tensor], *, dtype: torch.dtype
         dtype: The dtype of the average; by default that of the parameters, and float32 for narrower ones: bfloat16 would round
             each step of the average away.
 
-    Returns:
-        A function of an optimizer, for `chain`. The state is an `EmaState`, whose average begins as a copy of the parameters.
-
     Example:
         >>> import torch, funshard as fs
         >>> init, update = fs.optim.chain(fs.optim.ema(0.75), fs.optim.sgd(1.0))
@@ -306,9 +297,6 @@ def apply_if_finite(spec: PartitionSpec, *, max_consecutive: int | None = None) 
         spec: The spec of the gradients.
         max_consecutive: How many steps in a row may be skipped. One more is a FloatingPointError on all ranks, before anything
             changes; optax applies that step, which makes the parameters NaN. Not in a graph: read ``state.consecutive`` there.
-
-    Returns:
-        A function of an optimizer, for `chain`. The state is a `FiniteState`.
 
     Example:
         >>> import torch, funshard as fs
@@ -398,11 +386,7 @@ def schedule_lr(rate: Callable[[Tensor], float | Tensor]) -> Link:
 
     Args:
         rate: A function of the step, a 0-D int64 tensor that counts from 0, such as `schedule` returns. One of tensor
-            operations, ``lambda step: 0.1 * 0.99**step``, can be part of a graph of `compile`.
-
-    Returns:
-        A function of an optimizer, for `chain`. The state is a `ScheduleState`. Its update refuses an ``lr=`` (TypeError) and
-        passes others on.
+            operations, ``lambda step: 0.1 * 0.99**step``, can be part of a graph of `compile`. An ``lr=`` beside it is refused.
 
     Example:
         >>> import torch, funshard as fs

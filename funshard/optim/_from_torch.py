@@ -18,6 +18,8 @@ from .._spec.unit_state import UnitState, replace_values
 from .._torch.phases import phase
 from ._checks import (
     Optimizer,
+    OptionRanges,
+    ParamOptions,
     State,
     StateMapping,
     Tensors,
@@ -26,10 +28,13 @@ from ._checks import (
     check_slots,
     check_trees,
     copy_like,
+    find_updated,
     named_tensors,
+    option_ranges,
     refuse_shared_memory,
+    scale_lr,
+    split_by_options,
 )
-from ._options import OptionRanges, ParamOptions, find_updated, join_ranges, option_ranges, scale_lr, split_by_options
 
 InitialState = Callable[[Tensor], Tensors]
 """A function from a vector to its state before the first step."""
@@ -41,6 +46,7 @@ STATE_FROM_RATE: Mapping[type[torch.optim.Optimizer], str] = {ASGD: "eta", Rprop
 """The state that torch creates in the first step, from the learning rate of that step."""
 NUMBERS_FROM: Mapping[type[torch.optim.Optimizer], set[str]] = {
     ASGD: {"lr", "lambd", "alpha", "t0"},
+    Adagrad: {"initial_accumulator_value"},
     NAdam: {"betas", "momentum_decay"},
 }
 """The options from which torch computes numbers in a state. A unit has one number for all of its parameters."""
@@ -48,25 +54,17 @@ RULES = "optim.sgd, adam, adamw, lion, rmsprop or adagrad, which are pure functi
 
 
 class _Config(NamedTuple):
-    """The arguments of `from_torch`, and what follows from them."""
+    """The arguments of `from_torch`, with the distinct options, the ranges by unit, and the names of state and its numbers."""
 
     cls: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
     initial: InitialState | None
     donate: bool
     groups: list[Mapping[str, Any]]
-    """The options that each group has instead of the defaults."""
     ranges: Mapping[str, OptionRanges] | None
-    """By unit, with a spec."""
-    names: list[frozenset[str]]
-    """The state's names, by group."""
+    names: frozenset[str]
     numbers: frozenset[str]
-    """The names of state that is one number a unit."""
     lr: Any
-    """The default learning rate."""
-
-    def __repr__(self) -> str:
-        return f"<{self.cls.__name__}>"
 
 
 def from_torch(
@@ -97,16 +95,7 @@ def from_torch(
         donate: Write the results into ``params`` and ``state`` and return their memory in other tensors; using the given ones
             afterwards is a RuntimeError (not inside torch.compile). Views of them show the new values; some kernels write
             ``grads`` as well.
-        **defaults: The arguments of ``optimizer_class``.
-
-    Returns:
-        An `Optimizer`. ``update(..., lr=)`` is a step's own learning rate.
-
-    Raises:
-        ValueError: The optimizer needs whole tensors, or torch refuses an option; `update` raises it, naming the unit, before
-            anything changes.
-        TypeError: As ValueError, for wrong types.
-        RuntimeError: `update` would lose a derivative.
+        **defaults: The arguments of ``optimizer_class``. ``update(..., lr=)`` is a step's own learning rate.
 
     Example:
         >>> import torch, funshard as fs
@@ -130,22 +119,30 @@ def from_torch(
             cls([torch.empty(0)], **{**defaults, **overrides})
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"options of parameter '{name}', {dict(overrides)}: {error}") from error
-        if own := NUMBERS_FROM.get(cls, set()).intersection(overrides):
+        is_other = _begin(cls, torch.empty(0), {**defaults, **overrides}, initial).keys() != start.keys()
+        if own := [*overrides] if is_other else [*NUMBERS_FROM.get(cls, set()).intersection(overrides)]:
             raise ValueError(
-                f"options of parameter '{name}': {cls.__name__} computes a number of the unit's state from '{min(own)}': "
-                "expected one for all parameters, or a second optimizer for those that fs.partition(params, spec) sets apart"
+                f"options of parameter '{name}': {cls.__name__} computes a number of the unit's state from '{min(own)}', or "
+                "whether there is one: expected one for all parameters, or a second optimizer for those that "
+                "fs.partition(params, spec) sets apart"
             )
 
+    start = _begin(cls, torch.empty(0), defaults, initial)
+    numbers = frozenset(name for name, x in start.items() if not x.dim())
     groups, ranges = option_ranges("from_torch", spec, options, check)
-    starts = [_begin(cls, torch.empty(0), {**defaults, **group}, initial) for group in groups]
-    numbers = frozenset(name for start in starts for name, t in start.items() if t.dim() == 0)
     if len(groups) > 1 and initial is not None and numbers - {"step"}:
         raise ValueError(f"from_torch: {cls.__name__} has numbers in its state, {sorted(numbers)}: expected options=None")
-    config = _Config(cls, defaults, initial, donate, groups, ranges, [frozenset(start) for start in starts], numbers, lr)
+    config = _Config(cls, defaults, initial, donate, groups, ranges, frozenset(start), numbers, lr)
 
     def init(params: Tensors) -> State:
-        updated = find_updated(config.ranges, params)
-        return {key: _init_unit(config, updated[key], x) if key in updated else UnitState({}, ()) for key, x in params.items()}
+        updated = find_updated(ranges, params)
+        state: State = {}
+        for key, x in params.items():
+            values = _begin(cls, x.detach(), defaults, initial) if key in updated else {}
+            if _torch.is_pinned(x):  # as what it is kept beside
+                values = {name: value if name in numbers else copy_like(x, value) for name, value in values.items()}
+            state[key] = UnitState(values, numbers.intersection(values))
+        return state
 
     def update(
         grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
@@ -190,23 +187,6 @@ def _begin(
     return dict(optimizer.state[piece])
 
 
-def _init_unit(config: _Config, ranges: OptionRanges, tensor: Tensor) -> UnitState:
-    parts = [
-        _begin(config.cls, piece, {**config.defaults, **config.groups[group]}, config.initial)
-        for group, piece in split_by_options(tensor.detach(), ranges)
-    ]
-    values: dict[str, Tensor] = {}
-    for name, first in {name: x for part in reversed(parts) for name, x in part.items()}.items():
-        if name in config.numbers:
-            values[name] = first
-            continue
-        zeros = torch.zeros_like(tensor.detach(), dtype=first.dtype)
-        values[name] = join_ranges(zeros, ranges, [part.get(name) for part in parts])
-        if _torch.is_pinned(tensor):  # as what it is kept beside
-            values[name] = copy_like(tensor, values[name])
-    return UnitState(values, config.numbers.intersection(values))
-
-
 def _refuse_tracked(config: _Config, tensors: Iterable[tuple[str, Tensor]], rates: Iterable[tuple[str, Tensor]]) -> None:
     """Raise RuntimeError if a tensor is differentiated, or an option batched: torch's kernels would lose that silently."""
     for what, tensor in (*tensors, *rates):
@@ -227,9 +207,8 @@ def _update(
 ) -> tuple[Params, State]:
     check_rate(lr, "lr")
     ranges = find_updated(config.ranges, params)
-    names = {key: frozenset[str]().union(*(config.names[i] for i in found.groups)) for key, found in ranges.items()}
     check_trees(params, grads, state, ranges)
-    check_slots(params, state, names, config.numbers)
+    check_slots(params, state, dict.fromkeys(ranges, config.names), config.numbers)
     given = [*named_tensors(grads, state, params)]
     named = [("lr", lr), *config.defaults.items(), *(option for group in config.groups for option in group.items())]
     _refuse_tracked(config, given, [(name, x) for name, x in named if isinstance(x, Tensor)])
@@ -291,10 +270,8 @@ def _state_of_range(config: _Config, values: Tensors, ranges: OptionRanges, at: 
     """Return the state of range ``at``, as views; each range after the first one with a number counts up a copy of it."""
     if not ranges.ranges:
         return dict(values)
-    group, part = ranges.ranges[at]
-    counted = frozenset[str]().union(*(config.names[other] for other, _ in ranges.ranges[:at]))
-    own = {name: x for name, x in values.items() if name in config.names[group]}
-    return {name: x[part] if name not in config.numbers else x.clone() if name in counted else x for name, x in own.items()}
+    _, part = ranges.ranges[at]
+    return {name: x[part] if name not in config.numbers else x.clone() if at else x for name, x in values.items()}
 
 
 def _state_to_step(config: _Config, given: Tensors, lr: Any) -> dict[str, Tensor]:

@@ -19,22 +19,21 @@ from .._slices.pieces import check_slice, map_unpadded, split_by_param
 from .._spec.local import distinct_axes
 from .._wire.host import compute_device
 from ..collectives._agree import Comparison, RankLines, find_host_groups
-from ..collectives._functions import gather_slices, sum_shards, vary
+from ..collectives._functions import gather_slices, sum_shards
 from ..collectives._world import check_spans_world
-from ._checks import check_tensors
+from ._checks import check_tensors, vary_over
 
 
 def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2.0) -> Tensor:
     """Return the p-norm of all elements of the whole tensors, the same on every rank.
 
-    Slices are summed over the axes that a unit is split over; replicas count once; padding does not count, whatever its values.
-    Sends a scalar for each set of axes. Differentiable at every order; with respect to shards it counts once for all ranks, as
-    `collectives.sum_shards`. Shards that are scaled by it inside a derivative take ``vary(norm, axis, reduce="sum")`` of it, as
-    in `clip_by_global_norm`. Equal to ``torch.nn.utils.get_total_norm`` of the gathered tree.
+    Slices are summed over the axes that a unit is split over, by a collective for each; replicas count once, padding never.
+    Differentiable at every order; with respect to shards it counts once for all ranks, as `collectives.sum_shards`. Shards that
+    are scaled by it inside a derivative take ``vary(norm, axis, reduce="sum")`` of it, as in `clip_by_global_norm`. Equal to
+    ``torch.nn.utils.get_total_norm`` of the gathered tree.
 
     Args:
-        tree: This rank's slices by unit key, or by parameter name full tensors, of local parameters whole ones or this rank's
-            pieces; some or all. For example gradients.
+        tree: Gradients, say: this rank's slices by unit key, or by parameter name full tensors or this rank's local pieces.
         spec: The spec of the slices.
         p: The order of the norm, > 0 or ``math.inf``.
 
@@ -73,9 +72,6 @@ def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) 
         a: Slices by unit key, or full tensors by parameter name.
         b: A tree with the keys and shapes of ``a``.
         spec: The spec of the slices.
-
-    Returns:
-        A scalar.
 
     Example:
         >>> import torch, funshard as fs
@@ -153,7 +149,7 @@ def scale_to_norm(tree: Mapping[str, Tensor], max_norm: float | Tensor, norm: Te
     for key, tensor in tree.items():
         axes = distinct_axes(spec.owner(key), tensor, sizes)
         if axes not in scales:
-            scales[axes] = functools.reduce(lambda x, name: vary(x, spec.bound_mesh[name], reduce="sum"), axes, scale)
+            scales[axes] = vary_over(scale, axes, spec)
         out[key] = tensor * scales[axes].to(tensor.device, tensor.dtype)
     return out
 
@@ -317,10 +313,7 @@ def axpy(a: float | Tensor, x: Mapping[str, Tensor], y: Mapping[str, Tensor]) ->
     Args:
         a: A number, or a scalar tensor: the same on all ranks. Its derivative is each rank's own (`collectives.vary`).
         x: A tree, such as shards.
-        y: A tree with the keys and shapes of ``x``.
-
-    Returns:
-        A tree with the dtypes of ``y``.
+        y: A tree with the keys and shapes of ``x``, and the dtypes of the result.
 
     Example:
         >>> import torch, funshard as fs

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +15,6 @@ from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._slices.pieces import zero_padding
-from .._slices.random_slices import draw_like, draw_uniform, hash_text
 from .._spec.codec import Codec
 from .._spec.unit_state import UnitState, replace_values
 from ._checks import Optimizer, QuantizedSlice, Tensors, copy_like, refuse_shared_memory
@@ -26,26 +23,19 @@ from ._compose import Pair, check_optimizer
 CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 22
 """The number of elements that are encoded or decoded at once, some 30 bytes each: in a CPU's cache, and on a device."""
 ROUNDING = "rounding_step"
-"""The name of the number in a unit's state that counts stochastic roundings."""
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-"""An odd number, so that each step has a random stream of its own."""
+"""A number in older states, which counted stochastic roundings."""
 
 
 # --- A slice in a codec ---
 
 
-def _encode_slice(x: Tensor, codec: Codec, noise: Tensor | None = None) -> QuantizedSlice:
-    """Encode a slice, chunk by chunk, rounded by ``noise`` as `Codec` says, or to the nearest without it."""
-    length = _chunk_length(len(x), codec, x.device)
-    noises = [None] * -(-len(x) // length) if noise is None else noise.split(length)
-    parts: list[QuantizedSlice] = []
-    for part, one in zip(x.split(length), noises, strict=True):
-        used = codec if one is None else dataclasses.replace(codec, encode=functools.partial(codec.encode, noise=one))
-        codes, scales, *_ = used._encode_slice(part)
-        if scales.dtype != x.dtype:
-            raise TypeError(f"{codec}: expected scales in the dtype of the slice, {x.dtype}, got {scales.dtype}")
-        parts.append(QuantizedSlice(codes, scales))
-    return parts[0] if len(parts) == 1 else QuantizedSlice(*map(torch.cat, zip(*parts, strict=True)))
+def _encode_slice(x: Tensor, codec: Codec) -> QuantizedSlice:
+    """Encode a slice, chunk by chunk."""
+    parts = [codec._encode_slice(part)[:2] for part in x.split(_chunk_length(len(x), codec, x.device))]
+    codes, scales = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    if scales.dtype != x.dtype:
+        raise TypeError(f"{codec}: expected scales in the dtype of the slice, {x.dtype}, got {scales.dtype}")
+    return QuantizedSlice(codes, scales)
 
 
 def _decode_slice(x: QuantizedSlice, codec: Codec) -> Tensor:
@@ -78,9 +68,7 @@ def _chunk_length(numel: int, codec: Codec, device: torch.device) -> int:
 # --- The state of a unit ---
 
 
-def _check_arguments(
-    who: str, codec: object, spec: PartitionSpec, at_least: int | None = None, seed: int | None = None
-) -> None:
+def _check_arguments(who: str, codec: object, spec: PartitionSpec, at_least: int | None = None) -> None:
     """Raise TypeError or ValueError unless the codec encodes each block by itself, and no block straddles parameters."""
     check_spec(spec)
     if not isinstance(codec, Codec):
@@ -93,11 +81,6 @@ def _check_arguments(
             f"{who}: {codec} does not encode each block of {codec.block} elements by itself, so that the state would depend on "
             "the number of ranks: expected codes and one scale for each block, as of codecs.dynamic8()"
         )
-    for name, value in (("at_least", at_least), ("seed", seed)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{who}: {name}: expected a whole number, got {value!r}")
-    if seed is not None and not codec.takes_noise:
-        raise ValueError(f"{who}: {codec} rounds to the nearest only: expected seed=None, or codecs.dynamic8()")
     for unit in spec:
         if unit.requires_grad and _encodes(unit, at_least):
             _check_blocks(who, codec, unit)
@@ -130,9 +113,7 @@ def _find_units(who: str, state: object, spec: PartitionSpec) -> Mapping[str, Ma
     return state
 
 
-def _encoded_slots(
-    key: str, values: Mapping[str, Any], spec: PartitionSpec, codec: Codec, at_least: int, seed: int | None
-) -> list[str]:
+def _encoded_slots(key: str, values: Mapping[str, Any], spec: PartitionSpec, codec: Codec, at_least: int) -> list[str]:
     """Return the names of the encoded slices in a unit's state; raise ValueError for a state of another form."""
     slots = [name for name, x in values.items() if isinstance(x, QuantizedSlice)]
     if not slots and key in spec.by_key and _encodes(spec.by_key[key], at_least):
@@ -143,12 +124,6 @@ def _encoded_slots(
                     f"'{name}' of unit '{key}' is {x.dtype} and not in {codec}: expected the state of init(params) or of an "
                     "update; optim.encode_state of what optim.decode_state returns is one"
                 )
-    if slots and (ROUNDING in values) != (seed is not None):
-        got = "one that counts its roundings" if seed is None else "one without a count of roundings"
-        raise ValueError(
-            f"unit '{key}': expected a state of an optimizer with seed={seed}, got {got}; decode_state and "
-            "encode_state(..., seed=) convert it"
-        )
     return slots
 
 
@@ -159,30 +134,20 @@ def _encode_unit(
     spec: PartitionSpec,
     codec: Codec,
     before: Mapping[str, Any] | None = None,
-    seed: int | None = None,
 ) -> UnitState:
-    """Return a unit's state with these slots encoded: where ``before`` is, and rounded at random if it counts roundings."""
-    count, bound = None if before is None else before.get(ROUNDING), bind_spec(spec)
+    """Return a unit's state with these slots encoded, in pinned memory if ``before`` is."""
     out = dict(values)
     for name in slots:
-        x = zero_padding(values[name].detach(), unit, bound)
-        noise = None
-        if count is not None:  # a number in [0, 1) for each element, the same however the parameters are sharded
-            like = torch.empty(len(x), dtype=torch.float32, device=x.device)
-            noise = draw_like(like, unit.key, bound, count * _STEP + hash_text(f"{seed} {name}"), draw_uniform, None)
-        encoded = _encode_slice(x, codec, noise)
+        encoded = _encode_slice(zero_padding(values[name].detach(), unit, bind_spec(spec)), codec)
         place = values[name] if before is None else before[name].codes
         if _torch.is_pinned(place):
             encoded = QuantizedSlice(*(copy_like(place[: len(part)], part) for part in encoded))
         out[name] = encoded
-    numbers = getattr(values, "numbers", ())
-    if count is None:
-        return UnitState(out, numbers)
-    return UnitState({**out, ROUNDING: count + 1}, {*numbers, ROUNDING})
+    return UnitState(out, getattr(values, "numbers", ()))
 
 
 def _decode_unit(unit: Unit, values: Mapping[str, Any], spec: PartitionSpec, codec: Codec) -> UnitState:
-    """Return a unit's state with decoded slices, without the count of roundings."""
+    """Return a unit's state with decoded slices, as of the optimizer inside."""
     bound = bind_spec(spec)
     out: dict[str, Any] = {name: x for name, x in values.items() if name != ROUNDING}
     for name, x in out.items():
@@ -210,7 +175,6 @@ def encode_state(
     *,
     spec: PartitionSpec,
     at_least: int = 4096,
-    seed: int | None = None,
 ) -> dict[str, UnitState]:
     """Return an elementwise state, such as one of a float32 checkpoint, encoded as `quantized_state` keeps it.
 
@@ -221,7 +185,6 @@ def encode_state(
         codec: The codec of `quantized_state`.
         spec: The spec of the state.
         at_least: The fewest elements of a unit whose state is encoded.
-        seed: The seed of `quantized_state`. Any seed adds the count of roundings that it needs.
 
     Example:
         >>> import torch, funshard as fs
@@ -230,7 +193,7 @@ def encode_state(
         >>> {name: (part.dtype, len(part)) for name, part in state[""]["exp_avg"]._asdict().items()}
         {'codes': (torch.uint8, 4096), 'scales': (torch.float32, 16)}
     """
-    _check_arguments("encode_state", codec, spec, at_least, seed)
+    _check_arguments("encode_state", codec, spec, at_least)
     out: dict[str, UnitState] = {}
     for key, values in _find_units("encode_state", state, spec).items():
         out[key] = new = UnitState(values, {name for name, x in values.items() if isinstance(x, Tensor) and not x.dim()})
@@ -250,9 +213,7 @@ def encode_state(
                 got = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"'{name}' of unit '{key}': expected this rank's slice, [{numel}], or a number, got {got}")
         floats = [name for name, x in slots.items() if x.is_floating_point()]
-        out[key] = new = _encode_unit(unit, new, floats, spec, codec)
-        if seed is not None:
-            out[key] = UnitState({**new, ROUNDING: torch.zeros((), dtype=torch.int64)}, {*new.numbers, ROUNDING})
+        out[key] = _encode_unit(unit, new, floats, spec, codec)
     return out
 
 
@@ -284,7 +245,6 @@ def quantized_state(
     *,
     spec: PartitionSpec,
     at_least: int = 4096,
-    seed: int | None = None,
     donate: bool = False,
 ) -> Optimizer:
     """Return an elementwise optimizer whose state is at rest in a codec, such as 8 bits (``codecs.dynamic8()``).
@@ -300,19 +260,11 @@ def quantized_state(
         codec: A codec of blocks, `codecs.dynamic8` for moments.
         spec: The spec of the shards.
         at_least: The fewest elements of a unit whose state is encoded.
-        seed: Round each element up or down at random, so that the mean is right. With one seed on all ranks the values are
-            the same on any number of them. None: round to the nearest.
         donate: Write the new state into the memory of the given one, as `from_torch` does with its own ``donate``.
 
     Returns:
         An `Optimizer`, whose state by unit key has a `QuantizedSlice` for each slice. `encode_state` and `decode_state`
-        convert it.
-
-    Raises:
-        TypeError: For an optimizer of matrices or one that is made of others, and for a state that is not by unit key.
-        ValueError: Naming the unit, for blocks that would straddle; in ``init`` for Adadelta and centered RMSprop; in
-            ``update`` for a state that is not in the codec.
-        RuntimeError: If ``update`` is differentiated: rounding has no derivative.
+        convert it. It refuses derivatives, Adadelta, centered RMSprop, and optimizers of matrices or made of others.
 
     Example:
         >>> import torch, funshard as fs
@@ -325,13 +277,13 @@ def quantized_state(
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022.
     """
     who = "quantized_state"
-    _check_arguments(who, codec, spec, at_least, seed)
+    _check_arguments(who, codec, spec, at_least)
     check_optimizer(who, optimizer)
     begin, apply = optimizer
 
     def init(params: Tensors, /) -> Any:
         check_mapping(params)
-        return encode_state(begin(params), codec, spec=spec, at_least=at_least, seed=seed)
+        return encode_state(begin(params), codec, spec=spec, at_least=at_least)
 
     def update(grads: Tensors, state: Mapping[str, Any], params: Tensors, /, **rates: Any) -> tuple[Params, Any]:
         check_mapping(grads, "grads")
@@ -351,7 +303,7 @@ def quantized_state(
             if is_donated:
                 encoded = {k: {n: x for n, x in v.items() if isinstance(x, QuantizedSlice)} for k, v in units.items()}
                 refuse_shared_memory(_argument_tensors(state=encoded))
-        found_slots = {key: _encoded_slots(key, values, spec, codec, at_least, seed) for key, values in units.items()}
+        found_slots = {key: _encoded_slots(key, values, spec, codec, at_least) for key, values in units.items()}
         slots = {key: names for key, names in found_slots.items() if names}
         for what, tree in (("gradient", grads), ("param", params)):
             if missing := [key for key in slots if key not in tree]:
@@ -363,7 +315,7 @@ def quantized_state(
             unit, values = spec.by_key[key], units[key]
             decoded = {key: _decode_unit(unit, values, spec, codec)}
             new, states = apply({key: grads[key]}, decoded, {key: params[key]}, **rates)
-            encoded = _encode_unit(unit, states[key], slots[key], spec, codec, values, seed)
+            encoded = _encode_unit(unit, states[key], slots[key], spec, codec, values)
             return new[key], _write_state(values, encoded) if is_donated else encoded
 
         others = [{key: x for key, x in tree.items() if key not in slots} for tree in (grads, units, params)]

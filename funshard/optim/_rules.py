@@ -15,18 +15,16 @@ from .._spec.unit_state import UnitState, replace_values
 from .._torch.phases import phase
 from ._checks import (
     Optimizer,
+    ParamOptions,
+    SharedOptions,
     State,
     StateMapping,
     Tensors,
     check_nonnegative,
+    check_options,
     check_rate,
     check_slots,
     check_trees,
-)
-from ._options import (
-    ParamOptions,
-    SharedOptions,
-    check_options,
     find_updated,
     join_ranges,
     option_ranges,
@@ -95,36 +93,27 @@ def _make_optimizer(
         shared = SharedOptions(spec)
         is_derived = not _torch.is_in_dynamo() and any(map(_torch.has_derivative, grads.values()))
         masks = padding_masks(spec, {key: params[key] for key in updated}) if is_derived and spec is not None else {}
-        new_params = dict(params)
-        new_state = {key: dict(values) for key, values in state.items()}
+        new_params, new_state = dict(params), {key: dict(values) for key, values in state.items()}
         for key, unit_ranges in updated.items():
-            param, grad, values = params[key], grads[key], state[key]
-            if key in masks:  # the root of a zero has no derivative
-                grad = torch.where(masks[key], 1, grad)
+            values = state[key]
+            is_masked = key in masks  # the root of a zero has no derivative
+            grad = torch.where(masks[key], 1, grads[key]) if is_masked else grads[key]
             rate = lr if lr is not None else learning_rate(values["step"]) if callable(learning_rate) else learning_rate
             rate = shared.over_axes(rate, split_axes(spec, key))
             count = values["step"] + 1 if counts else torch.ones(())
-            olds = {"": param, **{slot: values[slot] for slot in slots}}
+            olds = {"": params[key], **{slot: values[slot] for slot in slots}}
+            cuts = {slot: split_by_options(x, unit_ranges) for slot, x in olds.items()}
             parts: dict[str, list[Tensor]] = {slot: [] for slot in olds}
-            for (group, grad_part), *cut in zip(
-                split_by_options(grad, unit_ranges), *(split_by_options(x, unit_ranges) for x in olds.values()), strict=True
-            ):
-                given = dict(groups[group])
+            for i, (group, grad_part) in enumerate(split_by_options(grad, unit_ranges)):
+                given, own = dict(groups[group]), {slot: cut[i][1] for slot, cut in cuts.items()}
                 part_rate = scale_lr(rate, given.pop("lr"), learning_rate) if "lr" in given else rate
-                param_part, *slot_parts = (x for _, x in cut)
-                slots_of_part = dict(zip(slots, slot_parts, strict=True))
-                new, after = rule(grad_part, param_part, slots_of_part, count.double(), part_rate, **{**hyper, **given})
+                new, after = rule(grad_part, own.pop(""), own, count.double(), part_rate, **{**hyper, **given})
                 for slot, x in {"": new, **after}.items():
                     parts[slot].append(x.to(olds[slot].dtype))
-            for slot, old in olds.items():
-                x = join_ranges(old, unit_ranges, parts[slot])
-                x = torch.where(masks[key], old, x) if key in masks else x
-                if slot:
-                    new_state[key][slot] = x
-                else:
-                    new_params[key] = x
-            if counts:
-                new_state[key]["step"] = count
+            made = {slot: join_ranges(old, unit_ranges, parts[slot]) for slot, old in olds.items()}
+            made |= {slot: torch.where(masks[key], old, made[slot]) for slot, old in olds.items() if is_masked}
+            new_params[key] = made.pop("")
+            new_state[key] |= made | ({"step": count} if counts else {})
         return new_params, {key: replace_values(state[key], values) for key, values in new_state.items()}
 
     def update_in_phase(*args: Any, **kwargs: Any) -> tuple[Params, State]:
@@ -276,24 +265,13 @@ def adamw(
     return _make_optimizer("adamw", _step_adamw, learning_rate, ADAM_SLOTS, hyper, (spec, options))
 
 
-def _step_adamw(
-    grad: Tensor,
-    param: Tensor,
-    slots: Slots,
-    step: Tensor,
-    lr: Any,
-    *,
-    b1: Any,
-    b2: Any,
-    eps: Any,
-    eps_root: float,
-    weight_decay: Any = 0.0,
-) -> tuple[Tensor, Slots]:
+def _step_adamw(grad: Tensor, param: Tensor, slots: Slots, step: Tensor, lr: Any, **options: Any) -> tuple[Tensor, Slots]:
+    b1, b2, eps, eps_root = (options[name] for name in ("b1", "b2", "eps", "eps_root"))
     average = _lerp(slots["exp_avg"], grad, 1 - b1)
     square = _average_square(slots["exp_avg_sq"], grad, b2)
     correction = 1 - b2**step
     root = (square / _number(correction) + eps_root).sqrt() if eps_root else square.sqrt() / _number(correction.sqrt())
-    decayed = param * _number(1 - lr * weight_decay)
+    decayed = param * _number(1 - lr * options.get("weight_decay", 0.0))
     return decayed - average * _number(lr / (1 - b1**step)) / (root + eps), {"exp_avg": average, "exp_avg_sq": square}
 
 

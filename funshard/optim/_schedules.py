@@ -158,7 +158,8 @@ def schedule(scheduler: Callable[..., Any], lr: float, **options: Any) -> Callab
 
     Returns:
         ``rate(step)``, for `schedule_lr` or ``update(..., lr=rate(step))``. It reads the step on the host, so a graph of
-        `compile` takes its value as an argument.
+        `compile` takes its value as an argument. What depends on metrics or changes more than the rate is refused: CyclicLR
+        and OneCycleLR need ``cycle_momentum=False``.
 
     Example:
         >>> import torch, funshard as fs

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from ... import _torch
 from ..._core.spec import PartitionSpec
-from .._checks import Optimizer, Tensors, check_nonnegative, is_updated
+from .._checks import Optimizer, ParamOptions, Tensors, check_nonnegative, is_updated
 from .._matrices.matrices import Matrices, matrices
 from .._norms import upcast
-from .._options import ParamOptions
-from .optimizer import make_optimizer, resolve_real_matrices
-from .step import Fallback, MatrixOptions, MatrixRule, Payload, Slots, rule_from_update
+from .step import Fallback, MatrixOptions, MatrixRule, Payload, Slots, make_optimizer, resolve_real_matrices, rule_from_update
 
 RELATIVE_EPS = 1e-6
 """Shampoo adds this times the largest eigenvalue to each."""

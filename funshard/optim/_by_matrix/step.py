@@ -1,10 +1,9 @@
-"""The rule and the configuration of an optimizer of matrices, its state, and one step: batches go to owners and return."""
+"""by_matrix, and the driver of all optimizers of whole matrices: batches of matrices go to their owners and return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,10 +12,29 @@ from torch.utils import _pytree as pytree  # Dynamo traces it, and not optree
 
 from ... import _torch
 from ..._core.layout import Params
-from .._checks import Tensors, copy_like
-from .._matrices.exchange import Chunk, ExchangePlan, MatrixBatch, chunk_slice
-from .._matrices.matrices import Matrices
+from ..._core.spec import PartitionSpec
+from ..._core.tree import Param
+from ..._spec.local import stack_dims
+from ..._torch.phases import phase
+from .._checks import (
+    Optimizer,
+    ParamOptions,
+    SharedOptions,
+    Tensors,
+    break_message,
+    check_options,
+    check_rate,
+    check_trees,
+    copy_like,
+    is_pair,
+    named_tensors,
+    refuse_shared_memory,
+    scale_lr,
+)
+from .._from_torch import from_torch
+from .._matrices.matrices import Matrices, MatrixBatch, chunk_slice, matrices
 from .._matrices.owners import Matrix
+from .._rules import adamw
 
 MatrixOptions = Mapping[str, Any]
 """Options of one matrix, such as its learning rate, its ``shape``, and the ``step``, which counts from 1, on the host."""
@@ -144,13 +162,12 @@ class MatrixState(NamedTuple):
     """The state of ``fallback``: by unit key if the unit has no matrix, else by parameter name."""
 
 
-ArrivingChunks = Iterator[tuple[Chunk, list[Params]]]
-"""An iterator over the chunks of some results, each with its parts by matrix, in the order of their arrival."""
-
-
 @dataclass(frozen=True)
 class MatrixStep:
-    """An optimizer of matrices, and one step of it: with ``donate`` in the given memory, part by part."""
+    """An optimizer of matrices, and one step of it: with ``donate`` in the given memory, part by part.
+
+    It is ``tracked`` if it is differentiated, batched or recorded: then no rank may skip what another rank runs.
+    """
 
     rule: MatrixRule
     known: Matrices
@@ -158,7 +175,6 @@ class MatrixStep:
     fallback: Fallback
     donate: bool = False
     tracked: bool = False
-    """Whether the step is differentiated, batched or recorded: then no rank may skip what another rank runs."""
 
     def init(self, params: Tensors) -> dict[str, MatrixState]:
         """Return the state before the first step, by unit key: zeros, or what the rule returns for each matrix."""
@@ -213,21 +229,20 @@ class MatrixStep:
             params = {key: _torch.take_storage(x) if self.known._names_in(key) else x for key, x in params.items()}
             state = {key: s._replace(slices=pytree.tree_map(_torch.take_storage, s.slices)) for key, s in state.items()}
         run = _Run(grads, state, params, {key: unit.step + 1 for key, unit in state.items()})
-        batches = [*self.known._batches_of(params)]
-        arriving = self._start_to_owners(run, batches[0]) if batches else None
+        batches = [self._run_batch(run, batch) for batch in self.known._batches_of(params)]
+        if batches:
+            next(batches[0])  # sends
         fallback = self._update_fallback(run, rates)
-        returning: tuple[MatrixBatch, ArrivingChunks] | None = None
         for i, batch in enumerate(batches):
-            assert arriving is not None
-            arrived = arriving()
-            arriving = self._start_to_owners(run, batches[i + 1]) if i + 1 < len(batches) else None
-            results = self._update_owned(run, batch, arrived)
-            del arrived
-            if returning is not None:
-                self._finish_batch(run, *returning)
-            returning = batch, self._start_from_owners(batch, results)
-        if returning is not None:
-            self._finish_batch(run, *returning)
+            next(batch)  # has arrived
+            if i + 1 < len(batches):
+                next(batches[i + 1])  # sends
+            next(batch)  # is updated
+            if i:
+                next(batches[i - 1], None)  # is back
+            next(batch)  # returns
+        if batches:
+            next(batches[-1], None)
         new = {key: self._join_unit(run, key, fallback) for key in params}
         return {key: param for key, (param, _) in new.items()}, {key: new[key][1] for key in state}
 
@@ -253,32 +268,56 @@ class MatrixStep:
                 raise ValueError(f"fallback: it has written into params['{key}']: expected donate=True of both, or of neither")
         return {name: (parts[name], state[name]) for name in given}
 
-    def _options_of(self, run: _Run, matrix: Matrix) -> MatrixOptions:
-        return {**self.options[matrix.name], "shape": matrix.shape, "step": run.steps[matrix.unit.key]}
-
-    def _start_to_owners(self, run: _Run, batch: MatrixBatch) -> Callable[[], dict[str, Payload]]:
-        """Run the rule's part before the exchange, and start to send its payloads to the owners."""
+    def _run_batch(self, run: _Run, batch: MatrixBatch) -> Iterator[None]:
+        """Run the rule on a batch of matrices: it pauses when they are sent, have arrived, are updated, and go back."""
+        options = {m.name: {**self.options[m.name], "shape": m.shape, "step": run.steps[m.unit.key]} for m in batch.matrices}
+        params = {m.name: self.known._select(m.unit.key, run.params[m.unit.key], m.name) for m in batch.matrices}
+        slots: dict[str, Slots] = {}
         sent: dict[str, Payload] = {}
         wanted = batch.sent_names
-        for matrix in batch.matrices:
-            name, select = matrix.name, partial(self.known._select, matrix.unit.key, name=matrix.name)
-            grad, param = (select(tree[matrix.unit.key]) for tree in (run.grads, run.params))
-            slots = {slot: select(x) for slot, x in run.state[matrix.unit.key].slices.items()}
-            sent[name], new = self.rule.before_exchange(grad, slots, param, self._options_of(run, matrix))
-            if self.donate:  # in the old memory
-                new = {slot: slots[slot] if x is slots[slot] else slots[slot].copy_(x) for slot, x in new.items()}
-            run.slots[name] = new
+        for key, name in ((matrix.unit.key, matrix.name) for matrix in batch.matrices):
+            grad = self.known._select(key, run.grads[key], name)
+            old = {slot: self.known._select(key, x, name) for slot, x in run.state[key].slices.items()}
+            sent[name], new = self.rule.before_exchange(grad, old, params[name], options[name])
+            slots[name] = {slot: self._store(old[slot], x) for slot, x in new.items()}
             if not self.tracked and name not in wanted:
                 sent[name] = tuple(x.new_empty(0) for x in sent[name])
-        arriving = [batch.collect(dict(zip(sent, some, strict=True))) for some in zip(*sent.values(), strict=True)]
+        waiting = [batch.collect(dict(zip(sent, some, strict=True))) for some in zip(*sent.values(), strict=True)]
+        names, sent = [*sent], {}
+        yield
+        arrived = [wait() for wait in waiting]
+        sent = {name: tuple(some[name] for some in arrived) for name in names}
+        arrived, waiting = [], []
+        yield
+        results = self._update_owned(run, batch, sent, options)
+        sent = {}
+        yield
+        plans = [None] if self.tracked or not batch.chunks else [*batch.chunks]
+        waiting = [batch.spread(some, plans[0]) for some in results]
+        for i, plan in enumerate(plans):
+            following = plans[i + 1 : i + 2]  # while one chunk is used, the next one is on its way
+            results = results if following else []
+            if not i:
+                yield
+            back = [wait() for wait in waiting]
+            waiting = [batch.spread(some, other) for other in following for some in results]
+            for name, whole in params.items():
+                elements = chunk_slice(len(whole), plan.chunk if plan else (0, 1))
+                param, own = whole[elements], {slot: x[elements] for slot, x in slots[name].items()}
+                given = tuple(some[name].to(param.device) for some in back)
+                new, after = self.rule.after_exchange(given, own, param, options[name])
+                made = run.parts.setdefault(name, {slot: [] for slot in ("", *after)})
+                made[""].append(self._store(param, new))
+                for slot, x in after.items():
+                    made[slot].append(self._store(own[slot], x))
+            back, given = [], ()
 
-        def arrived() -> dict[str, Payload]:
-            whole = [wait() for wait in arriving]
-            return {matrix.name: tuple(some[matrix.name] for some in whole) for matrix in batch.matrices}
+    def _store(self, old: Tensor, new: Tensor) -> Tensor:
+        return old.copy_(new) if self.donate and new is not old else new
 
-        return arrived
-
-    def _update_owned(self, run: _Run, batch: MatrixBatch, sent: Mapping[str, Payload]) -> list[Params]:
+    def _update_owned(
+        self, run: _Run, batch: MatrixBatch, sent: Mapping[str, Payload], options: Mapping[str, MatrixOptions]
+    ) -> list[Params]:
         """Run the rule on the owners. Returns one dict for each result; other ranks have empty tensors in it."""
         old = {matrix.name: run.state[matrix.unit.key].owned[matrix.name] for matrix in batch.matrices}
         alike: dict[object, list[Matrix]] = {}
@@ -287,13 +326,13 @@ class MatrixStep:
             alike.setdefault(matrix.shape if is_small else matrix.name, []).append(matrix)
         results, owned = dict(sent), dict(old)
         for first, *others in alike.values():
-            payload, options = sent[first.name], self._options_of(run, first)
             if not others:
-                results[first.name], owned[first.name] = self.rule.on_owner(payload, old[first.name], options)
+                name = first.name
+                results[name], owned[name] = self.rule.on_owner(sent[name], old[name], options[name])
                 continue
             names = [first.name, *(matrix.name for matrix in others)]
             stacks = tuple(torch.stack(some) for some in zip(*(sent[name] for name in names), strict=True))
-            made, _ = self.rule.on_owner(stacks, {}, options)
+            made, _ = self.rule.on_owner(stacks, {}, options[first.name])
             results |= zip(names, zip(*(stack.unbind() for stack in made), strict=True), strict=True)
         rates = [x for m in batch.matrices for x in self.options[m.name].values() if isinstance(x, Tensor)]
         tie = batch.tie_to_inputs(pytree.tree_leaves((dict(sent), old, rates)) if self.tracked else [])
@@ -305,47 +344,6 @@ class MatrixStep:
             {name: tie(results[name][i].to(payload[i].dtype)) for name, payload in sent.items()}
             for i in range(self.rule.result_count)
         ]
-
-    def _start_from_owners(self, batch: MatrixBatch, results: list[Params]) -> ArrivingChunks:
-        """Start to send the results back. While one chunk is used, the next one is in flight."""
-        plans = [None] if self.tracked or not batch.chunks else [*batch.chunks]
-
-        def start(plan: ExchangePlan | None) -> list[Callable[[], Params]]:
-            coming = [batch.spread(some, plan) for some in results]
-            if plan is plans[-1]:
-                results.clear()
-            return coming
-
-        def arriving(coming: list[Callable[[], Params]]) -> ArrivingChunks:
-            for i, plan in enumerate(plans):
-                parts = [wait() for wait in coming]
-                coming = start(plans[i + 1]) if i + 1 < len(plans) else []
-                yield (0, 1) if plan is None else plan.chunk, parts
-
-        return arriving(start(plans[0]))
-
-    def _finish_batch(self, run: _Run, batch: MatrixBatch, returning: ArrivingChunks) -> None:
-        """Run the rule's part after the exchange, chunk by chunk."""
-        for chunk, results in returning:
-            for matrix in batch.matrices:
-                name = matrix.name
-                param = self.known._select(matrix.unit.key, run.params[matrix.unit.key], name)
-                elements = chunk_slice(len(param), chunk)
-                slots = {slot: x[elements] for slot, x in run.slots[name].items()}
-                arrived = tuple(some[name].to(param.device) for some in results)
-                new, after = self.rule.after_exchange(arrived, slots, param[elements], self._options_of(run, matrix))
-                if self.donate:
-                    param[elements].copy_(new)
-                    for slot, x in after.items():
-                        if x is not slots[slot]:
-                            slots[slot].copy_(x)
-                    continue
-                made = run.parts.setdefault(name, {slot: [] for slot in ("", *after)})
-                for slot, x in {"": new, **after}.items():
-                    made[slot].append(x)
-            del results
-        for matrix in batch.matrices:
-            del run.slots[matrix.name]
 
     def _join_unit(self, run: _Run, key: str, fallback: dict[str, tuple[Tensor, Any]]) -> tuple[Tensor, MatrixState]:
         """Return, once, a unit's new shard and state."""
@@ -369,18 +367,215 @@ class MatrixStep:
 
 @dataclass(eq=False)
 class _Run:
-    """What one step is given, and what it has made so far."""
+    """What one step is given, and by matrix the chunks of its new parameter, "", and of its slots, and its owner's state."""
 
     grads: Tensors
     state: Mapping[str, MatrixState]
     params: Tensors
     steps: Mapping[str, Tensor]
-    slots: dict[str, Slots] = field(default_factory=dict)
-    """By matrix, its slots before the exchange."""
     parts: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
-    """By matrix, the chunks of its parameter, "", and of its slots after the exchange."""
     owned: dict[str, Slots] = field(default_factory=dict)
 
 
 def _place_like(old: Tensor, new: Tensor) -> Tensor:
     return copy_like(old, new) if _torch.is_pinned(old) else new
+
+
+# --- The optimizer: options, checks, and the default for parameters that are not matrices ---
+
+OwnedShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""By matrix, the shapes of the state that its owner holds."""
+
+
+def find_owned_shapes(rule: MatrixRule, known: Matrices) -> OwnedShapes:
+    """Return the shapes of owners' state; ValueError if an update would mix a split stack, or a shape hides what is split."""
+    sizes = dict(known.spec.bound_mesh.sizes)
+    states: dict[object, Tensors] = {}
+    owned: dict[str, dict[str, tuple[int, ...]]] = {}
+    for matrix in known.chosen:
+        if matrix.stack and rule.is_whole:
+            raise ValueError(
+                f"matrix '{matrix.name}': its stack is local over axis '{matrix.stack_axes[0]}', of which a rank has a part, "
+                f"{list(matrix.shape)}, and the update may mix its matrices: expected matrices(spec, gather_stacks=True), "
+                "which sends the stack whole to one owner, or select= without it"
+            )
+        kind = matrix.shape, matrix.unit.dtype
+        if kind not in states:
+            states[kind] = rule.init_owned(torch.empty(matrix.shape, dtype=matrix.unit.dtype, device="meta"))
+        owned[matrix.name] = {n: tuple(x.shape) for n, x in states[kind].items() if n not in rule.slots}
+        for slot, shape in owned[matrix.name].items():
+            if stack_dims(matrix.param, shape, sizes) != matrix.stack:
+                raise ValueError(
+                    f"matrix '{matrix.name}': state '{slot}' {list(shape)} of the matrix {list(matrix.shape)}: expected the "
+                    "dimensions of its batch first, or another size in their place"
+                )
+    return owned
+
+
+def check_state(
+    state: Mapping[str, object], params: Tensors, known: Matrices, slots: Sequence[str], owned: OwnedShapes
+) -> None:
+    """Raise ValueError or TypeError, naming the unit, unless the state fits the params and this rank's matrices."""
+    for key, param in params.items():
+        unit = state[key]
+        if not isinstance(unit, MatrixState):
+            raise TypeError(
+                f"state of unit '{key}': expected a MatrixState, got {type(unit).__name__}; make it by init(params)"
+            )
+        names = known._names_in(key)
+        here = {name: [] if known._is_owner(name) else [0] for name in names}
+        expected = (
+            {slot: [len(param)] for slot in slots if names},
+            {name: {slot: [*here[name], *shape] for slot, shape in owned[name].items()} for name in names},
+        )
+        got = (
+            {slot: [*x.shape] for slot, x in unit.slices.items()},
+            {name: {slot: [*x.shape] for slot, x in own.items()} for name, own in unit.owned.items()},
+        )
+        if got != expected:
+            raise ValueError(
+                f"state of unit '{key}': expected the shapes {expected}, got {got}; was it made by another optimizer, or is it "
+                "of another spec or mesh? checkpoint.load(..., like=init(params)) gives it to the owners that there are now"
+            )
+
+
+def by_matrix(
+    init: MatrixInit, update: MatrixUpdate, spec: PartitionSpec | Matrices, *, fallback: Fallback, donate: bool = False
+) -> Optimizer:
+    """Return ``(init, update)`` for a pure update of single matrices, which runs once for each matrix, on its owner.
+
+    State of the matrix's shape is kept in slices like the parameters' and is sent with the matrix; other state, such as
+    preconditioners, stays on the owner. One batch of matrices goes to its owners while another is updated and a third returns.
+
+    Args:
+        init: ``init(param)`` returns a matrix's state, a dict of tensors, from a whole tensor [n, m] or [batch, n, m].
+        update: ``update(grad, state, param)`` returns ``(new param, new state)``; with a step's ``lr`` also by name.
+        spec: The spec, or `matrices`, which says what is a matrix and who owns it.
+        fallback: ``(init, update)``, such as `from_torch` returns, for everything that is not a matrix. It receives whole
+            shards of units without matrices; in mixed units, pieces by parameter name.
+        donate: Write new params and state into the given memory, which is lost even if an update raises. Without it
+            ``fallback`` may not donate either.
+
+    Returns:
+        An `Optimizer`. Its state has one `MatrixState` a unit. ``lr`` of a step goes to ``update``, ``fallback_lr`` to
+        ``fallback``.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> def sign(grad, state, param):  # of the singular values
+        ...     u, _, vh = torch.linalg.svd(grad, full_matrices=False)
+        ...     return param - 0.5 * u @ vh, {}
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 2, bias=False)).on({"shard": 1})
+        >>> fallback = fs.optim.from_torch(torch.optim.AdamW)
+        >>> init, update = fs.optim.by_matrix(lambda param: {}, sign, spec, fallback=fallback)
+        >>> params = {"": torch.zeros(8)}
+        >>> update({"": torch.tensor([3.0, 0, 0, 4, 0, 0, 0, 0])}, init(params), params)[0][""][:4]
+        tensor([-0.5000,  0.0000,  0.0000, -0.5000])
+    """
+    known = spec if isinstance(spec, Matrices) else matrices(spec)
+    return make_optimizer(
+        "by_matrix", rule_from_update(init, update, known.chosen), known, {}, fallback=fallback, donate=donate
+    )
+
+
+def make_optimizer(
+    who: str,
+    rule: MatrixRule,
+    known: Matrices,
+    defaults: Mapping[str, Any],
+    *,
+    options: ParamOptions | None = None,
+    fallback: Fallback | None = None,
+    shares_lr: bool = False,
+    donate: bool = False,
+    breaks_graph: str = "",
+) -> Optimizer:
+    """Return the optimizer of a rule with the ``defaults`` as its options, and AdamW as the default ``fallback``.
+
+    A fallback that ``shares_lr`` gets a step's ``lr=``. ``breaks_graph`` says why torch.compile runs an update eagerly.
+    """
+    every: dict[str, MatrixOptions] = {}
+    for matrix in known.chosen:
+        own = {} if options is None else dict(options(matrix.name, matrix.param))
+        check_options(f"{who}: options of matrix '{matrix.name}'", own, defaults)
+        every[matrix.name] = {**defaults, **own}
+    shares_lr = shares_lr or fallback is None
+    others = fallback or _fallback_adamw(known, defaults, options, donate=donate)
+    if not is_pair(others):
+        raise TypeError(
+            f"fallback: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW) gives, got {others!r}"
+        )
+    owned = find_owned_shapes(rule, known)
+
+    def init(params: Tensors) -> dict[str, MatrixState]:
+        known._check_slices(params)
+        return MatrixStep(rule, known, every, others).init(params)
+
+    def update(
+        grads: Tensors,
+        state: Mapping[str, MatrixState],
+        params: Tensors,
+        *,
+        lr: float | Tensor | None = None,
+        fallback_lr: float | Tensor | None = None,
+    ) -> tuple[Params, dict[str, MatrixState]]:
+        known._check_slices(params)
+        check_trees(params, grads, state, params)
+        check_state(state, params, known, rule.slots, owned)
+        check_rate(lr, "lr")
+        check_rate(fallback_lr, "fallback_lr")
+        if lr is not None and fallback_lr is None and not shares_lr:
+            raise ValueError(
+                "lr= is the matrices': expected fallback_lr= with it, the learning rate of the fallback= that was given"
+            )
+        rates = {"lr": lr if fallback_lr is None else fallback_lr} if lr is not None or fallback_lr is not None else {}
+        now = every if lr is None else {name: _with_lr(own, lr, defaults.get("lr")) for name, own in every.items()}
+        given = [x for x in pytree.tree_leaves((grads, state, params, lr, fallback_lr)) if isinstance(x, Tensor)]
+        if not _torch.is_eager() or _torch.any_tracked(given):
+            shared, mesh_axes = SharedOptions(known.spec), known.spec.bound_mesh.names
+            for matrix in known.chosen:  # for derivatives on slices, or on owners, each of which is one rank of the whole mesh
+                axes = mesh_axes if rule.is_whole else matrix.unit.distinct_axes
+                now = {**now, matrix.name: {key: shared.over_axes(x, axes) for key, x in now[matrix.name].items()}}
+            return MatrixStep(rule, known, now, others, tracked=True).update(grads, state, params, rates)
+        if donate:
+            refuse_shared_memory(named_tensors(grads, {key: unit.slices for key, unit in state.items()}, params))
+        with phase("update of matrices"), torch.no_grad():
+            return MatrixStep(rule, known, now, others, donate).update(grads, state, params, rates)
+
+    broken = _torch.disable_in_graph(break_message(who, breaks_graph))(update) if breaks_graph else update
+    return Optimizer(init, broken)
+
+
+def _with_lr(options: MatrixOptions, lr: float | Tensor, default: float | None) -> MatrixOptions:
+    """Return a matrix's options in a step with its own ``lr``; a parameter keeps its ratio to the default."""
+    own = options.get("lr")
+    return {**options, "lr": lr if default is None or own == default else scale_lr(lr, own, default)}
+
+
+def _fallback_adamw(known: Matrices, defaults: Mapping[str, Any], options: ParamOptions | None, *, donate: bool) -> Fallback:
+    """Return AdamW: of torch's kernels, or where something follows the tensors the pure rule, whose state is the same."""
+
+    def own_options(name: str, param: Param) -> Mapping[str, Any]:
+        own = {} if options is None or name in known.by_name else options(name, param)
+        return {key: value for key, value in own.items() if key in ("lr", "weight_decay")}
+
+    lr, weight_decay = defaults["lr"], defaults["weight_decay"]
+    given: dict[str, Any] = {"weight_decay": weight_decay, "spec": known.spec, "options": options and own_options}
+    fast, rule = from_torch(torch.optim.AdamW, lr=lr, donate=donate, **given), adamw(lr, **given)
+
+    def update(grads: Tensors, state: Any, params: Tensors, **rates: Any) -> tuple[Params, Any]:
+        tensors = [x for x in pytree.tree_leaves((grads, state, params, rates)) if isinstance(x, Tensor)]
+        is_followed = not _torch.is_eager() or _torch.any_tracked(tensors)
+        return (rule if is_followed else fast).update(grads, state, params, **rates)
+
+    return fast.init, update
+
+
+def resolve_real_matrices(who: str, spec: PartitionSpec | Matrices) -> Matrices:
+    """Return the matrices of a spec, or those given. TypeError for a complex one, or one of 1 or 4 dimensions."""
+    known = spec if isinstance(spec, Matrices) else matrices(spec)
+    for matrix in known.chosen:
+        if matrix.param.dtype.is_complex or len(matrix.shape) not in (2, 3):
+            got = f"{list(matrix.shape)} {matrix.param.dtype}"
+            raise TypeError(f"{who}: '{matrix.name}': expected a real matrix, [n, m] or [batch, n, m], got {got}")
+    return known

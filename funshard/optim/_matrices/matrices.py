@@ -1,21 +1,329 @@
-"""matrices: whole matrices of flat slices, each on one owner."""
+"""matrices: whole matrices of flat slices, each on one owner, and their exchange between slices and owners.
+
+A piece is the part of a matrix that lies in one slice of its unit; over local axes there are so many slices for each rank's
+piece of the parameter. On the way to its owner it crosses one axis of the slices after the other, within the owner's replica
+of the mesh; on the way back it crosses the same axes, and then goes to the other replicas. Nothing crosses the axes of a
+stack. Every rank computes all of this from the spec and the owners, so that only elements are sent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ... import _torch
+from ..._core.announce import announce
 from ..._core.checks import bind_spec
-from ..._core.layout import Params, rank_coords
+from ..._core.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
+from ..._core.mesh import ProcessAxis
+from ..._core.ops import OpContext, PendingResult, missing_group_error, start_exchange
+from ..._core.primitive import LinearFunction, linear_map
 from ..._core.spec import PartitionSpec
-from ..._core.unit import Unit
+from ..._core.unit import Unit, join_shape
 from ..._slices.pieces import check_slice, param_ranges, scatter_values
-from .._checks import check_tensors
-from .exchange import MatrixBatch, concat_flat
-from .owners import Matrix, Owner, Select, assign_owners, batch_matrices, format_owners, select_matrices
+from ..._wire.flow import reduce_along
+from ..._wire.global_params import join_pieces, split_pieces
+from ..._wire.host import compute_device
+from ...collectives._functions import gather_slices, vary
+from .._checks import Tensors, check_tensors
+from .owners import (
+    Coords,
+    Matrix,
+    Select,
+    all_coords,
+    assign_owners,
+    batch_matrices,
+    count_chunks,
+    format_owners,
+    select_matrices,
+)
+
+Chunk = tuple[int, int]
+"""``(number, count)``: which of ``count`` chunks of some elements."""
+
+
+def chunk_slice(numel: int, chunk: Chunk) -> slice:
+    """Return the range of one chunk among ``numel`` elements."""
+    number, count = chunk
+    return slice(numel * number // count, numel * (number + 1) // count)
+
+
+def concat_flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate 1-D tensors through 2-D: torch.cat drops empty 1-D ones, and with them their vmap level, which is sent."""
+    return torch.cat([x[:, None] for x in tensors])[:, 0]
+
+
+def split_flat(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Split a flat tensor into pieces of these sizes. Through 2-D, so that derivatives go the way of `concat_flat`."""
+    return [x[:, 0] for x in flat[:, None].split_with_sizes(list(sizes))]
+
+
+class AllToAll(NamedTuple):
+    """A step of an exchange: take pieces of these sizes in this order, and send so many elements to each rank of a group.
+
+    Nothing is sent if ``group``, the process group's name, is "".
+    """
+
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    group: str = ""
+    send: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
+
+
+class ExchangePlan(NamedTuple):
+    """One rank's exchange of a chunk of its flat tensors, one a matrix, for others, of which ``end`` are the elements."""
+
+    steps: tuple[AllToAll, ...]
+    end: tuple[int, ...]
+    chunk: Chunk = (0, 1)
+
+
+def start_plan(tensors: Sequence[Tensor], plan: ExchangePlan) -> Callable[[], list[Tensor]]:
+    """Start the first all-to-all of a plan for flat tensors; call the result to wait for all and get each matrix's tensor."""
+    finish = _send(tensors, plan.steps[0], plan.chunk)
+
+    def wait() -> list[Tensor]:
+        flat = finish()
+        for step in plan.steps[1:]:
+            flat = _send([flat], step)()
+        return split_flat(flat, plan.end)
+
+    return wait
+
+
+def _send(tensors: Sequence[Tensor], step: AllToAll, chunk: Chunk = (0, 1)) -> PendingResult:
+    """Start a step; the pieces that it does not take may be empty if each tensor is one piece."""
+    pieces = tensors
+    if chunk != (0, 1) or step.order != tuple(range(len(step.sizes))):
+        pieces = _split_pieces(tensors, step)
+        pieces = [pieces[i] for i in step.order]
+        pieces = pieces if chunk == (0, 1) else [x[chunk_slice(len(x), chunk)] for x in pieces]
+    flat = pieces[0] if len(pieces) == 1 else torch.cat([*pieces]) if pieces else tensors[0][:0]
+    if not step.group:
+        return PendingResult((), lambda: flat)
+    announce("all-to-all of matrices", step.group)
+    return start_exchange(flat, OpContext(len(step.send), step.group), step.send, step.receive)
+
+
+def _split_pieces(tensors: Sequence[Tensor], step: AllToAll) -> Sequence[Tensor]:
+    if len(tensors) == len(step.sizes) and all(len(tensors[i]) == step.sizes[i] for i in step.order):
+        return tensors
+    if len(tensors) == 1:
+        return tensors[0].split_with_sizes([*step.sizes])
+    pieces: list[Tensor] = []
+    for tensor in tensors:
+        end = 0
+        while end < len(tensor):
+            begin, end = end, end + step.sizes[len(pieces)]
+            pieces.append(tensor[begin:end])
+    return pieces
+
+
+def plan_exchange(
+    matrices: Sequence[Matrix], spec: PartitionSpec, coords: Coords, chunk: Chunk = (0, 1), *, to_owners: bool
+) -> ExchangePlan:
+    """Return the plan from slices to owners, or from owners to the slices of all replicas, for the rank at ``coords``.
+
+    It follows the pieces of matrices whose units are split alike, ``(number of the matrix, number of the slice)``.
+    """
+    mesh, split, unit = spec.bound_mesh, matrices[0].split_axes, matrices[0].unit
+    axes = {name: i for i, (name, axis) in enumerate(mesh.axes) if axis.size > 1}
+    split_axes = [axes[name] for name in split if name in axes]
+    replica_axes = [i for name, i in axes.items() if name not in unit.distinct_axes]
+    rank_of_slice = {rank_along(split, mesh, rank)[0]: rank for rank in all_coords(spec)}
+    own = rank_along(split, mesh, coords)[0]
+    whole = {
+        (i, s): _count_overlap(matrix, s % spec.size(unit), spec.shard_numel(matrix.unit))
+        for i, matrix in enumerate(matrices)
+        for s in range(len(rank_of_slice))
+    }
+    sizes = {piece: len(range(numel)[chunk_slice(numel, chunk)]) for piece, numel in whole.items()}
+    places = {(i, s): [*matrices[i].owner] for (i, s), numel in whole.items() if numel}  # None: on all ranks of the axis
+    for (_, s), place in places.items() if to_owners else ():
+        for axis in split_axes:
+            place[axis] = rank_of_slice[s][axis]
+    free = {axis for axis, at in enumerate(matrices[0].owner) if at is None}
+    by_place: dict[tuple[int | None, ...], list[tuple[int, int]]] = {}
+
+    def sort_pieces() -> None:
+        by_place.clear()
+        for piece, place in places.items():
+            by_place.setdefault(tuple(place), []).append(piece)
+
+    def pieces_at(at: Coords) -> list[tuple[int, int]]:
+        return by_place.get(tuple(None if axis in free else i for axis, i in enumerate(at)), [])
+
+    def make_step(taken: Sequence[tuple[int, int]], *sending: Any) -> AllToAll:
+        held_sizes = tuple((sizes if steps else whole)[piece] for piece in held)
+        number = {piece: i for i, piece in enumerate(held)}
+        return AllToAll(held_sizes or (0,), tuple(number[piece] for piece in taken), *sending)
+
+    sort_pieces()
+    held = [(i, own) for i in range(len(matrices))] if to_owners else pieces_at(coords)
+    steps: list[AllToAll] = []
+    for axis in [*reversed(split_axes)] if to_owners else [*split_axes, *replica_axes]:
+        group = mesh.axes[axis][1]
+        assert isinstance(group, ProcessAxis)
+        if not group.name:
+            raise missing_group_error(group.size)
+        others = [pieces_at((*coords[:axis], j, *coords[axis + 1 :])) for j in range(group.size)]
+        for (i, s), place in places.items():
+            place[axis] = None if axis in replica_axes else matrices[i].owner[axis] if to_owners else rank_of_slice[s][axis]
+        sends = [[p for p in others[coords[axis]] if places[p][axis] in (None, j)] for j in range(group.size)]
+        receives = [[p for p in pieces if places[p][axis] in (None, coords[axis])] for pieces in others]
+        counts = (tuple(sum(sizes[p] for p in pieces) for pieces in some) for some in (sends, receives))
+        steps.append(make_step([p for pieces in sends for p in pieces], group.name, *counts))
+        held = [p for pieces in receives for p in pieces]
+        free |= {axis} & {*replica_axes}
+        sort_pieces()
+    steps.append(make_step(pieces_at(coords)))
+    slices = tuple(sizes[i, own] for i in range(len(matrices)))
+    owned = tuple(sum(sizes[i, s] for s in rank_of_slice) * m.is_owned_by(coords) for i, m in enumerate(matrices))
+    return ExchangePlan(tuple(steps), owned if to_owners else slices, chunk)
+
+
+def _count_overlap(matrix: Matrix, number: int, length: int) -> int:
+    """Return how many of a matrix's elements lie in one slice of its unit."""
+    low, high = number * length, (number + 1) * length
+    return max(0, min(matrix.begin + matrix.param.numel, high) - max(matrix.begin, low))
+
+
+@_torch.allow_in_graph
+def _exchange(flat: Tensor, plan: ExchangePlan, inverse: ExchangePlan) -> Tensor:
+    """Run a plan, whose transpose is its inverse: values that all replicas have alike count once."""
+
+    def run(plan: ExchangePlan, flat: Tensor) -> Tensor:
+        steps, end, _ = plan  # Dynamo hands on tuples that have lost their names
+        return torch.cat(start_plan([flat], ExchangePlan(tuple(AllToAll(*step) for step in steps), tuple(end)))())
+
+    return LinearFunction.apply(flat, None, linear_map(functools.partial(run, plan), functools.partial(run, inverse)))
+
+
+# --- A batch of matrices that are sent together, asynchronously unless something tracks the tensors ---
+
+
+class MatrixBatch(NamedTuple):
+    """Matrices of one dtype whose units are split alike on the mesh."""
+
+    matrices: tuple[Matrix, ...]
+    spec: PartitionSpec
+    to_owners: ExchangePlan | None
+    """None for simulated ranks, as the next one."""
+    from_owners: ExchangePlan | None
+    chunks: tuple[ExchangePlan, ...] = ()
+    """``from_owners`` chunk by chunk, where all of it is too much at once."""
+
+    @staticmethod
+    def plan(some: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -> MatrixBatch:
+        """Plan this rank's exchange, with at most ``max_numel`` elements on their way back at once."""
+        if spec.bound_mesh.is_simulated:
+            return MatrixBatch(tuple(some), spec, None, None)
+        at, count = rank_coords(spec.bound_mesh, None), count_chunks(some, spec, max_numel)
+        chunks = [plan_exchange(some, spec, at, (i, count), to_owners=False) for i in range(count) if count > 1]
+        there, back = (plan_exchange(some, spec, at, to_owners=to_owners) for to_owners in (True, False))
+        return MatrixBatch(tuple(some), spec, there, back, tuple(chunks))
+
+    @property
+    def sent_names(self) -> set[str]:
+        """Names of the matrices whose part on this rank reaches the owner. Other replicas send none."""
+        order = range(len(self.matrices)) if self.to_owners is None else self.to_owners.steps[0].order
+        return {self.matrices[i].name for i in order}
+
+    @property
+    def owned_matrices(self) -> list[Matrix]:
+        """The matrices that this rank owns; all of them on simulated ranks."""
+        return [m for m, n in zip(self.matrices, self.to_owners.end, strict=True) if n] if self.to_owners else [*self.matrices]
+
+    def collect(self, parts: Tensors) -> Callable[[], Params]:
+        """Start to send this rank's parts; call the result for whole matrices, empty if others own them."""
+        if self.to_owners is None or self.from_owners is None:
+            whole = {matrix.name: self._gather_simulated(parts[matrix.name], matrix) for matrix in self.matrices}
+            return lambda: whole
+        device = compute_device(self.matrices[0].unit, self.spec.bound_mesh)
+        tensors = [parts[matrix.name] for matrix in self.matrices]
+        tensors = tensors if device is None else [x.to(device, non_blocking=True) for x in tensors]
+        wait = self._start(tensors, self.to_owners, self.from_owners)
+        return lambda: {m.name: self._view_matrix(x, m) if len(x) else x for m, x in zip(self.matrices, wait(), strict=True)}
+
+    def spread(self, whole: Tensors, plan: ExchangePlan | None = None) -> Callable[[], Params]:
+        """Start to send whole matrices, or a chunk of them; call the result for all replicas' parts. Inverse of `collect`."""
+        plan = plan or self.from_owners
+        if self.to_owners is None or plan is None:
+            parts = {matrix.name: self._scatter_simulated(whole[matrix.name], matrix) for matrix in self.matrices}
+            return lambda: parts
+        tensors = ((whole[matrix.name], matrix) for matrix in self.matrices)
+        flat = [self._flatten_matrix(x, matrix) if x.numel() else x.reshape(-1) for x, matrix in tensors]
+        wait = self._start(flat, plan, self.to_owners)
+        return lambda: {matrix.name: x for matrix, x in zip(self.matrices, wait(), strict=True)}
+
+    def _start(self, tensors: Sequence[Tensor], plan: ExchangePlan, inverse: ExchangePlan) -> Callable[[], list[Tensor]]:
+        if _torch.is_eager() and not _torch.any_tracked(tensors):
+            return start_plan(tensors, plan)
+        arrived = split_flat(_exchange(concat_flat(tensors), plan, inverse), plan.end)
+        return lambda: arrived
+
+    def select_owner_result(self, matrix: Matrix, new: Tensor, old: Tensor) -> Tensor:
+        """Return ``new`` on the owner. A simulated rank that is not the owner keeps ``old``."""
+        return new if self.to_owners else torch.where(self._is_owner(matrix, new.device), new, old)
+
+    def tie_to_inputs(self, given: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return a function that makes a result depend on the ``given`` tensors, of which some are tracked or batched.
+
+        Without it, ranks that are not the owner would send other sizes under vmap, or nothing in backward.
+        """
+        if self.to_owners is None or not given:
+            return lambda x: x
+        zeros = [x.reshape(-1)[:0].sum().abs().float().to(given[0].device) for x in given]
+        return lambda x: x + torch.stack(zeros).sum().to(x.dtype)
+
+    def _gather_simulated(self, piece: Tensor, matrix: Matrix) -> Tensor:
+        """Return the whole matrix at its owner, zeros on the other simulated ranks."""
+        mesh = self.spec.bound_mesh
+        for name in (name for name in mesh.names if name not in matrix.unit.distinct_axes):
+            piece = vary(piece, mesh[name], reduce="sum")
+        for name in reversed(matrix.split_axes):
+            piece = gather_slices(piece, mesh[name], reduce="sum")
+        buffers = piece.view(-1, self.spec.padded_numel(matrix.unit))
+        whole = self._view_matrix(buffers[:, matrix.begin : matrix.begin + matrix.param.numel].reshape(-1), matrix)
+        return torch.where(self._is_owner(matrix, piece.device), whole, 0)
+
+    def _scatter_simulated(self, whole: Tensor, matrix: Matrix) -> Tensor:
+        """Return this simulated rank's slice of the buffer with the owner's matrix."""
+        mesh = self.spec.bound_mesh
+        flat = self._flatten_matrix(torch.where(self._is_owner(matrix, whole.device), whole, 0), matrix)
+        rest = self.spec.padded_numel(matrix.unit) - matrix.begin - matrix.param.numel
+        buffers = torch.nn.functional.pad(flat.view(-1, matrix.param.numel), (matrix.begin, rest))
+        split = [mesh[name] for name in matrix.split_axes]
+        others = [mesh[name] for name in mesh.names if name not in matrix.unit.distinct_axes]
+        return reduce_along(buffers.flatten(), split, others, "sum")
+
+    def _is_owner(self, matrix: Matrix, device: torch.device) -> Tensor:
+        here = torch.ones((), dtype=torch.bool, device=device)
+        for (_, axis), at in zip(self.spec.bound_mesh.axes, matrix.owner, strict=True):
+            here = here if at is None else here & (axis.rank == at)
+        return here
+
+    def _view_matrix(self, flat: Tensor, matrix: Matrix) -> Tensor:
+        """Return a matrix from its elements, piece by piece and each in memory order: a view if it is of one piece."""
+        pieces = [from_memory_order(x, matrix.param) for x in flat.view(-1, matrix.param.numel).unbind()]
+        return join_pieces(pieces, matrix.gathered, dict(self.spec.bound_mesh.sizes)).reshape(matrix.shape)
+
+    def _flatten_matrix(self, whole: Tensor, matrix: Matrix) -> Tensor:
+        """Return a matrix's elements, piece by piece and each in memory order. Inverse of `_view_matrix`."""
+        sizes = dict(self.spec.bound_mesh.sizes)
+        as_param = whole.reshape(join_shape(matrix.param.shape, matrix.gathered, sizes))
+        pieces = split_pieces(as_param, matrix.gathered, sizes)
+        flat = [to_memory_order(x, matrix.param).reshape(-1) for x in pieces]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+# --- All matrices of a spec ---
 
 
 @dataclass(frozen=True)
@@ -41,66 +349,6 @@ class Matrices:
 
     def __str__(self) -> str:
         return format_owners(self.chosen, self.spec)
-
-    def owner(self, name: str) -> Owner:
-        """Return the mesh coordinates of the rank that owns a matrix; None on an axis whose ranks own a part of a stack each.
-
-        Args:
-            name: The parameter's name. KeyError if it is not a matrix.
-        """
-        return self.by_name[name].owner
-
-    def collect(self, tree: Mapping[str, Tensor]) -> Params:
-        """Return the matrices of the units in ``tree``, each whole on its owner. Inverse of `spread`.
-
-        One all-to-all for each batch of neighbouring matrices and axis of their slices. Values that all replicas have alike
-        count once. So it is linear with `spread` as its transpose, and it may be differentiated and vmapped.
-
-        Args:
-            tree: This rank's slices by unit key, of any dtype: parameters, gradients, momentum.
-
-        Returns:
-            By parameter name [n, m] or [batch, n, m] on the owner, an empty tensor elsewhere; on simulated ranks zeros.
-        """
-        self._check_slices(tree)
-        parts = {name: self._select(key, tree[key], name) for key in tree for name in self._names_in(key)}
-        out: Params = {}
-        for batch in self._batches_of(tree):
-            out |= batch.collect(parts)()
-        return {matrix.name: out[matrix.name] for matrix in self.chosen if matrix.name in out}
-
-    def spread(self, whole: Mapping[str, Tensor]) -> Params:
-        """Return the slices of whole matrices, on all replicas, with zeros for all other elements. Inverse of `collect`.
-
-        Its transpose is `collect`.
-
-        Args:
-            whole: Every matrix of a unit, or none, in the shapes that `collect` returns.
-
-        Returns:
-            Slices by unit key.
-        """
-        for name in whole:
-            if name not in self.by_name:
-                raise ValueError(f"'{name}' is no matrix of these: expected some of {[*self.by_name][:8]}")
-        keys = dict.fromkeys(self.by_name[name].unit.key for name in whole)
-        for name in (name for key in keys for name in self._names_in(key)):
-            shape = list(self.by_name[name].shape) if self._is_owner(name) else [0]
-            got = list(whole[name].shape) if name in whole else "none"
-            if got != shape:
-                raise ValueError(
-                    f"matrix '{name}': expected {shape}, as collect returns it, and all matrices of a unit, got {got}"
-                )
-        self._check_sent_together(whole)
-        parts: Params = {}
-        for batch in self._batches_of(keys):
-            parts |= batch.spread(whole)()
-        out: Params = {}
-        for key in keys:
-            own = {name: [parts[name]] for name in self._names_in(key)}
-            numel = self.spec.shard_numel(self.spec.by_key[key])
-            out[key] = self._join(key, own, next(iter(own.values()))[0].new_zeros(numel))
-        return out
 
     def _names_in(self, key: str) -> tuple[str, ...]:
         return tuple(matrix.name for matrix in self._of_unit.get(key, ()))
