@@ -105,6 +105,11 @@ def copy_like(template: Tensor, values: Tensor) -> Tensor:
     return torch.empty_like(template, dtype=values.dtype, pin_memory=_torch.is_pinned(template)).copy_(values)
 
 
+def place_like(template: Tensor, values: Tensor) -> Tensor:
+    """Return the values, copied into pinned memory if ``template`` is."""
+    return copy_like(template, values) if _torch.is_pinned(template) else values
+
+
 class QuantizedSlice(NamedTuple):
     """A rank's slice of a unit's state, in the codec of `quantized_state`.
 

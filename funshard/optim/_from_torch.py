@@ -31,6 +31,7 @@ from ._checks import (
     find_updated,
     named_tensors,
     option_ranges,
+    place_like,
     refuse_shared_memory,
     scale_lr,
     split_by_options,
@@ -139,8 +140,7 @@ def from_torch(
         state: State = {}
         for key, x in params.items():
             values = _begin(cls, x.detach(), defaults, initial) if key in updated else {}
-            if _torch.is_pinned(x):  # as what it is kept beside
-                values = {name: value if name in numbers else copy_like(x, value) for name, value in values.items()}
+            values = {name: value if name in numbers else place_like(x, value) for name, value in values.items()}
             state[key] = UnitState(values, numbers.intersection(values))
         return state
 

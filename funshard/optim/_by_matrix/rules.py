@@ -15,7 +15,7 @@ from ..._core.spec import PartitionSpec
 from .._checks import Optimizer, ParamOptions, Tensors, check_nonnegative, is_updated
 from .._matrices.matrices import Matrices, matrices
 from .._norms import upcast
-from .step import Fallback, MatrixOptions, MatrixRule, Payload, Slots, make_optimizer, resolve_real_matrices, rule_from_update
+from .step import Fallback, MatrixOptions, MatrixRule, Payload, Slots, make_optimizer, rule_from_update
 
 RELATIVE_EPS = 1e-6
 """Shampoo adds this times the largest eigenvalue to each."""
@@ -79,7 +79,6 @@ def muon(
         raise ValueError(f"muon: coefficients: expected 3, got {coefficients}")
     if not dtype.is_floating_point:
         raise ValueError(f"muon: dtype: expected one of floating point numbers, got {dtype}")
-    known = resolve_real_matrices("muon", spec)
 
     def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
         buffer = slots["momentum_buffer"].lerp(grad, 1 - options["momentum"])
@@ -98,7 +97,7 @@ def muon(
 
     rule = MatrixRule(("momentum_buffer",), lambda x: {}, before_exchange, on_owner, after_exchange, takes_batches=True)
     defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-    return make_optimizer("muon", rule, known, defaults, options=options, fallback=fallback, donate=donate)
+    return make_optimizer("muon", rule, spec, defaults, options=options, fallback=fallback, donate=donate)
 
 
 def orthogonal(
@@ -106,20 +105,12 @@ def orthogonal(
 ) -> Tensor:
     """Return approximately ``U V^T`` for a matrix ``U S V^T`` (its singular value decomposition), or for each of a batch.
 
-    It iterates ``X = a X + b (X X^T) X + c (X X^T)^2 X`` (Newton-Schulz) from X of norm 1. Singular values approach 1; the
-    default coefficients bring them quickly into [0.7, 1.2]. Differentiable.
+    It iterates ``X = a X + b (X X^T) X + c (X X^T)^2 X`` (Newton-Schulz) with the coefficients a, b and c, from X of norm 1.
+    Singular values approach 1; the default coefficients bring them quickly into [0.7, 1.2]. ``x`` is [n, m] or [..., n, m], and
+    ``eps`` the smallest norm to divide by. Differentiable.
 
     Source: ``_zeropower_via_newtonschulz`` of torch/optim/_muon.py; Bernstein and Newhouse, Old Optimizer, New Norm, 2024;
     Jordan et al., 2024.
-
-    Args:
-        x: [n, m] or [..., n, m].
-        steps: The number of iterations.
-        coefficients: ``(a, b, c)``.
-        eps: The smallest norm to divide by.
-
-    Returns:
-        A tensor like ``x``.
 
     Example:
         >>> import torch
@@ -249,7 +240,6 @@ def shampoo(
     check_nonnegative("shampoo", lr=lr, weight_decay=weight_decay, momentum=momentum)
     if not 0 < decay <= 1 or not eps > 0 or every < 1:
         raise ValueError(f"shampoo: expected 0 < decay <= 1, eps > 0 and every >= 1, got {decay}, {eps} and {every}")
-    known = resolve_real_matrices("shampoo", spec)
 
     def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
         return (limit_squares(grad),), slots
@@ -276,7 +266,7 @@ def shampoo(
     )
     defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
     why = "it reads the step to know whether to compute roots"
-    return make_optimizer("shampoo", rule, known, defaults, options=options, fallback=fallback, donate=donate, breaks_graph=why)
+    return make_optimizer("shampoo", rule, spec, defaults, options=options, fallback=fallback, donate=donate, breaks_graph=why)
 
 
 def _inverse_roots(factor: Tensor, power: int) -> list[Tensor]:
@@ -334,7 +324,6 @@ def soap(
     check_nonnegative("soap", lr=lr, weight_decay=weight_decay, eps=eps)
     if not all(0 <= beta < 1 for beta in betas) or every < 1:
         raise ValueError(f"soap: expected betas in [0, 1) and every >= 1, got {betas} and {every}")
-    known = resolve_real_matrices("soap", spec)
 
     def init_owned(like: Tensor) -> Slots:
         square = like.new_zeros(like.shape, dtype=upcast(like[..., :1, :1]).dtype)
@@ -377,7 +366,7 @@ def soap(
     rule = MatrixRule(("exp_avg",), init_owned, before_exchange, on_owner, after_exchange)
     defaults = {"lr": lr, "weight_decay": weight_decay}
     why = "it reads the step to know whether to compute bases"
-    return make_optimizer("soap", rule, known, defaults, options=options, fallback=fallback, donate=donate, breaks_graph=why)
+    return make_optimizer("soap", rule, spec, defaults, options=options, fallback=fallback, donate=donate, breaks_graph=why)
 
 
 def _is_past_first(step: Tensor, like: Tensor) -> Tensor:

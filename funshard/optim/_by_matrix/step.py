@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ from .._checks import (
     check_options,
     check_rate,
     check_trees,
-    copy_like,
     is_pair,
     named_tensors,
+    place_like,
     refuse_shared_memory,
     scale_lr,
 )
@@ -67,16 +67,10 @@ class MatrixRule:
     """Whether it is a `MatrixUpdate`, which may mix a batch and only owners give options; else slices use these."""
 
 
-class MatrixInit(Protocol):
-    """``init(param) -> state``, a dict of tensors. It also runs on a meta tensor, for names and shapes."""
-
-    def __call__(self, param: Tensor, /) -> Tensors: ...
-
-
-class MatrixUpdate(Protocol):
-    """``update(grad, state, param) -> (new param, new state)`` for one matrix, with ``lr=`` if the step has one."""
-
-    def __call__(self, grad: Tensor, state: Tensors, param: Tensor, /, **options: Any) -> tuple[Tensor, Tensors]: ...
+MatrixInit = Callable[[Tensor], Tensors]
+"""``init(param) -> state``, a dict of tensors. It also runs on a meta tensor, for names and shapes."""
+MatrixUpdate = Callable[..., tuple[Tensor, Tensors]]
+"""``update(grad, state, param) -> (new param, new state)`` for one matrix, with ``lr=`` if the step has one."""
 
 
 def rule_from_update(init: MatrixInit, update: MatrixUpdate, chosen: Sequence[Matrix]) -> MatrixRule:
@@ -198,7 +192,7 @@ class MatrixStep:
                 own = {name: [of_slot[name]] for name in names if name in of_slot}
                 dtype = next(iter(own.values()))[0].dtype if own else tensor.dtype
                 zeros = torch.zeros_like(tensor.detach(), dtype=dtype)
-                slices[slot] = _place_like(tensor, self.known._join(key, own, zeros) if own else zeros)
+                slices[slot] = place_like(tensor, self.known._join(key, own, zeros) if own else zeros)
             owned = {name: initial[name] for name in names}
             rest = {name: fallback[name] for name in self._fallback_tensors({key: tensor})}
             state[key] = MatrixState(torch.zeros((), dtype=torch.int64), slices, owned, rest)
@@ -361,8 +355,8 @@ class MatrixStep:
         parts = {name: parts[""] for name, parts in made.items()} | {name: [part] for name, (part, _) in others.items()}
         slices: Params = {}
         for slot, old in state.slices.items():
-            slices[slot] = _place_like(old, self.known._join(key, {name: made[name].pop(slot) for name in names}, old))
-        return _place_like(param, self.known._join(key, parts, param)), new._replace(slices=slices)
+            slices[slot] = place_like(old, self.known._join(key, {name: made[name].pop(slot) for name in names}, old))
+        return place_like(param, self.known._join(key, parts, param)), new._replace(slices=slices)
 
 
 @dataclass(eq=False)
@@ -375,10 +369,6 @@ class _Run:
     steps: Mapping[str, Tensor]
     parts: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
     owned: dict[str, Slots] = field(default_factory=dict)
-
-
-def _place_like(old: Tensor, new: Tensor) -> Tensor:
-    return copy_like(old, new) if _torch.is_pinned(old) else new
 
 
 # --- The optimizer: options, checks, and the default for parameters that are not matrices ---
@@ -481,7 +471,7 @@ def by_matrix(
 def make_optimizer(
     who: str,
     rule: MatrixRule,
-    known: Matrices,
+    spec: PartitionSpec | Matrices,
     defaults: Mapping[str, Any],
     *,
     options: ParamOptions | None = None,
@@ -494,8 +484,12 @@ def make_optimizer(
 
     A fallback that ``shares_lr`` gets a step's ``lr=``. ``breaks_graph`` says why torch.compile runs an update eagerly.
     """
+    known = spec if isinstance(spec, Matrices) else matrices(spec)
     every: dict[str, MatrixOptions] = {}
     for matrix in known.chosen:
+        if not rule.is_whole and (matrix.param.dtype.is_complex or len(matrix.shape) not in (2, 3)):
+            got = f"{list(matrix.shape)} {matrix.param.dtype}"
+            raise TypeError(f"{who}: '{matrix.name}': expected a real matrix, [n, m] or [batch, n, m], got {got}")
         own = {} if options is None else dict(options(matrix.name, matrix.param))
         check_options(f"{who}: options of matrix '{matrix.name}'", own, defaults)
         every[matrix.name] = {**defaults, **own}
@@ -569,13 +563,3 @@ def _fallback_adamw(known: Matrices, defaults: Mapping[str, Any], options: Param
         return (rule if is_followed else fast).update(grads, state, params, **rates)
 
     return fast.init, update
-
-
-def resolve_real_matrices(who: str, spec: PartitionSpec | Matrices) -> Matrices:
-    """Return the matrices of a spec, or those given. TypeError for a complex one, or one of 1 or 4 dimensions."""
-    known = spec if isinstance(spec, Matrices) else matrices(spec)
-    for matrix in known.chosen:
-        if matrix.param.dtype.is_complex or len(matrix.shape) not in (2, 3):
-            got = f"{list(matrix.shape)} {matrix.param.dtype}"
-            raise TypeError(f"{who}: '{matrix.name}': expected a real matrix, [n, m] or [batch, n, m], got {got}")
-    return known
