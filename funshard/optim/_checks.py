@@ -165,11 +165,13 @@ def check_trees(params: Tensors, grads: Tensors, state: Mapping[str, object], up
         _check_like(f"the gradient of unit '{key}'", grads[key], params[key])
 
 
-def check_slots(params: Tensors, state: StateMapping, names: Mapping[str, frozenset[str]], numbers: frozenset[str]) -> None:
-    """Raise ValueError or TypeError, naming the unit, unless units have an elementwise state of these names."""
-    for key, expected in names.items():
-        if frozenset(state[key]) != expected:
-            raise ValueError(f"the state of unit '{key}': expected {sorted(expected)}, got {sorted(state[key])}")
+def check_slots(
+    params: Tensors, state: StateMapping, updated: Iterable[str], names: frozenset[str], numbers: frozenset[str]
+) -> None:
+    """Raise ValueError or TypeError, naming the unit, unless updated units have an elementwise state of these names."""
+    for key in updated:
+        if frozenset(state[key]) != names:
+            raise ValueError(f"the state of unit '{key}': expected {sorted(names)}, got {sorted(state[key])}")
         for name, tensor in state[key].items():
             if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"'{name}' of unit '{key}': expected a tensor, got {type(tensor).__name__}")

@@ -208,7 +208,7 @@ def _update(
     check_rate(lr, "lr")
     ranges = find_updated(config.ranges, params)
     check_trees(params, grads, state, ranges)
-    check_slots(params, state, dict.fromkeys(ranges, config.names), config.numbers)
+    check_slots(params, state, ranges, config.names, config.numbers)
     given = [*named_tensors(grads, state, params)]
     named = [("lr", lr), *config.defaults.items(), *(option for group in config.groups for option in group.items())]
     _refuse_tracked(config, given, [(name, x) for name, x in named if isinstance(x, Tensor)])

@@ -87,7 +87,7 @@ def _make_optimizer(
             lr = torch.ones((), dtype=torch.float64) * lr  # a value of the graph, and no constant
         updated = {key: found.without_cuts() for key, found in find_updated(ranges, params).items()}
         check_trees(params, grads, state, updated)
-        check_slots(params, state, dict.fromkeys(updated, names), numbers)
+        check_slots(params, state, updated, names, numbers)
         if spec is None and not _torch.is_in_dynamo():
             refuse_without_spec(name, lr if lr is not None else learning_rate, params)
         shared = SharedOptions(spec)
