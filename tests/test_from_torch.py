@@ -707,6 +707,23 @@ def test_mistakes_in_options() -> None:
         update(params, init(params), params, lr=0.1)
 
 
+def test_units_with_other_state_have_an_optimizer_of_their_own() -> None:
+    """What options of one optimizer may not say, momentum for some: as torch's groups."""
+    params = {key: torch.linspace(1, 2, 6).double() for key in ("plain", "heavy")}
+    theirs = {key: nn.Parameter(x.clone()) for key, x in params.items()}
+    groups = [{"params": [theirs["plain"]]}, {"params": [theirs["heavy"]], "momentum": 0.9}]
+    peer = torch.optim.SGD(groups, lr=0.1)
+    made = {"plain": from_torch(torch.optim.SGD, lr=0.1), "heavy": from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)}
+    states = {key: init({key: params[key]}) for key, (init, _) in made.items()}
+    for _ in range(3):
+        for key, p in theirs.items():
+            p.grad = params[key].sin()
+            new, states[key] = made[key].update({key: p.grad}, states[key], {key: params[key]})
+            params |= new
+        peer.step()
+    assert_close(params, {key: p.detach() for key, p in theirs.items()}, rtol=0, atol=0)
+
+
 def test_all_cases_are_here() -> None:
     assert {cls for cls, _ in CASES} == set(ELEMENTWISE_CLASSES)
     assert len(set(itertools.chain(NAMES))) == len(CASES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -162,6 +163,10 @@ def test_what_from_torch_refuses() -> None:
     for cls in (torch.optim.LBFGS, torch.optim.SparseAdam):
         with pytest.raises(ValueError, match=f"{cls.__name__} is not known to work element by element"):
             fs.optim.from_torch(cls, spec=spec)
+    gone = (fs.optim.matrices, "cost"), (fs.optim.shampoo, "relative_eps"), (fs.optim.soap, "shampoo_beta")
+    for make, name in (*gone, (functools.partial(fs.optim.adafactor, 0.1), "maximize")):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            make(spec, **{name: 1})
     frozen = fs.policies.whole()(nn.Linear(2, 2).requires_grad_(False)).on(ALONE)
     init, _ = fs.optim.adafactor(0.01, frozen)
     with pytest.raises(ValueError, match=r"Adafactor: '' .* frozen"):
