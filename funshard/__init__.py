@@ -19,14 +19,13 @@ one of them:
 
     policies     by_type, by_size, by_path
     specs        P, Precision, Remat, Compile, Codec; PartitionSpec, Unit, module_tree
-    sharding     shard, unshard, reshard, partition, combine, skeleton, init, random_like
-    full params  gather_full, stream_full, scatter_full
+    sharding     shard, unshard, stream_full, reshard, partition, combine, skeleton, init, random_like
     layout       flatten, unflatten, param_views
     model calls  functional_call, trace_order, SyncBatchNorm
-    transforms   grad, grad_and_value, hvp, ggnvp, fishervp, per_sample_grads, chunked, transforms_attention
+    transforms   grad, grad_and_value, value_and_grad, hvp, per_sample_grads, chunked, transforms_attention
     memory       remat, offload, compile
-    steps        accumulate, update_in_backward, pad_microbatches, scan, reduce_grads, reduce_mean, weight_share; check
-    planning     plan, Plan, Hardware, visualize
+    steps        accumulate, update_in_backward, pad_microbatches, scan, reduce_grads, weight_share; check
+    planning     plan, Hardware, visualize
     submodules   policies, optim, curvature, checkpoint, loss_scale, averaging, compress, codecs, collectives, data, testing
 
 For those who change the package, its map: a folder imports only from floors below its own (tests/test_house.py), and a name
@@ -42,8 +41,8 @@ without an underscore is public.
        _call                            functional_call: entry, the four modes, the running call, schedule
        curvature                        matrices as operators: hessian, ggn, fisher; lanczos, slq, cg, hutchinson
        _compiled                        fs.compile: the step and the passes over its graph
-    8  _sharding                        shard, unshard, reshard, gather_full, scatter_full, skeleton, reduce_grads, random_like
-       _transforms                      grad, hvp, ggnvp, remat, checkpoint_name, chunked, attention, offload, per_sample_grads
+    8  _sharding                        shard, unshard, stream_full, reshard, skeleton, reduce_grads, random_like
+       _transforms                      grad, hvp, remat, checkpoint_name, chunked, attention, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
     7  _slices                          slices where they lie: without padding, drawn at random, averaged, finite
     6  _wire                            a unit's way from slice to buffer: stages, and their folds, data flow and chains
@@ -60,16 +59,15 @@ import typing as _typing
 from importlib import import_module as _import_module
 
 from . import collectives, policies
-from ._batchnorm import SyncBatchNorm, convert_sync_batchnorm
-from ._call.buffers import BufferWarning
+from ._batchnorm import SyncBatchNorm
 from ._call.call import functional_call, trace_order
-from ._call.compiled_unit import CompileWarning
+from ._core.gone import raise_gone as _raise_gone
 from ._core.layout import Params, flatten, unflatten
 from ._core.spec import PartitionSpec
 from ._core.tree import ModuleTree, Param, module_tree
 from ._core.unit import P, Unit
-from ._sharding.full import gather_full, scatter_full, stream_full
-from ._sharding.grads import reduce_grads, reduce_mean, weight_share
+from ._sharding.full import stream_full
+from ._sharding.grads import reduce_grads, weight_share
 from ._sharding.sharding import combine, partition, reshard, shard, unshard
 from ._sharding.skeleton import skeleton
 from ._slices.pieces import param_views
@@ -77,10 +75,10 @@ from ._spec.codec import Codec
 from ._spec.options import Compile, Remat
 from ._spec.precision import Precision
 from ._steps.accumulate import accumulate
-from ._steps.microbatches import PaddedMicrobatches, pad_microbatches
+from ._steps.microbatches import pad_microbatches
 from ._transforms._recompute.remat import remat
 from ._transforms._recompute.saved_results import checkpoint_name
-from ._transforms.grad import grad, grad_and_value
+from ._transforms.grad import grad, grad_and_value, value_and_grad
 from ._transforms.offload import offload
 from .collectives._rank_check import check
 from .policies import Policy, by_path, by_size, by_type
@@ -90,34 +88,31 @@ if _typing.TYPE_CHECKING:
     from ._compiled.step import compile
     from ._init.init import init, init_buffers
     from ._plan.costs import Hardware, visualize
-    from ._plan.plan import Plan, plan
+    from ._plan.plan import plan
     from ._sharding.random_like import random_like
-    from ._steps.in_backward import StepResult, update_in_backward
+    from ._steps.in_backward import update_in_backward
     from ._steps.scan import scan
     from ._transforms.attention import transforms_attention
     from ._transforms.chunked import chunked
     from ._transforms.per_sample import per_sample_grads
-    from ._transforms.products import fishervp, ggnvp, hvp
+    from ._transforms.products import hvp
 
 __all__ = [
-    "BufferWarning", "Codec", "Compile", "CompileWarning", "Hardware", "ModuleTree", "P", "PaddedMicrobatches", "Param",
-    "Params", "PartitionSpec", "Plan", "Policy", "Precision", "Remat", "StepResult", "SyncBatchNorm", "Unit", "accumulate",
-    "averaging", "by_path", "by_size", "by_type", "check", "checkpoint", "checkpoint_name", "chunked", "codecs", "collectives",
-    "combine", "compile", "compress", "convert_sync_batchnorm", "curvature", "data", "fishervp", "flatten", "functional_call",
-    "gather_full", "ggnvp", "grad", "grad_and_value", "hvp", "init", "init_buffers", "loss_scale", "module_tree", "offload",
-    "optim", "pad_microbatches", "param_views", "partition", "per_sample_grads", "plan", "policies", "random_like",
-    "reduce_grads", "reduce_mean", "remat", "reshard", "scan", "scatter_full", "shard", "skeleton", "stream_full", "testing",
-    "trace_order", "transforms_attention", "unflatten", "unshard", "update_in_backward", "visualize", "weight_share",
+    "Codec", "Compile", "Hardware", "ModuleTree", "P", "Param", "Params", "PartitionSpec", "Policy", "Precision", "Remat",
+    "SyncBatchNorm", "Unit", "accumulate", "averaging", "by_path", "by_size", "by_type", "check", "checkpoint",
+    "checkpoint_name", "chunked", "codecs", "collectives", "combine", "compile", "compress", "curvature", "data", "flatten",
+    "functional_call", "grad", "grad_and_value", "hvp", "init", "init_buffers", "loss_scale", "module_tree", "offload", "optim",
+    "pad_microbatches", "param_views", "partition", "per_sample_grads", "plan", "policies", "random_like", "reduce_grads",
+    "remat", "reshard", "scan", "shard", "skeleton", "stream_full", "testing", "trace_order", "transforms_attention",
+    "unflatten", "unshard", "update_in_backward", "value_and_grad", "visualize", "weight_share",
 ]  # fmt: skip
 
 
 _LAZY = {
-    "Hardware": "_plan.costs", "Plan": "_plan.plan", "StepResult": "_steps.in_backward", "chunked": "_transforms.chunked",
-    "compile": "_compiled.step", "fishervp": "_transforms.products", "ggnvp": "_transforms.products",
-    "hvp": "_transforms.products", "init": "_init.init", "init_buffers": "_init.init",
-    "per_sample_grads": "_transforms.per_sample", "plan": "_plan.plan", "random_like": "_sharding.random_like",
-    "scan": "_steps.scan", "transforms_attention": "_transforms.attention", "update_in_backward": "_steps.in_backward",
-    "visualize": "_plan.costs",
+    "Hardware": "_plan.costs", "chunked": "_transforms.chunked", "compile": "_compiled.step", "hvp": "_transforms.products",
+    "init": "_init.init", "init_buffers": "_init.init", "per_sample_grads": "_transforms.per_sample", "plan": "_plan.plan",
+    "random_like": "_sharding.random_like", "scan": "_steps.scan", "transforms_attention": "_transforms.attention",
+    "update_in_backward": "_steps.in_backward", "visualize": "_plan.costs",
 }  # fmt: skip
 """The public names of modules that a step of training may do without, by module."""
 _LAZY_MODULES = {"averaging", "checkpoint", "codecs", "compress", "curvature", "data", "loss_scale", "optim", "testing"}
@@ -129,4 +124,4 @@ def __getattr__(name: str) -> _typing.Any:
         return _import_module(f".{name}", __name__)
     if name in _LAZY:
         return getattr(_import_module(f".{_LAZY[name]}", __name__), name)
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return _raise_gone(__name__)(name)

@@ -105,6 +105,38 @@ class SyncBatchNorm(BatchNorm):
             shift = shift + self.bias
         return (centred * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
+    @staticmethod
+    def convert_sync_batchnorm(model: nn.Module, *, axes: Axes = None) -> nn.Module:
+        """Return the model with a `SyncBatchNorm` instead of every BatchNorm.
+
+        Args:
+            model: Any module. It does not change; the result has modules of its own, and the same parameters and buffers.
+            axes: The mesh axes to take statistics over, all by default.
+
+        Raises:
+            ValueError: For a BatchNorm with a forward of its own, which would be lost, and for one whose parameters are not
+                initialised yet. The error names its path.
+
+        Example:
+            >>> import torch, funshard as fs
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+            >>> [type(module).__name__ for module in fs.SyncBatchNorm.convert_sync_batchnorm(model)]
+            ['Linear', 'SyncBatchNorm']
+
+        Source: ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``.
+        """
+        tensors = [*model.parameters(), *model.buffers()]
+        made: dict[nn.Module, nn.Module] = {}
+        converted = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        for path, module in list(converted.named_modules()):
+            if isinstance(module, BatchNorm):
+                made[module] = _convert_layer(path, module, axes)
+        for module in list(converted.modules()):
+            for name, child in module._modules.items():
+                if child in made:
+                    module._modules[name] = made[child]
+        return made.get(converted, converted)
+
     def _track(self, mean: Tensor, variance: Tensor, counted: Tensor) -> None:
         """Move the running statistics, if any samples counted. Other tensors take their places: vmap lets nobody write."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
@@ -115,38 +147,6 @@ class SyncBatchNorm(BatchNorm):
         share = counted.to(mean.dtype) * (1 / count if self.momentum is None else self.momentum)
         self.running_mean = ((1 - share) * self.running_mean + share * mean).to(self.running_mean.dtype)
         self.running_var = ((1 - share) * self.running_var + share * variance).to(self.running_var.dtype)
-
-
-def convert_sync_batchnorm(model: nn.Module, *, axes: Axes = None) -> nn.Module:
-    """Return the model with a `SyncBatchNorm` instead of every BatchNorm.
-
-    Args:
-        model: Any module. It does not change; the result has modules of its own, and the same parameters and buffers.
-        axes: The mesh axes to take statistics over, all by default.
-
-    Raises:
-        ValueError: For a BatchNorm with a forward of its own, which would be lost, and for one whose parameters are not
-            initialised yet. The error names its path.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-        >>> [type(module).__name__ for module in fs.convert_sync_batchnorm(model)]
-        ['Linear', 'SyncBatchNorm']
-
-    Source: ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    made: dict[nn.Module, nn.Module] = {}
-    converted = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    for path, module in list(converted.named_modules()):
-        if isinstance(module, BatchNorm):
-            made[module] = _convert_layer(path, module, axes)
-    for module in list(converted.modules()):
-        for name, child in module._modules.items():
-            if child in made:
-                module._modules[name] = made[child]
-    return made.get(converted, converted)
 
 
 def _convert_layer(path: str, module: BatchNorm, axes: Axes) -> SyncBatchNorm:

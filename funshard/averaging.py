@@ -1,48 +1,35 @@
-"""Model averaging: means of parameters over ranks, every few steps, and moving averages over time."""
+"""Model averaging: means of parameters over ranks, at once or every few steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._core.checks import bind_spec
+from ._core.gone import raise_gone
 from ._core.layout import Params
 from ._core.mesh import Axes, Mesh
 from ._core.spec import PartitionSpec
-from ._slices.moving_average import is_averaged, update_average
+from ._slices.moving_average import is_averaged
 from ._spec.local import check_axes_are_given, distinct_axes
 from ._units.accumulation import drop_unweighted
 from ._units.buckets import BUCKET_BYTES, Bucket, OpenBuckets
 from .collectives._functions import Reduce, all_reduce
 
-__all__ = ["Averaging", "average", "average_buffers", "choose_reduce_axes", "ema", "hierarchical", "init", "periodic"]
+__all__ = ["average", "average_buffers", "periodic"]
+
+__getattr__ = raise_gone(__name__)
 
 
 class Averaging(NamedTuple):
-    """The state of an averaging schedule: a pytree of one scalar, the same on every rank."""
+    """The state of `periodic`: a pytree of one scalar, the same on every rank."""
 
     step: Tensor
     """The number of steps taken: int64, on the CPU, so that no rank waits for a device to read it."""
-
-
-def init(step: int = 0) -> Averaging:
-    """Return the state after some steps.
-
-    Args:
-        step: The number of steps, 0 or more (otherwise ValueError).
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> fs.averaging.init().step
-        tensor(0)
-    """
-    if step < 0:
-        raise ValueError(f"averaging.init: expected a step of 0 or more, got {step}")
-    return Averaging(torch.tensor(step, dtype=torch.int64))
 
 
 def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = None) -> Params:
@@ -107,144 +94,59 @@ def average_buffers(
 
 
 def periodic(
-    params: Mapping[str, Tensor],
-    state: Averaging,
-    spec: PartitionSpec,
-    *,
-    period: int,
-    warmup_steps: int = 0,
-    axes: Axes = None,
-) -> tuple[Params, Averaging]:
-    """Return ``(the params, averaged if it is time, the state of the next step)``; call it after every update.
+    spec: PartitionSpec, period: int | Sequence[tuple[int, Axes]], *, axes: Axes = None, warmup_steps: int = 0
+) -> tuple[Callable[..., Averaging], Callable[..., tuple[Params, Averaging]]]:
+    """Return the pair ``(init, update)`` that averages parameters every few steps, or over more axes less often.
 
-    Averages at step ``warmup_steps`` and every ``period``-th one after it, as torch's ``PeriodicModelAverager``. Compiled, it
-    is one graph for the steps that average and another for the rest.
+    Call ``update(params, state)`` after every update of the parameters. A number averages at step ``warmup_steps`` and every
+    ``period``-th one after it, as torch's ``PeriodicModelAverager``. Of several levels, the last one whose period divides the
+    step averages, from ``warmup_steps`` on, as in ``HierarchicalModelAverager``. Compiled, it is one graph for the steps that
+    average and another for the rest.
 
     Args:
-        params: Shards by unit key, or full tensors by name.
-        state: The state.
-        spec: The spec of ``params``.
-        period: A number of steps, at least 1 (otherwise ValueError).
-        warmup_steps: The first step that averages.
-        axes: The mesh axes, as for `average`, whose errors it raises at every step.
+        spec: The spec of the parameters, shards by unit key or full tensors by name.
+        period: A number of steps, at least 1. Or levels, pairs of a period and mesh axes, such as
+            ``[(2, "pair"), (8, ("quad", "pair"))]``: periods grow, and each level has all axes of the one before.
+        axes: The mesh axes of a single period, as for `average`, whose errors every step raises.
+        warmup_steps: The first step that may average.
+
+    Raises:
+        ValueError: For periods, axes or steps out of these ranges.
 
     Example:
         >>> import torch, funshard as fs
-        >>> spec, params = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False)), {"": torch.ones(2)}
-        >>> params, state = fs.averaging.periodic(params, fs.averaging.init(), spec, period=4)
+        >>> spec = fs.policies.whole(fs.P())(torch.nn.Linear(4, 2)).on({"node": 1, "gpu": 1})
+        >>> init, update = fs.averaging.periodic(spec, [(2, "gpu"), (8, None)], warmup_steps=100)
+        >>> params, state = fs.shard(torch.nn.Linear(4, 2), spec), init()
+        >>> params, state = update(params, state)
         >>> state.step
         tensor(1)
     """
-    if period < 1 or warmup_steps < 0:
-        raise ValueError(
-            f"periodic: expected a period of 1 or more and warmup_steps of 0 or more, got {period} and {warmup_steps}"
-        )
-    spec = bind_spec(spec)
-    over = _averaging_axes(params, spec, axes)
-    after = int(state.step) - warmup_steps
-    due = after >= 0 and after % period == 0
-    return _average_buckets(params, over if due else {}, spec.bound_mesh), Averaging(state.step + 1)
-
-
-def hierarchical(
-    params: Mapping[str, Tensor],
-    state: Averaging,
-    spec: PartitionSpec,
-    *,
-    levels: Sequence[tuple[int, Axes]],
-    warmup_steps: int = 0,
-) -> tuple[Params, Averaging]:
-    """Return ``(the params, averaged over more axes less often, the state of the next step)``.
-
-    Call it after every update. As torch's ``HierarchicalModelAverager``: from ``warmup_steps`` on, the last level whose period
-    divides the step averages, and no other one. The steps of the warm-up count.
-
-    Args:
-        params: Shards by unit key, or full tensors by name.
-        state: The state.
-        spec: The spec of ``params``.
-        levels: Pairs of a period and mesh axes, such as ``[(2, "pair"), (8, ("quad", "pair"))]``: periods grow, and each level
-            has all axes of the one before (otherwise ValueError).
-        warmup_steps: The first step that may average.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> spec = fs.policies.whole(fs.P())(torch.nn.Linear(4, 2)).on({"node": 1, "gpu": 1})
-        >>> state, params = fs.averaging.init(3), fs.shard(torch.nn.Linear(4, 2), spec)
-        >>> params, state = fs.averaging.hierarchical(params, state, spec, levels=[(2, "gpu"), (8, None)])
-        >>> state.step
-        tensor(4)
-    """
+    levels = [(period, axes)] if isinstance(period, int) else list(period)
+    offset = warmup_steps if isinstance(period, int) else 0
     if not levels or warmup_steps < 0:
         raise ValueError(
-            f"hierarchical: expected a level or more and warmup_steps of 0 or more, got {len(levels)} and {warmup_steps}"
+            f"periodic: expected a level or more and warmup_steps of 0 or more, got {len(levels)} and {warmup_steps}"
         )
     spec = bind_spec(spec)
     last, inner = 0, frozenset[str]()
-    for i, (period, axes) in enumerate(levels):
-        if period <= last:
-            raise ValueError(
-                f"hierarchical: level {i}: expected a period above {last}, got {period}; put the shorter ones first"
-            )
+    for i, (each, axes) in enumerate(levels):
+        if each <= last:
+            raise ValueError(f"periodic: level {i}: expected a period above {last}, got {each}; put the shorter ones first")
         names = spec.bound_mesh.select(axes)
         if missing := inner.difference(names):
             raise ValueError(
-                f"hierarchical: level {i}: expected axes with all of {sorted(inner)}, got {axes!r}; add {sorted(missing)}"
+                f"periodic: level {i}: expected axes with all of {sorted(inner)}, got {axes!r}; add {sorted(missing)}"
             )
-        last, inner = period, inner.union(names)
-    over = [_averaging_axes(params, spec, axes) for _, axes in levels]
-    step = int(state.step)
-    due = [tensors for (period, _), tensors in zip(levels, over, strict=True) if step >= warmup_steps and step % period == 0]
-    return _average_buckets(params, due[-1] if due else {}, spec.bound_mesh), Averaging(state.step + 1)
+        last, inner = each, inner.union(names)
 
+    def update(params: Mapping[str, Tensor], state: Averaging) -> tuple[Params, Averaging]:
+        over = [_averaging_axes(params, spec, axes) for _, axes in levels]
+        step = int(state.step)
+        due = [over[i] for i, (each, _) in enumerate(levels) if step >= warmup_steps and (step - offset) % each == 0]
+        return _average_buckets(params, due[-1] if due else {}, spec.bound_mesh), Averaging(state.step + 1)
 
-def choose_reduce_axes(state: Averaging, spec: PartitionSpec, *, start: int, reduce_axes: Axes) -> tuple[str, ...]:
-    """Return the mesh axes to reduce this step's gradients over, outermost first.
-
-    With `periodic` from ``warmup_steps=start`` on: post-local SGD (arXiv 1808.07217), torch's ``PostLocalSGDOptimizer``.
-
-    Args:
-        state: The state.
-        spec: The spec of the gradients.
-        start: The number of steps with all axes.
-        reduce_axes: The mesh axes after that; ``()`` reduces nothing. A unit split or local over another is a ValueError.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> spec = fs.policies.whole(fs.P())(torch.nn.Linear(4, 2)).on({"node": 1, "gpu": 1})
-        >>> [fs.averaging.choose_reduce_axes(fs.averaging.init(step), spec, start=10, reduce_axes="gpu") for step in (9, 10)]
-        [('node', 'gpu'), ('gpu',)]
-    """
-    if start < 0:
-        raise ValueError(f"choose_reduce_axes: expected a start of 0 or more, got {start}")
-    spec = bind_spec(spec)
-    chosen = spec.bound_mesh.select(reduce_axes)
-    for unit in spec:
-        for name in (name for name in unit.distinct_axes if name not in chosen):
-            expected = f"expected reduce_axes= with it, got {reduce_axes!r}"
-            raise ValueError(f"unit '{unit.key}': ranks over '{name}' have other elements: {expected}")
-    step = int(state.step)
-    return spec.bound_mesh.names if step < start else chosen
-
-
-def ema(average: Mapping[str, Tensor], params: Mapping[str, Tensor], *, decay: float | Tensor) -> Params:
-    """Return ``decay * average + (1 - decay) * params``, in float32 or the wider dtypes of ``average``, and on its devices.
-
-    Elementwise, without communication, the same bits as ``torch.optim.swa_utils.get_ema_multi_avg_fn``. Tensors that are not
-    floating point are those of ``params``. Differentiable: detach parameters that require gradients.
-
-    Args:
-        average: Shards by any spec, or full tensors. Start with a copy of the parameters. bfloat16 would round steps away.
-        params: The same keys and shapes (otherwise ValueError).
-        decay: In 0..1 (otherwise ValueError): a number or a scalar tensor, such as a function of your count of steps.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> fs.averaging.ema({"": torch.tensor([0.0, 8.0])}, {"": torch.tensor([4.0, 4.0])}, decay=0.75)
-        {'': tensor([1., 7.])}
-    """
-    wide = {key: x.to(torch.promote_types(x.dtype, torch.float32)) if is_averaged(x) else x for key, x in average.items()}
-    return update_average(wide, params, decay)
+    return lambda params=None: Averaging(torch.tensor(0, dtype=torch.int64)), update
 
 
 def _averaging_axes(params: Mapping[str, Tensor], spec: PartitionSpec, axes: Axes) -> dict[str, tuple[str, ...]]:

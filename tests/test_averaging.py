@@ -7,7 +7,6 @@ import io
 import math
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging import utils
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
-from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
@@ -44,6 +42,11 @@ HYBRID = {"replicate": 2, "shard": 2}
 MIXED = fs.by_path({"0": fs.P("shard"), "1": fs.P()})
 PAIRS = {"quad": 2, "pair": 2}
 LEVELS = [(2, "pair"), (4, ("quad", "pair"))]
+
+
+def at(step: int) -> av.Averaging:
+    """The state after some steps."""
+    return av.Averaging(torch.tensor(step))
 
 
 def drift(params: fs.Params, *seed: int) -> fs.Params:
@@ -213,9 +216,8 @@ def test_nothing_is_sent_where_nothing_can_differ() -> None:
         with Collectives() as sent:
             av.average(slices, split)
             av.average(params, spec, axes=())
-            av.periodic(params, av.init(3), spec, period=2)
-            av.hierarchical(params, av.init(3), spec, levels=[(2, "shard")])
-            av.ema(params, params, decay=0.5)
+            av.periodic(spec, 2)[1](params, at(3))
+            av.periodic(spec, [(2, "shard")])[1](params, at(3))
         assert not sent.all
     alone = REPLICATED(MODEL).bound
     params = fs.shard(MODEL, alone)
@@ -227,9 +229,9 @@ def test_pure(step: int) -> None:
     """What is passed stays as it was, when something is due and when nothing is."""
     with world(2):
         spec = REPLICATED(MODEL).bound
-        params, state = fs.shard(MODEL, spec), av.init(step)
+        params, state = fs.shard(MODEL, spec), at(step)
         kept, tensors = copy.deepcopy(params), list(params.values())
-        for after in (av.periodic(params, state, spec, period=2), av.hierarchical(params, state, spec, levels=[(2, "shard")])):
+        for after in (av.periodic(spec, 2)[1](params, state), av.periodic(spec, [(2, "shard")])[1](params, state)):
             assert after[0] is not params
             assert (state.step, after[1].step) == (step, step + 1)
             assert all(p is q for p, q in zip(params.values(), tensors, strict=True))
@@ -252,14 +254,14 @@ def test_due_when_torchs_periodic_is(period: int, warmup_steps: int) -> None:
     else:
         with world(2):
             peer = PeriodicModelAverager(period, warmup_steps)
-    state = av.init()
+    state = at(0)
     for _ in range(20):
         assert state.step == peer.step
         theirs = due(lambda: peer.average_parameters([parameter()]))
         with world(2):
             spec = fs.policies.whole(fs.P())(nn.Linear(2, 1, bias=False)).bound
             with Collectives() as sent:
-                _, state = av.periodic({"": torch.ones(2)}, state, spec, period=period, warmup_steps=warmup_steps)
+                _, state = av.periodic(spec, period, warmup_steps=warmup_steps)[1]({"": torch.ones(2)}, state)
         assert [one.ranks for one in sent.all] == [2] * len(theirs)
 
 
@@ -291,11 +293,11 @@ def test_due_where_torchs_hierarchical_is(periods: set[int], warmup_steps: int, 
         spec = fs.policies.whole(fs.P())(nn.Linear(2, 1, bias=False)).on(mesh)
         levels = [(period, AXES[size]) for period, size in zip(sorted(periods), sizes, strict=True)]
         peer = HierarchicalModelAverager(OrderedDict(zip(sorted(periods), sizes, strict=True)), warmup_steps)
-        peer.step, state = start, av.init(start)
+        peer.step, state = start, at(start)
         for _ in range(25):
             theirs = [dist.get_world_size(group) for group in due(lambda: peer.average_parameters([parameter()]))]
             with Collectives() as sent:
-                _, state = av.hierarchical({"": torch.ones(2)}, state, spec, levels=levels, warmup_steps=warmup_steps)
+                _, state = av.periodic(spec, levels, warmup_steps=warmup_steps)[1]({"": torch.ones(2)}, state)
             assert [math.prod(one.ranks for one in sent.all)] == (theirs or [1])
             assert state.step == peer.step
 
@@ -310,7 +312,7 @@ def test_three_levels() -> None:
 
         def rank(mesh: Any, x: Tensor, step: int = step) -> tuple[fs.Params, av.Averaging]:
             levels = [(2, "pair"), (4, ("quad", "pair")), (8, ("all", "quad", "pair"))]
-            return av.hierarchical({"": x}, av.init(step), spec.on(mesh), levels=levels, warmup_steps=10)
+            return av.periodic(spec.on(mesh), levels, warmup_steps=10)[1]({"": x}, at(step))
 
         got, state = fs.testing.spmd(rank, {"all": 2, "quad": 2, "pair": 2})(values)
         size = groups.get(step, 1)
@@ -334,22 +336,17 @@ def test_averagers_on_real_ranks(rank: int) -> None:
     got = av.average({key: torch.full((3,), rank + 10.0 * int(key)) for key in keys}, spec)
     same(got, {key: torch.full((3,), 1.5 + 10 * int(key)) for key in keys})
 
-    def periodic(params: fs.Params, state: av.Averaging) -> tuple[fs.Params, av.Averaging]:
-        return av.periodic(params, state, spec, period=4, warmup_steps=warmup)
-
-    def hierarchical(params: fs.Params, state: av.Averaging) -> tuple[fs.Params, av.Averaging]:
-        return av.hierarchical(params, state, spec, levels=LEVELS, warmup_steps=warmup)
-
     for warmup in range(12, 16):
-        for ours, theirs in (
-            (periodic, PeriodicModelAverager(4, warmup)),
-            (hierarchical, HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup)),
+        for period, theirs in (
+            (4, PeriodicModelAverager(4, warmup)),
+            (LEVELS, HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup)),
         ):
+            init, update = av.periodic(spec, period, warmup_steps=warmup)
             model = copy.deepcopy(MODEL)
-            params, state = {name: p.detach().clone() for name, p in model.named_parameters()}, av.init()
+            params, state = {name: p.detach().clone() for name, p in model.named_parameters()}, init()
             for step in range(20):
                 params = drift(params, rank, step)
-                params, state = ours(params, state)
+                params, state = update(params, state)
                 moved = drift(dict(model.named_parameters()), rank, step)
                 for name, p in model.named_parameters():
                     p.data, p.grad = moved[name].detach(), torch.zeros_like(p)
@@ -364,10 +361,11 @@ def compiled(rank: int) -> None:
 
     def step(params: fs.Params, state: av.Averaging) -> tuple[fs.Params, av.Averaging]:
         params = {key: 0.9 * p + 0.01 * rank for key, p in params.items()}
-        return av.periodic(params, state, spec, period=3, warmup_steps=1)
+        return update(params, state)
 
+    init, update = av.periodic(spec, 3, warmup_steps=1)
     for ours in (torch.compile(step, fullgraph=True, backend="eager"), fs.compile(step, backend="aot_eager")):
-        want = got = fs.shard(MODEL, spec), av.init()
+        want = got = fs.shard(MODEL, spec), init()
         for _ in range(9):
             want, got = step(*want), ours(*got)
             assert_close(got, want)
@@ -409,7 +407,8 @@ def test_post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: 
         return PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), averager)
 
     optimizer = torchs()
-    params, state = {name: p.detach().clone() for name, p in MODEL.named_parameters()}, av.init()
+    params, state = {name: p.detach().clone() for name, p in MODEL.named_parameters()}, at(0)
+    update = av.periodic(spec, levels or 3, warmup_steps=start)[1]
     momentum = {name: torch.zeros_like(p) for name, p in params.items()}
     apart: list[bool] = []
     for step in range(20):
@@ -419,14 +418,11 @@ def test_post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: 
         optimizer.step()
 
         grads = torch.func.grad(lambda p: torch.func.functional_call(MODEL, p, (x,)).pow(2).mean())(params)
-        axes = av.choose_reduce_axes(state, spec, start=start, reduce_axes=local)
+        axes = None if step < start else local
         grads = av.average(grads, spec, axes=axes)
         momentum = {name: 0.5 * momentum[name] + g for name, g in grads.items()}
         params = {name: p - 0.1 * momentum[name] for name, p in params.items()}
-        if levels is None:
-            params, state = av.periodic(params, state, spec, period=3, warmup_steps=start)
-        else:
-            params, state = av.hierarchical(params, state, spec, levels=levels, warmup_steps=start)
+        params, state = update(params, state)
 
         assert_close(params, {name: p.detach() for name, p in model.named_parameters()}, rtol=1e-12, atol=1e-13)
         assert state.step == optimizer.averager.step == step + 1
@@ -448,13 +444,14 @@ def test_post_local_sgd_of_shards() -> None:
 
     def rank(mesh: Any, x: Tensor) -> fs.Params:
         spec = MIXED(MODEL).on(mesh)
-        params, state = fs.shard(full, spec), av.init()
-        for _ in range(8):
-            axes = av.choose_reduce_axes(state, spec, start=start, reduce_axes="shard")
+        init, update = av.periodic(spec, 3, warmup_steps=start, axes="replicate")
+        params, state = fs.shard(full, spec), init()
+        for step in range(8):
+            axes = None if step < start else "shard"
             call = lambda p, axes=axes: fs.functional_call(MODEL, p, (x,), spec=spec, reduce_axes=axes)  # noqa: E731
             grads = fs.grad(lambda p, call=call: call(p).pow(2).mean())(params)
             params = {key: p - 0.1 * grads[key] for key, p in params.items()}
-            params, state = av.periodic(params, state, spec, period=3, warmup_steps=start, axes="replicate")
+            params, state = update(params, state)
         return params
 
     got = fs.testing.spmd(rank, HYBRID)(xs)
@@ -479,10 +476,11 @@ def test_stopping_anywhere_changes_nothing() -> None:
 
     def run(mesh: Any, rank: Tensor, stop: int) -> fs.Params:
         spec = MIXED(MODEL).on(mesh)
-        params, state = fs.shard({name: p.detach() for name, p in MODEL.named_parameters()}, spec), av.init()
+        init, update = av.periodic(spec, 3, warmup_steps=2, axes="replicate")
+        params, state = fs.shard({name: p.detach() for name, p in MODEL.named_parameters()}, spec), init()
         for step in range(12):
             params = {key: p + (step + 1) * rank for key, p in params.items()}
-            params, state = av.periodic(params, state, spec, period=3, warmup_steps=2, axes="replicate")
+            params, state = update(params, state)
             if step == stop:
                 state = stored(state)
         return params
@@ -501,118 +499,19 @@ def test_averaging_after_every_sgd_step_is_ddp() -> None:
     def run(mesh: Any, x: Tensor) -> tuple[fs.Params, fs.Params]:
         spec = REPLICATED(MODEL).on(mesh)
         params = fs.shard({name: p.detach() for name, p in MODEL.named_parameters()}, spec)
-        ddp, local, state = params, params, av.init()
+        init, update = av.periodic(spec, 1)
+        ddp, local, state = params, params, init()
         for _ in range(4):
             grads = fs.grad(lambda p: fs.functional_call(MODEL, p, (x,), spec=spec).pow(2).mean())(ddp)
             ddp = {key: p - 0.1 * grads[key] for key, p in ddp.items()}
             full = fs.unflatten(local, spec)
             grads = torch.func.grad(lambda p: torch.func.functional_call(MODEL, p, (x,)).pow(2).mean())(full)
             local = fs.flatten({name: p - 0.1 * grads[name] for name, p in full.items()}, spec)
-            local, state = av.periodic(local, state, spec, period=1)
+            local, state = update(local, state)
         return ddp, local
 
     ddp, local = fs.testing.spmd(run, 3)(xs)
     assert_close(local, ddp)
-
-
-def test_choose_reduce_axes() -> None:
-    spec = MIXED(MODEL).on({"a": 2, "b": 3, "shard": 2})
-    for step in range(6):
-        early = step < 4
-        for local, late in (
-            ("shard", ("shard",)),
-            (("shard", "a"), ("a", "shard")),
-            (("a", "b", "shard"), ("a", "b", "shard")),
-        ):
-            got = av.choose_reduce_axes(av.init(step), spec, start=4, reduce_axes=local)
-            assert got == (("a", "b", "shard") if early else late)
-    assert av.choose_reduce_axes(av.init(4), REPLICATED(MODEL).on(PAIRS), start=4, reduce_axes=()) == ()
-
-
-def moving(steps: int) -> Iterator[nn.Module]:
-    """A model that is trained."""
-    model = copy.deepcopy(MODEL)
-    for step in range(steps):
-        with torch.no_grad():
-            for p in model.parameters():
-                p += torch.randn(p.shape, generator=torch.Generator().manual_seed(step)).double()
-        yield model
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.3, 0.5, 0.999, 1.0])
-def test_ema_is_torchs_average_of_a_model(decay: float) -> None:
-    """Bit by bit over ten steps, on full tensors and on shards, which need nothing of each other."""
-    peer = AveragedModel(copy.deepcopy(MODEL), multi_avg_fn=get_ema_multi_avg_fn(decay))
-    spec = MIXED(MODEL).on(HYBRID)
-    ours: fs.Params | None = None
-    shards: list[fs.Params] = []
-    for model in moving(10):
-        peer.update_parameters(model)
-        full = {name: p.detach().clone() for name, p in model.named_parameters()}
-        now = each_rank(full, spec)
-        shards = [av.ema(a, p, decay=decay) for a, p in zip(shards, now, strict=True)] if shards else now
-        ours = full if ours is None else av.ema(ours, full, decay=decay)
-        want = {name: p.detach() for name, p in peer.module.named_parameters()}
-        same(ours, want)
-        for got, expected in zip(shards, each_rank(want, spec), strict=True):
-            same(got, expected)
-
-
-@given(cases(), st.floats(0, 1))
-def test_ema_commutes_with_sharding(case: Case, decay: float) -> None:
-    old, new = case.full, drift(case.full, 1)
-    kept = copy.deepcopy((old, new))
-    want = each_rank(av.ema(old, new, decay=decay), case.spec)
-    for got, expected in zip(
-        map(lambda a, p: av.ema(a, p, decay=decay), each_rank(old, case.spec), each_rank(new, case.spec)), want, strict=True
-    ):
-        same(got, expected)
-    for tree, before in zip((old, new), kept, strict=True):
-        same(tree, before)
-
-
-def test_ema_in_float32_of_bfloat16() -> None:
-    """Steps that bfloat16 would round away add up."""
-    peer = get_ema_avg_fn(0.999)
-    ours, theirs = {"w": torch.ones(4)}, torch.ones(4)
-    new = torch.tensor([1.0, 1.5, 2.0, -3.0], dtype=torch.bfloat16)
-    for _ in range(50):
-        ours = av.ema(ours, {"w": new}, decay=0.999)
-        theirs = peer(theirs, new.float(), 0)
-    assert ours["w"].dtype == torch.float32
-    assert_close(ours["w"], theirs)
-    assert ours["w"][1] > 1.02
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.float64])
-def test_ema_moves_in_any_dtype(dtype: torch.dtype) -> None:
-    """A step of 0.001 is less than bfloat16 can add to 1: such an average never moved. It is in float32 or wider."""
-    slow, new = {"w": torch.ones(2, dtype=dtype)}, {"w": torch.full((2,), 2.0, dtype=dtype)}
-    init, update = fs.optim.ema(0.999)(fs.optim.from_torch(torch.optim.SGD, lr=0.0))
-    state = init(slow)
-    for step in range(200):
-        slow = av.ema(slow, new, decay=0.999 if step % 2 else torch.tensor(0.999, dtype=torch.float64))
-        _, state = update({"w": torch.zeros(2, dtype=dtype)}, state, new)
-    for got in (slow["w"], state.average["w"]):
-        assert got.dtype == torch.promote_types(dtype, torch.float32)
-        assert_close(got, torch.full((2,), 2 - 0.999**200, dtype=got.dtype), rtol=1e-5, atol=0)
-
-
-def test_ema_of_what_is_not_floating_point() -> None:
-    """The newest, in memory of its own."""
-    new = {"n": torch.tensor([3, 4])}
-    got = av.ema({"n": torch.tensor([1, 2])}, new, decay=0.5)
-    new["n"].zero_()
-    assert got["n"].tolist() == [3, 4]
-
-
-def test_ema_compiles_and_differentiates() -> None:
-    old, new = {"w": torch.ones(3)}, {"w": torch.arange(3.0)}
-    compiled = torch.compile(lambda a, p: av.ema(a, p, decay=0.75), fullgraph=True, backend="eager")
-    same(compiled(old, new), av.ema(old, new, decay=0.75))
-    by_old, by_new = torch.func.grad(lambda a, p: av.ema(a, p, decay=0.75)["w"].sum(), (0, 1))(old, new)
-    same(by_old, {"w": torch.full((3,), 0.75)})
-    same(by_new, {"w": torch.full((3,), 0.25)})
 
 
 SPEC = MIXED(MODEL).on(HYBRID)
@@ -625,10 +524,9 @@ ONES = {"0": torch.ones(12).double(), "1": torch.ones(25).double()}
         (lambda: av.average(ONES, SPEC, axes="data"), r"unknown mesh axis 'data': expected some of \('replicate',"),
         (lambda: av.average(ONES, SPEC, axes="shard"), r"unit '0' is split over 'shard'.* axes without it, got 'shard'"),
         (lambda: av.average({"7": ONES["0"]}, SPEC), r"'7' is no unit and no parameter.* some of \['0', '1'\]"),
-        (lambda: av.init(-1), "expected a step of 0 or more, got -1"),
-        (lambda: av.periodic(ONES, av.init(), SPEC, period=0), "a period of 1 or more.* got 0 and 0"),
-        (lambda: av.periodic(ONES, av.init(), SPEC, period=2, warmup_steps=-1), "warmup_steps of 0 or more, got 2 and -1"),
-        (lambda: av.periodic(ONES, av.init(1), SPEC, period=2, axes="shard"), "unit '0' is split over 'shard'"),
+        (lambda: av.periodic(SPEC, 0), "level 0: expected a period above 0, got 0"),
+        (lambda: av.periodic(SPEC, 2, warmup_steps=-1), "warmup_steps of 0 or more, got 1 and -1"),
+        (lambda: av.periodic(SPEC, 2, axes="shard")[1](ONES, at(1)), "unit '0' is split over 'shard'"),
         (lambda: hierarchical(), "expected a level or more.* got 0 and 0"),
         (lambda: hierarchical((2, "replicate"), warmup_steps=-1), "warmup_steps of 0 or more, got 1 and -1"),
         (lambda: hierarchical((0, "replicate")), "level 0: expected a period above 0, got 0"),
@@ -637,16 +535,6 @@ ONES = {"0": torch.ones(12).double(), "1": torch.ones(25).double()}
         (lambda: hierarchical((2, "replicate"), (4, ())), r"level 1: expected axes with all of \['replicate'\], got \(\); add"),
         (lambda: hierarchical((2, "replicate"), (4, ("shard", "replicate"))), "unit '0' is split over 'shard'"),
         (lambda: hierarchical((2, "replicate"), (4, ("data", "replicate"))), "unknown mesh axis 'data'"),
-        (lambda: av.choose_reduce_axes(av.init(), SPEC, start=-1, reduce_axes="shard"), "expected a start of 0 or more, got"),
-        (lambda: av.choose_reduce_axes(av.init(), SPEC, start=1, reduce_axes="data"), "unknown mesh axis 'data'"),
-        (lambda: av.choose_reduce_axes(av.init(), SPEC, start=1, reduce_axes=()), r"ranks over 'shard' .* with it, got \(\)"),
-        (lambda: av.ema(ONES, ONES, decay=1.1), "expected a decay from 0 to 1, got 1.1"),
-        (lambda: av.ema(ONES, ONES, decay=-0.1), "expected a decay from 0 to 1, got -0.1"),
-        (lambda: av.ema(ONES, ONES, decay=torch.tensor(1.5)), "expected a decay from 0 to 1, got 1.5"),
-        (lambda: av.ema(ONES, ONES, decay=torch.tensor([0.5])), r"expected a decay from 0 to 1, got tensor\(\[0.5000\]\)"),
-        (lambda: av.ema(ONES, {"0": ONES["0"]}, decay=0.9), "'1' is not in the params: expected the same keys"),
-        (lambda: av.ema({"0": ONES["0"]}, ONES, decay=0.9), "'1' is not in the average"),
-        (lambda: av.ema(ONES, ONES | {"0": torch.ones(1)}, decay=0.9), r"'0': expected shape \[12\] .* got \[1\]"),
     ],
 )  # fmt: skip
 def test_errors(call: Any, message: str) -> None:
@@ -656,4 +544,4 @@ def test_errors(call: Any, message: str) -> None:
 
 
 def hierarchical(*levels: tuple[int, Any], warmup_steps: int = 0) -> Any:
-    return av.hierarchical(ONES, av.init(1), SPEC, levels=levels, warmup_steps=warmup_steps)
+    return av.periodic(SPEC, levels, warmup_steps=warmup_steps)[1](ONES, at(1))

@@ -65,7 +65,7 @@ def trained(model: nn.Module, spec: fs.PartitionSpec) -> State:
     params, frozen = fs.partition(fs.shard(model, spec), spec)
     grads = {key: shard * 3 for key, shard in params.items()}
     params, opt = update(grads, init(params), params)
-    loss_scale = fs.loss_scale.init()
+    loss_scale = fs.loss_scale.dynamic(spec)[0]()
     return {
         "params": fs.combine(params, frozen),
         "opt": opt,

@@ -61,17 +61,18 @@ def batch(rank: int, i: int) -> Tensor:
 
 def scaled_step(model: nn.Module, spec: fs.PartitionSpec, update: Callable[..., Any]) -> Callable[..., Any]:
     """A step with everything that training has beside its gradient."""
+    _, unscale = fs.loss_scale.dynamic(spec, growth_interval=2)
 
-    def step(params: fs.Params, state: Any, scale: fs.loss_scale.LossScale, x: Tensor, lr: float | Tensor) -> Any:
+    def step(params: fs.Params, state: Any, scale: Any, x: Tensor, lr: float | Tensor) -> Any:
         def loss(params: fs.Params) -> Tensor:
             y = fs.functional_call(model, params, (x,), spec=spec).to(x.dtype)
-            return fs.loss_scale.scale(scale, F.mse_loss(y, x[:, :3]))
+            return scale.scale * F.mse_loss(y, x[:, :3])
 
         grads, value = fs.grad_and_value(loss)(params)
-        grads, finite = fs.loss_scale.unscale(scale, grads, spec)
+        grads, scale = unscale(grads, scale)
         grads, norm = fs.optim.clip_by_global_norm(grads, spec, 0.2)
-        new, after = fs.loss_scale.select(finite, update(grads, state, params, lr=lr), (params, state))
-        return new, after, fs.loss_scale.update(scale, finite, growth_interval=2), value, norm
+        new, after = fs.loss_scale.select(scale.finite, update(grads, state, params, lr=lr), (params, state))
+        return new, after, scale, value, norm
 
     return step
 
@@ -97,7 +98,7 @@ def trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard"
     spec = fs.by_type(nn.Linear, p=POLICIES[policy])(model).bound
     init, update = rule(0.1, spec=spec, options=without_decay, **given)
     params = fs.shard(model, spec)
-    expected: Any = params, init(params), fs.loss_scale.init(8.0)
+    expected: Any = params, init(params), fs.loss_scale.dynamic(spec, scale=8.0)[0](params)
     got: Any = pytree.tree_map(torch.clone, expected)
     pointers = [leaf.data_ptr() for leaf in pytree.tree_leaves(got)]
     numbers = [values.numbers for values in got[1].values()]

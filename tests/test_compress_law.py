@@ -20,7 +20,7 @@ from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 
 import funshard as fs
-from funshard.compress import Compressor, cast, exact, post_local, powersgd, quantize, switch, unreduced
+from funshard.compress import Compressor, exact, powersgd, quantize, switch
 
 LAYERS: dict[str, tuple[int, ...]] = {
     "bias": (3,),
@@ -46,13 +46,11 @@ LOSSLESS: dict[str, Any] = {
     "full rank": lambda axes: powersgd(99, axes=axes, min_compression_rate=0),
     "full rank, batched": lambda axes: powersgd(99, axes=axes, batched=True, min_compression_rate=0),
     "nothing is worth it": lambda axes: powersgd(1, axes=axes, min_compression_rate=1e9),
-    "cast": lambda axes: cast(torch.float64, powersgd(1, axes=axes, min_compression_rate=1e9)),
-    "switch": lambda axes: switch(0, unreduced(), powersgd(99, axes=axes, min_compression_rate=0)),
+    "switch": lambda axes: switch(0, exact(()), powersgd(99, axes=axes, min_compression_rate=0)),
 }
 OVER_SOME: dict[str, Any] = {
     "exact": exact,
-    "local": lambda axes: post_local(0, axes),
-    "cast": lambda x: cast(torch.float32, exact(x)),
+    "local": lambda axes: switch(0, exact(()), exact(axes)),
 }
 """The mean over the axes that they are given, and nothing over the others."""
 
@@ -170,7 +168,7 @@ def test_an_exact_one_is_the_mean_over_its_axes(case: Case) -> None:
     for make in OVER_SOME.values():
         [shards] = simulated(case, make(case.axes), grads)
         assert_close(shards, want, rtol=1e-6, atol=1e-6)
-    [own] = simulated(case, unreduced(), grads)
+    [own] = simulated(case, exact(()), grads)
     assert_close(own, case.slices(grads), rtol=0, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Gradients reduced when you say so: reduce_grads, reduce_mean, and functional_call with reduce and reduce_axes."""
+"""Gradients reduced when you say so: reduce_grads, and functional_call with reduce and reduce_axes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_reduce_mean_is_the_mean_over_all_samples(counts: list[int]) -> None:
     def run(mesh: fs.collectives.Mesh, x: Tensor, mask: Tensor) -> Any:
         spec = fs.policies.whole()(model).on(mesh)
         params = fs.shard(full, spec)
-        grads = fs.reduce_mean(torch.func.grad(mean)(fs.unshard(params, spec), x, mask), spec, mask.sum())
+        grads = fs.reduce_grads(torch.func.grad(mean)(fs.unshard(params, spec), x, mask), spec, weight=mask.sum())
 
         return fs.weight_share(mask.sum(), spec), fs.unshard(grads, spec)
 
@@ -183,7 +183,8 @@ def test_a_weighted_loss_is_reduced_in_backward(rank: int) -> None:
         return value * fs.weight_share(len(x), spec)
 
     got = fs.grad(loss)(params)
-    later = fs.reduce_mean(fs.grad(lambda p: loss(p) / fs.weight_share(len(x), spec))(fs.unshard(params, spec)), spec, len(x))
+    own = fs.grad(lambda p: loss(p) / fs.weight_share(len(x), spec))(fs.unshard(params, spec))
+    later = fs.reduce_grads(own, spec, weight=len(x))
     full = {name: t.detach() for name, t in model.named_parameters()}
     expected = fs.shard(torch.func.grad(lambda p: torch.func.functional_call(model, p, (xs,)).square().mean())(full), spec)
     for key, g in expected.items():

@@ -64,8 +64,8 @@ def test_modules_with_one_label_are_one_unit() -> None:
     low = by_group([MLP], size=2, p=P("shard", precision=fs.Precision(param=torch.bfloat16)))
     apart = [f"blocks.{i}.{name}_proj" for i in range(3) for name in ("in", "out")]
     assert keys(fs.policies.full_precision(low, nn.Linear)(model)) == [*apart, "first", "head"]
-    marked = nn.Sequential(*(fs.policies.mark(MLP(2), unit="all") for _ in range(2)))
-    assert keys(fs.policies.marked()(marked)) == ["0+1"]
+    pick = fs.policies.custom(lambda module: {"unit": "all"} if isinstance(module, MLP) else False)
+    assert keys(pick(nn.Sequential(MLP(2), MLP(2)))) == ["0+1"]
 
 
 def test_frozen_parameters_and_dtypes_are_units_of_their_own() -> None:

@@ -85,15 +85,14 @@ def step_with_loss_scale(model: nn.Module, spec: fs.PartitionSpec, shards: fs.Pa
     def loss(p: fs.Params) -> Tensor:
         return fs.functional_call(model, p, (x,), spec=spec).square().mean()
 
-    scale = fs.loss_scale.init()
+    init, unscale = fs.loss_scale.dynamic(spec)
+    state = init(shards)
     waits, first = Waits(), Counter[str]()
     for _ in range(3):
         with waits:
-            grads = fs.grad(lambda p: fs.loss_scale.scale(scale, loss(p)))(shards)
-            grads, finite = fs.loss_scale.unscale(scale, grads, spec)
+            grads, state = unscale(fs.grad(lambda p, by=state.scale: by * loss(p))(shards), state)
             grads, _ = fs.optim.clip_by_global_norm(grads, spec, 1.0)
-            shards = fs.loss_scale.select(finite, {key: p - 0.1 * grads[key] for key, p in shards.items()}, shards)
-            scale = fs.loss_scale.update(scale, finite)
+            shards = fs.loss_scale.select(state.finite, {key: p - 0.1 * grads[key] for key, p in shards.items()}, shards)
         first, waits.seen = waits.seen, Counter()
     assert not first, f"the third step: {first}"
 
@@ -101,8 +100,8 @@ def step_with_loss_scale(model: nn.Module, spec: fs.PartitionSpec, shards: fs.Pa
 def mean_of_uneven(model: nn.Module, spec: fs.PartitionSpec, shards: fs.Params, x: Tensor) -> None:
     full = fs.unshard(shards, spec)
     with Waits() as waits:
-        fs.reduce_mean(full, spec, 3)
-        fs.reduce_mean(full, spec, 2.5)
+        fs.reduce_grads(full, spec, weight=3)
+        fs.reduce_grads(full, spec, weight=2.5)
     assert not waits.seen
 
 
@@ -155,7 +154,7 @@ def test_full_parameters_leave_the_device_by_one_copy_each_unit(world: None, mon
         events.append(f"start {tensor.numel()}")
         return lambda: events.append("wait") or torch.empty_like(tensor, device="cpu")
 
-    monkeypatch.setattr(sys.modules[fs.gather_full.__module__], "start_copy_to_host", on_host)
+    monkeypatch.setattr(sys.modules[fs.stream_full.__module__], "start_copy_to_host", on_host)
     spec, shards = on_device(net())
     full = fs.gather_full(shards, spec, offload_to_cpu=True)
     assert events == ["start 20", "start 20", "wait", "start 20", "wait", "wait"]

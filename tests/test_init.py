@@ -138,7 +138,7 @@ POLICIES: dict[str, Callable[[nn.Module], fs.PartitionSpec]] = {
     "whole": fs.policies.whole(),
     "always": fs.policies.always(),
     "size": fs.by_size(40, p=P(align=1)),
-    "linear": fs.policies.any_of(fs.by_type(nn.Linear, nn.Conv2d, p=P())),
+    "linear": fs.by_type(nn.Linear, nn.Conv2d, p=P()),
     "replicated": fs.policies.whole(P(None)),
     "ignoring": lambda m: fs.policies.ignoring(
         fs.policies.always(), params=[n for n, _ in m.named_parameters() if n.endswith("bias")]

@@ -316,10 +316,10 @@ def test_options_of_a_step(rank: int, name: str) -> None:
         new = fs.update_in_backward(update, loss, mine, init(mine), [batch], spec=spec).params
         grads = {key: shards[key] - new[key] for key in shards}
     elif name == "loss scale":
-        state = fs.loss_scale.init(1024.0)
-        scaled = fs.grad(lambda p: fs.loss_scale.scale(state, loss(p, batch)))(shards)
-        grads, finite = fs.loss_scale.unscale(state, scaled, spec)
-        assert finite
+        init, unscale = fs.loss_scale.dynamic(spec, scale=1024.0)
+        state = init(shards)
+        grads, state = unscale(fs.grad(lambda p: state.scale * loss(p, batch))(shards), state)
+        assert state.finite
     elif name == "frozen":
         trained, rest = fs.partition(shards, spec)
         grads = fs.grad(lambda p: loss({**rest, **p}, batch))(trained)

@@ -304,12 +304,12 @@ def test_leftovers_of_a_policy_are_replicated() -> None:
     """``by_type(Experts, p=P(local=...))`` speaks of the experts, not of what no expert owns."""
     model, p = Chain(("experts", "replicated"), expert=2), fs.P("shard", local={"expert": 0})
     marked = Chain(("experts", "replicated"), expert=2)
-    fs.policies.mark(marked.layers[0], local={"expert": 0})
+    marked.layers[0].unit = {"local": {"expert": 0}}
     for policy, chain in [
         (fs.by_type(Experts, p=p), model),
         (fs.policies.custom(lambda module: isinstance(module, Experts), p), model),
         (fs.by_path({"layers.0": p}), model),
-        (fs.policies.marked(), marked),
+        (fs.policies.custom(lambda module: getattr(module, "unit", False)), marked),
     ]:
         assert {unit.key: unit.local_axes for unit in policy(chain)} == {"": (), "layers.0": ("expert",)}
     assert {unit.local_axes for unit in fs.policies.whole(p)(model)} == {("expert",)}

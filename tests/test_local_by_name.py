@@ -82,8 +82,8 @@ def averages(spec: fs.PartitionSpec) -> tuple[fs.Params, fs.Params, fs.Params]:
     before = my_pieces(spec)
     index = fs.collectives.scatter(torch.arange(2.0), spec.axis("shard"))[0]
     drifted = {name: x + index for name, x in before.items()}
-    state = averaging.init()
-    return averaging.average(drifted, spec), averaging.periodic(drifted, state, spec, period=1)[0], before
+    init, update = averaging.periodic(spec, 1)
+    return averaging.average(drifted, spec), update(drifted, init())[0], before
 
 
 def test_averages_keep_pieces_apart(gloo4: Pool) -> None:

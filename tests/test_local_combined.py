@@ -68,10 +68,10 @@ def in_backward(case: Mixed) -> Tree:
 
 
 def scaled(case: Mixed) -> Tree:
-    state = fs.loss_scale.init(1024.0)
-    grads = fs.grad(lambda p: fs.loss_scale.scale(state, case.mean(p, case.x)))(case.params)
-    grads, finite = fs.loss_scale.unscale(state, grads, case.spec)
-    assert finite
+    init, unscale = fs.loss_scale.dynamic(case.spec, scale=1024.0)
+    state = init(case.params)
+    grads, state = unscale(fs.grad(lambda p: state.scale * case.mean(p, case.x))(case.params), state)
+    assert state.finite
     return grads
 
 
@@ -147,7 +147,7 @@ def test_frozen_local_units_at_rest(codec: fs.Codec) -> None:
 
 
 def test_uneven_batches() -> None:
-    """`reduce_mean` weighs a rank's gradients, which have parts of other ranks' losses: only `weight_share` is right."""
+    """A weight on a rank's gradients, which have parts of other ranks' losses, is refused: `weight_share` is right."""
     sizes = full_sizes({"shard": 2, "expert": 2})
     torch.manual_seed(1)
     xs, (model, spec), (whole, full) = batches(sizes), spec_of(KINDS, sizes, OPTIONS[0]), whole_params(KINDS)
@@ -157,8 +157,9 @@ def test_uneven_batches() -> None:
         on = spec.on(mesh)
         params, axes = fs.shard(full, on), {name: on.axis(name) for name in ("tensor", "expert")}
         share = fs.weight_share(weight, on)
-        with pytest.raises(NotImplementedError, match=r"reduce_mean: unit 'layers.1' is local over axis 'expert', .*weight_sh"):
-            fs.reduce_mean(full, on, weight)
+        message = r"reduce_grads: weight=: unit 'layers.1' is local over axis 'expert', .*weight_sh"
+        with pytest.raises(NotImplementedError, match=message):
+            fs.reduce_grads(full, on, weight=weight)
         loss = lambda p: share * objective(fs.functional_call(model, p, (x, axes), spec=on, reduce="sum"))  # noqa: E731
         return fs.unshard(fs.grad(loss)(params), on)
 

@@ -19,13 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
-from funshard.compress import Compressor, cast, exact, post_local, powersgd, quantize, switch, unreduced
+from funshard.compress import Compressor, exact, powersgd, quantize, switch
 
 LOSSLESS: dict[str, Callable[[Any], Compressor[Any]]] = {
     "exact": exact,
-    "cast": lambda axes: cast(torch.float64, exact(axes)),
-    "post_local": lambda axes: post_local(0, axes),
-    "switch": lambda axes: switch(0, unreduced(), exact(axes)),
+    "switch": lambda axes: switch(0, exact(()), exact(axes)),
     "quantize": lambda axes: quantize(1, axes=axes),
     "powersgd of full rank": lambda axes: powersgd(99, axes=axes, min_compression_rate=0),
     "powersgd of buffers": lambda axes: powersgd(99, axes=axes, batched=True, min_compression_rate=0),
@@ -107,14 +105,14 @@ def test_nothing_crosses_a_local_axis() -> None:
             assert max(one.numel for one in sent.all) == model["w"].numel()
 
 
-def test_local_axes_stay_with_post_local() -> None:
-    """Without an axis that a unit is local over, gradients would be that axis's size too large: refused, from the start."""
+def test_local_axes_are_among_the_others() -> None:
+    """Without an axis that a unit is local over, gradients would be that axis's size too large: refused."""
     model = torch.nn.ParameterDict({"w": torch.zeros(2, 8)})
     spec = fs.policies.whole(fs.P(local={"expert": 0}))(model).on({"node": 2, "expert": 2})
-    message = r"compress.post_local: unit '' is local over axis 'expert', .*: expected reduce_axes= with it, got \['node'\]"
+    message = r"compress.exact: unit '' is local over axis 'expert', .*: expected axes= with it, got \['node'\]"
     with pytest.raises(ValueError, match=message):
-        post_local(100, "node").init(spec)
-    post_local(100, "expert").init(spec)
+        exact("node").reduce({}, (), spec)
+    exact("expert").reduce({}, (), spec)
 
 
 def test_wholes_are_no_gradients_of_pieces() -> None:

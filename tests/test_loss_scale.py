@@ -42,7 +42,8 @@ def test_training_is_that_with_grad_scaler() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
     spec = fs.policies.always()(model).bound
     params = fs.shard(model, spec)
-    state = ls.init(8.0)
+    init, update = ls.dynamic(spec, scale=8.0, **OPTIONS)
+    state = init()
     peer = torch.amp.GradScaler("cpu", init_scale=8.0, **OPTIONS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -54,18 +55,16 @@ def test_training_is_that_with_grad_scaler() -> None:
         peer.step(optimizer)
         peer.update()
 
-        current = state
         scaled = fs.grad(
-            lambda p, x=x, factor=factor, state=current: ls.scale(
-                state, losses(lambda x: fs.functional_call(model, p, x, spec=spec), x, factor)
+            lambda p, x=x, factor=factor, by=state.scale: (
+                by * losses(lambda x: fs.functional_call(model, p, x, spec=spec), x, factor)
             )
         )(params)
-        grads, finite = ls.unscale(state, scaled, spec)
+        grads, state = update(scaled, state)
         assert_close(grads, fs.shard(expected, spec), equal_nan=True)
-        params = ls.select(finite, {k: p - 0.1 * grads[k] for k, p in params.items()}, params)
-        state = ls.update(state, finite, **OPTIONS)
+        params = ls.select(state.finite, {k: p - 0.1 * grads[k] for k, p in params.items()}, params)
 
-        assert finite == bool(factor.isfinite())
+        assert state.finite == bool(factor.isfinite())
         assert state.scale == peer.get_scale()
         assert state.good_steps == peer.state_dict()["_growth_tracker"]
         assert_close(params, fs.shard(model, spec))
@@ -76,7 +75,9 @@ def one_overflows(mesh: Any, rank: Tensor | int, bad: int) -> tuple[fs.Params, T
     spec = fs.by_path({"0": fs.P("shard"), "1": fs.P()})(MODEL).on(mesh)
     shards = fs.shard({name: p.detach() for name, p in MODEL.named_parameters()}, spec)
     hit = torch.where(torch.as_tensor(rank) == bad, math.nan, 1.0)
-    return ls.unscale(ls.init(4.0), {"0": shards["0"] * hit, "1": shards["1"]}, spec)
+    init, update = ls.dynamic(spec, scale=4.0)
+    grads, state = update({"0": shards["0"] * hit, "1": shards["1"]}, init())
+    return grads, state.finite
 
 
 @pytest.mark.parametrize("sizes", [{"shard": 3}, {"replicate": 2, "shard": 2}])
@@ -112,7 +113,8 @@ def beside_fully_shard(rank: int, mesh_name: str, bad: int) -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(peer, mesh=mesh)
     spec = fs.by_type(MLP)(model).on(mesh)
-    params, state = fs.shard(model, spec), ls.init(8.0)
+    init, update = ls.dynamic(spec, scale=8.0, growth_interval=2)
+    params, state = fs.shard(model, spec), init()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     optimizer = torch.optim.SGD(peer.parameters(), lr=0.1)
     scales = []
@@ -121,19 +123,19 @@ def beside_fully_shard(rank: int, mesh_name: str, bad: int) -> None:
         optimizer.zero_grad()
         scaler.scale(squared(peer, x)).backward()
         now = state
-        scaled = fs.grad(lambda p: ls.scale(now, squared(sharded_call(model, p, spec), x)))(params)
+        scaled = fs.grad(lambda p: now.scale * squared(sharded_call(model, p, spec), x))(params)
         if step == 1 and rank == bad:
             scaled["blocks.0"][0] = math.inf
         if step == 1 and bad >= 0 and rank % shape[-1] == bad % shape[-1]:  # FSDP2's replicas do not ask each other
             peer.blocks[0].in_proj.weight.grad.to_local()[0, 0] = math.inf
         scaler.step(optimizer)
         scaler.update()
-        grads, finite = ls.unscale(state, scaled, spec)
+        grads, state = update(scaled, state)
+        finite = state.finite
         assert finite == (step != 1 or bad < 0)  # on every rank
         before = params
         params = ls.select(finite, {key: p - 0.1 * grads[key] for key, p in params.items()}, params)
         assert all(torch.equal(params[key], p) for key, p in before.items()) == (not finite)
-        state = ls.update(state, finite, growth_interval=2)
         assert state.scale == scaler.get_scale()
         scales.append(state.scale.item())
         same(fs.gather_full(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
@@ -153,7 +155,8 @@ def test_ddp_parity_with_grad_scaler(rank: int) -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Tanh(), nn.Linear(1, 1, bias=False)).double()
     spec = fs.policies.always()(model).bound
     peer = DistributedDataParallel(copy.deepcopy(model))
-    params, state = fs.shard(model, spec), ls.init(8.0)
+    init, update = ls.dynamic(spec, scale=8.0, **OPTIONS)
+    params, state = fs.shard(model, spec), init()
     assert [piece.numel() for piece in fs.param_views(params, spec).values()] == [1 - rank] * 2  # the other rank owns nothing
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, **OPTIONS)
     optimizer = torch.optim.SGD(peer.parameters(), lr=0.1)
@@ -165,70 +168,69 @@ def test_ddp_parity_with_grad_scaler(rank: int) -> None:
         scaler.step(optimizer)
         scaler.update()
         now = state
-        scaled = fs.grad(lambda p: ls.scale(now, squared(sharded_call(model, p, spec), x) * factor))(params)
-        grads, finite = ls.unscale(state, scaled, spec)
-        assert finite == (not bad)
-        params = ls.select(finite, {key: p - 0.1 * grads[key] for key, p in params.items()}, params)
-        state = ls.update(state, finite, **OPTIONS)
+        scaled = fs.grad(lambda p: now.scale * squared(sharded_call(model, p, spec), x) * factor)(params)
+        grads, state = update(scaled, state)
+        assert state.finite == (not bad)
+        params = ls.select(state.finite, {key: p - 0.1 * grads[key] for key, p in params.items()}, params)
         assert state.scale == scaler.get_scale()
         expected = {name.removeprefix("module."): p.detach() for name, p in peer.named_parameters()}
         same(fs.gather_full(params, spec), expected, "parameters")
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_grad_scaling(dtype: torch.dtype) -> None:
-    """Nested lists and tuples of outputs are scaled as GradScaler scales them."""
-    outputs = [torch.rand(3).to(dtype), (torch.rand(()).to(dtype), [torch.rand(2, 2).to(dtype)])]
-    expected = torch.amp.GradScaler("cpu", init_scale=16.0).scale(outputs)
-    got = ls.scale(ls.init(16.0), outputs)
-    assert isinstance(got, list)
-    assert isinstance(got[1], tuple)
-    leaves = lambda tree: [tree[0], tree[1][0], tree[1][1][0]]  # noqa: E731
-    for mine, theirs in zip(leaves(got), leaves(expected), strict=True):
-        assert_close(mine, theirs.to(dtype), rtol=0, atol=0)
+SPEC = fs.policies.whole()(nn.Linear(2, 1, bias=False))
 
 
 def test_a_scale_that_would_overflow_stays() -> None:
     state = ls.LossScale(torch.tensor(3e38), torch.tensor(0, dtype=torch.int32))
-    state = ls.update(state, torch.tensor(True), growth_interval=1)
+    _, state = ls.dynamic(SPEC, growth_interval=1)[1]({"": torch.ones(2)}, state)
     assert state.scale == torch.tensor(3e38)
     assert state.good_steps == 0
 
 
 def test_dtypes() -> None:
-    """Losses and gradients keep theirs; float16 gradients are unscaled without overflowing on the way."""
-    state = ls.init(2.0**16)
-    loss, logs = ls.scale(state, (torch.tensor(2.0**-10, dtype=torch.bfloat16), {"n": 3}))
-    assert (loss, loss.dtype, logs) == (64, torch.bfloat16, {"n": 3})
-    spec = fs.policies.whole()(nn.Linear(2, 1, bias=False))
-    grads, finite = ls.unscale(state, {"": torch.tensor([65504.0, 2.0**-8], dtype=torch.float16)}, spec)
-    assert finite
+    """Gradients keep theirs; those of float16 are unscaled without overflowing on the way."""
+    init, update = ls.dynamic(SPEC)
+    grads, state = update({"": torch.tensor([65504.0, 2.0**-8], dtype=torch.float16)}, init())
+    assert state.finite
     assert_close(grads[""], torch.tensor([65504 / 2**16, 2.0**-24], dtype=torch.float16), rtol=0, atol=0)
-    assert ls.unscale(state, {}, spec)[1]
+    assert update({}, init())[1].finite
 
 
 def test_state_is_a_pytree_for_compiled_and_vmapped_loops() -> None:
     """Nothing in a step looks at values."""
+    init, update = ls.dynamic(SPEC, scale=8.0, **OPTIONS)
 
-    def run(finite: Tensor) -> ls.LossScale:
-        state = ls.init(8.0)
+    def run(grads: Tensor) -> ls.LossScale:
+        state = init()
         for i in range(len(BAD)):
-            state = ls.update(state, finite[i], **OPTIONS)
+            _, state = update({"": grads[i]}, state)
         return state
 
-    good = torch.tensor(BAD) == 0
-    each = torch.vmap(run)(torch.stack([good, ~good]))
-    for i, finite in enumerate((good, ~good)):
-        assert_close(tuple(part[i] for part in each), tuple(run(finite)))
-        assert_close(tuple(torch.compile(run, fullgraph=True, backend="eager")(finite)), tuple(run(finite)))
+    good = torch.where(torch.tensor(BAD) == 0, 1.0, math.inf)[:, None].expand(-1, 2)
+    each = torch.vmap(run)(torch.stack([good, 1 / (good - 1)]))
+    for i, grads in enumerate((good, 1 / (good - 1))):
+        assert_close(tuple(part[i] for part in each), tuple(run(grads)))
+        assert_close(tuple(torch.compile(run, fullgraph=True, backend="eager")(grads)), tuple(run(grads)))
+
+
+def test_it_is_a_link_of_a_chain() -> None:
+    """Before what skips a step: a bad one changes the scale alone."""
+    init, update = fs.optim.chain(ls.dynamic(SPEC, scale=4.0), fs.optim.apply_if_finite(SPEC), fs.optim.sgd(1.0))
+    params = {"": torch.zeros(2)}
+    state = init(params)
+    params, state = update({"": torch.tensor([4.0, 8.0])}, state, params)
+    assert_close(params[""], torch.tensor([-1.0, -2.0]))
+    after, state = update({"": torch.tensor([math.nan, 8.0])}, state, params)
+    assert torch.equal(after[""], params[""])
+    assert (state[0].scale, bool(state[0].finite)) == (2, False)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ls.init(0.0), "expected a positive scale, got 0.0"),
-        (lambda: ls.update(ls.init(), torch.tensor(True), growth_factor=1.0), "growth_factor > 1.* got 1.0"),
-        (lambda: ls.update(ls.init(), torch.tensor(True), growth_interval=0), "growth_interval >= 1.* and 0"),
+        (lambda: ls.dynamic(SPEC, scale=0.0), "expected scale > 0, .* got 0.0"),
+        (lambda: ls.dynamic(SPEC, growth_factor=1.0), "growth_factor > 1.* got 65536.0, 1.0"),
+        (lambda: ls.dynamic(SPEC, growth_interval=0), "growth_interval >= 1.* and 0"),
         (lambda: ls.select(torch.tensor(True), {"a": torch.ones(1)}, {"b": torch.ones(1)}), "keys|Node|mismatch"),
     ],
     ids=["scale", "growth", "interval", "trees"],

@@ -1,10 +1,8 @@
-"""members, global_rank and axis_rank beside torch's, on every rank of meshes of several axes."""
+"""members beside torch's, on every rank of meshes of several axes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +14,9 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, init_device_mesh
 
 import funshard as fs
-from funshard.collectives import Mesh, ProcessAxis, axis_rank, global_rank, members
+from funshard.collectives import Mesh, ProcessAxis, members
 
 MESHES = {"one axis": (4,), "two": (2, 2), "uneven": (3, 2), "three": (2, 3, 2), "an axis of one": (1, 4)}
-ASK: dict[str, Callable[[Any, int], Any]] = {
-    "members": lambda axis, _: members(axis),
-    "global_rank": global_rank,
-    "axis_rank": axis_rank,
-}
 
 
 def agree_with_torch(mesh: DeviceMesh) -> None:
@@ -32,11 +25,9 @@ def agree_with_torch(mesh: DeviceMesh) -> None:
         group = mesh.get_group(i)
         ranks = members(axis)
         assert list(ranks) == dist.get_process_group_ranks(group)
-        assert [global_rank(axis, r) for r in range(axis.size)] == [dist.get_global_rank(group, r) for r in range(axis.size)]
-        assert [axis_rank(axis, g) for g in ranks] == [dist.get_group_rank(group, g) for g in ranks]
-        assert [axis_rank(axis, global_rank(axis, r)) for r in range(axis.size)] == list(range(axis.size))
-        assert global_rank(axis, axis.rank) == dist.get_rank()
-        assert axis_rank(axis, dist.get_rank()) == axis.rank
+        assert [ranks[r] for r in range(axis.size)] == [dist.get_global_rank(group, r) for r in range(axis.size)]
+        assert [ranks.index(g) for g in ranks] == [dist.get_group_rank(group, g) for g in ranks]
+        assert ranks[axis.rank] == dist.get_rank()
 
 
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
@@ -68,7 +59,6 @@ def test_the_world() -> None:
         assert members(Mesh.world()["shard"]) == (0, 1, 2)
         assert members(Mesh.of({"x": 1})["x"]) == (1,)
     assert members(Mesh.world()["shard"]) == (0,)
-    assert global_rank(Mesh.world()["shard"], 0) == axis_rank(Mesh.world()["shard"], 0) == 0
 
 
 @real_ranks(4)
@@ -79,38 +69,22 @@ def test_real_ranks(rank: int) -> None:
     for name, axis in Mesh.of(mesh).axes:
         for src in range(2):
             theirs = torch.tensor([float(rank)])
-            dist.broadcast(theirs, global_rank(axis, src), group=mesh.get_group(name))
+            dist.broadcast(theirs, members(axis)[src], group=mesh.get_group(name))
             assert torch.equal(fs.collectives.broadcast(torch.tensor([float(rank)]), axis, src=src), theirs)
 
 
-@pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
-def test_axes_without_members(ask: Callable[[Any, int], Any]) -> None:
+def test_axes_without_members() -> None:
     with pytest.raises(ValueError, match=r"an axis of 4 ranks without a process group has no members: expected a DeviceMesh"):
-        ask(ProcessAxis(4), 0)
+        members(ProcessAxis(4))
     with pytest.raises(ValueError, match=r"an axis of 4 ranks without a process group"):
-        ask(Mesh.of({"shard": 4})["shard"], 0)
+        members(Mesh.of({"shard": 4})["shard"])
 
     def simulated(mesh: Mesh, x: Tensor) -> Tensor:
         with pytest.raises(ValueError, match=r"a simulated axis of 2 ranks is in one process.* ranks 0\.\.1"):
-            ask(mesh["shard"], 0)
+            members(mesh["shard"])
         return x
 
     fs.testing.spmd(simulated, 2)(torch.zeros(2))
-
-
-@pytest.mark.parametrize("rank", [-1, 2, 3])
-def test_ranks_that_are_not_there(rank: int) -> None:
-    """As with torch's, which raises ValueError too."""
-    with world(4, 1):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("quad", "pair"))
-        axis = Mesh.of(mesh)["pair"]
-        for theirs in (dist.get_global_rank, dist.get_group_rank):
-            with pytest.raises(ValueError, match="not part of group"):
-                theirs(mesh.get_group("pair"), rank)
-        with pytest.raises(ValueError, match=rf"global_rank: expected a rank of the axis, 0\.\.1, got {rank}"):
-            global_rank(axis, rank)
-        with pytest.raises(ValueError, match=rf"axis_rank: expected a rank of the world.* one of \(0, 1\), got {rank}"):
-            axis_rank(axis, rank)
 
 
 @real_ranks(4)

@@ -415,7 +415,8 @@ def of_poisoned(mesh: Any, policy: fs.Policy, value: float) -> dict[str, Tensor]
     spec = policy(MODEL) if mesh is None else policy(MODEL).on(mesh)
     a, b = poisoned(spec, GRADIENTS, value), poisoned(spec, OTHERS, value)
     norms = {f"norm {p}": global_norm(a, spec, p=p) for p in NORMS}
-    finite = fs.loss_scale.unscale(fs.loss_scale.init(1.0), a, spec)[1]
+    init, unscale = fs.loss_scale.dynamic(spec, scale=1.0)
+    finite = unscale(a, init())[1].finite
     slopes = torch.func.grad(lambda t: vdot(t, b, spec))(a)  # zero in the padding
     return {**norms, "vdot": vdot(a, b, spec), "finite": finite, "slopes": vdot(slopes, slopes, spec).isfinite()}
 

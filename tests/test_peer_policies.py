@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from models import build
+from strategies import OtherResidualNode
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, apply_activation_checkpointing
 from torch.distributed.fsdp import wrap
@@ -17,7 +18,6 @@ from wrap_oracle import NESTED, Wrapper, lambdas, sequential, size, torch_units,
 
 import funshard as fs
 from funshard.testing import modules
-from funshard.testing._strategies import OtherResidualNode
 
 BF16 = fs.Precision(param=torch.bfloat16)
 FULL = fs.Precision(param=torch.float32, restore_outputs=True)
@@ -155,11 +155,11 @@ def test_wrap_batchnorm_individually() -> None:
     """Exactly the four batch norms, alone and or-ed with a never-policy; a container policy keeps them nested."""
     model = Norms()
     expected = {"bn1", "bn2", "bn3", "sync"}
-    for policy in (fs.by_type(_BatchNorm), fs.policies.any_of(fs.by_type(_BatchNorm), fs.policies.custom(lambda m: False))):
+    for policy in (fs.by_type(_BatchNorm), fs.policies.override(fs.by_type(_BatchNorm), fs.policies.custom(lambda m: False))):
         assert set(dict(policy(model).selected)) == expected
     outer = nn.Sequential(model)
     assert set(dict(fs.by_type(Norms)(outer).selected)) == {"0"}
-    assert set(dict(fs.policies.any_of(fs.by_type(Norms), fs.by_type(_BatchNorm))(outer).selected)) == {
+    assert set(dict(fs.policies.override(fs.by_type(Norms), fs.by_type(_BatchNorm))(outer).selected)) == {
         "0",
         *(f"0.{n}" for n in expected),
     }
@@ -194,29 +194,20 @@ def test_a19_marks_are_enable_wrap_and_wrap() -> None:
         inner = wrap.wrap(nn.Linear(2, 2), align=4)
         with pytest.raises(NotImplementedError, match="nested"), wrap.enable_wrap(wrapper_cls=Wrapper):
             pass
-    model = nn.Sequential(
-        fs.policies.mark(nn.Sequential(fs.policies.mark(nn.Linear(2, 2), align=4), nn.Linear(2, 2))), nn.Linear(2, 2)
-    )
-    spec = fs.policies.marked(fs.P("shard", align=2, reshard=False))(model)
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    model[0].unit, model[0][0].unit = True, {"align": 4}  # as a model may mark its modules where it builds itself
+    marked = fs.policies.custom(lambda module: getattr(module, "unit", False), fs.P("shard", align=2, reshard=False))
+    spec = marked(model)
     assert dict(spec.selected) == {"0": fs.P("shard", align=2, reshard=False), "0.0": fs.P("shard", align=4, reshard=False)}
     assert inner.options == {"align": 4, "reshard": False}
-    assert isinstance(model[0][0], nn.Linear), "marking returns its argument"
-    assert fs.policies.marked()(copy.deepcopy(model)) == fs.policies.marked()(model), "a copy is marked as well"
-    assert fs.policies.marked()(sequential(*NESTED)) == fs.policies.whole()(sequential(*NESTED))
-    assert dict(
-        fs.policies.marked()(nn.Sequential(fs.policies.mark(fs.policies.mark(nn.Linear(1, 1), align=3), remat=True))).selected
-    ) == {"0": fs.P("shard", align=3, remat=True)}
+    assert marked(copy.deepcopy(model)) == spec, "a copy is marked as well"
 
 
 def test_a13_a20_specs_are_data_and_nest() -> None:
-    """What torch refuses as already wrapped is one more entry here; two wishes for one module name its path."""
+    """What torch refuses as already wrapped is one more entry here; of two wishes the second counts."""
     model = sequential(*NESTED)
     inner = fs.by_path({"2.1": fs.P("shard", align=4)})
-    assert units_of(fs.policies.any_of(inner, fs.by_path({"2": fs.P("shard")}))(model)).keys() == {"", "2", "2.1"}
-    with pytest.raises(
-        ValueError, match=r"module '2\.1' is selected as P\('shard', align=4\) and as P\('shard'\); use override"
-    ):
-        fs.policies.any_of(inner, fs.by_path({"2.1": fs.P("shard")}))(model)
+    assert units_of(fs.policies.override(inner, fs.by_path({"2": fs.P("shard")}))(model)).keys() == {"", "2", "2.1"}
     assert dict(fs.policies.override(inner, fs.by_type(nn.Linear))(model).selected)["2.1"] == fs.P("shard")
 
 

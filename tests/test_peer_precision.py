@@ -831,7 +831,8 @@ def test_mixed_precision_e2e(rank: int, name: str, master: torch.dtype, scaled: 
     spec = fs.by_type(Linear, p=P("shard", precision=Precision(**fields)))(model)
     params = fs.shard(model, spec)
     buffers = {n: b.clone() for n, b in model.named_buffers()}
-    state = fs.loss_scale.init() if scaled else None
+    init, unscale = fs.loss_scale.dynamic(spec)
+    state = init(params) if scaled else None
     x = batch(rank, 0, 10).to(master)
     with Dtypes() as log:
         for _ in range(2):
@@ -839,7 +840,7 @@ def test_mixed_precision_e2e(rank: int, name: str, master: torch.dtype, scaled: 
             def loss(p: fs.Params) -> Tensor:
                 out = fs.functional_call(model, p, (x,), spec=spec, buffers=buffers, prefetch=prefetch)
                 value = out.to(F64 if master == F64 else F32).pow(2).mean()
-                return fs.loss_scale.scale(state, value) if state is not None else value
+                return state.scale * value if state is not None else value
 
             grads = fs.grad(loss)(params)
             assert {g.dtype for g in grads.values()} == {master}
@@ -847,11 +848,10 @@ def test_mixed_precision_e2e(rank: int, name: str, master: torch.dtype, scaled: 
                 params = {k: p - 0.1 * grads[k] for k, p in params.items()}
                 continue
             scattered = list(log.reduced)
-            grads, finite = fs.loss_scale.unscale(state, grads, spec)
+            grads, state = unscale(grads, state)
             log.reduced[:] = scattered  # but for the agreement on finite
             assert {g.dtype for g in grads.values()} == {master}
-            params = fs.loss_scale.select(finite, {k: p - 0.1 * grads[k] for k, p in params.items()}, params)
-            state = fs.loss_scale.update(state, finite)
+            params = fs.loss_scale.select(state.finite, {k: p - 0.1 * grads[k] for k, p in params.items()}, params)
     compute = param or master
     assert seen == {"input": {compute}, "buffer": {buffer or F64}, "param": {compute}, "backward": {compute}}
     assert (set(log.gathered), set(log.reduced)) == ({compute}, {reduce or master})

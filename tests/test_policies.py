@@ -14,13 +14,13 @@ from depth import at_most
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ARCHITECTURES, build
+from strategies import OtherResidualNode, ResidualNode
 from torch import nn
 from torch.distributed.fsdp import wrap
 from wrap_oracle import assert_same, lambdas, owning, size, torch_units, units_of, wide
 
 import funshard as fs
 from funshard.testing import modules
-from funshard.testing._strategies import OtherResidualNode, ResidualNode
 
 TREES = modules(tied=False)
 
@@ -46,7 +46,7 @@ def test_a1_a2_policies_are_functions_and_specs_are_policies(model: nn.Module) -
     spec = fs.policies.custom(wide)(model)
     assert mine(model) == spec == fs.by_path(dict(spec.selected))(model)
     assert (
-        fs.policies.any_of(mine, fs.policies.whole())(model)
+        fs.policies.override(mine, fs.policies.whole())(model)
         == fs.policies.override(fs.policies.whole(), mine)(fs.module_tree(model))
         == spec
     )
@@ -131,11 +131,12 @@ def test_a16_ignoring_is_ignored_modules(model: nn.Module, data: st.DataObject) 
 
 
 @given(TREES)
-def test_a18_any_of_is_or_policy(model: nn.Module) -> None:
+def test_a18_override_is_or_policy(model: nn.Module) -> None:
     """Selected by any; a never-policy adds nothing."""
     never = fs.policies.custom(lambda m: False)
     both = partial(wrap._or_policy, policies=[lambdas(wide), wrap.ModuleWrapPolicy([OtherResidualNode])])
-    assert_same(model, fs.policies.any_of(fs.policies.custom(wide), never, by_type(model, OtherResidualNode)), both)
+    policy = fs.policies.override(fs.policies.override(fs.policies.custom(wide), never), by_type(model, OtherResidualNode))
+    assert_same(model, policy, both)
 
 
 @given(modules())
@@ -176,8 +177,6 @@ EVERY_POLICY = {
     "by_size": fs.by_size(10, force_leaf=[nn.MultiheadAttention]),
     "custom": fs.policies.custom(has_bias),
     "by_path": fs.by_path({"*": fs.P("shard", reshard=False)}),
-    "marked": fs.policies.marked(),
-    "any_of": fs.policies.any_of(fs.by_type(nn.Linear), fs.policies.marked()),
     "override": fs.policies.override(fs.policies.whole(), first_block),
     "ignoring": fs.policies.ignoring(fs.by_type(nn.Linear), modules=["0", nn.LayerNorm], params=["*.bias"]),
     "full_precision": fs.policies.full_precision(
@@ -190,7 +189,7 @@ EVERY_POLICY = {
 def test_policies_pickle(name: str) -> None:
     """For arguments of torch.multiprocessing.spawn: one that was pickled prints alike and gives the same spec."""
     policy = EVERY_POLICY[name]
-    model = nn.Sequential(nn.Linear(3, 3), fs.policies.mark(nn.Linear(3, 2)), nn.LayerNorm(2))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.LayerNorm(2))
     loaded = pickle.loads(pickle.dumps(policy))
     assert loaded(model) == policy(model) == copy.deepcopy(policy)(model)
     assert repr(loaded) == repr(policy)

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import funshard as fs
-from funshard.policies import always, any_of, custom, full_precision, ignoring, mark, marked, override, whole
+from funshard.policies import always, custom, full_precision, ignoring, override, whole
 
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
 W = whole()
@@ -26,16 +26,13 @@ W = whole()
         (lambda: fs.by_type(nn.Linear, p="shard"), TypeError, r"by_type: expected a P such as P\('shard'\), got 'shard'"),
         (lambda: fs.by_size(1, p="shard"), TypeError, r"by_size: expected a P such as P\('shard'\), got 'shard'"),
         (lambda: custom(lambda m: True, "shard"), TypeError, r"custom: expected a P such as P\('shard'\), got 'shard'"),
-        (lambda: marked("shard"), TypeError, r"marked: expected a P such as P\('shard'\), got 'shard'"),
         (lambda: fs.by_path({}, "shard"), TypeError, r"by_path: expected a P such as P\('shard'\), got 'shard'"),
         (lambda: fs.by_path({"m": "shard"}), TypeError, r"by_path: pattern 'm': expected a P such as .*, got 'shard'"),
         (lambda: fs.by_path({0: fs.P()}), TypeError, r"by_path: expected path patterns such as 'blocks\.\*', got 0"),
         (lambda: fs.by_path(["0"]), TypeError, r"by_path: expected a dict of path patterns and P, got list"),
-        (lambda: mark(nn.ReLU(), align="2"), TypeError, r"mark: P: align: expected a whole number of elements, got '2'"),
         (lambda: fs.by_size(force_leaf=[int]), TypeError, r"by_size: expected subclasses of nn\.Module, got <class 'int'>"),
         (lambda: fs.by_size(exclude=["Linear"]), TypeError, r"by_size: expected subclasses of nn\.Module, got 'Linear'"),
         (lambda: full_precision(W, str), TypeError, r"full_precision: expected subclasses of nn\.Module, got <class 'str'>"),
-        (lambda: mark(nn.ReLU(), shard=1), ValueError, r"mark: P has no field 'shard': expected some of \['axis', 'reshard',"),
         (lambda: ignoring(W, "0"), TypeError, r"ignoring: modules: expected an iterable, got str; put it in a list"),
         (lambda: ignoring(W, [], 3), TypeError, r"ignoring: params: expected an iterable, got int; put it in a list"),
         (lambda: ignoring(W, nn.ReLU()), TypeError, r"ignoring: modules: expected an iterable, got ReLU; put it in a list"),
@@ -73,12 +70,6 @@ def test_a4_custom_gives_a_bool_or_a_dict(result: object) -> None:
         (
             fs.by_path({"*.0": fs.P(), "1.*": fs.P("x")}),
             r"module '1\.0' is matched by '\*\.0' \(P\(\)\) and by '1\.\*' \(P\('x'\)\): expected",
-        ),
-        (any_of(), r"any_of: expected at least one policy, got none"),
-        (any_of(whole(), whole(fs.P())), r"any_of: module '' \(the leftovers\) is P\('shard'\) and P\(\); use override"),
-        (
-            any_of(fs.by_path({"0": fs.P()}), always()),
-            r"any_of: module '0' is selected as P\(\) and as P\('shard'\); use override",
         ),
         (ignoring(W, ["2"]), r"ignoring: modules: '2' matches no module: expected some of \['', '0', '1', '1\.0'\]"),
         (ignoring(W, [nn.Conv2d]), r"ignoring: modules: <class '.*Conv2d'> matches no module"),
@@ -119,25 +110,15 @@ def test_policies_print_as_what_made_them() -> None:
     """Classes by name, `P` where it is not the default, what is inside of combinators as well."""
     assert [repr(policy) for policy in (
         whole(), whole(fs.P()), always(p=fs.P("shard", remat=True)), fs.by_type(nn.Linear, nn.ReLU), fs.by_size(10),
-        custom(odd), fs.by_path({"0": fs.P()}), marked(),
-        any_of(fs.by_type(nn.Linear), marked()), override(whole(), fs.by_path({"1": fs.P("x")})),
+        custom(odd), fs.by_path({"0": fs.P()}), override(whole(), fs.by_path({"1": fs.P("x")})),
         ignoring(whole(), ["0"], ["1.bias"]), ignoring(whole(), [MODEL[0]], [MODEL[0].bias]),
         full_precision(whole(), nn.LayerNorm),
     )] == [
         "whole()", "whole(p=P())", "always(p=P('shard', remat=True))", "by_type(Linear, ReLU)", "by_size(10)",
-        "custom(odd)", "by_path({'0': P()})", "marked()",
-        "any_of(by_type(Linear), marked())", "override(whole(), by_path({'1': P('x')}))",
+        "custom(odd)", "by_path({'0': P()})", "override(whole(), by_path({'1': P('x')}))",
         "ignoring(whole(), ['0'], ['1.bias'])", "ignoring(whole(), [<Linear>], [<Parameter>])",
         "full_precision(whole(), LayerNorm)",
     ]  # fmt: skip
-
-
-def test_marks_are_checked_again_where_they_are_read() -> None:
-    """A mark from a checkpointed or newer model with an unknown field names the module."""
-    model = nn.Sequential(nn.Linear(1, 1))
-    vars(model[0])["_funshard_mark"] = {"stage": 3}
-    with pytest.raises(ValueError, match=r"mark: module '0': P has no field 'stage': expected some of"):
-        marked()(model)
 
 
 def test_literal_patterns_beat_wildcards() -> None:

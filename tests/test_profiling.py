@@ -177,8 +177,9 @@ def test_info_names_the_spec_checkpoints_and_skipped_steps(tmp_path: Path) -> No
         checkpoint.load(tmp_path / "a", spec)
         checkpoint.export(tmp_path / "b", params, spec)
         fs.shard(fs.unshard(params, spec), spec)  # which is known
-        for finite in (True, False):
-            fs.loss_scale.update(fs.loss_scale.init(8.0), torch.tensor(finite))
+        begin, unscale = fs.loss_scale.dynamic(spec, scale=8.0)
+        for factor in (1, torch.inf):
+            unscale({key: factor + 0 * x for key, x in params.items()}, begin())
     assert found == [
         (logging.INFO, message)
         for message in (
@@ -186,7 +187,7 @@ def test_info_names_the_spec_checkpoints_and_skipped_steps(tmp_path: Path) -> No
             f"checkpoint.save: {tmp_path / 'a'} is complete",
             f"checkpoint.load: {tmp_path / 'a'} is read",
             f"checkpoint.export: {tmp_path / 'b'} is complete",
-            "loss_scale.update: a step is skipped; its gradients were not finite at a scale of 8",
+            "loss_scale: a step is skipped; its gradients were not finite at a scale of 8",
         )
     ]
 

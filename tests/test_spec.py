@@ -15,13 +15,13 @@ from cases import alignment
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from models import unchanged
+from strategies import ResidualNode
 from torch import nn
 
 import funshard as fs
 from funshard._core.build import build
 from funshard.policies import Policy
 from funshard.testing import meshes, modules, policies
-from funshard.testing._strategies import ResidualNode
 
 MODELS = modules(frozen=True)
 
@@ -296,27 +296,10 @@ def test_s6_override_is_associative_and_right_biased(model: nn.Module, data: st.
     assert fs.policies.override(a, a)(model) == a(model)
 
 
-@given(MODELS, st.data())
-def test_s6_any_of_commutes(model: nn.Module, data: st.DataObject) -> None:
-    """In either order the same spec, or an error in both."""
-    a, b = data.draw(policies(model)), data.draw(policies(model))
-
-    def made(*both: Policy) -> fs.PartitionSpec | type[Exception]:
-        try:
-            return fs.policies.any_of(*both)(model)
-        except ValueError:
-            return ValueError
-
-    assert made(a, b) == made(b, a)
-    assert made(a, a) == made(a)
-    uniform = fs.by_type(type(model)), fs.policies.always(), fs.by_size(5)
-    assert len({fs.policies.any_of(*order)(model) for order in (uniform, uniform[::-1])}) == 1
-
-
 @given(MODELS, st.sampled_from([fs.P("shard"), fs.P(), fs.P(("a", "b"), align=4)]))
 def test_s6_identities(model: nn.Module, p: fs.P) -> None:
-    """by_size(inf), a custom never and nothing marked are whole; by_type(Module) takes every module."""
-    for policy in (fs.by_size(inf, p=p), fs.policies.custom(lambda m: False, p), fs.policies.marked(p), fs.by_path({}, p)):
+    """by_size(inf), a custom never and no path are whole; by_type(Module) takes every module."""
+    for policy in (fs.by_size(inf, p=p), fs.policies.custom(lambda m: False, p), fs.by_path({}, p)):
         assert policy(model) == fs.policies.whole(p)(model)
     assert len(fs.by_type(ResidualNode, nn.ModuleList)(model).selected) == len(list(model.modules()))
     assert fs.policies.ignoring(fs.policies.always(p))(model) == fs.policies.always(p)(model)

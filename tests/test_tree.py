@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import ResidualNode
 from torch import nn
 
 import funshard as fs
 from funshard._core.tree import NAMESPACE, natural_key
 from funshard.testing import modules
-from funshard.testing._strategies import ResidualNode
 
 MODELS = modules(frozen=True)
 

@@ -26,7 +26,9 @@ from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import collectives as c
-from funshard.collectives import Axis, Mesh, Simulated
+from funshard._core.mesh import Simulated
+from funshard.collectives import Axis, Mesh
+from funshard.collectives._functions import unvary
 
 Item = list[Tensor]  # what each rank of one axis has
 
@@ -79,8 +81,8 @@ COLLECTIVES = {
     "sum_shards": Collective(c.sum_shards, total, lambda xs: mean(total(xs))),
     "vary": Collective(c.vary, list, lambda xs: mean(total(xs))),
     "vary sum": Collective(lambda x, a: c.vary(x, a, reduce="sum"), list, total),
-    "unvary": Collective(c.unvary, lambda xs: mean(total(xs)), list),
-    "unvary sum": Collective(lambda x, a: c.unvary(x, a, reduce="sum"), total, list),
+    "unvary": Collective(unvary, lambda xs: mean(total(xs)), list),
+    "unvary sum": Collective(lambda x, a: unvary(x, a, reduce="sum"), total, list),
     "broadcast": Collective(c.broadcast, lambda xs: [xs[0] for _ in xs], lambda xs: only(total(xs), 0)),
     "broadcast last": Collective(
         lambda x, a: c.broadcast(x, a, src=a.size - 1), lambda xs: [xs[-1] for _ in xs], lambda xs: only(total(xs), len(xs) - 1)

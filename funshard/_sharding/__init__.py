@@ -1,1 +1,1 @@
-"""Params, sharded and whole again: shard, unshard, reshard, gather_full, reduce_grads, and what ranks agree on first."""
+"""Params, sharded and whole again: shard, unshard, stream_full, reshard, reduce_grads, and what ranks agree on first."""

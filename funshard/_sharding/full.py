@@ -1,4 +1,4 @@
-"""gather_full, scatter_full: full parameters leaving and entering, unit by unit; the functional summon_full_params."""
+"""Full parameters, leaving unit by unit by stream_full and gather_stored, and entering from one rank."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.announce import announce
-from .._core.checks import bind_spec, check_full, check_shards
+from .._core.checks import bind_spec, check_shards
 from .._core.division import Reduction, count_ranks
 from .._core.layout import Params, rank_coords
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.spec import PartitionSpec, abridge
 from .._core.unit import Unit
 from .._spec.byte_size import parse_bytes
-from .._spec.table import log_spec
 from .._torch.phases import phase
 from .._wire.chain import CollectiveChain
-from .._wire.flow import store_slice
 from .._wire.global_params import (
     apply_options,
     decode_global,
@@ -36,13 +34,10 @@ from .._wire.global_params import (
 from .._wire.host import check_host_resident, compute_device, move, start_copy_to_host
 from .._wire.mixed_layout import view_as_bytes
 from .._wire.stages import AllGather, Names
-from ..collectives._agree import check_sequence, find_host_groups, gather_from_ranks, leave_to_next_call
+from ..collectives._agree import check_sequence, leave_to_next_call
 from ..collectives._world import has_peers, process_axes
 
-# --- Gathers of whole units, on all ranks or to the mesh's first, that overlap with the use of the units before ---
-
-PendingBuffer = Callable[[], Tensor | None]
-"""A function that waits for a unit's whole buffer; it returns None on a rank that does not receive it."""
+# --- Gathers of whole units that overlap with the use of the units before ---
 
 
 def gather_units(
@@ -50,11 +45,10 @@ def gather_units(
     units: Sequence[Unit],
     mesh: Mesh,
     *,
-    to_first: bool,
     dtype: torch.dtype | None = None,
     limit: int = 0,
-) -> Generator[tuple[Unit, Tensor | None]]:
-    """Yield each unit and its whole buffer as stored, and gather the next meanwhile. A rank that does not receive gets None.
+) -> Generator[tuple[Unit, Tensor]]:
+    """Yield each unit and its whole buffer as stored, and gather the next meanwhile.
 
     A buffer may be the shard itself where nothing is gathered. Its dtype is ``dtype``, or the unit's own if that is narrower or
     not floating point. The unit in use, the one before, which the caller may still hold, and those in flight have at most
@@ -68,26 +62,21 @@ def gather_units(
         for unit in units:
             with torch.no_grad():
                 piece = pieces[unit.key].detach().to(find_sent_dtype(pieces[unit.key], unit, dtype))
-                if to_first:
-                    buffer = gather_to_first(piece, unit, mesh)
-                else:
-                    buffer = unshard_global(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
+                buffer = unshard_global(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
             yield unit, buffer
             del buffer
         return
-    to = " to the first rank" if to_first else ""
-    names = [f"gather of unit '{unit.key}'{to} in {find_sent_dtype(pieces[unit.key], unit, dtype)}" for unit in units]
+    names = [f"gather of unit '{unit.key}' in {find_sent_dtype(pieces[unit.key], unit, dtype)}" for unit in units]
     for group in find_gather_groups(units, mesh):
         check_sequence(names, group, pieces[units[0].key])
     versions = {key: _torch.version(piece) for key, piece in pieces.items()}
-    sizes = [_estimate_peak_bytes(pieces[unit.key], unit, mesh, dtype, to_first=to_first) for unit in units]
-    in_flight: deque[PendingBuffer] = deque()
+    sizes = [_estimate_peak_bytes(pieces[unit.key], unit, mesh, dtype) for unit in units]
+    in_flight: deque[Callable[[], Tensor]] = deque()
     started = 0
     for i, unit in enumerate(units):
         while started <= i or (started < len(units) and sum(sizes[max(i - 1, 0) : started + 1]) <= limit):
             following, started = units[started], started + 1
-            piece = pieces[following.key]
-            in_flight.append(_start_gather(piece, versions, following, mesh, to_first=to_first, dtype=dtype))
+            in_flight.append(_start_gather(pieces[following.key], versions, following, mesh, dtype))
         # without a name for the buffer: this frame must not hold what the caller lets go
         yield unit, in_flight.popleft()()
 
@@ -109,7 +98,7 @@ def find_sent_dtype(piece: Tensor, unit: Unit, dtype: torch.dtype | None) -> tor
     return result if result.itemsize <= piece.itemsize else piece.dtype
 
 
-def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dtype | None, *, to_first: bool) -> int:
+def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dtype | None) -> int:
     """Return the peak bytes of a unit: its buffer, the buffers that a gather makes on the way, and a copy of one parameter."""
     own = unit.dtype if unit.is_encoded else find_sent_dtype(piece, unit, dtype)
     result = find_result_dtype(own, dtype)
@@ -120,8 +109,6 @@ def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dty
         total += gathered // sizes[0] + gathered // math.prod(sizes)  # what the inner axes gather, and a cast of the slice
     if unit.is_encoded:
         total += gathered
-    elif to_first and own != piece.dtype:  # other gathers cast as they write the buffer
-        total += piece.numel() * own.itemsize
     if unit.local_axes or result != own:
         total += max(param.numel for param in unit.params) * pieces * result.itemsize
     return total
@@ -131,17 +118,24 @@ def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dty
 
 
 def _start_gather(
-    piece: Tensor, versions: Mapping[str, int], unit: Unit, mesh: Mesh, *, to_first: bool, dtype: torch.dtype | None
-) -> PendingBuffer:
-    """Start to gather a unit, on all ranks or to the first; then, as after it, RuntimeError if its shard was modified."""
+    piece: Tensor, versions: Mapping[str, int], unit: Unit, mesh: Mesh, dtype: torch.dtype | None
+) -> Callable[[], Tensor]:
+    """Start to gather a unit into one buffer; then, as after it, RuntimeError if its shard was modified."""
     _check_unmodified(piece, unit, versions)
     with torch.no_grad(), phase("gather", unit.key):
-        own, sent = piece.detach(), find_sent_dtype(piece, unit, dtype)
-        pending = _start_gather_to_first(own.to(sent), unit, mesh) if to_first else _start_gather_on_all(own, sent, unit, mesh)
+        sent = find_sent_dtype(piece, unit, dtype)
+        axes = [(name, axis) for name in unit.distinct_axes if isinstance(axis := mesh[name], ProcessAxis) and axis.size > 1]
+        axes = axes if unit.numel else []
+        own = move(piece.detach(), compute_device(unit, mesh), sent if len(axes) != 1 else piece.dtype)
+        ranks = count_ranks((name for name, _ in axes), mesh)
+        buffer = own.new_empty(len(own) * ranks, dtype=sent) if axes else None  # gloo would allocate another of its size
+        names = Names(unit.key, f"unit '{unit.key}'")
+        steps = [AllGather.on_axis(name, mesh, "mean").start(names) for name, _ in reversed(axes)]
+        chain = CollectiveChain(own, steps, buffer)  # a single gather casts as it writes its own slice
 
-    def finish() -> Tensor | None:
+    def finish() -> Tensor:
         with torch.no_grad():
-            buffer = pending()
+            buffer = decode_global(chain.result(), unit, mesh)
         _check_unmodified(piece, unit, versions)
         return buffer
 
@@ -157,55 +151,10 @@ def _check_unmodified(piece: Tensor, unit: Unit, versions: Mapping[str, int]) ->
         )
 
 
-def _start_gather_on_all(piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Mesh) -> PendingBuffer:
-    """Start to gather a unit on all ranks, in this dtype, into one buffer. Without it gloo allocates another of its size."""
-    axes = [(name, axis) for name in unit.distinct_axes if isinstance(axis := mesh[name], ProcessAxis) and axis.size > 1]
-    axes = axes if unit.numel else []
-    piece = move(piece, compute_device(unit, mesh), dtype if len(axes) != 1 else piece.dtype)
-    ranks = count_ranks((name for name, _ in axes), mesh)
-    buffer = piece.new_empty(len(piece) * ranks, dtype=dtype) if axes else None
-    names = Names(unit.key, f"unit '{unit.key}'")
-    steps = [AllGather.on_axis(name, mesh, "mean").start(names) for name, _ in reversed(axes)]
-    chain = CollectiveChain(piece, steps, buffer)  # a single gather casts as it writes its own slice
-    return lambda: decode_global(chain.result(), unit, mesh)
-
-
-# --- To the first rank: data movement, below autograd, over c10d's own collectives. ---
-
-
 def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
-    """Return the unit's whole buffer on the mesh's first rank; None on the others, which allocate nothing."""
-    return _start_gather_to_first(piece, unit, mesh)()
-
-
-def _start_gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> PendingBuffer:
-    at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
-    piece = piece.to(compute_device(unit, mesh) or piece.device)
-    if any(at[name] for name in mesh.names if name not in unit.distinct_axes):
-        return lambda: None  # another replica
-    return _start_gather_along([*reversed(unit.distinct_axes)], piece, unit, mesh)
-
-
-def _start_gather_along(names: Sequence[str], piece: Tensor, unit: Unit, mesh: Mesh) -> PendingBuffer:
-    """Start to gather to the first rank along the first of these axes. Waiting for it gathers along the others."""
-    if not names:
-        return lambda: decode_global(piece, unit, mesh)
-    axis, group = _process_group(mesh, names[0])
-    if group is None:
-        return _start_gather_along(names[1:], piece, unit, mesh)
-    raw = view_as_bytes(piece)
-    rows = raw.new_empty(axis.size, len(raw)) if axis.rank == 0 else None
-    announce("gather to the first rank", group.group_name, f"unit '{unit.key}' over '{names[0]}'", raw)
-    work = dist.gather(raw, None if rows is None else list(rows), group=group, group_dst=0, async_op=True)
-
-    def finish() -> Tensor | None:
-        if work is not None:
-            work.wait()
-        if rows is None:
-            return None
-        return _start_gather_along(names[1:], rows.flatten().view(piece.dtype), unit, mesh)()
-
-    return finish
+    """Return the unit's whole buffer as stored, on the mesh's first rank; None on the others, which drop it."""
+    buffer = unshard_global(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
+    return buffer if is_receiver(mesh, rank0_only=True) else None
 
 
 # --- stream_full: full parameters one after the other, in the memory of two buckets ---
@@ -233,16 +182,16 @@ def stream_full(
     derivative. They may be views of a unit's buffer, which lives as long as one of them: clone those that you keep.
 
     Args:
-        shards: As for `gather_full`. Do not modify them before the end.
+        shards: As for `unshard`. Do not modify them before the end.
         spec: The spec of the shards.
         bucket: Bytes, as a number or such as "512MiB". The peak is two buckets of full parameters, or two units if larger.
         dtype: The dtype of floating point parameters, instead of their own. The narrower of the two is sent.
         names: Names or globs of the parameters to give; by default all. A tied parameter comes once, under its first name.
-        rank0_only: Only the mesh's first rank gets parameters. The others hold slices at most.
+        rank0_only: Only the mesh's first rank gets parameters. The others drop each unit.
         offload_to_cpu: Give tensors in host memory.
 
     Raises:
-        ValueError: As `gather_full`, and for a name or glob that matches nothing.
+        ValueError: As `unshard`, and for a name or glob that matches nothing.
         RuntimeError: Inside a transform of torch.func; for a modified shard; where ranks stream different parameters. If they
             end early at different ones, the next call raises it.
 
@@ -268,7 +217,7 @@ def stream_full(
     if not mesh.is_simulated and not _torch.is_eager():
         raise RuntimeError(
             "stream_full inside a transform or a compiled function, which the stream could outlive: expected a call outside; "
-            "unshard(params, spec) is differentiable, and gather_full returns values"
+            "unshard(params, spec) is differentiable"
         )
     if (meta := next((unit for unit in units if shards[unit.key].is_meta), None)) is not None:
         raise ValueError(f"stream_full: the shard of unit '{meta.key}' is on the meta device: expected values")
@@ -280,14 +229,14 @@ def stream_full(
     ordered = sorted((unit for unit in units if wanted[unit.key]), key=lambda unit: first[unit.key])
 
     def stream() -> Generator[tuple[str, Tensor]]:
-        gathers = gather_units(shards, ordered, mesh, to_first=rank0_only, dtype=dtype, limit=2 * size)
-        used = 0
+        gathers = gather_units(shards, ordered, mesh, dtype=dtype, limit=2 * size)
+        used, receives = 0, is_receiver(mesh, rank0_only=rank0_only)
         try:
             for unit, buffer in gathers:
                 used += 1
-                if buffer is not None:
+                if receives:
                     yield from _iter_params(buffer, shards[unit.key], unit, mesh, wanted[unit.key], dtype, offload_to_cpu)
-            if is_receiver(mesh, rank0_only=rank0_only):
+            if receives:
                 for name in (name for name in ignored if name in chosen):
                     yield name, copy_if_shared(shards[name].detach(), shards[name], dtype, offload_to_cpu)
         finally:
@@ -353,34 +302,7 @@ def _start_end_check(used: int, units: Sequence[Unit], mesh: Mesh) -> None:
     leave_to_next_call(f"the end of stream_full {where}", groups, "ranks have ended a stream early", REMEDY)
 
 
-# --- gather_full and scatter_full ---
-
-
-def gather_full(
-    shards: Mapping[str, Tensor], spec: PartitionSpec, *, rank0_only: bool = False, offload_to_cpu: bool = False
-) -> Params:
-    """Return the full parameters by name, gathered unit by unit, each a tensor of its own without gradient.
-
-    As summon_full_params, in the order of ``model.named_parameters()``. `scatter_full` writes them back, and `stream_full`
-    iterates over them without holding all.
-
-    Args:
-        shards: Anything sharded like the parameters, or a part of it: gradients, optimizer state. Ignored ones are copied.
-        spec: The spec of the shards.
-        rank0_only: Only the mesh's first rank gets them; the others get ``{}`` and allocate nothing.
-        offload_to_cpu: Move each unit to host memory before the next is gathered: the device holds one unit.
-
-    Raises:
-        ValueError: As `unshard`, and for ``rank0_only`` on a simulated mesh, where all ranks run as one.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
-        >>> fs.gather_full({"": torch.arange(8.0)}, spec)
-        {'weight': tensor([[0., 1., 2., 3.],
-                [4., 5., 6., 7.]])}
-    """
-    return gather_stored(shards, spec, apply_options, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
+# --- All full parameters at once, and from one rank ---
 
 
 def gather_stored(
@@ -391,35 +313,37 @@ def gather_stored(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
 ) -> Params:
-    """Gather optimizer state and other vectors: `gather_full`, without what options make of each parameter's buffer."""
+    """Gather parameters, optimizer state or other vectors unit by unit: values without gradient, each in its own memory.
+
+    ``then`` makes of each unit's buffer what options compute with. Units move to the host before the next one is gathered.
+    """
     spec = bind_spec(spec)
     mesh = spec.bound_mesh
     units = check_shards(shards, spec, part=True)
     check_host_resident(shards, spec)
     if rank0_only and mesh.is_simulated:
-        raise ValueError("gather_full: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
+        raise ValueError("unshard: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
+    receives = is_receiver(mesh, rank0_only=rank0_only)
     full: Params = {}
     waiting: Callable[[], Params] = dict
-    for unit, buffer in gather_units(shards, units, mesh, to_first=rank0_only):
-        copies = _copy_params(None if buffer is None else then(buffer, unit, mesh), unit, mesh, offload_to_cpu)
+    for unit, buffer in gather_units(shards, units, mesh):
+        copies = _copy_params(then(buffer, unit, mesh), unit, mesh, offload_to_cpu) if receives else dict
         del buffer  # before the next unit is gathered
         full |= waiting()  # the one before, while this one is copied
         waiting = copies
-    if is_receiver(mesh, rank0_only=rank0_only):
+    if receives:
         full |= {
             name: copy_if_shared(shards[name], shards[name], None, offload_to_cpu) for name in spec.ignored if name in shards
         }
     return spec._to_model_order(full | waiting())
 
 
-def _copy_params(buffer: Tensor | None, unit: Unit, mesh: Mesh, offload_to_cpu: bool) -> Callable[[], Params]:
+def _copy_params(buffer: Tensor, unit: Unit, mesh: Mesh, offload_to_cpu: bool) -> Callable[[], Params]:
     """Copy a gathered unit's parameters. From a device to the host this is one copy, for which the returned function waits."""
 
     def clone(buffer: Tensor) -> Params:  # each of its own: one that shares memory with others cannot be saved by itself
         return {param.name: t.clone() for param, t in zip(unit.params, unflatten_global(buffer, unit, mesh), strict=True)}
 
-    if buffer is None:
-        return dict
     if offload_to_cpu and buffer.device.type != "cpu":
         copy = start_copy_to_host(buffer)
         return lambda: clone(copy())
@@ -427,55 +351,28 @@ def _copy_params(buffer: Tensor | None, unit: Unit, mesh: Mesh, offload_to_cpu: 
     return lambda: copies
 
 
-def scatter_full(full: Mapping[str, Tensor] | None, spec: PartitionSpec, *, src: int = 0) -> Params:
-    """Return the shards of the full parameters on one rank. Inverse of ``gather_full(..., rank0_only=True)``.
+def check_source(full: Mapping[str, Tensor], spec: PartitionSpec) -> None:
+    """Raise ValueError unless full parameters have data, and the spec's dtypes, in which the other ranks receive them."""
+    for name in filter(spec.by_name.__contains__, full):
+        if full[name].is_meta:
+            raise ValueError(f"parameter '{name}': expected a tensor with data, got a meta tensor")
+        if full[name].dtype != (dtype := spec.by_name[name][1].dtype):
+            raise ValueError(f"parameter '{name}': expected {dtype}, got {full[name].dtype}")
+
+
+def scatter_from(full: Mapping[str, Tensor] | None, unit: Unit, spec: PartitionSpec, src: int) -> Tensor:
+    """Return this rank's slice of a unit of the full parameters on one rank of the mesh; None on the others.
 
     Only slices travel: a scatter over the sharded axes, a broadcast over the replicated ones.
-
-    Args:
-        full: On rank ``src`` the full parameters by name; None on the others.
-        spec: The spec of the shards, which have its dtypes and its mesh's device.
-        src: A rank of the mesh.
-
-    Raises:
-        ValueError: On *every* rank if the parameters do not fit the spec, before any of them is sent.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
-        >>> fs.scatter_full({"weight": torch.arange(8.0).view(2, 4)}, spec)
-        {'': tensor([0., 1., 2., 3., 4., 5., 6., 7.])}
     """
-    spec = bind_spec(spec)
     mesh = spec.bound_mesh
-    if mesh.is_simulated:
-        raise ValueError("scatter_full on a simulated mesh: expected process groups; use shard(full, spec) there")
-    source, here = rank_coords(mesh, src), rank_coords(mesh, None)
-    own_error = _source_error(full, spec) if source == here else ""
     device = mesh.device or torch.device("cpu")
-    if error := "".join(text for _, text in gather_from_ranks(own_error, find_host_groups(mesh))):
-        raise ValueError(f"scatter_full: rank {src} holds other parameters than the spec's: {error}")
-    log_spec(spec)
-    out: Params = {}
-    for unit in spec:
-        buffer = None
-        if source == here:
-            assert full is not None
-            buffer = flatten_global(full, unit, spec).detach()
-            buffer = buffer.to(device) if mesh.device or has_peers(mesh) else buffer
-        out[unit.key] = store_slice(_scatter_from(buffer, unit, spec, mesh, source, device), unit, mesh)
-    return out
-
-
-# --- Scatters from one rank: data movement, below autograd, over c10d's own collectives. ---
-
-
-def _scatter_from(
-    buffer: Tensor | None, unit: Unit, spec: PartitionSpec, mesh: Mesh, source: tuple[int, ...], device: torch.device
-) -> Tensor:
-    """Scatter the source's buffer along the sharded axes, then broadcast along the replicated ones."""
+    buffer = None
+    if full is not None:
+        buffer = flatten_global(full, unit, spec).detach()
+        buffer = buffer.to(device) if mesh.device or has_peers(mesh) else buffer
     numel = spec.padded_numel(unit) * count_ranks(unit.local_axes, mesh)
-    here, want = (dict(zip(mesh.names, c, strict=True)) for c in (rank_coords(mesh, None), source))
+    here, want = (dict(zip(mesh.names, rank_coords(mesh, rank), strict=True)) for rank in (None, src))
     rest = list(mesh.names)
     for name in (*unit.distinct_axes, *(n for n in mesh.names if n not in unit.distinct_axes)):
         axis, group = _process_group(mesh, name)
@@ -498,22 +395,6 @@ def _scatter_from(
         buffer = out
     assert buffer is not None
     return buffer
-
-
-def _source_error(full: Mapping[str, Tensor] | None, spec: PartitionSpec) -> str:
-    """Return why a source's parameters cannot be sharded; an empty string if they can."""
-    if full is None:
-        return "expected a dict of full parameters, got None" if len(spec) else ""
-    try:
-        check_full(full, spec, whole=True)
-    except (ValueError, TypeError) as error:
-        return str(error)
-    for name in filter(spec.by_name.__contains__, full):
-        if full[name].is_meta:
-            return f"parameter '{name}': expected a tensor with data, got a meta tensor"
-        if full[name].dtype != (dtype := spec.by_name[name][1].dtype):
-            return f"parameter '{name}': expected {dtype}, got {full[name].dtype}"
-    return ""
 
 
 def _process_group(mesh: Mesh, name: str) -> tuple[ProcessAxis, dist.ProcessGroup | None]:

@@ -1,4 +1,4 @@
-"""reduce_grads and reduce_mean: gradients that are reduced when you say so. no_sync, gradient accumulation, uneven batches."""
+"""reduce_grads: gradients that are reduced when you say so. no_sync, gradient accumulation, uneven batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from ..collectives._functions import sum_over
 
 
 def reduce_grads(
-    grads: Mapping[str, Tensor], spec: PartitionSpec, *, reduce_axes: Iterable[str] | None = None, reduce: ReduceBy = "mean"
+    grads: Mapping[str, Tensor],
+    spec: PartitionSpec,
+    *,
+    reduce_axes: Iterable[str] | None = None,
+    reduce: ReduceBy = "mean",
+    weight: float | Tensor | None = None,
 ) -> Params:
     """Return the gradients of the shards, by unit key: the mean over ranks of each rank's own gradients.
 
@@ -34,9 +39,13 @@ def reduce_grads(
         spec: The spec of the parameters.
         reduce_axes: The mesh axes to reduce over, by default all.
         reduce: "mean", "sum", or the number to divide the sum by.
+        weight: This rank's number of samples, if ranks have different ones: the result is ``sum_r w_r g_r / sum_r w_r``, and
+            ``reduce`` and ``reduce_axes`` do not count. With weight 0 the rank takes part and its gradients do not count, NaN
+            included. To reduce while backward runs, multiply the loss by `weight_share`.
 
     Raises:
         ValueError: For gradients or axes that do not fit the spec, naming the path, before any communication.
+        NotImplementedError: For a weight and a unit with local axes, where a rank's gradients have parts of others' losses.
 
     Example:
         >>> import torch, funshard as fs
@@ -46,6 +55,8 @@ def reduce_grads(
     """
     spec = bind_spec(spec)
     mesh = spec.bound_mesh
+    if weight is not None:
+        grads, reduce = _weigh(grads, spec, weight), "sum"
     full, slices = _split_units(grads, spec)
     reduction = resolve_reduction(reduce, mesh.names if reduce_axes is None else reduce_axes, mesh, full)
     for unit in slices:
@@ -61,44 +72,6 @@ def reduce_grads(
     for unit in slices:
         out[unit.key] = reduce_slice(grads[unit.key], unit, mesh, reduction)
     return {unit.key: out[unit.key] for unit in spec if unit.key in out}
-
-
-def reduce_mean(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float | Tensor) -> Params:
-    """Return ``sum_r w_r g_r / sum_r w_r`` in slices: the mean over all samples if ranks have different numbers of them.
-
-    What ``Join`` of torch.distributed.algorithms approximates. Sends a scalar for each axis, and what `reduce_grads` sends. To
-    reduce while backward runs, multiply the loss by `weight_share` and call functional_call with ``reduce="sum"``.
-
-    Args:
-        grads: This rank's full gradients by parameter name, of the mean over its own samples or tokens.
-        spec: The spec of the shards.
-        weight: This rank's number of samples, a number or a scalar tensor. With weight 0 the rank takes part and its gradients
-            do not count, NaN included. If all weights are 0 the result is zeros.
-
-    Raises:
-        NotImplementedError: For a unit with local axes: there a rank's gradients have parts of other ranks' losses, which this
-            rank's weight does not fit. Multiply the loss by `weight_share` instead.
-        ValueError: As `reduce_grads` does.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
-        >>> samples = 3
-        >>> fs.reduce_mean({"weight": torch.ones(2, 4)}, spec, samples)
-        {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
-    """
-    spec = bind_spec(spec)
-    for unit in spec:
-        if local := [axis for axis in unit.local_axes if spec.bound_mesh[axis].size > 1]:
-            raise NotImplementedError(
-                f"reduce_mean: unit '{unit.key}' is local over axis '{local[0]}', along which this rank's gradients have parts "
-                "of the losses of others, whose weights are not this rank's: expected each rank's loss times "
-                "weight_share(weight, spec), and reduce='sum' in functional_call or reduce_grads"
-            )
-    share = weight_share(weight, spec)
-    shares = ((name, g, share.to(g.device)) for name, g in grads.items())
-    weighted = {name: drop_unweighted(g, s) * s.to(g.dtype) for name, g, s in shares}
-    return reduce_grads(weighted, spec, reduce="sum")
 
 
 def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
@@ -127,6 +100,19 @@ def weight_share(weight: float | Tensor, spec: PartitionSpec) -> Tensor:
     own = torch.where((own >= 0) & own.isfinite(), own, torch.nan)  # of every rank, then: the host does not wait to read it
     total = sum_over(own, mesh)
     return torch.where(total == 0, 0, own / total)
+
+
+def _weigh(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float | Tensor) -> Params:
+    """Return gradients times this rank's share of the weight."""
+    for unit in spec:
+        if local := [axis for axis in unit.local_axes if spec.bound_mesh[axis].size > 1]:
+            raise NotImplementedError(
+                f"reduce_grads: weight=: unit '{unit.key}' is local over axis '{local[0]}', along which gradients have parts of "
+                "other ranks' losses: expected each rank's loss times weight_share(weight, spec), and reduce='sum'"
+            )
+    share = weight_share(weight, spec)
+    shares = ((name, g, share.to(g.device)) for name, g in grads.items())
+    return {name: drop_unweighted(g, s) * s.to(g.dtype) for name, g, s in shares}
 
 
 def _split_units(grads: Mapping[str, Tensor], spec: PartitionSpec) -> tuple[list[Unit], list[Unit]]:

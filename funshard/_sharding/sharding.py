@@ -19,17 +19,17 @@ from .._spec.codec import check_trainable
 from .._spec.table import log_spec
 from .._units.accumulation import find_accumulation
 from .._wire.flow import store_slice, unshard_unit
-from .._wire.global_params import flatten_global, scatter_global, unflatten_global, unshard_global
+from .._wire.global_params import apply_options, flatten_global, scatter_global, unflatten_global, unshard_global
 from .._wire.host import check_host_resident
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
-from .full import scatter_full
+from .full import check_source, gather_stored, scatter_from
 from .hashes import hash_params
 from .skeleton import is_skeleton
 
 
 def shard(
-    model_or_params: nn.Module | Mapping[str, Tensor],
+    model_or_params: nn.Module | Mapping[str, Tensor] | None,
     spec: PartitionSpec,
     *,
     rank: int | None = None,
@@ -47,7 +47,8 @@ def shard(
             transpose gathers. Over local axes (`P`) they are the whole parameters, not this rank's pieces.
         spec: The spec. An unbound one is on all ranks, as one axis "shard".
         rank: The rank whose shards to return, counted over the mesh row by row; this one by default.
-        src: The rank that sends its values to all others, unit by unit (`scatter_full`); the others' may be on the meta device.
+        src: The rank that sends its values to all others: of each unit slices alone travel. The others' may be on the meta
+            device, or None.
         check_values: Whether ranks compare their values, or only their specs.
 
     Returns:
@@ -73,19 +74,24 @@ def shard(
                     "shard: the model is a skeleton, whose parameters have no values: expected the model that it was made "
                     "of, or full parameters by name"
                 )
-            full = collect_full_params(model_or_params, spec)
+            if model_or_params is None and len(spec):
+                raise ValueError("shard: expected a model or full parameters by name, got None")
+            full = collect_full_params({} if model_or_params is None else model_or_params, spec)
+            if src is not None:
+                check_source(full, spec)
         _check_device(model_or_params, spec)
         if together and check_values and src is None:
             values = hash_params(full or {}, spec)
     if together:
         check_ranks_agree(spec, values, () if src is None else (f"src={src}",))
-    if src is not None:
-        return scatter_full(full, spec, src=src)
-    assert full is not None
     log_spec(spec)
     out: Params = {}
     for unit in spec:
-        piece = scatter_global(flatten_global(full, unit, spec), unit, mesh, rank)
+        if src is None:
+            assert full is not None
+            piece = scatter_global(flatten_global(full, unit, spec), unit, mesh, rank)
+        else:
+            piece = scatter_from(full, unit, spec, src)
         out[unit.key] = store_slice(piece, unit, mesh)
     return out
 
@@ -134,23 +140,31 @@ def unshard(
     units: Iterable[str] | None = None,
     reduce: ReduceBy = "mean",
     whole: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
 ) -> Params:
     """Return the full parameters by name, as views of one buffer per unit. Inverse of `shard`.
 
     Differentiable at every order. Without a gather (``P()``, one rank) the buffer is a copy of the shard, which takes memory
-    once one of the two is written to. A unit at rest in a codec is decoded, and a constant.
+    once one of the two is written to. A unit at rest in a codec is decoded, and a constant. `stream_full` iterates over
+    parameters without holding all.
 
     Args:
-        shards: Slices by unit key, all of them or a part (`partition`). Ignored parameters pass through.
+        shards: Slices by unit key, all of them or a part (`partition`), or gradients and other slices like them. Ignored
+            parameters pass through.
         spec: The spec of the shards.
         units: Keys of the units to gather; by default all that are given.
         reduce: The gradient of a shard is its slice of the "mean" over ranks of the full gradients, their "sum", or their sum
             over a number.
         whole: Whether parameters that are local over an axis (`P`) are gathered over it, too. False: they are this rank's
             pieces, as `functional_call` and `reduce_grads` take them.
+        rank0_only: Only the mesh's first rank gets the parameters, the others ``{}``. With this or the next one they are values
+            without gradient, each in memory of its own: as summon_full_params, or a full state dict.
+        offload_to_cpu: Move each unit to host memory before the next one is gathered.
 
     Raises:
-        ValueError: For shards that do not fit the spec, naming the unit, before any communication.
+        ValueError: For shards that do not fit the spec, naming the unit, before any communication; for ``rank0_only`` on a
+            simulated mesh.
 
     Example:
         >>> import torch, funshard as fs
@@ -169,6 +183,11 @@ def unshard(
             raise ValueError(f"unit '{key}' is not in the spec: expected some of {list(spec.by_key)[:8]}")
         if key not in given:
             raise ValueError(f"unit '{key}' is missing: expected its shard among those given, got units {given[:4]}")
+    if rank0_only or offload_to_cpu:
+        if reduce != "mean" or not whole:
+            raise ValueError(f"unshard: expected rank0_only= and offload_to_cpu= alone, got {reduce=} and {whole=} beside them")
+        given = {key: shards[key] for key in (*chosen, *spec.ignored) if key in shards}
+        return gather_stored(given, spec, apply_options, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu)
     if accumulation := find_accumulation(shards, spec, "mean", None):
         accumulation.check_unweighted(shards, "its loss unshards the shards")
     full: Params = {}

@@ -95,6 +95,22 @@ def grad_and_value(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
     return wrapper
 
 
+def value_and_grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """Return a function that computes the value and the gradient of ``f``, as jax.value_and_grad does.
+
+    Args:
+        f: As for `grad_and_value`.
+        argnums: As there.
+        has_aux: Whether ``f`` returns ``(loss, aux)``; the result is then ``((value, aux), grads)``.
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0])})
+        (tensor(5.), {'w': tensor([2., 4.])})
+    """
+    return lambda *args, **kwargs: grad_and_value(f, argnums, has_aux)(*args, **kwargs)[::-1]
+
+
 class _Assumption(threading.local):
     """This thread's flags: whether computations are assumed to be differentiated outside, and whether `run_loss` runs."""
 

@@ -28,12 +28,6 @@ class ConvexLoss:
     Attributes:
         value: A function of outputs that returns the loss, a scalar.
         hessian_product: A function of outputs and of a tensor of their shape, that returns the product, of that shape.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> loss = fs.curvature.ConvexLoss(lambda z: z.exp().sum(), lambda z, u: z.exp() * u)
-        >>> fs.ggnvp(lambda p: 2 * p["w"], loss, {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 3.0])})
-        {'w': tensor([ 4., 12.])}
     """
 
     value: Callable[[Tensor], Tensor]
@@ -235,32 +229,7 @@ TOLERANCE = 1e-2
 
 
 def ggnvp(outputs: Callable[[Any], Any], loss: Callable[[Any], Tensor], params: Any, v: Any) -> Any:
-    """Return the product of the generalised Gauss-Newton matrix with ``v``: shards from shards.
-
-    The matrix is the mean over ranks of J' H J: J is the Jacobian of a rank's outputs, H the Hessian of its loss at them. It is
-    positive semi-definite for a convex loss (Schraudolph, Fast Curvature Matrix-Vector Products for Second-Order Gradient
-    Descent, 2002). ``outputs`` runs twice, with the same random numbers: once forward, once for a gradient.
-
-    Args:
-        outputs: A function of params that returns this rank's outputs, such as logits: a tensor or a tree of tensors.
-        loss: A convex function of the outputs alone, without reductions over ranks. With `curvature.cross_entropy` or
-            `curvature.squared_error` its Hessian is in closed form; another function is differentiated by `hvp`.
-        params: A tree of floating point tensors.
-        v: A tree with the paths, shapes and dtypes of ``params``.
-
-    Returns:
-        A tree like ``params``.
-
-    Raises:
-        ValueError: ``v`` differs from ``params``; the message names the path.
-        RuntimeError: The second run gives other outputs, as with a cache that the first one fills.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> params, v = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([1.0, 1.0])}
-        >>> fs.ggnvp(lambda p: p["w"] ** 2, fs.curvature.squared_error(torch.zeros(2), reduce="sum"), params, v)
-        {'w': tensor([ 8., 32.])}
-    """
+    """Return J' H J v, the product of the Gauss-Newton matrix (Schraudolph, 2002): J of the outputs, H of the loss at them."""
 
     def product(z: Any, u: Any) -> Any:
         if not isinstance(loss, ConvexLoss):
@@ -273,29 +242,7 @@ def ggnvp(outputs: Callable[[Any], Any], loss: Callable[[Any], Tensor], params: 
 
 
 def fishervp(losses: Callable[[Any], Tensor], params: Any, v: Any) -> Any:
-    """Return the product of the Fisher matrix with ``v``: shards from shards.
-
-    The matrix is the mean, over ranks and their samples, of g g', where g is the gradient of one sample's loss: the empirical
-    Fisher matrix. With labels that the model itself draws (`curvature.sample_labels`) it estimates the true one.
-
-    Args:
-        losses: A function of params that returns the losses of this rank's samples: [samples]. It runs twice, as in `ggnvp`.
-        params: A tree of floating point tensors.
-        v: A tree with the paths, shapes and dtypes of ``params``.
-
-    Returns:
-        A tree like ``params``.
-
-    Raises:
-        ValueError: ``v`` differs from ``params``, or the losses are no vector.
-        RuntimeError: As in `ggnvp`.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> samples = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-        >>> fs.fishervp(lambda p: samples @ p["w"], {"w": torch.zeros(2)}, {"w": torch.ones(2)})
-        {'w': tensor([0.5000, 2.0000])}
-    """
+    """Return the mean over samples of g g' v, where g is the gradient of one sample's loss."""
 
     def product(z: Any, u: Any) -> Any:
         if not isinstance(z, Tensor) or z.dim() != 1 or not len(z):

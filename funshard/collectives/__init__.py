@@ -1,9 +1,9 @@
 """Differentiable collectives over a mesh axis, and the axis that is a batch dimension of torch.vmap."""
 
-from .._core.mesh import Axis, Mesh, ProcessAxis, Simulated
+from .._core.gone import raise_gone
+from .._core.mesh import Axis, Mesh, ProcessAxis
 from ._exchange import all_to_all, permute, ragged_all_to_all
 from ._functions import (
-    Reduce,
     all_reduce,
     broadcast,
     gather_slices,
@@ -12,13 +12,13 @@ from ._functions import (
     scatter,
     sum_over,
     sum_shards,
-    unvary,
     vary,
 )
-from ._world import axis_rank, global_rank, members
+from ._world import members
 
 __all__ = [
-    "Axis", "Mesh", "ProcessAxis", "Reduce", "Simulated", "all_reduce", "all_to_all", "axis_rank", "broadcast", "gather_slices",
-    "gather_values", "global_rank", "members", "permute", "ragged_all_to_all", "reduce_scatter", "scatter", "sum_over",
-    "sum_shards", "unvary", "vary",
+    "Axis", "Mesh", "ProcessAxis", "all_reduce", "all_to_all", "broadcast", "gather_slices", "gather_values", "members",
+    "permute", "ragged_all_to_all", "reduce_scatter", "scatter", "sum_over", "sum_shards", "vary",
 ]  # fmt: skip
+
+__getattr__ = raise_gone(__name__)

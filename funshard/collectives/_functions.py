@@ -222,22 +222,7 @@ def vary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> 
 
 
 def unvary(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str = "") -> Tensor:
-    """Return the mean (or sum) over ranks of gradients for one value that is the same on all. Transpose of `vary`.
-
-    Type: ``[n] -> one value on all ranks``. Transpose: `vary`. The picture is `all_reduce`'s.
-
-    Args:
-        x: This rank's gradient, [n].
-        axis: The mesh axis.
-        reduce: "mean" or "sum".
-        label: As for `gather_slices`.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> run = fs.testing.spmd(lambda mesh, x: fs.collectives.unvary(x, mesh["shard"]), 2)
-        >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
-        [[2.0, 3.0], [2.0, 3.0]]
-    """
+    """Return the mean (or sum) over ranks of gradients for one value that is the same on all. Transpose of `vary`."""
     return apply(f"unvary_{_check_reducible(reduce, x)}", x, axis, label=make_label(label))
 
 

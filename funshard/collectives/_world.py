@@ -1,4 +1,4 @@
-"""Ranks of an axis and ranks of the world, each from the other; and meshes that do not span the world."""
+"""The ranks of an axis in the world, and meshes that do not span it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def check_spans_world(mesh: Mesh, where: str) -> None:
 def members(axis: Axis) -> tuple[int, ...]:
     """Return the ranks in the world of all ranks of the axis that this one communicates with, itself among them.
 
-    In the order of their ranks on the axis: ``members(axis)[axis.rank]`` is this process. As torch's
-    ``get_process_group_ranks``, for torch.distributed; collectives here take ranks on the axis.
+    In the order of their ranks on the axis: ``members(axis)[rank]`` is torch's ``get_global_rank``, and
+    ``members(axis).index(global_rank)`` its ``get_group_rank``. Collectives here take ranks on the axis.
 
     Args:
         axis: A mesh axis with a process group; ValueError for one that is only a size, or simulated.
@@ -54,42 +54,6 @@ def members(axis: Axis) -> tuple[int, ...]:
         f"an axis of {axis.size} ranks without a process group has no members: expected a DeviceMesh axis; "
         "bind the spec with .on(mesh) (a pickled spec must be bound anew)"
     )
-
-
-def global_rank(axis: Axis, rank: int) -> int:
-    """Return the rank in the world of a rank of the axis. Inverse of `axis_rank`; torch's ``get_global_rank``.
-
-    Args:
-        axis: A mesh axis, as for `members`.
-        rank: A rank of the axis (otherwise ValueError).
-
-    Example:
-        >>> from funshard.collectives import Mesh, global_rank
-        >>> global_rank(Mesh.world()["shard"], 0)
-        0
-    """
-    ranks = members(axis)
-    if not 0 <= rank < len(ranks):
-        raise ValueError(f"global_rank: expected a rank of the axis, 0..{len(ranks) - 1}, got {rank}")
-    return ranks[rank]
-
-
-def axis_rank(axis: Axis, global_rank: int) -> int:
-    """Return the rank on the axis of a rank of the world. Inverse of `global_rank`; torch's ``get_group_rank``.
-
-    Args:
-        axis: A mesh axis, as for `members`.
-        global_rank: One of ``members(axis)`` (otherwise ValueError).
-
-    Example:
-        >>> from funshard.collectives import Mesh, axis_rank
-        >>> axis_rank(Mesh.world()["shard"], 0)
-        0
-    """
-    ranks = members(axis)
-    if global_rank not in ranks:
-        raise ValueError(f"axis_rank: expected a rank of the world that is on the axis, one of {ranks}, got {global_rank}")
-    return ranks.index(global_rank)
 
 
 def process_axes(mesh: Mesh) -> dict[str, ProcessAxis]:

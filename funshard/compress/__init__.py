@@ -1,6 +1,9 @@
 """Gradient compression: what is sent in the place of each unit's gradients, with its state passed along."""
 
-from ._compressors import Compressor, cast, exact, post_local, quantize, switch, unreduced
-from ._powersgd import PowerSGD, powersgd
+from .._core.gone import raise_gone
+from ._compressors import Compressor, exact, quantize, switch
+from ._powersgd import powersgd
 
-__all__ = ["Compressor", "PowerSGD", "cast", "exact", "post_local", "powersgd", "quantize", "switch", "unreduced"]
+__all__ = ["Compressor", "exact", "powersgd", "quantize", "switch"]
+
+__getattr__ = raise_gone(__name__)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,10 +56,12 @@ class Compressor(Generic[S]):
 def exact(axes: Axes = None) -> Compressor[tuple[()]]:
     """Return the compressor that sends the gradients themselves (allreduce_hook).
 
-    Gradients of 16 bits are divided before they are added, so that sums do not overflow.
+    Gradients of 16 bits are divided before they are added, so that sums do not overflow. To send fewer bits, take
+    ``Precision(reduce=)``; for local steps ``switch(100, exact(), exact("gpu"))``, and `averaging.periodic`.
 
     Args:
-        axes: The mesh axes to take the mean over, all by default. Along the others each rank has its own slice.
+        axes: The mesh axes to take the mean over, all by default. Along the others each rank has its own slice: with ``()`` of
+            its own gradient (noop_hook). Axes that a unit is local over are among them.
 
     Example:
         >>> import torch, funshard as fs
@@ -70,24 +72,17 @@ def exact(axes: Axes = None) -> Compressor[tuple[()]]:
 
     def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
         spec, over = bind_axes(axes, spec)
+        for unit in spec if over else ():
+            if missing := [axis for axis in unit.local_axes if axis not in over]:
+                raise ValueError(
+                    f"compress.exact: unit '{unit.key}' is local over axis '{missing[0]}', where ranks are parts of one model: "
+                    f"expected axes= with it, got {list(over)}"
+                )
         given = check_grads(grads, spec, complex_too=True)
         units = [spec.by_key[key] for key in given]
         return {unit.key: reduce_exactly(to_buffer(given[unit.key], unit, spec), unit, spec, over) for unit in units}, state
 
     return Compressor(lambda spec: (), reduce)
-
-
-def unreduced() -> Compressor[tuple[()]]:
-    """Return the compressor without a reduction: this rank's slice of its own gradient (noop_hook).
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
-        >>> own = fs.compress.unreduced()
-        >>> own.reduce({"weight": torch.ones(2, 4)}, own.init(spec), spec)
-        ({'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}, ())
-    """
-    return exact(())
 
 
 def switch(at: int, before: Compressor[S], after: Compressor[T]) -> Compressor[tuple[Tensor, S, T]]:
@@ -102,7 +97,7 @@ def switch(at: int, before: Compressor[S], after: Compressor[T]) -> Compressor[t
     Example:
         >>> import torch, funshard as fs
         >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
-        >>> later = fs.compress.switch(100, fs.compress.exact(), fs.compress.cast(torch.bfloat16))
+        >>> later = fs.compress.switch(100, fs.compress.exact(), fs.compress.quantize())
         >>> grads, state = later.reduce({"weight": torch.ones(2, 4)}, later.init(spec), spec)
         >>> grads
         {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
@@ -119,73 +114,6 @@ def switch(at: int, before: Compressor[S], after: Compressor[T]) -> Compressor[t
         return shards, (steps + 1, first, second)
 
     return Compressor(lambda spec: (torch.zeros((), dtype=torch.int64), before.init(spec), after.init(spec)), reduce)
-
-
-def post_local(start: int, reduce_axes: Axes) -> Compressor[tuple[Tensor, tuple[()], tuple[()]]]:
-    """Return the compressor with the mean over all ranks for some steps, then over some axes (post_localSGD_hook).
-
-    Replicas on the other axes then drift apart: average them now and then.
-
-    Args:
-        start: The number of steps with all ranks.
-        reduce_axes: The mesh axes to take the mean over after that; those that a unit is local over are among them (otherwise
-            ValueError).
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> spec = fs.policies.whole(fs.P())(torch.nn.Linear(4, 2, bias=False)).on({"node": 1, "gpu": 1})
-        >>> local = fs.compress.post_local(100, "gpu")
-        >>> grads, state = local.reduce({"weight": torch.ones(2, 4)}, local.init(spec), spec)
-        >>> grads
-        {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
-    """
-    later = exact(reduce_axes)
-
-    def init(spec: PartitionSpec) -> tuple[()]:
-        spec, over = bind_axes(reduce_axes, spec)
-        for unit in spec:
-            if missing := [axis for axis in unit.local_axes if axis not in over]:
-                raise ValueError(
-                    f"compress.post_local: unit '{unit.key}' is local over axis '{missing[0]}', where ranks are parts of one "
-                    f"model: expected reduce_axes= with it, got {list(over)}"
-                )
-        return later.init(spec)
-
-    def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
-        init(spec)
-        return later.reduce(grads, state, spec)
-
-    return switch(start, exact(), Compressor(init, reduce))
-
-
-def cast(dtype: torch.dtype, inner: Compressor[Any] | None = None) -> Compressor[Any]:
-    """Return the compressor that gives ``inner`` the gradients in another dtype: half the bytes for 16 bits.
-
-    As fp16_compress_hook, bf16_compress_hook and their wrappers.
-
-    Args:
-        dtype: A floating point dtype (otherwise TypeError). Results are in the gradients' own.
-        inner: A compressor, `exact` by default.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> spec = fs.policies.whole()(torch.nn.Linear(4, 2, bias=False))
-        >>> half = fs.compress.cast(torch.bfloat16)
-        >>> grads, state = half.reduce({"weight": torch.full((2, 4), 1.001)}, half.init(spec), spec)
-        >>> grads
-        {'': tensor([1., 1., 1., 1., 1., 1., 1., 1.])}
-    """
-    if not dtype.is_floating_point:
-        raise TypeError(f"compress.cast: expected a floating point dtype, got {dtype}; for bytes there is quantize()")
-    casted: Compressor[Any] = inner or exact()
-
-    def reduce(grads: Mapping[str, Tensor], state: Any, spec: PartitionSpec) -> tuple[Params, Any]:
-        spec = bind_spec(spec)
-        given = check_grads(grads, spec)
-        shards, state = casted.reduce({name: grad.to(dtype) for name, grad in grads.items()}, state, spec)
-        return {key: shard.to(given[key][0].dtype) for key, shard in shards.items()}, state
-
-    return Compressor(casted.init, reduce)
 
 
 def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple[()]]:

@@ -1,4 +1,4 @@
-"""What acts on an operator: lanczos and the spectral density by it, conjugate gradients, power_iteration and hutchinson."""
+"""What acts on an operator: lanczos and the spectral density by it, conjugate gradients and hutchinson."""
 
 from __future__ import annotations
 
@@ -104,7 +104,12 @@ def lanczos(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"lanczos: steps: expected a whole number from 1 on, got {steps!r}")
     spec = operator.spec
-    u = _normalize("lanczos", start, operator)
+    operator.check_vector(start)
+    largest = find_largest("lanczos", start, spec)
+    if not largest:
+        raise ValueError("lanczos: expected a vector that is not zero")
+    u = scale(1 / largest, start)  # squares of its elements are representable now
+    u = scale(1 / math.sqrt(read_numbers("lanczos", [(u, u)], spec)[0]), u)
     unit = 0.0  # the largest element of the first product: squares of tiny and of huge ones are not representable
     basis = {key: x.new_empty((steps if reorthogonalize else 1, *x.shape)) for key, x in u.items()}
     epsilon = max(torch.finfo(x.dtype).eps for x in u.values())
@@ -206,16 +211,6 @@ def slq(operator: Operator, *, steps: int, probes: int, seed: int = 0, reorthogo
     starts = _draw_signs("slq", operator, probes, seed)
     found = [lanczos(operator, start, steps, reorthogonalize=reorthogonalize) for start in starts]
     return Spectrum(torch.cat([t.values for t in found]), torch.cat([t.weights for t in found]) / probes, operator.numel)
-
-
-def _normalize(function: str, v: Mapping[str, Tensor], operator: Operator) -> Params:
-    """Return the vector scaled to length about 1; raise ValueError if it is zero, not finite or unlike the params."""
-    operator.check_vector(v)
-    largest = find_largest(function, v, operator.spec)
-    if not largest:
-        raise ValueError(f"{function}: expected a vector that is not zero")
-    v = scale(1 / largest, v)  # squares of its elements are representable now
-    return scale(1 / math.sqrt(read_numbers(function, [(v, v)], operator.spec)[0]), v)
 
 
 def _has_converged(diagonal: Sequence[float], off_diagonal: Sequence[float], length: float, tolerance: float) -> bool:
@@ -355,67 +350,7 @@ def _iterate(
     return x, products, False
 
 
-# --- power_iteration, and the trace and the diagonal by random signs (Hutchinson) ---
-
-
-class Eigenpair(NamedTuple):
-    """The result of `power_iteration`.
-
-    Attributes:
-        value: The Rayleigh quotient of the vector.
-        vector: This rank's slices of the vector, of length 1.
-        residual: The length of A v - value * v: an eigenvalue is at most that far from the value.
-        products: How many there were.
-    """
-
-    value: float
-    vector: Params
-    residual: float
-    products: int
-
-
-def power_iteration(
-    operator: Operator, start: Mapping[str, Tensor] | None = None, *, steps: int = 100, tolerance: float = 1e-3, seed: int = 0
-) -> Eigenpair:
-    """Return the eigenvalue of largest magnitude and its vector by power iteration, in the memory of two vectors.
-
-    `lanczos` needs fewer products. If two eigenvalues differ in sign alone, it does not converge.
-
-    Args:
-        operator: The operator.
-        start: The first vector; random by default.
-        steps: The most products.
-        tolerance: Stop when the residual is at most ``tolerance * |value|``; the value's own error is of its square. In float32
-            a residual is known to about 3e-4.
-        seed: The seed of the first vector.
-
-    Raises:
-        ValueError: As in `lanczos`.
-        RuntimeError: As in `lanczos`.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> spec = fs.policies.whole(fs.P(align=1))(torch.nn.Linear(2, 1, bias=False))
-        >>> params = fs.shard({"weight": torch.tensor([[1.0, 2.0]])}, spec)
-        >>> operator = fs.curvature.hessian(lambda p: (p[""] ** 3).sum(), params, spec)
-        >>> round(fs.curvature.power_iteration(operator).value, 3)
-        12.0
-    """
-    if steps < 1:
-        raise ValueError(f"power_iteration: steps: expected a whole number from 1 on, got {steps}")
-    v = _normalize("power_iteration", random_like(operator.params, operator.spec, seed) if start is None else start, operator)
-    unit = 0.0
-    for n in range(1, steps + 1):
-        w = operator @ v
-        unit = unit or find_largest("power_iteration", w, operator.spec) or 1.0
-        w = scale(1 / unit, w)
-        value, square, length = read_numbers("power_iteration", [(v, w), (w, w), (v, v)], operator.spec)
-        value /= length
-        residual = math.sqrt(max(square / length - value * value, 0.0))
-        if residual <= tolerance * abs(value) or n == steps:
-            return Eigenpair(value * unit, v, residual * unit, n)
-        v = scale(1 / math.sqrt(square), w)
-    raise AssertionError
+# --- The trace and the diagonal by random signs (Hutchinson) ---
 
 
 class TraceEstimate(NamedTuple):

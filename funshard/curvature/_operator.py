@@ -18,7 +18,6 @@ from .._core.unit import global_shape
 from .._sharding.full import gather_stored
 from .._sharding.random_like import random_like
 from .._sharding.sharding import shard
-from .._slices.random_slices import MASK, philox
 from .._transforms.products import fishervp, ggnvp, hvp
 from ..optim._norms import axpy, global_norm, vdots
 
@@ -193,11 +192,16 @@ def hessian(f: Callable[[Any], Tensor], params: Mapping[str, Tensor], spec: Part
 def ggn(
     outputs: Callable[[Any], Any], loss: Callable[[Any], Tensor], params: Mapping[str, Tensor], spec: PartitionSpec
 ) -> Operator:
-    """Return the generalised Gauss-Newton matrix of a loss, whose products are `ggnvp`.
+    """Return the generalised Gauss-Newton matrix of a loss: the mean over ranks of J' H J.
+
+    J is the Jacobian of a rank's outputs, H the Hessian of its loss at them: positive semi-definite for a convex loss
+    (Schraudolph, Fast Curvature Matrix-Vector Products for Second-Order Gradient Descent, 2002). A product runs ``outputs``
+    twice, with the same random numbers: RuntimeError if the second run gives others, as with a cache that the first one fills.
 
     Args:
-        outputs: A function of params that returns this rank's outputs.
-        loss: A convex function of the outputs, such as `cross_entropy` of labels.
+        outputs: A function of params that returns this rank's outputs, such as logits: a tensor or a tree of tensors.
+        loss: A convex function of the outputs alone, without reductions over ranks. With `cross_entropy` or `squared_error`
+            its Hessian is in closed form; another function is differentiated by `hvp`.
         params: Shards by unit key, of all units or some.
         spec: Their spec.
 
@@ -213,10 +217,13 @@ def ggn(
 
 
 def fisher(losses: Callable[[Any], Tensor], params: Mapping[str, Tensor], spec: PartitionSpec) -> Operator:
-    """Return the Fisher matrix of the losses of samples, whose products are `fishervp`.
+    """Return the empirical Fisher matrix: the mean, over ranks and samples, of g g', where g is a sample's gradient.
+
+    With labels that the model itself draws, ``torch.distributions.Categorical(logits=logits).sample()``, it estimates the true
+    one.
 
     Args:
-        losses: A function of params that returns the losses of this rank's samples, [samples].
+        losses: A function of params that returns the losses of this rank's samples, [samples]. It runs twice, as in `ggn`.
         params: Shards by unit key, of all units or some.
         spec: Their spec.
 
@@ -268,35 +275,3 @@ def _check_host(function: str, spec: PartitionSpec) -> None:
             f"{function}: the host reads values, which it cannot on simulated ranks, in transforms or in compilation: expected "
             "real ranks, outside of them; products (operator @ v) and hutchinson run everywhere"
         )
-
-
-# --- sample_labels: labels drawn from a model's own distribution, for the true Fisher matrix ---
-
-
-def sample_labels(logits: Tensor, seed: int, *, first: int = 0) -> Tensor:
-    """Draw a label for each row of logits from their softmax: with them `fisher` estimates the true Fisher matrix.
-
-    A label follows from the seed, the number of the row and its logits: with ``first``, the same at any number of ranks.
-
-    Args:
-        logits: The model's outputs, the classes in the last dimension; without a graph.
-        seed: A whole number.
-        first: The number of this rank's first row among those of all ranks, such as ``rank * rows``.
-
-    Returns:
-        Whole numbers, in the shape of the logits without the last dimension.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> fs.curvature.sample_labels(torch.tensor([[0.0, -1e9], [-1e9, 0.0]]), seed=0)
-        tensor([0, 1])
-    """
-    rows = logits.detach().reshape(-1, logits.shape[-1])
-    numbers = torch.arange(first, first + len(rows), device=logits.device)
-    zeros = torch.zeros_like(numbers)
-    words = philox((numbers & MASK, numbers >> 32, zeros, zeros), (seed & MASK, (seed >> 32) & MASK))
-    wide = torch.float32 if logits.device.type == "mps" else torch.float64
-    uniform = (words[0].to(wide) + 0.5) / 2**32
-    below = rows.softmax(-1, dtype=wide).cumsum(-1)
-    drawn = torch.searchsorted(below, uniform[:, None] * below[:, -1:], right=True)
-    return drawn.clamp(max=logits.shape[-1] - 1).reshape(logits.shape[:-1])

@@ -1,5 +1,8 @@
 """Batches of a data set that do not depend on the number of ranks."""
 
-from ._sampler import BatchSampler, sampler
+from .._core.gone import raise_gone
+from ._sampler import sampler
 
-__all__ = ["BatchSampler", "sampler"]
+__all__ = ["sampler"]
+
+__getattr__ = raise_gone(__name__)

@@ -1,9 +1,11 @@
 """Policies: pure functions from a module pytree to a partition spec."""
 
+from .._core.gone import raise_gone
 from .._core.policies import Policy, by_type, whole
-from ._policies import always, any_of, by_group, by_path, by_size, custom, full_precision, ignoring, mark, marked, override
+from ._policies import always, by_group, by_path, by_size, custom, full_precision, ignoring, override
 
 __all__ = [
-    "Policy", "always", "any_of", "by_group", "by_path", "by_size", "by_type", "custom", "full_precision", "ignoring", "mark",
-    "marked", "override", "whole",
+    "Policy", "always", "by_group", "by_path", "by_size", "by_type", "custom", "full_precision", "ignoring", "override", "whole",
 ]  # fmt: skip
+
+__getattr__ = raise_gone(__name__)

@@ -1,4 +1,4 @@
-"""Policies that select modules by size, by path, by a function or a mark, and policies made of policies."""
+"""Policies that select modules by size, by path or by a function, and policies made of policies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import difflib
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,6 @@ from .._core.tree import ModuleTree, Param, natural_key
 from .._core.unit import P
 from .._spec.precision import Precision
 from .._torch.modules import BatchNorm
-
-_MARK = "_funshard_mark"
-_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def always(p: P = SHARD) -> Policy:
@@ -102,7 +99,8 @@ def custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P = SHARD) ->
     """Return the policy with the units that a function selects (CustomPolicy).
 
     Args:
-        fn: Of a module: True or False, or a dict of fields of `P` that override ``p``; an empty dict selects nothing.
+        fn: Of a module: True or False, or a dict of fields of `P` that override ``p``; an empty dict selects nothing. To mark
+            modules where the model builds itself, let it read an attribute of yours.
         p: The `P` of the units.
 
     Raises:
@@ -127,51 +125,6 @@ def _select_custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P, no
     if not isinstance(result, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"custom: module '{node.path}': expected {fn} to give a bool or a dict, got {result!r}")
     return override_p(p, result, f"custom: module '{node.path}'") if result else None
-
-
-def mark(module: _Module, **overrides: Any) -> _Module:
-    """Mark a module as a unit for `marked`: the functional ``wrap``, written where the model builds itself.
-
-    Args:
-        module: Gets one attribute. Marking it again adds to the overrides.
-        overrides: Fields of `P` in which this unit differs from the policy.
-
-    Returns:
-        The module.
-
-    Raises:
-        ValueError: For a name that is no field of `P`.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> block = fs.policies.mark(torch.nn.Linear(2, 2))
-        >>> [unit.path for unit in fs.policies.marked()(torch.nn.Sequential(torch.nn.Linear(2, 2), block))]
-        ['', '1']
-    """
-    override_p(SHARD, overrides, "mark")
-    setattr(module, _MARK, {**getattr(module, _MARK, {}), **overrides})
-    return module
-
-
-def marked(p: P = SHARD) -> Policy:
-    """Return the policy with the units that `mark` marked (``enable_wrap``, without its global state).
-
-    Args:
-        p: The `P` of the units, which their overrides change.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), fs.policies.mark(torch.nn.Linear(2, 2), reshard=False))
-        >>> {unit.path: unit.p for unit in fs.policies.marked()(model)}
-        {'': P('shard'), '1': P('shard', reshard=False)}
-    """
-    check_p("marked", p)
-    return NamedPolicy(format_call("marked", p=p), functools.partial(build_selected, _select_marked, p))
-
-
-def _select_marked(p: P, node: ModuleTree) -> P | None:
-    overrides = vars(node.module).get(_MARK)
-    return None if overrides is None else override_p(p, overrides, f"mark: module '{node.path}'")
 
 
 def count_literal(pattern: str, path: str) -> int:
@@ -350,38 +303,6 @@ def _build_full_precision(policy: Policy, classes: tuple[type[nn.Module], ...], 
 
 
 # --- Policies that combine others ---
-
-
-def any_of(*policies: Policy) -> Policy:
-    """Return the policy with the units of all policies (``_or_policy``); their order does not matter.
-
-    Args:
-        policies: The policies.
-
-    Raises:
-        ValueError: From the policy, if two of them want different `P` for one module; `override` says who is right.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2), torch.nn.PReLU())
-        >>> [unit.path for unit in fs.policies.any_of(fs.by_type(torch.nn.Linear), fs.by_path({"1": fs.P("shard")}))(model)]
-        ['', '0', '1']
-    """
-    return NamedPolicy(format_call("any_of", *policies), functools.partial(_build_any_of, policies))
-
-
-def _build_any_of(policies: tuple[Policy, ...], tree: ModuleTree) -> PartitionSpec:
-    chosen: dict[str, P] = {}
-    specs = [policy(tree) for policy in policies]
-    if not specs:
-        raise ValueError("any_of: expected at least one policy, got none")
-    for path, p in (entry for spec in specs for entry in spec.selected):
-        if chosen.setdefault(path, p) != p:
-            raise ValueError(f"any_of: module '{path}' is selected as {chosen[path]} and as {p}; use override(base, extra)")
-    roots = {spec.root for spec in specs}
-    if "" not in chosen and len(roots) > 1:
-        raise ValueError(f"any_of: module '' (the leftovers) is {' and '.join(sorted(map(str, roots)))}; use override")
-    return build(drop_ignored(tree, specs), chosen, chosen.get("", specs[0].root))
 
 
 def override(base: Policy, extra: Policy) -> Policy:

@@ -1,8 +1,9 @@
-"""For users' own tests: a model against itself unsharded, ranks by vmap, hypothesis strategies (with the extra ``test``)."""
+"""For users' own tests: a model against itself unsharded, and ranks by vmap."""
 
+from .._core.gone import raise_gone
 from ._exact import assert_exact
-from ._side_by_side import ModelCall
 from ._simulated import spmd
-from ._strategies import integers_like, meshes, modules, policies
 
-__all__ = ["ModelCall", "assert_exact", "integers_like", "meshes", "modules", "policies", "spmd"]
+__all__ = ["assert_exact", "spmd"]
+
+__getattr__ = raise_gone(__name__)

@@ -23,8 +23,8 @@ from ..._spec.unit_state import UnitState
 from ...averaging import Averaging
 from ...compress._powersgd import PowerSGD
 from ...loss_scale import LossScale
-from ...optim import Matrices, MatrixState, QuantizedSlice, matrices
-from ...optim._checks import is_slice
+from ...optim._by_matrix.step import MatrixState
+from ...optim._checks import QuantizedSlice, is_slice
 from ...optim._compose import AccumulationState, EmaState, FiniteState, ScheduleState
 from ...optim._matrices.owners import Matrix
 from .._errors import DamagedError

@@ -1,36 +1,20 @@
-"""Hypothesis strategies of random modules, policies and meshes, for users' own tests (with the extra ``test``)."""
+"""Hypothesis strategies of random modules, policies and meshes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 from torch import nn
 
-from .._core.layout import Params
-from .._core.tree import module_tree
-from .._core.unit import P
-from ..policies import Policy, always, by_group, by_path, by_size, by_type, whole
-
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
+from funshard import P, Params, Policy, by_path, by_size, by_type, module_tree
+from funshard.policies import always, by_group, whole
 
 
 def integers_like(model: nn.Module, seed: int = 0, high: int = 4) -> Params:
-    """Return small whole numbers in the shapes and dtypes of a model's parameters, by name: their sums are exact.
-
-    Args:
-        model: Only shapes and dtypes are read.
-        seed: The seed of the numbers.
-        high: The largest magnitude.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> params = fs.testing.integers_like(torch.nn.Linear(2, 1))
-        >>> {name: tuple(p.shape) for name, p in params.items()}
-        {'weight': (1, 2), 'bias': (1,)}
-    """
+    """Return small whole numbers in the shapes and dtypes of a model's parameters, by name: their sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randint(-high, high + 1, p.shape, generator=generator).to(p.dtype) for name, p in model.named_parameters()
@@ -66,22 +50,7 @@ def modules(
     """Return a strategy of module trees with odd, empty and 0-dim parameters, shared modules, tied and frozen parameters.
 
     Each maps a 0-dim tensor to a 0-dim tensor, by sums and products: exact on small whole numbers.
-
-    Args:
-        max_depth: The most levels of modules below the root.
-        tied: Whether modules are shared and parameters tied.
-        frozen: Whether some parameters do not require gradients.
-        dtype: The dtype of all parameters.
-
-    Example:
-        >>> from hypothesis import given
-        >>> import funshard as fs
-        >>> @given(fs.testing.modules())
-        ... def test_of_any_model(model):
-        ...     assert fs.policies.whole()(model).mesh is None
     """
-    from hypothesis import strategies as st
-
     shapes = st.lists(st.sampled_from([(), (1,), (2,), (3,), (2, 3), (0,), (5,), (1, 7)]), max_size=3)
     kinds = st.sampled_from([ResidualNode, OtherResidualNode])
 
@@ -109,21 +78,7 @@ def modules(
 
 
 def policies(model: nn.Module) -> SearchStrategy[Policy]:
-    """Return a hypothesis strategy of policies for a model: of every kind, and of random paths with random `P`.
-
-    Args:
-        model: The model that the policies fit.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> from hypothesis import given
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        >>> @given(fs.testing.policies(model))
-        ... def test_of_any_policy(policy):
-        ...     assert fs.unshard(fs.shard(model, policy(model)), policy(model)).keys() == dict(model.named_parameters()).keys()
-    """
-    from hypothesis import strategies as st
-
+    """Return a hypothesis strategy of policies for a model: of every kind, and of random paths with random `P`."""
     p = st.builds(P, st.sampled_from(["shard", None]), reshard=st.booleans(), align=st.sampled_from([None, 1, 4]))
     paths = st.dictionaries(st.sampled_from(sorted({*module_tree(model).canonical})), p, max_size=4)
     classes = st.sampled_from(sorted({type(m) for m in model.modules()}, key=lambda c: c.__name__))
@@ -146,20 +101,7 @@ def _unify_aliases(model: nn.Module, paths: Mapping[str, P]) -> dict[str, P]:
 
 
 def meshes(max_size: int = 5) -> SearchStrategy[dict[str, int]]:
-    """Return a hypothesis strategy of mesh shapes: ("shard",), or ("replicate", "shard") for HSDP.
-
-    Args:
-        max_size: The largest size of a mesh of one axis.
-
-    Example:
-        >>> from hypothesis import given
-        >>> import funshard as fs
-        >>> @given(fs.testing.meshes())
-        ... def test_of_any_mesh(mesh):
-        ...     assert mesh["shard"] >= 1
-    """
-    from hypothesis import strategies as st
-
+    """Return a hypothesis strategy of mesh shapes: ("shard",), or ("replicate", "shard") for HSDP."""
     n = st.integers(1, max_size)
     small = st.integers(1, 3)
     return st.one_of(st.builds(lambda s: {"shard": s}, n), st.builds(lambda r, s: {"replicate": r, "shard": s}, small, small))
