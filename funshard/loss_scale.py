@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
-from ._core.checks import bind_spec
+from ._core.checks import bind_spec, check_spec
 from ._core.gone import raise_gone
 from ._core.layout import Params
 from ._core.spec import PartitionSpec
@@ -67,6 +67,7 @@ def dynamic(
         >>> grads, state.scale, state.finite
         ({'': tensor([2., inf])}, tensor(2.), tensor(False))
     """
+    check_spec(spec)
     if not (scale > 0 and growth_factor > 1 and 0 < backoff_factor < 1 and growth_interval >= 1):
         raise ValueError(
             "loss_scale.dynamic: expected scale > 0, growth_factor > 1, 0 < backoff_factor < 1 and growth_interval >= 1, got "

@@ -166,11 +166,11 @@ def a_loop_left_early(is_other: bool) -> None:
         trainer.step()
 
 
-def a_lone_gather_full(is_other: bool) -> None:
+def a_lone_unshard(is_other: bool) -> None:
     trainer = Trainer()
     trainer.step()
     if is_other:
-        fs.gather_full(trainer.params, trainer.spec)
+        fs.unshard(trainer.params, trainer.spec, offload_to_cpu=True)
 
 
 def a_recompiling_rank(is_other: bool) -> None:
@@ -200,7 +200,7 @@ CASES: Mapping[str, Callable[[bool], None]] = {
         another_number_of_microbatches,
         a_skipped_nan,
         a_loop_left_early,
-        a_lone_gather_full,
+        a_lone_unshard,
         a_recompiling_rank,
         raise_in_teardown,
     )

@@ -30,12 +30,12 @@ COUNTS.register_parameter("count", nn.Parameter(torch.ones(3, dtype=torch.int64)
 
 READERS: dict[str, Callable[[Params], object]] = {
     "unshard": lambda params: fs.unshard(params, SPEC),
-    "gather_full": lambda params: fs.gather_full(params, SPEC),
+    "to the host": lambda params: fs.unshard(params, SPEC, offload_to_cpu=True),
     "reshard": lambda params: fs.reshard(params, SPEC, SPEC),
     "param_views": lambda params: fs.param_views(params, SPEC, rank=0),
     "functional_call": lambda params: fs.functional_call(MODEL, params, (X,), spec=SPEC),
 }
-TAKE_A_PART = ("unshard", "gather_full", "reshard")
+TAKE_A_PART = ("unshard", "to the host", "reshard")
 BAD_PARAMS: dict[str, tuple[Params, type[Exception], str]] = {
     "missing": ({"0": PARAMS["0"]}, ValueError, r"unit '1' is missing: expected a buffer of 4 elements, got units \['0'\]"),
     "unknown": ({**PARAMS, "7": X}, ValueError, r"unit '7' is not in the spec: expected units \['0', '1'\]"),

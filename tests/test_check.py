@@ -41,7 +41,7 @@ DIFFERENT = {
     "another_number_of_microbatches": ("got 3 micro-batches on rank 0", "2 micro-batches on rank 1"),
     "a_skipped_nan": ("all-reduce, between hosts, to compare trees", "unit 'layers.0'"),
     "a_loop_left_early": ("unit 'layers.0'", "the end of fs.check()"),
-    "a_lone_gather_full": ("gather of unit 'layers.0'", "the end of fs.check()"),
+    "a_lone_unshard": ("gather of unit 'layers.0'", "the end of fs.check()"),
 }
 """What an error names, on two ranks: what each rank was about to start."""
 
@@ -147,7 +147,7 @@ PLAIN = {
     "raise_in_update": "Connection closed|Read error|or has ended",
     "a_skipped_nan": "Timed out|timeout|a norm or an inner product|ranks ran different units",
     "a_loop_left_early": "Timed out|timeout",
-    "a_lone_gather_full": "one has not come to .* within the process group's timeout",
+    "a_lone_unshard": "one has not come to .* within the process group's timeout",
     "a_recompiling_rank": "Timed out|timeout",
     "raise_in_teardown": "Connection closed|Read error|or has ended",
 }

@@ -120,8 +120,6 @@ def test_values_are_those_of_the_explicit_matrix(name: str) -> None:
     assert_close(got["product"], a @ start, rtol=1e-10, atol=1e-10)
     assert_close(got["cg"], torch.linalg.solve(a + 2 * torch.eye(len(a)), start), rtol=1e-9, atol=1e-10)
     assert got["converged"]
-    largest = values[values.abs().argmax()]
-    assert_close(got["power"], largest, rtol=1e-9, atol=0)
     spec = POLICY(MODEL).bound
     operator = operators(spec, X.flatten(0, 1), Y.flatten())[name]
     found = curvature.lanczos(operator, fs.random_like(operator.params, spec, 0), 100)

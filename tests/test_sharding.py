@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -42,8 +43,8 @@ def output(case: Case, params: Params, spec: PartitionSpec, x: Tensor) -> Tensor
 
 @given(cases())
 def test_unshard_inverts_shard(case: Case) -> None:
-    """U(S(t)) is t on every rank, whatever the policy and the mesh; gather_full gives the same."""
-    for gather in (fs.unshard, fs.gather_full):
+    """U(S(t)) is t on every rank, whatever the policy and the mesh; as values without gradient, too."""
+    for gather in (fs.unshard, partial(fs.unshard, offload_to_cpu=True)):
         for full in on_ranks(case.sizes, lambda mesh: gather(fs.shard(case.full, case.spec.on(mesh)), case.spec.on(mesh))):
             same(full, case.full)
 
@@ -263,7 +264,7 @@ def test_a_part_of_the_tree_is_gathered_and_resharded_as_it_is_in_the_whole(case
         spec = case.spec.on(mesh)
         return spec, fs.partition(fs.shard(case.full, spec), spec, lambda unit: unit.key in chosen)[0]
 
-    for gather in (fs.unshard, fs.gather_full):
+    for gather in (fs.unshard, partial(fs.unshard, offload_to_cpu=True)):
         for full in on_ranks(case.sizes, lambda mesh: gather(*part(mesh)[::-1])):
             same(full, {name: tensor for name, tensor in case.full.items() if name in names})
     resharded = lambda mesh: fs.reshard(part(mesh)[1], part(mesh)[0], new.on(mesh))  # noqa: E731

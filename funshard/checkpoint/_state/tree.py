@@ -26,6 +26,7 @@ from ...loss_scale import LossScale
 from ...optim._by_matrix.step import MatrixState
 from ...optim._checks import QuantizedSlice, is_slice
 from ...optim._compose import AccumulationState, EmaState, FiniteState, ScheduleState
+from ...optim._matrices.matrices import Matrices, matrices
 from ...optim._matrices.owners import Matrix
 from .._errors import DamagedError
 from .leaves import Leaf, Names, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
