@@ -70,7 +70,8 @@ params = {key: p.double() for key, p in low.items()}  # all dtypes have the same
 
 hessian = fs.curvature.hessian(loss, params, spec)
 v = fs.random_like(low, spec, seed=0)
-v = fs.optim.scale(fs.optim.global_norm(low, spec) / fs.optim.global_norm(v, spec), v)
+size = fs.optim.global_norm(low, spec) / fs.optim.global_norm(v, spec)
+v = {key: size * x for key, x in v.items()}
 exact_v = {key: t.double() for key, t in v.items()}
 with fs.transforms_attention():  # which has second derivatives
     largest = fs.curvature.lanczos(hessian, exact_v, LANCZOS).values.flip(0)[:TOP]
@@ -90,7 +91,7 @@ for point, density in zip(points, spectrum.density(points, width), strict=True):
 def differences(loss, h):
     def product():
         up, down = (fs.grad(loss)(fs.optim.axpy(by, v, low)) for by in (h, -h))
-        return fs.optim.scale(1 / (2 * h), fs.optim.axpy(-1, down, up))
+        return {key: (up[key] - down[key]) / (2 * h) for key in up}
 
     return product
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import funshard
+from funshard._core.gone import GONE
 
 ROOT = Path(funshard.__file__).parent
 MAP = re.findall(r"^   ([1 ][0-9 ])  ((?:_?[a-z_]+(?:, )?)+)  ", funshard.__doc__ or "", re.MULTILINE)
@@ -207,6 +208,27 @@ def undocumented(path: Path) -> Iterator[str]:
 def test_what_has_no_underscore_has_a_docstring() -> None:
     """Also in private folders, which ruff takes for private files and passes over."""
     assert [(str(path), name) for path in FILES for name in undocumented(path)] == []
+
+
+def test_few_names_are_public() -> None:
+    """Each once, where two modules export the same object; the submodules count as well."""
+    modules = [
+        funshard,
+        *(value for name in funshard.__all__ if isinstance(value := getattr(funshard, name), types.ModuleType)),
+    ]
+    names = {id(getattr(module, name)): f"{module.__name__}.{name}" for module in modules for name in module.__all__}
+    assert len(modules) == 12
+    assert len(names) <= 160, sorted(names.values())
+
+
+@pytest.mark.parametrize("module", GONE)
+def test_names_that_are_gone_say_what_to_write(module: str) -> None:
+    """Each is an AttributeError, and in changes.md's table."""
+    page = (ROOT.parent / "examples/guide/changes.md").read_text()
+    for name, instead in GONE[module].items():
+        with pytest.raises(AttributeError, match=re.escape(f"{module} has no '{name}' any more: use {instead}")):
+            getattr(importlib.import_module(module), name)
+        assert re.search(rf"^\|.*\b{name}\b.*\|.*\|$", page, re.MULTILINE), name
 
 
 def test_the_package_exports_nothing_by_accident() -> None:

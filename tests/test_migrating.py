@@ -103,7 +103,7 @@ def test_what_the_migration_table_offers_exists() -> None:
         call for ours in OURS for code in re.findall(r"`([^`]+)`", re.split("[Pp]lanned", ours)[0]) for call in calls(code)
     ]
     assert len({name for name, _ in offered}) > 40
-    assert {"checkpoint.optimizer_state_dict", "averaging.hierarchical", "spec.on"} <= {name for name, _ in offered}
+    assert {"checkpoint.optimizer_state_dict", "averaging.periodic", "spec.on"} <= {name for name, _ in offered}
     for name, keywords in offered:
         if name not in OTHERS:
             assert keywords <= {*inspect.signature(resolve(name)).parameters} if keywords else resolve(name), (name, keywords)

@@ -484,10 +484,3 @@ def test_clipping_to_no_length(limit: float | Tensor) -> None:
     got = each(torch.tensor([1.0, float(limit), 0.0]))
     assert got[1].isnan().all()
     assert got[2].eq(0).all()
-
-
-def test_names_that_are_gone_say_what_to_write() -> None:
-    for name, instead in fs.optim._GONE.items():
-        with pytest.raises(AttributeError, match=f"no '{name}' any more: use ") as error:
-            getattr(fs.optim, name)
-        assert str(error.value).endswith(instead)

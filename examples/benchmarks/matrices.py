@@ -54,7 +54,7 @@ def stepping(update: Update, params: fs.Params, state: Any) -> Step:
     return step
 
 
-def sharded(pair: Callable[[fs.optim.Matrices], Any], p: fs.P) -> Callable[[nn.Module], Step]:
+def sharded(pair: Callable[[Any], Any], p: fs.P) -> Callable[[nn.Module], Step]:
     def build(model: nn.Module) -> Step:
         spec = fs.by_type(Block, p=p)(model).bound
         params = fs.shard(model, spec)
@@ -76,7 +76,7 @@ def scale(matrix: Tensor) -> float:
     return max(1, matrix.shape[0] / matrix.shape[1]) ** 0.5
 
 
-def gathered(matrices: fs.optim.Matrices) -> tuple[Callable[..., Any], Update]:
+def gathered(matrices: Any) -> tuple[Callable[..., Any], Update]:
     """Muon without owners: a unit after the other is gathered, and every rank does all of it and keeps its slice."""
     spec = matrices.spec
     begin, rest = adamw()
@@ -120,7 +120,7 @@ def unsharded(model: nn.Module) -> Step:
     return stepping(update, params, (momentum, begin({name: params[name] for name in others})))
 
 
-def muon(matrices: fs.optim.Matrices) -> fs.optim.Optimizer:
+def muon(matrices: Any) -> fs.optim.Optimizer:
     return fs.optim.muon(matrices, lr=LR, weight_decay=DECAY, dtype=torch.float32, fallback=adamw(), donate=True)
 
 

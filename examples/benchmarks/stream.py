@@ -63,7 +63,7 @@ class Both:
         whole = {"bucket": args.bucket, "rank0_only": True}
         self.modes: dict[str, Callable[[], Iterable[tuple[str, Tensor]]]] = {
             "FSDP2": self.state_dict,
-            "gather_full": lambda: fs.gather_full(self.params, self.spec, rank0_only=True).items(),
+            "unshard": lambda: fs.unshard(self.params, self.spec, rank0_only=True).items(),
             "stream_full": lambda: fs.stream_full(self.params, self.spec, **whole),
             "stream_full, all ranks": lambda: fs.stream_full(self.params, self.spec, bucket=args.bucket),
             "FSDP2, bf16": self.state_dict,

@@ -23,16 +23,15 @@ GROUPS = {
     "Policies: which modules are units": "by_type by_size by_path Policy",
     "Specs: how each unit lies on the mesh": "P Precision Remat Compile Codec PartitionSpec Unit module_tree ModuleTree "
     "Param Params",
-    "Sharding and full parameters": "shard unshard reshard gather_full stream_full scatter_full partition combine skeleton "
+    "Sharding and full parameters": "shard unshard stream_full reshard partition combine skeleton "
     "init init_buffers random_like flatten unflatten param_views",
-    "Calling the model": "functional_call trace_order BufferWarning CompileWarning SyncBatchNorm convert_sync_batchnorm",
+    "Calling the model": "functional_call trace_order SyncBatchNorm",
     "Gradients and other transforms": (
-        "grad grad_and_value hvp ggnvp fishervp per_sample_grads chunked transforms_attention remat checkpoint_name offload "
+        "grad grad_and_value value_and_grad hvp per_sample_grads chunked transforms_attention remat checkpoint_name offload "
         "compile"
     ),
-    "Accumulation, reductions and runs": "accumulate update_in_backward StepResult pad_microbatches PaddedMicrobatches scan "
-    "reduce_grads reduce_mean weight_share",
-    "Planning: a step before it runs": "plan Plan Hardware visualize",
+    "Accumulation, reductions and runs": "accumulate update_in_backward pad_microbatches scan reduce_grads weight_share",
+    "Planning: a step before it runs": "plan Hardware visualize",
     "Ranks that disagree": "check",
 }
 """The names at the top of the package, in the order in which a user looks for them."""

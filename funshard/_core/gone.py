@@ -22,7 +22,6 @@ GONE: dict[str, dict[str, str]] = {
         "views": "param_views",
     },
     "funshard.averaging": {
-        "Averaging": "the fields of the state of periodic",
         "choose_reduce_axes": "the axes themselves, by the step: reduce_axes=all_axes if step < start else reduce_axes",
         "ema": "optim.chain(optim.ema(decay), optimizer), or torch.lerp of each parameter",
         "hierarchical": "periodic(spec, [(2, 'gpu'), (8, None)])",
@@ -56,7 +55,6 @@ GONE: dict[str, dict[str, str]] = {
     },
     "funshard.data": {"BatchSampler": "sampler, which makes it"},
     "funshard.loss_scale": {
-        "LossScale": "the fields of the state of dynamic",
         "init": "init, update = dynamic(spec)",
         "scale": "loss * state.scale",
         "unscale": "grads, state = update(grads, state), and state.finite",
