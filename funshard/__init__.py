@@ -35,7 +35,7 @@ without an underscore is public.
    10  _plan                            plan: memory, communication and time of a step before it runs
        _steps                           accumulate, update_in_backward: how gradients become a step; scan: steps become a run
        _init                            init, init_buffers: a model on the meta device gets its values, a unit at a time
-       testing                          laws and exactness for users: assert_exact, spmd, strategies
+       testing                          laws and exactness for users: assert_exact, spmd
     9  checkpoint                       save, load, latest, clean: on torch.distributed.checkpoint
        data                             sampler: the same global batches on any number of ranks
        _call                            functional_call: entry, the four modes, the running call, schedule
@@ -53,6 +53,7 @@ without an underscore is public.
     3  collectives                      collectives with their transposes, and ranks that compare what they send
     2  _core                            the whole idea as data flow: policy, spec, shard, gather, functional_call
     1  _torch                           every private part of torch, and the test that pins it
+       _gone                            names of earlier versions, and what to write instead
 """
 
 import typing as _typing
@@ -61,11 +62,11 @@ from importlib import import_module as _import_module
 from . import collectives, policies
 from ._batchnorm import SyncBatchNorm
 from ._call.call import functional_call, trace_order
-from ._core.gone import raise_gone as _raise_gone
 from ._core.layout import Params, flatten, unflatten
 from ._core.spec import PartitionSpec
 from ._core.tree import ModuleTree, Param, module_tree
 from ._core.unit import P, Unit
+from ._gone import raise_gone as _raise_gone
 from ._sharding.full import stream_full
 from ._sharding.grads import reduce_grads, weight_share
 from ._sharding.sharding import combine, partition, reshard, shard, unshard

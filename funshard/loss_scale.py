@@ -11,9 +11,9 @@ from torch import Tensor
 
 from . import _torch
 from ._core.checks import bind_spec, check_spec
-from ._core.gone import raise_gone
 from ._core.layout import Params
 from ._core.spec import PartitionSpec
+from ._gone import raise_gone
 from ._slices.finite import agree_finite, find_nonfinite
 from ._slices.finite import select_if_finite as select
 from ._torch.phases import LOGGER

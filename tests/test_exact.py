@@ -325,10 +325,8 @@ def test_mistakes() -> None:
     model = nn.Linear(3, 2)
     spec = fs.policies.whole()(model)
     loss = lambda call, x: call(x).sum()  # noqa: E731
-    with pytest.raises(ValueError, match="order: expected 1, 2 or 'ggn', got 3"):
+    with pytest.raises(ValueError, match="order: expected 1 or 2, got 3"):
         assert_exact(loss, model, spec, torch.ones(5, 3), order=3)
-    with pytest.raises(ValueError, match=r"order='ggn': expected convex=, a function of a rank's batch .*cross_entropy"):
-        assert_exact(loss, model, spec, torch.ones(5, 3), order="ggn")
     with pytest.raises(ValueError, match=r"batch\['x'\]: expected the 4 ranks of .* in dimension 0, got shape \[5, 3\]"):
         assert_exact(loss, model, spec.on({"shard": 4}), {"x": torch.ones(5, 3)})
     with pytest.raises(ValueError, match=r"expected the loss to be a scalar, got shape \[5, 2\]"):
@@ -342,45 +340,6 @@ def test_mistakes() -> None:
 
 def logits(call: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
     return call(batch[0])
-
-
-def entropy(batch: tuple[Tensor, Tensor]) -> Callable[[Tensor], Tensor]:
-    return fs.curvature.cross_entropy(batch[1])
-
-
-def labelled(ranks: int) -> tuple[Tensor, Tensor]:
-    return values(ranks, 6, 3), torch.arange(6 * ranks).view(ranks, 6) % 2
-
-
-@at_most(1)
-@each
-@pytest.mark.parametrize(
-    "make", [network, lambda: network().eval(), lambda: with_batch_norm()], ids=["random", "plain", "joined"]
-)
-@pytest.mark.parametrize("p", PS, ids=str)
-def test_gauss_newton_products_on_simulated_ranks(p: P, make: Callable[[], nn.Module]) -> None:
-    """With dropout and batches that are joined, too; and of a loss without a Hessian in closed form."""
-    model = make()
-    spec = fs.by_type(nn.Linear, p=p)(model).on({"shard": 3})
-    with unchanged(model):
-        assert_exact(logits, model, spec, labelled(3), order="ggn", convex=entropy)
-    assert_exact(lambda call, batch: call(batch[0]), model, spec, labelled(3), order="ggn", convex=lambda _: square)
-
-
-def square(z: Tensor) -> Tensor:
-    return z.square().mean()
-
-
-@real_ranks(2)
-def test_gauss_newton_products_on_real_ranks(rank: int) -> None:
-    """A wrong forward mode is found."""
-    x, y = labelled(2)
-    model = network()
-    assert_exact(logits, model, fs.by_type(Block)(model), (x[rank], y[rank]), order="ggn", convex=entropy)
-    assert_exact(logits, model, fs.by_type(Block)(model), (x[rank], y[rank]), order=2, convex=entropy)
-    wrong = nn.Sequential(Odd(lambda self, y: WrongTwice.apply(y)))
-    with pytest.raises(AssertionError, match=r"another Gauss-Newton product of '0\.weight' \(unit '0'.*; 2 of 2 differ"):
-        assert_exact(logits, wrong, fs.by_type(Odd)(wrong), (x[rank], y[rank]), order="ggn", convex=entropy)
 
 
 # --- what joins the ranks' batches, what simulated ranks cannot run, and ranks that differ ---

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import funshard
-from funshard._core.gone import GONE
+from funshard._gone import GONE
 
 ROOT = Path(funshard.__file__).parent
 MAP = re.findall(r"^   ([1 ][0-9 ])  ((?:_?[a-z_]+(?:, )?)+)  ", funshard.__doc__ or "", re.MULTILINE)

@@ -107,8 +107,8 @@ def _weigh(grads: Mapping[str, Tensor], spec: PartitionSpec, weight: float | Ten
     for unit in spec:
         if local := [axis for axis in unit.local_axes if spec.bound_mesh[axis].size > 1]:
             raise NotImplementedError(
-                f"reduce_grads: weight=: unit '{unit.key}' is local over axis '{local[0]}', where gradients have parts of other "
-                "ranks' losses: expected each rank's loss times weight_share(weight, spec), and reduce='sum'"
+                f"reduce_grads: weight=: unit '{unit.key}' is local over axis '{local[0]}', where gradients have parts of "
+                "other ranks' losses: expected each rank's loss times weight_share(weight, spec), and reduce='sum'"
             )
     share = weight_share(weight, spec)
     shares = ((name, g, share.to(g.device)) for name, g in grads.items())

@@ -1,6 +1,6 @@
 """Checkpoints: a sharded state saved in pieces that others read, whole or not at all, and loaded on any other mesh."""
 
-from .._core.gone import raise_gone
+from .._gone import raise_gone
 from ._errors import CheckpointError
 from ._files.directory import clean, latest
 from ._load import load

@@ -7,7 +7,7 @@ dtype from 16 bits on. What is zero stays exactly zero. What int8 and nf4 have d
 where scales are quantized, too). A block in which a value is infinite or NaN is NaN as a whole: nothing is hidden.
 """
 
-from .._core.gone import raise_gone
+from .._gone import raise_gone
 from ._codecs import cast, dynamic8, int8, nf4
 
 __all__ = ["cast", "dynamic8", "int8", "nf4"]

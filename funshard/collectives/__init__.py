@@ -1,7 +1,7 @@
 """Differentiable collectives over a mesh axis, and the axis that is a batch dimension of torch.vmap."""
 
-from .._core.gone import raise_gone
 from .._core.mesh import Axis, Mesh, ProcessAxis
+from .._gone import raise_gone
 from ._exchange import all_to_all, permute, ragged_all_to_all
 from ._functions import (
     all_reduce,

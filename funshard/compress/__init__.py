@@ -1,6 +1,6 @@
 """Gradient compression: what is sent in the place of each unit's gradients, with its state passed along."""
 
-from .._core.gone import raise_gone
+from .._gone import raise_gone
 from ._compressors import Compressor, exact, quantize, switch
 from ._powersgd import powersgd
 

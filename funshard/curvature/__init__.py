@@ -1,6 +1,6 @@
 """Curvature of losses of sharded parameters: Hessian, Gauss-Newton and Fisher matrices as operators, and what acts on them."""
 
-from .._core.gone import raise_gone
+from .._gone import raise_gone
 from .._transforms.products import cross_entropy, squared_error
 from ._methods import cg, hutchinson, lanczos, slq
 from ._operator import Operator, fisher, ggn, hessian

@@ -1,6 +1,6 @@
 """Batches of a data set that do not depend on the number of ranks."""
 
-from .._core.gone import raise_gone
+from .._gone import raise_gone
 from ._sampler import sampler
 
 __all__ = ["sampler"]

@@ -1,6 +1,6 @@
 """Optimizers as pure functions over shards: rules, torch's, and of whole matrices, and what composes them; norms and trees."""
 
-from .._core.gone import raise_gone
+from .._gone import raise_gone
 from ._by_matrix.rules import adafactor, muon, orthogonal, shampoo, soap
 from ._by_matrix.step import by_matrix
 from ._checks import Optimizer

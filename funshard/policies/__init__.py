@@ -1,7 +1,7 @@
 """Policies: pure functions from a module pytree to a partition spec."""
 
-from .._core.gone import raise_gone
 from .._core.policies import Policy, by_type, whole
+from .._gone import raise_gone
 from ._policies import always, by_group, by_path, by_size, custom, full_precision, ignoring, override
 
 __all__ = [

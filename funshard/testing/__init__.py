@@ -1,6 +1,6 @@
 """For users' own tests: a model against itself unsharded, and ranks by vmap."""
 
-from .._core.gone import raise_gone
+from .._gone import raise_gone
 from ._exact import assert_exact
 from ._simulated import spmd
 

@@ -20,7 +20,7 @@ from .._sharding.sharding import collect_full_params
 from .._wire.route import Route
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
-from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCTS, Case, Convex, Loss, Order, Outcome
+from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Loss, Order, Outcome
 
 MODEL_SEED_HINT = "call torch.manual_seed with one seed on all ranks before the model is built"
 
@@ -35,7 +35,6 @@ def assert_exact(
     *,
     local: nn.Module | None = None,
     order: Order = 1,
-    convex: Convex | None = None,
     method: str | None = None,
     seed: int = 0,
     tolerance: float | None = None,
@@ -53,8 +52,7 @@ def assert_exact(
             simulated ranks (`spmd`).
         batch: Each rank's own; for simulated ranks, tensors have the ranks in dimension 0.
         local: The module of a rank's pieces, where the spec has parameters that are local over axes.
-        order: 1; 2 to compare also a Hessian-vector product; "ggn" for one with the Gauss-Newton matrix, by `ggnvp`.
-        convex: ``convex(batch)``, a rank's convex loss of what ``loss`` then returns, its outputs; "ggn" needs it.
+        order: 1; 2 to compare also a Hessian-vector product.
         method: The model's method that ``call`` runs, instead of the model itself.
         seed: For dropout, the same on both sides, and for the vector.
         tolerance: Relative to the largest element of each tensor. By default 1e-9 in float64 (``model.double()`` shows most),
@@ -73,14 +71,9 @@ def assert_exact(
         >>> spec = fs.policies.whole()(model).on({"shard": 4})
         >>> fs.testing.assert_exact(lambda call, x: call(x).pow(2).mean(), model, spec, torch.randn(4, 5, 3), order=2)
     """
-    if order not in (1, *PRODUCTS):
-        raise ValueError(f"assert_exact: order: expected 1, 2 or 'ggn', got {order!r}")
-    if order == "ggn" and convex is None:
-        raise ValueError(
-            "assert_exact: order='ggn': expected convex=, a function of a rank's batch that returns the convex loss of what "
-            "loss(call, batch) returns, such as lambda batch: fs.curvature.cross_entropy(batch['labels'])"
-        )
-    case = Case(loss, model, bind_spec(spec), batch, method, _is_bound_to_sizes(spec), local, convex)
+    if order not in (1, 2):
+        raise ValueError(f"assert_exact: order: expected 1 or 2, got {order!r}")
+    case = Case(loss, model, bind_spec(spec), batch, method, _is_bound_to_sizes(spec), local)
     if not case.simulated and has_peers(case.spec.bound_mesh):  # before anything that ranks with other models would wait in
         with report_to_ranks(case.spec, together=True):
             values = hash_params(collect_full_params(model, case.spec), case.spec)
@@ -177,12 +170,10 @@ def _describe_difference(case: Case, got: Outcome, expected: Outcome, tolerance:
     most = {(kind, name): (by, rank) for by, rank, kind, name in sorted(every)}
     if not most:
         return ""
-    of_a_kind = {
-        kind: [key for key in expected.largest if key[0] == kind] for kind in (GRADIENT, *PRODUCTS.values(), LOSS, BUFFER)
-    }
+    of_a_kind = {kind: [key for key in expected.largest if key[0] == kind] for kind in (GRADIENT, PRODUCT, LOSS, BUFFER)}
     kind, name = first = next(key for keys in of_a_kind.values() for key in keys if key in most)
     where = f" of '{name}'" if name else ""
-    if kind in (GRADIENT, *PRODUCTS.values()):
+    if kind in (GRADIENT, PRODUCT):
         unit = case.spec.by_name[name][0]
         where += f" (unit '{unit.key}', {unit.p})"
     by, rank = most[first]

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad
 from torch.utils import _pytree as pytree
 
 from .. import _torch
@@ -29,7 +28,7 @@ from .._sharding.sharding import combine, partition, shard
 from .._slices.pieces import param_views
 from .._transforms.error_hints import find_running_module
 from .._transforms.grad import grad_and_value
-from .._transforms.products import ggnvp, hvp
+from .._transforms.products import hvp
 from ..collectives._agree import find_host_groups, gather_from_ranks
 from ..collectives._functions import all_reduce
 from ._simulated import spmd
@@ -124,9 +123,7 @@ class ModelCall:
 
 Loss = Callable[[ModelCall, Any], Tensor]
 """A function from the model as a function, and a rank's batch, to the rank's loss."""
-Convex = Callable[[Any], Callable[[Tensor], Tensor]]
-"""A function from a rank's batch to the convex loss of the rank's outputs."""
-Order = Literal[1, 2, "ggn"]
+Order = Literal[1, 2]
 """Which derivatives are compared."""
 
 
@@ -196,18 +193,6 @@ def differentiate(value: Tensor, trained: Mapping[str, Tensor], *, create_graph:
     return {name: g.to_dense() if g.is_sparse else g for name, g in zip(trained, grads, strict=True)}
 
 
-def multiply_ggn(
-    outputs: Tensor, curvature: Callable[[Tensor, Tensor], Tensor], vector: Params, trained: Mapping[str, Tensor]
-) -> Params:
-    """Return the GGN-vector product J' H J v, where ``curvature(outputs, J v)`` returns H J v."""
-    if not outputs.requires_grad or not trained:
-        return {name: torch.zeros_like(p) for name, p in trained.items()}
-    c = torch.zeros_like(outputs, requires_grad=True)  # J v is the derivative of <J' c, v> by c
-    along = _inner_product(differentiate((outputs * c).sum(), trained, create_graph=True), vector)
-    (pushed,) = torch.autograd.grad(along, c, retain_graph=True)
-    return differentiate((outputs * curvature(outputs.detach(), pushed)).sum(), trained)
-
-
 def _inner_product(grads: Params, vector: Params) -> Tensor:
     return torch.stack([(g * vector[name].conj()).real.sum() for name, g in grads.items()] or [torch.zeros(())]).sum()
 
@@ -217,9 +202,7 @@ def _inner_product(grads: Params, vector: Params) -> Tensor:
 Key = tuple[str, str]
 """The kind of a tensor, and the name of its parameter or buffer."""
 
-LOSS, GRADIENT, BUFFER = "loss", "gradient", "buffer"
-PRODUCTS: dict[Order, str] = {2: "Hessian-vector product", "ggn": "Gauss-Newton product"}
-"""The kind of product that an order compares."""
+LOSS, GRADIENT, PRODUCT, BUFFER = "loss", "gradient", "Hessian-vector product", "buffer"
 
 
 class Outcome(NamedTuple):
@@ -247,7 +230,6 @@ class Case:
     method: str | None
     simulated: bool
     local: nn.Module | None = None
-    convex: Convex | None = None
 
     @functools.cached_property
     def ranks(self) -> range:
@@ -295,16 +277,16 @@ class Case:
         Simulated ranks run one after the other, or together: ``by_vmap``, to draw the numbers that they draw on shards, and
         where the model joins their batches.
         """
-        vector = self.make_vector(seed) if order in PRODUCTS else None
+        vector = self.make_vector(seed) if order == 2 else None
         runs: list[_PlainRun] = []
         visited: list[str] = []
         error: Exception | None = None
         try:
             joins_batches = any(isinstance(module, SyncBatchNorm) and module.training for module in self.model.modules())
             if self.simulated and (by_vmap or joins_batches):
-                runs = self._run_stacked(seed, order, vector)
+                runs = self._run_stacked(seed, vector)
             else:
-                runs = self._run_in_turn(seed, order, vector, visited)
+                runs = self._run_in_turn(seed, vector, visited)
         except Exception as raised:  # the other ranks hear of it before they wait for this one's gradients
             error = raised
         texts = self.gather_text("" if error is None else f"{type(error).__name__}: {_torch.error_text(error)}")
@@ -336,7 +318,7 @@ class Case:
         pieces = param_views(others | shards, self.spec, rank=rank)
         return {(kind, name): pieces[name] for name in self.trained}
 
-    def _run_in_turn(self, seed: int, order: Order, vector: Params | None, visited: list[str]) -> list[_PlainRun]:
+    def _run_in_turn(self, seed: int, vector: Params | None, visited: list[str]) -> list[_PlainRun]:
         """Run the ranks of this process; ``visited`` receives the keys of the units whose modules run, in their order."""
         out: list[_PlainRun] = []
         for rank in self.ranks:
@@ -344,28 +326,22 @@ class Case:
                 install_buffers(self.model, clone_tensors(self.buffers), self.spec.bound_mesh)
                 record_units(self.spec, self.model, visited)
                 batch = clone_tensors(select_rank(self.batch, rank) if self.simulated else self.batch)
-                outputs, value = self._evaluate(self._call, batch)
-                curvature = functools.partial(self._multiply_loss_hessian, batch)
-                derivatives = self._derivatives(order, outputs, value, curvature, vector)
+                value = self.loss(self._call, batch)
+                derivatives = self._derivatives(value, vector)
                 out.append(_PlainRun({key: x.detach() for key, x in self._own_results(value).items()}, derivatives))
         return out
 
-    def _run_stacked(self, seed: int, order: Order, vector: Params | None) -> list[_PlainRun]:
+    def _run_stacked(self, seed: int, vector: Params | None) -> list[_PlainRun]:
         """Run the plain model on all ranks at once, under vmap, and return each one's results."""
 
-        def rank(mesh: Mesh, batch: Any, buffers: Params) -> tuple[Tensor, dict[Key, Tensor]]:
+        def rank(mesh: Mesh, batch: Any, buffers: Params) -> dict[Key, Tensor]:
             install_buffers(self.model, buffers, mesh)
-            outputs, value = self._evaluate(self._call, clone_tensors(batch))
-            return outputs, self._own_results(value)
-
-        def curvature(z: Tensor, u: Tensor) -> Tensor:
-            on_a_rank = lambda mesh, *args: self._multiply_loss_hessian(*args)  # noqa: E731
-            return spmd(on_a_rank, self._sizes)(self.batch, z, u) / len(self.ranks)
+            return self._own_results(self.loss(self._call, clone_tensors(batch)))
 
         with preserve_model(self.model, seed, self.devices):
             with explain_vmap(self.model):
-                outputs, found = spmd(rank, self._sizes)(self.batch, self._stack_buffers(self.buffers))
-            derivatives = self._derivatives(order, outputs, found[LOSS, ""].mean(), curvature, vector)
+                found = spmd(rank, self._sizes)(self.batch, self._stack_buffers(self.buffers))
+            derivatives = self._derivatives(found[LOSS, ""].mean(), vector)
         return [_PlainRun({key: x[r].detach() for key, x in found.items()}, derivatives) for r in self.ranks]
 
     def _own_results(self, value: Tensor) -> dict[Key, Tensor]:
@@ -376,44 +352,25 @@ class Case:
     def _call(self) -> ModelCall:
         return ModelCall(getattr(self.model, self.method or "__call__"))
 
-    def _convex_loss(self, batch: Any) -> Callable[[Tensor], Tensor]:
-        assert self.convex is not None
-        return self.convex(batch)
-
-    def _multiply_loss_hessian(self, batch: Any, outputs: Tensor, u: Tensor) -> Tensor:
-        """Return the product of the convex loss's Hessian at the outputs with ``u``, as the gradient of a gradient."""
-        loss = self._convex_loss(batch)
-        return grad(lambda z: (grad(loss)(z) * u).sum())(outputs)
-
-    def _evaluate(self, call: ModelCall, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return a rank's outputs and their loss, which are the same without a convex loss."""
-        outputs = self.loss(call, batch)
-        return outputs, outputs if self.convex is None else self._convex_loss(batch)(outputs)
-
-    def _derivatives(
-        self, order: Order, outputs: Tensor, value: Tensor, curvature: Callable[..., Tensor], vector: Params | None
-    ) -> dict[Key, Tensor]:
+    def _derivatives(self, value: Tensor, vector: Params | None) -> dict[Key, Tensor]:
         grads = differentiate(value, self.trained, create_graph=vector is not None)
         out = {(GRADIENT, name): g.detach() for name, g in grads.items()}
         if vector is not None:
-            if order == 2:
-                product = differentiate(_inner_product(grads, vector), self.trained)
-            else:
-                product = multiply_ggn(outputs, curvature, vector, self.trained)
-            out |= {(PRODUCTS[order], name): g for name, g in product.items()}
+            product = differentiate(_inner_product(grads, vector), self.trained)
+            out |= {(PRODUCT, name): g for name, g in product.items()}
         return out
 
     def run_sharded(self, seed: int, order: Order, plain: Outcome) -> Outcome:
         """Run `functional_call` on shards. Simulated ranks get their own copies of buffers that the plain run changed."""
         varying = {n: b for n, b in self.buffers.items() if not all(torch.equal(own[BUFFER, n], b) for own in plain.ranks)}
-        direction = {name: p.detach() for name, p in self.full.items()} | (self.make_vector(seed) if order in PRODUCTS else {})
+        direction = {name: p.detach() for name, p in self.full.items()} | (self.make_vector(seed) if order == 2 else {})
 
         def run(fn: Callable[..., Any]) -> list[Any]:
-            """Return ``fn(results, trained, spec, batch)`` of each rank, where ``results`` is a function of trained shards."""
+            """Return ``fn(results, trained, spec)`` of each rank, where ``results`` is a function of trained shards."""
 
             def on_rank(spec: PartitionSpec, batch: Any, own: Params) -> Any:
                 trained, frozen = partition(shard(self.model, spec), spec)
-                return fn(self._results_on(spec, frozen, batch, own), trained, spec, batch)
+                return fn(self._results_on(spec, frozen, batch, own), trained, spec)
 
             with fixed_seed(seed + (0 if self.simulated else self.ranks[0]), self.devices):
                 if not self.simulated:
@@ -423,34 +380,28 @@ class Case:
                     out = simulated(self.batch, self._stack_buffers(varying))
                 return [select_rank(out, rank) for rank in self.ranks]
 
-        def gradient(results: Callable[..., Any], trained: Params, *_: Any) -> Any:
-            return grad_and_value(lambda p: results(p)[1:], has_aux=True)(trained)
-
-        def product(results: Callable[..., Any], trained: Params, spec: PartitionSpec, batch: Any) -> Params:
-            along, _ = partition(shard(direction, spec), spec)
-            if order == 2:
-                return hvp(lambda p: results(p)[1:], trained, along, has_aux=True)[0]
-            return ggnvp(lambda p: results(p)[0], self._convex_loss(batch), trained, along)
+        def product(results: Callable[..., Any], trained: Params, spec: PartitionSpec) -> Params:
+            return hvp(results, trained, partition(shard(direction, spec), spec)[0], has_aux=True)[0]
 
         out: list[dict[Key, Tensor]] = []
-        for rank, (grads, (value, buffers)) in zip(self.ranks, run(gradient), strict=True):
+        gradients = run(lambda results, trained, _: grad_and_value(results, has_aux=True)(trained))
+        for rank, (grads, (value, buffers)) in zip(self.ranks, gradients, strict=True):
             own = {(LOSS, ""): value} | {(BUFFER, name): b for name, b in buffers.items()}
             out.append(own | self._pieces_by_name(GRADIENT, grads, rank))
-        if order in PRODUCTS:
-            for rank, found, products in zip(self.ranks, out, run(product), strict=True):
-                found |= self._pieces_by_name(PRODUCTS[order], products, rank)
+        for rank, found, products in zip(self.ranks, out, run(product), strict=True) if order == 2 else ():
+            found |= self._pieces_by_name(PRODUCT, products, rank)
         return Outcome(out, plain.largest)
 
     def _results_on(
         self, spec: PartitionSpec, frozen: Params, batch: Any, own: Params
-    ) -> Callable[[Params], tuple[Tensor, Tensor, Params]]:
-        """Return a function from trained shards to the outputs, the loss, and the buffers after it."""
+    ) -> Callable[[Params], tuple[Tensor, Params]]:
+        """Return a function from trained shards to the loss and the buffers after it."""
 
-        def results(trained: Params) -> tuple[Tensor, Tensor, Params]:
+        def results(trained: Params) -> tuple[Tensor, Params]:
             params, buffers = combine(trained, frozen), clone_tensors(self.buffers | own)
             options: dict[str, Any] = {"spec": spec, "buffers": buffers, "method": self.method}
             run = lambda *args, **kwargs: functional_call(self.local or self.model, params, args, kwargs, **options)  # noqa: E731
-            return *self._evaluate(ModelCall(run, spec), clone_tensors(batch)), buffers
+            return self.loss(ModelCall(run, spec), clone_tensors(batch)), buffers
 
         return results
 

@@ -14,7 +14,7 @@ GONE: dict[str, dict[str, str]] = {
         "StepResult": "the fields of what update_in_backward returns",
         "convert_sync_batchnorm": "SyncBatchNorm.convert_sync_batchnorm",
         "fishervp": "curvature.fisher(losses, params, spec) @ v",
-        "gather_full": "unshard(shards, spec): under torch.no_grad(), or with rank0_only= or offload_to_cpu=, values without gradient",
+        "gather_full": "unshard(shards, spec): under torch.no_grad(), or with rank0_only= or offload_to_cpu=",
         "ggnvp": "curvature.ggn(outputs, loss, params, spec) @ v",
         "named": "checkpoint_name",
         "reduce_mean": "reduce_grads(grads, spec, weight=weight)",
