@@ -443,7 +443,7 @@ def differing(rank: int, what: str) -> str:
     spec = (fs.by_type(nn.Linear) if what != "spec" or rank == 0 else fs.policies.whole())(model)
     x = values(5, 3)
     x[0, 0] = rank - 0.5
-    with pytest.raises(AssertionError if what == "units" else ValueError) as info:
+    with pytest.raises(RuntimeError if what == "units" else ValueError) as info:
         assert_exact(cube, model, spec, x)
     return str(info.value)
 
@@ -453,7 +453,7 @@ def differing(rank: int, what: str) -> str:
     [
         ("spec", r"the ranks of the mesh \('shard',\) have different models: expected, as on its rank 0, unit 'experts\.0'"),
         ("values", r"expected the same values on all ranks of the mesh.*; call torch\.manual_seed with one seed"),
-        ("units", r"rank 1 runs other units than rank 0: as number 1 unit 'experts\.1', where rank 0 runs 'experts\.0'"),
+        ("units", r"different units.*experts\.[01]"),
     ],
 )
 def test_real_ranks_that_differ_get_an_error_and_no_hang(what: str, message: str, gloo2: Pool) -> None:

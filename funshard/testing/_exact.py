@@ -61,9 +61,10 @@ def assert_exact(
     Raises:
         AssertionError: On every rank; it names the first parameter that differs, and by how much. It says if the plain model
             differs from itself when it runs again (an impure forward) or with another seed (a random one), and if the
-            rounding of a dtype may explain all. Also if ranks run other units than the first one.
+            rounding of a dtype may explain all.
         ValueError: For another ``order``, a batch that does not fit the simulated mesh, and real ranks that differ.
-        RuntimeError: For a forward that simulated ranks (torch.vmap) cannot run. It names the module.
+        RuntimeError: For a forward that simulated ranks (torch.vmap) cannot run, which names the module; for real ranks that
+            run different units.
 
     Example:
         >>> import torch, funshard as fs

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import json
 import re
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -127,29 +125,10 @@ Order = Literal[1, 2]
 """Which derivatives are compared."""
 
 
-# --- Cases that assert_exact refuses: ranks that run different units, and forwards that simulated ranks cannot run ---
+# --- Forwards that simulated ranks cannot run ---
 
 _BY_VMAP = re.compile(r"vmap|[Bb]atching (?:rule|operators)|functorch|torch\.func\b")
 """torch's words where a function cannot run under its transforms. Pinned by ``test_simulated_ranks_refuse_in_our_words``."""
-
-
-def record_units(spec: PartitionSpec, model: nn.Module, visited: list[str]) -> None:
-    """Register hooks that append the key of a unit to ``visited`` whenever its module runs."""
-    for unit in spec:
-        for path in unit.paths:
-            model.get_submodule(path).register_forward_pre_hook(lambda *_, key=unit.key: visited.append(key))
-
-
-def check_same_units(visited: Sequence[list[str]]) -> None:
-    """Raise AssertionError unless all ranks, on shards together, run the modules of the same units in the same order."""
-    for rank, keys in enumerate(visited):
-        turns = enumerate(itertools.zip_longest(keys, visited[0], fillvalue="none"))
-        if apart := next(((turn, *pair) for turn, pair in turns if pair[0] != pair[1]), None):
-            raise AssertionError(
-                f"assert_exact: rank {rank} runs other units than rank 0: as number {apart[0]} unit '{apart[1]}', where rank 0 "
-                f"runs '{apart[2]}'; expected the same units in the same order on all ranks, which gather them together; route "
-                "inside of a unit, or run every unit on every rank"
-            )
 
 
 @contextlib.contextmanager
@@ -279,14 +258,13 @@ class Case:
         """
         vector = self.make_vector(seed) if order == 2 else None
         runs: list[_PlainRun] = []
-        visited: list[str] = []
         error: Exception | None = None
         try:
             joins_batches = any(isinstance(module, SyncBatchNorm) and module.training for module in self.model.modules())
             if self.simulated and (by_vmap or joins_batches):
                 runs = self._run_stacked(seed, vector)
             else:
-                runs = self._run_in_turn(seed, vector, visited)
+                runs = self._run_in_turn(seed, vector)
         except Exception as raised:  # the other ranks hear of it before they wait for this one's gradients
             error = raised
         texts = self.gather_text("" if error is None else f"{type(error).__name__}: {_torch.error_text(error)}")
@@ -294,8 +272,6 @@ class Case:
             raise error
         if raised := next(((rank, text) for rank, text in enumerate(texts) if text), None):
             raise AssertionError(f"assert_exact: the plain model raised on rank {raised[0]}: {raised[1]}")
-        if not self.simulated:
-            check_same_units([json.loads(text) for text in self.gather_text(json.dumps(visited))])
         mean = {key: torch.stack([run.derivatives[key] for run in runs]).mean(0) for key in runs[0].derivatives}
         for _, axis in () if self.simulated else self.spec.bound_mesh.axes:
             mean = {key: all_reduce(x, axis) for key, x in mean.items()}
@@ -318,13 +294,11 @@ class Case:
         pieces = param_views(others | shards, self.spec, rank=rank)
         return {(kind, name): pieces[name] for name in self.trained}
 
-    def _run_in_turn(self, seed: int, vector: Params | None, visited: list[str]) -> list[_PlainRun]:
-        """Run the ranks of this process; ``visited`` receives the keys of the units whose modules run, in their order."""
+    def _run_in_turn(self, seed: int, vector: Params | None) -> list[_PlainRun]:
         out: list[_PlainRun] = []
         for rank in self.ranks:
             with preserve_model(self.model, seed + rank, self.devices):
                 install_buffers(self.model, clone_tensors(self.buffers), self.spec.bound_mesh)
-                record_units(self.spec, self.model, visited)
                 batch = clone_tensors(select_rank(self.batch, rank) if self.simulated else self.batch)
                 value = self.loss(self._call, batch)
                 derivatives = self._derivatives(value, vector)
