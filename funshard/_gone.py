@@ -49,8 +49,9 @@ GONE: dict[str, dict[str, str]] = {
         "unreduced": "exact(())",
     },
     "funshard.curvature": {
-        "ConvexLoss": "cross_entropy or squared_error, or any function: hvp differentiates it",
+        "ConvexLoss": "cross_entropy, or any function: hvp differentiates it",
         "power_iteration": "lanczos(operator, start, steps, tolerance=1e-3)",
+        "squared_error": "lambda z: (z - targets).square().mean()",
         "sample_labels": "torch.distributions.Categorical(logits=logits).sample()",
     },
     "funshard.loss_scale": {

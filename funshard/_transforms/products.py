@@ -90,43 +90,6 @@ def cross_entropy(
     return ConvexLoss(value, hessian_product)
 
 
-def squared_error(targets: Tensor, *, reduce: ReduceBy = "mean") -> ConvexLoss:
-    """Return the squared error between outputs and these targets as a `ConvexLoss`.
-
-    Args:
-        targets: In the outputs' shape.
-        reduce: "mean" divides the sum by the number of elements, as ``torch.nn.functional.mse_loss``; "sum" by nothing, or a
-            number.
-
-    Raises:
-        ValueError: For another ``reduce``; and where it is used, for outputs of another shape.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> loss = fs.curvature.squared_error(torch.zeros(2))
-        >>> loss(torch.tensor([1.0, 3.0])), loss.hessian_product(torch.zeros(2), torch.ones(2))
-        (tensor(5.), tensor([1., 1.]))
-    """
-    Reduction.make(reduce)
-    divisor = (targets.numel() if reduce == "mean" else 1.0) if isinstance(reduce, str) else reduce
-
-    def check(outputs: Tensor) -> None:
-        if outputs.shape != targets.shape:
-            raise ValueError(
-                f"squared_error: expected outputs in the targets' shape, {list(targets.shape)}, got {list(outputs.shape)}"
-            )
-
-    def value(outputs: Tensor) -> Tensor:
-        check(outputs)
-        return (outputs - targets).square().sum() / divisor
-
-    def hessian_product(outputs: Tensor, u: Tensor) -> Tensor:
-        check(outputs)
-        return u * (2 / divisor)
-
-    return ConvexLoss(value, hessian_product)
-
-
 # --- hvp: the product of a Hessian with a vector, forward over reverse or reverse over reverse ---
 
 

@@ -200,8 +200,8 @@ def ggn(
 
     Args:
         outputs: A function of params that returns this rank's outputs, such as logits: a tensor or a tree of tensors.
-        loss: A convex function of the outputs alone, without reductions over ranks. With `cross_entropy` or `squared_error`
-            its Hessian is in closed form; another function is differentiated by `hvp`.
+        loss: A convex function of the outputs alone, without reductions over ranks. With `cross_entropy` its
+            Hessian is in closed form; another function is differentiated by `hvp`.
         params: Shards by unit key, of all units or some.
         spec: Their spec.
 
@@ -209,8 +209,7 @@ def ggn(
         >>> import torch, funshard as fs
         >>> spec = fs.policies.whole(fs.P(align=1))(torch.nn.Linear(2, 1, bias=False))
         >>> params = fs.shard({"weight": torch.tensor([[1.0, 2.0]])}, spec)
-        >>> loss = fs.curvature.squared_error(torch.zeros(2), reduce="sum")
-        >>> fs.curvature.ggn(lambda p: p[""] ** 2, loss, params, spec) @ {"": torch.ones(2)}
+        >>> fs.curvature.ggn(lambda p: p[""] ** 2, lambda z: z.square().sum(), params, spec) @ {"": torch.ones(2)}
         {'': tensor([ 8., 32.])}
     """
     return Operator(lambda v: ggnvp(outputs, loss, params, v), params, spec)
