@@ -106,9 +106,7 @@ def test_a_change_that_is_in_no_attribute_is_refused(kind: str, way: str) -> Non
 @pytest.mark.parametrize("way", WAYS)
 def test_an_argument_that_pickle_cannot_copy_is_refused_by_name(way: str) -> None:
     later = yields(X)
-    with pytest.raises(
-        TypeError, match=r"given an object that .* 'later' in the function \(cannot pickle 'generator' object\)"
-    ):
+    with pytest.raises(TypeError, match=r"given an object that .* the function \(cannot pickle 'generator' object\)"):
         WAYS[way](lambda x: fs.remat(lambda x: x * (later is not None))(x).sum())(X)
     with pytest.raises(TypeError, match=r"given an object that .* kwargs\['held'\] \(cannot pickle 'generator' object\)"):
         WAYS[way](lambda x: fs.remat(lambda x, held: x * (held is not None))(x, held=later).sum())(X)
@@ -248,43 +246,6 @@ def test_a_module_with_parameters_is_refused_by_name(way: str) -> None:
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_attributes_of_tensors_are_kept(way: str) -> None:
-    """Those from before the first run, of arguments and of captured tensors."""
-    w: Any = torch.ones(3, dtype=torch.float64) * 2
-    w.scale, w.shift = 3.0, {"by": X.cos()}
-
-    def f(x: Tensor) -> Tensor:
-        return (x * w).sin() * w.scale * w.shift["by"]
-
-    def loss(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def of(x: Tensor) -> Tensor:
-            w.scale = 3.0
-            out = f(x)
-            w.scale = 4.0  # before the second run
-            return out.sum()
-
-        return of
-
-    got, want = (WAYS[way](loss(g))(X) for g in (fs.remat(f), f))
-    assert_close(got, want)
-    assert w.scale == 4.0
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_attribute_that_is_set_on_an_operand_is_refused(way: str) -> None:
-    w: Any = torch.ones(3, dtype=torch.float64)
-    w.count = 0
-
-    def f(x: Tensor) -> Tensor:
-        w.count += 1
-        return x * w * w.count
-
-    with pytest.raises(RuntimeError, match=r"sets the attribute 'count' of a tensor, which outside is another tensor"):
-        WAYS[way](lambda x: fs.remat(f)(x).sum())(X)
-    assert w.count == 0
-
-
 GLOBAL: dict[str, Any] = {}
 
 
@@ -395,17 +356,6 @@ def test_classes_of_results_are_kept(f: Callable[[Tensor], Any], way: str) -> No
     got, want = (WAYS[way](loss(g))(X) for g in (fs.remat(f), f))
     assert_close(got, want)
     assert len(set(classes)) == 1
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_attribute_of_a_result_is_refused(way: str) -> None:
-    def f(x: Tensor) -> Any:
-        y: Any = x.sin()
-        y.extra = x.cos()
-        return y
-
-    with pytest.raises(RuntimeError, match=r"remat of .*f sets the attribute 'extra' of a tensor, .*: expected it returned"):
-        WAYS[way](lambda x: (fs.remat(f)(x).extra * x).sum())(X)
 
 
 class Deep:
@@ -587,15 +537,11 @@ class Counter(nn.Module):
         return self.calls
 
 
-class Empty:
-    pass
-
-
 class Some(list[int]):
     pass
 
 
-MARK, KEY, EMPTY, SOME = object(), Lossy(), Empty(), Some()
+MARK, KEY, SOME = object(), Lossy(), Some()
 
 
 def append(given: list[int]) -> float:
@@ -612,12 +558,11 @@ def increase(array: np.ndarray[Any, Any]) -> float:
     ("kept", "read", "given"),
     [
         (None, lambda kept, given: 2.0 if given is MARK else 5.0, MARK),
-        (KEY, lambda kept, given: 2.0 if given is kept else 5.0, KEY),
         ({KEY: 2.0}, lambda kept, given: kept.get(given, 5.0), KEY),
         (None, lambda kept, given: given.factor, KEY),
         (None, lambda kept, given: append(given) / len(given), SOME),
     ],
-    ids=["sentinel", "attribute", "key", "lossy", "global list"],
+    ids=["sentinel", "key", "lossy", "global list"],
 )
 def test_arguments_are_who_they_are(kept: Any, read: Callable[[Any, Any], float], given: Any) -> None:
     """The copies of a run are the same among each other, and have all that the objects have."""
@@ -637,9 +582,8 @@ def test_arguments_are_who_they_are(kept: Any, read: Callable[[Any, Any], float]
         (np.zeros(1), lambda kept, _: increase(kept)),
         (random.Random(0), lambda kept, _: kept.random()),
         ([Counter()], lambda kept, _: kept[0].count()),
-        ([EMPTY], lambda kept, _: vars(kept[0]).setdefault("calls", 2.0)),
     ],
-    ids=["generator", "array", "random", "module", "global"],
+    ids=["generator", "array", "random", "module"],
 )
 def test_what_each_run_would_change_again_is_refused(kept: Any, read: Callable[[Any, Any], float]) -> None:
     model = Keeps(kept, read).double()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import gc
 import importlib
@@ -1395,31 +1394,6 @@ def test_a_copied_function_compiles_by_itself() -> None:
         for _ in range(2):
             assert torch.compile(copied, backend="eager")(torch.ones(2)).sum() == 4
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-
-
-def test_context_variables_that_a_compilation_leaves() -> None:
-    """They are the compiler's own, or overrides of its configuration."""
-    torch._dynamo.reset()
-    own: contextvars.ContextVar[int] = contextvars.ContextVar("own")
-    compiled = torch.compile(lambda x: x.sin().sum(), backend="aot_eager")
-
-    def run() -> set[str]:
-        compiled(torch.ones(2, requires_grad=True))
-        own.set(3)
-        left = {var for var in contextvars.copy_context() if not _torch.is_compiler_variable(var)}
-        return {var.name for var in left if not _torch.is_config_variable(var)}
-
-    assert contextvars.Context().run(run) == {"own"}
-    assert run() == {"own"}
-
-
-def test_attributes_that_dynamo_sets() -> None:
-    """It marks buffers of the modules that it traces."""
-    module = nn.BatchNorm1d(2).eval()
-    torch.compile(lambda m, x: m(x), backend="aot_eager")(module, torch.ones(1, 2))
-    for x in module.buffers():
-        assert all(map(_torch.is_compiler_attribute, vars(x)))
-    assert vars(module.running_mean)
 
 
 def test_nested_compile_regions_stop_inside_of_torch_func() -> None:

@@ -37,6 +37,10 @@ Kwargs = dict[str, Any]
 _Inside = tuple[BoundModule, PartitionSpec]
 _Own = Mapping[str, dict[str, Any]]
 """By a module's path, the attributes of which each run has its own copies."""
+_Written = tuple[tuple[str, ...], Tensor, bool]
+"""A buffer by its names, what is in it, and whether that is another tensor than before."""
+_Changes = tuple[str, dict[str, Any], list[str]]
+"""A module's path, the attributes that a run has set on it, and the names of those that it has deleted."""
 
 
 def recomputed_forwards(call: Call, before: ModuleAttributes) -> Iterator[Override]:
@@ -84,119 +88,118 @@ def _recompute_module(
     the module's own units, where the schedule has gathered them.
     """
     bound, spec = inside
-    buffers: dict[Tensor, list[str]] = {}
-    for path, module in bound.modules.items():
-        for attr, buffer in module._buffers.items():
-            if buffer is not None:
-                buffers.setdefault(buffer, []).append(join_path(path, attr))
-    run = _RecomputedModule(outer, bound, before, list(buffers.values()), gathered)
-    given = bound.replaced_parameters(before)
-    now = dict(given)
+    run = _RecomputedModule(outer, bound, before, gathered, (len(args), *kwargs))
     roots: dict[str, Any] = {
         "its parameters": bound.params_of(spec, outer.mode.params),
-        "its buffers": [copy_buffer(buffer, buffer.dtype) for buffer in buffers],
+        "its buffers": [copy_buffer(buffer, buffer.dtype) for buffer in run.buffers],
         "its spec": spec,
-        "what was put in the place of its parameters": now,
-        "args": args,
-        "kwargs": kwargs,
+        "what was put in the place of its parameters": (replaced := dict(given := bound.replaced_parameters(before))),
+        **{f"args[{i}]": x for i, x in enumerate(args)},
+        **{f"kwargs[{key!r}]": x for key, x in kwargs.items()},
         "attribute": {
-            path: {name: value for name, value in kept_attributes(module, before).items() if is_copied(value)}
-            for path, module in bound.distinct.items()
+            path: {name: value for name, value in own.items() if is_copied(value)} for path, own in run.attributes.items()
         },
     }
-    out, written, changes = call_recomputed(
-        run,
-        f"module '{bound.path}' with P(remat=True)",
-        roots,
-        list(bound.distinct.values()),
-        remat=remat_of(outer.spec.by_path[bound.path]) or RECOMPUTE_ALL,
+    remat = remat_of(outer.spec.by_path[bound.path]) or RECOMPUTE_ALL
+    out, written, changes, _ = call_recomputed(
+        run, f"module '{bound.path}' with P(remat=True)", roots, [*bound.distinct.values()], remat=remat
     )
-    for path, (values, removed) in (changes or {}).items():
-        vars(bound.distinct[path]).update(values)
+    for path, values, removed in changes:
+        own = vars(bound.distinct[path])
+        own.update(values)
         for name in removed:
-            del vars(bound.distinct[path])[name]
-    for i, buffer, is_new in written:
-        before_it = list(buffers)[i]
+            del own[name]
+    for names, buffer, is_new in written:
+        path, _, attr = names[0].rpartition(".")
+        given = bound.modules[path]._buffers[attr]
         # a vmap around has batched all results, and can only write those into what it has batched
-        if not is_new and _torch.is_batched(before_it) >= _torch.is_batched(buffer):
-            _torch.overwrite(before_it, buffer, bump_version=i in run.bumped)
+        if not is_new and given is not None and _torch.is_batched(given) >= _torch.is_batched(buffer):
+            _torch.overwrite(given, buffer, bump_version=run.is_counted[names[0]])
             continue
-        for name in run.buffers[i]:
+        for name in names:
             path, _, attr = name.rpartition(".")
             # a graph would be handed on with the buffers, from one step to the next; one that is written to has no derivative
             kept = buffer if is_new and _torch.current_level() else buffer.detach()
             with torch.no_grad():
                 bound.modules[path]._buffers[attr] = kept.clone() if _torch.has_internal_overlap(kept) else kept
-    for (path, attr), tensor in now.items():
+    for (path, attr), tensor in replaced.items():
         if given.get((path, attr)) is not tensor:
             bound.modules[path]._parameters[attr] = tensor
     return out
 
 
 class _RecomputedModule:
-    """The module as a function of everything that it is made of. ``buffers`` are the names of each of its buffers."""
+    """The module as a function of everything that it is made of: ``arguments`` are a number of args, and names of kwargs."""
 
     def __init__(
-        self, outer: Call, bound: BoundModule, before: ModuleAttributes, buffers: list[list[str]], units: Sequence[GatheredUnit]
+        self,
+        outer: Call,
+        bound: BoundModule,
+        before: ModuleAttributes,
+        units: Sequence[GatheredUnit],
+        arguments: tuple[Any, ...],
     ) -> None:
-        self._outer, self._bound, self.buffers = outer, bound, buffers
+        self._outer, self._bound, self._arguments = outer, bound, arguments
+        buffers: dict[Tensor, list[str]] = {}
+        for path, module in bound.modules.items():
+            for attr, buffer in module._buffers.items():
+                if buffer is not None:
+                    buffers.setdefault(buffer, []).append(join_path(path, attr))
+        self.buffers = [*buffers]
+        self._buffer_names = [*map(tuple, buffers.values())]
         # functional_call has replaced their forwards
-        self._constants = {path: kept_attributes(module, before) for path, module in bound.distinct.items()}
+        self.attributes = {path: kept_attributes(module, before) for path, module in bound.distinct.items()}
         self._parameters = {module: before[module].get("_parameters") for module in bound.owned}  # a traced one has none
         self._first, self._last = True, False
         self._level = _torch.current_level()
         self._gathered_units = units
         # a backward that nobody comes back to runs it with these
         self._leases = [one.hold_for_inner_run() for one in units]
-        self._read: list[str] = []
-        self._written: dict[int, bool] = {}
-        self.bumped: set[int] = set()
-        """The buffers whose version the first run has moved; others may have changed all the same."""
+        self.is_counted: dict[str, bool] = {}
+        """By the name of a buffer whether the first run has moved its version; it may have changed all the same."""
 
     def __call__(
-        self, params: Params, given: Sequence[Tensor], spec: PartitionSpec, new: Replaced, args: Args, kwargs: Kwargs, own: _Own
-    ) -> tuple[Any, tuple[tuple[int, Tensor, bool], ...], dict[str, Any] | None]:
-        """Return the module's result, the buffers that it has written, and the attributes that it has set and removed."""
-        bound = self._bound
+        self, params: Params, given: Sequence[Tensor], spec: PartitionSpec, replaced: Replaced, *arguments: Any
+    ) -> tuple[Any, tuple[_Written, ...], tuple[_Changes, ...], tuple[str, ...]]:
+        """Return the module's result, the buffers that it has written, its changed attributes, and the parameters it has read."""
+        bound, (count, *keys), own = self._bound, self._arguments, arguments[-1]
         copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
-        now = {name: copy for copy, names in zip(copies, self.buffers, strict=True) for name in names}
-        attributes = self._make_attributes(own)
+        now = {name: copy for copy, names in zip(copies, self._buffer_names, strict=True) for name in names}
+        changes: list[_Changes] = []
         with phase("run" if self._first else "recompute", bound.path):
             params, gathered = self._insert_gathered(params)
             call = self._outer.make_inner(bound, params, spec, gathered)
-            with call.install(now, attributes):
-                for (path, attr), tensor in new.items():
+            with call.install(now, attributes := self._make_attributes(own)):
+                for (path, attr), tensor in replaced.items():
                     bound.modules[path]._parameters[attr] = tensor
                 before = [kept_attributes(module) for module in bound.distinct.values()]
-                out = bound.modules[bound.path].forward(*args, **kwargs)
-                new.update(bound.replaced_parameters(attributes))
-                now_and_before = zip(bound.distinct.items(), before, strict=True)
-                found = ((path, _find_changes(old, kept_attributes(module))) for (path, module), old in now_and_before)
-                changes = {path: change for path, change in found if change}
-            used = sorted(call.used_parameters or ())
-        first, self._first = self._first, False
-        written = {
-            i: now[names[0]] is not copy
-            for i, (copy, version, names) in enumerate(zip(copies, versions, self.buffers, strict=True))
-            if now[names[0]] is not copy or _torch.version(copy) != version
-        }
-        if first:
-            self._read = used
-            self.bumped = {i for i, is_new in written.items() if not is_new}
+                out = bound.modules[bound.path].forward(*arguments[:count], **dict(zip(keys, arguments[count:-1], strict=True)))
+                replaced.update(bound.replaced_parameters(attributes))
+                for (path, module), old in zip(bound.distinct.items(), before, strict=True):
+                    new = kept_attributes(module)
+                    if old.keys() != new.keys() or not all(map(operator.is_, old.values(), map(new.__getitem__, old))):
+                        changed = {name: value for name, value in new.items() if old.get(name, old) is not value}
+                        changes.append((path, changed, sorted(old.keys() - new.keys())))
+        written: list[_Written] = []
+        for names, copy, buffer, version in zip(self._buffer_names, copies, given, versions, strict=True):
+            is_new, is_counted = now[names[0]] is not copy, _torch.version(copy) != version
             # kernels write running statistics without telling the version; those that vmap does not batch they refuse
-            quiet = (i for i, x in enumerate(copies) if x.is_floating_point() and _may_be_written(given[i], x))
-            self._written = dict.fromkeys(quiet, False) | written
-        self._check(used, written, now)
-        return out, tuple((i, now[self.buffers[i][0]], is_new) for i, is_new in self._written.items()), changes or None
+            if self._first and (is_new or is_counted or (copy.is_floating_point() and _may_be_written(buffer, copy))):
+                self.is_counted[names[0]] = is_counted
+            if is_new or is_counted or names[0] in self.is_counted:
+                written.append((names, now[names[0]], is_new))
+        self._check_buffers(written)
+        self._first = False
+        return out, tuple(written), tuple(changes), tuple(sorted(call.used_parameters or ()))
 
     def _make_attributes(self, copied: _Own) -> ModuleAttributes:
-        for path, constants in self._constants.items() if self._first else ():
+        for path, attributes in self.attributes.items() if self._first else ():
             for name in copied[path]:
-                del constants[name]  # which would be kept for later runs
+                del attributes[name]  # which would be kept for later runs
         out: ModuleAttributes = {
             module: {name: value for name, value in vars(module).items() if name in MODULE_CONTAINERS}
-            | self._constants[path]
+            | self.attributes[path]
             | copied[path]
             for path, module in self._bound.distinct.items()
         }
@@ -205,26 +208,13 @@ class _RecomputedModule:
                 out[module] |= {"_parameters": parameters, "_buffers": module._buffers}
         return out
 
-    def _check(self, used: list[str], written: Mapping[int, bool], now: Params) -> None:
-        """Raise RuntimeError for a run that reads other parameters or writes other buffers than the first one."""
-        name = f"module '{self._bound.path}' with P(remat=True)"
-        if used != self._read:
-            differ = min(set(used) ^ set(self._read))
-            raise RuntimeError(
-                f"{name} reads other parameters in one of its runs than in the first one: {differ!r} in one of them only; "
-                "expected the same control flow in each run"
-            )
-        for i, is_new in written.items():
-            if self._written.get(i) is not is_new:
-                raise RuntimeError(
-                    f"{name} writes its buffer '{self.buffers[i][0]}' in one of its runs otherwise than in the first one; "
-                    "expected the same control flow in each run"
-                )
-            buffer = now[self.buffers[i][0]]
+    def _check_buffers(self, written: Sequence[_Written]) -> None:
+        """Raise RuntimeError for a derivative that would be lost in a buffer."""
+        for names, buffer, is_new in written:
             if (buffer.requires_grad and not (is_new and self._level)) or (not is_new and _torch.has_tangent(buffer)):
                 raise RuntimeError(
-                    f"{name} puts a tensor into its buffer '{self.buffers[i][0]}' that has a derivative, which would be lost: "
-                    "expected it detached, or in the result of the module"
+                    f"module '{self._bound.path}' with P(remat=True) puts a tensor into its buffer '{names[0]}' that has a "
+                    "derivative, which would be lost: expected it detached, or in the result of the module"
                 )
 
     def _insert_gathered(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -252,14 +242,6 @@ class _RecomputedModule:
                 yield
         finally:
             self._last = False
-
-
-def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]] | None:
-    """Return the attributes that a run has set, and the names of those that it has deleted."""
-    if before.keys() == now.keys() and all(map(operator.is_, before.values(), map(now.__getitem__, before))):
-        return None
-    new = {k: v for k, v in now.items() if before.get(k, before) is not v}
-    return new, sorted(before.keys() - now.keys())
 
 
 class _LinkToShard(_torch.Function):

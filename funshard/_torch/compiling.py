@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import sys
 import types
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -12,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.utils._config_module import ConfigModule
 
 from .tracing import assume_constant
 
@@ -98,32 +95,6 @@ def restore_autograd_state() -> Generator[None]:
             torch._C._autograd._saved_tensors_hooks_enable()  # pyright: ignore
         torch._C._set_fwd_grad_enabled(forward_mode)
         raise
-
-
-def is_compiler_attribute(name: str) -> bool:
-    """Return whether Dynamo marks tensors by an attribute of this name. Pinned by ``test_attributes_that_dynamo_sets``."""
-    return name.startswith("_dynamo_")
-
-
-def is_compiler_variable(var: contextvars.ContextVar[Any]) -> bool:
-    """Return whether Dynamo or AOTAutograd keeps its own state in a context variable, by its name."""
-    return var.name.startswith("torch.") or var.name == "_vt_active_calls"
-
-
-_IS_CONFIG: dict[contextvars.ContextVar[Any], bool] = {}
-
-
-def is_config_variable(var: contextvars.ContextVar[Any]) -> bool:
-    """Return whether a context variable holds an override of torch's configuration, which torch sets while it compiles.
-
-    The `decimal` module's context counts as one: Python sets it where it is first read, as by the compiler's sympy.
-    Pinned, with `is_compiler_variable`, by ``test_context_variables_that_a_compilation_leaves``.
-    """
-    if var not in _IS_CONFIG:  # torch may have imported more of its configuration since
-        entries = [e for m in [*sys.modules.values()] if isinstance(m, ConfigModule) for e in vars(m)["_config"].values()]
-        known = (x for entry in entries for x in vars(entry).values() if isinstance(x, contextvars.ContextVar))
-        _IS_CONFIG.update({var: var.name == "decimal_context"} | dict.fromkeys(known, True))
-    return _IS_CONFIG[var]
 
 
 def list_backends() -> list[str]:

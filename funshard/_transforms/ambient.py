@@ -1,10 +1,9 @@
-"""The ambient state of a run: generators, autocast, torch's defaults, attention's kernels, context variables; what it is in."""
+"""The ambient state of a run: generators, autocast, torch's defaults, attention's kernels; what it is in."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import pickle
+import functools
 import random
 import sys
 import threading
@@ -23,14 +22,18 @@ Result = TypeVar("Result")
 def _get_python_states() -> tuple[Any, Any]:
     """Return the states of Python's generator and, if NumPy is imported, of NumPy's."""
     numpy: Any = sys.modules.get("numpy")
-    return random.getstate(), numpy and pickle.dumps(numpy.random.get_state(legacy=False))
+    if numpy is None:
+        return random.getstate(), None
+    kind, keys, *others = numpy.random.get_state()
+    return random.getstate(), (kind, keys.tobytes(), *others)
 
 
 def _set_python_states(states: tuple[Any, Any]) -> None:
-    python, numpy = states
-    random.setstate(python)
-    if numpy:
-        sys.modules["numpy"].random.set_state(pickle.loads(numpy))
+    random.setstate(states[0])
+    if states[1]:
+        kind, keys, *others = states[1]
+        numpy = sys.modules["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, "uint32"), *others))
 
 
 _ATTENTION = torch.backends.cuda
@@ -51,33 +54,32 @@ class AmbientState:
     @_torch.disable_in_graph("the state around a recomputed function is the host's")
     def __init__(self, leaves: Iterable[object], generators: Iterable[torch.Generator] = ()) -> None:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
-        self._devices = sorted((device.type, device.index) for device in devices if device.type not in ("cpu", "meta"))
-        self._generators = list(generators)
+        devices = sorted((device.type, device.index) for device in devices if device.type not in ("cpu", "meta"))
+        self._random: list[tuple[Callable[[], Tensor], Callable[[Tensor], object]]] = [
+            (torch.get_rng_state, torch.set_rng_state),
+            *(
+                (functools.partial(module.get_rng_state, index), functools.partial(module.set_rng_state, device=index))
+                for module, index in ((torch.get_device_module(kind), index) for kind, index in devices)
+            ),
+            *((generator.get_state, generator.set_state) for generator in generators),
+        ]
         self._start = self.get_random_states()
         self._end: list[Tensor] = []
         self._python_start: tuple[Any, Any] | None = _get_python_states()
         self._values = [get() for get, _ in _SETTINGS]
-        self._config = {var: value for var, value in contextvars.copy_context().items() if _torch.is_config_variable(var)}
         self._modes, self._device = _torch.function_modes(own=False), torch.get_default_device()
-        self._casts = {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in sorted({"cpu", *(kind for kind, _ in self._devices)})
-        }
+        kinds = sorted({"cpu", *(kind for kind, _ in devices)})
+        self._casts = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
 
     def get_random_states(self) -> list[Tensor]:
         """Return the states of torch's generators now."""
-        devices = [torch.get_device_module(kind).get_rng_state(index) for kind, index in self._devices]
-        with _torch.below_transforms() if self._generators else contextlib.nullcontext():
-            return [torch.get_rng_state(), *devices, *(generator.get_state() for generator in self._generators)]
+        with _torch.below_transforms() if len(self._random) > 1 else contextlib.nullcontext():
+            return [get_state() for get_state, _ in self._random]
 
     def set_random_states(self, states: Sequence[Tensor]) -> None:
         """Set the states of torch's generators."""
-        cpu, *others = states
-        torch.set_rng_state(cpu)
-        for (kind, index), state in zip(self._devices, others, strict=False):
-            torch.get_device_module(kind).set_rng_state(state, index)
-        for generator, state in zip(self._generators, others[len(self._devices) :], strict=True):
-            generator.set_state(state)
+        for (_, set_state), state in zip(self._random, states, strict=True):
+            set_state(state)
 
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
@@ -97,8 +99,6 @@ class AmbientState:
                     stack.enter_context(torch.autocast(kind, dtype, enabled))
             if self._device != torch.get_default_device():
                 stack.enter_context(self._device)
-            for var, value in self._config.items():
-                stack.callback(var.reset, var.set(value))
             active = _torch.function_modes(own=False)  # none of them: torch calls their handlers for backward() as well
             for mode in self._modes:
                 if mode not in active:
@@ -113,51 +113,14 @@ class AmbientState:
 
     def check_end(self, name: str) -> None:
         """Raise RuntimeError if a run of the function of this name has drawn other random numbers than the first one."""
-        states = zip(self._end, self.get_random_states(), strict=True)
-        if not all(_states_equal(was, now) for was, now in states):
-            raise RuntimeError(
-                f"{name} does not draw in every run as many random numbers as in its first one: expected the same "
-                "control flow in each run, and no other thread that draws from the same generators meanwhile; give it a "
-                "torch.Generator of its own"
-            )
-
-
-def _states_equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two random states are equal; True for fake tensors."""
-    with _torch.below_transforms():
-        return _torch.is_fake(a) or torch.equal(a, b)
-
-
-# --- Context variables, by which transformers collects outputs of its layers ---
-
-_COPIED = (Tensor, list, dict, tuple, int, float, str)
-"""The classes of values that each run gets a copy of."""
-
-
-def find_variables() -> dict[contextvars.ContextVar[Any], Any]:
-    """Return the context variables that hold numbers, texts, tensors and containers, with their values, but for torch's own."""
-    return {var: value for var, value in contextvars.copy_context().items() if isinstance(value, _COPIED) and _is_users(var)}
-
-
-@contextlib.contextmanager
-def set_variables(values: dict[contextvars.ContextVar[Any], Any], name: str) -> Generator[None]:
-    """Set context variables within this context; RuntimeError if what runs in it, which errors call ``name``, sets others."""
-    tokens = [(var, var.set(value)) for var, value in values.items()]
-    before = contextvars.copy_context()
-    try:
-        yield
-        for var, value in contextvars.copy_context().items():
-            if before.get(var, values) is not value and _is_users(var):
+        with _torch.below_transforms():
+            pairs = zip(self._end, self.get_random_states(), strict=True)
+            if not all(_torch.is_fake(was) or torch.equal(was, now) for was, now in pairs):
                 raise RuntimeError(
-                    f"{name} sets context variable '{var.name}', which each run would set again: expected it in the result"
+                    f"{name} does not draw in every run as many random numbers as in its first one: expected the same "
+                    "control flow in each run, and no other thread that draws from the same generators meanwhile; give it a "
+                    "torch.Generator of its own"
                 )
-    finally:
-        for var, token in reversed(tokens):
-            var.reset(token)
-
-
-def _is_users(var: contextvars.ContextVar[Any]) -> bool:
-    return not (_torch.is_compiler_variable(var) or _torch.is_config_variable(var))
 
 
 class _Running(threading.local):
@@ -169,6 +132,16 @@ class _Running(threading.local):
     """Whether the innermost is in its first run, whose graph is not kept."""
     is_paused = False
     """Whether results of operators are neither saved nor reused."""
+
+    @contextlib.contextmanager
+    def within(self, name: str, in_stack: bool, is_first: bool) -> Generator[None]:
+        """Count the function of this name as running within this context."""
+        before = self.names, self.in_stack, self.is_first
+        self.names, self.in_stack, self.is_first = (*self.names, name), in_stack, is_first
+        try:
+            yield
+        finally:
+            self.names, self.in_stack, self.is_first = before
 
 
 RUNNING = _Running()

@@ -1,4 +1,4 @@
-"""Checks of what a recomputed function reads and calls: parameters, hooks, queries, and tensors of transforms around it."""
+"""Checks of what a recomputed function reads and calls: hooks, queries, and tensors that it was not given."""
 
 from __future__ import annotations
 
@@ -25,31 +25,20 @@ def check_backward_hooks(modules: Iterable[nn.Module], name: str) -> None:
             )
 
 
-def describe_parameter(ids: set[int], modules: Iterable[nn.Module]) -> str:
-    """Return the words for the first parameter of these modules that has, or whose node has, one of these ids."""
-    for module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and (id(parameter) in ids or id(parameter.grad_fn) in ids):
-                return f"parameter '{name}' of a {type(module).__name__}"
-    return ""
-
-
-def check_not_read(name: str, parameter: str) -> None:
-    """Raise RuntimeError if the function of this name reads a parameter, of which this is a description."""
-    if parameter:
-        raise RuntimeError(
-            f"{name} reads {parameter}, which is not one of its arguments and would have no gradient: expected "
-            "fs.remat(lambda p, x: torch.func.functional_call(module, p, x)), or P(remat=True) of a unit"
-        )
-
-
 REGISTER_HOOK: Callable[..., Any] = torch.Tensor.register_hook
 """``tensor.register_hook``, which changes the gradient of one level."""
 
-QUERY_GETTERS: Mapping[str, Callable[..., Any]] = {
-    name: getattr(torch.Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")
-}
-"""The attributes that ask autograd, and the functions that a TorchFunctionMode sees for them."""
+_GETTERS = {getattr(torch.Tensor, name).__get__: name for name in ("requires_grad", "grad_fn", "is_leaf")}
+"""The functions that a TorchFunctionMode sees for the attributes that ask autograd."""
+
+
+def messages_in_stack(name: str) -> dict[Callable[..., Any], str]:
+    """Return the errors for what concerns one derivative of a stack: which one that is differs between runs."""
+    return {
+        function: f"{name} reads tensor.{attribute}, which in a stack of transforms means one of them, and not the same one when "
+        f"{name} runs again: expected it not to (tensor.detach() for .data, an autograd.Function for a hook), or no remat"
+        for function, attribute in {_torch.DATA: "data", REGISTER_HOOK: "register_hook", **_GETTERS}.items()
+    }
 
 
 class ForbiddenFunctions(TorchFunctionMode):
@@ -59,31 +48,34 @@ class ForbiddenFunctions(TorchFunctionMode):
         super().__init__()
         self._messages = messages
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        message = self._messages.get(func)
-        if message is not None:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if (message := self._messages.get(func)) is not None:
             caller = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
             if func not in _GETTERS or caller not in ("torch", "funshard"):
                 raise RuntimeError(message)
         return func(*args, **(kwargs or {}))
 
 
-_GETTERS = frozenset(QUERY_GETTERS.values())
-
-
-# --- Tensors of the transforms around a run that the run reads without having been given them ---
-#
-# torch takes such a tensor for a constant: the run is below those transforms. So its derivative would be missing.
-
-_DETACH = frozenset({torch.detach, torch.Tensor.detach})
+def refuse_outer(name: str, ids: set[int], modules: Iterable[nn.Module]) -> NoReturn:
+    """Raise RuntimeError for a tensor that the function of this name was not given: it, or its node, has one of these ids."""
+    for module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and (id(parameter) in ids or id(parameter.grad_fn) in ids):
+                raise RuntimeError(
+                    f"{name} reads parameter '{key}' of a {type(module).__name__}, which is not one of its arguments and would "
+                    "have no gradient: expected fs.remat(lambda p, x: torch.func.functional_call(module, p, x)), or "
+                    "P(remat=True) of a unit"
+                )
+    raise RuntimeError(
+        f"{name} reads a tensor of the running computation that is neither an argument nor reached from one, as in a global or "
+        "an attribute of a class, where it would have no gradient: expected it among the arguments"
+    )
 
 
 class OuterTensors(TorchFunctionMode):
-    """A mode that records the tensors of outer transforms that functions with tensors as results are given.
+    """A mode that records the tensors of transforms around a run that functions with tensors as results are given.
 
-    Errors name what runs in it, and the parameters of the modules that it reaches.
+    torch takes such a tensor for a constant, since the run is below those transforms: its derivative would be missing.
     """
 
     def __init__(self, name: str, modules: Iterable[nn.Module]) -> None:
@@ -91,18 +83,13 @@ class OuterTensors(TorchFunctionMode):
         self._name, self._modules, self._keys = name, modules, _torch.dispatch_keys()
         self._tensors: dict[int, Tensor] = {}  # by id
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not any(map(_may_be_outer, (*args, *kwargs.values()))):  # nearly always
-            return func(*args, **kwargs)
-        level = _torch.current_level()
-        outer = [x for x in _iter_tensors((*args, *kwargs.values())) if _torch.level_of(x) > level]
-        for x in filter(_torch.is_batched, outer):
-            self._refuse(x)
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs, level = kwargs or {}, _torch.current_level()
+        outer = [x for x in _iter_tensors((*args, *kwargs.values())) if _torch.is_wrapped(x) and _torch.level_of(x) > level]
+        if any(map(_torch.is_batched, outer)):
+            refuse_outer(self._name, set(map(id, outer)), self._modules)
         out = func(*args, **kwargs)
-        if outer and func not in _DETACH and next(_iter_tensors((out,)), None) is not None:
+        if outer and func not in (torch.detach, torch.Tensor.detach) and any(True for _ in _iter_tensors((out,))):
             self._tensors.update((id(x), x) for x in outer)
         return out
 
@@ -111,20 +98,7 @@ class OuterTensors(TorchFunctionMode):
         for x in self._tensors.values():
             # the levels of a tensor are those inside of another wrapper around it
             if _torch.tracking_levels(_torch.wrap_for_ended_level(x), self._keys):
-                self._refuse(x)
-
-    def _refuse(self, x: Tensor) -> NoReturn:
-        check_not_read(self._name, describe_parameter({id(x)}, self._modules))
-        raise RuntimeError(
-            f"{self._name} reads a tensor of shape {list(x.shape)} that is neither an argument nor reached from one, as in a "
-            "global or an attribute of a class, and that a transform around it has computed: there it would have no gradient; "
-            "expected it among the arguments"
-        )
-
-
-def _may_be_outer(value: Any) -> bool:
-    """Return whether a value is a tensor of a transform, or may contain one."""
-    return _torch.is_wrapped(value) if isinstance(value, Tensor) else type(value) in (tuple, list)
+                refuse_outer(self._name, {id(x)}, self._modules)
 
 
 def _iter_tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -237,21 +237,26 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
                 return f(*args, **kwargs)
         if not _torch.needs_graph():
             return f(*args, **kwargs)
-        roots = {"the function": f, "args": args, "kwargs": kwargs}
-        return call_recomputed(lambda f, args, kwargs: f(*args, **kwargs), name, roots, remat=what)
+        roots = {f"args[{i}]": x for i, x in enumerate(args)} | {f"kwargs[{key!r}]": x for key, x in kwargs.items()}
+        count, keys = len(args), tuple(kwargs)
+
+        def call(f: Callable[..., Result], *xs: Any) -> Result:
+            return f(*xs[:count], **dict(zip(keys, xs[count:], strict=True)))
+
+        return call_recomputed(call, name, {"the function": f, **roots}, remat=what)
 
     return run
 
 
 def call_recomputed(
-    call: Callable[..., Any], name: str, roots: dict[str, Any], owned: Sequence[nn.Module] = (), *, remat: Remat
+    call: Callable[..., Any], name: str, roots: dict[str, Any], modules: Sequence[nn.Module] = (), *, remat: Remat
 ) -> Any:
     """Return ``call(*roots.values())``, and keep only tensors that can be reached from the roots, and what ``remat`` saves.
 
-    ``name`` and the keys of ``roots`` are what errors call it and its arguments; ``owned`` is that of `RecomputedFunction`. If
+    ``name`` and the keys of ``roots`` are what errors call it and its arguments; ``modules`` are those of `RecomputedFunction`. If
     ``call`` has a context manager ``last_run``, the last run and its backward are within that.
     """
-    fn = RecomputedFunction(call, name, roots, owned, remat)
+    fn = RecomputedFunction(call, name, roots, modules, remat)
     outputs, operands = apply_recomputed(fn, fn.tensors)
     return fn.finish(_protect_aliases(outputs, operands))
 
@@ -285,7 +290,9 @@ class _RecomputeFunction(_torch.Function):
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.fn = inputs[0]  # pyright: ignore[reportAttributeAccessIssue]
+        ctx.fn = fn = inputs[0]  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(fn, RecomputedFunction) and fn.constants:
+            ctx.mark_non_differentiable(*itertools.compress(output, fn.constants))
         ctx.differentiable = tuple(_is_differentiable(x) for x in output)  # pyright: ignore[reportAttributeAccessIssue]
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])

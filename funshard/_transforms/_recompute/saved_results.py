@@ -25,12 +25,9 @@ Call = tuple[_torch.OpTraits, int]
 """A call of an operator: the operator, and how many calls of it were before."""
 
 
-# --- The runs of selective recomputation that are active in this thread ---
-
-
 class _Thread(threading.local):
-    runs: tuple[_Run, ...] = ()
-    """The runs that count operators in this thread, the innermost last."""
+    first_runs: tuple[_SavingRun, ...] = ()
+    """The first runs that save results in this thread, the innermost last."""
 
 
 _THREAD = _Thread()
@@ -63,12 +60,9 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
         return mark_name(x, name)
     if not isinstance(x, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint_name: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
-    for run in _THREAD.runs:
+    for run in _THREAD.first_runs:
         run.add_name(x, name)
     return x
-
-
-# --- The two runs, and what the first one saves ---
 
 
 @dataclass
@@ -80,10 +74,7 @@ class _SavedResult:
     random_states: list[Tensor] | None  # after the call, if it drew random numbers
     layout: list[Any]  # of its arguments
     view: tuple[Any, ...] = ()
-    versions: tuple[int, ...] = ()  # of its results at the end of the first run, which sees every write until then
-
-    def current_versions(self) -> tuple[int, ...]:
-        return tuple(map(_torch.version, result_tensors(self.value)))
+    versions: list[int] | None = None  # of its results at the end of the first run, which sees every write until then
 
 
 _FIRST = object()
@@ -100,33 +91,22 @@ class SavedResults:
     @contextlib.contextmanager
     def run(self, ambient: AmbientState, *, is_first: bool) -> Generator[None]:
         """Save results within this context in the first run, reuse them in the last one; another one has none left."""
-        if not (is_first or self.by_call):
-            yield
-            return
-        run, before = (_SavingRun if is_first else _ReusingRun)(self, ambient), _THREAD.runs
-        _THREAD.runs = (*before, run)
+        before = _THREAD.first_runs
+        run = _SavingRun(self, ambient) if is_first else _ReusingRun(self, ambient)
+        if isinstance(run, _SavingRun):
+            _THREAD.first_runs = (*before, run)
         try:
-            with run:
+            with run if is_first or self.by_call else contextlib.nullcontext():
                 yield
             run.finish()
         finally:
-            _THREAD.runs = before
+            _THREAD.first_runs = before
             if not is_first:
                 self.by_call.clear()
-
-    def differs(self, op: object, how: str) -> RuntimeError:
-        """Return the error for runs that do not call the same operators."""
-        return RuntimeError(
-            f"{self.name} does not run the operators in every run that it ran in its first one, whose results are saved: {op}, "
-            f"{how}; expected the same control flow in each run"
-        )
 
 
 class _Run(_torch.DispatchMode):
     """A mode around one run that counts the calls of each operator."""
-
-    is_done = False
-    """Whether no later call of an operator matters."""
 
     def __init__(self, saved: SavedResults, ambient: AmbientState) -> None:
         super().__init__()
@@ -135,26 +115,22 @@ class _Run(_torch.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if RUNNING.is_paused or self.is_done or not isinstance(func, _torch.OpOverload):
+        if RUNNING.is_paused or not isinstance(func, _torch.OpOverload):
             return func(*args, **kwargs)
         traits = _torch.op_traits(func)
-        if not traits.is_pure or kwargs.get("generator") is not None:
-            out = func(*args, **kwargs)
-            if traits.is_mutation:
-                for x in filter(_torch.is_plain, _torch.mutated_args(func, args, kwargs)):
-                    self.forget(x)
-            return out
-        self.counts[traits] = count = self.counts.get(traits, 0) + 1
-        return self.run_op((traits, count), args, kwargs)
+        if traits.is_pure and kwargs.get("generator") is None:
+            self.counts[traits] = count = self.counts.get(traits, 0) + 1
+            return self.run_op((traits, count), args, kwargs)
+        out = func(*args, **kwargs)
+        if traits.is_mutation:
+            for x in filter(_torch.is_plain, _torch.mutated_args(func, args, kwargs)):
+                self.forget(x)
+        return out
 
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def forget(self, x: Tensor) -> None: ...
-
-    def add_name(self, x: Tensor, name: str) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 class _SavingRun(_Run):
@@ -171,7 +147,7 @@ class _SavingRun(_Run):
         """Run the operator. Save its results if they are chosen, or as soon as the first of them gets a name."""
         op = call[0].op
         out = op(*args, **kwargs)
-        tensors = result_tensors(out)
+        tensors = _tensors_of(out)
         if not tensors or not all(map(_torch.is_plain, tensors)):
             return out
         is_chosen = self._is_chosen is not None and self._is_chosen(op, args, kwargs, out)
@@ -181,7 +157,7 @@ class _SavingRun(_Run):
             if is_chosen:
                 self._save(result)
             elif (storage := tensors[0].untyped_storage()) not in self._makers:  # else `_unsafe_view` and the like give a view
-                first = result_tensors(result.value)[0]
+                first = _tensors_of(result.value)[0]
                 result.value = tree_map_only(Tensor, lambda x: _FIRST if x is first else x, result.value)
                 result.view = first.dtype, first.shape, first.stride(), first.storage_offset()
                 self._makers[storage] = result
@@ -189,7 +165,7 @@ class _SavingRun(_Run):
 
     def _save(self, result: _SavedResult) -> None:
         self._saved.by_call[result.call] = result
-        for x in result_tensors(result.value):
+        for x in _tensors_of(result.value):
             self._makers[x.untyped_storage()] = result
 
     def forget(self, x: Tensor) -> None:
@@ -201,20 +177,17 @@ class _SavingRun(_Run):
         """Save what made a tensor of this name, if the name is to be saved and the tensor is unchanged."""
         self._seen_names.add(name)
         x = _torch.unwrap(x)
-        if name not in self._names or not _torch.is_plain(x):
-            return
-        result = self._makers.get(x.untyped_storage())
-        if result is None or result.call in self._saved.by_call or result.view[0] != x.dtype:
-            return
-        with _torch.below_transforms():
-            first = x.detach().as_strided(*result.view[1:])
-        result.value = tree_map(lambda item: first if item is _FIRST else item, result.value)
-        self._save(result)
+        result = self._makers.get(x.untyped_storage()) if name in self._names and _torch.is_plain(x) else None
+        if result is not None and result.call not in self._saved.by_call and result.view[0] == x.dtype:
+            with _torch.below_transforms():
+                first = x.detach().as_strided(*result.view[1:])
+            result.value = tree_map(lambda item: first if item is _FIRST else item, result.value)
+            self._save(result)
 
     def finish(self) -> None:
         """Note the versions of what is saved; ValueError if the function gave none of the names."""
         for result in self._saved.by_call.values():
-            result.versions = result.current_versions()
+            result.versions = [*map(_torch.version, _tensors_of(result.value))]
         if self._names and not self._names & self._seen_names:
             wanted, given = (", ".join(sorted(map(repr, names))) for names in (self._names, self._seen_names))
             expected = f"some of {given}" if given else "funshard.checkpoint_name(x, name) in it"
@@ -228,12 +201,11 @@ class _ReusingRun(_Run):
 
     def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the saved results and set the random state as after the call; run the operator if there are none."""
-        op, result = call[0].op, self._saved.by_call.pop(call, None)
-        self.is_done = not self._saved.by_call
-        if result is None or result.versions != result.current_versions():  # or changed since
-            return op(*args, **kwargs)
+        result = self._saved.by_call.pop(call, None)
+        if result is None or result.versions != [*map(_torch.version, _tensors_of(result.value))]:  # or changed since
+            return call[0].op(*args, **kwargs)
         if result.layout != _layout_of(args):
-            raise self._saved.differs(op, f"given {result.layout}, now {_layout_of(args)}")
+            raise self._differs(call[0].op, f"given {result.layout}, now {_layout_of(args)}")
         if result.random_states is not None:
             self._ambient.set_random_states(result.random_states)
         return tree_map_only(Tensor, Tensor.detach, result.value)
@@ -241,13 +213,18 @@ class _ReusingRun(_Run):
     def finish(self) -> None:
         """Raise RuntimeError for a saved call that the run did not make."""
         for traits, count in self._saved.by_call:
-            raise self._saved.differs(traits.op, f"called {count} times, now {self.counts.get(traits, 0)}")
+            raise self._differs(traits.op, f"called {count} times, now {self.counts.get(traits, 0)}")
+
+    def _differs(self, op: object, how: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self._saved.name} does not run the operators in every run that it ran in its first one, whose results are saved: "
+            f"{op}, {how}; expected the same control flow in each run"
+        )
 
 
 def _layout_of(args: tuple[Any, ...]) -> list[Any]:
     return [(x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else type(x) for x in args]
 
 
-def result_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors among an operator's results."""
+def _tensors_of(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [x for x in tree_leaves(value) if isinstance(x, Tensor)]
