@@ -39,13 +39,13 @@ Dims = tuple[int | None, ...]
 """For each argument or result the dimension along which it is sliced, None for one that all slices share or add up to."""
 
 
-def make_vjp(fn: TensorFunction, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> Vjp | SlicedVjp:
+def make_vjp(fn: TensorFunction, wanted: tuple[bool, ...], given: tuple[bool, ...]) -> TensorFunction:
     """Return the `Vjp` of a function, slice by slice if that is sliced."""
     if not isinstance(fn, SlicedFunction):
         return Vjp(fn, wanted, given)
     in_dims = *fn.in_dims, *itertools.compress(fn.out_dims, given)
     parts = [Vjp(part, wanted, given) for part in fn.parts]
-    return SlicedVjp(parts, fn.sizes, in_dims, tuple(itertools.compress(fn.in_dims, wanted)))
+    return SlicedFunction(parts, fn.sizes, in_dims, tuple(itertools.compress(fn.in_dims, wanted)))
 
 
 def make_jvp(fn: TensorFunction, given: Sequence[bool], differentiable: Sequence[bool]) -> TensorFunction:
@@ -145,8 +145,7 @@ class SlicedFunction:
         self.parts, self.sizes, self.in_dims, self.out_dims = parts, sizes, in_dims, out_dims
 
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
-        results = self._combine(part(*given) for part, given in self._slices(xs))
-        return tuple(result for result in results if result is not None)
+        return tuple(self._combine(part(*given) for part, given in self._slices(xs)))
 
     def _slices(self, xs: Sequence[Tensor]) -> Iterator[tuple[TensorFunction, list[Tensor]]]:
         start = 0
@@ -154,43 +153,26 @@ class SlicedFunction:
             yield part, [x if d is None else x.narrow(d, start, size) for x, d in zip(xs, self.in_dims, strict=True)]
             start += size
 
-    def _combine(self, outs: Iterator[Sequence[Tensor | None]]) -> list[Tensor | None]:
-        """Return the joined slices and the sums of the parts' results. None stands for zero; joined results are all given."""
+    def _combine(self, outs: Iterator[Sequence[Tensor]]) -> Iterator[Tensor]:
+        """Yield the joined slices and the sums of the parts' results."""
         sums: list[Tensor | None] = [None] * len(self.out_dims)
         dtypes: list[torch.dtype | None] = [None] * len(self.out_dims)
         slices: list[list[Tensor]] = [[] for _ in self.out_dims]
         for out in outs:
             for k, (x, dim) in enumerate(zip(out, self.out_dims, strict=True)):
+                dtypes[k], total = x.dtype, sums[k]
                 if dim is not None:
-                    assert x is not None
                     slices[k].append(x)
-                elif x is not None:
-                    dtypes[k], total = x.dtype, sums[k]
-                    if total is None:  # a copy: what a part gives may be one of its arguments
-                        sums[k] = x.to(torch.float32 if x.dtype in _HALF else x.dtype, copy=True)
-                    else:
-                        sums[k] = total + x if _torch.any_tracked((total, x)) else total.add_(x)
+                elif total is None:  # a copy: what a part gives may be one of its arguments
+                    sums[k] = x.to(torch.float32 if x.dtype in _HALF else x.dtype, copy=True)
+                else:
+                    sums[k] = total + x if _torch.any_tracked((total, x)) else total.add_(x)
             out = x = None  # frees the gradients of one part before the next one runs
-        added = [None if total is None else total.to(dtype) for total, dtype in zip(sums, dtypes, strict=True)]
-        return [total if dim is None else torch.cat(x, dim) for total, x, dim in zip(added, slices, self.out_dims, strict=True)]
+        for total, dtype, parts, dim in zip(sums, dtypes, slices, self.out_dims, strict=True):
+            yield torch.cat(parts, dim or 0) if total is None else total.to(dtype)
 
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-class SlicedVjp(SlicedFunction):
-    """The gradient of a `SlicedFunction`: it runs the gradient of each slice in turn."""
-
-    def run_by_autograd(self, operands: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the same by plain autograd, as `Vjp.run_by_autograd` does."""
-        return self._combine(self._run_part(part, given) for part, given in self._slices(operands))
-
-    def _run_part(self, part: TensorFunction, given: Sequence[Tensor]) -> list[Tensor | None]:
-        assert isinstance(part, Vjp)
-        wanted = itertools.compress(given, part.wanted)
-        triples = zip(part.run_by_autograd(given), wanted, self.out_dims, strict=True)
-        return [torch.zeros_like(x) if grad is None and dim is not None else grad for grad, x, dim in triples]
-
 
 # --- The autograd Function, and remat ---
 
@@ -313,7 +295,7 @@ class _RecomputeFunction(_torch.Function):
             if not (recorded and any(_torch.has_derivative(x) for x in plain)):  # this derivative is not differentiated
                 is_first_order = isinstance(ctx.fn, RecomputedFunction) and not _torch.is_in_forward_ad()
                 with _torch.below_transforms(), ctx.fn.last_run() if is_first_order else contextlib.nullcontext():
-                    found = vjp.run_by_autograd(plain)
+                    found = vjp.run_by_autograd(plain) if isinstance(vjp, Vjp) else vjp(*plain)
                 return None, *_fill_mask(_mark_freed(operands, found) if last else found, wanted)
         return None, *_fill_mask(_RecomputeFunction.apply(vjp, *operands), wanted)
 

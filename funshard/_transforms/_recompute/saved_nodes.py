@@ -5,6 +5,7 @@ Import this module only to compile: torch's compilers take a second to import.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -68,9 +69,11 @@ class UnitBackend:
         for name in {_FIRST_PASS, _LAST_PASS} & options.keys():
             raise ValueError(f"Compile: options: expected no {name!r}, which is where passes over the graph are made")
         self._backend, self._options, self._kwargs, self._make_prehook = backend, options, kwargs, make_prehook
-        self._passes: dict[str, CustomGraphPass] = {_LAST_PASS: _RecomputePass(is_recomputing=remat is not None)}
+        last = _Pass(functools.partial(_tag_others, remat is not None), repr(remat is not None))
+        self._passes: dict[str, CustomGraphPass] = {_LAST_PASS: last}
         if remat is not None:
-            self._passes = {_FIRST_PASS: _SavePass(remat), **self._passes}
+            first = _Pass(functools.partial(_tag_saved, remat), None if callable(remat.save) else repr(remat))
+            self._passes = {_FIRST_PASS: first, **self._passes}
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return compiled code for a graph."""
@@ -96,36 +99,31 @@ class UnitBackend:
             run_pass(graph)
 
 
-class _SavePass(CustomGraphPass):
-    """A pass that tags the nodes to save."""
+class _Pass(CustomGraphPass):
+    """A pass of inductor's; with ``key`` None nothing is cached."""
 
-    def __init__(self, remat: Remat) -> None:
-        self._remat = remat
-
-    def __call__(self, graph: Graph) -> None:
-        for node in find_saved(_forward_nodes(graph), self._remat):
-            _tag([node, *(user for user in node.users if user.target is operator.getitem)], CheckpointPolicy.MUST_SAVE)
-
-    def uuid(self) -> object:
-        """Return the cache key of this pass; None, so that nothing is cached, if a user's function chooses what to save."""
-        return None if callable(self._remat.save) else (get_hash_for_files((__file__,)), repr(self._remat))
-
-
-class _RecomputePass(CustomGraphPass):
-    """A pass that saves copies of written inputs; it may tag the rest of forward, except collectives, to be recomputed."""
-
-    def __init__(self, *, is_recomputing: bool) -> None:
-        self._is_recomputing = is_recomputing
+    def __init__(self, run: Callable[[Graph], None], key: object) -> None:
+        self._run, self._key = run, key and (get_hash_for_files((__file__,)), key)
 
     def __call__(self, graph: Graph) -> None:
-        _tag(_copy_written_inputs(graph), CheckpointPolicy.MUST_SAVE)
-        if self._is_recomputing:
-            others = [node for node in _forward_nodes(graph) if "recompute" not in node.meta and _is_recomputable(node)]
-            _tag(others, CheckpointPolicy.MUST_RECOMPUTE)
+        self._run(graph)
 
     def uuid(self) -> object:
         """Return the cache key of this pass."""
-        return get_hash_for_files((__file__,)), self._is_recomputing
+        return self._key
+
+
+def _tag_saved(remat: Remat, graph: Graph) -> None:
+    for node in find_saved(_forward_nodes(graph), remat):
+        _tag([node, *(user for user in node.users if user.target is operator.getitem)], CheckpointPolicy.MUST_SAVE)
+
+
+def _tag_others(is_recomputing: bool, graph: Graph) -> None:
+    """Save copies of written inputs, and maybe recompute the rest of forward, except collectives."""
+    _tag(_copy_written_inputs(graph), CheckpointPolicy.MUST_SAVE)
+    if is_recomputing:
+        others = [node for node in _forward_nodes(graph) if "recompute" not in node.meta and _is_recomputable(node)]
+        _tag(others, CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def _copy_written_inputs(graph: Graph) -> list[Node]:

@@ -116,7 +116,7 @@ class _Pickler(pickle.Pickler):
         """Return how an object is made again, if it is none of Python's containers and atoms."""
         cls: Any = type(obj)
         if issubclass(cls, Tensor) and not issubclass(cls, _torch.ForbiddenTensor):
-            if id(obj) in self._tensor_numbers or id(obj) not in self.constants and id(obj) not in self._numbers:
+            if id(obj) in self._tensor_numbers or (id(obj) not in self.constants and id(obj) not in self._numbers):
                 return _tensor, (self._number_tensor(obj),)
             return _shared, (self.number(obj),)
         if cls is types.FunctionType and (obj.__module__ == __name__ or _has_own_state(obj)):
@@ -252,9 +252,8 @@ def write_back(before: Snapshot, loaded: _Unpickler, out: Any, tensors: Mapping[
         if isinstance(obj, _IMMUTABLE) or _is_shared(type(obj)):
             continue
         if (new := _read(copy)) is not None:
-            now = [placed.get(id(x), x) for x in itertools.chain(*new)]
-            was = itertools.zip_longest(itertools.chain(*_read(obj) or ()), now, fillvalue=pairs)
-            if not all(a is b or (type(a) in ATOMS and a == b) for a, b in was):
+            was, now = _flatten(*_read(obj) or ([], [], {})), [placed.get(id(x), x) for x in _flatten(*new)]
+            if len(was) != len(now) or not all(a is b or (type(a) in ATOMS and a == b) for a, b in zip(was, now, strict=True)):
                 changed.append(obj)
                 contents.append(new)
         elif Snapshot([obj]).parts != Snapshot([copy]).parts:
@@ -267,19 +266,21 @@ def write_back(before: Snapshot, loaded: _Unpickler, out: Any, tensors: Mapping[
     return out
 
 
-def _read(obj: Any) -> tuple[Sequence[Any], ...] | None:
-    """Return what `_fill` puts into an object: its items, keys, values, and names and values of attributes; None if it cannot."""
+def _read(obj: Any) -> tuple[list[Any], list[tuple[Any, Any]], dict[str, Any]] | None:
+    """Return what `_fill` puts into an object: items, keys with values, and attributes; None if it cannot."""
     if isinstance(obj, types.CellType):
-        return _read_cell(obj) or (), (), (), (), ()
-    items, pairs = isinstance(obj, list | deque | set), isinstance(obj, dict)
-    if not (items or pairs or _is_plain(type(obj))):
-        return None
-    keys, values = ([*dict.keys(obj)], [*dict.values(obj)]) if pairs else ((), ())
-    attributes = _read_attributes(obj)
-    return [*obj] if items else (), keys, values, [*attributes], [*attributes.values()]
+        return [*(_read_cell(obj) or ())], [], {}
+    items = [*obj] if isinstance(obj, list | deque | set) else []
+    if isinstance(obj, dict):
+        return items, [*dict.items(obj)], _read_attributes(obj)
+    return (items, [], _read_attributes(obj)) if items or isinstance(obj, list | deque | set) or _is_plain(type(obj)) else None
 
 
-def _fill(obj: Any, items: Sequence[Any], keys: Sequence[Any], values: Sequence[Any], names: Sequence[str], state: Any) -> None:
+def _flatten(items: list[Any], pairs: list[tuple[Any, Any]], attributes: dict[str, Any]) -> list[Any]:
+    return [*items, *itertools.chain(*pairs), *itertools.chain(*attributes.items())]
+
+
+def _fill(obj: Any, items: list[Any], pairs: list[tuple[Any, Any]], attributes: dict[str, Any]) -> None:
     if isinstance(obj, types.CellType):
         (obj.cell_contents,) = items
         return
@@ -289,11 +290,11 @@ def _fill(obj: Any, items: Sequence[Any], keys: Sequence[Any], values: Sequence[
     elif isinstance(obj, dict):
         base: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
         base.clear(obj)
-        for key, value in zip(keys, values, strict=True):
+        for key, value in pairs:
             base.__setitem__(obj, key, value)
-    for name in _read_attributes(obj).keys() - names:
+    for name in _read_attributes(obj).keys() - attributes.keys():
         object.__delattr__(obj, name)
-    _fill_object(obj, dict(zip(names, state, strict=True)))
+    _fill_object(obj, attributes)
 
 
 def _is_plain(cls: Any) -> bool:
