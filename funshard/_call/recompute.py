@@ -111,10 +111,10 @@ def _recompute_module(
             del own[name]
     for names, buffer, is_new in written:
         path, _, attr = names[0].rpartition(".")
-        given = bound.modules[path]._buffers[attr]
+        own_buffer = bound.modules[path]._buffers[attr]
         # a vmap around has batched all results, and can only write those into what it has batched
-        if not is_new and given is not None and _torch.is_batched(given) >= _torch.is_batched(buffer):
-            _torch.overwrite(given, buffer, bump_version=run.is_counted[names[0]])
+        if not is_new and own_buffer is not None and _torch.is_batched(own_buffer) >= _torch.is_batched(buffer):
+            _torch.overwrite(own_buffer, buffer)
             continue
         for name in names:
             path, _, attr = name.rpartition(".")
@@ -132,12 +132,7 @@ class _RecomputedModule:
     """The module as a function of everything that it is made of: ``arguments`` are a number of args, and names of kwargs."""
 
     def __init__(
-        self,
-        outer: Call,
-        bound: BoundModule,
-        before: ModuleAttributes,
-        units: Sequence[GatheredUnit],
-        arguments: tuple[Any, ...],
+        self, outer: Call, bound: BoundModule, before: ModuleAttributes, units: Sequence[GatheredUnit], arguments: Args
     ) -> None:
         self._outer, self._bound, self._arguments = outer, bound, arguments
         buffers: dict[Tensor, list[str]] = {}
@@ -155,13 +150,12 @@ class _RecomputedModule:
         self._gathered_units = units
         # a backward that nobody comes back to runs it with these
         self._leases = [one.hold_for_inner_run() for one in units]
-        self.is_counted: dict[str, bool] = {}
-        """By the name of a buffer whether the first run has moved its version; it may have changed all the same."""
+        self._written: set[tuple[str, ...]] = set()  # the buffers that a run has written
 
     def __call__(
         self, params: Params, given: Sequence[Tensor], spec: PartitionSpec, replaced: Replaced, *arguments: Any
     ) -> tuple[Any, tuple[_Written, ...], tuple[_Changes, ...], tuple[str, ...]]:
-        """Return the module's result, the buffers that it has written, its changed attributes, and the parameters it has read."""
+        """Return the module's result, written buffers, changed attributes, and the names of the parameters that it has read."""
         bound, (count, *keys), own = self._bound, self._arguments, arguments[-1]
         copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
@@ -174,7 +168,8 @@ class _RecomputedModule:
                 for (path, attr), tensor in replaced.items():
                     bound.modules[path]._parameters[attr] = tensor
                 before = [kept_attributes(module) for module in bound.distinct.values()]
-                out = bound.modules[bound.path].forward(*arguments[:count], **dict(zip(keys, arguments[count:-1], strict=True)))
+                kwargs = dict(zip(keys, arguments[count:-1], strict=True))
+                out = bound.modules[bound.path].forward(*arguments[:count], **kwargs)
                 replaced.update(bound.replaced_parameters(attributes))
                 for (path, module), old in zip(bound.distinct.items(), before, strict=True):
                     new = kept_attributes(module)
@@ -183,13 +178,17 @@ class _RecomputedModule:
                         changes.append((path, changed, sorted(old.keys() - new.keys())))
         written: list[_Written] = []
         for names, copy, buffer, version in zip(self._buffer_names, copies, given, versions, strict=True):
-            is_new, is_counted = now[names[0]] is not copy, _torch.version(copy) != version
+            new = now[names[0]]
             # kernels write running statistics without telling the version; those that vmap does not batch they refuse
-            if self._first and (is_new or is_counted or (copy.is_floating_point() and _may_be_written(buffer, copy))):
-                self.is_counted[names[0]] = is_counted
-            if is_new or is_counted or names[0] in self.is_counted:
-                written.append((names, now[names[0]], is_new))
-        self._check_buffers(written)
+            is_quiet = self._first and copy.is_floating_point() and _may_be_written(buffer, copy)
+            if new is not copy or _torch.version(copy) != version or is_quiet or names in self._written:
+                self._written.add(names)
+                written.append((names, new, new is not copy))
+            if (new.requires_grad and not (new is not copy and self._level)) or (new is copy and _torch.has_tangent(new)):
+                raise RuntimeError(
+                    f"module '{bound.path}' with P(remat=True) puts a tensor into its buffer '{names[0]}' that has a "
+                    "derivative, which would be lost: expected it detached, or in the result of the module"
+                )
         self._first = False
         return out, tuple(written), tuple(changes), tuple(sorted(call.used_parameters or ()))
 
@@ -207,15 +206,6 @@ class _RecomputedModule:
             if parameters is not None:
                 out[module] |= {"_parameters": parameters, "_buffers": module._buffers}
         return out
-
-    def _check_buffers(self, written: Sequence[_Written]) -> None:
-        """Raise RuntimeError for a derivative that would be lost in a buffer."""
-        for names, buffer, is_new in written:
-            if (buffer.requires_grad and not (is_new and self._level)) or (not is_new and _torch.has_tangent(buffer)):
-                raise RuntimeError(
-                    f"module '{self._bound.path}' with P(remat=True) puts a tensor into its buffer '{names[0]}' that has a "
-                    "derivative, which would be lost: expected it detached, or in the result of the module"
-                )
 
     def _insert_gathered(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return parameters, full where the schedule has gathered them for the first and the last run, and their buffers."""

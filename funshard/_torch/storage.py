@@ -25,7 +25,7 @@ def host_bytes(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def overwrite(target: Tensor, source: Tensor, *, bump_version: bool = True) -> None:
+def overwrite(target: Tensor, source: Tensor) -> None:
     """Write values into a tensor, as kernels do with buffers: torch.func refuses ``copy_`` to what was made outside of it.
 
     Where vmap has batched one of them, ``copy_`` decides. Pinned by ``test_buffers_of_recomputed_modules``.
@@ -34,7 +34,7 @@ def overwrite(target: Tensor, source: Tensor, *, bump_version: bool = True) -> N
         target.copy_(source.detach())
         return
     with below_transforms():
-        (unwrap(target) if bump_version else unwrap(target).data).copy_(unwrap(source))
+        unwrap(target).copy_(unwrap(source))
 
 
 def concat_into(pieces: Sequence[Tensor], out: Tensor) -> Tensor:

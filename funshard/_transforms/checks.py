@@ -35,8 +35,8 @@ _GETTERS = {getattr(torch.Tensor, name).__get__: name for name in ("requires_gra
 def messages_in_stack(name: str) -> dict[Callable[..., Any], str]:
     """Return the errors for what concerns one derivative of a stack: which one that is differs between runs."""
     return {
-        function: f"{name} reads tensor.{attribute}, which in a stack of transforms means one of them, and not the same one when "
-        f"{name} runs again: expected it not to (tensor.detach() for .data, an autograd.Function for a hook), or no remat"
+        function: f"{name} reads tensor.{attribute}, which in a stack of transforms means one of them, and not the same one "
+        f"when {name} runs again: expected it not to (detach() for .data, an autograd.Function for a hook), or no remat"
         for function, attribute in {_torch.DATA: "data", REGISTER_HOOK: "register_hook", **_GETTERS}.items()
     }
 

@@ -235,7 +235,7 @@ def call_recomputed(
 ) -> Any:
     """Return ``call(*roots.values())``, and keep only tensors that can be reached from the roots, and what ``remat`` saves.
 
-    ``name`` and the keys of ``roots`` are what errors call it and its arguments; ``modules`` are those of `RecomputedFunction`. If
+    ``name`` and the keys of ``roots`` are what errors call them; ``modules`` are those of `RecomputedFunction`. If
     ``call`` has a context manager ``last_run``, the last run and its backward are within that.
     """
     fn = RecomputedFunction(call, name, roots, modules, remat)

@@ -217,8 +217,8 @@ class _ReusingRun(_Run):
 
     def _differs(self, op: object, how: str) -> RuntimeError:
         return RuntimeError(
-            f"{self._saved.name} does not run the operators in every run that it ran in its first one, whose results are saved: "
-            f"{op}, {how}; expected the same control flow in each run"
+            f"{self._saved.name} does not run the operators in every run that it ran in its first one, whose results are "
+            f"saved: {op}, {how}; expected the same control flow in each run"
         )
 
 

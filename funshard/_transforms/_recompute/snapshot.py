@@ -72,8 +72,8 @@ def is_watched(value: Any) -> bool:
 class Snapshot:
     """Objects as bytes, each a part that knows the objects of those before; tensors and what all runs share, by number.
 
-    ``tensors`` and shared objects ``others`` have the first numbers. The parts from ``start`` on share the tensors whose ids are
-    in ``constants``, too. Errors are those of pickle, for what it cannot copy.
+    ``tensors`` and shared objects ``others`` have the first numbers. The parts from ``start`` on share the tensors whose ids
+    are in ``constants``, too. Errors are those of pickle, for what it cannot copy.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class _Pickler(pickle.Pickler):
             return _spec, (self.number(obj), obj.bound_mesh)
         if _is_shared(cls):
             return _shared, (self.number(obj),)
-        if _is_plain(cls) and cls.__getstate__ is not getattr(object, "__getstate__", None) and cls.__new__ is object.__new__:
+        own_state = getattr(cls, "__getstate__", None), getattr(cls, "__setstate__", None)  # which may leave something out
+        if _is_plain(cls) and own_state != (getattr(object, "__getstate__", None), None) and cls.__new__ is object.__new__:
             return copyreg.__newobj__, (cls,), _read_attributes(obj), None, None, _fill_object  # pyright: ignore
         return NotImplemented
 
@@ -237,7 +238,7 @@ class _Placer(_Pickler):
         return self.number(self._placed[id(obj)]) if id(obj) in self._placed else None
 
 
-def write_back(before: Snapshot, loaded: _Unpickler, out: Any, tensors: Mapping[int, Tensor], *, has_changes: bool) -> Any:
+def write_back(before: Snapshot, loaded: _Unpickler, out: Any, tensors: dict[int, Tensor], *, has_changes: bool) -> Any:
     """Fill the caller's objects as a run has left its copies of them, and return its result with the caller's objects in it.
 
     ``before`` has the caller's objects, ``loaded`` the copies, and ``tensors`` what stands for the run's, by id. TypeError for
@@ -245,7 +246,7 @@ def write_back(before: Snapshot, loaded: _Unpickler, out: Any, tensors: Mapping[
     """
     copies: dict[int, Any] = loaded.memo.copy()
     pairs = [(obj, copies[i]) for i, obj in before.pickler.memo.copy().values()]  # pyright: ignore[reportAssignmentType]
-    placed = {id(copy): obj for obj, copy in pairs} | tensors
+    placed: dict[int, Any] = {id(copy): obj for obj, copy in pairs} | tensors
     changed: list[Any] = []
     contents: list[Any] = []
     for obj, copy in pairs if has_changes else ():
