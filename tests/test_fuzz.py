@@ -113,7 +113,7 @@ MAY_BE_REFUSED: dict[str, set[str]] = {
     "Batching rule not implemented for aten::lstm": {"Lstm"},  # recomputed on simulated ranks
     "Batching rule not implemented for aten::div.out": {"spectral_norm"},  # recomputed for each sample
     "attempting to call Tensor.requires_grad_()": {"InnerAutograd"},  # clipped, whose units are differentiated one by one
-    "its result[0] was torch.float32 of shape": {"AutocastSingle"},  # recomputed for each sample
+    "a tensor was torch.float32 of shape": {"AutocastSingle"},  # recomputed for each sample
 }
 """The pieces that may be refused, by what the error says. Any other refusal is a defect."""
 FLOOR = 0.6

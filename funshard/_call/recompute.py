@@ -101,7 +101,7 @@ def _recompute_module(
         },
     }
     remat = remat_of(outer.spec.by_path[bound.path]) or RECOMPUTE_ALL
-    out, written, changes, _ = call_recomputed(
+    out, written, changes = call_recomputed(
         run, f"module '{bound.path}' with P(remat=True)", roots, [*bound.distinct.values()], remat=remat
     )
     for path, values, removed in changes:
@@ -150,12 +150,13 @@ class _RecomputedModule:
         self._gathered_units = units
         # a backward that nobody comes back to runs it with these
         self._leases = [one.hold_for_inner_run() for one in units]
+        self._read = set[str]()
         self._written: set[tuple[str, ...]] = set()  # the buffers that a run has written
 
     def __call__(
         self, params: Params, given: Sequence[Tensor], spec: PartitionSpec, replaced: Replaced, *arguments: Any
-    ) -> tuple[Any, tuple[_Written, ...], tuple[_Changes, ...], tuple[str, ...]]:
-        """Return the module's result, written buffers, changed attributes, and the names of the parameters that it has read."""
+    ) -> tuple[Any, tuple[_Written, ...], tuple[_Changes, ...]]:
+        """Return the module's result, the buffers that it has written, and its changed attributes."""
         bound, (count, *keys), own = self._bound, self._arguments, arguments[-1]
         copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
@@ -189,8 +190,14 @@ class _RecomputedModule:
                     f"module '{bound.path}' with P(remat=True) puts a tensor into its buffer '{names[0]}' that has a "
                     "derivative, which would be lost: expected it detached, or in the result of the module"
                 )
-        self._first = False
-        return out, tuple(written), tuple(changes), tuple(sorted(call.used_parameters or ()))
+        used = call.used_parameters or set()
+        self._read, self._first = used if self._first else self._read, False
+        if used != self._read:
+            raise RuntimeError(
+                f"module '{bound.path}' with P(remat=True) reads other parameters in one of its runs than in the first one: "
+                f"{min(used ^ self._read)!r} in one of them only; expected the same control flow in each run"
+            )
+        return out, tuple(written), tuple(changes)
 
     def _make_attributes(self, copied: _Own) -> ModuleAttributes:
         for path, attributes in self.attributes.items() if self._first else ():

@@ -273,9 +273,11 @@ class _RecomputeFunction(_torch.Function):
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.fn = fn = inputs[0]  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(fn, RecomputedFunction) and fn.constants:
-            ctx.mark_non_differentiable(*itertools.compress(output, fn.constants))
-        ctx.differentiable = tuple(_is_differentiable(x) for x in output)  # pyright: ignore[reportAttributeAccessIssue]
+        constants = (isinstance(fn, RecomputedFunction) and fn.constants) or (False,) * len(output)
+        ctx.mark_non_differentiable(*itertools.compress(output, constants))
+        ctx.differentiable = tuple(  # pyright: ignore[reportAttributeAccessIssue]
+            (x.is_floating_point() or x.is_complex()) and not constant for x, constant in zip(output, constants, strict=True)
+        )
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
         ctx.set_materialize_grads(False)
@@ -328,10 +330,6 @@ def _mark_freed(operands: Sequence[Tensor], grads: Sequence[Tensor | None]) -> l
     given = [g for g in grads if g is not None]
     values = iter(given if of is None else mark_graph_freed(of, given))
     return [None if g is None else next(values) for g in grads]
-
-
-def _is_differentiable(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _fill_mask(tensors: Iterable[Tensor | None], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
