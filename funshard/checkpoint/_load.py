@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
 from typing import Any, BinaryIO
 
 import torch
@@ -167,18 +166,13 @@ class _StoredTensors:
     def __init__(self, directory: AnyPath, checksums: Mapping[str, Mapping[str, int]], check: bool) -> None:
         self._directory, self._checksums, self._check = directory, checksums, check
         self._tensors, self._places = read_metadata(directory)
+        cleaned = Counter(map(clean_name, self._tensors))
+        keys = {clean_name(key): key for key in self._tensors if cleaned[clean_name(key)] == 1}
+        self._keys = keys | {key: key for key in self._tensors}
 
     def find_key(self, names: Sequence[str]) -> str | None:
         """Return the key of the tensor that has one of these names."""
-        keys = (key for name in names for key in (name, self._keys.get(name)))
-        return next((key for key in keys if key is not None and key in self._tensors), None)
-
-    @cached_property
-    def _keys(self) -> dict[str, str]:
-        out: dict[str, str] = {}
-        for key in self._tensors:
-            out[clean_name(key)] = "" if clean_name(key) in out else key
-        return {name: key for name, key in out.items() if key}
+        return next((self._keys[name] for name in names if name in self._keys), None)
 
     def find_tensor(self, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
         """Return the tensor that has one of these names, whose boxes tile it and are each in a file."""
