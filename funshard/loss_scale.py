@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,13 +14,14 @@ from ._core.checks import bind_spec, check_spec
 from ._core.layout import Params
 from ._core.spec import PartitionSpec
 from ._gone import raise_gone
-from ._slices.finite import agree_finite, find_nonfinite
-from ._slices.finite import select_if_finite as select
+from ._slices.finite import agree_finite, find_nonfinite, select_if_finite
 from ._torch.phases import LOGGER
 
 __all__ = ["dynamic", "select"]
 
 __getattr__ = raise_gone(__name__)
+
+Tree = TypeVar("Tree")
 
 
 class LossScale(NamedTuple):
@@ -94,3 +95,19 @@ def dynamic(
         return out, LossScale(new, torch.where(finite & ~grows, good, 0), finite)
 
     return init, update
+
+
+def select(finite: Tensor, new: Tree, old: Tree) -> Tree:
+    """Return ``new`` if ``finite``, else ``old``: parameters and optimizer state from before a bad step.
+
+    Args:
+        finite: A bool scalar, as in the state of `dynamic`.
+        new: A pytree of tensors.
+        old: A pytree of the same structure (otherwise ValueError).
+
+    Example:
+        >>> import torch, funshard as fs
+        >>> fs.loss_scale.select(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
+        {'w': tensor([0., 0.])}
+    """
+    return select_if_finite(finite, new, old)
