@@ -184,8 +184,6 @@ class Timeline:
 
 Init = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 """The function of an optimizer that returns its state before the first step."""
-StateBytes = dict[str, dict[str, int]]
-"""By unit key, then by kind and dtype of state such as "exp_avg float32", bytes."""
 
 
 class UnitBytes(NamedTuple):
@@ -235,34 +233,22 @@ def make_shard(spec: PartitionSpec, unit: Unit, device: torch.device | None = No
     return torch.empty(length, dtype=dtype, device=device)
 
 
-def state_bytes(spec: PartitionSpec, init: Init | None) -> StateBytes:
-    """Return the bytes of each unit's optimizer state, from shapes alone: ``init`` runs on fake tensors."""
-    if init is None:
-        return {}
+def unit_bytes(spec: PartitionSpec, init: Init | None) -> dict[str, UnitBytes]:
+    """Return what one rank holds of each unit between steps, from shapes alone: ``init`` runs on fake tensors."""
     with _torch.fake_mode():
         shards = {unit.key: make_shard(spec, unit) for unit in spec if not unit.at_rest}
-        states = init({key: shard.requires_grad_(spec.by_key[key].requires_grad) for key, shard in shards.items()})
-    found: StateBytes = {}
+        shards = {key: shard.requires_grad_(spec.by_key[key].requires_grad) for key, shard in shards.items()}
+        states = init(shards) if init else {}
+    optimizer = dict.fromkeys(spec.by_key, 0)
     for path, x in pytree.tree_flatten_with_path(states)[0]:
-        keys: list[Any] = [part.key if isinstance(part, pytree.MappingKey) else None for part in path]
-        at = next((i for i, key in enumerate(keys) if key in spec.by_key), None)
-        if at is not None and isinstance(x, Tensor) and x.dim():
-            # Of a composed optimizer's state the fields' names, such as "average", but for those that lead to another state.
-            fields = [part.name for part in path[:at] if isinstance(part, pytree.GetAttrKey) and part.name != "inner"]
-            slots = [*fields, *(str(getattr(part, "key", getattr(part, "name", part))) for part in path[at + 1 :])]
-            name, kinds = f"{'.'.join(slots)} {str(x.dtype).removeprefix('torch.')}", found.setdefault(keys[at], {})
-            kinds[name] = kinds.get(name, 0) + x.nbytes
-    return found
-
-
-def unit_bytes(spec: PartitionSpec, state: StateBytes) -> dict[str, UnitBytes]:
-    """Return what one rank holds of each unit between steps."""
+        key = next((part.key for part in path if isinstance(part, pytree.MappingKey) and part.key in optimizer), None)
+        if key is not None and isinstance(x, Tensor) and x.dim() and spec.by_key[key].requires_grad:
+            optimizer[key] += x.nbytes
     found: dict[str, UnitBytes] = {}
     for unit in spec:
         length, dtype = spec.stored(unit)
-        padding, optimizer = spec.padded_numel(unit) - unit.numel, sum(state.get(unit.key, {}).values())
-        sizes = padding, length * dtype.itemsize, optimizer if unit.requires_grad else 0
-        found[unit.key] = UnitBytes(spec.size(unit), unit.numel, *sizes, is_on_host(unit, spec))
+        sizes = unit.numel, spec.padded_numel(unit) - unit.numel, length * dtype.itemsize, optimizer[unit.key]
+        found[unit.key] = UnitBytes(spec.size(unit), *sizes, is_on_host(unit, spec))
     return found
 
 

@@ -19,14 +19,12 @@ from .costs import (
     Category,
     Event,
     Hardware,
-    StateBytes,
     Timeline,
     UnitBytes,
     format_bytes,
     format_seconds,
     map_p,
     resolve_optimizer,
-    state_bytes,
     unit_bytes,
 )
 from .picture import draw_plan
@@ -84,11 +82,10 @@ class Plan(Timeline):
         hardware: Hardware,
         events: Sequence[Event],
         units: dict[str, UnitBytes],
-        optimizer_state: StateBytes,
         batch_bytes: int,
         **step: Any,
     ) -> None:
-        self.spec, self.units, self.optimizer_state, self.batch_bytes = spec, units, optimizer_state, batch_bytes
+        self.spec, self.units, self.batch_bytes = spec, units, batch_bytes
         self.tokens = count_tokens(step["batch"])
         self.has_activations = step["step"] is not None
         self._step = step  # the arguments of `plan` for another spec
@@ -206,7 +203,6 @@ def plan(
     if not isinstance(hardware, Hardware | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"plan: hardware: expected a Hardware such as fs.Hardware(memory='80GB'), or None, got {hardware!r}")
     init, tokens = resolve_optimizer(optimizer)[0], count_tokens(batch)
-    state = state_bytes(spec, init)
-    units = unit_bytes(spec, state)
+    units = unit_bytes(spec, init)
     events, size = record_step(step, spec, batch, init) if step else (record_schedule(spec, units, tokens), 0)
-    return Plan(spec, hardware or Hardware(), events, units, state, size, batch=batch, step=step, optimizer=optimizer)
+    return Plan(spec, hardware or Hardware(), events, units, size, batch=batch, step=step, optimizer=optimizer)

@@ -8,7 +8,7 @@ import inspect
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,15 +75,7 @@ class StepRecorder(_torch.DispatchMode):
     parameters and gradients is allocated, and ``tensor.to("cpu")`` gives tensors of the device that count as the host's.
     """
 
-    def __init__(
-        self,
-        shards: Mapping[str, Tensor],
-        axes: Mapping[str, tuple[str, int]],
-        device: torch.device,
-        *,
-        on_host: Collection[str] = (),
-        has_layers: bool = True,
-    ) -> None:
+    def __init__(self, device: torch.device, axes: Mapping[str, tuple[str, int]], *, has_layers: bool) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.phase: Phase = "forward"
@@ -92,10 +84,6 @@ class StepRecorder(_torch.DispatchMode):
         self._device, self._has_layers = device, has_layers
         self._allocates_on_host = self._was_backward = False
         self._storages: dict[int, _Storage] = {}
-        self.hold([*shards.values()])
-        for key, shard in shards.items():
-            storage = self._find(shard)
-            storage.unit, storage.shard_numel, storage.is_on_host = key, shard.numel(), storage.is_on_host or key in on_host
 
     def add(self, kind: EventKind, memory: Mapping[Category, int] | None = None, **fields: Any) -> int:
         """Add an event of the unit that is worked on, and return its index."""
@@ -106,6 +94,10 @@ class StepRecorder(_torch.DispatchMode):
         """Leave out the tensors in a tree: they are held between steps."""
         for x in (x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)):
             self._storages.setdefault(_torch.storage_id(x), self._find(x))
+
+    def hold_shard(self, unit: str, shard: Tensor, *, on_host: bool) -> None:
+        """Leave out a shard, and know whose it is."""
+        self._storages[_torch.storage_id(shard)] = _Storage("parameters", 0, on_host, unit, shard.numel())
 
     def wait(self, inputs: Iterable[Tensor]) -> None:
         """Add the wait for the copies that fill these tensors."""
@@ -236,7 +228,7 @@ def _record(
 ) -> list[Event]:
     """Return the events of ``run(spec, shards, recorder)`` on ranks in name only, and on tensors of shapes alone."""
     sizes = dict(spec.bound_mesh.sizes)
-    on_host = [unit.key for unit in spec if is_on_host(unit, spec)]
+    on_host = {unit.key: is_on_host(unit, spec) for unit in spec}
     with (
         _torch.named_groups(sizes, device) as names,
         torch.inference_mode(False),
@@ -244,10 +236,11 @@ def _record(
         contextlib.nullcontext() if device == META else _torch.fake_mode(),
     ):
         spec = spec.on(Mesh(tuple((axis, ProcessAxis(size, 0, names[axis])) for axis, size in sizes.items()), device.type))
-        places = {unit.key: HOST if has_layers and unit.key in on_host else device for unit in spec}
-        shards = {unit.key: make_shard(spec, unit, places[unit.key]) for unit in spec}
-        axes = {names[axis]: (axis, size) for axis, size in sizes.items()}
-        recorder = StepRecorder(shards, axes, device, on_host=on_host, has_layers=has_layers)
+        recorder = StepRecorder(device, {names[axis]: (axis, size) for axis, size in sizes.items()}, has_layers=has_layers)
+        shards: dict[str, Tensor] = {}
+        for unit in spec:
+            shards[unit.key] = make_shard(spec, unit, HOST if has_layers and on_host[unit.key] else device)
+            recorder.hold_shard(unit.key, shards[unit.key], on_host=on_host[unit.key])
         result = run(spec, shards, recorder)
         events = [*recorder.events]
         del result  # whose release is none of them
