@@ -97,7 +97,7 @@ else:
     spec = fs.by_type(Block)(model)
     params = {key: shard.to(device) for key, shard in fs.shard(model, spec).items()}
     params = trained(model, spec, params, text("*.py", 8_000_000)[0], args.pretrain, "pretraining")
-    model.load_state_dict(fs.gather_full(params, spec, offload_to_cpu=True))
+    model.load_state_dict(fs.unshard(params, spec, offload_to_cpu=True))
 
 # --- frozen, with adapters beside every matrix of its blocks ---
 
@@ -135,7 +135,7 @@ if rank == 0:
 
 # --- merged: what is quantized is gathered as what it was computed with ---
 
-full = fs.gather_full(params, spec)
+full = fs.unshard(params, spec)
 merged: fs.Params = {}
 for name, p in full.items():
     path, _, kind = name.partition(".base.")

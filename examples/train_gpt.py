@@ -252,7 +252,7 @@ with torch.no_grad():
     if rank == 0:
         print("sample:\n" + bytes(ids[0].tolist()).decode(errors="replace"))
 if args.save:
-    full = fs.gather_full(params, spec, rank0_only=True, offload_to_cpu=True)
+    full = fs.unshard(params, spec, rank0_only=True, offload_to_cpu=True)
     if rank == 0:
         torch.save(full, args.save)
 if dist.is_initialized():

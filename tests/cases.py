@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import strategies
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -42,13 +43,13 @@ def roots(sizes: Sizes) -> st.SearchStrategy[P]:
 
 def specs(model: nn.Module, sizes: Sizes) -> st.SearchStrategy[PartitionSpec]:
     """Specs of one model on one mesh, by every kind of policy."""
-    return st.builds(lambda policy, p: _on(policy, p)(model).on(sizes), fs.testing.policies(model), roots(sizes))
+    return st.builds(lambda policy, p: _on(policy, p)(model).on(sizes), strategies.policies(model), roots(sizes))
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    model, sizes = draw(fs.testing.modules()), draw(fs.testing.meshes())
-    full = fs.testing.integers_like(model, draw(st.integers(0, 99)))
+    model, sizes = draw(strategies.modules()), draw(strategies.meshes())
+    full = strategies.integers_like(model, draw(st.integers(0, 99)))
     return Case(model, full, sizes, draw(specs(model, sizes)))
 
 

@@ -67,17 +67,17 @@ def load(folder: Path) -> None:
     got = fs.checkpoint.load(folder / "funshard", spec)
     assert [got.pop(key) for key in ("step", "losses", "seen")] == [expected.pop(key) for key in ("step", "losses", "seen")]
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    full = fs.gather_full(expected["params"], spec)
-    exported = fs.gather_full(fs.checkpoint.read_safetensors(folder / "exported", spec), spec)
+    full = fs.unshard(expected["params"], spec)
+    exported = fs.unshard(fs.checkpoint.read_safetensors(folder / "exported", spec), spec)
     torch.testing.assert_close(exported, full, rtol=0, atol=0)
     model, optimizer = train_with_torch()
     blank = fs.shard(build_model(), spec)
     init, _ = fs.optim.from_torch(torch.optim.AdamW, **OPTIONS)
     found = fs.checkpoint.load(folder / "dcp", spec, like={"model": blank, "optim": {"state": init(blank)}})
-    torch.testing.assert_close(fs.gather_full(found["model"], spec), dict(model.named_parameters()), rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(fs.unshard(found["model"], spec), dict(model.named_parameters()), rtol=1e-2, atol=1e-6)
     averages = {key: slots["exp_avg"] for key, slots in found["optim"]["state"].items()}
     states = {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
-    torch.testing.assert_close(fs.gather_full(averages, spec), states, rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(fs.unshard(averages, spec), states, rtol=1e-2, atol=1e-6)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import strategies
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -39,7 +40,7 @@ class Calls(nn.Module):
 
 def models(max_depth: int = 2) -> st.SearchStrategy[nn.Module]:
     """Models with parameters; some have modules twice and tied weights."""
-    return fs.testing.modules(max_depth=max_depth).filter(lambda m: any(p.numel() for p in m.parameters()))
+    return strategies.modules(max_depth=max_depth).filter(lambda m: any(p.numel() for p in m.parameters()))
 
 
 @st.composite
@@ -58,12 +59,12 @@ MESHES = [{"shard": 1}, {"shard": 2}, {"shard": 4}, {"replicate": 2, "shard": 2}
 @st.composite
 def cases(draw: st.DrawFn, model: st.SearchStrategy[nn.Module] | None = None) -> Case:
     chosen = draw(models() if model is None else model)
-    return chosen, draw(fs.testing.policies(chosen)), draw(st.sampled_from(MESHES))
+    return chosen, draw(strategies.policies(chosen)), draw(st.sampled_from(MESHES))
 
 
 def values(model: nn.Module, seed: int = 0, *, exact: bool = True) -> fs.Params:
     """-1, 0 and 1 as parameters, or a third of these."""
-    return {k: v if exact else v / 3 for k, v in fs.testing.integers_like(model, seed, high=1).items()}
+    return {k: v if exact else v / 3 for k, v in strategies.integers_like(model, seed, high=1).items()}
 
 
 def inputs(sizes: Mapping[str, int], *, exact: bool = True) -> Tensor:

@@ -105,7 +105,7 @@ for step in range(first, args.steps):
             file.write(f"{step} {now}\n")
     if step % 100 == 0:
         streamed = {name: full.double().sum() for name, full in fs.stream_full(params, spec, bucket=20_000)}
-        assert streamed == {name: full.double().sum() for name, full in fs.gather_full(params, spec).items()}
+        assert streamed == {name: full.double().sum() for name, full in fs.unshard(params, spec).items()}
     if (step + 1) % args.every == 0:
         if saving is not None:
             saving.wait()
@@ -116,7 +116,7 @@ for step in range(first, args.steps):
         saving = fs.checkpoint.save(args.folder / "states" / f"step-{step + 1:06d}", everything, spec, asynchronous=True)
 if saving is not None:
     saving.wait()
-full = fs.gather_full(params, spec, rank0_only=True)
+full = fs.unshard(params, spec, rank0_only=True)
 if rank == 0:
     torch.save(full, args.folder / "end.pt")
 dist.destroy_process_group()

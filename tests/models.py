@@ -247,7 +247,7 @@ def assert_mean_gradients(made: Architecture, rank: int, policies: Mapping[str, 
         for by in (fs.grad_and_value, torch.func.grad_and_value):
             where = f"{name} {by.__module__}"
             with unchanged(made.model), warnings.catch_warnings():
-                warnings.simplefilter("ignore", fs.BufferWarning)  # of statistics, which are not what is compared
+                warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)  # of statistics, which are not what is compared
                 got, value = by(loss)(params)
             assert (value.dtype, value.shape) == (losses[rank].dtype, losses[rank].shape), where
             torch.testing.assert_close(value, losses[rank], **EXACT, msg=lambda m, w=where: f"{w}: {m}")

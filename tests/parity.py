@@ -148,4 +148,4 @@ def check_parity(
             theirs.step()
             full = {name: p.detach() for name, p in reference.named_parameters()}
             same(fs.combine(trainable, frozen), fs.shard(full, spec, rank=rank), f"parameters after step {step}")
-    return fs.gather_full(fs.combine(trainable, frozen), spec)
+    return fs.unshard(fs.combine(trainable, frozen), spec)

@@ -134,7 +134,7 @@ def measured_peak(case: Case, p: P, optimizer: Any, mesh: dict[str, int], batch:
         return measured.peak_bytes(build, case.make, batch)
 
 
-def planned(case: Case, p: P, optimizer: Any, mesh: dict[str, int], batch: tuple[Tensor, ...]) -> fs.Plan:
+def planned(case: Case, p: P, optimizer: Any, mesh: dict[str, int], batch: tuple[Tensor, ...]) -> fs._plan.plan.Plan:
     model = case.make()
     spec = case.policy(p)(model).on({"expert": 1, **mesh} if case.value is moe_value else mesh)
     return fs.plan(spec, batch=batch, step=step_of(case, fs.skeleton(model), optimizer), optimizer=optimizer)

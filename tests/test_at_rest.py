@@ -162,7 +162,7 @@ def on_ranks(rank: int, ranks: int, how: str, name: str, way: str) -> None:
     assert_close(value, losses[rank], **EXACT)
     for key, g in by_name(got, spec).items():
         assert_close(g, grads[key], **EXACT)
-    full = fs.gather_full(fs.combine(trained, frozen), spec)
+    full = fs.unshard(fs.combine(trained, frozen), spec)
     for key, p in quantized(model, codec).named_parameters():
         assert torch.equal(full[key], p)
 
@@ -186,11 +186,11 @@ def test_hybrid_shards_leave_and_enter(rank: int) -> None:
     for key, g in by_name(got, spec).items():
         assert_close(g, grads[key], **EXACT)
     wanted = dict(quantized(model, codec).named_parameters())
-    first = fs.gather_full(trained | frozen, spec, rank0_only=True)
+    first = fs.unshard(trained | frozen, spec, rank0_only=True)
     assert first.keys() == (wanted.keys() if rank == 0 else set())
     assert all(torch.equal(first[name], wanted[name]) for name in first)
     source = {name: p.detach() for name, p in model.named_parameters()} if rank == 1 else None
-    scattered = fs.scatter_full(source, spec, src=1)
+    scattered = fs.shard(source, spec, src=1)
     for key, shard in (trained | frozen).items():
         assert torch.equal(scattered[key], shard), key
     assert all(torch.equal(a, scattered[key]) for key, a in fs.shard(model, spec, src=1).items())
@@ -240,9 +240,9 @@ def test_hooks_meshes_of_two_axes_and_overrides(rank: int, name: str) -> None:
                 for key, g in by_name(got, spec).items():
                     assert_close(g, grads[key], **EXACT)
         at_rest = {param.name for unit in spec if unit.at_rest for param in unit.params}
-        full = fs.gather_full(params, spec)
+        full = fs.unshard(params, spec)
         assert all(torch.equal(full[name], (wanted if name in at_rest else values)[name]) for name in values)
-        scattered = fs.scatter_full(values if rank == 3 else None, spec, src=3)
+        scattered = fs.shard(values if rank == 3 else None, spec, src=3)
         assert all(torch.equal(scattered[key], shard) for key, shard in params.items())
         # once decoded, values are fixed points: bytes of any other slices are theirs
         for other in depth([before], [*specs.values()]):
@@ -452,7 +452,7 @@ def test_refused() -> None:
     for call in (
         lambda: fs.functional_call(model, params | wrong, XS[0], spec=spec),
         lambda: fs.unshard(params | wrong, spec),
-        lambda: fs.gather_full(params | wrong, spec),
+        lambda: fs.unshard(params | wrong, spec),
         lambda: fs.functional_call(model, params | {"0:frozen": params["0:frozen"][:-1]}, XS[0], spec=spec),
     ):
         with pytest.raises(ValueError, match=rf"unit '0:frozen' is at rest in nf4\(block=8\): expected its {bytes_of} bytes"):

@@ -399,7 +399,10 @@ def test_a_context_is_left_where_it_was_entered() -> None:
 
 def test_a_compiled_unit_runs_without_compilation() -> None:
     model, spec, (x, _) = layers(P("shard", compile=fs.Compile(backend="eager")))
-    with fs.transforms_attention(BLOCK), pytest.warns(fs.CompileWarning, match="attention is that of fs.transforms_attention"):
+    with (
+        fs.transforms_attention(BLOCK),
+        pytest.warns(fs._call.compiled_unit.CompileWarning, match="attention is that of fs.transforms_attention"),
+    ):
         fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())(fs.shard(model, spec))
 
 

@@ -104,7 +104,7 @@ def auxiliary_loss(p: P) -> None:
             assert left["0.calls"] == 2
             return out.square().mean() + left["0.aux_loss"] + left["1.aux_loss"]
 
-        torch.testing.assert_close(fs.gather_full(grad(loss)(params), spec), want, **EXACT)
+        torch.testing.assert_close(fs.unshard(grad(loss)(params), spec), want, **EXACT)
         assert [m.aux_loss for m in model] == [0.0, 0.0]
 
 
@@ -152,7 +152,7 @@ def test_what_a_container_of_a_module_caches(kind: str, strategy: str) -> None:
         assert [m.cache for m in model] == [empty, empty]
     want = plain(model, lambda: model(x).square().mean())
     for one in grads:
-        torch.testing.assert_close(fs.gather_full(one, spec), want, **EXACT)
+        torch.testing.assert_close(fs.unshard(one, spec), want, **EXACT)
 
 
 class Collecting(nn.Module):
@@ -189,7 +189,7 @@ def test_losses_that_the_model_itself_collects(how: str, strategy: str) -> None:
             assert model.losses == []
             assert [router.aux_loss for router in model.routers] == [0.0, 0.0]
             twin = copy.deepcopy(model)
-            torch.testing.assert_close(fs.gather_full(grads, spec), plain(twin, lambda twin=twin: twin(x)), **EXACT)
+            torch.testing.assert_close(fs.unshard(grads, spec), plain(twin, lambda twin=twin: twin(x)), **EXACT)
 
 
 def test_containers_are_put_back_after_an_error() -> None:
@@ -289,7 +289,9 @@ HARMLESS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::funshard.BufferWarning", "ignore:RNN module weights")
+@pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::funshard._call.buffers.BufferWarning", "ignore:RNN module weights"
+)
 @every(strategy=STRATEGIES, kind=HARMLESS)
 def test_what_libraries_leave_is_no_error(kind: str, strategy: str) -> None:
     """Weights that hooks compute anew in each forward, lists of weights, constants, and states where None was before."""
@@ -306,6 +308,6 @@ def test_what_libraries_leave_is_no_error(kind: str, strategy: str) -> None:
         def loss(q: fs.Params, attributes: Any = "*.by_length" if unknown else ()) -> Tensor:
             return fs.functional_call(model, q, x, spec=spec, attributes=attributes)[0].square().mean()
 
-        torch.testing.assert_close(fs.gather_full(grad(loss)(params), spec), want, **EXACT)
+        torch.testing.assert_close(fs.unshard(grad(loss)(params), spec), want, **EXACT)
         with pytest.raises(RuntimeError, match="'by_length'") if unknown else contextlib.nullcontext():
             grad(functools.partial(loss, attributes=()))(params)

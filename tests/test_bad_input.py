@@ -17,6 +17,7 @@ from torch import nn
 
 import funshard as fs
 from funshard import P, Params, PartitionSpec
+from funshard._transforms import products
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False))
 SPEC = fs.by_type(nn.Linear, p=fs.P("shard", align=4))(MODEL).on({"shard": 2})
@@ -90,7 +91,7 @@ TIED[1].weight = TIED[0].weight
 ON_TIED = fs.policies.whole()(TIED)
 TAKE_FULL: dict[str, Callable[[Params], object]] = {
     "shard": lambda params: fs.shard(params, ON_TIED),
-    "scatter_full": lambda params: fs.scatter_full(params, ON_TIED),
+    "scatter_full": lambda params: fs.shard(params, ON_TIED, src=0),
     "functional_call": lambda params: fs.functional_call(TIED, params, (X,), spec=ON_TIED),
     "differentiated": lambda params: torch.func.vjp(lambda p: fs.shard(p, ON_TIED), params),
 }
@@ -359,7 +360,7 @@ BY_AUTOGRAD: dict[str, Callable[[Params], object]] = {
     "grad": lambda params: fs.grad(square)(params, X),
     "accumulate": lambda params: fs.accumulate(square, params, [X], spec=ONE),
     "update_in_backward": lambda params: fs.update_in_backward(IDENTITY[1], square, params, IDENTITY[0](params), [X], spec=ONE),
-    "ggnvp": lambda params: fs.ggnvp(
+    "ggnvp": lambda params: products.ggnvp(
         lambda p: fs.functional_call(MODEL, p, (X,), spec=ONE), lambda y: y.square().sum(), params, params
     ),
 }

@@ -35,7 +35,7 @@ class Block(nn.Module):
 torch.manual_seed(5)
 MORE = (Block(4) for _ in range(depth(0, 1)))
 PLAIN = nn.Sequential(nn.Linear(3, 4), *MORE, nn.BatchNorm1d(4, momentum=None, affine=False), Block(4)).double()
-MODEL = fs.convert_sync_batchnorm(PLAIN)
+MODEL = fs.SyncBatchNorm.convert_sync_batchnorm(PLAIN)
 FULL = {name: p.detach() for name, p in PLAIN.named_parameters()}
 BUFFERS = {name: b.clone() for name, b in PLAIN.named_buffers()}
 V = {name: p.cos() for name, p in FULL.items()}
@@ -165,7 +165,7 @@ def test_padded_micro_batches(gloo2: Pool, layout: str) -> None:
 def on_grid(rank: int, axes: str | None) -> dict[str, Tree]:
     mesh = Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     global MODEL
-    before, MODEL = MODEL, fs.convert_sync_batchnorm(PLAIN, axes=axes)
+    before, MODEL = MODEL, fs.SyncBatchNorm.convert_sync_batchnorm(PLAIN, axes=axes)
     try:
         return synced(mesh, batch(4, 4, 4, 4)[rank], fs.P("shard"))
     finally:
@@ -204,7 +204,7 @@ def normed(norm: nn.Module, steps: list[Tensor]) -> tuple[list[Tensor], list[Ten
 
 
 def alone(rank: int, norm: nn.Module, steps: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor], Tree, Tensor]:
-    return normed(fs.convert_sync_batchnorm(norm), [xs[rank] for xs in steps])
+    return normed(fs.SyncBatchNorm.convert_sync_batchnorm(norm), [xs[rank] for xs in steps])
 
 
 @settings(max_examples=depth(10, 250))
@@ -260,7 +260,9 @@ def test_compiled(rank: int) -> None:
     The same step eager, compiled in both ways, and recorded.
     """
     norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    model = fs.convert_sync_batchnorm(copy.deepcopy(norm), axes=("replicate", "shard"))  # which the world does not have
+    model = fs.SyncBatchNorm.convert_sync_batchnorm(
+        copy.deepcopy(norm), axes=("replicate", "shard")
+    )  # which the world does not have
     grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     spec, xs = fs.policies.whole()(model).on(grid), batch(4, 4)
     full, statistics = dict(norm.named_parameters()), {name: b.clone() for name, b in norm.named_buffers()}
@@ -323,7 +325,7 @@ def test_low_precision(rank: int) -> None:
     """bfloat16 inputs: statistics in float32, output as the input, as BatchNorm gives it."""
     x = (100 + torch.randn(2, 64, 3, generator=torch.Generator().manual_seed(1))).bfloat16()
     norm = nn.BatchNorm1d(3)
-    out = fs.convert_sync_batchnorm(norm)(x[rank])
+    out = fs.SyncBatchNorm.convert_sync_batchnorm(norm)(x[rank])
     assert out.dtype == torch.bfloat16
     assert_close(out, norm(x.flatten(0, 1)).unflatten(0, (2, 64))[rank], rtol=2e-2, atol=2e-2)
 
@@ -341,7 +343,7 @@ def test_conversion() -> None:
     hooked: list[nn.Module] = []
     shared.register_forward_hook(lambda module, *_: hooked.append(module))
     with unchanged(model):
-        ours = fs.convert_sync_batchnorm(model, axes="shard")
+        ours = fs.SyncBatchNorm.convert_sync_batchnorm(model, axes="shard")
     assert {n: id(t) for n, t in model.state_dict(keep_vars=True).items()} == {
         n: id(t) for n, t in ours.state_dict(keep_vars=True).items()
     }
@@ -352,8 +354,8 @@ def test_conversion() -> None:
     assert type(ours["c"]) is nn.Linear
     ours["a"](torch.randn(2, 3, 4, 4))
     assert hooked == [ours["a"]]
-    assert isinstance(fs.convert_sync_batchnorm(shared), fs.SyncBatchNorm)
-    assert isinstance(fs.convert_sync_batchnorm(nn.SyncBatchNorm(3)), fs.SyncBatchNorm)
+    assert isinstance(fs.SyncBatchNorm.convert_sync_batchnorm(shared), fs.SyncBatchNorm)
+    assert isinstance(fs.SyncBatchNorm.convert_sync_batchnorm(nn.SyncBatchNorm(3)), fs.SyncBatchNorm)
 
 
 @pytest.mark.parametrize(
@@ -363,8 +365,11 @@ def test_conversion() -> None:
         (lambda: fs.SyncBatchNorm(3)(torch.ones(3)), r"\[samples, 3, \.\.\.\], got shape \[3\]"),
         (lambda: fs.SyncBatchNorm(3)(torch.ones(1, 3)), r"more than 1 value per channel in training, got shape \[1, 3\]"),
         (lambda: fs.SyncBatchNorm(3, axes="node")(torch.ones(2, 3)), r"unknown mesh axis 'node'"),
-        (lambda: fs.convert_sync_batchnorm(nn.Sequential(Own(2))), r"module '0' of Own has a forward of its own"),
-        (lambda: fs.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d())), r"module '0': expected initialised"),
+        (lambda: fs.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(Own(2))), r"module '0' of Own has a forward of its own"),
+        (
+            lambda: fs.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d())),
+            r"module '0': expected initialised",
+        ),
     ],
 )
 def test_errors(call: Callable[[], object], match: str) -> None:

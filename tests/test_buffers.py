@@ -58,7 +58,7 @@ def pretrained() -> nn.Sequential:
 BATCH_NORM = r"buffers '0\.1\.running_mean', '0\.1\.running_var', '0\.1\.num_batches_tracked' and 3 more in copies"
 CHANGED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "batch": (with_batch_norm, (4, 3), BATCH_NORM),
-    "sync": (lambda: fs.convert_sync_batchnorm(with_batch_norm()), (4, 3), BATCH_NORM),
+    "sync": (lambda: fs.SyncBatchNorm.convert_sync_batchnorm(with_batch_norm()), (4, 3), BATCH_NORM),
     "instance": (
         lambda: Block(nn.InstanceNorm1d(3, affine=True, track_running_stats=True)),
         (2, 3, 5),
@@ -94,7 +94,7 @@ def test_changes_that_are_lost_are_said_once(kind: str, way: str, remat: bool) -
     params = fs.shard(model, spec)
     step = WAYS[way](lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())
     with unchanged(model):
-        with pytest.warns(fs.BufferWarning, match=match) as caught:
+        with pytest.warns(fs._call.buffers.BufferWarning, match=match) as caught:
             step(params)
         assert [warning.filename for warning in caught] == [__file__]
         step(params)  # warnings are errors in the tests
@@ -119,7 +119,8 @@ def test_some_buffers_given() -> None:
     spec = fs.policies.whole()(model)
     given = {name: b.clone() for name, b in model.named_buffers() if name.startswith("0")}
     with pytest.warns(
-        fs.BufferWarning, match=r"buffers '1\.1\.running_mean', '1\.1\.running_var', '1\.1\.num_batches_tracked' in"
+        fs._call.buffers.BufferWarning,
+        match=r"buffers '1\.1\.running_mean', '1\.1\.running_var', '1\.1\.num_batches_tracked' in",
     ):
         fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec, buffers=given)
 
@@ -129,9 +130,9 @@ def test_warning_can_be_filtered() -> None:
     model = with_batch_norm()
     spec = fs.policies.whole()(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fs.BufferWarning)
+        warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
         fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec)
-    assert issubclass(fs.BufferWarning, UserWarning)
+    assert issubclass(fs._call.buffers.BufferWarning, UserWarning)
 
 
 @seldom
@@ -141,7 +142,7 @@ def test_said_in_a_compiled_call() -> None:
     spec = fs.policies.whole()(model)
     params = fs.shard(model, spec)
     step = torch.compile(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum(), backend="eager", fullgraph=True)
-    with pytest.warns(fs.BufferWarning, match=r"'0\.1\.running_mean'"):
+    with pytest.warns(fs._call.buffers.BufferWarning, match=r"'0\.1\.running_mean'"):
         step(params)
     step(params)
     model.eval()
@@ -302,7 +303,7 @@ def test_evaluation_without_the_statistics_of_training_is_said_once() -> None:
     model, x = with_batch_norm(), torch.randn(4, 3)
     spec, params, buffers = trained(model)
     fs.functional_call(model.eval(), params, (x,), spec=spec, buffers=buffers)
-    with pytest.warns(fs.BufferWarning, match=INITIAL) as caught:
+    with pytest.warns(fs._call.buffers.BufferWarning, match=INITIAL) as caught:
         fs.functional_call(model, params, (x,), spec=spec)
     assert [warning.filename for warning in caught] == [__file__]
     fs.functional_call(model, params, (x,), spec=spec)
@@ -332,5 +333,7 @@ def test_stale_statistics_of_few_layers_are_named_alone() -> None:
     model = pretrained()
     model[1] = with_batch_norm()[1]
     spec = fs.by_type(Block)(model)
-    with pytest.warns(fs.BufferWarning, match=r"own '1\.1\.running_mean', '1\.1\.running_var': they are those of a new model"):
+    with pytest.warns(
+        fs._call.buffers.BufferWarning, match=r"own '1\.1\.running_mean', '1\.1\.running_var': they are those of a new model"
+    ):
         fs.functional_call(model.eval(), fs.shard(model, spec), (torch.randn(4, 3),), spec=spec)

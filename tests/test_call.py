@@ -158,7 +158,9 @@ def test_buffers_like_torch_func(rank: int) -> None:
     with unchanged(model):
         out = fs.functional_call(model, params, x, spec=spec, buffers=ours)
         assert torch.equal(out, torch.func.functional_call(model, (full, theirs), x))
-        with pytest.warns(fs.BufferWarning, match=r"'1\.running_mean', '1\.running_var', '1\.num_batches_tracked' in copies"):
+        with pytest.warns(
+            fs._call.buffers.BufferWarning, match=r"'1\.running_mean', '1\.running_var', '1\.num_batches_tracked' in copies"
+        ):
             assert torch.equal(out, fs.functional_call(model, params, x, spec=spec))
         with pytest.raises(ValueError, match=r"buffer '1\.nothing' is not in the model"):
             fs.functional_call(model, params, x, spec=spec, buffers={"1.nothing": x})

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import strategies
 import torch
 from depth import every
 from hypothesis import given
@@ -205,7 +206,7 @@ def test_outputs_stay_where_no_input_is_floating() -> None:
 def test_shards_are_those_of_every_precision(shapes: list[tuple[int, int]]) -> None:
     """What was split for one precision is used with another, and then is what it was."""
     model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
-    full = fs.testing.integers_like(model)
+    full = strategies.integers_like(model)
     low, precise = (fs.policies.whole(P("shard", precision=precision))(model) for precision in (Precision(param=BF16), None))
     x = torch.ones(2, 3, shapes[0][0])
 

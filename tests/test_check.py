@@ -321,7 +321,7 @@ def save_alone(rank: int, folder: str) -> str:
             trainer.step()
             saving.wait()
             fs.checkpoint.load(f"{folder}/all", trainer.spec)
-            fs.gather_full(trainer.params, trainer.spec, rank0_only=True)
+            fs.unshard(trainer.params, trainer.spec, rank0_only=True)
             fs.shard(trainer.model, trainer.spec, src=0)
             if rank == 0:
                 fs.checkpoint.save(f"{folder}/alone", trainer.params, trainer.spec)

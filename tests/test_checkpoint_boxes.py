@@ -11,6 +11,7 @@ import pytest
 import torch
 from depth import depth
 from hypothesis import given, settings
+from strategies import integers_like, meshes, modules, policies
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -21,7 +22,6 @@ from funshard.checkpoint._state import leaves as box_file
 from funshard.checkpoint._state.leaves import Box, SliceLeaf, TensorRange, check_tiles, range_to_boxes, share_range, split_range
 from funshard.checkpoint._state.tree import Description
 from funshard.collectives import ProcessAxis
-from funshard.testing import integers_like, meshes, modules, policies
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 State = dict[str, Any]

@@ -126,12 +126,12 @@ def loaded_by_us(rank: int, kind: str, policy: str, folder: str) -> None:
     init, update = fs.optim.from_torch(torch.optim.AdamW, **OPTIONS)
     blank = fs.shard(Net(), spec)
     params = checkpoint.load(folder, spec, only="model")
-    alike(fs.gather_full(params, spec), weights)
+    alike(fs.unshard(params, spec), weights)
     found = checkpoint.load(folder, spec, like={"model": blank, "optim": {"state": init(blank)}})
-    alike(fs.gather_full(found["model"], spec), weights)
+    alike(fs.unshard(found["model"], spec), weights)
     for name in STATES[:2]:
         ours = {key: slots[name] for key, slots in found["optim"]["state"].items()}
-        alike(fs.gather_full(ours, spec), {key: slots[name] for key, slots in states.items()})
+        alike(fs.unshard(ours, spec), {key: slots[name] for key, slots in states.items()})
     assert {float(slots["step"]) for slots in found["optim"]["state"].values()} == {2.0}
 
     x = numbers(rank, 2)
@@ -140,9 +140,9 @@ def loaded_by_us(rank: int, kind: str, policy: str, folder: str) -> None:
         weights, states = full_of(model, optimizer)
     grads = fs.grad(lambda p: squared(sharded_call(Net(), p, spec), x))(params)
     params, state = update(grads, found["optim"]["state"], params)
-    averages = fs.gather_full({key: slots["exp_avg"] for key, slots in state.items()}, spec)
+    averages = fs.unshard({key: slots["exp_avg"] for key, slots in state.items()}, spec)
     same = alike if dist.get_world_size() == 2 else torch.testing.assert_close  # of four the order of the sum is another
-    same(fs.gather_full(params, spec), weights)
+    same(fs.unshard(params, spec), weights)
     same(averages, {name: slots["exp_avg"] for name, slots in states.items()})
 
 
@@ -178,7 +178,7 @@ def saved_by_us(rank: int, policy: str, folder: str) -> tuple[dict[str, Tensor],
         grads = fs.grad(lambda p, i=i: squared(sharded_call(model, p, spec), numbers(rank, i)))(params)
         params, state = update(grads, state, params)
     checkpoint.save(folder, {"model": params, "optim": {"state": state}}, spec)
-    return fs.gather_full(params, spec), checkpoint.optimizer_state_dict(state, spec, torch.optim.AdamW, **OPTIONS)["state"]
+    return fs.unshard(params, spec), checkpoint.optimizer_state_dict(state, spec, torch.optim.AdamW, **OPTIONS)["state"]
 
 
 def loaded_by_torch(rank: int, kind: str, folder: str, expected: Any) -> None:

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import torch
 from depth import depth
 from hypothesis import given, settings
+from strategies import integers_like, modules
 from torch import nn
 
 import funshard as fs
@@ -15,7 +16,6 @@ from funshard import P
 from funshard.checkpoint._state.leaves import Leaf, ScalarLeaf, SliceLeaf
 from funshard.checkpoint._state.tree import Description
 from funshard.collectives import ProcessAxis
-from funshard.testing import integers_like, modules
 
 Params = fs.Params
 

@@ -44,7 +44,7 @@ def absmax_of(x: Tensor, block: int) -> Tensor:
 def test_error_zeros_and_again(numel: int, block: int, dtype: torch.dtype, seed: int) -> None:
     """At most half a step off, zeros exact, and what was decoded is encoded to the same bytes."""
     x = numbers(numel, dtype, seed)
-    most = max(b - a for a, b in zip(codecs.NF4, codecs.NF4[1:], strict=False)) / 2
+    most = max(b - a for a, b in zip(codecs._codecs.NF4, codecs._codecs.NF4[1:], strict=False)) / 2
     for codec, bound in ((codecs.int8(block), 1 / 127 / 2), (codecs.nf4(block), most)):
         encoded = codec.encode(x)
         got = codec.decode(*encoded)
@@ -82,10 +82,10 @@ def slow_nf4(x: Sequence[float], block: int) -> tuple[list[int], list[float], li
         scales.append(max(abs(v) for v in some))
         for v in some:
             ratio = v / scales[-1] if scales[-1] else 0.0
-            nearest.append(min(range(16), key=lambda i: abs(codecs.NF4[i] - ratio)))
+            nearest.append(min(range(16), key=lambda i: abs(codecs._codecs.NF4[i] - ratio)))
     both = [*nearest, 0 if len(nearest) % 2 else None]
     raw = [a * 16 + b for a, b in zip(both[::2], both[1::2], strict=False) if a is not None and b is not None]
-    return raw, scales, [codecs.NF4[i] * scales[at // block] for at, i in enumerate(nearest)]
+    return raw, scales, [codecs._codecs.NF4[i] * scales[at // block] for at, i in enumerate(nearest)]
 
 
 def slow_int8(x: Sequence[float], block: int) -> list[float]:
@@ -118,14 +118,14 @@ def test_the_values_are_the_papers() -> None:
     above = [quantile(last + (0.5 - last) * i / 8) for i in range(8)]
     below = [-quantile(last + (0.5 - last) * i / 7) for i in range(7)]
     exact = sorted([*above, 0.0, *below])
-    assert len(codecs.NF4) == 16
-    for ours, value in zip(codecs.NF4, exact, strict=True):
+    assert len(codecs._codecs.NF4) == 16
+    for ours, value in zip(codecs._codecs.NF4, exact, strict=True):
         assert math.isclose(ours, value / max(exact), abs_tol=2e-6)
     # the published numbers, table 1 of appendix E, to their last digit
-    assert codecs.NF4[1] == -0.6961928009986877
-    assert codecs.NF4[8] == 0.07958029955625534
-    assert codecs.NF4[14] == 0.7229568362236023
-    assert codecs.NF4[6] == -0.09105003625154495
+    assert codecs._codecs.NF4[1] == -0.6961928009986877
+    assert codecs._codecs.NF4[8] == 0.07958029955625534
+    assert codecs._codecs.NF4[14] == 0.7229568362236023
+    assert codecs._codecs.NF4[6] == -0.09105003625154495
 
 
 @every(make=EVERY, bad=[math.nan, math.inf, -math.inf])

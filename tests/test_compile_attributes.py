@@ -78,7 +78,7 @@ def attributes(model: nn.Module) -> list[Any]:
 
 
 def check(rank: int, which: str, compiler: str, derivative: str, p: Mapping[str, Any]) -> None:
-    warnings.simplefilter("ignore", fs.BufferWarning)
+    warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
     torch.manual_seed(0)
     model = nn.Sequential(MODULES[which](), nn.Linear(3, 3), MODULES[which]()).double()
     spec = fs.by_type(Stateful, p=fs.P("shard", **p))(model).bound

@@ -333,7 +333,7 @@ def full_parameters_in_a_step(rank: int) -> None:
         full = fs.unshard(p, spec)
         for shard in p.values():
             shard.add_(1)
-        return full, fs.shard(full, spec), fs.gather_full(p, spec)
+        return full, fs.shard(full, spec), fs.unshard(p, spec)
 
     for step in (through, changed):
         expected, got = (

@@ -183,7 +183,7 @@ def test_buffers_that_two_modules_share(given: str) -> None:
 
     def run(call: Any) -> Any:
         buffers = {name: own[name].clone() for name in names}
-        with pytest.warns(fs.BufferWarning) if given != "all" else contextlib.nullcontext():
+        with pytest.warns(fs._call.buffers.BufferWarning) if given != "all" else contextlib.nullcontext():
             return call(params, buffers), buffers
 
     def call(params: fs.Params, buffers: fs.Params) -> Tensor:

@@ -166,14 +166,14 @@ def equal_to_eager(rank: int, name: str, how: str, *, alone: bool) -> list[str]:
     reset()
     options = {"alone": alone}
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", fs.CompileWarning)
+        warnings.simplefilter("always", fs._call.compiled_unit.CompileWarning)
         for axes in ("shard", ()) if name != "params" else ("shard",):
             expected = trained(model(), P(axes, **PS[name]), GRADS[how], rank, **options)
             got = trained(model(), P(axes, **PS[name], compile=AOT), GRADS[how], rank, **options)
             rounding = {"rtol": 1e-5, "atol": 1e-6} if name == "precision" else EXACT
             torch.testing.assert_close(got, expected, **rounding)
     assert (counted()[0] > 0) == (how not in EAGER)
-    return [str(warning.message) for warning in caught if warning.category is fs.CompileWarning]
+    return [str(warning.message) for warning in caught if warning.category is fs._call.compiled_unit.CompileWarning]
 
 
 @at_most(1)
@@ -209,10 +209,10 @@ def test_said_once() -> None:
         return fs.functional_call(net, p, batch(), spec=spec).sum()
 
     with pytest.warns(
-        fs.CompileWarning, match=r"module '0' with .* runs without compilation.*inside of torch\.func's"
+        fs._call.compiled_unit.CompileWarning, match=r"module '0' with .* runs without compilation.*inside of torch\.func's"
     ) as caught:
         torch.func.jvp(loss, (params,), (params,))
-    assert len([one for one in caught if one.category is fs.CompileWarning]) == 1
+    assert len([one for one in caught if one.category is fs._call.compiled_unit.CompileWarning]) == 1
     torch.func.jvp(loss, (params,), (params,))
 
 
@@ -328,7 +328,7 @@ class Chooses(nn.Module):
 
 
 @seldom
-@pytest.mark.filterwarnings("ignore::funshard.CompileWarning")
+@pytest.mark.filterwarnings("ignore::funshard._call.compiled_unit.CompileWarning")
 @pytest.mark.parametrize("way", ["torch.func.grad", "second order", "fs.grad"])
 @pytest.mark.parametrize("has_buffers", [False, True])
 def test_a_unit_inside_of_remat_in_a_transform(way: str, has_buffers: bool) -> None:
@@ -357,7 +357,7 @@ class Stack(nn.Sequential):
     """Blocks that run again as one."""
 
 
-@pytest.mark.filterwarnings("ignore::funshard.CompileWarning")
+@pytest.mark.filterwarnings("ignore::funshard._call.compiled_unit.CompileWarning")
 @pytest.mark.parametrize("way", ["grad of grad", "grad of grad of remat", "hvp"])
 def test_a_recomputed_module_around_compiled_units_in_a_stack(way: str) -> None:
     """A gradient of a gradient in torch.func is exact, as the refusal of ``create_graph=True`` advises."""
@@ -577,7 +577,7 @@ SMALL = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidde
 
 def transformer(rank: int, name: str) -> None:
     reset()
-    warnings.simplefilter("error", fs.CompileWarning)
+    warnings.simplefilter("error", fs._call.compiled_unit.CompileWarning)
     torch.manual_seed(0)
     if name == "llama":
         config = transformers.LlamaConfig(**SMALL, pad_token_id=0)

@@ -95,8 +95,8 @@ def run_steps(
 
 def check_run(spec: fs.PartitionSpec, params: fs.Params, state: Any, steps: int, **tolerance: Any) -> None:
     expected, average = by_hand(steps)
-    assert_close(fs.gather_full(params, spec), expected, **tolerance)
-    assert_close(fs.gather_full(state.inner.average, spec), average, **tolerance)
+    assert_close(fs.unshard(params, spec), expected, **tolerance)
+    assert_close(fs.unshard(state.inner.average, spec), average, **tolerance)
     assert (state.total, state.consecutive) == (1, 0)
     assert state.inner.inner.inner[1].step == (steps - 1) // 2
 
@@ -471,7 +471,7 @@ def differentiated(rank: int) -> fs.Params:
             params, state = update(grads, state, params)
         return sum_of_cubes(params, spec)
 
-    return fs.gather_full(fs.grad(loss)(fs.shard(FULL, spec)), spec)
+    return fs.unshard(fs.grad(loss)(fs.shard(FULL, spec)), spec)
 
 
 def test_derivatives_on_real_ranks(gloo2: Pool) -> None:

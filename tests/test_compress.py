@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import strategies
 import torch
 from depth import at_most, depth, each, every, pairs
 from hypothesis import given, settings
@@ -119,9 +120,9 @@ def test_unreduced_is_ones_own(layout: str) -> None:
 @given(st.data())
 def test_exact_is_the_transpose_of_unshard(data: st.DataObject) -> None:
     """For any model, policy and mesh, and so is PowerSGD of full rank."""
-    model = data.draw(fs.testing.modules())
-    policy = data.draw(fs.testing.policies(model))
-    sizes = data.draw(fs.testing.meshes(4))
+    model = data.draw(strategies.modules())
+    policy = data.draw(strategies.policies(model))
+    sizes = data.draw(strategies.meshes(4))
     compressors = [exact(), powersgd(99, min_compression_rate=0), powersgd(99, batched=True, min_compression_rate=0)]
 
     def rank(mesh: Any, grads: fs.Params) -> Any:

@@ -85,7 +85,7 @@ def everything(rank: int, sizes: dict[str, int] | None) -> dict[str, Any]:
     else:
         spec, world = POLICY(MODEL).bound, 1
     x, y = X.flatten(0, 1).chunk(world)[rank], Y.flatten().chunk(world)[rank]
-    whole = lambda tree: flat(fs.gather_full(tree, spec))  # noqa: E731
+    whole = lambda tree: flat(fs.unshard(tree, spec))  # noqa: E731
     out: dict[str, Any] = {}
     for name, operator in operators(spec, x, y).items():
         operator.check_symmetric()
@@ -116,7 +116,7 @@ def test_values_are_those_of_the_explicit_matrix(name: str) -> None:
     """On one rank; all eigenvalues from as many steps as there are distinct ones."""
     a, got = matrix(name), alone()[name]
     values, vectors = torch.linalg.eigh(a)
-    start = flat(fs.gather_full(fs.random_like(fs.shard(FULL, POLICY(MODEL)), POLICY(MODEL), 3), POLICY(MODEL)))
+    start = flat(fs.unshard(fs.random_like(fs.shard(FULL, POLICY(MODEL)), POLICY(MODEL), 3), POLICY(MODEL)))
     assert_close(got["product"], a @ start, rtol=1e-10, atol=1e-10)
     assert_close(got["cg"], torch.linalg.solve(a + 2 * torch.eye(len(a)), start), rtol=1e-9, atol=1e-10)
     assert got["converged"]
@@ -126,7 +126,7 @@ def test_values_are_those_of_the_explicit_matrix(name: str) -> None:
     assert_close(found.values[[0, -1]], values[[0, -1]], rtol=1e-9, atol=1e-11)
     assert found.remainder < 1e-10
     assert len(found.values) <= len(values)
-    assert_close(flat(fs.gather_full(found.vector(-1), spec)).abs(), vectors[:, -1].abs(), rtol=1e-6, atol=1e-7)
+    assert_close(flat(fs.unshard(found.vector(-1), spec)).abs(), vectors[:, -1].abs(), rtol=1e-6, atol=1e-7)
     gram = sum(curvature_gram(rows, spec, key) for key, rows in (found.basis or {}).items())
     assert_close(gram, torch.eye(len(found.values), dtype=torch.float64), rtol=0, atol=1e-12)
     moments = curvature.slq(operator, steps=100, probes=PROBES)
@@ -134,7 +134,7 @@ def test_values_are_those_of_the_explicit_matrix(name: str) -> None:
     assert abs(moments.trace(lambda t: t) - a.trace()) < 3 * spread
     exact = curvature.hutchinson(operator, probes=PROBES)
     assert abs(exact.trace - moments.trace(lambda t: t)) < 1e-9  # the same vectors, and quadrature exact for them
-    assert_close(flat(fs.gather_full(exact.diagonal, spec)).sum(), exact.trace)
+    assert_close(flat(fs.unshard(exact.diagonal, spec)).sum(), exact.trace)
 
 
 def curvature_gram(rows: Tensor, spec: fs.PartitionSpec, key: str) -> Tensor:
@@ -170,14 +170,14 @@ def with_scipy(rank: int) -> None:
         assert theirs.shape == (n, n)
         assert n == sum(p.numel() for p in FULL.values())
         start = fs.random_like(operator.params, spec, 0)
-        whole = flat(fs.gather_full(start, spec))
+        whole = flat(fs.unshard(start, spec))
         top = eigsh(theirs, k=3, v0=whole.numpy(), which="LA", return_eigenvectors=False)
         found = curvature.lanczos(operator, start, 40)
         assert_close(found.values[-3:], torch.tensor(sorted(top)), rtol=1e-9, atol=1e-10)
         x_theirs, info = cg((operator + 2).to_scipy(), whole.numpy(), rtol=1e-11)
         assert info == 0
         solution = curvature.cg(operator, start, damping=2.0, tolerance=1e-11)
-        assert_close(flat(fs.gather_full(solution.x, spec)), torch.as_tensor(x_theirs), rtol=1e-8, atol=1e-9, msg=name)
+        assert_close(flat(fs.unshard(solution.x, spec)), torch.as_tensor(x_theirs), rtol=1e-8, atol=1e-9, msg=name)
 
 
 @seldom
@@ -201,14 +201,14 @@ def test_curvlinops() -> None:
     spec, data = POLICY(MODEL).bound, [(X.flatten(0, 1), Y.flatten())]
     ours = operators(spec, *data[0])
     v = fs.random_like(ours["ggn"].params, spec, 0)
-    whole = flat(fs.gather_full(v, spec))
+    whole = flat(fs.unshard(v, spec))
     params = list(MODEL.parameters())
     theirs = {
         "ggn": curvlinops.GGNLinearOperator(MODEL, nn.CrossEntropyLoss(), params, data),
         "fisher": curvlinops.EFLinearOperator(MODEL, nn.CrossEntropyLoss(), params, data),
     }
     for name, other in theirs.items():
-        got = flat(fs.gather_full(ours[name] @ v, spec))
+        got = flat(fs.unshard(ours[name] @ v, spec))
         assert_close(got, torch.as_tensor(other @ whole).double(), rtol=1e-7, atol=1e-9, msg=name)
 
 

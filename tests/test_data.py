@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import funshard as fs
 from funshard import P
-from funshard.data import BatchSampler
+from funshard.data._sampler import BatchSampler
 
 SPEC = fs.policies.whole()(nn.Linear(3, 2))
 SIZES = (1, 2, 3, 4, 8)
@@ -241,7 +241,7 @@ def uneven(rank: int) -> tuple[fs.Params, fs.Params]:
     real = parts(11, 1, batch=8, last="pad")[0]
     model(x[real[1][: real.count(1)]]).square().sum(1).mean().backward()
     whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return fs.gather_full(grads, spec), whole
+    return fs.unshard(grads, spec), whole
 
 
 def test_the_weights_of_a_padded_batch(gloo2: Pool) -> None:

@@ -135,7 +135,7 @@ def test_scatter_full_without_a_group_leaves_parameters_on_their_device() -> Non
     with FakeTensorMode():
         full = {name: torch.empty_like(x, device="cuda:1") for name, x in nn.Linear(3, 4).named_parameters()}
         spec = fs.policies.whole(fs.P("shard", align=1))(nn.Linear(3, 4))
-        trees = fs.scatter_full(full, spec), fs.shard(full, spec)
+        trees = fs.shard(full, spec, src=0), fs.shard(full, spec)
     assert [x[""].device for x in trees] == [torch.device("cuda", 1)] * 2
 
 

@@ -347,7 +347,7 @@ def logits(call: Callable[..., Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def with_batch_norm() -> nn.Module:
     torch.manual_seed(2)
-    return fs.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
+    return fs.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())
 
 
 @at_most(1)

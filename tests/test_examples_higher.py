@@ -158,7 +158,7 @@ def test_gradient_descent_sharpens() -> None:
 
 def spectrum_on_this_rank(rank: int) -> tuple[str, fs.Params, fs.Params, fs.Params]:
     given = names_of("spectrum.py")
-    trees = (fs.gather_full(given[name], given["spec"]) for name in ("params", "exact_v", "exact"))
+    trees = (fs.unshard(given[name], given["spec"]) for name in ("params", "exact_v", "exact"))
     return given["printed"], *trees  # pyright: ignore[reportReturnType]
 
 
@@ -192,7 +192,7 @@ def test_products_are_more_exact_than_differences(gloo2: Pool) -> None:
 def sam_grad_on_this_rank(rank: int) -> tuple[str, fs.Params]:
     given = names_of("sam.py")
     grads = given["sam_grad"](fs.shard(given["model"], given["spec"]))
-    return given["printed"], fs.gather_full(grads, given["spec"])
+    return given["printed"], fs.unshard(grads, given["spec"])
 
 
 @seldom
@@ -242,7 +242,7 @@ def meta_gradient_on_this_rank(rank: int) -> tuple[str, fs.Params, fs.Params]:
     given = names_of("maml.py")
     shards = fs.shard(given["full"], given["spec"])
     meta_gradient = fs.grad(given["meta_loss"])(shards, given["share"](given["batch"]))
-    return given["printed"], fs.gather_full(meta_gradient, given["spec"]), plain_meta_gradient(given)
+    return given["printed"], fs.unshard(meta_gradient, given["spec"]), plain_meta_gradient(given)
 
 
 @seldom
@@ -313,7 +313,7 @@ def test_meanflow_has_the_gradient_of_the_unsharded_loss() -> None:
 def members_on_this_rank(rank: int) -> tuple[str, list[fs.Params]]:
     given = names_of("ensemble.py")
     members = range(len(given["RATES"]))
-    return given["printed"], [fs.gather_full({k: p[i] for k, p in given["together"].items()}, given["spec"]) for i in members]
+    return given["printed"], [fs.unshard({k: p[i] for k, p in given["together"].items()}, given["spec"]) for i in members]
 
 
 @seldom
@@ -351,7 +351,7 @@ def test_the_ensemble_is_better_than_its_members() -> None:
 
 def hypergradient_on_this_rank(rank: int) -> tuple[str, fs.Params, fs.Params, fs.Params]:
     given = names_of("implicit.py")
-    full = fs.gather_full(given["params"], given["spec"])
+    full = fs.unshard(given["params"], given["spec"])
     return given["printed"], full, given["strengths"], given["hypergradient"](given["params"], given["strengths"])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import strategies
 import torch
 from cases import owned
 from depth import at_most, every, pairs
@@ -150,9 +151,9 @@ OWN: list[tuple[Any, dict[str, Any], list[dict[str, Any]]]] = [
 def test_options_on_any_sharding(data: st.DataObject, case: Any, seed: int) -> None:
     """Every parameter as in a group of its own, whatever the modules, the policy, the mesh: also where a slice has none."""
     cls, options, choices = case
-    module = data.draw(fs.testing.modules())
+    module = data.draw(strategies.modules())
     hypothesis.assume(any(p.numel() for p in module.parameters()))
-    spec = data.draw(fs.testing.policies(module))(module).on(data.draw(fs.testing.meshes()))
+    spec = data.draw(strategies.policies(module))(module).on(data.draw(strategies.meshes()))
     start, own = numbers(module, 1), own_options(module, choices, seed)
     got = on_ranks(cls, spec, start, 3, options=lambda name, param: own(name), **options)
     assert_close({name: got[name] for name in start}, by_torch(cls, options, start, 3, own), rtol=1e-13, atol=1e-14)
@@ -545,7 +546,7 @@ def test_state_is_sharded_like_the_params() -> None:
         holder.grad = gradients(start, 0)[name]
     peer.step()
     for what in ("exp_avg", "exp_avg_sq"):
-        full = fs.gather_full({key: values[what] for key, values in state.items()}, spec)
+        full = fs.unshard({key: values[what] for key, values in state.items()}, spec)
         assert_close(full, {name: peer.state[holder][what] for name, holder in holders.items()})
     assert {key: values["step"].tolist() for key, values in state.items()} == {"0": 1, "1": 1, "2": 1}
 

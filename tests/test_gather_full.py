@@ -80,14 +80,14 @@ def round_trip(rank: int, mesh: str, src: int) -> bool:
     same(shards, fs.shard(full, spec, rank=rank))
     kept = {key: shard.clone() for key, shard in shards.items()}
     for offload in (False, True):
-        same(fs.gather_full(shards, spec, offload_to_cpu=offload), full)
-        same(fs.gather_full(shards, spec, rank0_only=True, offload_to_cpu=offload), full if rank == 0 else {})
+        same(fs.unshard(shards, spec, offload_to_cpu=offload), full)
+        same(fs.unshard(shards, spec, rank0_only=True, offload_to_cpu=offload), full if rank == 0 else {})
     same(dict(sorted(fs.unshard(shards, spec).items())), dict(sorted(full.items())))
     edited = {name: tensor * 3 - 1 for name, tensor in full.items()}
     before = {name: tensor.clone() for name, tensor in edited.items()}
-    written = fs.scatter_full(edited if rank == src else None, spec, src=src)
+    written = fs.shard(edited if rank == src else None, spec, src=src)
     same(written, fs.shard(before, spec, rank=rank))
-    for tensor in (*written.values(), *fs.gather_full(shards, spec).values()):
+    for tensor in (*written.values(), *fs.unshard(shards, spec).values()):
         tensor.zero_()
     same(shards, kept)  # L8: what came back was a copy, on the source as well
     same(edited, before)
@@ -107,10 +107,10 @@ def write_back(rank: int, rank0_only: bool) -> list[float]:
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
     spec = fs.by_type(nn.Linear)(model).bound
     shards = {key: torch.full_like(shard, rank + 2.0) for key, shard in fs.shard(model, spec).items()}
-    full = fs.gather_full(shards, spec, rank0_only=rank0_only)
+    full = fs.unshard(shards, spec, rank0_only=rank0_only)
     zeroed = {name: torch.zeros_like(tensor) for name, tensor in full.items()}
     discarded = shards["0"][0].item()
-    scattered = fs.scatter_full(zeroed if rank == 0 else None, spec)
+    scattered = fs.shard(zeroed if rank == 0 else None, spec, src=0)
     sliced = scattered if rank0_only else fs.shard(zeroed, spec)
     same(sliced, scattered)
     return [discarded, sliced["0"][0].item(), sliced["1"].abs().sum().item()]
@@ -126,11 +126,11 @@ def singleton(rank: int) -> tuple[float, float]:
     model = nn.Linear(1, 1, bias=False)
     spec = fs.policies.whole(P("shard", align=1))(model).bound
     shards = {"": torch.full((1,), rank + 2.0)}  # rank 1 holds nothing but padding
-    full = fs.gather_full(shards, spec)
+    full = fs.unshard(shards, spec)
     assert full["weight"].tolist() == [[2.0]]
     for name, piece in fs.param_views(shards, spec).items():  # write-back in place, into what is the parameter's
         piece.copy_(fs.param_views(fs.shard({name: torch.zeros(1, 1)}, spec), spec)[name])
-    return shards[""].item(), fs.scatter_full({"weight": torch.ones(1, 1)} if rank == 0 else None, spec)[""].item()
+    return shards[""].item(), fs.shard({"weight": torch.ones(1, 1)} if rank == 0 else None, spec, src=0)[""].item()
 
 
 def test_unshard_singleton_param_writeback(gloo2: Pool) -> None:
@@ -160,8 +160,8 @@ def gradients(rank: int, mesh: str) -> Params:
     trainable, frozen = fs.partition(fs.shard(model, spec), spec)
     grads = fs.grad(lambda part: fs.functional_call(model, part | frozen, (x,), spec=spec).sum())(trainable)
     zeros = {key: torch.zeros_like(shard) for key, shard in frozen.items()}
-    full = fs.gather_full(grads | zeros, spec)
-    doubled = fs.scatter_full({name: 2 * g for name, g in full.items()} if rank == 0 else None, spec)
+    full = fs.unshard(grads | zeros, spec)
+    doubled = fs.shard({name: 2 * g for name, g in full.items()} if rank == 0 else None, spec, src=0)
     same({key: doubled[key] for key in grads}, {key: 2 * g for key, g in grads.items()})
     model(x).sum().backward()
     expected: Params = {}
@@ -214,11 +214,11 @@ def test_apply_to_the_full_parameters_equals_apply_to_the_model(rank: int) -> No
     """module.apply(init) is sharding the initialised full parameters of one rank."""
     model, twin = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     spec = fs.by_type(nn.Linear)(model).bound
-    full = fs.gather_full(fs.shard(model, spec), spec, rank0_only=True)
+    full = fs.unshard(fs.shard(model, spec), spec, rank0_only=True)
     for tensor in full.values():
         nn.init.constant_(tensor, 5)
     twin.apply(lambda m: [nn.init.constant_(p, 5) for p in m.parameters(recurse=False)])
-    same(fs.scatter_full(full or None, spec), fs.shard(twin, spec))
+    same(fs.shard(full or None, spec, src=0), fs.shard(twin, spec))
 
 
 class Watch(TorchDispatchMode):
@@ -248,10 +248,10 @@ def memory(rank: int, mesh: str) -> dict[str, tuple[int, int]]:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     spec = bound(mesh, model)
     shards = fs.shard(model, spec)
-    full = fs.gather_full(shards, spec)
+    full = fs.unshard(shards, spec)
     calls: dict[str, Callable[[], Params]] = {
         "all": lambda: fs.unshard(shards, spec, offload_to_cpu=True),
-        "rank0_only": lambda: fs.gather_full(shards, spec, rank0_only=True, offload_to_cpu=True),
+        "rank0_only": lambda: fs.unshard(shards, spec, rank0_only=True, offload_to_cpu=True),
         "from one": lambda: fs.shard(full if rank == 0 else None, spec, src=0),
     }
     out: dict[str, tuple[int, int]] = {}
@@ -295,7 +295,7 @@ def test_the_models_own_order() -> None:
     for policy in (fs.policies.always(), fs.by_path({"2": fs.P(), "0": fs.P("shard")}), fs.policies.whole()):
         spec = pickle.loads(pickle.dumps(policy(model))).on({"shard": 1})
         shards = fs.shard(model, spec)
-        trees = fs.gather_full(shards, spec), fs.unshard(shards, spec), fs.unflatten(fs.flatten(named, spec), spec)
+        trees = fs.unshard(shards, spec), fs.unshard(shards, spec), fs.unflatten(fs.flatten(named, spec), spec)
         for full in trees:
             assert [*full] == [*named]
             torch.func.jvp(lambda p: sum(x.sum() for x in p.values()), (named,), (full,))
@@ -304,8 +304,8 @@ def test_the_models_own_order() -> None:
 def no_parameters(rank: int) -> dict[str, Tensor]:
     model = nn.Sequential(nn.ReLU())
     spec = fs.policies.whole()(model)
-    full = fs.gather_full(fs.shard(model, spec), spec, rank0_only=True)
-    return fs.scatter_full(full or None, spec)
+    full = fs.unshard(fs.shard(model, spec), spec, rank0_only=True)
+    return fs.shard(full or None, spec, src=0)
 
 
 def test_a_model_without_parameters(gloo2: Pool) -> None:

@@ -1,4 +1,4 @@
-"""fs.ggnvp and fs.fishervp are products with explicit matrices, in the memory of a gradient and two tensors of logits."""
+"""ggnvp and fishervp are products with explicit matrices, in the memory of a gradient and two tensors of logits."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P, curvature
+from funshard._transforms import products
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 RANKS, SAMPLES, CLASSES = 4, 3, 4
@@ -128,8 +129,8 @@ def product(name: str, model: nn.Module, spec: fs.PartitionSpec, x: Tensor, y: T
 
     params, v = fs.shard(FULL, spec), fs.shard(V, spec)
     if name == "fisher":
-        return fs.fishervp(lambda p: F.cross_entropy(outputs(p), y, reduction="none"), params, v)
-    return fs.ggnvp(outputs, LOSSES[name][0](y, t), params, v)
+        return products.fishervp(lambda p: F.cross_entropy(outputs(p), y, reduction="none"), params, v)
+    return products.ggnvp(outputs, LOSSES[name][0](y, t), params, v)
 
 
 def check(got: fs.Params, name: str, spec: fs.PartitionSpec, ranks: int, rank: int | None = None) -> None:
@@ -178,7 +179,7 @@ def alone(outputs: Callable[[fs.Params], Any] | None = None, v: fs.Params | None
     spec = POLICIES["shard"](MODEL)
     params = fs.shard(FULL, spec)
     call = outputs or (lambda p: fs.functional_call(MODEL, p, (X[0],), spec=spec))
-    return fs.ggnvp(call, curvature.cross_entropy(y), params, fs.shard(V, spec) if v is None else v)
+    return products.ggnvp(call, curvature.cross_entropy(y), params, fs.shard(V, spec) if v is None else v)
 
 
 def test_transforms_around_it() -> None:
@@ -195,7 +196,7 @@ def test_transforms_around_it() -> None:
     v = fs.random_like(params, spec, 0)
 
     def quadratic(p: fs.Params) -> Tensor:
-        gv = fs.ggnvp(lambda p: fs.functional_call(model, p, (X[0],), spec=spec), curvature.cross_entropy(Y[0]), p, v)
+        gv = products.ggnvp(lambda p: fs.functional_call(model, p, (X[0],), spec=spec), curvature.cross_entropy(Y[0]), p, v)
         return fs.optim.vdot(gv, v, spec)
 
     slope = fs.optim.vdot(torch.func.grad(quadratic)(params), v, spec)
@@ -215,7 +216,9 @@ def penalty_on_real_ranks(rank: int) -> None:
     def outputs(p: fs.Params) -> dict[str, Any]:
         return {"logits": fs.functional_call(MODEL, p, (X[rank],), spec=spec), "shards": p}
 
-    got = fs.ggnvp(outputs, lambda z: cross_entropy(z["logits"]) + sum((s**2).sum() for s in z["shards"].values()), params, v)
+    got = products.ggnvp(
+        outputs, lambda z: cross_entropy(z["logits"]) + sum((s**2).sum() for s in z["shards"].values()), params, v
+    )
     want = unflat(matrix("cross-entropy", 2) @ flat(V) + 2 * flat(V))
     assert_close(got, fs.shard(want, spec), **CLOSE)
 
@@ -229,7 +232,7 @@ def test_both_runs_draw_the_same_dropout() -> None:
 
     def run(v: fs.Params) -> fs.Params:
         torch.manual_seed(0)
-        return fs.ggnvp(lambda p: fs.functional_call(model, p, (X[0],), spec=spec), squared(TARGETS[0]), params, v)
+        return products.ggnvp(lambda p: fs.functional_call(model, p, (X[0],), spec=spec), squared(TARGETS[0]), params, v)
 
     assert_close(fs.optim.vdot(a, run(b), spec), fs.optim.vdot(b, run(a), spec), **CLOSE)
     after = torch.get_rng_state()
@@ -246,24 +249,24 @@ def test_no_grad_in_forward_is_a_constant() -> None:
             scale = p["w"].norm()
         return p["w"] * x / scale
 
-    got = fs.ggnvp(outputs, lambda z: z.square().sum() / 2, w, w)["w"]
+    got = products.ggnvp(outputs, lambda z: z.square().sum() / 2, w, w)["w"]
     assert_close(got, w["w"] * (x / w["w"].norm()) ** 2, **CLOSE)
 
 
 def test_results_have_no_graph_and_arguments_may_have_one() -> None:
     leaf = torch.ones(2, requires_grad=True)
     with torch.no_grad():
-        assert not fs.fishervp(lambda p: p["w"] ** 2, {"w": leaf}, {"w": torch.ones(2)})["w"].requires_grad
-    got = fs.fishervp(lambda p: p["w"] ** 2, {"w": leaf}, {"w": torch.ones(2)})["w"]  # mean of (2 w v)^2, differentiable
+        assert not products.fishervp(lambda p: p["w"] ** 2, {"w": leaf}, {"w": torch.ones(2)})["w"].requires_grad
+    got = products.fishervp(lambda p: p["w"] ** 2, {"w": leaf}, {"w": torch.ones(2)})["w"]  # mean of (2 w v)^2, differentiable
     assert_close(torch.autograd.grad(got.sum(), leaf)[0], torch.tensor([4.0, 4.0]))
 
 
 def test_unused_parameters_and_constant_outputs() -> None:
     p = {"used": torch.ones(2), "unused": torch.ones(3)}
-    got = fs.fishervp(lambda p: p["used"] * 2, p, p)
+    got = products.fishervp(lambda p: p["used"] * 2, p, p)
     assert_close(got, {"used": torch.tensor([2.0, 2.0]), "unused": torch.zeros(3)})
-    assert_close(fs.fishervp(lambda p: torch.ones(2), p, p), {k: torch.zeros_like(x) for k, x in p.items()})
-    assert fs.ggnvp(lambda p: torch.ones(2), squared(torch.ones(2)), {}, {}) == {}
+    assert_close(products.fishervp(lambda p: torch.ones(2), p, p), {k: torch.zeros_like(x) for k, x in p.items()})
+    assert products.ggnvp(lambda p: torch.ones(2), squared(torch.ones(2)), {}, {}) == {}
 
 
 def test_huge_and_low_precision_logits() -> None:
@@ -294,13 +297,13 @@ def test_llama_of_transformers_at_its_defaults() -> None:
 
     loss = curvature.cross_entropy(ids)
     with pytest.raises(RuntimeError, match="flash_attention") as error:
-        fs.ggnvp(lambda p: call(p).logits, loss, params, v)
+        products.ggnvp(lambda p: call(p).logits, loss, params, v)
     assert "transforms_attention" in text(error.value)
     with sdpa_kernel(SDPBackend.MATH):
         with pytest.raises(TypeError, match=r"ggnvp: outputs\['\w+'\].*: expected a floating point tensor"):
-            fs.ggnvp(lambda p: dict(call(p)), loss, params, v)
-        got = fs.ggnvp(lambda p: call(p).logits, loss, params, v)
-        want = fs.ggnvp(lambda p: call(p).logits, lambda z: F.cross_entropy(z.flatten(0, 1), ids.flatten()), params, v)
+            products.ggnvp(lambda p: dict(call(p)), loss, params, v)
+        got = products.ggnvp(lambda p: call(p).logits, loss, params, v)
+        want = products.ggnvp(lambda p: call(p).logits, lambda z: F.cross_entropy(z.flatten(0, 1), ids.flatten()), params, v)
     assert_close(got, want, rtol=1e-8, atol=1e-10)
 
 
@@ -324,11 +327,11 @@ def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match="ggnvp: outputs: expected a tensor, as the loss takes, got dict"):
         alone(lambda p: {"logits": p["1"]})
     with pytest.raises(ValueError, match="ggnvp: expected the Hessian's product to be like the outputs"):
-        fs.ggnvp(lambda p: p["1"], curvature.ConvexLoss(torch.sum, lambda z, u: u[:1]), params, v)
+        products.ggnvp(lambda p: p["1"], products.ConvexLoss(torch.sum, lambda z, u: u[:1]), params, v)
     with pytest.raises(ValueError, match=r"fishervp: losses: expected a loss for each sample, \[samples\], got \[\]"):
-        fs.fishervp(lambda p: p["1"].sum(), params, v)
+        products.fishervp(lambda p: p["1"].sum(), params, v)
     with pytest.raises(TypeError, match=r"grad: argument.*: expected a floating point tensor"):
-        fs.fishervp(lambda p: p["n"], {"n": torch.ones(2, dtype=torch.int64)}, {"n": torch.ones(2, dtype=torch.int64)})
+        products.fishervp(lambda p: p["n"], {"n": torch.ones(2, dtype=torch.int64)}, {"n": torch.ones(2, dtype=torch.int64)})
 
 
 def test_a_function_that_changes_something_is_refused() -> None:
@@ -340,13 +343,13 @@ def test_a_function_that_changes_something_is_refused() -> None:
 
     w = {"w": torch.ones(2)}
     with pytest.raises(RuntimeError, match="ggnvp: the function of params gives other outputs when it runs again"):
-        fs.ggnvp(outputs, squared(torch.ones(2)), w, w)
+        products.ggnvp(outputs, squared(torch.ones(2)), w, w)
 
 
 @seldom
 def test_compiled_it_is_refused() -> None:
     w = {"w": torch.ones(2)}
-    step = torch.compile(lambda p: fs.fishervp(lambda p: p["w"], p, p), fullgraph=True, backend="eager")
+    step = torch.compile(lambda p: products.fishervp(lambda p: p["w"], p, p), fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="run their function twice with the same random numbers"):
         step(w)
 
@@ -369,8 +372,8 @@ def test_memory_beside_that_of_a_gradient(name: str) -> None:
 
         steps: dict[str, Callable[[], Any]] = {
             "grad": lambda: fs.grad(lambda p: F.cross_entropy(outputs(p), y))(params),
-            "ggnvp": lambda: fs.ggnvp(outputs, curvature.cross_entropy(y), params, v),
-            "fishervp": lambda: fs.fishervp(lambda p: F.cross_entropy(outputs(p), y, reduction="none"), params, v),
+            "ggnvp": lambda: products.ggnvp(outputs, curvature.cross_entropy(y), params, v),
+            "fishervp": lambda: products.fishervp(lambda p: F.cross_entropy(outputs(p), y, reduction="none"), params, v),
         }
         peaks = {}
         for which in ("grad", name):

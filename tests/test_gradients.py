@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 
 import pytest
+import strategies
 import torch
 from cases import each_rank, stacked
 from depth import at_most, depth, each
@@ -158,7 +159,7 @@ def test_g5_nothing_runs(case: Case) -> None:
 @st.composite
 def two_policies(draw: st.DrawFn) -> tuple[Case, fs.Policy]:
     case = draw(cases(st.one_of(models(), calls())))
-    return case, draw(fs.testing.policies(case[0]))
+    return case, draw(strategies.policies(case[0]))
 
 
 @at_most(1)
@@ -237,7 +238,7 @@ def on_this_rank(rank: int, model: nn.Module, one: fs.PartitionSpec, two: fs.Par
             shards = fs.shard(t, spec)
             got = by(lambda p, spec=spec: fs.functional_call(model, p, xs[rank], spec=spec))(shards)
             agree(got, fs.shard(expected, spec))
-        agree(fs.gather_full(got, spec), expected)
+        agree(fs.unshard(got, spec), expected)
 
 
 @settings(max_examples=depth(4, 300))

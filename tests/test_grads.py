@@ -13,12 +13,13 @@ from depth import at_most, depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import real_ranks
+from strategies import integers_like, meshes, modules, policies
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P
-from funshard.testing import integers_like, meshes, modules, policies, spmd
+from funshard.testing import spmd
 
 HYBRID = {"replicate": 2, "shard": 2}
 

@@ -300,7 +300,7 @@ def test_steps(rank: int, p: P, way: str) -> None:
             params = update(grads, init(params), params)[0]
         else:
             params = fs.update_in_backward(update, loss, params, init(params), x.unbind(), spec=spec).params
-        results.append(fs.gather_full(params, spec))
+        results.append(fs.unshard(params, spec))
     for name, tensor in results[0].items():
         torch.testing.assert_close(results[1][name], tensor)
 
@@ -330,7 +330,7 @@ def test_groups_at_rest_in_a_codec(rank: int, p: P, name: str, way: str, checked
     loss = lambda p: (fs.functional_call(model, p | frozen, XS[rank], spec=spec) ** 2).mean()  # noqa: E731
     with fs.check() if checked else contextlib.nullcontext():
         got, value = WAYS[way](loss)(trained)
-        full = fs.gather_full(trained | frozen, spec)
+        full = fs.unshard(trained | frozen, spec)
     torch.testing.assert_close(value, losses[rank], **EXACT)
     for key, g in fs.unshard(got, spec).items():
         torch.testing.assert_close(g, grads[key], **EXACT)

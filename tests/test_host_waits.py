@@ -156,7 +156,7 @@ def test_full_parameters_leave_the_device_by_one_copy_each_unit(world: None, mon
 
     monkeypatch.setattr(sys.modules[fs.stream_full.__module__], "start_copy_to_host", on_host)
     spec, shards = on_device(net())
-    full = fs.gather_full(shards, spec, offload_to_cpu=True)
+    full = fs.unshard(shards, spec, offload_to_cpu=True)
     assert events == ["start 20", "start 20", "wait", "start 20", "wait", "wait"]
     assert {x.device.type for x in full.values()} == {"cpu"}
     assert len({_torch.storage_id(x) for x in full.values()}) == len(full) == 6
@@ -258,7 +258,7 @@ def test_what_forward_writes_to_is_a_copy(mode: str, writes: str) -> None:
     given = {name: b.clone() for name, b in before.items()}
     x = torch.ones(2, 3)
     out = fs.functional_call(model, shards, (x,), spec=spec, buffers=given)
-    with pytest.warns(fs.BufferWarning) if writes == "told" else contextlib.nullcontext():
+    with pytest.warns(fs._call.buffers.BufferWarning) if writes == "told" else contextlib.nullcontext():
         assert torch.equal(fs.functional_call(model, shards, (x,), spec=spec), out)
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
     assert torch.equal(given["0.mask0"], torch.ones(7))

@@ -50,7 +50,7 @@ def reference(
     return *update(grads, state, params), value, norm
 
 
-def same(got: fs.StepResult, expected: Any, clip: Mapping[str, Any], tolerance: float = 1e-9) -> None:
+def same(got: fs._steps.in_backward.StepResult, expected: Any, clip: Mapping[str, Any], tolerance: float = 1e-9) -> None:
     params, state, value, norm = expected
     close(got.params, params, tolerance)
     for key in params:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import strategies
 import torch
 import transformers
 from collective_log import world
@@ -196,9 +197,9 @@ def draw_and_halve(module: nn.Module) -> None:
 @given(st.data())
 def test_law(data: st.DataObject) -> None:
     """Random trees with ties and shared modules, policies and meshes, initialisers of themselves and of all below them."""
-    full = data.draw(fs.testing.modules(frozen=True))
+    full = data.draw(strategies.modules(frozen=True))
     model = fs.skeleton(full)
-    spec = data.draw(fs.testing.policies(model))(model).on(data.draw(fs.testing.meshes()))
+    spec = data.draw(strategies.policies(model))(model).on(data.draw(strategies.meshes()))
     rank = data.draw(st.integers(0, math.prod(size for _, size in spec.bound_mesh.sizes) - 1))
     init_fn = data.draw(st.sampled_from([draw, draw_and_halve]))
     want = fs.shard(seeded(full, 3, init_fn), spec, rank=rank, check_values=False)
@@ -418,7 +419,7 @@ def test_statistics_of_batch_norm() -> None:
     assert buffers["scale"] is not model.scale
     x = torch.randn(8, 3)
     plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    plain.load_state_dict(fs.gather_full(params, spec), strict=False)
+    plain.load_state_dict(fs.unshard(params, spec), strict=False)
     torch.testing.assert_close(fs.functional_call(model, params, x, spec=spec, buffers=buffers), plain(x))
     torch.testing.assert_close({name: b for name, b in buffers.items() if name != "scale"}, dict(plain.named_buffers()))
     with pytest.raises(
@@ -749,7 +750,7 @@ def broadcast(rank: int) -> None:
     full = Net()
     model = fs.skeleton(full)
     spec = fs.by_type(MLP)(model).bound
-    params = fs.scatter_full(dict(full.named_parameters()) if rank == 0 else None, spec)
+    params = fs.shard(dict(full.named_parameters()) if rank == 0 else None, spec, src=0)
     same(params, fs.shard(full, spec))
     x = torch.randn(4, 5, dtype=torch.float64)
     got, want = (
@@ -772,14 +773,14 @@ def stepped(rank: int) -> None:
         spec = policy(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
         plain = seeded(Net(), 9)
         params = fs.init(model, spec, seed=9)
-        same(fs.gather_full(params, spec), {name: dict(plain.named_parameters())[name].detach() for name in spec.by_name})
+        same(fs.unshard(params, spec), {name: dict(plain.named_parameters())[name].detach() for name in spec.by_name})
         x = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         grads = fs.grad(lambda p, m=model, s=spec: fs.functional_call(m, p, (x[rank],), spec=s).square().mean())(params)
         params = one_step(params, grads)
         plain(x).square().mean().backward()
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
         torch.testing.assert_close(
-            fs.gather_full(params, spec), {n: dict(plain.named_parameters())[n].detach() for n in spec.by_name}
+            fs.unshard(params, spec), {n: dict(plain.named_parameters())[n].detach() for n in spec.by_name}
         )
 
 

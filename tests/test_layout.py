@@ -6,6 +6,7 @@ import copy
 import itertools
 
 import pytest
+import strategies
 import torch
 from cases import Case, alignment, cases, each_rank, owned, owners, poisoned, same
 from depth import every
@@ -149,7 +150,7 @@ def test_l9_padding_has_no_gradient(case: Case) -> None:
     """The transpose of unflatten is flatten: zeros where there is no parameter; and the other way round."""
     assume(case.full)
     buffers = fs.flatten(case.full, case.spec)
-    numbers = fs.testing.integers_like(case.model, 5)
+    numbers = strategies.integers_like(case.model, 5)
     numbers = {name: numbers[name] for name in fs.unflatten(buffers, case.spec)}  # in this order
     _, back = torch.func.vjp(lambda b: fs.unflatten(b, case.spec), buffers)
     same(back(numbers)[0], fs.flatten(numbers, case.spec))

@@ -286,13 +286,13 @@ def test_assert_exact_takes_both_models(kinds: tuple[str, ...], sizes: dict[str,
     (local, spec), (whole, _) = spec_of(kinds, sizes, OPTIONS[0]), whole_params(kinds)
     names = ("tensor", "expert")
 
-    def loss(call: fs.testing.ModelCall, x: Tensor) -> Tensor:
+    def loss(call: fs.testing._side_by_side.ModelCall, x: Tensor) -> Tensor:
         return objective(call(x, {name: axis for name in names if (axis := call.axis(name)) is not None}))
 
     batch = batches(sizes)
     fs.testing.assert_exact(loss, whole, spec.on(sizes), batch, local=local, order=2)
 
-    def summed(call: fs.testing.ModelCall, x: Tensor) -> Tensor:
+    def summed(call: fs.testing._side_by_side.ModelCall, x: Tensor) -> Tensor:
         value = loss(call, x)
         return value if (axis := call.axis("shard")) is None else value * (1 + axis.size)
 

@@ -87,7 +87,9 @@ STEPS: dict[str, Callable[[Mixed], Tree]] = {
 def run(rank: int, sizes: dict[str, int], options: dict[str, Any], tolerance: dict[str, Any], steps: list[str]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own reads
-        warnings.simplefilter("ignore", fs.CompileWarning)  # in torch.func.grad: the modules' axes are arguments
+        warnings.simplefilter(
+            "ignore", fs._call.compiled_unit.CompileWarning
+        )  # in torch.func.grad: the modules' axes are arguments
         case = Mixed(rank, sizes, options)
         want = case.expected()
         for name in steps:

@@ -149,13 +149,13 @@ def trained(case: Rank) -> None:
 
 def gathered(case: Rank) -> None:
     """Whole parameters leave and enter, on every rank or on the first one."""
-    full = fs.gather_full(case.params, case.spec)
+    full = fs.unshard(case.params, case.spec)
     assert all(torch.equal(full[name], p) for name, p in case.full.items())
-    first = fs.gather_full(case.params, case.spec, rank0_only=True)
+    first = fs.unshard(case.params, case.spec, rank0_only=True)
     is_first = all(axis.rank == 0 for _, axis in case.spec.bound_mesh.axes)
     assert bool(first) == is_first
     assert all(torch.equal(p, case.full[name]) for name, p in first.items())
-    back = fs.scatter_full(first or None, case.spec)
+    back = fs.shard(first or None, case.spec, src=0)
     sent = fs.shard(case.whole, case.spec, src=1)
     for key, p in case.params.items():
         assert torch.equal(back[key], p)

@@ -138,7 +138,7 @@ def beside_fully_shard(rank: int, mesh_name: str, bad: int) -> None:
         assert all(torch.equal(params[key], p) for key, p in before.items()) == (not finite)
         assert state.scale == scaler.get_scale()
         scales.append(state.scale.item())
-        same(fs.gather_full(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
+        same(fs.unshard(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
     assert scales == ([8, 16, 16, 32] if bad < 0 else [8, 4, 4, 8])
 
 
@@ -174,7 +174,7 @@ def test_ddp_parity_with_grad_scaler(rank: int) -> None:
         params = ls.select(state.finite, {key: p - 0.1 * grads[key] for key, p in params.items()}, params)
         assert state.scale == scaler.get_scale()
         expected = {name.removeprefix("module."): p.detach() for name, p in peer.named_parameters()}
-        same(fs.gather_full(params, spec), expected, "parameters")
+        same(fs.unshard(params, spec), expected, "parameters")
 
 
 SPEC = fs.policies.whole()(nn.Linear(2, 1, bias=False))

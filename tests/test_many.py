@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
+import strategies
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
@@ -221,7 +222,7 @@ def law_on_this_rank(rank: int, name: str, model: nn.Module, spec: fs.PartitionS
 @given(data=st.data())
 def test_laws_on_real_ranks(gloo2: Pool, name: str, data: st.DataObject) -> None:
     model = data.draw(models(1))
-    policy = data.draw(fs.testing.policies(model))
+    policy = data.draw(strategies.policies(model))
     t, v = (values(model, seed, exact=False) for seed in (0, 1))
     expected = LAWS[name].plain(full_loss(model, inputs({"shard": 2}, exact=False)), t, v, plain_dot)
     gloo2.run(law_on_this_rank, name, model, policy(model), expected)

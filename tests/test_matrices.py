@@ -181,13 +181,13 @@ HALVES = nn.Sequential(nn.Linear(8, 2, bias=False), nn.Linear(4, 4, bias=False))
 TREES = {False: trees(MODEL), True: trees(HALVES)}
 
 
-def of(mesh: Any, axis: Any, halves: bool) -> fs.optim.Matrices:
+def of(mesh: Any, axis: Any, halves: bool) -> fs.optim._matrices.matrices.Matrices:
     if halves:
         return fs.optim.matrices(fs.policies.whole(P(axis))(HALVES).on(mesh))
     return matrices_on(spec_on(mesh, axis), "muon")
 
 
-def derived(known: fs.optim.Matrices, trees: list[fs.Params]) -> dict[str, fs.Params]:
+def derived(known: fs.optim._matrices.matrices.Matrices, trees: list[fs.Params]) -> dict[str, fs.Params]:
     """Full trees: there and back; of a cube of the matrices in between tangent, pullback and second derivatives."""
     spec = known.spec
     x, v, c = (fs.shard(full, spec) for full in trees)

@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import P
+from funshard._transforms import products
 
 DIGITS = 9
 
@@ -374,8 +375,8 @@ def curved(on: OnRanks, state: State) -> Any:
     """Products with the Gauss-Newton and the Fisher matrix."""
 
     def rank(of: Sharded, p: fs.Params, v: fs.Params, x: Tensor, _: Tensor) -> Any:
-        fisher = fs.fishervp(lambda p: square_rows(of.call(p, x)), p, v)
-        return fs.ggnvp(lambda p: of.call(p, x), convex, p, v), fisher
+        fisher = products.fishervp(lambda p: square_rows(of.call(p, x)), p, v)
+        return products.ggnvp(lambda p: of.call(p, x), convex, p, v), fisher
 
     return on(rank)(*state)
 
@@ -463,7 +464,7 @@ TRANSFORMS = {
         inside(lambda loss, p, v: (jvp(grad(loss), (p,), (v,)), fs.hvp(loss, p, v))),
         lambda of, cut, rank: ((cut(of.gradient), cut(of.hessian_product)), cut(of.hessian_product)),
     ),
-    "`fs.ggnvp`, `fs.fishervp`": Transform(
+    "`curvature.ggn`, `curvature.fisher`": Transform(
         curved,
         lambda of, cut, rank: (cut(of.gauss_newton_product), cut(of.fisher_product)),
     ),
@@ -698,7 +699,7 @@ def on_real_ranks(rank: int, strategy: str, transforms: Iterable[str] = tuple(TR
     network = STRATEGIES[strategy].network
     if strategy in OF_COMPILED_UNITS:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")
-        warnings.simplefilter("ignore", fs.CompileWarning)
+        warnings.simplefilter("ignore", fs._call.compiled_unit.CompileWarning)
     out: dict[str, Any] = {}
     with everywhere(), hosted.elsewhere():  # for the device is the host
         spec = policy(strategy).on(mesh)
@@ -762,7 +763,9 @@ def test_ways_to_gather_and_reduce_on_real_ranks(request: pytest.FixtureRequest,
     check_real(strategy, run_on_real_ranks(request, strategy, [transform]), transform)
 
 
-QUIET = pytest.mark.filterwarnings("ignore::funshard.CompileWarning", "ignore:The .grad attribute of a Tensor that is not")
+QUIET = pytest.mark.filterwarnings(
+    "ignore::funshard._call.compiled_unit.CompileWarning", "ignore:The .grad attribute of a Tensor that is not"
+)
 
 
 @at_most(7)

@@ -102,17 +102,17 @@ def test_a_spec_bound_to_groups_that_are_gone_is_refused() -> None:
     with world(2, rank=0):
         spec = fs.policies.whole()(model).bound
         shards = fs.shard(model, spec)
-        fs.gather_full(shards, spec)
+        fs.unshard(shards, spec)
     message = r"axis 'shard': the spec was bound when this process was rank 0 of 2 in a process group, "
     with pytest.raises(RuntimeError, match=message + "which is destroyed"):
-        fs.gather_full(shards, spec)
+        fs.unshard(shards, spec)
     for rank, size in ((1, 2), (0, 4)):
         with world(size, rank=rank):
-            for use in (lambda: fs.gather_full(shards, spec), lambda: fs.functional_call(model, shards, spec=spec)):
+            for use in (lambda: fs.unshard(shards, spec), lambda: fs.functional_call(model, shards, spec=spec)):
                 with pytest.raises(RuntimeError, match=message + f"where it is now rank {rank} of {size}: .* bind it again"):
                     use()
     with world(2, rank=0):
-        fs.gather_full(shards, spec)
+        fs.unshard(shards, spec)
 
 
 @seldom

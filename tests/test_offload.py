@@ -377,7 +377,7 @@ def loss_of(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> Callable[[fs
         torch.manual_seed(rank)
         if isinstance(model, Net):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", fs.BufferWarning)
+                warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
                 return fs.functional_call(model, params, (numbers(rank, 0),), spec=spec).square().mean()
         ids = torch.randint(19, (2, 7), generator=torch.Generator().manual_seed(rank))
         return fs.functional_call(model, params, kwargs={"input_ids": ids, "labels": ids}, spec=spec).loss
@@ -455,7 +455,7 @@ def test_simulated_ranks_keep_what_they_save() -> None:
 
         torch.manual_seed(0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", fs.BufferWarning)
+            warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
             return fs.testing.spmd(one, 2)(xs)
 
     with everywhere() as copies:
@@ -537,7 +537,7 @@ def checkpointed_and_offloaded(rank: int, options: dict[str, Any]) -> None:
     spec = fs.by_type(Noisy, p=P("shard", **options))
     model = noisy().eval()  # both runs draw other numbers
     with everywhere() as copies, warnings.catch_warnings():
-        warnings.simplefilter("ignore", fs.BufferWarning)
+        warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
         check_parity(rank, model, spec(model), steps=3)
     assert (copies.out > 0) is bool(options.get("offload"))
 

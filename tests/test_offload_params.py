@@ -113,8 +113,8 @@ def others(rank: int) -> None:
             both(spec, lambda spec: fs.grad(lambda p: loss_on(spec)(fs.combine(p, frozen)))(trained))
             full = fs.unshard(params, spec)
             both(spec, lambda spec: fs.reduce_grads(full, spec))
-            both(spec, lambda spec: fs.gather_full(params, spec, rank0_only=True))
-            both(spec, lambda spec: fs.scatter_full(full if rank == 0 else None, spec))
+            both(spec, lambda spec: fs.unshard(params, spec, rank0_only=True))
+            both(spec, lambda spec: fs.shard(full if rank == 0 else None, spec, src=0))
             both(spec, lambda spec: fs.reshard(params, spec, plain))
             both(spec, lambda spec: fs.reshard(params, plain, spec))
             both(spec, lambda spec: fs.param_views(params, spec))
@@ -173,7 +173,7 @@ def test_simulated_ranks() -> None:
 
         torch.manual_seed(0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", fs.BufferWarning)
+            warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
             return fs.testing.spmd(one, 2)(xs)
 
     expected = derivatives(None)
@@ -309,7 +309,7 @@ def test_a_shard_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: fs.functional_call(model, params, (numbers(0, 0),), spec=spec),
         lambda: fs.unshard(params, spec),
         lambda: fs.param_views(params, spec, rank=0),
-        lambda: fs.gather_full(params, spec),
+        lambda: fs.unshard(params, spec),
     ):
         with pytest.raises(ValueError, match=message):
             run()
@@ -372,8 +372,8 @@ def loads(rank: int) -> None:
         params = fs.shard(model, spec)
         state = init(params)
         params, state = update(fs.grad(loss)(params), state, params)
-        full = fs.gather_full(params, spec, rank0_only=True, offload_to_cpu=True)
-        loaded = fs.scatter_full(full if rank == 0 else None, spec)
+        full = fs.unshard(params, spec, rank0_only=True, offload_to_cpu=True)
+        loaded = fs.shard(full if rank == 0 else None, spec, src=0)
         equal(loaded, params)
         equal(update(fs.grad(loss)(loaded), state, loaded), update(fs.grad(loss)(params), state, params))
 

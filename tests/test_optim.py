@@ -252,7 +252,7 @@ def test_clip_grad_norm_beside_fully_shard(rank: int, p: float) -> None:
     norm = torch.nn.utils.clip_grad_norm_(peer.parameters(), max_norm, p)
     clipped, got = clip_by_global_norm(grads, spec, max_norm, p=p)
     assert_close(got, norm.full_tensor())
-    before, after = (fs.gather_full(tree, spec) for tree in (grads, clipped))
+    before, after = (fs.unshard(tree, spec) for tree in (grads, clipped))
     same(after, {name: q.grad.full_tensor() for name, q in peer.named_parameters()}, "clipped")
     size = lambda g: torch.linalg.vector_norm(g.flatten(), p)  # noqa: E731
     assert any(size(g) > max_norm for g in before.values())
@@ -293,7 +293,7 @@ def test_low_precision_grads(rank: int) -> None:
         clipped, got = clip_by_global_norm(fs.shard(full, spec), spec, 2.5, p=p)
         assert got.dtype == torch.float32  # FSDP1's is float16
         assert_close(got, norm)
-        for name, g in fs.gather_full(clipped, spec).items():
+        for name, g in fs.unshard(clipped, spec).items():
             assert g.dtype == torch.float16
             assert_close(g, want[name].half())
         for piece in fs.param_views(clipped, spec).values():
@@ -312,7 +312,7 @@ def test_no_gradients(rank: int) -> None:
     assert (fs.param_views(shards, spec)["1.weight"].numel() == 1) == (rank == 0)  # the other rank has padding alone
     clipped, norm = clip_by_global_norm(shards, spec, 1.0)
     assert norm == 3
-    assert_close(fs.gather_full(clipped, spec)["1.weight"], torch.ones(1, 1))
+    assert_close(fs.unshard(clipped, spec)["1.weight"], torch.ones(1, 1))
 
 
 # --- vdot ---

@@ -194,7 +194,7 @@ def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, res
             for r in range(4):
                 (squared(plain_call(plain), numbers(r, 10 * step + i)) / 4).backward()
         expected = {name: p.grad.full_tensor() for name, p in peer.named_parameters()}
-        full = fs.gather_full(got.grads, spec)
+        full = fs.unshard(got.grads, spec)
         same(full, expected, f"gradient at step {step}")
         same(full, {name: p.grad for name, p in plain.named_parameters()}, f"gradient by hand at step {step}")
         for key, shard in params.items():
@@ -202,7 +202,7 @@ def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, res
         ours.step()
         theirs.step()
         by_hand.step()
-    same(fs.gather_full(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
+    same(fs.unshard(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
 
 
 @real_ranks(2)
@@ -284,7 +284,7 @@ def test_grad_acc(rank: int, strategy: str, pattern: str) -> None:
             slices = {key: slices[key] + g if slices else g for key, g in grads.items()}
         losses.append(value)
     reduced = fs.reduce_grads(pending, spec)
-    grads = fs.gather_full({key: g + reduced[key] for key, g in slices.items()}, spec)
+    grads = fs.unshard({key: g + reduced[key] for key, g in slices.items()}, spec)
     joined = torch.cat([permuted(r, i) for r in range(2) for i in range(n)])
     plain = copy.deepcopy(model)
     squared(plain, joined).backward()
@@ -324,7 +324,7 @@ def test_no_sync_correctness(rank: int, strategy: str, way: str) -> None:
     once, _ = WAYS[way](loss)(params)
     own, _ = WAYS[way](loss)(fs.unshard(params, spec))
     assert {name: g.shape for name, g in own.items()} == {name: p.shape for name, p in model.named_parameters()}
-    assert not any(torch.equal(g, q) for g, q in zip(own.values(), fs.gather_full(once, spec).values(), strict=True))
+    assert not any(torch.equal(g, q) for g, q in zip(own.values(), fs.unshard(once, spec).values(), strict=True))
     later = fs.reduce_grads(own, spec)
     same({key: g + once[key] for key, g in later.items()}, {key: 2 * g for key, g in once.items()}, "gradient")
 
@@ -426,7 +426,7 @@ def test_native_storage_and_mutations(rank: int) -> None:
     reduced, again = fs.reduce_grads(total, spec), fs.reduce_grads(total, spec)
     assert torch.equal(total["weight"], kept)
     assert torch.equal(reduced[""], again[""])
-    assert torch.equal(fs.gather_full(reduced, spec)["weight"], torch.full((4, 2), 5.0))  # (3+1) + (3+1+2) over 2
+    assert torch.equal(fs.unshard(reduced, spec)["weight"], torch.full((4, 2), 5.0))  # (3+1) + (3+1+2) over 2
     cleared = fs.reduce_grads({name: torch.zeros_like(g) for name, g in total.items()}, spec)
     assert not any(g.any() for g in cleared.values())
     assert fs.reduce_grads({}, spec) == {}
@@ -441,10 +441,10 @@ def test_explicit_sync_divide_factor(rank: int) -> None:
     loss = lambda p: fs.functional_call(model, p, torch.full((1, 1), 2.0 + 2 * rank), spec=spec, reduce=3.0)  # noqa: E731
     synced = fs.grad(loss)(params)
     pending = fs.grad(loss)(fs.unshard(params, spec))
-    assert torch.equal(fs.gather_full(synced, spec)["weight"], torch.full((2, 1), 2.0))
+    assert torch.equal(fs.unshard(synced, spec)["weight"], torch.full((2, 1), 2.0))
     for _ in range(2):
         both = {key: g + synced[key] for key, g in fs.reduce_grads(pending, spec, reduce=3.0).items()}
-        assert torch.equal(fs.gather_full(both, spec)["weight"], torch.full((2, 1), 4.0))
+        assert torch.equal(fs.unshard(both, spec)["weight"], torch.full((2, 1), 4.0))
 
 
 class TwoLinear(nn.Module):
@@ -480,13 +480,11 @@ def partial_ownership(rank: int, offsets: tuple[float, ...]) -> None:
         assert torch.equal(on_slices[name], torch.full_like(on_slices[name], value + replica))
     done = fs.reduce_grads(partial, spec, reduce_axes=["replicate"])
     rest = fs.reduce_grads(pending, spec)
-    total = fs.gather_full({key: reduced[key] + done[key] + rest[key] for key in params}, spec)
+    total = fs.unshard({key: reduced[key] + done[key] + rest[key] for key in params}, spec)
     assert all(torch.equal(g, torch.full((5, 1), 7.0)) for g in total.values())
-    more = fs.gather_full(
-        {key: g + reduced[key] + done[key] + rest[key] for key, g in gradient(params, 1, "both").items()}, spec
-    )
+    more = fs.unshard({key: g + reduced[key] + done[key] + rest[key] for key, g in gradient(params, 1, "both").items()}, spec)
     assert all(torch.equal(g, torch.full((5, 1), 8.0)) for g in more.values())
-    dropped = fs.gather_full(reduced, spec)
+    dropped = fs.unshard(reduced, spec)
     assert all(torch.equal(g, torch.full((5, 1), 4.0)) for g in dropped.values())
 
 

@@ -98,13 +98,13 @@ def by_extension(rank: int, name: str, mesh_name: str, reshard: bool, param: tor
         expected.backward()
         grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x).float())(params)
         assert_close(value, expected.detach(), rtol=1e-5, atol=0)
-        full = fs.gather_full(grads, spec)
+        full = fs.unshard(grads, spec)
         same(full, {n: p.grad.full_tensor() for n, p in peer.named_parameters()}, f"gradient at step {step}")
         for key, shard in params.items():
             shard.grad = grads[key]
         ours.step()
         theirs.step()
-    same(fs.gather_full(params, spec), {n: p.full_tensor() for n, p in peer.named_parameters()}, "parameters")
+    same(fs.unshard(params, spec), {n: p.full_tensor() for n, p in peer.named_parameters()}, "parameters")
 
 
 @at_most(1)
@@ -212,7 +212,7 @@ def test_set_custom_all_gather_and_reduce_scatter(rank: int) -> None:
     reduced = {key: own_reduce(buffer, axis) / axis.size for key, buffer in fs.flatten(own, spec).items()}
     same(reduced, default, "reduced by hand")
     squared(model, x).backward()
-    same(fs.gather_full(reduced, spec), average_gradients(model), "gradient")
+    same(fs.unshard(reduced, spec), average_gradients(model), "gradient")
 
 
 # --- no copy where there is nothing to gather ---
@@ -351,7 +351,7 @@ def test_default_communication_hook_behavior(rank: int, n: int, way: str) -> Non
         for got in (grads, fs.reduce_grads(own, spec)):
             for piece in fs.param_views(got, spec).values():
                 assert torch.equal(piece, torch.full_like(piece, 1.5))
-            assert torch.equal(fs.gather_full(got, spec)["weight"], mean)
+            assert torch.equal(fs.unshard(got, spec)["weight"], mean)
 
 
 def test_what_the_default_sends() -> None:

@@ -101,7 +101,7 @@ def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tupl
             shard.grad = grads[key]
         adam.step()
         losses.append(value)
-    return losses, fs.gather_full(params, spec)
+    return losses, fs.unshard(params, spec)
 
 
 @real_ranks(4)
@@ -263,7 +263,7 @@ def test_hsdp_broadcast_across_replicas(rank: int, src: int) -> None:
         theirs.step()
     assert buffers["calls"] == 2 * src + 3
     assert model.calls == rank  # its own are as they were
-    same(fs.gather_full(params, spec), {name: p.detach() for name, p in plain.named_parameters()}, "trained")
+    same(fs.unshard(params, spec), {name: p.detach() for name, p in plain.named_parameters()}, "trained")
 
 
 @real_ranks(4)
@@ -277,8 +277,8 @@ def test_hsdp_sync_module_state(rank: int) -> None:
     for p in (P("shard"), BOTH, P()):
         spec = fs.by_type(MLP, p=p)(model).on(grid())
         for src in (0, 3):
-            params = fs.scatter_full(full if rank == src else None, spec, src=src)
-            got = fs.gather_full(params, spec)
+            params = fs.shard(full if rank == src else None, spec, src=src)
+            got = fs.unshard(params, spec)
             assert all(torch.equal(t, torch.full_like(full[name], src)) for name, t in got.items())
             assert all(torch.equal(v, torch.full_like(v, src)) for v in fs.param_views(params, spec).values())
 
@@ -378,24 +378,24 @@ def test_hsdp_save_load_state_dict(rank: int, p: P) -> None:
     expected, expected_state = train(model, spec, params, state, range(3, 5))
     file = io.BytesIO()
     names = ("exp_avg", "exp_avg_sq")
-    torch.save((fs.gather_full(params, spec), [fs.gather_full(field(state, name), spec) for name in names]), file)
+    torch.save((fs.unshard(params, spec), [fs.unshard(field(state, name), spec) for name in names]), file)
     file.seek(0)
     full, moments = torch.load(file, weights_only=True)
 
     other, other_spec, fresh = make(1, p)
-    assert not torch.equal(fs.gather_full(fresh, other_spec)["output.weight"], full["output.weight"])
-    fresh = fs.scatter_full(full if rank == 0 else None, other_spec, src=0)
+    assert not torch.equal(fs.unshard(fresh, other_spec)["output.weight"], full["output.weight"])
+    fresh = fs.shard(full if rank == 0 else None, other_spec, src=0)
     fresh_state = init(fresh)
     for name, moment in zip(names, moments, strict=True):
-        for key, shard in fs.scatter_full(moment, other_spec).items():
+        for key, shard in fs.shard(moment, other_spec, src=0).items():
             fresh_state[key][name] = shard
     steps = next(iter(state.values()))["step"]
     for values in fresh_state.values():
         values["step"] = steps.clone()
     got, got_state = train(other, other_spec, fresh, fresh_state, range(3, 5))
-    same(fs.gather_full(got, other_spec), fs.gather_full(expected, spec), "parameters")
+    same(fs.unshard(got, other_spec), fs.unshard(expected, spec), "parameters")
     for name in names:
-        ours, theirs = (fs.gather_full(field(s, name), on) for s, on in ((got_state, other_spec), (expected_state, spec)))
+        ours, theirs = (fs.unshard(field(s, name), on) for s, on in ((got_state, other_spec), (expected_state, spec)))
         same(ours, theirs, name)
     if p == P("shard"):
         assert all(torch.equal(got[key], shard) for key, shard in expected.items())

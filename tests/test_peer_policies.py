@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from models import build
-from strategies import OtherResidualNode
+from strategies import OtherResidualNode, modules
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, apply_activation_checkpointing
 from torch.distributed.fsdp import wrap
@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from wrap_oracle import NESTED, Wrapper, lambdas, sequential, size, torch_units, units_of, wrapped
 
 import funshard as fs
-from funshard.testing import modules
 
 BF16 = fs.Precision(param=torch.bfloat16)
 FULL = fs.Precision(param=torch.float32, restore_outputs=True)

@@ -299,7 +299,7 @@ def check_training(
                     trained[key].grad = grads[key]
             optimizer.step()
             reference.step()
-        full = fs.gather_full(fs.combine(trained, frozen), spec)
+        full = fs.unshard(fs.combine(trained, frozen), spec)
         for name, p in masters.items():
             assert torch.equal(full[name], p.detach()), name
             assert full[name].dtype == p.dtype
@@ -730,7 +730,10 @@ def test_norm_modules(rank: int, kind: str, param: torch.dtype) -> None:
     masters = dict(model.named_parameters())
     loss = lambda call: call(batch(rank, 0)).float().pow(2).mean()  # noqa: E731
     expected, value = by_hand(reference, masters, lambda call: loss(lambda x: call(x.to(param))), param, F32)
-    with unchanged(model), pytest.warns(fs.BufferWarning) if kind != "layer" else contextlib.nullcontext():  # statistics
+    with (
+        unchanged(model),
+        pytest.warns(fs._call.buffers.BufferWarning) if kind != "layer" else contextlib.nullcontext(),
+    ):  # statistics
         grads, got = fs.grad_and_value(lambda p: loss(lambda x: fs.functional_call(model, p, (x,), spec=spec)))(
             fs.shard(model, spec)
         )
@@ -739,7 +742,7 @@ def test_norm_modules(rank: int, kind: str, param: torch.dtype) -> None:
         torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore::funshard.BufferWarning")  # torch.func's way takes no buffers from outside
+@pytest.mark.filterwarnings("ignore::funshard._call.buffers.BufferWarning")  # torch.func's way takes no buffers from outside
 @every(way=MAIN_WAYS, kind=["layer", "batch", "batch2d"])
 def test_full_precision(kind: str, way: str) -> None:
     """``_module_classes_to_ignore``: in and out of the module's own float32, what comes after in bfloat16 again."""
@@ -855,7 +858,7 @@ def test_mixed_precision_e2e(rank: int, name: str, master: torch.dtype, scaled: 
     compute = param or master
     assert seen == {"input": {compute}, "buffer": {buffer or F64}, "param": {compute}, "backward": {compute}}
     assert (set(log.gathered), set(log.reduced)) == ({compute}, {reduce or master})
-    assert {p.dtype for p in params.values()} == {p.dtype for p in fs.gather_full(params, spec).values()} == {master}
+    assert {p.dtype for p in params.values()} == {p.dtype for p in fs.unshard(params, spec).values()} == {master}
     assert [(b.dtype, b.flatten()[0].item()) for n, b in buffers.items() if n.endswith("buffer")] == [(F64, 1 / 3)] * 3
     assert [b.item() for n, b in buffers.items() if n.endswith("count")] == [2] * 3
 
@@ -966,7 +969,7 @@ def test_train_ema_eval_flow(rank: int) -> None:
         average = {k: 0.5 * a + 0.5 * params[k] for k, a in average.items()}
         with torch.no_grad():
             out = fs.functional_call(model, average, (batch(rank, 9),), spec=spec)
-        low = {n: p.to(BF16) for n, p in fs.gather_full(average, spec).items()}
+        low = {n: p.to(BF16) for n, p in fs.unshard(average, spec).items()}
         assert torch.equal(out, torch.func.functional_call(model, low, (batch(rank, 9).to(BF16),)))
         outs.append(out)
     assert not torch.equal(*outs)
@@ -1072,7 +1075,7 @@ def test_cast_and_decoded_parameters_go_after_forward(codec: bool, p: P, way: st
             assert [ref() is not None for ref in storages] == [False] * 5
 
 
-@pytest.mark.filterwarnings("ignore::funshard.BufferWarning")  # of statistics, which it throws away
+@pytest.mark.filterwarnings("ignore::funshard._call.buffers.BufferWarning")  # of statistics, which it throws away
 @every(way=MAIN_WAYS, p=[P("shard"), P(), P("shard", remat=True)])
 def test_after_a_call_the_module_is_as_before(p: P, way: str) -> None:
     """Also when it raised, and of every dtype."""

@@ -146,7 +146,7 @@ def test_optimizer_states_by_names(rank: int, kind: str, wrapping: str, grouped:
 
     cls, defaults = OPTIMIZERS[kind]  # into torch's own, which steps on as ours does
     fresh = copy.deepcopy(plain)
-    fresh.load_state_dict(fs.gather_full(params, spec))
+    fresh.load_state_dict(fs.unshard(params, spec))
     loaded = cls(groups_of(fresh) if grouped else fresh.parameters(), **{**defaults, "lr": 1.0})
     set_optimizer_state_dict(fresh, loaded, copy.deepcopy(full))  # torch steps in what it was given
     changed = kind in ("dampening", "NAdam")  # torch has no step of the one, and has changed a dtype of the other
@@ -162,7 +162,7 @@ def test_optimizer_states_by_names(rank: int, kind: str, wrapping: str, grouped:
     x = numbers(rank, 7)
     plain_step(fresh, loaded, x)
     moved, _ = one_step(plain, other, fs.reshard(params, spec, other), found, update, x)
-    got = fs.gather_full(moved, other)
+    got = fs.unshard(moved, other)
     for name, p in fresh.named_parameters():
         assert_close(got[name], p.detach(), msg=lambda m, name=name: f"'{name}' after a further step: {m}")
 
@@ -264,7 +264,7 @@ def test_what_was_never_stepped(rank: int) -> None:
     some["state"] = {n: {**s, "step": 4, "exp_avg": s["exp_avg"] + 1} for n, s in some["state"].items()}
     found = checkpoint.from_optimizer_state_dict(some, spec, init(trainable))
     assert {key: float(slots["step"]) for key, slots in found.items()} == {"": 0.0, "blocks.0": 4.0, "blocks.2": 0.0}
-    assert bool((fs.gather_full({"blocks.0": found["blocks.0"]["exp_avg"]}, spec)["blocks.0.in_proj.bias"] == 1).all())
+    assert bool((fs.unshard({"blocks.0": found["blocks.0"]["exp_avg"]}, spec)["blocks.0.in_proj.bias"] == 1).all())
     init, _ = made("momentum", spec, grouped=False)
     none = {"state": {n: {"momentum_buffer": None} for n in full["state"]}, "param_groups": full["param_groups"]}
     same_state(checkpoint.from_optimizer_state_dict(none, spec, init(trainable)), init(trainable))
@@ -300,7 +300,7 @@ def through_zeros(rank: int, width: int, mesh_name: str, folder: str) -> None:
         assert all(torch.equal(again["model"][key], kept[key]) for key in kept)
         assert int(again["buffers"]["count"]) == 3
         local = Sized(width)  # into a plain model, whose names are the same
-        local.load_state_dict({**fs.gather_full(again["model"], spec), **again["buffers"]})
+        local.load_state_dict({**fs.unshard(again["model"], spec), **again["buffers"]})
         assert all(torch.equal(p, q) for p, q in zip(local.parameters(), model.parameters(), strict=True))
 
 

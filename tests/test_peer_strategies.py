@@ -63,7 +63,7 @@ def by_funshard(model: nn.Module, spec: fs.PartitionSpec, rank: int) -> tuple[fs
             p.grad = grads[key]
         optimizer.step()
         losses.append(value.item())
-    return fs.gather_full(params, spec), losses
+    return fs.unshard(params, spec), losses
 
 
 PRECISIONS: dict[str, tuple[Precision | None, MixedPrecisionPolicy, float]] = {

@@ -546,7 +546,7 @@ def test_to_float64_after_init(rank: int) -> None:
     expected.backward()
     assert value.dtype == torch.float64
     assert_close(value, expected.detach())
-    full = fs.gather_full(grads, spec)
+    full = fs.unshard(grads, spec)
     assert {g.dtype for g in full.values()} == {torch.float64}
     same(full, average_gradients(reference), "gradient")
 
@@ -562,7 +562,7 @@ def test_non_root_forward_backward_of_a_submodule(rank: int) -> None:
     expected = squared(model.blocks[1], x)
     expected.backward()
     assert_close(value, expected.detach())
-    same(fs.gather_full(grads, spec), average_gradients(model), "gradient")
+    same(fs.unshard(grads, spec), average_gradients(model), "gradient")
 
 
 class Raising(Net):
@@ -784,7 +784,7 @@ def test_freezing_weights(rank: int, quiet: bool, nested: bool, how: str) -> Non
         squared(reference, x).backward()
         of_all = fs.shard(average_gradients(reference), spec, rank=rank)
         same(grads, {k: of_all[k] for k in of_all if k.startswith("head")}, "gradient")
-        trained = fs.gather_full({k: p - grads[k] if k in grads else p for k, p in params.items()}, spec)
+        trained = fs.unshard({k: p - grads[k] if k in grads else p for k, p in params.items()}, spec)
     for name, p in model.named_parameters():
         assert torch.equal(trained[name], p) is name.startswith("trunk")
 
@@ -843,7 +843,10 @@ def test_fsdp_zero2_eval_with_prefetch(rank: int, strategy: str) -> None:
         model.train(mode)
         expected = model(x) if not mode else None
         with unchanged(model):
-            with torch.no_grad(), pytest.warns(fs.BufferWarning) if mode else contextlib.nullcontext():  # statistics, in vain
+            with (
+                torch.no_grad(),
+                pytest.warns(fs._call.buffers.BufferWarning) if mode else contextlib.nullcontext(),
+            ):  # statistics, in vain
                 quiet = sharded_call(model, params, spec)(x)
             grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x))(params)
         assert_close(value, (quiet**2).mean())
@@ -887,7 +890,7 @@ def test_set_reduce_scatter_divide_factor(rank: int) -> None:
     model, x = Net(), numbers(rank, 0)
     spec = fs.by_type(MLP)(model).bound
     loss = lambda p: fs.functional_call(model, p, x, spec=spec, reduce="sum").sum() / 5  # noqa: E731
-    grads = fs.gather_full(fs.grad(loss)(fs.shard(model, spec)), spec)
+    grads = fs.unshard(fs.grad(loss)(fs.shard(model, spec)), spec)
     (model(x).sum() / 5).backward()
     same(grads, {name: 2 * g for name, g in average_gradients(model).items()}, "sum over two ranks")
 
@@ -929,10 +932,10 @@ def test_fsdp_same_model_across_ranks(rank: int) -> None:
     torch.manual_seed(rank)
     model = nn.Sequential(MLP(5), nn.BatchNorm1d(5, track_running_stats=False).double())
     spec = fs.by_type(MLP)(model).bound
-    params = fs.scatter_full(dict(model.named_parameters()) if rank == 0 else None, spec)
+    params = fs.shard(dict(model.named_parameters()) if rank == 0 else None, spec, src=0)
     torch.manual_seed(0)
     expected = nn.Sequential(MLP(5), nn.BatchNorm1d(5, track_running_stats=False).double())
-    same(fs.gather_full(params, spec), dict(expected.named_parameters()), "rank 0's parameter")
+    same(fs.unshard(params, spec), dict(expected.named_parameters()), "rank 0's parameter")
     x = numbers(0, 0)
     assert_close(sharded_call(model.eval(), params, spec)(x), plain_call(expected.eval())(x))
 
@@ -979,7 +982,7 @@ def test_named_parameters_and_buffers(rank: int) -> None:
     spec = fs.by_type(MLP)(model).bound
     expected, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     shards = fs.shard(model, spec)
-    full = fs.gather_full(shards, spec)
+    full = fs.unshard(shards, spec)
     assert full.keys() == expected.keys()
     assert all(torch.equal(full[name], p) for name, p in expected.items())
     part = fs.unshard(shards, spec, units=["0.inner"])
@@ -1000,7 +1003,7 @@ def test_with_grads_none_grads(rank: int, way: str) -> None:
     squared(model, numbers(rank, 0)).backward()  # gradients of the plain model are not taken along
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
     params = fs.shard(model, spec)
-    for tensors in (params, fs.gather_full(params, spec), fs.unshard(params, spec)):
+    for tensors in (params, fs.unshard(params, spec), fs.unshard(params, spec)):
         assert all(t.grad is None and not t.requires_grad for t in tensors.values())
     with unchanged(model):
         WAYS[way](lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
@@ -1020,7 +1023,7 @@ def test_unshard_params_respects_reshard(reshard: bool) -> None:
             y = fs.functional_call(model, params, numbers(0, 0), spec=spec).sum()
             kept = [sizes[""], sizes["blocks.2"]] if reshard else [*sizes.values()]
             assert alive.now() == kept
-            fs.gather_full(params, spec)
+            fs.unshard(params, spec)
             assert alive.now() == kept
             full = fs.unshard(params, spec, units=["blocks.1"])
             assert alive.now() == [*kept, sizes["blocks.1"]]
@@ -1028,7 +1031,7 @@ def test_unshard_params_respects_reshard(reshard: bool) -> None:
             assert alive.now() == kept
             y.backward()
             assert alive.now() == []
-            fs.gather_full(params, spec)
+            fs.unshard(params, spec)
             assert alive.now() == []
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import strategies
 import torch
 from cases import owned
 from depth import at_most, depth, mark_seldom, seldom, some
@@ -121,7 +122,7 @@ def test_any_model(case: Case) -> None:
     """Random models, policies and meshes: each rank's samples, and the clipped sum of all."""
     model, policy, sizes = case
     ranks = torch.Size(sizes.values()).numel()
-    full = fs.testing.integers_like(model, high=1)
+    full = strategies.integers_like(model, high=1)
     xs = torch.arange(1, 2 * ranks + 1).double().view(ranks, 2)
     each = vmap(grad(lambda p, x: torch.func.functional_call(copy.deepcopy(model), p, (x,))), (None, 0))(full, xs.flatten())
 
@@ -322,7 +323,7 @@ def compiled(spec: fs.PartitionSpec, fullgraph: bool = True, rank: int = 0, back
         return fs.per_sample_grads(loss_on(spec, SMALL), params, (x, y), spec=spec, generator=generator, clip=CLIP, **options)
 
     torch._dynamo.reset()
-    shards = fs.shard(fs.testing.integers_like(SMALL), spec)
+    shards = fs.shard(strategies.integers_like(SMALL), spec)
     both = []
     for run in (torch.compile(step, fullgraph=fullgraph, backend=backend), step):
         torch.manual_seed(3)

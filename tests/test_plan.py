@@ -102,7 +102,7 @@ def counts_of(work: Any) -> dict[str, tuple[int, int, int]]:
     return {op: (work.ops[op], work.bytes[f"into {op}"], work.bytes[f"out of {op}"]) for op in ops if work.ops[op]}
 
 
-def totals(plan: fs.Plan) -> dict[str, tuple[int, int, int]]:
+def totals(plan: fs._plan.plan.Plan) -> dict[str, tuple[int, int, int]]:
     found: dict[str, tuple[int, int, int]] = {}
     for one in plan.traffic:
         old = found.get(one.op, (0, 0, 0))

@@ -22,7 +22,7 @@ class Block(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-def plan_of(mesh: dict[str, int], **options: Any) -> fs.Plan:
+def plan_of(mesh: dict[str, int], **options: Any) -> fs._plan.plan.Plan:
     model = nn.Sequential(*(Block() for _ in range(2)))
     optimizer = fs.optim.from_torch(torch.optim.AdamW, lr=1e-3, donate=True)
 

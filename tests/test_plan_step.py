@@ -62,7 +62,7 @@ def test_peaks_are_the_profilers(name: str, what: str, p: P, optimizer: str, mes
     assert plan.peak - plan.batch_bytes == pytest.approx(peak, rel=0.03)
 
 
-def most_gathered(plan: fs.Plan) -> dict[str, int]:
+def most_gathered(plan: fs._plan.plan.Plan) -> dict[str, int]:
     """The most bytes that gathered buffers take in each phase."""
     found: dict[str, int] = {}
     for event, held in zip(plan.events, plan.held, strict=True):

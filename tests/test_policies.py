@@ -14,13 +14,12 @@ from depth import at_most
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ARCHITECTURES, build
-from strategies import OtherResidualNode, ResidualNode
+from strategies import OtherResidualNode, ResidualNode, modules
 from torch import nn
 from torch.distributed.fsdp import wrap
 from wrap_oracle import assert_same, lambdas, owning, size, torch_units, units_of, wide
 
 import funshard as fs
-from funshard.testing import modules
 
 TREES = modules(tied=False)
 

@@ -200,7 +200,7 @@ def test_info_names_the_spec_however_parameters_come(tmp_path: Path, way: str) -
     checkpoint.export(tmp_path, fs.shard(model, plain), plain)
     ways = {
         "init": lambda spec: fs.init(nn.Linear(4, 2, device="meta"), spec, seed=0),
-        "one rank": lambda spec: fs.scatter_full(dict(model.named_parameters()), spec),
+        "one rank": lambda spec: fs.shard(dict(model.named_parameters()), spec, src=0),
         "read_safetensors": lambda spec: checkpoint.read_safetensors(tmp_path, spec),
     }
     spec = fs.policies.whole()(model)

@@ -28,7 +28,9 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import _torch
 
-pytestmark = pytest.mark.filterwarnings("ignore::funshard.BufferWarning")  # what is thrown away is not the matter here
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::funshard._call.buffers.BufferWarning"
+)  # what is thrown away is not the matter here
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 Loss = Callable[[Any], Tensor]
@@ -136,7 +138,7 @@ def on_ranks(rank: int, name: str, p: fs.P) -> None:
 
 def all_on_ranks(rank: int, names: list[str], p: fs.P) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fs.BufferWarning)
+        warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
         for name in names:
             on_ranks(rank, name, p)
 
@@ -996,10 +998,10 @@ def test_energies_and_forces(p: fs.P, way: Callable[..., Any]) -> None:
     energy, forces = model(x)
     names, own = zip(*model.named_parameters(), strict=True)
     expected = dict(zip(names, torch.autograd.grad(energy + forces.pow(2).sum(), own), strict=True))
-    torch.testing.assert_close(fs.gather_full(way(loss)(fs.shard(model, spec)), spec), expected, check_device=False)
+    torch.testing.assert_close(fs.unshard(way(loss)(fs.shard(model, spec)), spec), expected, check_device=False)
     if p.remat:
         model.by = "torch.autograd"
-        torch.testing.assert_close(fs.gather_full(way(loss)(fs.shard(model, spec)), spec), expected, check_device=False)
+        torch.testing.assert_close(fs.unshard(way(loss)(fs.shard(model, spec)), spec), expected, check_device=False)
 
 
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
@@ -1023,7 +1025,7 @@ def test_backward_hooks_in_a_stack_are_refused(register: str, remat: bool) -> No
         torch.func.grad(lambda p: torch.func.jvp(loss, (p,), (p,))[1])(params)
     names, own = zip(*model.named_parameters(), strict=True)
     expected = dict(zip(names, torch.autograd.grad(model(x).sin().sum(), own), strict=True))
-    torch.testing.assert_close(fs.gather_full(fs.grad(loss)(params), spec), expected)
+    torch.testing.assert_close(fs.unshard(fs.grad(loss)(params), spec), expected)
 
 
 class Hypernetwork(nn.Module):

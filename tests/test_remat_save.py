@@ -839,7 +839,7 @@ def test_transformers_at_their_defaults(gloo2: Pool, name: str) -> None:
 
 
 @at_most(7)
-@pytest.mark.filterwarnings("ignore::funshard.BufferWarning")
+@pytest.mark.filterwarnings("ignore::funshard._call.buffers.BufferWarning")
 @each
 @pytest.mark.parametrize("way", ["backward", "func"])
 @pytest.mark.parametrize("name", CASES)

@@ -43,7 +43,7 @@ def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) 
     def steps(params: fs.Params, state: dict[str, Any], spec: fs.PartitionSpec) -> dict[str, torch.Tensor]:
         for i in range(2):
             params, state = made(spec).update({key: p.cos() + i for key, p in params.items()}, state, params)
-        return fs.gather_full(params, spec)
+        return fs.unshard(params, spec)
 
     for saved, loaded in itertools.product(policies, policies):
         spec, other = saved(model), loaded(model)

@@ -538,7 +538,7 @@ class Remembers(nn.Module):
         return x + y + 0.1 * self.seen
 
 
-@pytest.mark.filterwarnings("ignore::funshard.BufferWarning")
+@pytest.mark.filterwarnings("ignore::funshard._call.buffers.BufferWarning")
 @every(left_by=["torch.func", "funshard"], p=[P(), P(remat=True), P(offload="activations")])
 def test_what_ended_transforms_have_left_in_the_model(p: P, left_by: str) -> None:
     """Tensors of two transforms that have ended: torch cannot compute with them, nor clone them, inside of another."""

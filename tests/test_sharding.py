@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import strategies
 import torch
 from cases import Case, cases, each_rank, on_ranks, poisoned, same, specs, stacked
 from depth import depth, every
@@ -99,7 +100,7 @@ def test_l3_padding_is_never_observable(case: Case, x: int) -> None:
 @given(cases(), st.sampled_from(sorted(STEPS)), st.integers(0, 9))
 def test_l3_and_l5_elementwise_steps_commute_with_sharding(case: Case, step: str, seed: int) -> None:
     """S(f(t, g)) is f(S t, S g), exactly; with poisoned padding in both, the parameters are still the same."""
-    f, grads = STEPS[step], fs.testing.integers_like(case.model, seed)
+    f, grads = STEPS[step], strategies.integers_like(case.model, seed)
     updated = {name: f(tensor, grads[name]) for name, tensor in case.full.items()}
     expected = each_rank(updated, case.spec)
     pairs = list(zip(each_rank(case.full, case.spec), each_rank(grads, case.spec), strict=True))
@@ -124,11 +125,11 @@ def test_l5_adamw_commutes_with_sharding(case: Case, seed: int) -> None:
 
 
 @settings(max_examples=depth(8, 300))
-@given(st.data(), fs.testing.modules(), st.lists(st.integers(1, 3), min_size=3, max_size=3))
+@given(st.data(), strategies.modules(), st.lists(st.integers(1, 3), min_size=3, max_size=3))
 def test_l6_reshard_composes(data: st.DataObject, model: nn.Module, counts: list[int]) -> None:
     """From N ranks to M to K, each with a policy of its own, is sharding anew: S^K(t). The axes n, m, k are simulated."""
     sizes = dict(zip("nmk", counts, strict=True))
-    full = fs.testing.integers_like(model, 1)
+    full = strategies.integers_like(model, 1)
     axes = ["n", "m", "k", ("n", "m"), ("k", "n"), None]
     chain = [_moved(data.draw(specs(model, {"shard": 1})), data.draw(st.sampled_from(axes))) for _ in range(3)]
 
@@ -158,14 +159,14 @@ def test_l6_reshard_drops_the_padding(case: Case) -> None:
 @given(nonempty, st.integers(0, 9))
 def test_shard_is_differentiable_its_transpose_gathers(case: Case, seed: int) -> None:
     """<S t, y> summed over the slices is <t, S' y>, and S' y is the gathered y: so grad(f . S) is unshard(grad f)."""
-    cotangents = each_rank(fs.testing.integers_like(case.model, seed), case.spec)
+    cotangents = each_rank(strategies.integers_like(case.model, seed), case.spec)
 
     def back(mesh: Mesh, y: Params) -> Params:
         spec = case.spec.on(mesh)
         return torch.func.vjp(lambda t: fs.shard(t, spec), case.full)[1](y)[0]
 
     got = fs.testing.spmd(back, case.sizes)(stacked(cotangents))
-    expected = fs.testing.integers_like(case.model, seed)
+    expected = strategies.integers_like(case.model, seed)
     for rank in case.ranks:
         same({name: tensor[rank] for name, tensor in got.items()}, expected)
     for rank in case.ranks:  # a given rank's shard: the gradient is zero outside of its slice
@@ -180,9 +181,9 @@ def test_shard_is_differentiable_its_transpose_gathers(case: Case, seed: int) ->
 def test_reshard_is_differentiable_its_transpose_reshards_back(data: st.DataObject, case: Case, seed: int) -> None:
     """The gradient of reshard is reshard the other way: autograd's adjoint, in torch.func and through the simulation."""
     new = data.draw(specs(case.model, case.sizes))
-    y = stacked(each_rank(fs.testing.integers_like(case.model, seed), new))
+    y = stacked(each_rank(strategies.integers_like(case.model, seed), new))
     x = stacked(each_rank(case.full, case.spec))
-    expected = stacked(each_rank(fs.testing.integers_like(case.model, seed), case.spec))
+    expected = stacked(each_rank(strategies.integers_like(case.model, seed), case.spec))
 
     def back(mesh: Mesh, x: Params, y: Params) -> Params:
         return torch.func.vjp(lambda x: fs.reshard(x, case.spec.on(mesh), new.on(mesh)), x)[1](y)[0]
@@ -200,7 +201,7 @@ def test_l8_no_result_aliases_an_input(case: Case) -> None:
     alone = case.spec.on(dict.fromkeys(case.sizes, 1))
     shards = fs.shard(case.full, alone, rank=0)
     kept = {key: tensor.clone() for key, tensor in shards.items()}
-    for result in (fs.reshard(shards, alone, alone), fs.gather_full(shards, alone), fs.scatter_full(case.full, alone)):
+    for result in (fs.reshard(shards, alone, alone), fs.unshard(shards, alone), fs.shard(case.full, alone, src=0)):
         for tensor in result.values():
             tensor.zero_()
     same(shards, kept)

@@ -137,8 +137,8 @@ def bad_source(rank: int, what: str, src: int, p: P, flat: bool) -> str:
             full = {name: tensor.to("meta") for name, tensor in full.items()}
     spec = fs.by_type(nn.Linear, p=p)(model)
     bound = spec.bound if flat else spec.on(square())
-    said = message(fs.scatter_full, full if rank == src else None, bound, src=src)
-    good = fs.scatter_full(values(model) if rank == src else None, bound, src=src)  # and nothing is out of step
+    said = message(fs.shard, full if rank == src else None, bound, src=src)
+    good = fs.shard(values(model) if rank == src else None, bound, src=src)  # and nothing is out of step
     same(good, fs.shard(values(model), bound, rank=rank))
     return said
 
@@ -173,7 +173,7 @@ def test_a_source_that_is_no_rank_of_the_mesh(gloo2: Pool) -> None:
 
 def from_nowhere(rank: int) -> str:
     model = layers()
-    return message(fs.scatter_full, values(model), fs.policies.whole()(model).bound, src=2)
+    return message(fs.shard, values(model), fs.policies.whole()(model).bound, src=2)
 
 
 def wrong_worlds(rank: int) -> dict[str, str]:
@@ -215,7 +215,7 @@ def test_rank0_only_needs_process_groups() -> None:
 
     def first(mesh: fs.collectives.Mesh, _: Tensor) -> Params:
         spec = fs.policies.whole()(model).on(mesh)
-        return fs.gather_full(fs.shard(values(model), spec), spec, rank0_only=True)
+        return fs.unshard(fs.shard(values(model), spec), spec, rank0_only=True)
 
     with pytest.raises(ValueError, match=r"rank0_only on a simulated mesh: expected process groups"):
         fs.testing.spmd(first, 2)(torch.zeros(2))
@@ -252,7 +252,7 @@ def test_parts_of_the_tree(rank: int) -> None:
         full = {name: value for name, value in values(model).items() if name in names}
         same(fs.unshard(part, spec), full)
         for options in ({}, {"offload_to_cpu": True}, {"rank0_only": True}):
-            same(fs.gather_full(part, spec, **options), {} if rank and "rank0_only" in options else full)
+            same(fs.unshard(part, spec, **options), {} if rank and "rank0_only" in options else full)
         same(fs.reshard(part, spec, new), {key: s for key, s in fs.shard(model, new, rank=rank).items() if key in part})
     trained, frozen = fs.partition(shards, spec)
     xs = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
@@ -277,7 +277,7 @@ def test_one_iteration(rank: int) -> None:
     call = lambda p: fs.functional_call(model, p, (xs[rank],), spec=spec)  # noqa: E731
     torch.testing.assert_close(call(shards), model(xs[rank]))
     grads = fs.grad(lambda p: call(p).sum())(shards)
-    full = fs.gather_full({key: shard - 0.1 * grads[key] for key, shard in shards.items()}, spec)
+    full = fs.unshard({key: shard - 0.1 * grads[key] for key, shard in shards.items()}, spec)
     torch.testing.assert_close(full["weight"], model.weight.detach() - 0.1 * xs.mean(0).expand(3, 3))
 
 
@@ -288,7 +288,7 @@ def test_ignored_parameters(rank: int) -> None:
     spec = fs.policies.ignoring(fs.policies.always(), modules=["1"], params=["2.bias"])(model).bound
     shards = fs.shard(model, spec)
     assert sum(unit.numel for unit in spec) == sum(p.numel() for p in model.parameters()) - 42 - 1
-    full = fs.gather_full(shards, spec)
+    full = fs.unshard(shards, spec)
     same(full, {name: value for name, value in values(model).items() if name in ("0.weight", "0.bias", "2.weight")})
     x = torch.ones(2, 3)
     torch.testing.assert_close(fs.functional_call(model, shards, (x,), spec=spec), model(x))
@@ -312,7 +312,7 @@ def test_l4_every_dtype_travels(rank: int) -> None:
         shards = fs.shard(model, spec)
         whole = {"w": values}
         same(fs.unshard(shards, spec), whole)
-        same(fs.gather_full(shards, spec), whole)
-        first = fs.gather_full(shards, spec, rank0_only=True)
+        same(fs.unshard(shards, spec), whole)
+        first = fs.unshard(shards, spec, rank0_only=True)
         same(first, whole if rank == 0 else {})
-        same(fs.scatter_full(first or None, spec), shards)
+        same(fs.shard(first or None, spec, src=0), shards)

@@ -67,7 +67,7 @@ def on_ranks(rank: int, name: str) -> None:
     spec = policy(model).bound
     params = fs.shard(model, spec)
     expected = grads(model, params, spec)
-    full = {key: p.clone() for key, p in fs.gather_full(params, spec).items()}
+    full = {key: p.clone() for key, p in fs.unshard(params, spec).items()}
     before = {key: x.clone() for key, x in model.state_dict().items()}
     bare = fs.skeleton(model)
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
@@ -83,8 +83,8 @@ def on_ranks(rank: int, name: str) -> None:
     spec = policy(bare).bound
     for got, want in zip(grads(bare, params, spec), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert all(torch.equal(p, full[key]) for key, p in fs.gather_full(params, spec).items())
-    for key, p in fs.scatter_full(full if rank == 0 else None, spec).items() if torch.distributed.is_initialized() else ():
+    assert all(torch.equal(p, full[key]) for key, p in fs.unshard(params, spec).items())
+    for key, p in fs.shard(full if rank == 0 else None, spec, src=0).items() if torch.distributed.is_initialized() else ():
         assert torch.equal(p, params[key])
     assert all(torch.equal(p, full[key]) for key, p in fs.unshard(params, spec).items() if key in full)
     with pytest.raises(ValueError, match="the model is a skeleton, whose parameters have no values"):

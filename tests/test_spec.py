@@ -15,13 +15,12 @@ from cases import alignment
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from models import unchanged
-from strategies import ResidualNode
+from strategies import ResidualNode, meshes, modules, policies
 from torch import nn
 
 import funshard as fs
 from funshard._core.build import build
 from funshard.policies import Policy
-from funshard.testing import meshes, modules, policies
 
 MODELS = modules(frozen=True)
 

@@ -122,9 +122,9 @@ def compare(rank: int, size: int, strategy: str, path: str) -> None:
         for key, h in fs.hvp(loss, params, direction).items():
             torch.testing.assert_close(h, second[key], **close)
         times = {name: FACTOR * q for name, q in full.items()}
-        for given in (fs.unshard(params, spec), fs.gather_full(params, spec), dict(fs.stream_full(params, spec))):
+        for given in (fs.unshard(params, spec), fs.unshard(params, spec), dict(fs.stream_full(params, spec))):
             torch.testing.assert_close(given, times, **close)
-        for given in (fs.gather_full(params, spec, rank0_only=True), dict(fs.stream_full(params, spec, rank0_only=True))):
+        for given in (fs.unshard(params, spec, rank0_only=True), dict(fs.stream_full(params, spec, rank0_only=True))):
             torch.testing.assert_close(given, times if rank == 0 else {}, **close)
         fs.checkpoint.export(path, params, spec)
         torch.testing.assert_close(
@@ -178,7 +178,7 @@ def test_a_new_stage_on_simulated_ranks(strategy: str) -> None:
     expected = fs.testing.spmd(lambda mesh, _: fs.shard(fs.grad(plain)(full), spec.on(mesh)), 3)(x)
     with scaled():
         got = fs.testing.spmd(on_rank, 3)(x)
-        gathered = fs.testing.spmd(lambda mesh, _: fs.gather_full(fs.shard(full, spec.on(mesh)), spec.on(mesh)), 3)(x)
+        gathered = fs.testing.spmd(lambda mesh, _: fs.unshard(fs.shard(full, spec.on(mesh)), spec.on(mesh)), 3)(x)
     for key, g in got.items():
         torch.testing.assert_close(g, expected[key], **(LOOSE if strategy == "cast" else EXACT))
     torch.testing.assert_close(gathered, {name: FACTOR * q.expand(3, *q.shape) for name, q in full.items()})

@@ -47,7 +47,7 @@ def as_gathered(rank: int, mesh: str) -> bool:
     kept = list(fs.stream_full(shards, spec))  # what is kept stays as it was
     for _, tensor in kept:
         tensor.zero_()
-    same(fs.gather_full(shards, spec), full)  # and is not the shards
+    same(fs.unshard(shards, spec), full)  # and is not the shards
     return True
 
 
@@ -69,7 +69,7 @@ def test_the_order_of_names() -> None:
     assert [name for name, _ in fs.stream_full(shards, spec)] == ["0.weight", "2.bias", "1.weight", "1.bias"]
     assert [name for name, _ in fs.stream_full(shards, spec, names="2.weight")] == ["0.weight"]
     assert [name for name, _ in fs.stream_full(shards, spec, names=["*.bias", "1.*"])] == ["2.bias", "1.weight", "1.bias"]
-    assert [*fs.gather_full(shards, spec)] == [name for name, _ in model.named_parameters()]
+    assert [*fs.unshard(shards, spec)] == [name for name, _ in model.named_parameters()]
 
 
 def test_a_part_and_ignored_parameters() -> None:
@@ -81,7 +81,7 @@ def test_a_part_and_ignored_parameters() -> None:
     assert got[-1][0] == "one"
     got[-1][1].zero_()
     assert shards["one"].item() == 3
-    same(dict(got) | {"one": shards["one"]}, fs.gather_full(shards, spec))
+    same(dict(got) | {"one": shards["one"]}, fs.unshard(shards, spec))
     assert list(fs.stream_full({}, spec)) == []
     part = {"inner.1:frozen": shards["inner.1:frozen"]}
     assert [name for name, _ in fs.stream_full(part, spec)] == ["inner.1.bias"]
@@ -256,7 +256,7 @@ def left(rank: int) -> str:
         for name, _ in fs.stream_full(shards, spec, bucket=bucket):
             if name == "1.weight":
                 break
-        same(fs.gather_full(shards, spec), full)
+        same(fs.unshard(shards, spec), full)
         with pytest.raises(ZeroDivisionError):
             fail(fs.stream_full(shards, spec, bucket=bucket))
         assert fs.grad(loss)(shards).keys() == shards.keys()
@@ -265,7 +265,7 @@ def left(rank: int) -> str:
             assert tensor.shape == (64, 64)
             if i == 1:
                 break  # the first rank alone: the others have nothing to stop at
-        same(fs.gather_full(shards, spec), full)
+        same(fs.unshard(shards, spec), full)
         fs.stream_full(shards, spec)  # that nobody iterates over sends nothing
     for i, _ in enumerate(fs.stream_full(shards, spec)):
         if i == 1 + rank:

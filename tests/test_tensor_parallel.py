@@ -67,7 +67,7 @@ def test_2d_mlp_with_nd_mesh(rank: int, width: int, hidden: int, reshard: bool) 
         (sum(losses) / 2).backward()
         theirs.step()
         torch.testing.assert_close(value, losses[at[0]].detach(), rtol=1e-9, atol=1e-12)
-    full = fs.gather_full(params, spec)
+    full = fs.unshard(params, spec)
     torch.testing.assert_close(full["0.up.weight"], plain[0].weight.detach().chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(full["0.up.bias"], plain[0].bias.detach().chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(full["0.down.weight"], plain[2].weight.detach().chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
@@ -85,7 +85,7 @@ def test_clip_grad_norm_2d(rank: int, p: float) -> None:
     most = norm.item() / 3
     torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), most, p), rtol=1e-9, atol=0)
     scaled = {key: g * (most / (norm + 1e-6)).clamp(max=1) for key, g in grads.items()}
-    full = fs.gather_full(scaled, spec)
+    full = fs.unshard(scaled, spec)
     torch.testing.assert_close(full["0.up.weight"], plain[0].weight.grad.chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(full["0.down.weight"], plain[2].weight.grad.chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import ResidualNode
+from strategies import ResidualNode, modules
 from torch import nn
 
 import funshard as fs
 from funshard._core.tree import NAMESPACE, natural_key
-from funshard.testing import modules
 
 MODELS = modules(frozen=True)
 

@@ -144,7 +144,7 @@ def test_what_is_held_and_not_read_is_no_error(how: str, policy: str) -> None:
     spec, params, loss = setting(model, policy)
     expected = torch.autograd.grad(model(torch.ones(2, 4).double()).sum(), model.linear.weight)[0]
     for way in ("fs.grad", "torch.func.grad", "fs.remat"):
-        assert torch.equal(fs.gather_full(WAYS[way](loss)(params), spec)["linear.weight"], expected)
+        assert torch.equal(fs.unshard(WAYS[way](loss)(params), spec)["linear.weight"], expected)
     hold, _, use = HELD[how]
     asked = Holds(hold, lambda held: torch.full(use(held).shape, use(held).numel(), dtype=use(held).dtype))
     setting(asked, policy)[2](params)
@@ -176,7 +176,7 @@ def test_what_forward_holds_itself() -> None:
     spec, params, loss = setting(model, "whole")
     x = torch.ones(2, 4).double()
     expected = torch.autograd.grad(model(x).sum(), model.linear.weight)[0]
-    assert torch.equal(fs.gather_full(fs.grad(loss)(params), spec)["linear.weight"], expected)
+    assert torch.equal(fs.unshard(fs.grad(loss)(params), spec)["linear.weight"], expected)
     assert model.helper.calls == 2
 
 
@@ -190,7 +190,7 @@ def test_recurrent_layers(kind: Callable[..., nn.Module], policy: fs.Policy) -> 
     expected = dict(zip(names, torch.autograd.grad(model(x)[0].sum(), values), strict=True))
     for one in (model, fs.skeleton(model)):
         got = fs.grad(lambda p, m=one: fs.functional_call(m, p, (x,), spec=spec)[0].sum())(fs.shard(model, spec))
-        torch.testing.assert_close(fs.gather_full(got, spec), expected)
+        torch.testing.assert_close(fs.unshard(got, spec), expected)
         assert all(held is own for held, own in zip(one._flat_weights, one.parameters(), strict=True))
 
 
@@ -342,7 +342,7 @@ def test_modules_that_are_used_in_another_place_are_no_error(change: Callable[[P
     model = Parts(change)
     spec, params, loss = setting(model, "units")
     with unchanged(model):
-        grads, names = fs.gather_full(fs.grad(loss)(params), spec), [name for name, _ in model.named_modules()]
+        grads, names = fs.unshard(fs.grad(loss)(params), spec), [name for name, _ in model.named_modules()]
     assert names == ["", "l", "layers", "layers.0", "layers.1"]
     assert all(grads[name].any() for name in ("l.weight", "layers.1.weight"))
 

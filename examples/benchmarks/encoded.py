@@ -49,7 +49,7 @@ def funshard(p: fs.P) -> Reduce:
     def reduce(model: nn.Module, x: Tensor, y: Tensor) -> Grads:
         spec = fs.by_type(Block, p=p)(model).bound
         grads = fs.grad(lambda params: loss_of(fs.functional_call(model, params, (x,), spec=spec), y))(fs.shard(model, spec))
-        return fs.gather_full(grads, spec)
+        return fs.unshard(grads, spec)
 
     return reduce
 

@@ -46,7 +46,7 @@ def warn_discarded(names: tuple[str, ...], stacklevel: int) -> None:
     warnings.warn(
         f"functional_call: forward changed the buffers {shown}{more} in copies that are thrown away now: expected them in "
         "buffers=; give it dict(model.named_buffers()) and keep what is in there afterwards (with grad: return it, by "
-        "has_aux=True), call model.eval() if nothing is to change, or filter funshard.BufferWarning",
+        "has_aux=True), call model.eval() if nothing is to change, or ignore this UserWarning by its first words",
         BufferWarning,
         stacklevel=stacklevel + 1,
     )
@@ -200,7 +200,7 @@ def check_statistics(model: nn.Module, layers: Mapping[str, nn.Module], given: C
             f"functional_call: layers in eval mode normalise with the model's own {abridge(dict.fromkeys(names), 2)}: they are "
             "those of a new model (mean 0, variance 1), which no training has updated; "
             "expected the statistics of training in buffers=, or loaded into the model by "
-            "model.load_state_dict(buffers, strict=False); filter funshard.BufferWarning if the model's own are meant",
+            "model.load_state_dict(buffers, strict=False); ignore this UserWarning if the model's own are meant",
             BufferWarning,
             stacklevel=stacklevel + 1,
         )

@@ -58,7 +58,7 @@ def functional_call(
         args: The positional arguments as a tuple, or the only one.
         kwargs: The keyword arguments.
         spec: The spec of the slices. An unbound one is on all ranks, as one axis "shard".
-        buffers: Used instead of the model's, and updated. Without them forward changes copies, with a `BufferWarning`.
+        buffers: Used instead of the model's, and updated. Without them forward changes copies, with a UserWarning.
         attributes: Globs of attributes that forward sets, such as ``("*.aux_loss",)``, to return beside the result. The call
             puts all back as they were before, and refuses to do so with a tensor that has a graph.
         method: The name of a method to call instead of forward.

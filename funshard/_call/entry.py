@@ -96,7 +96,7 @@ def _check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: Pa
         raise ValueError(
             f"functional_call: params are on the meta device, without values: {abridge(empty)}; expected them to be "
             f"materialized as the arguments are, on {tensors[0].device}; fs.init(model, spec) gives params that are born "
-            "sharded, fs.scatter_full those of one rank"
+            "sharded, with src= those of one rank"
         )
 
 

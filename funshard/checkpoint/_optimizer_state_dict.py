@@ -46,7 +46,7 @@ def optimizer_state_dict(
         spec: The bound spec of the state, all ranks of whose mesh call this.
         optimizer_class: The torch optimizer that `optim.from_torch` was given.
         options: The options that it was given, for ``param_groups``, with ``lr`` as it is now. No group is without parameters.
-        rank0_only: Whether only the mesh's first rank gets the full tensors, and the others ``{}``, as in `gather_full`.
+        rank0_only: Whether only the mesh's first rank gets the full tensors, and the others ``{}``, as in `unshard`.
         offload_to_cpu: Whether the tensors are on the host.
         timeout: The seconds that ranks wait for a lost rank.
         defaults: The options of all parameters, as `optim.from_torch` was given them.

@@ -136,7 +136,7 @@ class Operator:
     def to_scipy(self) -> LinearOperator:
         """Return the operator as SciPy's: it takes and gives whole vectors, the same on all ranks.
 
-        Elements are in the order of ``gather_full(params, spec)``, each parameter row-major. Every rank makes the same calls.
+        Elements are in the order of ``unshard(params, spec)``, each parameter row-major. Every rank makes the same calls.
 
         Raises:
             RuntimeError: On simulated ranks.

@@ -237,7 +237,7 @@ class EmaState(NamedTuple):
 
 
 def ema(decay: float | Callable[[Tensor], float | Tensor], *, dtype: torch.dtype | None = None) -> Link:
-    """Return a link whose optimizer keeps a moving average of the parameters in its state, as `averaging.ema` computes it.
+    """Return a link whose optimizer keeps a moving average of the parameters in its state.
 
     ``optax.ema`` is another one, of gradients: a transformation for `chain`.
 

@@ -166,7 +166,7 @@ def _check_class(cls: object, initial: InitialState | None) -> None:
         raise ValueError(
             f"from_torch: {cls.__name__} is not known to work element by element, and on slices it would be another "
             f"optimizer: expected one of {[c.__name__ for c in ELEMENTWISE_CLASSES]}{vouch}; one that needs whole tensors can "
-            "step those of fs.unshard or fs.gather_full"
+            "step those of fs.unshard or fs.unshard"
         )
 
 

@@ -322,7 +322,7 @@ def scale(a: float | Tensor, x: Mapping[str, Tensor]) -> Params:
 
     Example:
         >>> import torch, funshard as fs
-        >>> fs.optim.scale(0.5, {"w": torch.tensor([2.0, 4.0])})
+        >>> fs.optim._norms.scale(0.5, {"w": torch.tensor([2.0, 4.0])})
         {'w': tensor([1., 2.])}
     """
     return {key: (a * t).to(t.dtype) for key, t in x.items()}
