@@ -60,19 +60,17 @@ def changes_statistics(module: nn.Module) -> bool:
 @_torch.allow_in_graph
 @has_side_effect
 def write_buffer(given: Tensor, now: Tensor) -> None:
-    """Write a buffer's new values into the given one, inside torch.compile.
+    """Write a buffer's new values into the given one, inside torch.compile, where torch.func refuses ``add_`` to it.
 
-    There a gradient is torch.func's, which refuses ``add_`` to a tensor from outside, such as BatchNorm's count of batches.
-    As plain autograd does outside, so the caller's buffers are updated. Pinned by ``test_buffers_from_outside``.
+    Pinned by ``test_buffers_from_outside``.
     """
     _torch.overwrite(given, now)
 
 
 def copy_buffer(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of a buffer that costs nothing until forward writes to it, as it does to few.
+    """Return a copy of a buffer that costs nothing until forward writes to it, but for one that vmap or tracing sees.
 
-    The copy is a real one where a vmap or tracing would see it, and for a buffer with an element at several places, as vmap
-    expands them: its lazy copy could not be written to.
+    A buffer with an element at several places, as vmap expands them, is copied as well: a lazy copy could not be written to.
     """
     buffer = _torch.unwrap_dead(buffer)  # forward has left it there inside of transforms
     seen = _torch.is_in_graph() or _torch.is_tracing() or _torch.is_batched(buffer)
@@ -84,15 +82,8 @@ def copy_buffer(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 class CallBuffers:
     """The buffers of a call's modules: every module gets its own ``_buffers`` of the given ones, and lazy copies of the rest.
 
-    Args:
-        modules: The modules by all their paths.
-        buffers: The given ones, by name.
-        spec: Its precisions cast floating point buffers, each as the nearest unit says; None for no casts.
-        valued: Whether the parameters have values.
-
-    Raises:
-        ValueError: For a buffer on the meta device among ``valued`` parameters. torch indexes and multiplies matrices by what
-            has no values without a word, and the result is memory that nobody wrote to.
+    The precisions of the spec cast floating point buffers. A buffer on the meta device among ``valued`` parameters is a
+    ValueError: torch indexes and multiplies matrices by it without a word.
     """
 
     def __init__(

@@ -43,10 +43,12 @@ class BufferChanges(Guard):
 
 
 class BackwardGuard(Guard):
-    """A RuntimeError in a backward from the results of a call that runs a module with the model's own parameters."""
+    """A RuntimeError in a backward from the results of a call that runs a module with the model's own parameters.
+
+    From the first node of backward to its end a hook of torch for all modules looks at each that is called.
+    """
 
     def report(self, run: ForwardRun, stacklevel: int) -> None:
-        """Watch from the first node of backward to its end: a hook of torch for all modules looks at each that is called."""
         bound, params = run.call.bound, run.call.params
 
         def arm(_: object) -> None:
@@ -179,10 +181,7 @@ class AttributeWrites(Guard):
 
     @functools.cached_property
     def _changed_containers(self) -> list[tuple[_Held, list[Any]]]:
-        """The containers that have other entries than before, with those of before, if there are tensors among them.
-
-        Without tensors, logs of names or shapes stay, as in a call of the module itself: they hold nothing of the parameters.
-        """
+        """The containers that have other entries than before, with those of before, if tensors are among them: logs stay."""
         changed: list[tuple[_Held, list[Any]]] = []
         for held, before in self._entries:
             now = _entries(held.value)
@@ -248,10 +247,7 @@ def _entries(container: Any) -> list[Any]:
 
 
 class OwnParameters(Guard):
-    """The model's own parameters, and tensors in attributes that share their memory or were computed from them.
-
-    Forward finds those of the call in ``_parameters``. It is an error to compute with the others, or to return one.
-    """
+    """An error where forward uses the model's own parameters, or tensors in attributes that share their memory or graph."""
 
     def __init__(self, run: ForwardRun) -> None:
         call, self._before, self._held = run.call, run.before, [x for x in _find_held(run) if isinstance(x.value, Tensor)]

@@ -1,8 +1,7 @@
 """Scopes: the units that are gathered while forward runs, and the runs of modules that they are freed after.
 
 A unit is gathered when its module is entered (or, used from outside, when first touched), and freed when the module that was
-running then is left. To free is to drop the reference: what user code still holds stays readable. Saved-tensor hooks keep for
-autograd which view of which unit was saved (schedule.py).
+running then is left. To free is to drop the reference: what user code still holds stays readable.
 """
 
 from __future__ import annotations

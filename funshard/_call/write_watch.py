@@ -1,8 +1,7 @@
 """Detection of writes by forward into the parameters that it reads: gathered copies, or the caller's own tensors.
 
-A gathered buffer is freed and gathered again, so a write into it would be lost for backward; a buffer that is the caller's
-own shard must not be changed at all. Versions tell of a write at no cost to a device. They miss one through ``.data``, which
-is found by copies: in `funshard.check` and `funshard.testing.assert_exact`.
+Versions tell of a write at no cost to a device. They miss one through ``.data``, which is found by copies: in `funshard.check`
+and `funshard.testing.assert_exact`.
 """
 
 from __future__ import annotations

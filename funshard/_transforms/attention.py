@@ -1,8 +1,4 @@
-"""Attention with every derivative, at memory that is linear in the length of the sequence.
-
-torch's fused kernels have no second derivative and no forward mode; its math kernel has all of them, and holds a score for each
-pair of query and key. Here that kernel runs on a block of queries at a time, and again for its derivatives.
-"""
+"""Attention with every derivative: torch's math kernel on a block of queries at a time, and again for its derivatives."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """Saved-tensor hooks: what autograd keeps instead of the tensors it saves, such as which view of which gathered unit one is.
 
-The hooks are around the forward of a call, and around those nodes of its backwards that read what was kept so: if backward
-records a graph, such a node may save the tensor again.
-
-torch.func.grad ends with a backward that records a graph, although nothing can differentiate it in that transform any more
-(an outer transform has its own graph). Tensors that its nodes save are most of what torch.func.grad holds beyond plain
-autograd. These hooks drop them.
+The hooks are around the forward of a call, and around those nodes of its backwards that read what was kept so, and may save it
+again. torch.func.grad ends with a backward that records a graph, although nothing can differentiate it in that transform any
+more. Tensors that its nodes save are most of what torch.func.grad holds beyond plain autograd: these hooks drop them.
 """
 
 from __future__ import annotations

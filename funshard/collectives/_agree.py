@@ -28,9 +28,8 @@ from ._world import process_axes
 
 # --- Process groups between hosts that torch.distributed's registry does not list ---
 #
-# `torch.distributed.new_group(use_local_synchronization=True)` derives the name of a group from the number of groups that this
-# process has. Ranks that have made different numbers of groups then wait for each other for ever, and each group so made
-# changes the names of the user's next ones. A `HostGroup` is a plain gloo process group: its name depends on its ranks alone.
+# `torch.distributed.new_group` names a group by the number of groups that this process has: ranks that have made different
+# numbers of groups wait for each other for ever. The name of a `HostGroup` depends on its ranks alone.
 
 
 class HostGroup:
@@ -204,10 +203,7 @@ def is_comparable(group: str) -> bool:
 
 
 def get_host_group(name: str) -> HostGroup:
-    """Return a process group's own host group, which connects at the first comparison.
-
-    Threads with a group each so compare in any order.
-    """
+    """Return a process group's own host group, which connects at the first comparison."""
     groups, key = host_groups(), ("sequence", name)
     if key not in groups:
         group = _torch.resolve_group(name)
@@ -282,10 +278,7 @@ def check_sequence(
     error: str = "ranks are about to exchange values of different units",
     remedy: str = REMEDY,
 ) -> None:
-    """Compare the names of the collectives that each rank of a process group is about to start, and wait for that.
-
-    Does nothing where nothing is sent, as while operators are recorded. Raises RuntimeError on every rank if they differ.
-    """
+    """Compare the names of the collectives that each rank of a process group is about to start, unless nothing is sent."""
     if not (_torch.is_tracing() or _torch.is_fake(sent)) and is_comparable(group):
         _finish_earlier_comparisons()
         make_error = functools.partial(make_order_error, error=error, remedy=remedy)
@@ -340,10 +333,9 @@ def check_ranks_agree(
     error: str = "",
     hint: str = SHARD_VALUES_HINT,
 ) -> None:
-    """Raise ValueError on every rank of the mesh if specs or values differ, or if one rank reports an error.
+    """Raise ValueError on every rank of the mesh if specs, options ``asked`` or values differ, or if one reports an error.
 
-    ``values`` are the `hash_params` of parameters that all ranks should have equal, ``asked`` are options that all must
-    have given, ``hint`` says what to do if values differ.
+    ``values`` are the `hash_params` of parameters that all ranks should have equal; ``hint`` says what to do if they differ.
     """
     mesh, params = spec.bound_mesh, [(unit.key, param.name) for unit in spec for param in unit.params]
     lines = [error] if error else [*asked, f"check_values={values is not None}", *_spec_lines(spec)]

@@ -93,8 +93,7 @@ _LAG = 100  # collectives after which keys are deleted: nobody looks at those an
 def meet(store: Store, key: str, value: Sequence[object], size: int) -> list[Any]:
     """Return the value of the first rank that comes here; set the key if all of so many have come with that value.
 
-    Whoever sets the key first decides: the last one that comes, or a rank that differs or has an error. So either all ranks
-    start the collective, or none does.
+    Whoever sets the key first decides, also a rank with an error: either all ranks start the collective, or none does.
     """
     first = json.loads(store.compare_set(f"{key}/first", "", json.dumps(value)))
     if first[1:2] == [*value[1:2]] and store.add(f"{key}/count", 1) == size:
