@@ -77,7 +77,7 @@ def dynamic(
 
     def init(params: Mapping[str, Tensor] | None = None) -> LossScale:
         device = next((x.device for x in (params or {}).values()), None)
-        first = torch.tensor(scale, dtype=torch.float32, device=device)
+        first = torch.full((), scale, dtype=torch.float32, device=device)  # a copy from the host would wait for the device
         return LossScale(first, torch.zeros_like(first, dtype=torch.int32), torch.ones_like(first, dtype=torch.bool))
 
     def update(grads: Mapping[str, Tensor], state: LossScale, params: object = None) -> tuple[Params, LossScale]:
