@@ -156,6 +156,11 @@ def _chain_pairs(pairs: list[Pair]) -> Optimizer:
 def clip_gradients(spec: PartitionSpec, max_norm: float | Tensor, *, p: float = 2.0) -> Optimizer:
     """Return `clip_by_global_norm` as a pair for `chain`, which changes gradients. It has no state.
 
+    Args:
+        spec: The spec of the gradients.
+        max_norm: The largest norm of all gradients together, >= 0 (otherwise ValueError).
+        p: The order of the norm.
+
     Example:
         >>> import torch, funshard as fs
         >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1, bias=False))

@@ -65,8 +65,13 @@ def global_norm(tree: Mapping[str, Tensor], spec: PartitionSpec, *, p: float = 2
 def vdot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], spec: PartitionSpec) -> Tensor:
     """Return the inner product of the whole tensors of two trees, the same on every rank.
 
-    Trees, of the same keys and shapes, dtype, collectives and derivatives are as in `global_norm`. Equal to ``torch.vdot`` of
-    the gathered trees: ``a`` is conjugated if it is complex.
+    Trees, dtype, collectives and derivatives are as in `global_norm`. Equal to ``torch.vdot`` of the gathered trees: ``a`` is
+    conjugated if it is complex.
+
+    Args:
+        a: Slices by unit key, or full tensors by parameter name.
+        b: A tree with the keys and shapes of ``a``.
+        spec: The spec of the slices.
 
     Example:
         >>> import torch, funshard as fs
@@ -305,8 +310,10 @@ def _root(squares: list[Tensor], dtypes: list[torch.dtype]) -> Tensor:
 def axpy(a: float | Tensor, x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> Params:
     """Return ``a * x + y``.
 
-    ``a`` is a number or a scalar tensor, the same on all ranks, whose derivative is each rank's own (`collectives.vary`). The
-    trees have the same keys and shapes; the result has the dtypes of ``y``.
+    Args:
+        a: A number, or a scalar tensor: the same on all ranks. Its derivative is each rank's own (`collectives.vary`).
+        x: A tree, such as shards.
+        y: A tree with the keys and shapes of ``x``, and the dtypes of the result.
 
     Example:
         >>> import torch, funshard as fs
@@ -319,6 +326,10 @@ def axpy(a: float | Tensor, x: Mapping[str, Tensor], y: Mapping[str, Tensor]) ->
 
 def scale(a: float | Tensor, x: Mapping[str, Tensor]) -> Params:
     """Return ``a * x``, in the dtypes of ``x``.
+
+    Args:
+        a: As in `axpy`.
+        x: A tree, such as shards.
 
     Example:
         >>> import torch, funshard as fs

@@ -178,7 +178,13 @@ def encode_state(
 ) -> dict[str, UnitState]:
     """Return an elementwise state, such as one of a float32 checkpoint, encoded as `quantized_state` keeps it.
 
-    It rounds to the nearest. Inverse of `decode_state`, up to that rounding. Arguments are those of `quantized_state`.
+    It rounds to the nearest. Inverse of `decode_state`, up to that rounding.
+
+    Args:
+        state: A state of `from_torch`, by unit key.
+        codec: The codec of `quantized_state`.
+        spec: The spec of the state.
+        at_least: The fewest elements of a unit whose state is encoded.
 
     Example:
         >>> import torch, funshard as fs
@@ -213,6 +219,11 @@ def encode_state(
 
 def decode_state(state: Mapping[str, Mapping[str, Any]], codec: Codec, *, spec: PartitionSpec) -> dict[str, dict[str, Any]]:
     """Return a state of `quantized_state` decoded, for the optimizer inside it and `checkpoint.optimizer_state_dict`.
+
+    Args:
+        state: The state, by unit key.
+        codec: The codec of the state.
+        spec: The spec of the state.
 
     Example:
         >>> import torch, funshard as fs

@@ -153,7 +153,12 @@ def sgd(
 ) -> Optimizer:
     """Return ``(init, update)`` of gradient descent: ``m = momentum m + g``, ``p = p - learning_rate m``.
 
-    ``momentum`` is the factor of the sum m, None for none; ``nesterov`` steps along ``g + momentum m``. All else as in `adam`.
+    Args:
+        learning_rate: As in `adam`.
+        momentum: The factor of the sum m; None for none.
+        nesterov: Step along ``g + momentum m``.
+        spec: As in `adam`.
+        options: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -237,7 +242,15 @@ def adamw(
 ) -> Optimizer:
     """Return ``(init, update)`` of AdamW: `adam`, and before it ``p = (1 - learning_rate weight_decay) p``.
 
-    ``weight_decay`` is the weight's decay, times the learning rate. All else as in `adam`.
+    Args:
+        learning_rate: As in `adam`.
+        b1: As in `adam`.
+        b2: As in `adam`.
+        eps: As in `adam`.
+        eps_root: As in `adam`.
+        weight_decay: The weight's decay, times the learning rate.
+        spec: As in `adam`.
+        options: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -273,7 +286,13 @@ def lion(
 ) -> Optimizer:
     """Return ``(init, update)`` of Lion: steps of the sign of ``b1 m + (1 - b1) g``, then ``m = b2 m + (1 - b2) g``.
 
-    ``b1`` is the weight of m in a step, and ``b2`` the decay of m. All else as in `adamw`.
+    Args:
+        learning_rate: As in `adam`.
+        b1: The weight of m in a step.
+        b2: The decay of m.
+        weight_decay: As in `adamw`.
+        spec: As in `adam`.
+        options: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -310,9 +329,15 @@ def rmsprop(
 ) -> Optimizer:
     """Return ``(init, update)`` of RMSprop: ``p = p - learning_rate g / sqrt(v + eps)``, where v averages squares.
 
-    ``decay`` is that of v. ``eps_in_sqrt=False`` adds eps to the root, as torch.optim.RMSprop does, to which it is then equal
-    with ``alpha=decay``. ``centered`` takes the square of the average gradient from v. ``momentum`` is the factor of a sum of
-    steps, None for none. All else as in `adam`.
+    Args:
+        learning_rate: As in `adam`.
+        decay: The decay of v.
+        eps: Added under the root.
+        eps_in_sqrt: False adds eps to the root, as torch.optim.RMSprop does, to which it is then equal with ``alpha=decay``.
+        centered: Take the square of the average gradient from v.
+        momentum: The factor of a sum of steps; None for none.
+        spec: As in `adam`.
+        options: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -356,8 +381,14 @@ def adagrad(
 ) -> Optimizer:
     """Return ``(init, update)`` of Adagrad: ``p = p - learning_rate g / sqrt(sum of squares + eps)``.
 
-    The sum begins at ``initial_accumulator_value``. ``eps_in_sqrt=False`` adds eps to the root, as torch.optim.Adagrad does,
-    whose defaults are ``initial_accumulator_value=0`` and ``eps=1e-10``. All else as in `adam`.
+    Args:
+        learning_rate: As in `adam`.
+        initial_accumulator_value: Where the sum begins.
+        eps: Added under the root.
+        eps_in_sqrt: False adds eps to the root, as torch.optim.Adagrad does, whose defaults are
+            ``initial_accumulator_value=0`` and ``eps=1e-10``.
+        spec: As in `adam`.
+        options: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs

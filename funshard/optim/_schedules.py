@@ -44,7 +44,12 @@ def _of_any_step(f: Callable[[Tensor], Tensor]) -> Schedule:
 
 
 def linear(init_value: float, end_value: float, transition_steps: int) -> Schedule:
-    """Return a schedule from ``init_value`` to ``end_value`` in ``transition_steps``, at least 1, and then ``end_value``.
+    """Return a schedule from ``init_value`` to ``end_value`` in so many steps, and then ``end_value``.
+
+    Args:
+        init_value: The rate of step 0.
+        end_value: The last rate.
+        transition_steps: The number of steps between, at least 1.
 
     Example:
         >>> import funshard as fs
@@ -61,7 +66,12 @@ def linear(init_value: float, end_value: float, transition_steps: int) -> Schedu
 
 
 def cosine(init_value: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
-    """Return a schedule from ``init_value`` to ``alpha init_value`` along half a cosine of ``decay_steps``, and then constant.
+    """Return a schedule from ``init_value`` to ``alpha init_value`` along half a period of a cosine, and then constant.
+
+    Args:
+        init_value: The rate of step 0.
+        decay_steps: The number of steps to the last rate, at least 1.
+        alpha: The last rate, as a part of the first.
 
     Example:
         >>> import funshard as fs
@@ -81,7 +91,11 @@ def cosine(init_value: float, decay_steps: int, alpha: float = 0.0) -> Schedule:
 
 
 def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
-    """Return one schedule after the other; each but the first one begins at a rising boundary, and counts its steps from there.
+    """Return one schedule after the other; each counts its steps from the boundary at which it begins.
+
+    Args:
+        schedules: Functions of the step.
+        boundaries: The first step of each schedule but the first one, in rising order.
 
     Example:
         >>> import funshard as fs
@@ -109,7 +123,12 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
 
 
 def warmup(schedule: Schedule, steps: int, init_value: float = 0.0) -> Schedule:
-    """Return a schedule that rises from ``init_value`` to the first rate of another in ``steps``, and then begins that one.
+    """Return a schedule that rises from ``init_value`` to the first rate of another in so many steps, and then follows it.
+
+    Args:
+        schedule: The schedule that follows, with step 0 at the end of the warmup.
+        steps: The number of steps of the warmup, at least 1.
+        init_value: The rate of step 0.
 
     Example:
         >>> import funshard as fs

@@ -105,12 +105,20 @@ def orthogonal(
 ) -> Tensor:
     """Return approximately ``U V^T`` for a matrix ``U S V^T`` (its singular value decomposition), or for each of a batch.
 
-    It iterates ``X = a X + b (X X^T) X + c (X X^T)^2 X`` (Newton-Schulz) with the coefficients a, b and c, from X of norm 1.
-    Singular values approach 1; the default coefficients bring them quickly into [0.7, 1.2]. ``x`` is [n, m] or [..., n, m], and
-    ``eps`` the smallest norm to divide by. Differentiable.
+    It iterates ``X = a X + b (X X^T) X + c (X X^T)^2 X`` (Newton-Schulz) from X of norm 1. Singular values approach 1; the
+    default coefficients bring them quickly into [0.7, 1.2]. Differentiable.
 
     Source: ``_zeropower_via_newtonschulz`` of torch/optim/_muon.py; Bernstein and Newhouse, Old Optimizer, New Norm, 2024;
     Jordan et al., 2024.
+
+    Args:
+        x: [n, m] or [..., n, m].
+        steps: The number of iterations.
+        coefficients: ``(a, b, c)``.
+        eps: The smallest norm to divide by.
+
+    Returns:
+        A tensor like ``x``.
 
     Example:
         >>> import torch
@@ -213,9 +221,18 @@ def shampoo(
     at least, and elements of G count as at most 2^48 there. The momentum is kept in slices like the parameters; owners keep
     factors and roots, and compute everything.
 
-    ``decay=1`` sums the factors; below 1 they are moving averages, ``L = decay L + (1 - decay) G G^T``. The first step computes
-    the roots, and then each ``every``-th. A side longer than ``max_size`` has no factor, and the other side's root is ^(-1/2).
-    All else as in `muon`.
+    Args:
+        spec: The spec, or `matrices`.
+        lr: The learning rate, a number.
+        weight_decay: Decoupled, as in AdamW.
+        momentum: Of the preconditioned gradients.
+        decay: 1 sums the factors; below 1 they are moving averages, ``L = decay L + (1 - decay) G G^T``.
+        eps: The initial factors, > 0.
+        every: Steps between computations of the roots; the first step computes them.
+        max_size: A longer side has no factor, and the other side's root is then ^(-1/2).
+        options: As in `muon`.
+        fallback: As in `muon`.
+        donate: As in `by_matrix`.
 
     Example:
         >>> import torch, funshard as fs
@@ -289,8 +306,17 @@ def soap(
     steps. The first gradient only computes the basis. M is kept in slices like the parameters; owners keep V, the factors and
     the basis. Elements of gradients count as at most 2^48 in float32: larger squares would overflow.
 
-    ``betas`` are Adam's, of M and V, the second one also that of the factors. Each ``every``-th step updates the basis, by a
-    step of power iteration and QR. A side longer than ``max_size`` is not rotated. All else as in `muon`.
+    Args:
+        spec: The spec, or `matrices`.
+        lr: The learning rate, a number.
+        weight_decay: Decoupled, as in AdamW.
+        betas: Adam's, of M and V; the second one is also that of the factors.
+        eps: Added to sqrt(V).
+        every: Steps between updates of the basis, each one step of power iteration and QR.
+        max_size: A longer side is not rotated.
+        options: As in `muon`, ``lr`` and ``weight_decay``.
+        fallback: As in `muon`.
+        donate: As in `by_matrix`.
 
     Example:
         >>> import torch, funshard as fs
@@ -405,9 +431,16 @@ def adafactor(
     Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018. Equal to
     torch.optim.Adafactor.
 
-    The weight of a new square in the averages is ``t ** -decay_rate``. Updates of a larger root mean square than
-    ``clipping_threshold`` are scaled to it. ``eps`` is the smallest mean, and the smallest root of a square, by default that of
-    the dtype. A parameter's own ``lr`` and ``weight_decay`` come from ``options``; `matrices` have to select every parameter.
+    Args:
+        learning_rate: A number.
+        spec: The spec, or `matrices` that select every parameter.
+        decay_rate: The averages' weight of the new square is ``t ** -decay_rate``.
+        clipping_threshold: Larger updates are scaled to this root mean square.
+        eps: The smallest mean, and the smallest root of a square; by default that of the dtype.
+        min_scale: The smallest scale of a parameter.
+        weight_decay: Decoupled, as in AdamW.
+        options: ``options(name, param)``: a parameter's own ``lr`` or ``weight_decay``.
+        donate: As in `by_matrix`.
 
     Example:
         >>> import torch, funshard as fs
