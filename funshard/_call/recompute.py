@@ -37,10 +37,6 @@ Kwargs = dict[str, Any]
 _Inside = tuple[BoundModule, PartitionSpec]
 _Own = Mapping[str, dict[str, Any]]
 """By a module's path, the attributes of which each run has its own copies."""
-_Written = tuple[tuple[str, ...], Tensor, bool]
-"""A buffer by its names, what is in it, and whether that is another tensor than before."""
-_Changes = tuple[str, dict[str, Any], list[str]]
-"""A module's path, the attributes that a run has set on it, and the names of those that it has deleted."""
 
 
 def recomputed_forwards(call: Call, before: ModuleAttributes) -> Iterator[Override]:
@@ -155,13 +151,13 @@ class _RecomputedModule:
 
     def __call__(
         self, params: Params, given: Sequence[Tensor], spec: PartitionSpec, replaced: Replaced, *arguments: Any
-    ) -> tuple[Any, tuple[_Written, ...], tuple[_Changes, ...]]:
-        """Return the module's result, the buffers that it has written, and its changed attributes."""
+    ) -> tuple[Any, tuple[tuple[tuple[str, ...], Tensor, bool], ...], tuple[tuple[str, dict[str, Any], list[str]], ...]]:
+        """Return the result; written buffers by names, and whether each is new; and by path set and deleted attributes."""
         bound, (count, *keys), own = self._bound, self._arguments, arguments[-1]
         copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
         now = {name: copy for copy, names in zip(copies, self._buffer_names, strict=True) for name in names}
-        changes: list[_Changes] = []
+        changes: list[tuple[str, dict[str, Any], list[str]]] = []
         with phase("run" if self._first else "recompute", bound.path):
             params, gathered = self._insert_gathered(params)
             call = self._outer.make_inner(bound, params, spec, gathered)
@@ -177,7 +173,7 @@ class _RecomputedModule:
                     if old.keys() != new.keys() or not all(map(operator.is_, old.values(), map(new.__getitem__, old))):
                         changed = {name: value for name, value in new.items() if old.get(name, old) is not value}
                         changes.append((path, changed, sorted(old.keys() - new.keys())))
-        written: list[_Written] = []
+        written: list[tuple[tuple[str, ...], Tensor, bool]] = []
         for names, copy, buffer, version in zip(self._buffer_names, copies, given, versions, strict=True):
             new = now[names[0]]
             # kernels write running statistics without telling the version; those that vmap does not batch they refuse

@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,8 +25,6 @@ from ..grad import assume_differentiated, is_assumed_differentiated
 from ..saved_tensors import SavedTensorHooks
 from .saved_results import SavedResults
 from .snapshot import ATOMS, Snapshot, is_watched, write_back
-
-_MISSING = object()
 
 _SEEN_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules whose first call in a transform has shown which tensors they read."""
@@ -149,8 +147,9 @@ class RecomputedFunction:
             raise self._uncopied_result(error) from error
         results = after.tensors[len(xs) :]
         layouts = [(x.dtype, x.shape, x.device) for x in results]
-        if not is_first:
-            self._check_same(after.parts, layouts)
+        if self._first is not None:
+            if self._first != (after.parts, layouts):
+                self._check_same(after.parts, layouts)
             return tuple(results)
         self._check_watched()
         self._check_results(results, begins)
@@ -242,17 +241,12 @@ class RecomputedFunction:
     def _check_same(self, parts: Sequence[bytes], layouts: Sequence[Any]) -> None:
         """Raise RuntimeError for a run that has left other bytes, or results of other layouts, than the first one."""
         assert self._first is not None
-        if (parts, layouts) == self._first:
-            return
-        what = next(
-            (name for name, a, b in zip([*self._names, "its result"], parts, self._first[0], strict=True) if a != b), ""
-        )
-        texts = [
-            [f"{dtype} of shape {list(shape)} on {device}" for dtype, shape, device in x] for x in (self._first[1], layouts)
-        ]
-        pairs = itertools.zip_longest(*texts, fillvalue="absent")
-        how = next((f"a tensor was {a}, now it is {b}" for a, b in pairs if a != b), f"{what} has other contents")
-        raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {how}")
+        changed = [x for x in itertools.zip_longest(self._first[1], layouts) if x[0] != x[1]]
+        names = zip([*self._names, "its result"], parts, self._first[0], strict=True)
+        words = [f"{x[0]} of shape {list(x[1])} on {x[2]}" if x else "absent" for x in next(iter(changed), ())]
+        how = [f"a tensor was {words[0]}, now it is {words[1]}"] if words else []
+        for text in [*how, *(f"{name} has other contents" for name, now, was in names if now != was)]:
+            raise RuntimeError(f"{self.name} does not compute in every run what it computed in its first one: {text}")
 
     def _uncopied_result(self, error: Exception) -> TypeError:
         return TypeError(
@@ -272,28 +266,16 @@ class RecomputedFunction:
         classes = map(type, after[len(operands) :])
         outputs = [y.as_subclass(c) if _torch.is_attribute_subclass(c) else y for c, y in zip(classes, outputs, strict=True)]
         tensors = {id(x): y for x, y in zip(after, [*operands, *outputs], strict=True)}
-        value = _MISSING if self.has_changed_objects else _replace(out, tensors)
-        if value is _MISSING:
-            try:
-                value = write_back(self._before, loaded, out, tensors, has_changes=self.has_changed_objects)
-            except Exception as error:
-                raise self._uncopied_result(error) from error
+        try:
+            value = write_back(self._before, loaded, out, tensors, has_changes=self.has_changed_objects)
+        except Exception as error:
+            raise self._uncopied_result(error) from error
         self._left = self._before.pickler = None
         self._before.tensors = []
         del after, out, loaded
         if any(leaf() is not None for leaf in self._foreign):
             refuse_outer(self.name, self._foreign_ids, self._reached_modules())
         return value
-
-
-def _replace(out: Any, tensors: Mapping[int, Tensor]) -> Any:
-    """Return a result with other tensors, if it is made of tensors and tuples alone; else `_MISSING`."""
-    if isinstance(out, Tensor):
-        return tensors[id(out)]
-    if type(out) is tuple:
-        parts = tuple([_replace(x, tensors) for x in out])
-        return _MISSING if any(x is _MISSING for x in parts) else parts
-    return out if type(out) in ATOMS else _MISSING
 
 
 def _read_variables() -> dict[contextvars.ContextVar[Any], Any]:
