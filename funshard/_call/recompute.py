@@ -130,7 +130,7 @@ class _RecomputedModule:
     def __init__(
         self, outer: Call, bound: BoundModule, before: ModuleAttributes, units: Sequence[GatheredUnit], arguments: Args
     ) -> None:
-        self._outer, self._bound, self._arguments = outer, bound, arguments
+        self._outer, self._bound, self._gathered_units, self._arguments = outer, bound, units, arguments
         buffers: dict[Tensor, list[str]] = {}
         for path, module in bound.modules.items():
             for attr, buffer in module._buffers.items():
@@ -141,9 +141,7 @@ class _RecomputedModule:
         # functional_call has replaced their forwards
         self.attributes = {path: kept_attributes(module, before) for path, module in bound.distinct.items()}
         self._parameters = {module: before[module].get("_parameters") for module in bound.owned}  # a traced one has none
-        self._first, self._last = True, False
-        self._level = _torch.current_level()
-        self._gathered_units = units
+        self._first, self._last, self._level = True, False, _torch.current_level()
         # a backward that nobody comes back to runs it with these
         self._leases = [one.hold_for_inner_run() for one in units]
         self._read = set[str]()

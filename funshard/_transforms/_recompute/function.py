@@ -267,7 +267,9 @@ class RecomputedFunction:
         outputs = [y.as_subclass(c) if _torch.is_attribute_subclass(c) else y for c, y in zip(classes, outputs, strict=True)]
         tensors = {id(x): y for x, y in zip(after, [*operands, *outputs], strict=True)}
         try:
-            value = write_back(self._before, loaded, out, tensors, has_changes=self.has_changed_objects)
+            value = _UNKNOWN if self.has_changed_objects else _replace(out, tensors)
+            if value is _UNKNOWN:
+                value = write_back(self._before, loaded, out, tensors, has_changes=self.has_changed_objects)
         except Exception as error:
             raise self._uncopied_result(error) from error
         self._left = self._before.pickler = None
@@ -276,6 +278,17 @@ class RecomputedFunction:
         if any(leaf() is not None for leaf in self._foreign):
             refuse_outer(self.name, self._foreign_ids, self._reached_modules())
         return value
+
+
+_UNKNOWN = object()
+
+
+def _replace(out: Any, tensors: dict[int, Tensor]) -> Any:
+    """Return a result with other tensors, `_UNKNOWN` if it is not made of tensors, tuples and None alone."""
+    if type(out) is tuple:
+        parts = tuple([_replace(x, tensors) for x in out])
+        return _UNKNOWN if any(x is _UNKNOWN for x in parts) else parts
+    return None if out is None else tensors.get(id(out), _UNKNOWN)
 
 
 def _read_variables() -> dict[contextvars.ContextVar[Any], Any]:
