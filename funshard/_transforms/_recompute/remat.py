@@ -184,7 +184,7 @@ def remat(f: Callable[Args, Result], *, save: Save | None = None) -> Callable[Ar
     """Wrap a function so that its derivatives keep only its arguments, and run it again (jax.checkpoint).
 
     The results are the same under any stack of torch.func transforms, plain autograd and vmap, at any order. Arguments are
-    the tensors in what ``f`` is given, in its closure and in context variables, and in objects there that pickle can copy;
+    the tensors in what ``f`` is given, in its closure, in dicts of context variables, and in objects there that pickle copies;
     `torch.func.functional_call` makes a module's parameters arguments. Each later run finds these as the first one did, with
     its random numbers; ``f`` changes them once. All else is a constant, such as globals, which every run changes.
     Inside torch.compile the wrapper is ``f``, and `compile` recomputes. What else it does not see: examples/guide/limits.md.
