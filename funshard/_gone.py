@@ -11,7 +11,7 @@ RESULTS = {
     "funshard.compress": "PowerSGD",
     "funshard.curvature": "Eigenpair Solution Spectrum TraceEstimate Tridiagonal",
     "funshard.data": "BatchSampler",
-    "funshard.optim": "AccumulationState EmaState FiniteState Matrices MatrixState QuantizedSlice ScheduleState UnitState",
+    "funshard.optim": "AccumulationState EmaState FiniteState Matrices MatrixState QuantizedSlice ScheduleState",
     "funshard.testing": "ModelCall",
 }
 """Classes of results and states, by module."""
@@ -33,6 +33,10 @@ GONE: dict[str, dict[str, str]] = {
         "ema": "optim.chain(optim.ema(decay), optimizer), or torch.lerp of each parameter",
         "hierarchical": "periodic(spec, [(2, 'gpu'), (8, None)])",
         "init": "init, update = periodic(spec, period)",
+    },
+    "funshard.checkpoint": {
+        "clean_name": "name.replace('_orig_mod.', '') and the like; load and read_safetensors do it",
+        "rekey": "set_optimizer_state_dict and get_optimizer_state_dict of torch.distributed.checkpoint.state_dict",
     },
     "funshard.codecs": {"NF4": "nf4"},
     "funshard.collectives": {

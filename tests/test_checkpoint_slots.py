@@ -35,7 +35,6 @@ def declared(full: Any, spec: fs.PartitionSpec, rank: int, cut: set[str]) -> Any
         torch.optim.AdamW,
         spec=spec,
         options=lambda name, _: {"weight_decay": 0.0 if name in cut else 0.1},
-        rank=rank,
         lr=0.1,
     )
     return init(fs.shard(full, spec, rank=rank))

@@ -27,7 +27,7 @@ class UnitState(dict[str, Any]):
     Example:
         >>> import torch, funshard as fs
         >>> plain = {"step": torch.tensor(3.0), "exp_avg": torch.zeros(8)}
-        >>> fs._spec.unit_state.UnitState(plain, numbers=["step"]).numbers
+        >>> fs.optim.UnitState(plain, numbers=["step"]).numbers
         frozenset({'step'})
     """
 

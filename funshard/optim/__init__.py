@@ -1,6 +1,7 @@
 """Optimizers as pure functions over shards: rules, torch's, and of whole matrices, and what composes them; norms and trees."""
 
 from .._gone import raise_gone
+from .._spec.unit_state import UnitState
 from ._by_matrix.rules import adafactor, muon, orthogonal, shampoo, soap
 from ._by_matrix.step import by_matrix
 from ._checks import Optimizer
@@ -14,10 +15,10 @@ from ._rules import adagrad, adam, adamw, lion, rmsprop, sgd
 from ._schedules import cosine, join, linear, schedule, warmup
 
 __all__ = [
-    "Optimizer", "accumulate_steps", "adafactor", "adagrad", "adam",
-    "adamw", "apply_if_finite", "axpy", "by_matrix", "chain", "clip_by_global_norm", "clip_gradients", "cosine", "decode_state",
-    "ema", "encode_state", "from_torch", "global_norm", "hidden", "join", "linear", "lion", "matrices", "muon", "norms",
-    "orthogonal", "quantized_state", "rmsprop", "schedule", "schedule_lr", "sgd", "shampoo", "soap", "vdot", "warmup",
+    "Optimizer", "UnitState", "accumulate_steps", "adafactor", "adagrad", "adam", "adamw", "apply_if_finite", "axpy",
+    "by_matrix", "chain", "clip_by_global_norm", "clip_gradients", "cosine", "decode_state", "ema", "encode_state",
+    "from_torch", "global_norm", "hidden", "join", "linear", "lion", "matrices", "muon", "norms", "orthogonal",
+    "quantized_state", "rmsprop", "schedule", "schedule_lr", "sgd", "shampoo", "soap", "vdot", "warmup",
 ]  # fmt: skip
 
 __getattr__ = raise_gone(__name__)
