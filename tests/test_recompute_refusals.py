@@ -246,6 +246,26 @@ def test_a_module_with_parameters_is_refused_by_name(way: str) -> None:
     assert_close(got, want)
 
 
+def sets_on_an_argument(x: Tensor, w: Any) -> Any:
+    w.extra = x.cos()
+    return x * w
+
+
+def sets_on_a_result(x: Tensor, w: Any) -> Any:
+    y: Any = x.sin() * w
+    y.extra = x.cos()
+    return y
+
+
+@pytest.mark.parametrize("f", [sets_on_an_argument, sets_on_a_result])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_attribute_that_is_set_on_a_tensor_is_refused(way: str, f: Callable[..., Any]) -> None:
+    """No run's tensor is the caller's, so what is set would be lost; what is returned beside the result is exact."""
+    w = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"remat of .*sets the attribute 'extra' of a tensor, .*: expected it returned"):
+        WAYS[way](lambda x: fs.remat(f)(x, w).sum())(X)
+
+
 GLOBAL: dict[str, Any] = {}
 
 

@@ -137,7 +137,7 @@ class RecomputedFunction:
             begins = {x.grad_fn for x in xs} - {None}
         elif not is_first and self._grad and not _torch.current_level():  # no leaves, as in the first run
             xs = tuple([x.view_as(x) if x.requires_grad and x.is_leaf else x for x in xs])
-        versions = [(_torch.version(x), len(x._backward_hooks or ())) for x in xs]
+        versions = [(_torch.version(x), len(x._backward_hooks or ()), len(vars(x))) for x in xs]
         roots, loaded = self._before.load(xs)
         out = self._run(roots, xs)
         self._check_operands(xs, versions)
@@ -198,9 +198,11 @@ class RecomputedFunction:
 
     # --- checks ---
 
-    def _check_operands(self, xs: Sequence[Tensor], before: Sequence[tuple[int, int]]) -> None:
-        """Raise RuntimeError if a run has changed a tensor that it was given, or registered a hook on it."""
-        for i, (x, (version, hooks)) in enumerate(zip(xs, before, strict=True)):
+    def _check_operands(self, xs: Sequence[Tensor], before: Sequence[tuple[int, int, int]]) -> None:
+        """Raise RuntimeError if a run has changed a tensor that it was given, or set a hook or an attribute on it."""
+        for i, (x, (version, hooks, attributes)) in enumerate(zip(xs, before, strict=True)):
+            if len(vars(x)) != attributes:
+                self._check_attributes(x)
             if _torch.version(x) != version:
                 raise RuntimeError(
                     f"{self.name} changed in place a tensor that it was given: {self._name_of(i)}; expected it unchanged, "
@@ -210,6 +212,15 @@ class RecomputedFunction:
                 raise RuntimeError(
                     f"{self.name} calls register_hook on a tensor that it was given, {self._name_of(i)}, where the hook "
                     "would miss the gradient from outside: expected it on x.view_as(x), or where the tensor comes from"
+                )
+
+    def _check_attributes(self, x: Tensor) -> None:
+        """Raise RuntimeError for an attribute of a tensor that Dynamo has not set."""
+        for key in () if _torch.is_fake(x) else vars(x):  # a fake tensor has its own
+            if not key.startswith("_dynamo_"):
+                raise RuntimeError(
+                    f"{self.name} sets the attribute '{key}' of a tensor, which outside is another tensor: expected it "
+                    "returned beside the result"
                 )
 
     def _check_watched(self) -> None:
@@ -235,6 +246,8 @@ class RecomputedFunction:
         nodes = _torch.find_nodes((x.grad_fn for x in tracked), begins) - begins
         leaves = [getattr(node, "variable", None) for node in nodes if not node.next_functions]
         leaves += [x for x in tracked if x.grad_fn is None]
+        for x in results:
+            self._check_attributes(x)
         if foreign := [x for x in leaves if x is not None]:
             self._foreign, self._foreign_ids = [*map(weakref.ref, foreign)], set(map(id, (*foreign, *nodes)))
 
