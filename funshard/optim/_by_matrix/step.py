@@ -266,21 +266,10 @@ class MatrixStep:
         """Run the rule on a batch of matrices: it pauses when they are sent, have arrived, are updated, and go back."""
         options = {m.name: {**self.options[m.name], "shape": m.shape, "step": run.steps[m.unit.key]} for m in batch.matrices}
         params = {m.name: self.known._select(m.unit.key, run.params[m.unit.key], m.name) for m in batch.matrices}
-        slots: dict[str, Slots] = {}
-        sent: dict[str, Payload] = {}
-        wanted = batch.sent_names
-        for key, name in ((matrix.unit.key, matrix.name) for matrix in batch.matrices):
-            grad = self.known._select(key, run.grads[key], name)
-            old = {slot: self.known._select(key, x, name) for slot, x in run.state[key].slices.items()}
-            sent[name], new = self.rule.before_exchange(grad, old, params[name], options[name])
-            slots[name] = {slot: self._store(old[slot], x) for slot, x in new.items()}
-            if not self.tracked and name not in wanted:
-                sent[name] = tuple(x.new_empty(0) for x in sent[name])
-        waiting = [batch.collect(dict(zip(sent, some, strict=True))) for some in zip(*sent.values(), strict=True)]
-        names, sent = [*sent], {}
+        slots, waiting = self._send_batch(run, batch, params, options)
         yield
         arrived = [wait() for wait in waiting]
-        sent = {name: tuple(some[name] for some in arrived) for name in names}
+        sent = {name: tuple(some[name] for some in arrived) for name in params}
         arrived, waiting = [], []
         yield
         results = self._update_owned(run, batch, sent, options)
@@ -295,16 +284,46 @@ class MatrixStep:
                 yield
             back = [wait() for wait in waiting]
             waiting = [batch.spread(some, other) for other in following for some in results]
-            for name, whole in params.items():
-                elements = chunk_slice(len(whole), plan.chunk if plan else (0, 1))
-                param, own = whole[elements], {slot: x[elements] for slot, x in slots[name].items()}
-                given = tuple(some[name].to(param.device) for some in back)
-                new, after = self.rule.after_exchange(given, own, param, options[name])
-                made = run.parts.setdefault(name, {slot: [] for slot in ("", *after)})
-                made[""].append(self._store(param, new))
-                for slot, x in after.items():
-                    made[slot].append(self._store(own[slot], x))
-            back, given = [], ()
+            results = results if plans[i + 2 :] else []
+            for name, param in params.items():
+                chunk = plan.chunk if plan else (0, 1)
+                self._use_chunk(run, name, [some[name] for some in back], slots[name], param, options[name], chunk)
+            back = []
+
+    def _send_batch(
+        self, run: _Run, batch: MatrixBatch, params: Tensors, options: Mapping[str, MatrixOptions]
+    ) -> tuple[dict[str, Slots], list[Callable[[], Params]]]:
+        """Run the rule before the exchange; return the slots after it, and what to call for each tensor of the payloads."""
+        slots: dict[str, Slots] = {}
+        sent: dict[str, Payload] = {}
+        wanted = batch.sent_names
+        for key, name in ((matrix.unit.key, matrix.name) for matrix in batch.matrices):
+            grad = self.known._select(key, run.grads[key], name)
+            old = {slot: self.known._select(key, x, name) for slot, x in run.state[key].slices.items()}
+            sent[name], new = self.rule.before_exchange(grad, old, params[name], options[name])
+            slots[name] = {slot: self._store(old[slot], x) for slot, x in new.items()}
+            if not self.tracked and name not in wanted:
+                sent[name] = tuple(x.new_empty(0) for x in sent[name])
+        return slots, [batch.collect(dict(zip(sent, some, strict=True))) for some in zip(*sent.values(), strict=True)]
+
+    def _use_chunk(
+        self,
+        run: _Run,
+        name: str,
+        results: Sequence[Tensor],
+        slots: Slots,
+        param: Tensor,
+        options: MatrixOptions,
+        chunk: tuple[int, int],
+    ) -> None:
+        """Run the rule after the exchange on a chunk of a matrix's slice."""
+        elements = chunk_slice(len(param), chunk)
+        part, own = param[elements], {slot: x[elements] for slot, x in slots.items()}
+        new, after = self.rule.after_exchange(tuple(x.to(param.device) for x in results), own, part, options)
+        made = run.parts.setdefault(name, {slot: [] for slot in ("", *after)})
+        made[""].append(self._store(part, new))
+        for slot, x in after.items():
+            made[slot].append(self._store(own[slot], x))
 
     def _store(self, old: Tensor, new: Tensor) -> Tensor:
         return old.copy_(new) if self.donate and new is not old else new
