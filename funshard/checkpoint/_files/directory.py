@@ -127,7 +127,8 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
         except PermissionError:
             warnings.warn(f"checkpoint.clean: {path} stays, because this user may not remove it", stacklevel=2)
             continue
-        remove(path)
+        with contextlib.suppress(OSError):
+            _remove_files(path)
         removed += [] if path.exists() else [path]
     files_of = {str(path): files for path, files in complete}
     for path in list(directory.iterdir()) if directory.is_dir() else ():
@@ -136,12 +137,19 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
             left = _list_left(path, named or ()) if is_directory(path) and (named or not has_manifest(path)) else []
             if left:
                 _unlock(_lock(path))
-                for file in left if named else [*left, path / METADATA]:
+                for file in left if named else [path / METADATA, *left]:
                     remove(file)
                 if not any(path.iterdir()):
                     remove(path)
                     removed.append(path)
     return removed
+
+
+def _remove_files(path: AnyPath) -> None:
+    """Remove a directory, last the files that tell the next `clean` what is left of it."""
+    for file in sorted(path.iterdir(), key=lambda file: file.name != METADATA and bool(LEFT_NAME.fullmatch(file.name))):
+        remove(file)
+    remove(path)
 
 
 def _list_left(path: AnyPath, named: Iterable[str]) -> list[AnyPath]:
