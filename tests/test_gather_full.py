@@ -264,7 +264,7 @@ def memory(rank: int, mesh: str) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("mesh", ["fsdp", "fsdp of 4", "hsdp", "both axes"])
 def test_the_peak_is_one_unit(mesh: str) -> None:
-    """C4, C5: nowhere are two units gathered, and those that a rank does not receive it drops.
+    """C4, C5: with rank0_only nothing larger than a slice exists off the first rank; nowhere are two units gathered.
 
     On torch's fake process group, a rank after the other: gloo's threads let go of tensors when they please.
     """
@@ -278,11 +278,11 @@ def test_the_peak_is_one_unit(mesh: str) -> None:
         finally:
             dist.destroy_process_group()
         assert seen["all"] == (unit, unit)  # beyond the result of six
-        assert seen["rank0_only"][0] == unit
         if rank:
-            assert seen["rank0_only"][1] <= 2 * unit + inner
+            assert seen["rank0_only"][0] <= inner < unit
             assert seen["from one"][0] <= inner
         else:
+            assert seen["rank0_only"][0] == unit
             assert seen["rank0_only"][1] <= unit + piece + inner
             assert seen["from one"][1] <= 2 * unit + piece + inner  # the source's own tensor as well
 

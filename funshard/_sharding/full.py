@@ -45,10 +45,11 @@ def gather_units(
     units: Sequence[Unit],
     mesh: Mesh,
     *,
+    to_first: bool = False,
     dtype: torch.dtype | None = None,
     limit: int = 0,
-) -> Generator[tuple[Unit, Tensor]]:
-    """Yield each unit and its whole buffer as stored, and gather the next meanwhile.
+) -> Generator[tuple[Unit, Tensor | None]]:
+    """Yield each unit and its whole buffer as stored, None where it goes ``to_first`` alone, and gather the next meanwhile.
 
     A buffer may be the shard itself where nothing is gathered. Its dtype is ``dtype``, or the unit's own if that is narrower or
     not floating point. The unit in use, the one before, which the caller may still hold, and those in flight have at most
@@ -62,21 +63,26 @@ def gather_units(
         for unit in units:
             with torch.no_grad():
                 piece = pieces[unit.key].detach().to(find_sent_dtype(pieces[unit.key], unit, dtype))
-                buffer = unshard_global(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
+                if to_first:
+                    buffer = gather_to_first(piece, unit, mesh)
+                else:
+                    buffer = unshard_global(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
             yield unit, buffer
             del buffer
         return
-    names = [f"gather of unit '{unit.key}' in {find_sent_dtype(pieces[unit.key], unit, dtype)}" for unit in units]
+    to = " to the first rank" if to_first else ""
+    names = [f"gather of unit '{unit.key}'{to} in {find_sent_dtype(pieces[unit.key], unit, dtype)}" for unit in units]
     for group in find_gather_groups(units, mesh):
         check_sequence(names, group, pieces[units[0].key])
     versions = {key: _torch.version(piece) for key, piece in pieces.items()}
-    sizes = [_estimate_peak_bytes(pieces[unit.key], unit, mesh, dtype) for unit in units]
-    in_flight: deque[Callable[[], Tensor]] = deque()
+    sizes = [_estimate_peak_bytes(pieces[unit.key], unit, mesh, dtype, to_first=to_first) for unit in units]
+    in_flight: deque[Callable[[], Tensor | None]] = deque()
     started = 0
     for i, unit in enumerate(units):
         while started <= i or (started < len(units) and sum(sizes[max(i - 1, 0) : started + 1]) <= limit):
             following, started = units[started], started + 1
-            in_flight.append(_start_gather(pieces[following.key], versions, following, mesh, dtype))
+            piece = pieces[following.key]
+            in_flight.append(_start_gather(piece, versions, following, mesh, to_first=to_first, dtype=dtype))
         # without a name for the buffer: this frame must not hold what the caller lets go
         yield unit, in_flight.popleft()()
 
@@ -98,7 +104,7 @@ def find_sent_dtype(piece: Tensor, unit: Unit, dtype: torch.dtype | None) -> tor
     return result if result.itemsize <= piece.itemsize else piece.dtype
 
 
-def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dtype | None) -> int:
+def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dtype | None, *, to_first: bool) -> int:
     """Return the peak bytes of a unit: its buffer, the buffers that a gather makes on the way, and a copy of one parameter."""
     own = unit.dtype if unit.is_encoded else find_sent_dtype(piece, unit, dtype)
     result = find_result_dtype(own, dtype)
@@ -109,6 +115,8 @@ def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dty
         total += gathered // sizes[0] + gathered // math.prod(sizes)  # what the inner axes gather, and a cast of the slice
     if unit.is_encoded:
         total += gathered
+    elif to_first and own != piece.dtype:  # other gathers cast as they write the buffer
+        total += piece.numel() * own.itemsize
     if unit.local_axes or result != own:
         total += max(param.numel for param in unit.params) * pieces * result.itemsize
     return total
@@ -118,24 +126,17 @@ def _estimate_peak_bytes(piece: Tensor, unit: Unit, mesh: Mesh, dtype: torch.dty
 
 
 def _start_gather(
-    piece: Tensor, versions: Mapping[str, int], unit: Unit, mesh: Mesh, dtype: torch.dtype | None
-) -> Callable[[], Tensor]:
-    """Start to gather a unit into one buffer; then, as after it, RuntimeError if its shard was modified."""
+    piece: Tensor, versions: Mapping[str, int], unit: Unit, mesh: Mesh, *, to_first: bool, dtype: torch.dtype | None
+) -> Callable[[], Tensor | None]:
+    """Start to gather a unit, on all ranks or to the first; then, as after it, RuntimeError if its shard was modified."""
     _check_unmodified(piece, unit, versions)
     with torch.no_grad(), phase("gather", unit.key):
-        sent = find_sent_dtype(piece, unit, dtype)
-        axes = [(name, axis) for name in unit.distinct_axes if isinstance(axis := mesh[name], ProcessAxis) and axis.size > 1]
-        axes = axes if unit.numel else []
-        own = move(piece.detach(), compute_device(unit, mesh), sent if len(axes) != 1 else piece.dtype)
-        ranks = count_ranks((name for name, _ in axes), mesh)
-        buffer = own.new_empty(len(own) * ranks, dtype=sent) if axes else None  # gloo would allocate another of its size
-        names = Names(unit.key, f"unit '{unit.key}'")
-        steps = [AllGather.on_axis(name, mesh, "mean").start(names) for name, _ in reversed(axes)]
-        chain = CollectiveChain(own, steps, buffer)  # a single gather casts as it writes its own slice
+        own, sent = piece.detach(), find_sent_dtype(piece, unit, dtype)
+        pending = _start_gather_to_first(own.to(sent), unit, mesh) if to_first else _start_gather_on_all(own, sent, unit, mesh)
 
-    def finish() -> Tensor:
+    def finish() -> Tensor | None:
         with torch.no_grad():
-            buffer = decode_global(chain.result(), unit, mesh)
+            buffer = pending()
         _check_unmodified(piece, unit, versions)
         return buffer
 
@@ -151,10 +152,55 @@ def _check_unmodified(piece: Tensor, unit: Unit, versions: Mapping[str, int]) ->
         )
 
 
+def _start_gather_on_all(piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Mesh) -> Callable[[], Tensor | None]:
+    """Start to gather a unit on all ranks, in this dtype, into one buffer. Without it gloo allocates another of its size."""
+    axes = [(name, axis) for name in unit.distinct_axes if isinstance(axis := mesh[name], ProcessAxis) and axis.size > 1]
+    axes = axes if unit.numel else []
+    piece = move(piece, compute_device(unit, mesh), dtype if len(axes) != 1 else piece.dtype)
+    ranks = count_ranks((name for name, _ in axes), mesh)
+    buffer = piece.new_empty(len(piece) * ranks, dtype=dtype) if axes else None
+    names = Names(unit.key, f"unit '{unit.key}'")
+    steps = [AllGather.on_axis(name, mesh, "mean").start(names) for name, _ in reversed(axes)]
+    chain = CollectiveChain(piece, steps, buffer)  # a single gather casts as it writes its own slice
+    return lambda: decode_global(chain.result(), unit, mesh)
+
+
+# --- To the first rank: data movement, below autograd, over c10d's own collectives. ---
+
+
 def gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Tensor | None:
-    """Return the unit's whole buffer as stored, on the mesh's first rank; None on the others, which drop it."""
-    buffer = unshard_global(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
-    return buffer if is_receiver(mesh, rank0_only=True) else None
+    """Return the unit's whole buffer on the mesh's first rank; None on the others, which allocate nothing."""
+    return _start_gather_to_first(piece, unit, mesh)()
+
+
+def _start_gather_to_first(piece: Tensor, unit: Unit, mesh: Mesh) -> Callable[[], Tensor | None]:
+    at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
+    piece = piece.to(compute_device(unit, mesh) or piece.device)
+    if any(at[name] for name in mesh.names if name not in unit.distinct_axes):
+        return lambda: None  # another replica
+    return _start_gather_along([*reversed(unit.distinct_axes)], piece, unit, mesh)
+
+
+def _start_gather_along(names: Sequence[str], piece: Tensor, unit: Unit, mesh: Mesh) -> Callable[[], Tensor | None]:
+    """Start to gather to the first rank along the first of these axes. Waiting for it gathers along the others."""
+    if not names:
+        return lambda: decode_global(piece, unit, mesh)
+    axis, group = _process_group(mesh, names[0])
+    if group is None:
+        return _start_gather_along(names[1:], piece, unit, mesh)
+    raw = view_as_bytes(piece)
+    rows = raw.new_empty(axis.size, len(raw)) if axis.rank == 0 else None
+    announce("gather to the first rank", group.group_name, f"unit '{unit.key}' over '{names[0]}'", raw)
+    work = dist.gather(raw, None if rows is None else list(rows), group=group, group_dst=0, async_op=True)
+
+    def finish() -> Tensor | None:
+        if work is not None:
+            work.wait()
+        if rows is None:
+            return None
+        return _start_gather_along(names[1:], rows.flatten().view(piece.dtype), unit, mesh)()
+
+    return finish
 
 
 # --- stream_full: full parameters one after the other, in the memory of two buckets ---
@@ -187,7 +233,7 @@ def stream_full(
         bucket: Bytes, as a number or such as "512MiB". The peak is two buckets of full parameters, or two units if larger.
         dtype: The dtype of floating point parameters, instead of their own. The narrower of the two is sent.
         names: Names or globs of the parameters to give; by default all. A tied parameter comes once, under its first name.
-        rank0_only: Only the mesh's first rank gets parameters. The others drop each unit.
+        rank0_only: Only the mesh's first rank gets parameters. The others hold slices at most.
         offload_to_cpu: Give tensors in host memory.
 
     Raises:
@@ -229,14 +275,14 @@ def stream_full(
     ordered = sorted((unit for unit in units if wanted[unit.key]), key=lambda unit: first[unit.key])
 
     def stream() -> Generator[tuple[str, Tensor]]:
-        gathers = gather_units(shards, ordered, mesh, dtype=dtype, limit=2 * size)
-        used, receives = 0, is_receiver(mesh, rank0_only=rank0_only)
+        gathers = gather_units(shards, ordered, mesh, to_first=rank0_only, dtype=dtype, limit=2 * size)
+        used = 0
         try:
             for unit, buffer in gathers:
                 used += 1
-                if receives:
+                if buffer is not None:
                     yield from _iter_params(buffer, shards[unit.key], unit, mesh, wanted[unit.key], dtype, offload_to_cpu)
-            if receives:
+            if is_receiver(mesh, rank0_only=rank0_only):
                 for name in (name for name in ignored if name in chosen):
                     yield name, copy_if_shared(shards[name].detach(), shards[name], dtype, offload_to_cpu)
         finally:
@@ -323,15 +369,14 @@ def gather_stored(
     check_host_resident(shards, spec)
     if rank0_only and mesh.is_simulated:
         raise ValueError("unshard: rank0_only on a simulated mesh: expected process groups; all ranks run the same code")
-    receives = is_receiver(mesh, rank0_only=rank0_only)
     full: Params = {}
     waiting: Callable[[], Params] = dict
-    for unit, buffer in gather_units(shards, units, mesh):
-        copies = _copy_params(then(buffer, unit, mesh), unit, mesh, offload_to_cpu) if receives else dict
+    for unit, buffer in gather_units(shards, units, mesh, to_first=rank0_only):
+        copies = dict if buffer is None else _copy_params(then(buffer, unit, mesh), unit, mesh, offload_to_cpu)
         del buffer  # before the next unit is gathered
         full |= waiting()  # the one before, while this one is copied
         waiting = copies
-    if receives:
+    if is_receiver(mesh, rank0_only=rank0_only):
         full |= {
             name: copy_if_shared(shards[name], shards[name], None, offload_to_cpu) for name in spec.ignored if name in shards
         }
