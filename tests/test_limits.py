@@ -102,7 +102,7 @@ def plain_fallback() -> fs.optim.Optimizer:
 
 UPDATES: dict[str, tuple[Callable[[fs.PartitionSpec], Any], bool]] = {
     "from_torch": (lambda spec: fs.optim.from_torch(torch.optim.SGD, momentum=0.9, dampening=0.1), False),
-    "from_torch, AdamW": (lambda spec: fs.optim.from_torch(torch.optim.AdamW), True),
+    "adamw": (lambda spec: fs.optim.adamw(1e-3), True),
     "muon": (lambda spec: fs.optim.muon(fs.optim.matrices(spec)), True),
     "muon, plain fallback": (lambda spec: fs.optim.muon(fs.optim.matrices(spec), fallback=plain_fallback()), True),
     "shampoo, plain fallback": (lambda spec: fs.optim.shampoo(fs.optim.matrices(spec), fallback=plain_fallback()), False),
