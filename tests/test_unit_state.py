@@ -20,7 +20,7 @@ from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
 import funshard as fs
-from funshard._spec.unit_state import UnitState
+from funshard.optim import UnitState
 
 
 class Counting(torch.optim.Optimizer):
@@ -130,7 +130,7 @@ def test_both_of_torchs_trees_know_a_state(first: str) -> None:
     code = """
 import torch, torch.utils._cxx_pytree as tree
 import funshard as fs
-state = {"": fs._spec.unit_state.UnitState({"count": torch.ones(()), "sum": torch.ones(3)}, ["count"])}
+state = {"": fs.optim.UnitState({"count": torch.ones(()), "sum": torch.ones(3)}, ["count"])}
 assert tree.tree_map(torch.neg, state)[""].numbers == {"count"}
 """
     subprocess.run([sys.executable, "-c", first + code], check=True)
