@@ -255,3 +255,12 @@ def test_some_units_only() -> None:
     spec = fs.by_type(nn.Linear)(model).on({"shard": 1})
     full = {name: t.detach() for name, t in model[1].named_parameters(prefix="1")}
     assert list(fs.reduce_grads(full, spec)) == ["1"]
+
+
+@pytest.mark.parametrize("others", [{"reduce": "sum"}, {"reduce_axes": ("shard",)}], ids=str)
+def test_a_weight_stands_alone(others: dict[str, Any]) -> None:
+    """It is a share of all ranks' weights: a sum over some axes, or another division, would be no mean."""
+    model = torch.nn.Linear(2, 1)
+    spec = fs.policies.whole()(model).on({"shard": 1})
+    with pytest.raises(ValueError, match=r"reduce_grads: expected weight= alone, got reduce="):
+        fs.reduce_grads(dict(model.named_parameters()), spec, weight=1, **others)

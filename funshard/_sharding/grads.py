@@ -39,9 +39,9 @@ def reduce_grads(
         spec: The spec of the parameters.
         reduce_axes: The mesh axes to reduce over, by default all.
         reduce: "mean", "sum", or the number to divide the sum by.
-        weight: This rank's number of samples, if ranks have different ones: the result is ``sum_r w_r g_r / sum_r w_r``, and
-            ``reduce`` and ``reduce_axes`` do not count. With weight 0 the rank takes part and its gradients do not count, NaN
-            included. To reduce while backward runs, multiply the loss by `weight_share`.
+        weight: This rank's number of samples, if ranks have different ones: the result is ``sum_r w_r g_r / sum_r w_r`` over
+            all ranks. With weight 0 the rank takes part and its gradients do not count, NaN included. Without ``reduce`` and
+            ``reduce_axes``; to reduce while backward runs, multiply the loss by `weight_share`.
 
     Raises:
         ValueError: For gradients or axes that do not fit the spec, naming the path, before any communication.
@@ -56,6 +56,8 @@ def reduce_grads(
     spec = bind_spec(spec)
     mesh = spec.bound_mesh
     if weight is not None:
+        if reduce != "mean" or reduce_axes is not None:
+            raise ValueError(f"reduce_grads: expected weight= alone, got {reduce=} and {reduce_axes=} beside it")
         grads, reduce = _weigh(grads, spec, weight), "sum"
     full, slices = _split_units(grads, spec)
     reduction = resolve_reduction(reduce, mesh.names if reduce_axes is None else reduce_axes, mesh, full)
