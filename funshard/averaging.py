@@ -14,7 +14,7 @@ from ._core.layout import Params
 from ._core.mesh import Axes, Mesh
 from ._core.spec import PartitionSpec
 from ._gone import raise_gone
-from ._slices.moving_average import is_averaged
+from ._slices.values import is_averaged
 from ._spec.local import check_axes_are_given, distinct_axes
 from ._units.accumulation import drop_unweighted
 from ._units.buckets import BUCKET_BYTES, Bucket, OpenBuckets

@@ -14,7 +14,7 @@ from ._core.checks import bind_spec, check_spec
 from ._core.layout import Params
 from ._core.spec import PartitionSpec
 from ._gone import raise_gone
-from ._slices.finite import agree_finite, find_nonfinite, select_if_finite
+from ._slices.values import agree_finite, find_nonfinite, select_if_finite
 from ._torch.phases import LOGGER
 
 __all__ = ["dynamic", "select"]

@@ -28,7 +28,7 @@ from transformers import BatchEncoding
 import funshard as fs
 from funshard import Codec, P, Precision
 from funshard._call.casting import cast_back, cast_floats, wrap_in_casts
-from funshard._core.division import Reduction, choose_division, divide_factors
+from funshard._core.flow import Reduction, choose_division, divide_factors
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 FLOATS = st.sampled_from([F16, BF16, F32, F64])

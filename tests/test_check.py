@@ -25,7 +25,7 @@ from torch import nn
 
 import funshard as fs
 from funshard import _torch
-from funshard._core import announce
+from funshard._core import ops
 from funshard.collectives import _rank_check as switch
 from funshard.collectives._rank_check import _find_user_line, _name_ranks, decide, meet
 
@@ -359,7 +359,7 @@ def transforms(rank: int) -> None:
             got = results()
         got += results()
     assert all(map(torch.equal, got, expected + expected))
-    assert announce._listener is None
+    assert ops._listener is None
 
 
 def test_no_transform_changes(gloo2: Pool) -> None:
@@ -401,14 +401,14 @@ def test_without_other_ranks_nothing_happens() -> None:
     assert fs.check(timeout=1)(lambda: 7)() == 7
     with pytest.raises(KeyError), fs.check():
         raise KeyError
-    assert announce._listener is None
+    assert ops._listener is None
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
 def test_a_limit_that_is_none(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout: expected a positive number"), fs.check(timeout):
         pass
-    assert announce._listener is None
+    assert ops._listener is None
 
 
 def without_connection(rank: int) -> list[object]:
@@ -426,7 +426,7 @@ def without_connection(rank: int) -> list[object]:
         text = str(error)
     finally:
         _torch.connect_store = old
-    return [text, announce._listener, len(switch._state.timeouts)]
+    return [text, ops._listener, len(switch._state.timeouts)]
 
 
 def test_a_check_that_cannot_connect(gloo2: Pool) -> None:

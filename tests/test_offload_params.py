@@ -23,7 +23,7 @@ from torch import Tensor
 
 import funshard as fs
 from funshard import P
-from funshard._core.division import Reduction
+from funshard._core.flow import Reduction
 from funshard._wire.host import place_slice
 from funshard._wire.route import Route
 from funshard.compress import _compressors

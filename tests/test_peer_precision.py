@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import Codec, P, Precision, _torch
-from funshard._core.division import divide_factors
+from funshard._core.flow import divide_factors
 
 F16, BF16, F32, F64, I64, U8 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8
 

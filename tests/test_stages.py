@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 import funshard as fs
 from funshard import P
-from funshard._core.division import Reduction
+from funshard._core.flow import Reduction
 from funshard._wire.route import Route
 from funshard._wire.stages import Stage, Transit, from_constants, to_constants
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import ResidualNode, modules
+from strategies import modules
 from torch import nn
 
 import funshard as fs
@@ -126,29 +126,6 @@ def test_managed_modules_and_states() -> None:
     }
     assert spec.by_name["2.weight"][1].names == ("1.weight", "2.weight")
     assert not {name for name, _ in model.named_buffers()} & set(spec.by_name)
-
-
-def test_numel_counts_shared_parameters_once() -> None:
-    """test_numel_with_shared_params: a flat buffer is as long as the de-duplicated parameters."""
-    model = nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
-    plain = sum(p.numel() for p in model.parameters())
-    assert fs.policies.whole()(model).units[0].numel == plain
-    model.decoder.layers[0].linear1.weight = model.encoder.layers[0].linear1.weight
-    (unit,) = fs.policies.whole()(model)
-    assert unit.numel == plain - 64 == sum(p.numel() for p in model.parameters())
-
-
-def test_flattening_nothing_and_part() -> None:
-    """test_flatten_nothing, test_empty_module, test_partial_flattening: no units is a spec too; parts add up to all."""
-    for empty in (nn.ReLU(), nn.Sequential(nn.ReLU(), nn.Tanh()), ResidualNode([], [], torch.float32)):
-        assert len(fs.by_type(nn.Module)(empty)) == len(fs.policies.whole()(empty)) == 0
-        assert fs.flatten({}, fs.policies.whole()(empty)) == {}
-    model = nn.Transformer(8, 2, 2, 1, 8, batch_first=True)
-    spec = fs.by_path({"encoder.layers.1": fs.P("shard"), "decoder.layers.0": fs.P("shard")})(model)
-    assert [unit.key for unit in spec] == ["", "decoder.layers.0", "encoder.layers.1"]
-    assert sum(unit.numel for unit in spec) == sum(p.numel() for p in model.parameters())
-    half = fs.by_path(dict(spec.selected))(model.half())
-    assert [(u.key, u.numel, u.dtype) for u in half] == [(u.key, u.numel, torch.float16) for u in spec]
 
 
 def test_identity_is_not_reused() -> None:

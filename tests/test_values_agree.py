@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import funshard as fs
 from funshard import P, Params, _torch
-from funshard._sharding.hashes import hash_params
+from funshard._sharding.sharding import hash_params
 
 KINDS = {
     "P('shard')": lambda model: fs.by_type(nn.Linear)(model).bound,

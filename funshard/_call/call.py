@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 from .. import _torch
 from .._batchnorm import SyncBatchNorm
 from .._core.checks import check_spec
-from .._core.division import ReduceBy, Reduction
+from .._core.flow import ReduceBy, Reduction
 from .._core.spec import PartitionSpec
 from .._transforms.error_hints import add_cast_hint, add_hints
 from . import compiled_call

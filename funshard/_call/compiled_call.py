@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import _torch
 from .._core.checks import find_full_params
-from .._core.division import ReduceBy, Reduction
+from .._core.flow import ReduceBy, Reduction
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._core.unit import Unit

@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .. import _torch
 from .._core.checks import bind_spec, check_params, find_full_params
-from .._core.division import ReduceBy, Reduction
-from .._core.flow import resolve_reduction
+from .._core.flow import ReduceBy, Reduction, resolve_reduction
 from .._core.spec import PartitionSpec, abridge
 from .._units.accumulation import GradReceiver, find_accumulation
 from .._wire.flow import refuse_reduce_codec_in_graph

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.checks import find_full_params
-from .._core.division import Reduction
+from .._core.flow import Reduction
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer, TensorRestorer, hook_running_node

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._core.division import Reduction
+from .._core.flow import Reduction
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.options import inner_calls

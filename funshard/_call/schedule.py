@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from .. import _torch
-from .._core.division import Reduction
+from .._core.flow import Reduction
 from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._core.unit import Unit

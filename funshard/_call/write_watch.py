@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._core.announce import is_checked
 from .._core.layout import unflatten_unit
+from .._core.ops import is_checked
 from .._core.unit import Unit
 from .._wire.mixed_layout import MixedLayout
 

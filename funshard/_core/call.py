@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .checks import bind_spec, check_full, check_params, check_shards, find_full_params
-from .division import ReduceBy, Reduction
-from .flow import resolve_reduction, scatter_unit, unshard_unit
+from .flow import ReduceBy, Reduction, resolve_reduction, scatter_unit, unshard_unit
 from .layout import Params, flatten_unit, unflatten_unit
 from .spec import PartitionSpec
 from .unit import P

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from .. import _torch
-from .announce import announce, is_checked
 
 
 class PendingResult:
@@ -277,3 +276,35 @@ OPS: dict[str, _Op] = {
     "slice": _Op(_slice, _slice_stack, "gather_mean", sends=False),
 }
 """Every op by its name: on a process group, on stacked ranks, and the name of its transpose."""
+
+
+class RankError(RuntimeError):
+    """An error that `funshard.check` raises on all ranks: they disagree, one of them has raised, or one is missing."""
+
+
+Listener = Callable[[str, str | Sequence[int], str, Tensor | None, torch.dtype | None], None]
+_listener: Listener | None = None
+
+
+def listen(listener: Listener | None) -> None:
+    """Have this function called before each collective, with the arguments of `announce`; None for no function."""
+    global _listener
+    _listener = listener
+
+
+def is_checked() -> bool:
+    """Return whether the check is on in this process."""
+    return _listener is not None
+
+
+def announce(
+    op: str, group: str | Sequence[int], label: str = "", sent: Tensor | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Announce a collective that this rank is about to start; nothing happens unless the check is on.
+
+    The ``group`` is the name of a process group, or global ranks; ``label`` says what is sent, and ``dtype`` in which dtype, if
+    not in that of ``sent``: a tensor of as many elements on all ranks, None if they may differ. Raises RankError, on every
+    rank, if another one announces another collective, has raised, or is missing.
+    """
+    if _listener is not None:
+        _listener(op, group, label, sent, dtype)

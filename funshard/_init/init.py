@@ -24,8 +24,7 @@ from .._core.layout import Params, to_memory_order, unflatten_unit
 from .._core.spec import PartitionSpec
 from .._core.tree import check_not_compiled, join_path
 from .._core.unit import Unit, global_shape
-from .._sharding.hashes import hash_bits
-from .._sharding.sharding import check_rank, collect_full_params
+from .._sharding.sharding import check_rank, collect_full_params, hash_bits
 from .._spec.table import log_spec
 from .._torch.modules import find_reset
 from .._wire.flow import store_slice

@@ -15,7 +15,7 @@ from .. import _torch
 from .._core.checks import bind_spec, check_buffers
 from .._core.spec import PartitionSpec
 from .._core.unit import P, Unit
-from .._spec.byte_size import parse_bytes
+from .._spec.parse import parse_bytes
 from .._wire.host import is_host_resident
 from ..optim import from_torch
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from .._core.announce import announce
 from .._core.checks import bind_spec, check_shards
-from .._core.division import Reduction, count_ranks
+from .._core.flow import Reduction, count_ranks
 from .._core.layout import Params, rank_coords
 from .._core.mesh import Mesh, ProcessAxis
+from .._core.ops import announce
 from .._core.spec import PartitionSpec, abridge
 from .._core.unit import Unit
-from .._spec.byte_size import parse_bytes
+from .._spec.parse import parse_bytes
 from .._torch.phases import phase
 from .._wire.chain import CollectiveChain
 from .._wire.global_params import (

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from .._core.checks import bind_spec, check_buffers, check_mapping, find_full_params
-from .._core.division import ReduceBy
-from .._core.flow import resolve_reduction
+from .._core.flow import ReduceBy, resolve_reduction
 from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit

@@ -12,7 +12,7 @@ import torch
 from .._core.tree import Param
 from .._core.unit import Option, P, Unit, add_keyword
 from .codec import Codec
-from .globs import find_unmatched, parse_globs, value_of
+from .parse import find_unmatched, parse_globs, value_of
 
 KeptDtypes = tuple[tuple[str, torch.dtype], ...]
 """Dtypes by glob of parameter names."""

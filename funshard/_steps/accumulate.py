@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .. import _torch
 from .._core.checks import bind_spec, check_shards
-from .._core.division import ReduceBy, Reduction
-from .._core.flow import resolve_reduction
+from .._core.flow import ReduceBy, Reduction, resolve_reduction
 from .._core.layout import Params, flatten_unit
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._call.schedule import find_entered_unit
-from .._core.division import ReduceBy
+from .._core.flow import ReduceBy
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from ..optim._norms import check_max_norm, global_norm_from_squares, scale_to_norm, sum_of_squares

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.checks import bind_spec
-from .._core.division import Reduction
+from .._core.flow import Reduction
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from ..collectives._agree import Comparison, RankLines, find_difference, find_host_groups

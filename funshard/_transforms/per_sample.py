@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 
 from .. import _torch
 from .._core.checks import bind_spec, check_buffers
-from .._core.division import ReduceBy, Reduction, count_ranks
-from .._core.flow import REDUCE_MEAN, scatter_unit
+from .._core.flow import REDUCE_MEAN, ReduceBy, Reduction, count_ranks, scatter_unit
 from .._core.layout import Params, concat_padded, unflatten_unit
 from .._core.mesh import Mesh, Simulated
 from .._core.spec import PartitionSpec

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
-from .._core.division import ReduceBy, Reduction
+from .._core.flow import ReduceBy, Reduction
 from .ambient import AmbientState
 from .error_hints import add_hints, is_forward_rule_missing
 from .grad import check_differentiable, check_recorded, grad, is_differentiated_outside, split_loss

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._core.division import ReduceBy, Reduction
+from .._core.flow import ReduceBy, Reduction
 from .._core.spec import PartitionSpec
 
 _ACTIVE_ACCUMULATIONS: list[Accumulation] = []

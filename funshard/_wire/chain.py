@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._core.division import Reduction
+from .._core.flow import Reduction
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.ops import PendingResult
 from .._core.spec import PartitionSpec

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._core.division import Reduction
-from .._core.flow import REDUCE_MEAN
+from .._core.flow import REDUCE_MEAN, Reduction
 from .._core.mesh import Axis, Mesh, Simulated
 from .._core.primitive import LinearFunction, linear_map
 from .._core.spec import PartitionSpec

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from .._core.checks import take_full_params
-from .._core.division import Reduction, count_ranks
-from .._core.flow import scatter_unit
+from .._core.flow import Reduction, count_ranks, scatter_unit
 from .._core.layout import flatten_unit, rank_coords, unflatten_unit
 from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._core.division import Reduction, count_ranks
-from .._core.flow import UnitAxes
+from .._core.flow import Reduction, UnitAxes, count_ranks
 from .._core.layout import longest_padding, unflatten_unit
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.unit import Unit

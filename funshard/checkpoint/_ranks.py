@@ -17,8 +17,8 @@ from typing import Any, ClassVar, TypeVar
 import torch.distributed as dist
 
 from .. import _torch
-from .._core.announce import announce
 from .._core.mesh import Mesh, ProcessAxis
+from .._core.ops import announce
 from .._core.spec import PartitionSpec
 from ..collectives._agree import HostGroup, check_ranks_agree, hash_spec, host_groups
 from ..collectives._world import check_spans_world, has_peers

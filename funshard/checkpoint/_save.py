@@ -20,7 +20,7 @@ import torch
 from .._core.checks import bind_spec
 from .._core.layout import rank_along, rank_coords
 from .._core.spec import PartitionSpec
-from .._sharding.hashes import hash_bits
+from .._sharding.sharding import hash_bits
 from .._spec.codec import storage_codec
 from .._torch.phases import LOGGER, phase
 from ._errors import SavedError

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from .._core.announce import RankError, announce
 from .._core.mesh import Mesh
+from .._core.ops import RankError, announce
 from .._core.spec import PartitionSpec
 from ._world import process_axes
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
-from .._core.announce import announce
 from .._core.mesh import Axis, ProcessAxis, Simulated
-from .._core.ops import OpContext, missing_group_error, start_exchange
+from .._core.ops import OpContext, announce, missing_group_error, start_exchange
 from .._core.primitive import LinearFunction, LinearMap, apply
 from ._agree import get_host_group, is_comparable
 from ._functions import check_dim, check_divisible, gather_values

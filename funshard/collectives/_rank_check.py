@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
-from .._core.announce import RankError, listen
+from .._core.ops import RankError, listen
 from .._torch import TORCH_FOLDER, is_compiler_file
 from ._agree import is_comparable
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .._core.checks import bind_spec, check_mapping, find_full_params
-from .._core.division import count_ranks
+from .._core.flow import count_ranks
 from .._core.layout import Params, flatten_unit
 from .._core.mesh import Axes
 from .._core.spec import PartitionSpec

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._core.division import count_ranks
+from .._core.flow import count_ranks
 from .._core.layout import Params, flatten_unit, unflatten_unit
 from .._core.mesh import Axes
 from .._core.spec import PartitionSpec

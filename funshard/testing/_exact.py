@@ -15,8 +15,7 @@ from .._core.checks import bind_spec
 from .._core.flow import REDUCE_MEAN
 from .._core.mesh import ProcessAxis
 from .._core.spec import PartitionSpec
-from .._sharding.hashes import hash_params
-from .._sharding.sharding import collect_full_params
+from .._sharding.sharding import collect_full_params, hash_params
 from .._wire.route import Route
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers

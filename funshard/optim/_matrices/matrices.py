@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from ... import _torch
-from ..._core.announce import announce
 from ..._core.checks import bind_spec
 from ..._core.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
 from ..._core.mesh import ProcessAxis
-from ..._core.ops import OpContext, PendingResult, missing_group_error, start_exchange
+from ..._core.ops import OpContext, PendingResult, announce, missing_group_error, start_exchange
 from ..._core.primitive import LinearFunction, linear_map
 from ..._core.spec import PartitionSpec
 from ..._core.unit import Unit, join_shape

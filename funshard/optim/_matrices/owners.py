@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..._core.division import count_ranks
+from ..._core.flow import count_ranks
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
 from ..._core.unit import LocalDims, Unit, global_shape
