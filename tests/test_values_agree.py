@@ -12,7 +12,7 @@ from depth import every
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool, real_ranks
-from test_sharding_on_ranks import layers, message, square, values
+from test_sharding import layers, message, square, values
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
