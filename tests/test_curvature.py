@@ -149,14 +149,13 @@ def same_as_alone(results: list[dict[str, Any]]) -> None:
 
 
 @seldom
-@pytest.mark.parametrize("sizes", [{"shard": 4}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
-def test_four_ranks_are_one(gloo4: Pool, sizes: dict[str, int]) -> None:
-    same_as_alone(gloo4.run(everything, sizes))
-
-
-@seldom
-def test_two_ranks_are_one(gloo2: Pool) -> None:
-    same_as_alone(gloo2.run(everything, {"shard": 2}))
+@pytest.mark.parametrize(
+    ("pool", "sizes"),
+    [("gloo2", {"shard": 2}), ("gloo4", {"shard": 4}), ("gloo4", {"replicate": 2, "shard": 2})],
+    ids=["two", "four", "hsdp"],
+)
+def test_ranks_are_one(request: pytest.FixtureRequest, pool: str, sizes: dict[str, int]) -> None:
+    same_as_alone(request.getfixturevalue(pool).run(everything, sizes))
 
 
 def with_scipy(rank: int) -> None:
