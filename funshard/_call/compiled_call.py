@@ -18,7 +18,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._core.unit import Unit
 from .._spec.options import RECOMPUTE_ALL, inner_calls, remat_of
-from .._transforms._recompute.regions import is_collecting_regions, mark_region
+from .._transforms._recompute.saved_results import is_collecting_regions, mark_region
 from .._wire.flow import unshard_unit, weigh_grad
 from .._wire.mixed_layout import cast_views
 from .buffers import changes_statistics, warn_discarded, write_buffer

@@ -24,7 +24,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._core.unit import Unit
 from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of, surrounds_forward
-from .._transforms._recompute.regions import collect_regions
+from .._transforms._recompute.saved_results import collect_regions
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
 from .buffers import is_first_warning
 from .modes import UnitInUse

@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from .._spec.options import Remat
 from .._torch.compiler import OpOverload, view_base
-from .._transforms._recompute.regions import NAME_KEY, REGION_PREFIX
 from .._transforms._recompute.saved_nodes import find_saved
+from .._transforms._recompute.saved_results import NAME_KEY, REGION_PREFIX
 from .graph import (
     annotate,
     find_phases,

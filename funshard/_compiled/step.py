@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from .. import _torch
 from .._spec.options import check_names
 from .._transforms._recompute.function import RUNNING
-from .._transforms._recompute.regions import collect_regions, current_regions
+from .._transforms._recompute.saved_results import collect_regions, current_regions
 from .._transforms.error_hints import add_compile_hint
 from .._transforms.grad import is_in_gradient
 from ..optim._checks import refuse_shared_memory

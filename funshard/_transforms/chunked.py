@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree  # the tree that torch.func itself use
 from .. import _torch
 from .._spec.options import Remat
 from ._recompute.function import RecomputedFunction
-from ._recompute.regions import mark_region
 from ._recompute.remat import SlicedFunction, apply_recomputed
+from ._recompute.saved_results import mark_region
 
 W = TypeVar("W")
 Rows = TypeVar("Rows")

@@ -23,8 +23,7 @@ from .._spec.codec import check_trainable
 from .._wire.flow import apply_unit_options, unshard_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from ..collectives._functions import broadcast, sum_over
-from .ambient import AmbientState
-from .checks import REGISTER_HOOK, ForbiddenFunctions
+from .ambient import REGISTER_HOOK, AmbientState, ForbiddenFunctions
 from .grad import grad
 
 

@@ -19,8 +19,15 @@ from torch import Tensor, nn
 
 from ... import _torch
 from ..._spec.options import Remat
-from ..ambient import RUNNING, AmbientState
-from ..checks import ForbiddenFunctions, OuterTensors, check_backward_hooks, messages_in_stack, refuse_outer
+from ..ambient import (
+    RUNNING,
+    AmbientState,
+    ForbiddenFunctions,
+    OuterTensors,
+    check_backward_hooks,
+    messages_in_stack,
+    refuse_outer,
+)
 from ..grad import assume_differentiated, is_assumed_differentiated
 from ..saved_tensors import SavedTensorHooks
 from .saved_results import SavedResults

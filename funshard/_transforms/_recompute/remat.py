@@ -23,7 +23,7 @@ from ... import _torch
 from ..._spec.options import Remat, Save
 from ..saved_tensors import mark_graph_freed
 from .function import RecomputedFunction
-from .regions import mark_region
+from .saved_results import mark_region
 
 # --- The functions that are derived from a function of tensors: its gradient, its tangent, and the batch of it ---
 #

@@ -28,7 +28,7 @@ from ..._torch.compiler import (
     original_op,
     view_base,
 )
-from .regions import NAME_KEY
+from .saved_results import NAME_KEY
 
 _FIRST_PASS, _LAST_PASS = "joint_custom_pre_pass", "joint_custom_post_pass"
 """Inductor's options for a pass over the graph of forward and backward before its own, which replace nodes, and after them."""

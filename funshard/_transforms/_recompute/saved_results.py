@@ -1,7 +1,7 @@
 """Selective recomputation: the first run saves results of operators, and the last one reuses them instead of kernels.
 
 It works below autograd, which makes its nodes in the last run as always. A call of an operator is known by how many calls of
-that operator a run made before it, as in torch.utils.checkpoint.
+that operator a run made before it, as in torch.utils.checkpoint. Of what torch.compile traces the nodes are annotated instead.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ... import _torch
-from ..._spec.options import Remat
+from ..._spec.options import Remat, Save
 from ..ambient import RUNNING, AmbientState
-from .regions import mark_name
 
 Call = tuple[_torch.OpTraits, int]
 """A call of an operator: the operator, and how many calls of it were before."""
@@ -228,3 +227,63 @@ def _layout_of(args: tuple[Any, ...]) -> list[Any]:
 
 def _tensors_of(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+# --- regions: torch.compile traces a function once, with its derivatives; _compiled/recompute.py computes it again in there ---
+
+REGION_PREFIX, NAME_KEY = "funshard_region_", "funshard_name"
+"""Keys of annotations: the first, with a number, on all that a region traces; the second on a view of a named tensor."""
+
+
+_COLLECTING = threading.local()
+
+
+@contextlib.contextmanager
+def collect_regions(regions: list[Remat] | None = None) -> Generator[None]:
+    """Collect the regions of what is traced within this context: an inner one has a larger number than those around it."""
+    before = current_regions()
+    _COLLECTING.regions = [] if regions is None else regions
+    try:
+        yield
+    finally:
+        _COLLECTING.regions = before
+
+
+def current_regions() -> list[Remat] | None:
+    """Return where regions are collected now."""
+    return getattr(_COLLECTING, "regions", None)
+
+
+@_torch.assume_constant
+def is_collecting_regions() -> bool:
+    """Return whether there is such a place."""
+    return current_regions() is not None
+
+
+@contextlib.contextmanager
+def mark_region(remat: Remat) -> Generator[None]:
+    """Annotate what torch.compile traces within this context as a region."""
+    number = _enter_region(remat.save)  # Dynamo may know only the fields of a Remat that was made in what is traced
+    with contextlib.nullcontext() if number < 0 else _torch.annotate_graph(**{f"{REGION_PREFIX}{number}": True}):
+        yield
+
+
+def mark_name(x: Tensor, name: str) -> Tensor:
+    """Return a tensor annotated with a name if an open region saves it."""
+    if not _is_name_saved(name):
+        return x
+    with _torch.annotate_graph(**{NAME_KEY: name}):
+        return x.view_as(x)
+
+
+@_torch.assume_constant
+def _enter_region(save: Save | None) -> int:
+    if (regions := current_regions()) is None:
+        return -1
+    regions.append(Remat(save))
+    return len(regions) - 1
+
+
+@_torch.assume_constant
+def _is_name_saved(name: str) -> bool:
+    return any(name in remat.names for remat in current_regions() or ())
