@@ -15,7 +15,7 @@ from ._core.layout import Params
 from ._core.spec import PartitionSpec
 from ._gone import raise_gone
 from ._slices.values import agree_finite, find_nonfinite, select_if_finite
-from ._torch.phases import LOGGER
+from ._torch.tracing import LOGGER
 
 __all__ = ["dynamic", "select"]
 

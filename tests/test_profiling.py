@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import funshard as fs
 from funshard import P, checkpoint
-from funshard._torch.phases import phase
+from funshard._torch.tracing import phase
 
 
 class Block(nn.Module):

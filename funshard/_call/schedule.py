@@ -36,7 +36,7 @@ from .._core.flow import Reduction
 from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._core.unit import Unit
-from .._torch.phases import phase
+from .._torch.tracing import phase
 from .._transforms.saved_tensors import hook_running_node, mark_graph_freed
 from .._units.accumulation import GradReceiver, drop_unweighted
 from .._wire.chain import BufferPool, CollectiveChain, copy_secondary_slice, forgetting_on_error, make_route_table

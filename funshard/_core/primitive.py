@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .. import _torch
-from .._torch.phases import phase
+from .._torch.tracing import phase
 from .mesh import Axis, Simulated
 from .ops import OPS, OpContext, missing_group_error, start_op
 

@@ -20,7 +20,7 @@ from .._core.ops import announce
 from .._core.spec import PartitionSpec, abridge
 from .._core.unit import Unit
 from .._spec.parse import parse_bytes
-from .._torch.phases import phase
+from .._torch.tracing import phase
 from .._wire.chain import CollectiveChain
 from .._wire.global_params import (
     apply_options,

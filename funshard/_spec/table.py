@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from .. import _torch
 from .._core.mesh import Mesh
 from .._core.spec import FORMATS, PartitionSpec, format_sizes
-from .._torch.phases import LOGGER
+from .._torch.tracing import LOGGER
 
 HEAD = ("unit", "P", "parameters", "numel", "padding", "bytes per rank")
 MIN_MERGED_ROWS = 3

@@ -4,13 +4,10 @@ Most is about torch.func's stack of transforms, for which torch has no public qu
 and runs, storages, and process groups.
 """
 
-from .attention import *
 from .backward import *
 from .compiling import *
 from .dispatch import *
 from .errors import *
-from .forbidden import *
-from .graph_keys import *
 from .groups import *
 from .levels import *
 from .modules import *

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from .. import _torch
 from .._core.spec import PartitionSpec
 from .._core.tree import is_within
-from .._torch.phases import phase
+from .._torch.tracing import phase
 from .ambient import RUNNING
 from .saved_tensors import RestorableBuffer, SavedTensorHooks, TensorRestorer, unpack
 

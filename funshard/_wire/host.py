@@ -15,7 +15,7 @@ from .._core.mesh import Mesh
 from .._core.ops import PendingResult
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
-from .._torch.phases import phase
+from .._torch.tracing import phase
 
 # --- Units that live in host memory, ``P(offload="params")``, and the device on which they are used ---
 

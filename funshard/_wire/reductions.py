@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _torch
 from .._core.layout import insert_padding, to_memory_order
 from .._core.unit import Unit
-from .._torch.phases import phase
+from .._torch.tracing import phase
 from .._units.accumulation import GradReceiver
 from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
 from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable

@@ -16,7 +16,7 @@ from .. import _torch
 from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
 from .._spec.local import describe_pieces
-from .._torch.phases import LOGGER, phase
+from .._torch.tracing import LOGGER, phase
 from ._errors import CheckpointError, DamagedError
 from ._files.manifest import MANIFEST, METADATA, RecordPlace, StoredTensor, read_manifest, read_metadata
 from ._files.remote import AnyPath, open_path

@@ -22,7 +22,7 @@ from .._core.layout import rank_along, rank_coords
 from .._core.spec import PartitionSpec
 from .._sharding.sharding import hash_bits
 from .._spec.codec import storage_codec
-from .._torch.phases import LOGGER, phase
+from .._torch.tracing import LOGGER, phase
 from ._errors import SavedError
 from ._files.directory import Target
 from ._files.remote import AnyPath, open_path

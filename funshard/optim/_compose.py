@@ -15,7 +15,7 @@ from .._core.checks import bind_spec, check_mapping, check_spec
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._slices.values import agree_finite, check_decay, find_nonfinite, is_averaged, select_if_finite, update_average
-from .._torch.phases import LOGGER
+from .._torch.tracing import LOGGER
 from ..collectives._world import check_spans_world
 from ._checks import Optimizer, Tensors, break_message, check_tensors, is_pair, is_updated
 from ._norms import check_max_norm, clip_by_global_norm, upcast

@@ -15,7 +15,7 @@ from .. import _torch
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._spec.unit_state import UnitState, replace_values
-from .._torch.phases import phase
+from .._torch.tracing import phase
 from ._checks import (
     Optimizer,
     OptionRanges,

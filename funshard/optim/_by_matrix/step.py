@@ -15,7 +15,7 @@ from ..._core.layout import Params
 from ..._core.spec import PartitionSpec
 from ..._core.tree import Param
 from ..._spec.local import stack_dims
-from ..._torch.phases import phase
+from ..._torch.tracing import phase
 from .._checks import (
     Optimizer,
     ParamOptions,
