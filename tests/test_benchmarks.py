@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +21,8 @@ PEERS = "--rounds 1 --warmup 0 --layers 1 --dim 32 --heads 2 --seq 16 --batch 1 
 LLAMA = "--layers 1 --dim 64 --heads 2 --ffn 32 --vocab 32 --seq 4 --batch 1"
 CPU = f"--device cpu --backend gloo --dtype float32 {LLAMA} --rounds 1 --warmup 0"
 
-UNITS = LAYERS + 1
 BLOCK = 4 * (12 * DIM * DIM + 13 * DIM)
 """Bytes of a block: four matrices of 12 dim^2 elements with 9 dim biases, and two norms of 2 dim each."""
-ROOT = 4 * (2 * VOCAB * DIM + SEQ * DIM + 2 * DIM)
-"""Bytes of the rest: embedding, head, positions and a norm."""
 
 
 @functools.cache
@@ -184,17 +179,6 @@ def test_axes() -> None:
     assert moved[0] > moved[1] > moved[2] > 0
 
 
-@seldom
-@pytest.mark.skipif(not shutil.which("g++") and not os.environ.get("CXX"), reason="inductor needs a C++ compiler")
-def test_peers_compiled() -> None:
-    """Compiled modes run when asked for; a base that is not asked for has no column."""
-    modes = ["plain", *depth([], ["plain compiled", "FSDP2 compiled"]), "fs", "fs compiled"]
-    flags = f"{PEERS} --ranks {depth(1, 2)}"  # each compiles for itself
-    _, result = run("peers", flags.replace("plain,DDP,FSDP2,fs", f"'{','.join(modes)}'"))
-    assert list(result["figures"]) == modes
-    assert all(0 < one["over plain"] < math.inf and "over FSDP2" not in one for one in result["figures"].values())
-
-
 def comm() -> dict[str, dict[str, Any]]:
     return run("comm", f"--ranks 8 {GPT}")[1]["figures"]["8"]
 
@@ -208,84 +192,6 @@ def test_comm_has_every_mode() -> None:
     for mode, figures in comm().items():
         assert f"\n{mode} " in table
         assert all_finite(figures)
-
-
-@seldom
-def test_comm_of_low_precision() -> None:
-    """Half the bytes of each gather, the same gathers, and reductions in float32: as FSDP2's, less its second of two units."""
-    low, wide, peer = (comm()[mode] for mode in ("fs bf16", "fs", "FSDP2 bf16"))
-    assert low["gathered bytes"] == wide["gathered bytes"] / 2 < peer["gathered bytes"]
-    assert low["gathered"] == low["gathered limit"]
-    assert low["reduced bytes"] == wide["reduced bytes"] == peer["reduced bytes"]
-    assert low["all-gathers"] == wide["all-gathers"] == peer["all-gathers"] - 2
-
-
-@seldom
-def test_comm_of_mixed_dtypes() -> None:
-    """The collectives of one dtype; beyond the limit each rank pads its slice to the longest, by the bytes of four norms."""
-    low, mixed, apart, peer = (comm()[mode] for mode in ("fs bf16", "fs bf16 keep", "fs bf16 apart", "FSDP2 bf16 apart"))
-    assert mixed["of 3U"] == low["of 3U"] < apart["of 3U"] / 2 < peer["of 3U"] / 2
-    assert peer["gathered limit"] == apart["gathered limit"]
-    assert mixed["gathered limit"] == apart["gathered limit"] > low["gathered limit"]
-    assert mixed["gathered limit"] < mixed["gathered"] < low["gathered"] * 1.1
-    assert mixed["reduced bytes"] == low["reduced bytes"]
-
-
-def test_comm_of_halves() -> None:
-    """Once from the other half of the ranks, as without reshard, and the rest from one's own; so does FSDP2's integer."""
-    figures = comm()
-    ours, peer = (figures[mode] for mode in ("fs halves", "FSDP2 halves"))
-    assert ours["gathered"] == ours["gathered limit"] == pytest.approx(figures["fs"]["gathered"] + 0.5)  # in two steps
-    assert ours["across"] == peer["across"] == figures["fs keep"]["across"] == 0.5 < figures["fs"]["across"]
-    assert figures["fs HSDP"]["across"] == 0
-
-
-def test_comm_of_encoded_gradients() -> None:
-    """A row for each rank: 2 bytes an element, or 1 and a scale for 64."""
-    figures = comm()
-    size = LAYERS * BLOCK + ROOT
-    assert figures["fs codec bf16"]["reduced bytes"] == figures["FSDP2 reduce bf16"]["reduced bytes"] == size / 2
-    assert figures["fs codec int8"]["reduced bytes"] == pytest.approx(size / 4 * (1 + 4 / 64), rel=1e-2)
-    for mode in ("fs codec bf16", "fs codec int8"):
-        assert figures[mode]["of 3U"] == figures["fs"]["of 3U"]
-        assert figures[mode]["gathered bytes"] == pytest.approx(figures["fs"]["gathered bytes"], rel=1e-2)
-
-
-@pytest.mark.parametrize("mode", ["fs", "fs HSDP", "fs torch.func", "fs keep"])
-def test_comm_of_sharded_modes(mode: str) -> None:
-    """U gathers in forward; U - 2 in backward, without root and last block, or none where they are kept; U reductions."""
-    figures = comm()[mode]
-    gathered = 2 * (LAYERS * BLOCK + ROOT) - BLOCK - ROOT if mode != "fs keep" else LAYERS * BLOCK + ROOT
-    assert figures["units"] == UNITS
-    assert figures["parameter bytes"] == LAYERS * BLOCK + ROOT
-    assert figures["all-gathers"] == (UNITS if mode == "fs keep" else UNITS + UNITS - 2)
-    assert figures["gathered bytes"] == gathered
-    assert figures["gathered"] == figures["gathered limit"] == pytest.approx(gathered / (LAYERS * BLOCK + ROOT))
-    assert figures["reduce-scatters"] == UNITS
-    assert figures["reduced bytes"] == LAYERS * BLOCK + ROOT
-    assert figures["all-reduces"] == (UNITS if mode == "fs HSDP" else 0)
-    assert figures["all-reduced"] == (1 / 4 if mode == "fs HSDP" else 0)  # slices of four ranks
-    assert figures["of 3U"] == (figures["all-gathers"] + UNITS + figures["all-reduces"]) / (3 * UNITS)
-    assert figures["copied"] == 1  # one concatenation before each reduction
-
-
-def test_comm_of_replicated_and_peer_modes() -> None:
-    """P() sends its parameters' bytes once and together; FSDP2 gathers and reduces too, and copies more; plain is silent."""
-    figures = comm()
-    assert {name: figures["fs P()"][name] for name in ("all-gathers", "reduce-scatters", "all-reduces", "all-reduced")} == {
-        "all-gathers": 0,
-        "reduce-scatters": 0,
-        "all-reduces": 1,
-        "all-reduced": 1,
-    }
-    assert [figures[mode]["all-gathers"] for mode in ("FSDP2", "FSDP2 keep")] == [2 * UNITS, UNITS]
-    for mode in ("FSDP2", "FSDP2 keep"):
-        assert figures[mode]["reduce-scatters"] == UNITS
-        assert figures[mode]["reduced bytes"] >= LAYERS * BLOCK + ROOT
-        assert figures[mode]["copied"] > 2
-        assert figures[mode]["ops"] > 1
-    assert figures["plain"]["ops"] == 1
-    assert not any(figures["plain"][name] for name in ("all-gathers", "reduce-scatters", "all-reduces", "copied"))
 
 
 @seldom

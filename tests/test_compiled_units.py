@@ -87,24 +87,6 @@ def test_one_compilation_serves_all_units_of_a_structure() -> None:
 
 
 @seldom
-def test_another_structure_compiles_once_more() -> None:
-    net = nn.Sequential(model(3)[0:3], nn.Linear(6, 8), *[Block(8) for _ in range(3)]).double()
-    trained(net, P("shard", compile=AOT))
-    assert counted() == (2 + 1, 0)
-
-
-@seldom
-def test_further_steps_do_not_compile() -> None:
-    net = model()
-    trained(net, P("shard", compile=AOT))
-    before = counted()
-    for _ in range(3):
-        trained(net, P("shard", compile=AOT))
-    trained(model(), P("shard", reshard=False, compile=AOT))  # another model of this structure, kept
-    assert counted() == before
-
-
-@seldom
 def test_shapes() -> None:
     """A second length makes one graph for all lengths."""
     net = model(2)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from depth import at_most, depth, mark_seldom, seldom
-from ranks import launch
+from ranks import ended, free_port, launch, start_one
+
+import funshard
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LAYERS, STEPS = depth((1, 20), (2, 30))
@@ -52,7 +52,7 @@ AT_EXIT = "terminate called without an active exception"
 """What torch 2.13 says when gloo's threads outlive the interpreter, seldom and after all is done: worth a second run."""
 
 
-@seldom  # two agents of test_running.py are started by it, too
+@seldom  # two agents below are started by it, too
 def test_example_under_torchrun() -> None:
     """Torch's own launcher, whose part the other tests play themselves."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
@@ -110,30 +110,6 @@ def test_train_gpt_with_optimizers_of_matrices(optimizer: str) -> None:
     assert f"no matrices: {5 + 4 * LAYERS} parameters, " in said
 
 
-def forked(command: list[str], **_: object) -> SimpleNamespace:
-    """What torchrun's script prints, on ranks that start faster."""
-    script = next(i for i, word in enumerate(command) if word.endswith(".py"))
-    return SimpleNamespace(stdout=launched(int(command[script - 1]), Path(command[script]), *command[script + 1 :]))
-
-
-@seldom
-@pytest.mark.parametrize("start", [forked, *depth([], [subprocess.run])])
-def test_muon_beside_adamw(start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both columns, of the same first batch; then in which step Muon has AdamW's last loss."""
-    tiny = "--layers 1 --dim 32 --heads 2 --seq 32 --batch 4 --steps 6 --warmup 2 --log-every 1 --sample 1"
-    monkeypatch.setattr(subprocess, "run", start)
-    monkeypatch.setattr(sys, "argv", ["muon.py", *tiny.split()])
-    runpy.run_path(str(EXAMPLES / "muon.py"))
-    *table, says = capsys.readouterr().out.splitlines()
-    rows = [[float(x) for x in line.split()] for line in table if re.match(r" +\d", line)]
-    assert [row[0] for row in rows] == list(range(6))
-    assert rows[0][1] == rows[0][2]
-    assert rows[-1][1] != rows[-1][2]
-    last = rows[-1][1]
-    better = next((i for i in range(6) if all(row[2] <= last for row in rows[i:])), None)
-    assert says == "Muon has AdamW's loss of 6 steps after " + ("more than 6" if better is None else f"{better + 1}")
-
-
 @seldom
 @pytest.mark.parametrize("strategy", mark_seldom(["fsdp", "hsdp"], "fsdp"))
 def test_train_gpt_in_low_precision_and_micro_batches(strategy: str) -> None:
@@ -172,3 +148,72 @@ def test_lora_takes_what_train_gpt_saved(tmp_path: Path) -> None:
     output = run(1, "lora.py", f"{TINY.partition('--steps')[0]} --steps 3 --load {saved}")
     assert "pretraining" not in output
     assert "the merged GPT is the adapted one" in output
+
+
+# --- the commands of the guide's page on running: two agents of torchrun, and ranks as srun starts them ---
+
+PAGE = Path(funshard.__file__).parents[1] / "examples" / "guide" / "running.md"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The page's script, in a file."""
+    path = tmp_path / "train.py"
+    path.write_text(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0])
+    return path
+
+
+def run_together(path: Path, argvs: list[list[str]], envs: list[dict[str, str]], folder: Path) -> list[str]:
+    """Run processes of a script side by side, and return what each prints; all of them have to end well within the time."""
+    outputs = [folder / f"output{i}" for i in range(len(envs))]
+    runs = zip(argvs, outputs, envs, strict=True)
+    codes = ended([start_one(path, argv, str(output), **env) for argv, output, env in runs])
+    said = [output.read_text() for output in outputs]
+    assert codes == [0] * len(codes), said
+    return said
+
+
+@seldom
+@pytest.mark.parametrize(
+    "command", [r"`torchrun (--nnodes 2 .*?) train.py`", r"^srun torchrun (.*?) train.py$"], ids=["by hand", "SLURM"]
+)
+def test_two_agents(script: Path, command: str) -> None:
+    """`--nnodes 2`: a mesh of two machines with two ranks each, and one of the four ranks prints."""
+    options = re.findall(command, PAGE.read_text(), re.MULTILINE)[0]
+    for variable, value in {
+        '"$HOST:29500"': "HOST:29500",
+        '"$SLURM_NNODES"': "2",
+        '"$SLURM_JOB_ID"': "17",
+        "HOST:29500": f"127.0.0.1:{free_port()}",
+        "--nproc-per-node 8": "--nproc-per-node 2",
+    }.items():
+        options = options.replace(variable, value)
+    assert "$" not in options
+    argv = ["--local-addr", "127.0.0.1", *options.split(), str(script)]
+    torchrun = importlib.util.find_spec("torch.distributed.run")
+    assert torchrun is not None
+    assert torchrun.origin is not None
+    outputs = run_together(Path(torchrun.origin), [argv, argv], [{}, {}], script.parent)
+    said = [output.count("learnt: True\n") for output in outputs]  # an agent may warn that the other one's store is gone
+    assert sorted(said) == [0, 1], outputs
+
+
+@seldom
+def test_srun_alone(script: Path) -> None:
+    """The variables that the page gives to each rank, from those that SLURM sets."""
+    shell = re.findall(r"^srun (bash -c '.*')$", PAGE.read_text(), re.MULTILINE)[0]
+    body = shell.removeprefix("bash -c '").removesuffix("'").replace("python train.py", "env")
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
+    envs = [variables(body, {**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2)}) for rank in range(4)]
+    assert all(len(env) >= 10 for env in envs)
+    outputs = run_together(script, [[]] * 4, envs, script.parent)
+    assert outputs == ["learnt: True\n", "", "", ""]
+
+
+def variables(body: str, env: dict[str, str]) -> dict[str, str]:
+    """What a command of bash that prints its variables adds to these."""
+    said = subprocess.run(
+        ["bash", "-c", body], env={"PATH": os.environ["PATH"], **env}, capture_output=True, text=True, check=True
+    )
+    found = dict(line.split("=", 1) for line in said.stdout.splitlines())
+    return {name: value for name, value in found.items() if name in env or re.fullmatch(r"(LOCAL_)?(RANK|WORLD_SIZE)", name)}

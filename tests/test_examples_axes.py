@@ -126,11 +126,6 @@ def test_tensor_parallel_on_four_ranks(gloo4: Pool, sizes: dict[str, int], way: 
     gloo4.run(tensor_parallel_rank, sizes, way, 0.0)
 
 
-@each(way=WAYS[:2])
-def test_tensor_parallel_on_two_ranks(gloo2: Pool, way: dict[str, bool]) -> None:
-    gloo2.run(tensor_parallel_rank, {"shard": 1, "tensor": 2}, way, 0.0)
-
-
 def test_dropout_that_is_drawn_alike_is_exact(gloo4: Pool) -> None:
     """With the single process's masks, as ranks along "tensor" have one seed."""
     gloo4.run(tensor_parallel_rank, {"shard": 2, "tensor": 2}, {}, 0.3)
@@ -211,10 +206,6 @@ def test_experts_on_four_ranks(gloo4: Pool, sizes: dict[str, int], tokens: int, 
 @each(sizes=[{"expert": 2, "shard": 1}])
 def test_experts_on_two_ranks(gloo2: Pool, sizes: dict[str, int]) -> None:
     gloo2.run(moe_rank, sizes, 1, 0.5)
-
-
-def test_experts_on_one_rank(alone: Pool) -> None:
-    alone.run(moe_rank, {"expert": 1, "shard": 1}, SEQ, 0.5)
 
 
 @seldom

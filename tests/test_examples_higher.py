@@ -142,17 +142,6 @@ def test_sharpness_is_the_top_eigenvalue_of_the_unsharded_loss() -> None:
     assert column(output, "sharpness")[1:] == pytest.approx(tops[1:], rel=1e-6)
 
 
-@seldom
-def test_gradient_descent_sharpens() -> None:
-    """The loss falls while the sharpness rises towards 2 / LR."""
-    output = printed("sharpness.py")
-    losses, tops = column(output, "loss"), column(output, "sharpness")
-    assert losses == sorted(losses, reverse=True)
-    assert tops == sorted(tops)
-    assert tops[0] < 2
-    assert 6 < tops[-1] < 10  # the text, Python's own sources, is another one in each version
-
-
 # --- the spectrum of the Hessian ---
 
 
@@ -273,12 +262,6 @@ def test_meta_gradient_on_simulated_ranks(ranks: int) -> None:
         close({k: g[rank] for k, g in got.items()}, plain_meta_gradient(given))
 
 
-def test_maml_learns_to_learn() -> None:
-    losses = column(printed("maml.py"), "steps")
-    assert len(losses) == 4
-    assert losses[-1] < losses[0] / 3
-
-
 # --- MeanFlow ---
 
 
@@ -338,14 +321,6 @@ def test_members_on_real_ranks_are_the_models_trained_alone(gloo2: Pool) -> None
             close(got, want)
 
 
-def test_the_ensemble_is_better_than_its_members() -> None:
-    output = printed("ensemble.py")
-    single, ensemble = (float(x) for x in re.search(r"a member ([\d.]+), the ensemble ([\d.]+)", output).groups())
-    assert ensemble < single - 0.02
-    first, last = (numbers(line) for line in re.findall("^step.*", output, re.MULTILINE)[::3])
-    assert all(end < start - depth(1, 1.5) for start, end in zip(first, last, strict=True))
-
-
 # --- implicit differentiation ---
 
 
@@ -397,14 +372,6 @@ def test_hypergradient_on_real_ranks_is_that_of_a_dense_solve(gloo2: Pool) -> No
     for _, *same, got in results:
         torch.testing.assert_close(same, trained, rtol=0, atol=0)
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
-
-
-@seldom
-def test_hypergradients_lead_to_a_better_validation_loss() -> None:
-    losses = column(printed("implicit.py"), "loss")
-    assert len(losses) == 3
-    assert losses[0] > losses[1] > losses[2]
-    assert losses[2] < losses[0] - 0.05
 
 
 # --- gradients through training ---
@@ -476,15 +443,6 @@ def test_influence_on_two_ranks_is_that_on_one(gloo2: Pool) -> None:
     assert len(numbers(one)) >= 2
     assert numbers(output) == pytest.approx(numbers(one), rel=1e-6)
     assert correlations(output) == correlations(one)
-
-
-@seldom
-def test_influence_depends_on_the_damping() -> None:
-    """As the docstring says of the whole example: one that is too small or too large predicts less."""
-    with mock.patch.dict(SMALLER, {"influence.py": {"SEEDS": 1}}):
-        small, fitting, _, large = (sum(row) / len(row) for row in correlations(names_of("influence.py")["printed"]))
-    assert fitting > 0.5
-    assert fitting > 0.05 + max(small, large)
 
 
 # --- dp_sgd ---

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import sys
 from pathlib import Path
 
@@ -27,19 +26,6 @@ def run(steps: int, first: int = 0, *, shown: bool = True) -> progress.Progress:
     return line
 
 
-def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    run(2)
-    first, last = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"step     0  loss 1.0000  tokens/s 1,23[45]  bytes per rank 4,096  left \d+:\d\d", first)
-    assert last.startswith("step     1  loss 0.5000")
-    assert last.endswith("left 0:00")
-
-
-def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(run(2, shown=False).history) == 2
-    assert capsys.readouterr().out == ""
-
-
 def test_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written over with carriage returns, and begins where a run goes on."""
     pytest.importorskip("tqdm")
@@ -51,14 +37,6 @@ def test_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2/5" in said
     assert "5/5" in said
     assert "loss 0.2000" in said
-
-
-def test_without_tqdm_a_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(progress, "tqdm", None)
-    run(3)
-    assert terminal.getvalue().count("\n") == 3
 
 
 def test_plot(tmp_path: Path) -> None:

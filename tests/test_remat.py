@@ -14,8 +14,8 @@ from depth import at_most, depth, each, mark_seldom
 from gradient_cases import assert_shards_of_mean, cases, inputs, penalty, values
 from hypothesis import given, settings
 from ranks import Pool
+from test_collectives import MODEL, Block, data
 from test_memory import Alive, no_collector
-from test_real_ranks import MODEL, Block, data
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp

@@ -19,8 +19,8 @@ from collective_log import SHORT, Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
 from parity import STRATEGIES, WAYS
 from ranks import Pool, real_ranks
+from test_collectives import Block
 from test_compiled import MODEL
-from test_real_ranks import Block
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp
@@ -254,26 +254,6 @@ def test_export_is_plain_operators(strategy: str, strict: bool) -> None:
         assert set(sizes) <= {4}
 
 
-@real_ranks(2)
-def test_an_exported_forward_is_differentiated_by_torch(rank: int) -> None:
-    """A fact about torch: what was exported is raw collectives, whose gradients torch adds up over ranks, not averages.
-
-    torch.func.grad of them raises. So an exported forward is for inference; export a traced step to train.
-    """
-    spec = spec_on("shard")
-    program, params = exported(spec, batch(rank, 0), False)
-    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
-        module = program.module()
-    square(module(leaves, batch(rank, 1))).backward()
-    expected = fs.grad(sharded(spec))(params, batch(rank, 1))
-    for key, leaf in leaves.items():
-        assert_close(leaf.grad, 2 * expected[key])
-    with pytest.raises(RuntimeError, match="setup_context"):
-        grad(lambda p: square(module(p, batch(rank, 1))))(params)
-
-
 @at_most(1)
 @pytest.mark.parametrize("strategy", depth(["shard", "replicated"], [*STRATEGIES]))
 @real_ranks(2)
@@ -304,25 +284,6 @@ class Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return Twice.apply(g)
-
-
-class GradOf(nn.Module):
-    def __init__(self, f: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.f = f
-
-    def forward(self, params: Any, x: Tensor) -> Any:
-        return grad(self.f)(params, x)
-
-
-def test_export_takes_no_grad_of_a_custom_function() -> None:
-    """A fact about torch: torch.func.grad over any custom Function does not export, so neither does a sharded step."""
-    with world(2):
-        spec = spec_on("shard")
-        params = fs.shard(MODEL, spec)
-        for f, p in ((lambda p, x: (Twice.apply(p) * x).sum(), torch.ones(3)), (sharded(spec), params)):
-            with pytest.raises(AssertionError, match=r"ProxyTorchDispatchMode.*not registered"):
-                torch.export.export(GradOf(f), (p, batch(0, 0)), strict=False)
 
 
 # --- torch.func.linearize ---

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import unchanged
 from ranks import Pool
-from test_real_ranks import Block
+from test_collectives import Block
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.func import grad, jvp, vjp, vmap
