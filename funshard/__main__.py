@@ -1,6 +1,6 @@
 """The command line: ``python -m funshard plan --help``."""
 
-from ._plan.command import main
+from ._plan.plan import main
 
 if __name__ == "__main__":
     main()

@@ -16,9 +16,9 @@ from depth import seldom
 from torch import nn
 
 import funshard as fs
-from funshard._plan.command import main
 from funshard._plan.costs import format_seconds
 from funshard._plan.picture import CATEGORY_COLORS, find_prefix
+from funshard._plan.plan import main
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
 
