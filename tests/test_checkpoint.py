@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import funshard as fs
 from funshard import P, checkpoint
-from funshard.checkpoint._files.manifest import read_metadata
+from funshard.checkpoint._directory import read_metadata
 
 State = dict[str, Any]
 
@@ -480,7 +480,7 @@ def _meanwhile(rank: int, path: str) -> None:
     """Loading, and refusing to save, while a thread of each rank is at another place of its write."""
     import time
 
-    from funshard.checkpoint._files import writer as writer_file
+    from funshard.checkpoint import _save as writer_file
 
     model, spec = made("whole", 1)
     params = fs.shard(model, spec)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import funshard as fs
-from funshard.checkpoint._files.writer import RangeWriter, WrittenBox, make_metadata
+from funshard.checkpoint import _leaves as box_file
+from funshard.checkpoint._leaves import Box, SliceLeaf, TensorRange, check_tiles, range_to_boxes, share_range, split_range
 from funshard.checkpoint._load import plan_reads
-from funshard.checkpoint._state import leaves as box_file
-from funshard.checkpoint._state.leaves import Box, SliceLeaf, TensorRange, check_tiles, range_to_boxes, share_range, split_range
-from funshard.checkpoint._state.tree import Description
+from funshard.checkpoint._save import RangeWriter, WrittenBox, make_metadata
+from funshard.checkpoint._tree import Description
 from funshard.collectives import ProcessAxis
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)

@@ -25,8 +25,8 @@ from torch.distributed import init_device_mesh
 import funshard as fs
 from funshard import P, checkpoint
 from funshard.checkpoint import _safetensors
+from funshard.checkpoint._leaves import clean_name
 from funshard.checkpoint._safetensors import DTYPES, SINGLE
-from funshard.checkpoint._state.leaves import clean_name
 
 
 def mixed() -> nn.Module:

@@ -27,11 +27,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import funshard as fs
 from funshard import _torch, checkpoint
 from funshard.checkpoint import CheckpointError, _save
-from funshard.checkpoint._files import directory as staging
-from funshard.checkpoint._files import manifest as metadata
-from funshard.checkpoint._files import untrusted as regular
-from funshard.checkpoint._files import writer
-from funshard.checkpoint._files.untrusted import find_record
+from funshard.checkpoint import _directory as metadata
+from funshard.checkpoint import _directory as staging
+from funshard.checkpoint import _files as regular
+from funshard.checkpoint import _save as writer
+from funshard.checkpoint._files import find_record
 
 
 def made(width: int = 5) -> tuple[nn.Module, fs.PartitionSpec]:

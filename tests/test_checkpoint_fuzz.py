@@ -30,7 +30,7 @@ from torch import Tensor
 
 import funshard as fs
 from funshard import checkpoint
-from funshard.checkpoint._files.untrusted import checksum
+from funshard.checkpoint._files import checksum
 
 CASES = depth(60, 1000)
 SECONDS = 20

@@ -24,8 +24,8 @@ from torch.testing import assert_close
 import funshard as fs
 from funshard import checkpoint
 from funshard.checkpoint import CheckpointError
-from funshard.checkpoint._files import directory as staging
-from funshard.checkpoint._files.untrusted import checksum
+from funshard.checkpoint import _directory as staging
+from funshard.checkpoint._files import checksum
 
 # --- A manifest with a good checksum that says what no manifest says. ---
 

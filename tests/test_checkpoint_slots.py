@@ -13,8 +13,8 @@ from torch import nn
 
 import funshard as fs
 from funshard import P
-from funshard.checkpoint._state.leaves import Leaf, ScalarLeaf, SliceLeaf
-from funshard.checkpoint._state.tree import Description
+from funshard.checkpoint._leaves import Leaf, ScalarLeaf, SliceLeaf
+from funshard.checkpoint._tree import Description
 from funshard.collectives import ProcessAxis
 
 Params = fs.Params

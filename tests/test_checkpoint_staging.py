@@ -19,7 +19,7 @@ from torch import nn
 import funshard as fs
 from funshard import checkpoint
 from funshard.checkpoint import CheckpointError, _save
-from funshard.checkpoint._files import directory as staging
+from funshard.checkpoint import _directory as staging
 
 CALLS = [(os, "fsync"), (os, "replace"), (os, "mkdir"), (os, "open"), (os, "close"), (os, "unlink"), (fcntl, "flock")]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from funshard import _torch
-from funshard.checkpoint._files.untrusted import checksum, find_record
-from funshard.checkpoint._files.writer import PIECE_BYTES, write_record
+from funshard.checkpoint._files import PIECE_BYTES, checksum, find_record
+from funshard.checkpoint._save import write_record
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool),

@@ -25,7 +25,7 @@ from test_examples import launched
 from torch import nn
 
 import funshard as fs
-from funshard.checkpoint._files.writer import RangeWriter
+from funshard.checkpoint._save import RangeWriter
 
 
 def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_staging_fails_on_one_rank(gloo2: Pool, tmp_path: Path) -> None:
 ENDS = """
 import sys, time, torch, torch.distributed as dist, funshard as fs
 from torch import nn
-from funshard.checkpoint._files.writer import RangeWriter
+from funshard.checkpoint._save import RangeWriter
 write = RangeWriter.write
 def slowly(self, path):
     time.sleep(0.5)

@@ -1,13 +1,13 @@
 """Checkpoints: a sharded state saved in pieces that others read, whole or not at all, and loaded on any other mesh."""
 
 from .._gone import raise_gone
-from ._errors import CheckpointError
-from ._files.directory import clean, latest
+from ._directory import clean, latest
+from ._files import CheckpointError
 from ._load import load
 from ._optimizer_state_dict import from_optimizer_state_dict, optimizer_state_dict
 from ._safetensors import export, read_safetensors
 from ._save import save
-from ._state.tree import per_rank
+from ._tree import per_rank
 
 __all__ = [
     "CheckpointError", "clean", "export", "from_optimizer_state_dict", "latest", "load", "optimizer_state_dict", "per_rank",

@@ -17,14 +17,21 @@ from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
 from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER, phase
-from ._errors import CheckpointError, DamagedError
-from ._files.manifest import MANIFEST, METADATA, RecordPlace, StoredTensor, read_manifest, read_metadata
-from ._files.remote import AnyPath, open_path
-from ._files.untrusted import checksum, find_record, open_regular, read_regular
-from ._files.writer import PIECE_BYTES
+from ._directory import MANIFEST, METADATA, RecordPlace, StoredTensor, read_manifest, read_metadata
+from ._files import (
+    PIECE_BYTES,
+    AnyPath,
+    CheckpointError,
+    DamagedError,
+    checksum,
+    find_record,
+    open_path,
+    open_regular,
+    read_regular,
+)
+from ._leaves import Box, SliceLeaf, StoredLeaf, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
 from ._ranks import TIMEOUT, Ranks, connect_ranks
-from ._state.leaves import Box, SliceLeaf, StoredLeaf, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
-from ._state.tree import Description, Template, check_rank_count, iter_plain_values, rebuild, select_part, without_memory
+from ._tree import Description, Template, check_rank_count, iter_plain_values, rebuild, select_part, without_memory
 
 
 def load(

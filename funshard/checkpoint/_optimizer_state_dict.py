@@ -15,9 +15,9 @@ from .._core.unit import Unit
 from .._sharding.full import gather_stored
 from .._spec.local import describe_pieces
 from ..optim._checks import ParamOptions, State, copy_like, group_by_options, refuse_encoded
+from ._leaves import clean_name
 from ._ranks import TIMEOUT, Ranks, connect_ranks
-from ._state.leaves import clean_name
-from ._state.tree import Description, rebuild
+from ._tree import Description, rebuild
 
 StateDict: TypeAlias = dict[str, Any]
 """``{"state": {parameter: {name: tensor}}, "param_groups": [{"params": [parameter, ...], **options}]}``."""

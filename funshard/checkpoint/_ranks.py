@@ -22,7 +22,7 @@ from .._core.ops import announce
 from .._core.spec import PartitionSpec
 from ..collectives._agree import HostGroup, check_ranks_agree, hash_spec, host_groups
 from ..collectives._world import check_spans_world, has_peers
-from ._errors import CheckpointError, SavedError
+from ._files import CheckpointError, SavedError
 
 # --- Exchange a few bytes between all ranks of a process group, through its store, within a time limit ---
 

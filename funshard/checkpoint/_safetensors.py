@@ -26,13 +26,10 @@ from .._wire.global_params import apply_options, unflatten_global
 from .._wire.host import check_host_resident
 from ..collectives._agree import check_ranks_agree
 from ..collectives._world import has_peers
-from ._errors import CheckpointError, DamagedError
-from ._files.directory import is_directory
-from ._files.manifest import is_plain_name
-from ._files.remote import flush, remove, replace
-from ._files.untrusted import open_regular, read_regular
+from ._directory import is_directory, is_plain_name
+from ._files import CheckpointError, DamagedError, flush, open_regular, read_regular, remove, replace
+from ._leaves import Box, SliceLeaf, check_storable, clean_name
 from ._ranks import TIMEOUT, connect_ranks
-from ._state.leaves import Box, SliceLeaf, check_storable, clean_name
 
 SINGLE = "model.safetensors"
 """The name of the file if there is one."""

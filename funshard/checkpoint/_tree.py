@@ -14,22 +14,22 @@ import optree
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ..._core.spec import PartitionSpec
-from ..._core.tree import NAMESPACE, Param
-from ..._core.unit import Unit, global_shape
-from ..._spec.local import stack_dims
-from ..._spec.unit_state import UnitState
-from ...averaging import Averaging
-from ...compress._powersgd import PowerSGD
-from ...loss_scale import LossScale
-from ...optim._by_matrix.step import MatrixState
-from ...optim._checks import QuantizedSlice, is_slice
-from ...optim._compose import AccumulationState, EmaState, FiniteState, ScheduleState
-from ...optim._matrices.matrices import Matrices, matrices
-from ...optim._matrices.owners import Matrix
-from .._errors import DamagedError
-from .leaves import Leaf, Names, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
+from .. import _torch
+from .._core.spec import PartitionSpec
+from .._core.tree import NAMESPACE, Param
+from .._core.unit import Unit, global_shape
+from .._spec.local import stack_dims
+from .._spec.unit_state import UnitState
+from ..averaging import Averaging
+from ..compress._powersgd import PowerSGD
+from ..loss_scale import LossScale
+from ..optim._by_matrix.step import MatrixState
+from ..optim._checks import QuantizedSlice, is_slice
+from ..optim._compose import AccumulationState, EmaState, FiniteState, ScheduleState
+from ..optim._matrices.matrices import Matrices, matrices
+from ..optim._matrices.owners import Matrix
+from ._files import DamagedError
+from ._leaves import Leaf, Names, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 
 # --- Plain values (numbers, strings, bytes, dtypes, None) as JSON ---
 

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..._core.layout import rank_along, rank_coords
-from ..._core.spec import PartitionSpec
-from ..._core.tree import Param
-from ..._core.unit import LocalDims, Unit, global_shape, join_shape
-from ..._slices.pieces import Piece, slice_pieces
-from ..._spec.local import piece_offsets
-from ..._wire.flow import store_slice
-from ..._wire.host import is_host_resident, place_slice
-from .._errors import CheckpointError
+from .._core.layout import rank_along, rank_coords
+from .._core.spec import PartitionSpec
+from .._core.tree import Param
+from .._core.unit import LocalDims, Unit, global_shape, join_shape
+from .._slices.pieces import Piece, slice_pieces
+from .._spec.local import piece_offsets
+from .._wire.flow import store_slice
+from .._wire.host import is_host_resident, place_slice
+from ._files import CheckpointError
 
 # --- Divide flat ranges of tensors into N-d boxes, and among the ranks that hold them ---
 
