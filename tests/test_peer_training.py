@@ -263,6 +263,10 @@ def chunked_loss(call: Any, ids: Tensor) -> Tensor:
     return sum((call(chunk, method="project") ** 2).mean() for chunk in call(ids, method="trunk").chunk(3, 1))
 
 
+def checkpointed_loss(call: Any, ids: Tensor) -> Tensor:
+    return next_token(lambda ids: checkpoint(call, ids, use_reentrant=False), ids)
+
+
 def either_output(call: Any, batch: tuple[Tensor, bool]) -> Tensor:
     x, both = batch
     first, second = call(x)
@@ -371,7 +375,7 @@ CLAIMS: dict[str, Claim] = {
         Transformer,
         [blocks(Block)],
         tokens,
-        lambda call, ids: next_token(lambda ids: checkpoint(call, ids, use_reentrant=False), ids),
+        checkpointed_loss,
         ways=["fs", "backward"],
     ),
     "test_train_parity_with_activation_checkpointing_of_tied_weights": Claim(
@@ -379,7 +383,7 @@ CLAIMS: dict[str, Claim] = {
         lambda: Transformer(tied=True),
         [blocks(Block)],
         tokens,
-        lambda call, ids: next_token(lambda ids: checkpoint(call, ids, use_reentrant=False), ids),
+        checkpointed_loss,
         ways=["fs", "backward"],
     ),
     "test_reentrant_checkpoint_around_the_call": Claim(

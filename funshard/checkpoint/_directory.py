@@ -271,22 +271,32 @@ def has_manifest(path: AnyPath) -> bool:
     return os.path.lexists(path / MANIFEST) or (path / MANIFEST).exists()
 
 
-def list_committed(directory: AnyPath) -> list[tuple[tuple[float, int], Any, str, Mapping[str, int]]]:
-    """Return ``(order, path, damage, files)`` of the checkpoints that `save` has put into a directory, the oldest first.
+class Committed(NamedTuple):
+    """A checkpoint that `save` has put into a directory."""
 
-    The order is the sequence number, and then the time of the manifest, since two jobs may give two checkpoints one number.
-    The order of a damaged manifest is infinity.
-    """
-    found: list[tuple[tuple[float, int], Any, str, Mapping[str, int]]] = []
+    order: tuple[float, int]
+    """The sequence number, or infinity for a damaged manifest, and then the time of the manifest, since two jobs may give two
+    checkpoints one number."""
+    path: Any
+    files: Mapping[str, int]
+    error: str = ""
+
+    def find_damage(self) -> str:
+        """Return what is wrong with the manifest or the sizes of the files, or ""."""
+        return self.error or _find_wrong_file(self.path, self.files)
+
+
+def list_committed(directory: AnyPath) -> list[Committed]:
+    """Return the checkpoints that `save` has put into a directory, the oldest first. Only manifests are read."""
+    found: list[Committed] = []
     for path in directory.iterdir() if directory.is_dir() else ():
         try:
             if is_directory(path) and (manifest := read_manifest(path)):
-                order = manifest.sequence, (path / MANIFEST).stat().st_mtime_ns
-                found.append((order, path, _find_wrong_file(path, manifest.files), manifest.files))
+                found.append(Committed((manifest.sequence, (path / MANIFEST).stat().st_mtime_ns), path, manifest.files))
         except (CheckpointError, OSError) as error:  # noqa: PERF203 - of this one
             if has_manifest(path):
-                found.append(((math.inf, 0), path, str(error), {}))
-    return sorted(found, key=lambda entry: (entry[0], str(entry[1])))
+                found.append(Committed((math.inf, 0), path, {}, str(error)))
+    return sorted(found, key=lambda entry: (entry.order, str(entry.path)))
 
 
 def _find_wrong_file(path: AnyPath, sizes: Mapping[str, int]) -> str:
@@ -322,9 +332,9 @@ def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None)
     if spec is not None:
         ranks = connect_ranks(bind_spec(spec), "checkpoint.latest", TIMEOUT)
         return ranks.run_on_first(lambda: latest(directory), "checkpoint.latest")
-    for _, path, damage, _ in reversed(list_committed(open_path(os.fsdecode(directory)))):
-        if not damage:
-            return path
+    for found in reversed(list_committed(open_path(os.fsdecode(directory)))):
+        if not (damage := found.find_damage()):
+            return found.path
         warnings.warn(f"checkpoint.latest: passed over a damaged checkpoint: {damage}", stacklevel=2)
     return None
 
@@ -356,7 +366,7 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
     if keep < 1:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
     directory = open_path(os.fsdecode(directory))
-    complete = [(path, files) for _, path, damage, files in list_committed(directory) if not damage]
+    complete = [(found.path, found.files) for found in list_committed(directory) if not found.find_damage()]
     removed: list[AnyPath] = []
     for path, _ in complete[:-keep]:
         try:
@@ -448,7 +458,7 @@ class Target:
         for name, size in sizes.items():
             if (got := (self.path / name).stat().st_size) != size:
                 raise CheckpointError(f"file '{name}': expected {size} bytes, as were written, got {got}")
-        known = (number for (number, _), *_ in list_committed(self.path.parent) if number < math.inf)
+        known = (found.order[0] for found in list_committed(self.path.parent) if not found.error)
         sequence = min(1 + int(max(known, default=0)), MAX_SEQUENCE)  # after all that exist now: writes take long
         manifest = Manifest(sequence, dict(sizes), checksum(metadata), tree, dict(checksums))
         flush(self.path.parent)
@@ -489,7 +499,13 @@ class Target:
 def _check_free(path: AnyPath) -> str:
     """Return the damage of a checkpoint that may be replaced, or "" if there is none."""
     if is_directory(path) and has_manifest(path):
-        if damage := _find_damage(path):
+        try:
+            damage = _find_wrong_file(path, manifest.files) if (manifest := read_manifest(path)) else ""
+        except (NewerError, OSError):
+            damage = ""
+        except CheckpointError as error:
+            damage = str(error)
+        if damage:
             return damage
     elif is_directory(path):
         if all(LEFT_NAME.fullmatch(file.name) for file in path.iterdir()):
@@ -500,13 +516,3 @@ def _check_free(path: AnyPath) -> str:
         f"{path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint "
         "that is whole is never written over"
     )
-
-
-def _find_damage(path: AnyPath) -> str:
-    try:
-        manifest = read_manifest(path)
-    except (NewerError, OSError):
-        return ""
-    except CheckpointError as error:
-        return str(error)
-    return _find_wrong_file(path, manifest.files) if manifest else ""

@@ -300,11 +300,6 @@ def _check_replicas(every: list[dict[str, tuple[str, int, int]]]) -> None:
 BUFFER_BYTES = 1 << 17
 
 
-def make_chunk(box: Box) -> dcp.ChunkStorageMetadata:
-    """Return a box as torch.distributed.checkpoint describes it."""
-    return dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-
 class WrittenBox(NamedTuple):
     """A box of a stored tensor, and the place of its record."""
 
@@ -413,7 +408,7 @@ def make_metadata(boxes: Sequence[WrittenBox]) -> dcp.Metadata:
             check_tiles(first.shape, [box.box for box in written])
         except ValueError as error:
             raise ValueError(f"'{name}', of all ranks: {error}") from error
-        chunks = [make_chunk(box.box) for box in written]
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(box.box.offsets), torch.Size(box.box.sizes)) for box in written]
         for alias in first.names:
             tensors[alias] = dcp.TensorStorageMetadata(dcp.TensorProperties(first.dtype), torch.Size(first.shape), chunks)
             for box, chunk in zip(written, chunks, strict=True):
