@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,10 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import funshard as fs
+from funshard import P, _torch
 from funshard.checkpoint import _leaves as box_file
-from funshard.checkpoint._leaves import Box, SliceLeaf, TensorRange, check_tiles, range_to_boxes, share_range, split_range
+from funshard.checkpoint._files import PIECE_BYTES, checksum, find_record
+from funshard.checkpoint._leaves import (
+    Box,
+    Leaf,
+    ScalarLeaf,
+    SliceLeaf,
+    TensorRange,
+    check_tiles,
+    range_to_boxes,
+    share_range,
+    split_range,
+)  # fmt: skip
 from funshard.checkpoint._load import plan_reads
-from funshard.checkpoint._save import RangeWriter, WrittenBox, make_metadata
+from funshard.checkpoint._save import RangeWriter, WrittenBox, make_metadata, write_record
 from funshard.checkpoint._tree import Description
 from funshard.collectives import ProcessAxis
 
@@ -189,8 +202,92 @@ def test_many_ranks(ranks: int, others: int) -> None:
         everyone(fs.policies.whole()(model), {"shard": ranks}),
         everyone(fs.by_type(nn.Linear)(model), {"shard": others}),
     )
-    metadata, stored = saved([dict(fs.shard(full, spec, rank=r)) for r, spec in enumerate(specs)], specs)
-    check_saved(metadata, stored, full)
-    for rank, spec in enumerate(ats):
-        found, expected = read(spec, rank, others, metadata, stored), fs.shard(full, spec, rank=rank)
-        assert all(found[key].equal(expected[key]) for key in expected)
+    check_read_by_others(full, specs, ats, box_file.MIN_SHARED_BYTES)
+
+
+# --- What a unit's state is: slices of its parameters, and numbers, which have no dimension. ---
+
+
+def initial(full: Any, spec: fs.PartitionSpec, rank: int, cut: set[str]) -> Any:
+    """What `declared` gives as plain dicts, as users' own states are."""
+    return {key: dict(values) for key, values in declared(full, spec, rank, cut).items()}
+
+
+def declared(full: Any, spec: fs.PartitionSpec, rank: int, cut: set[str]) -> Any:
+    """AdamW's state on one rank, where some parameters are not decayed."""
+    init, _ = fs.optim.from_torch(
+        torch.optim.AdamW,
+        spec=spec,
+        options=lambda name, _: {"weight_decay": 0.0 if name in cut else 0.1},
+        lr=0.1,
+    )
+    return init(fs.shard(full, spec, rank=rank))
+
+
+def kinds(state: Any, spec: fs.PartitionSpec) -> dict[str, set[type[Leaf]]]:
+    """What the slots of each name are taken for."""
+    out: dict[str, set[type[Leaf]]] = {}
+    for leaf in Description({"opt": state}, spec).leaves:
+        assert isinstance(leaf, SliceLeaf | ScalarLeaf)
+        out.setdefault(leaf.names[0][0].rpartition(".")[2], set()).add(type(leaf))
+    return out
+
+
+RIGHT = {"step": {ScalarLeaf}, "exp_avg": {SliceLeaf}, "exp_avg_sq": {SliceLeaf}}
+
+
+@settings(max_examples=depth(25, 400))
+@given(modules(), st.integers(1, 6), st.integers(1, 3), st.data())
+def test_numbers_are_told_from_slices(model: nn.Module, size: int, align: int, data: st.DataObject) -> None:
+    """On all ranks, whatever the lengths, and also in plain dicts."""
+    full = integers_like(model)
+    if not full:
+        return
+    cut = data.draw(st.sets(st.sampled_from(sorted(full))))
+    p, each = P("shard", align=align), {type(module) for module in model.modules()}
+    specs = everyone(data.draw(st.sampled_from([fs.policies.whole(p), fs.by_type(*each, p=p)]))(model), {"shard": size})
+    assert all(kinds(declared(full, spec, rank, cut), spec) == RIGHT for rank, spec in enumerate(specs))
+    assert all(kinds(initial(full, spec, rank, cut), spec) == RIGHT for rank, spec in enumerate(specs))
+
+
+# --- What is written of a tensor is what torch.save writes of it, byte for byte, and every reader of torch has it back. ---
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int64),
+)
+TENSORS: dict[str, Tensor] = {
+    **{str(dtype): (torch.arange(12).view(4, 3) % 5).to(dtype) for dtype in DTYPES},
+    "number": torch.tensor(2.0),
+    "empty": torch.zeros(0, 3),
+    "transposed": torch.arange(20).view(5, 4).t(),
+    "channels_last": torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last),
+    "every second": torch.arange(10)[::2],
+    "columns": torch.randn(8, 8)[:, 2:4],
+    "rows": torch.randn(8, 8)[2:4],
+    "one of many": torch.randn(3, 1)[1:2],
+    "in pieces": torch.randn(PIECE_BYTES // 4 * 2 + 3),
+}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_torch_reads_it(tmp_path: Path, name: str) -> None:
+    """Into memory, or mapped; the elements are where `find_record` says, at a multiple of 64 bytes, and nothing else is."""
+    tensor = TENSORS[name]
+    with (tmp_path / "x").open("wb") as file:
+        nbytes, crc32 = write_record(file, tensor)
+    raw = (tmp_path / "x").read_bytes()
+    assert (nbytes, crc32) == (len(raw), checksum(raw))
+    for mmap in (False, True):
+        found = torch.load(tmp_path / "x", weights_only=True, mmap=mmap)
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        assert bits(found).equal(bits(tensor))
+        assert found.untyped_storage().nbytes() == tensor.nbytes
+    with (tmp_path / "x").open("rb") as file:
+        record = find_record(file, 0, len(raw), check=False)
+    assert raw[record.offset : record.end] == bytes(_torch.host_bytes(tensor.contiguous()))
+    assert record.offset % 64 == 0 or not tensor.numel()

@@ -297,8 +297,6 @@ def _check_replicas(every: list[dict[str, tuple[str, int, int]]]) -> None:
 
 # --- Write the files of torch.distributed.checkpoint as torch.save does, but straight from the tensors' memory ---
 
-BUFFER_BYTES = 1 << 17
-
 
 class WrittenBox(NamedTuple):
     """A box of a stored tensor, and the place of its record."""
@@ -359,7 +357,7 @@ class RangeWriter:
         """Write the boxes to a file, flush it, and return where each is."""
         out: list[WrittenBox] = []
         at = 0
-        with path.open("wb", buffering=BUFFER_BYTES) as file:
+        with path.open("wb", buffering=1 << 17) as file:
             for (part, box, _), tensor in zip(self.boxes, _iter_on_host(view for *_, view in self.boxes), strict=True):
                 length, crc32 = write_record(file, tensor)
                 out.append(WrittenBox(part.names, part.shape, tensor.dtype, box, path.name, at, length, crc32))
