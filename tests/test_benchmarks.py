@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,17 @@ def test_axes() -> None:
     assert figures["llama: DTensor"]["over torch"] == figures["moe: FSDP2"]["over torch"] == 1
     moved = [figures[f"moe: fs {mode}"]["moved bytes"] for mode in ("gathered", "expert 2", "expert")]
     assert moved[0] > moved[1] > moved[2] > 0
+
+
+@seldom
+@pytest.mark.skipif(not shutil.which("g++") and not os.environ.get("CXX"), reason="inductor needs a C++ compiler")
+def test_peers_compiled() -> None:
+    """Compiled modes run when asked for; a base that is not asked for has no column."""
+    modes = ["plain", *depth([], ["plain compiled", "FSDP2 compiled"]), "fs", "fs compiled"]
+    flags = f"{PEERS} --ranks {depth(1, 2)}"  # each compiles for itself
+    _, result = run("peers", flags.replace("plain,DDP,FSDP2,fs", f"'{','.join(modes)}'"))
+    assert list(result["figures"]) == modes
+    assert all(0 < one["over plain"] < math.inf and "over FSDP2" not in one for one in result["figures"].values())
 
 
 def comm() -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ import diverging
 import pytest
 import torch
 import torch.distributed as dist
-from depth import mark_seldom, seldom
+from depth import at_most, mark_seldom, seldom
 from diverging import CASES, LIMIT, PLAIN_LIMIT, Trainer, raise_error
 from ranks import Pool, ended, free_port, launch, start
 from torch import nn
@@ -131,6 +131,19 @@ def test_a_rank_that_raises_after_its_process_group_is_gone(ranks: int) -> None:
     assert "ValueError: a bad end" in last
     for text in others:
         assert f"fs.check: rank {ranks - 1} raised ValueError: a bad end" in text
+
+
+@at_most(1)
+@pytest.mark.parametrize("ranks", mark_seldom([2, 4], 2))
+@pytest.mark.parametrize("case", mark_seldom(CASES, "another_dtype", "a_skipped_unit", "no_unit", "raise_in_forward"))
+def test_without_the_check(case: str, ranks: int) -> None:
+    """The table's other column: no case names the rank, and most wait for the timeout or for the other's end."""
+    texts = outcome(case, "plain", ranks)
+    assert "RankError" not in str(texts)
+    failed = [text for text in texts if "ValueError: a bad" not in text and "ended" not in text.split(": ")[-1]]
+    assert any(re.search(PLAIN[case], text) for text in failed), texts
+    for text in failed:  # the end of the first is an error to the others
+        assert re.search(f"{PLAIN[case]}|Connection closed|Read error|timeout", text), texts
 
 
 PLAIN = {

@@ -724,6 +724,13 @@ def test_options_are_of_this_step_only() -> None:
     assert config.save_config_portable() == before
 
 
+@seldom
+def test_many_compiled_steps_in_one_process() -> None:
+    """Each has recompiles of its own: Dynamo allows eight of one function."""
+    for i in range(12):
+        assert compile(lambda x, i=i: x + i, backend="aot_eager")(torch.ones(1)) == 1 + i
+
+
 class Branches(nn.Module):
     """A branch on values between two units."""
 

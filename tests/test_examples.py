@@ -6,9 +6,12 @@ import functools
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from depth import at_most, depth, mark_seldom, seldom
@@ -108,6 +111,30 @@ def test_train_gpt_with_optimizers_of_matrices(optimizer: str) -> None:
     assert two[-1] < two[0] - 1
     said = run(2, "train_gpt.py", f"--strategy fsdp {TINY} --optimizer {optimizer}")
     assert f"no matrices: {5 + 4 * LAYERS} parameters, " in said
+
+
+def forked(command: list[str], **_: object) -> SimpleNamespace:
+    """What torchrun's script prints, on ranks that start faster."""
+    script = next(i for i, word in enumerate(command) if word.endswith(".py"))
+    return SimpleNamespace(stdout=launched(int(command[script - 1]), Path(command[script]), *command[script + 1 :]))
+
+
+@seldom
+@pytest.mark.parametrize("start", [forked, *depth([], [subprocess.run])])
+def test_muon_beside_adamw(start: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both columns, of the same first batch; then in which step Muon has AdamW's last loss."""
+    tiny = "--layers 1 --dim 32 --heads 2 --seq 32 --batch 4 --steps 6 --warmup 2 --log-every 1 --sample 1"
+    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(sys, "argv", ["muon.py", *tiny.split()])
+    runpy.run_path(str(EXAMPLES / "muon.py"))
+    *table, says = capsys.readouterr().out.splitlines()
+    rows = [[float(x) for x in line.split()] for line in table if re.match(r" +\d", line)]
+    assert [row[0] for row in rows] == list(range(6))
+    assert rows[0][1] == rows[0][2]
+    assert rows[-1][1] != rows[-1][2]
+    last = rows[-1][1]
+    better = next((i for i in range(6) if all(row[2] <= last for row in rows[i:])), None)
+    assert says == "Muon has AdamW's loss of 6 steps after " + ("more than 6" if better is None else f"{better + 1}")
 
 
 @seldom

@@ -262,6 +262,12 @@ def test_meta_gradient_on_simulated_ranks(ranks: int) -> None:
         close({k: g[rank] for k, g in got.items()}, plain_meta_gradient(given))
 
 
+def test_maml_learns_to_learn() -> None:
+    losses = column(printed("maml.py"), "steps")
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] / 3
+
+
 # --- MeanFlow ---
 
 
@@ -321,6 +327,14 @@ def test_members_on_real_ranks_are_the_models_trained_alone(gloo2: Pool) -> None
             close(got, want)
 
 
+def test_the_ensemble_is_better_than_its_members() -> None:
+    output = printed("ensemble.py")
+    single, ensemble = (float(x) for x in re.search(r"a member ([\d.]+), the ensemble ([\d.]+)", output).groups())
+    assert ensemble < single - 0.02
+    first, last = (numbers(line) for line in re.findall("^step.*", output, re.MULTILINE)[::3])
+    assert all(end < start - depth(1, 1.5) for start, end in zip(first, last, strict=True))
+
+
 # --- implicit differentiation ---
 
 
@@ -372,6 +386,14 @@ def test_hypergradient_on_real_ranks_is_that_of_a_dense_solve(gloo2: Pool) -> No
     for _, *same, got in results:
         torch.testing.assert_close(same, trained, rtol=0, atol=0)
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
+
+
+@seldom
+def test_hypergradients_lead_to_a_better_validation_loss() -> None:
+    losses = column(printed("implicit.py"), "loss")
+    assert len(losses) == 3
+    assert losses[0] > losses[1] > losses[2]
+    assert losses[2] < losses[0] - 0.05
 
 
 # --- gradients through training ---

@@ -130,10 +130,10 @@ def test_files_are_short() -> None:
 
 
 BUDGETS = {
-    "_call": 3575, "_compiled": 950, "_core": 2450, "_init": 475, "_plan": 1375, "_sharding": 1225, "_slices": 425,
-    "_spec": 1050, "_steps": 1050, "_torch": 2150, "_transforms": 3375, "_units": 200, "_wire": 1875, "checkpoint": 3525,
+    "_call": 3550, "_compiled": 950, "_core": 2450, "_init": 475, "_plan": 1350, "_sharding": 1225, "_slices": 425,
+    "_spec": 1050, "_steps": 1050, "_torch": 2100, "_transforms": 3375, "_units": 200, "_wire": 1875, "checkpoint": 3500,
     "codecs": 375, "collectives": 1575, "compress": 525, "curvature": 700, "data": 225, "optim": 4250, "policies": 425,
-    "testing": 675,
+    "testing": 650,
 }  # fmt: skip
 """The most lines of each folder. They may only be lowered: the house is to have 31,000 lines, then 27,000."""
 
@@ -143,12 +143,12 @@ def test_folders_stay_within_their_budgets() -> None:
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}
     assert {folder.name for folder in ROOT.iterdir() if (folder / "__init__.py").exists()} == set(BUDGETS)
     assert {folder: size for folder, size in sizes.items() if size > BUDGETS[folder]} == {}
-    assert sum(lines.values()) <= 32_830
+    assert sum(lines.values()) <= 32_770
 
 
 def test_tests_stay_within_their_budget() -> None:
     """Their lines may only be lowered as well: they are to be 45,000."""
-    assert sum(len(path.read_text().splitlines()) for path in Path(__file__).parent.glob("*.py")) <= 66_280
+    assert sum(len(path.read_text().splitlines()) for path in Path(__file__).parent.glob("*.py")) <= 65_860
 
 
 OPTIONS = {

@@ -918,6 +918,17 @@ def test_full_precision_in_eval(rank: int) -> None:
         assert torch.equal(out, copy.deepcopy(model).to(dtype)(x.to(dtype)))
 
 
+@pytest.mark.parametrize("cast_inputs", [True, False])
+def test_root_cast_inputs_in_eval(cast_inputs: bool) -> None:
+    """``test_eval_root_cast_inputs``."""
+    model = SavedModel()
+    spec = fs.policies.whole(P("shard", precision=Precision(param=F16, cast_inputs=cast_inputs)))(model)
+    with torch.no_grad():
+        given = torch.ones(2, 10) if cast_inputs else torch.ones(2, 10, dtype=F16)
+        fs.functional_call(model.eval(), fs.shard(model, spec), (given,), spec=spec)
+    assert model.seen == {"model": [F16], "c1": [F16], "c2": [F16]}
+
+
 @real_ranks(2)
 def test_input_gradients_keep_the_inputs_dtype(rank: int) -> None:
     """``test_input_grads_with_param_mixed_precision``."""
@@ -943,6 +954,48 @@ def test_ignored_modules_are_not_cast() -> None:
     params = fs.shard(model, spec)
     with unchanged(model), pytest.raises(RuntimeError, match="must have the same dtype"):
         fs.functional_call(model, params, (torch.ones(2, 4),), spec=spec)
+
+
+@real_ranks(2)
+def test_train_ema_eval_flow(rank: int) -> None:
+    """``test_train_ema_eval_flow``: evaluation after an update of the average is with the new values."""
+    model = mlps()
+    spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=BF16, reduce=F32)))(model)
+    params = fs.shard(model, spec)
+    average = params
+    outs = []
+    for step in range(2):
+        loss = lambda p: fs.functional_call(model, p, (batch(rank, step),), spec=spec).float().pow(2).mean()  # noqa: E731
+        grads = fs.grad(loss)(params)
+        params = {k: p - grads[k] for k, p in params.items()}
+        average = {k: 0.5 * a + 0.5 * params[k] for k, a in average.items()}
+        with torch.no_grad():
+            out = fs.functional_call(model, average, (batch(rank, 9),), spec=spec)
+        low = {n: p.to(BF16) for n, p in fs.unshard(average, spec).items()}
+        assert torch.equal(out, torch.func.functional_call(model, low, (batch(rank, 9).to(BF16),)))
+        outs.append(out)
+    assert not torch.equal(*outs)
+
+
+@pytest.mark.parametrize(
+    ("precision", "compute"), [(None, F16), (HALF, F16), (Precision(param=BF16), BF16), (Precision(param=F32), F32)]
+)
+@real_ranks(2)
+def test_pure_float16_models(rank: int, precision: Precision | None, compute: torch.dtype) -> None:
+    """``test_fp16_dtypes``: a model that is float16 by itself; a policy beats the model's dtype."""
+    model = mlps().half()
+    spec = fs.by_type(MLP, p=P("shard", precision=precision))(model)
+    params = fs.shard(model, spec)
+    with Dtypes() as log:
+        loss = lambda p: fs.functional_call(model, p, (batch(rank, 0).half(),), spec=spec).float().pow(2).mean()  # noqa: E731
+        grads, value = fs.grad_and_value(loss)(params)
+    assert {p.dtype for p in (*params.values(), *grads.values())} == {F16}
+    assert (set(log.gathered), set(log.reduced)) == ({compute}, {compute})
+    theirs = lambda call: call(batch(rank, 0).half().to(compute)).float().pow(2).mean()  # noqa: E731
+    expected, expected_value = by_hand(model, dict(model.named_parameters()), theirs, compute, compute)
+    assert torch.equal(value, expected_value)
+    for key, g in fs.shard(expected, spec).items():
+        torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
 
 
 # --- memory ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -24,6 +25,19 @@ def run(steps: int, first: int = 0, *, shown: bool = True) -> progress.Progress:
     for step in range(first, steps):
         line.show(step, loss=1 / (step + 1), **{"tokens/s": 1234.5, "bytes per rank": 4096})
     return line
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    run(2)
+    first, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"step     0  loss 1.0000  tokens/s 1,23[45]  bytes per rank 4,096  left \d+:\d\d", first)
+    assert last.startswith("step     1  loss 0.5000")
+    assert last.endswith("left 0:00")
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(run(2, shown=False).history) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import inspect
 import io
 import os
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from collective_log import world
 from depth import at_most, mark_seldom, seldom
+from ranks import Pool
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch._dynamo.testing import CompileCounter
@@ -80,6 +82,11 @@ def test_flops() -> None:
     assert _torch.counted_flops(torch.ops.aten.add.Tensor, (x, x), {}, x) == 0
 
 
+def raw_gather(name: str) -> Callable[[Tensor], Tensor]:
+    ops = torch.ops._c10d_functional
+    return lambda x: ops.wait_tensor(ops.all_gather_into_tensor(x, 2, name))
+
+
 def test_bound_device(fake_group: str) -> None:
     """A process group knows the device of ``init_process_group(device_id=...)``, and None where there was none."""
     group = _torch.resolve_group(fake_group)
@@ -112,6 +119,23 @@ def test_where_elements_are() -> None:
     record.seek(0)
     offset = torch.load(record, map_location="meta", weights_only=True).untyped_storage()._checkpoint_offset
     assert record.getvalue()[offset : offset + 24] == bytes(_torch.host_bytes(tensor))
+
+
+def test_grad_over_raw_collectives_raises(fake_group: str) -> None:
+    """Fact 1: so they are called only inside a Function's forward. Until torch has imported their autograd it warns."""
+    importlib.import_module("torch.distributed._functional_collectives")
+    with pytest.raises(RuntimeError, match="setup_context"):
+        grad(lambda x: raw_gather(fake_group)(x).sum())(torch.ones(2))
+
+
+def raw_jvp(rank: int) -> Tensor:
+    assert dist.group.WORLD is not None
+    return jvp(raw_gather(dist.group.WORLD.group_name), (torch.ones(2),), (torch.ones(2),))[1]
+
+
+def test_jvp_over_raw_collectives_is_silently_zero(gloo2: Pool) -> None:
+    """Fact 1, the worse half."""
+    assert all(not tangent.any() for tangent in gloo2.run(raw_jvp))
 
 
 def test_zero_tangents_arrive_without_memory() -> None:
@@ -228,6 +252,17 @@ def test_forward_ad_level() -> None:
     with torch.autograd.forward_ad.dual_level():
         assert _torch.is_in_forward_ad()
     assert not _torch.is_in_forward_ad()
+
+
+def test_hooks_switch_the_version_check_off() -> None:
+    """So functional_call makes the check itself, on outputs that are saved as well."""
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        y = x.exp()
+    y.detach().add_(1)
+    y.sum().backward()  # no error, a wrong gradient
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(2).exp() + 1)
 
 
 def test_checkpoint_is_seen_by_its_hooks() -> None:
