@@ -109,8 +109,9 @@ class Codec(Option):
         """
         decode = functools.partial(self.decode, dtype=dtype) if self.takes_dtype else self.decode
         stacked = _try_vmap(decode, tensors)
-        rows: list[Tensor] = [decode(*row) for row in zip(*tensors, strict=True)] if stacked is None else [stacked[0]]
-        if wrong := [row.shape for row in rows if tuple(row.shape) != (numel,)]:
+        rows: list[Tensor] = [decode(*row) for row in zip(*tensors, strict=True)] if stacked is None else []
+        shapes = [row.shape for row in rows] if stacked is None else [stacked.shape[1:]]
+        if wrong := [shape for shape in shapes if tuple(shape) != (numel,)]:
             raise ValueError(f"{self}: expected decode to return {numel} elements, got shape {list(wrong[0])}")
         return (torch.cat(rows) if stacked is None else stacked.flatten()).to(dtype)
 
