@@ -70,7 +70,7 @@ def microbatches(step: int) -> list[tuple[Tensor, Tensor, bool]]:
 
 
 adamw = fs.optim.from_torch(torch.optim.AdamW, spec=spec, lr=3e-3, donate=True)
-adamw = fs.optim.quantized_state(adamw, fs.codecs.dynamic8(), spec=spec, donate=True, seed=2)
+adamw = fs.optim.quantized_state(adamw, fs.codecs.dynamic8(), spec=spec, donate=True)
 rate = fs.optim.schedule(torch.optim.lr_scheduler.CosineAnnealingLR, 3e-3, T_max=args.steps)
 chained = fs.optim.clip_gradients(spec, 1.0), fs.optim.schedule_lr(rate), adamw
 init, update = fs.optim.chain(fs.optim.apply_if_finite(spec, max_consecutive=3), *chained)
