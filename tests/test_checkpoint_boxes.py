@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 import funshard as fs
 from funshard import P, _torch
 from funshard.checkpoint import _leaves as box_file
-from funshard.checkpoint._files import PIECE_BYTES, checksum, find_record
+from funshard.checkpoint._dcp import WrittenBox, pack_index, write_record
+from funshard.checkpoint._files import PIECE_BYTES, checksum
 from funshard.checkpoint._leaves import (
     Box,
     Leaf,
@@ -32,7 +34,7 @@ from funshard.checkpoint._leaves import (
     split_range,
 )  # fmt: skip
 from funshard.checkpoint._load import plan_reads
-from funshard.checkpoint._save import RangeWriter, WrittenBox, make_metadata, write_record
+from funshard.checkpoint._save import RangeWriter
 from funshard.checkpoint._tree import Description
 from funshard.collectives import ProcessAxis
 
@@ -118,13 +120,13 @@ def saved(states: list[State], specs: list[fs.PartitionSpec]) -> tuple[Metadata,
     """What all ranks write, without files: the description, and every box by its index."""
     writes = [RangeWriter(parts_of(x, spec, r, len(specs))) for r, (x, spec) in enumerate(zip(states, specs, strict=True))]
     boxes = [found for writer in writes for found in writer.boxes]
-    written = [WrittenBox(part.names, part.shape, view.dtype, box, "", 0, 0, 0) for part, box, view in boxes]
+    written = [WrittenBox(part.names, part.shape, view.dtype, box, "", 0, 0, 0, 0) for part, box, view in boxes]
     stored: dict[MetadataIndex, Tensor] = {}
     for part, box, view in boxes:
         index = MetadataIndex(part.names[0], box.offsets)
         assert index not in stored, "written twice"
         stored[index] = view
-    return make_metadata(written), stored
+    return pickle.loads(pack_index(written)[0]), stored
 
 
 def check_saved(metadata: Metadata, stored: dict[MetadataIndex, Tensor], full: dict[str, Tensor]) -> None:
@@ -276,18 +278,17 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_torch_reads_it(tmp_path: Path, name: str) -> None:
-    """Into memory, or mapped; the elements are where `find_record` says, at a multiple of 64 bytes, and nothing else is."""
+    """Into memory, or mapped; the elements are where the record says, at a multiple of 64 bytes, and nothing else is."""
     tensor = TENSORS[name]
     with (tmp_path / "x").open("wb") as file:
-        nbytes, crc32 = write_record(file, tensor)
-    raw = (tmp_path / "x").read_bytes()
-    assert (nbytes, crc32) == (len(raw), checksum(raw))
+        record = write_record(file, tensor)
+    raw, dense = (tmp_path / "x").read_bytes(), tensor.contiguous()
+    elements = bytes(_torch.host_bytes(dense))
+    assert (record.nbytes, record.checksum) == (len(raw), checksum(elements))
     for mmap in (False, True):
         found = torch.load(tmp_path / "x", weights_only=True, mmap=mmap)
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
         assert bits(found).equal(bits(tensor))
         assert found.untyped_storage().nbytes() == tensor.nbytes
-    with (tmp_path / "x").open("rb") as file:
-        record = find_record(file, 0, len(raw), check=False)
-    assert raw[record.offset : record.end] == bytes(_torch.host_bytes(tensor.contiguous()))
-    assert record.offset % 64 == 0 or not tensor.numel()
+    assert raw[record.begin : record.begin + tensor.nbytes] == elements
+    assert record.begin % 64 == 0 or not tensor.numel()

@@ -122,6 +122,10 @@ def loaded_by_us(rank: int, kind: str, policy: str, folder: str) -> None:
         saved = state_dict(kind, model, optimizer)
         dcp.save(saved, checkpoint_id=folder)
         weights, states = full_of(model, optimizer)
+    if rank == 0:
+        checkpoint.from_dcp(folder, f"{folder}/anew")
+    dist.barrier()
+    folder = f"{folder}/anew"
     spec = POLICIES[policy]()
     init, update = fs.optim.from_torch(torch.optim.AdamW, **OPTIONS)
     blank = fs.shard(Net(), spec)

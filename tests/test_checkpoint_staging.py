@@ -254,10 +254,9 @@ def test_a_save_that_was_killed_in_a_store(tmp_path: Path) -> None:
     for name, raw in {"__0_0_123456789abc.distcp": b"killed", ".metadata": b"half"}.items():
         store.pipe(f"/{tmp_path.name}/1/{name}", raw)
     assert checkpoint.latest(url) is None
-    with pytest.raises(CheckpointError, match=r"1: its file '\.metadata' is damaged"):
-        checkpoint.load(f"{url}/1", spec)
-    with pytest.raises(FileNotFoundError, match="2: expected a checkpoint"):
-        checkpoint.load(f"{url}/2", spec)
+    for name in ("1", "2"):
+        with pytest.raises(FileNotFoundError, match=f"{name}: expected a checkpoint"):
+            checkpoint.load(f"{url}/{name}", spec)
     path = checkpoint.save(f"{url}/1", {"params": params}, spec).wait()
     assert len(store.find(f"/{tmp_path.name}/1")) == 3
     store.pipe(f"/{tmp_path.name}/1/__0_0_123456789abc.distcp", b"late")

@@ -112,15 +112,6 @@ def test_saved_unchecked(tmp_path: Path) -> None:
     assert torch.serialization.get_crc32_options()
 
 
-def test_where_elements_are() -> None:
-    """A storage on the meta device says where in its file the elements are, as torch's notes on serialization have it."""
-    tensor = torch.arange(6.0).view(2, 3)
-    torch.save(tensor, record := io.BytesIO())
-    record.seek(0)
-    offset = torch.load(record, map_location="meta", weights_only=True).untyped_storage()._checkpoint_offset
-    assert record.getvalue()[offset : offset + 24] == bytes(_torch.host_bytes(tensor))
-
-
 def test_grad_over_raw_collectives_raises(fake_group: str) -> None:
     """Fact 1: so they are called only inside a Function's forward. Until torch has imported their autograd it warns."""
     importlib.import_module("torch.distributed._functional_collectives")

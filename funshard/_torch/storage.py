@@ -231,10 +231,6 @@ def save_unchecked(tensor: Tensor, file: Any) -> None:
     writer.write_end_of_file()
 
 
-checkpoint_offset: Callable[[Tensor], int] = lambda tensor: tensor.untyped_storage()._checkpoint_offset  # noqa: E731 # pyright: ignore
-"""The place in its file of a tensor that torch.load gave on the meta device. Pinned by ``test_where_elements_are``."""
-
-
 # --- Copies between a device and the host, in streams of their own ---
 
 

@@ -1,6 +1,7 @@
 """Checkpoints: a sharded state saved in pieces that others read, whole or not at all, and loaded on any other mesh."""
 
 from .._gone import raise_gone
+from ._dcp import from_dcp
 from ._directory import clean, latest
 from ._files import CheckpointError
 from ._load import load
@@ -10,8 +11,8 @@ from ._save import save
 from ._tree import per_rank
 
 __all__ = [
-    "CheckpointError", "clean", "export", "from_optimizer_state_dict", "latest", "load", "optimizer_state_dict", "per_rank",
-    "read_safetensors", "save",
+    "CheckpointError", "clean", "export", "from_dcp", "from_optimizer_state_dict", "latest", "load", "optimizer_state_dict",
+    "per_rank", "read_safetensors", "save",
 ]  # fmt: skip
 
 __getattr__ = raise_gone(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO
 
@@ -17,18 +17,8 @@ from .._core.checks import bind_spec
 from .._core.spec import PartitionSpec
 from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER, phase
-from ._directory import MANIFEST, METADATA, RecordPlace, StoredTensor, read_manifest, read_metadata
-from ._files import (
-    PIECE_BYTES,
-    AnyPath,
-    CheckpointError,
-    DamagedError,
-    checksum,
-    find_record,
-    open_path,
-    open_regular,
-    read_regular,
-)
+from ._directory import MANIFEST, RecordPlace, StoredTensor, parse_tensors, read_manifest
+from ._files import PIECE_BYTES, AnyPath, CheckpointError, DamagedError, checksum, open_path, open_regular
 from ._leaves import Box, SliceLeaf, StoredLeaf, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._tree import Description, Template, check_rank_count, iter_plain_values, rebuild, select_part, without_memory
@@ -46,8 +36,8 @@ def load(
     """Return the state that `save` wrote to a directory, sharded by this spec. Nothing in the files is run.
 
     The policy, the mesh, `P` and the number of ranks may differ from those of the save. Each rank reads what overlaps with its
-    slices, and raises the errors of all. Checkpoints of FSDP1, FSDP2 and DDP by torch.distributed.checkpoint are read by the
-    names of their parameters: ``only="model"`` returns the shards of ``{"model": state_dict}``. See ``checkpoints.md``.
+    slices, and raises the errors of all. Checkpoints of FSDP1, FSDP2 and DDP, which `from_dcp` has written anew, are read by
+    the names of their parameters: ``only="model"`` returns the shards of ``{"model": state_dict}``. See ``checkpoints.md``.
 
     Args:
         path: The directory of the checkpoint, the same one on all ranks, or a copy of it.
@@ -98,11 +88,15 @@ def load(
 class _Loader:
     def __init__(self, directory: AnyPath, spec: PartitionSpec, ranks: Ranks, only: str | None, like: Any, check: bool) -> None:
         self._spec, self._ranks = spec, ranks
-        manifest = read_manifest(directory)  # also checks the metadata's checksum
-        self._stored = _StoredTensors(directory, manifest.records if manifest else {}, check)
+        if (manifest := read_manifest(directory)) is None:
+            raise FileNotFoundError(
+                f"{directory}: expected a checkpoint, which has a file '{MANIFEST}'; is it a directory of several? What "
+                "torch.distributed.checkpoint wrote fs.checkpoint.from_dcp(path, new_path) writes anew"
+            )
+        self._stored = _StoredTensors(directory, parse_tensors(directory, manifest), check)
         path, units = tuple(only.split(".")) if only else (), None
         saved: dict[str, Any] = {}
-        if manifest:
+        if manifest.state:
             with _explain_bad_tree(directory):
                 saved = dict(iter_plain_values(manifest.state, ranks.rank))
                 if like is None:
@@ -118,9 +112,8 @@ class _Loader:
         for leaf in self._leaves.values():
             self._check(leaf)
         names = json.dumps([leaf.names for leaf in leaves])
-        contents = manifest.metadata if manifest else (str(directory), checksum(read_regular(directory / METADATA)))
-        self.identity = contents, checksum(names.encode())
-        """What is equal on all ranks: the checkpoint, by the unique number that is in its metadata, and the leaves to read."""
+        self.identity = sorted(manifest.files), manifest.sequence, checksum(names.encode())
+        """What is equal on all ranks: the checkpoint, by its files' unique names, and the leaves to read."""
 
     def _check(self, leaf: StoredLeaf) -> None:
         shapes, sizes = leaf.stored_shapes(self._spec, self._ranks.size), dict(self._spec.bound_mesh.sizes)
@@ -170,9 +163,8 @@ def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
 class _StoredTensors:
     """The tensors of a checkpoint, by their keys: their names, perhaps with the prefixes of wrappers."""
 
-    def __init__(self, directory: AnyPath, checksums: Mapping[str, Mapping[str, int]], check: bool) -> None:
-        self._directory, self._checksums, self._check = directory, checksums, check
-        self._tensors, self._places = read_metadata(directory)
+    def __init__(self, directory: AnyPath, tensors: dict[str, StoredTensor], check: bool) -> None:
+        self._directory, self._tensors, self._check = directory, tensors, check
         cleaned = Counter(map(clean_name, self._tensors))
         keys = {clean_name(key): key for key in self._tensors if cleaned[clean_name(key)] == 1}
         self._keys = keys | {key: key for key in self._tensors}
@@ -182,68 +174,55 @@ class _StoredTensors:
         return next((self._keys[name] for name in names if name in self._keys), None)
 
     def find_tensor(self, names: Sequence[str], shape: Sequence[int], dtype: torch.dtype) -> StoredTensor:
-        """Return the tensor that has one of these names, whose boxes tile it and are each in a file."""
+        """Return the tensor that has one of these names, whose boxes tile it."""
         if (key := self.find_key(names)) is None:
             raise ValueError(
                 f"tensor '{names[0]}' is not in the checkpoint: expected {list(shape)} {dtype}, got none; the checkpoint "
                 f"has {sorted(self._tensors)[:3]} and so on: was another model saved, has it a state in another codec or "
-                "memory order (fs.optim.decode_state and encode_state convert), or has it lost its funshard.json?"
+                "memory order (fs.optim.decode_state and encode_state convert)?"
             )
         tensor = self._tensors[key]
         try:
             check_tiles(tensor.shape, tensor.boxes)
         except ValueError as error:
             raise CheckpointError(f"tensor '{key}' of the checkpoint is damaged: {error}") from error
-        for box in tensor.boxes:
-            if (key, box.offsets) not in self._places:
-                raise CheckpointError(
-                    f"tensor '{key}' of the checkpoint is damaged: its piece at {[*box.offsets]} is in none of the files"
-                )
         return tensor
 
     def read(self, parts: Sequence[TensorRange]) -> None:
         """Read ranges of tensors into their memory."""
-        wanted: dict[RecordPlace, list[_Read]] = defaultdict(list)
+        wanted: dict[tuple[RecordPlace, str, Box], list[_Read]] = defaultdict(list)
         for part in parts:
             key = self.find_key(part.names) or ""
-            for box, at, target in plan_reads(part, self._tensors[key].boxes):
-                wanted[self._places[key, box.offsets]].append((key, box, at, target))
+            boxes = self._tensors[key].boxes
+            for box, at, target in plan_reads(part, boxes):
+                wanted[boxes[box], key, box].append((at, target))
         file, opened = None, ""
         with ExitStack() as stack:
-            for place, reads in sorted(wanted.items(), key=lambda pair: pair[0]):
-                with _explain_damage(reads[0][0], place.file):
+            for (place, key, box), reads in sorted(wanted.items(), key=lambda pair: pair[0]):
+                with _explain_damage(key, place.file):
                     if file is None or place.file != opened:  # one open file at a time
                         stack.close()
                         file, opened = stack.enter_context(open_regular(self._directory / place.file)), place.file
-                    self._read_record(file, place, reads)
+                    self._read_box(file, place, box, self._tensors[key].dtype, reads)
 
-    def _read_record(self, file: BinaryIO, place: RecordPlace, reads: list[_Read]) -> None:
+    def _read_box(self, file: BinaryIO, place: RecordPlace, box: Box, dtype: torch.dtype, reads: list[_Read]) -> None:
         """Read the parts of one box that are wanted."""
-        _, offset, length = place
-        if offset + length > file.seek(0, os.SEEK_END):
+        nbytes, target = box.numel * dtype.itemsize, reads[0][1]
+        if place.offset + nbytes > file.seek(0, os.SEEK_END):
             raise DamagedError("it was cut short")
-        expected = self._checksums.get(place.file, {}).get(str(offset))
-        found = find_record(file, offset, length, check=self._check and expected is None)
-        shape, dtype = tuple(found.like.shape), found.like.dtype
-        for key, box, _, _ in reads:
-            if (shape, dtype) != (box.sizes, wanted := self._tensors[key].dtype):
-                raise DamagedError(f"expected {[*box.sizes]} {wanted} there, got {[*shape]} {dtype}")
-        target = reads[0][3]
-        is_dense = found.like.is_contiguous() and target.is_contiguous() and target.device.type == "cpu"
-        is_direct = len(reads) == 1 and tuple(target.shape) == shape and is_dense
-        memory = target if is_direct else torch.empty(found.end - found.offset, dtype=torch.uint8)
-        crc32 = _read_into(file, offset, found.offset, 0)
-        crc32 = _read_into(file, offset + found.offset, _torch.host_bytes(memory), crc32)
-        if self._check and expected not in (None, _read_into(file, offset + found.end, length - found.end, crc32)):
+        is_whole = len(reads) == 1 and tuple(target.shape) == box.sizes
+        is_direct = is_whole and target.is_contiguous() and target.device.type == "cpu"
+        memory = target if is_direct else torch.empty(nbytes, dtype=torch.uint8)
+        if _read_into(file, place.offset, _torch.host_bytes(memory)) != place.checksum and self._check:
             raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
         if not is_direct:
-            values = memory.view(dtype).as_strided(shape, found.like.stride())
-            for _, _, part, target in reads:
+            values = memory.view(dtype).view(box.sizes)
+            for part, target in reads:
                 target.copy_(values[part])
 
 
-_Read = tuple[str, Box, tuple[slice, ...], Tensor]
-"""A part of a stored box to read: the tensor's key, the box, the part's place in it, and the memory to read into."""
+_Read = tuple[tuple[slice, ...], Tensor]
+"""A part of a stored box to read: its place in the box, and the memory to read into."""
 
 
 @contextmanager
@@ -257,7 +236,7 @@ def _explain_bad_tree(directory: AnyPath) -> Generator[None]:
         ) from error
 
 
-def plan_reads(part: TensorRange, stored: Sequence[Box]) -> Iterator[tuple[Box, tuple[slice, ...], Tensor]]:
+def plan_reads(part: TensorRange, stored: Iterable[Box]) -> Iterator[tuple[Box, tuple[slice, ...], Tensor]]:
     """Yield the stored boxes that overlap with a range, the place of the overlap in each, and the range's memory for it."""
     for box, view in part.iter_boxes(part.begin, part.end):
         for other in stored:
@@ -271,15 +250,14 @@ def plan_reads(part: TensorRange, stored: Sequence[Box]) -> Iterator[tuple[Box, 
                 yield other, at, view[here]
 
 
-def _read_into(file: BinaryIO, offset: int, memory: memoryview | int, crc32: int) -> int:
-    """Read bytes of a file into memory, or so many to nowhere, and return the checksum of these after those before."""
-    raw = memoryview(bytearray(memory)) if isinstance(memory, int) else memory
+def _read_into(file: BinaryIO, offset: int, memory: memoryview) -> int:
+    """Read bytes of a file into memory, and return their checksum."""
     file.seek(offset)
-    at = 0
-    while at < len(raw) and (read := file.readinto(raw[at : at + PIECE_BYTES])):  # pyright: ignore[reportAttributeAccessIssue]
-        crc32 = checksum(raw[at : at + read], crc32)
+    at = crc32 = 0
+    while at < len(memory) and (read := file.readinto(memory[at : at + PIECE_BYTES])):  # pyright: ignore[reportAttributeAccessIssue]
+        crc32 = checksum(memory[at : at + read], crc32)
         at += read
-    if at < len(raw):
+    if at < len(memory):
         raise DamagedError("it was cut short")
     return crc32
 

@@ -7,19 +7,16 @@ import contextlib
 import hashlib
 import json
 import os
-import pickle
 import sys
 import threading
 import traceback
-import uuid
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as dcp
 
 from .. import _torch
 from .._core.checks import bind_spec
@@ -28,8 +25,9 @@ from .._core.spec import PartitionSpec
 from .._sharding.sharding import hash_bits
 from .._spec.codec import storage_codec
 from .._torch.tracing import LOGGER, phase
+from ._dcp import WrittenBox, pack_index, write_boxes
 from ._directory import Target
-from ._files import PIECE_BYTES, AnyPath, SavedError, checksum, open_path
+from ._files import AnyPath, SavedError, open_path
 from ._leaves import (
     Box,
     Leaf,
@@ -39,7 +37,6 @@ from ._leaves import (
     TensorRange,
     ValueLeaf,
     check_storable,
-    check_tiles,
     leaf_names,
     share_range,
     split_range,
@@ -196,8 +193,7 @@ def _write_checkpoint(writer: RangeWriter, file: AnyPath, tree: Any, place: Targ
 
     def commit(every: list[Any]) -> None:
         assert place is not None
-        metadata, sizes, checksums = pack_metadata([box for boxes in every for box in boxes])
-        place.commit(metadata, tree, sizes, checksums)
+        place.commit(tree, *pack_index([box for boxes in every for box in boxes]))
 
     ranks.run_and_finish(lambda: writer.write(file), commit, "checkpoint.save", unless_saved="nothing was saved")
 
@@ -295,22 +291,7 @@ def _check_replicas(every: list[dict[str, tuple[str, int, int]]]) -> None:
                 )
 
 
-# --- Write the files of torch.distributed.checkpoint as torch.save does, but straight from the tensors' memory ---
-
-
-class WrittenBox(NamedTuple):
-    """A box of a stored tensor, and the place of its record."""
-
-    names: tuple[str, ...]
-    """The tensor's name, and its other names."""
-    shape: tuple[int, ...]
-    """The tensor's."""
-    dtype: torch.dtype
-    box: Box
-    file: str
-    offset: int
-    length: int
-    checksum: int
+# --- Write this rank's boxes ---
 
 
 class RangeWriter:
@@ -355,17 +336,8 @@ class RangeWriter:
 
     def write(self, path: AnyPath) -> list[WrittenBox]:
         """Write the boxes to a file, flush it, and return where each is."""
-        out: list[WrittenBox] = []
-        at = 0
-        with path.open("wb", buffering=1 << 17) as file:
-            for (part, box, _), tensor in zip(self.boxes, _iter_on_host(view for *_, view in self.boxes), strict=True):
-                length, crc32 = write_record(file, tensor)
-                out.append(WrittenBox(part.names, part.shape, tensor.dtype, box, path.name, at, length, crc32))
-                at += length
-            if isinstance(path, Path):
-                file.flush()
-                os.fsync(file.fileno())
-        return out
+        on_host = _iter_on_host(view for *_, view in self.boxes)
+        return write_boxes(path, ((part, box, next(on_host)) for part, box, _ in self.boxes))
 
 
 _staging_memory: list[Tensor] = []
@@ -391,69 +363,3 @@ def _iter_on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         before = host
     if before is not None:
         yield before
-
-
-def make_metadata(boxes: Sequence[WrittenBox]) -> dcp.Metadata:
-    """Return torch's metadata of what all ranks have written. Raises ValueError if a tensor's boxes do not tile it."""
-    tensors: dict[str, Any] = {}
-    storage: dict[dcp.MetadataIndex, Any] = {}
-    by_name: dict[str, list[WrittenBox]] = defaultdict(list)
-    for box in boxes:
-        by_name[box.names[0]].append(box)
-    for name, written in by_name.items():
-        first = written[0]
-        try:
-            check_tiles(first.shape, [box.box for box in written])
-        except ValueError as error:
-            raise ValueError(f"'{name}', of all ranks: {error}") from error
-        chunks = [dcp.ChunkStorageMetadata(torch.Size(box.box.offsets), torch.Size(box.box.sizes)) for box in written]
-        for alias in first.names:
-            tensors[alias] = dcp.TensorStorageMetadata(dcp.TensorProperties(first.dtype), torch.Size(first.shape), chunks)
-            for box, chunk in zip(written, chunks, strict=True):
-                storage[dcp.MetadataIndex(alias, chunk.offsets)] = _torch.make_storage_info(box.file, box.offset, box.length)
-    names = {name: (name,) for name in tensors}
-    save_id = dcp.StorageMeta(save_id=str(uuid.uuid4()))  # no path, whose class not every Python has
-    return dcp.Metadata(tensors, planner_data=names, storage_data=storage, storage_meta=save_id)
-
-
-def pack_metadata(boxes: Sequence[WrittenBox]) -> tuple[bytes, dict[str, int], dict[str, dict[int, int]]]:
-    """Return the content of torch's metadata file, the sizes of the data files, and the checksums of their records."""
-    sizes: dict[str, int] = {}
-    checksums: dict[str, dict[int, int]] = defaultdict(dict)
-    for box in boxes:
-        sizes[box.file] = max(sizes.get(box.file, 0), box.offset + box.length)
-        checksums[box.file][box.offset] = box.checksum
-    return pickle.dumps(make_metadata(boxes)), sizes, checksums
-
-
-# --- A record: what torch.save writes of a tensor, about 1,500 bytes around the elements ---
-
-
-class _RecordFile:
-    """A file as torch.save sees it, which keeps the number and the checksum of the bytes of a record."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.nbytes = self.crc32 = 0
-
-    def write(self, raw: memoryview) -> int:
-        for begin in range(0, len(raw), PIECE_BYTES):
-            piece = raw[begin : begin + PIECE_BYTES]
-            self.crc32 = checksum(piece, self.crc32)
-            self._file.write(piece)
-        self.nbytes += len(raw)
-        return len(raw)
-
-
-def write_record(file: BinaryIO, tensor: Tensor) -> tuple[int, int]:
-    """Write a tensor of the host as torch.save does, and return the number of bytes and their checksum.
-
-    torch.save writes a whole storage: so it is given one that has the elements alone, in the memory where they are.
-    """
-    dense = tensor.contiguous()
-    record = _RecordFile(file)
-    raw = _torch.host_bytes(dense)
-    flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-    alone = flat.view(dense.dtype).view(dense.shape) if raw else torch.empty(dense.shape, dtype=dense.dtype)
-    _torch.save_unchecked(alone, record)
-    return record.nbytes, record.crc32
