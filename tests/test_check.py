@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -360,6 +362,22 @@ def transforms(rank: int) -> None:
         got += results()
     assert all(map(torch.equal, got, expected + expected))
     assert ops._listener is None
+
+
+def test_looking_at_what_a_rank_runs_keeps_no_tensor() -> None:
+    """A frame that another thread holds would keep the tensors of a function that has returned."""
+
+    def step() -> tuple[list[Any], weakref.ref[torch.Tensor]]:
+        x = torch.ones(1)
+        lines: list[Any] = []
+        thread = threading.Thread(target=lambda: lines.extend(switch._main_lines()))
+        thread.start()
+        thread.join()
+        return lines, weakref.ref(x)
+
+    lines, x = step()
+    assert any(code.co_name == "step" for code, _ in lines)
+    assert x() is None
 
 
 def test_no_transform_changes(gloo2: Pool) -> None:

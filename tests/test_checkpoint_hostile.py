@@ -275,7 +275,7 @@ LIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a box of another type": (weight_is(3, ["54"]), "is damaged"),
     "a shape without end": (weight_is(2, [1] * 65), "expected 64 sizes or places"),
     "a dtype that is none": (weight_is(1, "load"), "expected a dtype of this torch, got 'load'"),
-    "names that are none": (weight_is(0, [[]]), "unhashable"),
+    "names that are none": (weight_is(0, [3]), r"expected names, got \[3\]"),
     "no boxes": (weight_is(3, None), "is damaged"),
     "no index": (lambda content: content.update(tensors=None), r"which version 0\.2 did not write: fs\.checkpoint\.from_dcp"),
     "an index of another type": (lambda content: content.update(tensors=3), "is damaged"),

@@ -150,6 +150,8 @@ def parse_tensors(path: AnyPath, manifest: Manifest) -> dict[str, StoredTensor]:
     out: dict[str, StoredTensor] = {}
     try:
         for names, kind, shape, boxes in manifest.tensors:
+            if not all(isinstance(name, str) for name in names):
+                _raise_damaged("a tensor", "names", names)
             if not isinstance(dtype := getattr(torch, kind, None), torch.dtype):
                 _raise_damaged(f"tensor {names}", "a dtype of this torch", kind)
             places: dict[Box, RecordPlace] = {}

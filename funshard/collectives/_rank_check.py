@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Generator, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,29 +50,28 @@ def _is_user_file(name: str) -> bool:
     return not name.startswith(_LIBRARIES) and (not name.startswith(_STANDARD_LIBRARY) or "-packages/" in name)
 
 
-def _describe_line(lines: Iterable[tuple[FrameType, int]]) -> str:
+def _describe_line(lines: Iterable[tuple[CodeType, int]]) -> str:
     """Return the first of these lines that is a user's as "file:number in function: source", '' if none is."""
-    for frame, number in lines:
-        name, code = frame.f_code.co_filename, frame.f_code
-        if _is_user_file(name):
+    for code, number in lines:
+        if _is_user_file(name := code.co_filename):
             source = linecache.getline(name, number).strip()
             return f"{name}:{number} in {getattr(code, 'co_qualname', code.co_name)}" + (f": {source}" if source else "")
     return ""
 
 
-def _walk(frame: FrameType | None) -> Generator[tuple[FrameType, int]]:
+def _walk(frame: FrameType | None) -> Generator[tuple[CodeType, int]]:
     while frame is not None:
-        yield frame, frame.f_lineno
+        yield frame.f_code, frame.f_lineno  # not the frame: who holds that keeps its tensors
         frame = frame.f_back
 
 
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+def _main_lines() -> list[tuple[CodeType, int]]:
+    return [*_walk(sys._current_frames().get(threading.main_thread().ident or 0))]
 
 
 def _find_user_line() -> str:
     """Return the line that this thread runs for the user, or the main thread: threads of autograd have no user code below."""
-    return _describe_line(_walk(sys._getframe(1))) or _describe_line(_walk(_main_frame())) or "no line of user code"
+    return _describe_line(_walk(sys._getframe(1))) or _describe_line(_main_lines()) or "no line of user code"
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
@@ -221,7 +220,10 @@ class Monitor:
         """Tell all ranks that this one has raised, if it is the first; wait for a short time until they know; begin anew."""
         if not self.error:
             first = (_torch.error_text(error).strip() or "no message").splitlines()[0][:500]
-            line = _describe_line(reversed([*traceback.walk_tb(trace)])) or "no line of user code"
+            line = (
+                _describe_line(reversed([(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]))
+                or "no line of user code"
+            )
             self._declare(f"fs.check: rank {self.rank} raised {type(error).__name__}: {first} ({line})")
         self._wait_for_all(f"{self._epoch}/heard")
         self._epoch, self.check = self._epoch + 1, 0
@@ -274,9 +276,9 @@ class Monitor:
     def _publish(self) -> None:
         """Write where this rank is, and that it has heard of a new error."""
         epoch, left, (key, goal) = self._epoch, self.left, self._waits_for
-        frames = [*_walk(_main_frame())]
-        is_compiling = not key and any(is_compiler_file(frame.f_code.co_filename) for frame, _ in frames)
-        doing = f"{'compiles' if is_compiling else 'is'} at {_describe_line(frames) or 'no line of user code'}"
+        lines = _main_lines()
+        is_compiling = not key and any(is_compiler_file(code.co_filename) for code, _ in lines)
+        doing = f"{'compiles' if is_compiling else 'is'} at {_describe_line(lines) or 'no line of user code'}"
         doing = "has ended" if left == _END else f"waits to start {goal}" if key else doing
         self._store.set(f"where/{self.rank}", json.dumps([is_compiling, left, key, doing]))
         if self._heard < epoch and (error := _read(self._store, f"{epoch}/error", "")):
