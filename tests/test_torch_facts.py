@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import importlib
-import inspect
 import io
 import os
-import pickle
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -25,19 +20,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from collective_log import world
 from depth import at_most, mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor, nn
-from torch._C import _functorch
 from torch._dynamo.testing import CompileCounter
-from torch.func import grad, jvp, vjp
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.func import grad, jvp
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from funshard import _torch
-from funshard._torch.modules import BatchNorm, NormWithStatistics, find_reset
 
 
 @pytest.fixture
@@ -59,47 +50,9 @@ def test_a_world_in_name() -> None:
     assert not dist.is_initialized()
 
 
-def test_groups_in_name() -> None:
-    """`_torch.named_groups` are found by name, of any device and beside a process group, and are gone afterwards."""
-    meta = torch.device("meta")
-    with _torch.fake_world(2):
-        with _torch.named_groups({"replicate": 4, "shard": 512}, meta) as names:
-            found = [_torch.resolve_group(names[axis]) for axis in ("replicate", "shard")]
-            assert [(group.size(), group.rank()) for group in found] == [(4, 0), (512, 0)]
-            assert [_torch.backend_name(name, meta) for name in names.values()] == ["fake"] * 2
-            assert [_torch.bound_device(group) for group in found] == [torch.device("meta", 0)] * 2
-            gathered = torch.ops._c10d_functional.all_gather_into_tensor(torch.ones(3, device=meta), 512, names["shard"])
-            assert gathered.shape == (1536,)
-        assert dist.get_world_size() == 2
-    with pytest.raises(RuntimeError):
-        _torch.resolve_group(names["shard"])
-
-
-def test_flops() -> None:
-    """`_torch.counted_flops` knows products, and 0 for others."""
-    x = torch.ones(2, 3)
-    assert _torch.counted_flops(torch.ops.aten.mm.default, (x, x.t()), {}, torch.ones(2, 2)) == 2 * 2 * 3 * 2
-    assert _torch.counted_flops(torch.ops.aten.add.Tensor, (x, x), {}, x) == 0
-
-
 def raw_gather(name: str) -> Callable[[Tensor], Tensor]:
     ops = torch.ops._c10d_functional
     return lambda x: ops.wait_tensor(ops.all_gather_into_tensor(x, 2, name))
-
-
-def test_bound_device(fake_group: str) -> None:
-    """A process group knows the device of ``init_process_group(device_id=...)``, and None where there was none."""
-    group = _torch.resolve_group(fake_group)
-    assert _torch.bound_device(group) is None
-    group.bound_device_id = torch.device("cuda", 1)
-    assert _torch.bound_device(group) == torch.device("cuda", 1)
-
-
-def test_stored_at() -> None:
-    """`_torch.make_storage_info` gives what torch's reader looks at, of the class that is in its files."""
-    found = _torch.make_storage_info("__0_0.distcp", 3, 5)
-    assert (found.relative_path, found.offset, found.length, found.transform_descriptors) == ("__0_0.distcp", 3, 5, None)
-    assert b"torch.distributed.checkpoint.filesystem\n_StorageInfo" in pickle.dumps(found, 2)
 
 
 def test_saved_unchecked(tmp_path: Path) -> None:
@@ -156,20 +109,6 @@ def test_zero_tangents_arrive_without_memory() -> None:
     assert _torch.materialize_zeros(one) is one
 
 
-def test_level_counts_transforms() -> None:
-    """`_torch.current_level` is 0 outside of torch.func and counts the transforms that run."""
-    seen = [_torch.current_level()]
-
-    def f(x: Tensor) -> Tensor:
-        seen.append(_torch.current_level())
-        return x.sum()
-
-    grad(f)(torch.ones(2))
-    torch.vmap(grad(f))(torch.ones(2, 2))
-    assert seen == [0, 1, 2]
-    assert _torch.current_level() == 0
-
-
 def test_savable_only_in_one_transform() -> None:
     """`_torch.can_replace_saved_tensors`: plain autograd, or a single reverse-mode transform."""
     seen: dict[str, bool] = {"plain": _torch.can_replace_saved_tensors()}
@@ -189,23 +128,6 @@ def test_savable_only_in_one_transform() -> None:
     grad(lambda x: grad(f("grad of grad"))(x).sum())(x)
     expected = {"plain": True, "grad": True, "vjp": True, "vmap": False, "jvp": False, "grad of grad": False}
     assert seen == expected
-
-
-def test_base_and_lower_unwrap() -> None:
-    """`_torch.unwrap` finds the plain tensor inside every wrapper, `_torch.unwrap_level` removes one of grad's."""
-    x = torch.ones(2)
-
-    def f(y: Tensor) -> Tensor:
-        assert _functorch.is_functorch_wrapped_tensor(y)
-        assert _torch.unwrap(y) is not y
-        assert not _functorch.is_functorch_wrapped_tensor(_torch.unwrap(y))
-        assert _torch.storage_id(_torch.unwrap(y)) == _torch.storage_id(x)
-        assert not _functorch.is_gradtrackingtensor(_torch.unwrap_level(y))
-        return y.sum()
-
-    grad(f)(x)
-    assert _torch.unwrap(x) is x
-    assert _torch.unwrap_level(x) is x
 
 
 def test_hooks_work_in_one_transform() -> None:
@@ -235,14 +157,6 @@ def test_hooks_work_in_one_transform() -> None:
     # d(y*y) = 2y and d(yy*y) = yy + y * d(yy), each saved factor ten times too large by our doing
     assert torch.equal(got, 10 * x**2 + 10 * x * 20 * x)
     assert len(seen) == 4
-
-
-def test_forward_ad_level() -> None:
-    """`_torch.is_in_forward_ad` tells an open forward-mode level."""
-    assert not _torch.is_in_forward_ad()
-    with torch.autograd.forward_ad.dual_level():
-        assert _torch.is_in_forward_ad()
-    assert not _torch.is_in_forward_ad()
 
 
 def test_hooks_switch_the_version_check_off() -> None:
@@ -311,145 +225,6 @@ def test_without_graph_cuts_one_level() -> None:
 
 
 # --- What the schedule relies on ---
-
-
-def test_groups_by_name() -> None:
-    """A process group is found by its name, and says what moves a device's tensors."""
-    with world(3, rank=2):
-        group = dist.group.WORLD
-        assert group is not None
-        assert _torch.resolve_group(group.group_name).rank() == 2
-        assert _torch.backend_name(group.group_name, torch.device("cpu")) == "fake"
-
-
-def test_below_autograd() -> None:
-    """Operators record nothing there, and still count what is modified in place and know what is a view of what."""
-    x = torch.randn(4, requires_grad=True)
-    with _torch.below_transforms(), _torch.below_autograd():
-        assert (x * 2).grad_fn is None
-        y = torch.zeros(4)
-        before = _torch.version(y)
-        y[:2].div_(2)
-        assert _torch.version(y) == before + 1
-    assert (x * 2).grad_fn is not None
-
-
-def test_layers_with_statistics() -> None:
-    """One class is above every BatchNorm, another above those and InstanceNorm."""
-    norms = [nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)]
-    assert all(isinstance(norm, BatchNorm) for norm in norms)
-    assert not isinstance(nn.InstanceNorm1d(2), BatchNorm)
-    assert all(isinstance(norm, NormWithStatistics) for norm in [*norms, nn.InstanceNorm1d(2)])
-    assert not isinstance(nn.LayerNorm(2), NormWithStatistics)
-
-
-def test_layers_that_reset_themselves() -> None:
-    """By reset_parameters, but for two of torch's, which have it under another name."""
-    for layer in [nn.Linear(2, 2), nn.Conv2d(1, 1, 1), nn.Embedding(2, 2), nn.LayerNorm(2), nn.BatchNorm1d(2), nn.LSTM(2, 2)]:
-        assert find_reset(layer) == layer.reset_parameters
-    attention = nn.MultiheadAttention(2, 1)
-    assert not hasattr(attention, "reset_parameters")
-    assert find_reset(attention) == attention._reset_parameters
-    whole = nn.Transformer(4, 2, 1, 1, 4, batch_first=True)
-    assert find_reset(whole) == whole._reset_parameters
-    assert find_reset(nn.Sequential()) is None
-
-
-def test_beneath() -> None:
-    """Beneath the transforms plain tensors stay plain; inside one, what is computed from them belongs to it."""
-    plain = torch.ones(3)
-
-    def f(x: Tensor) -> Tensor:
-        with _torch.below_transforms():
-            inside.append(plain * 2)
-            assert _torch.current_level() == 0
-            assert not torch.is_grad_enabled()
-        assert _torch.current_level() == 1
-        outside.append(plain * 2)
-        return (x * inside[0]).sum()
-
-    inside: list[Tensor] = []
-    outside: list[Tensor] = []
-    assert torch.equal(torch.func.grad(f)(plain), 2 * plain)
-    assert not _torch.is_wrapped(inside[0])
-    assert _torch.is_wrapped(outside[0])
-
-
-def test_graph_task() -> None:
-    """Every run of backward has its own number, and outside there is none."""
-    seen: list[int] = []
-    x = torch.ones(3, requires_grad=True)
-    y = (2 * x).sum()
-    y.register_hook(lambda _: seen.append(_torch.current_graph_task()))
-    y.backward(retain_graph=True)
-    y.backward()
-    assert _torch.current_graph_task() == -1
-    assert len({-1, *seen}) == 3
-
-
-@pytest.mark.parametrize("by", [torch.func.grad, None], ids=["torch.func", "plain"])
-def test_edges_in_a_graph(by: Callable[..., Any] | None) -> None:
-    """A tensor is one result of a node; a graph tells which of its results are used."""
-
-    def look(x: Tensor) -> Tensor:
-        used, left = (2 * x).split(2)
-        out = used.sum()
-        edges = _torch.edges_in_graph([out])
-        assert edges.issuperset(_torch.own_edges(used) + _torch.own_edges(out))
-        assert _torch.own_edges(left)
-        assert edges.isdisjoint(_torch.own_edges(left))
-        return out
-
-    by(look)(torch.ones(4)) if by else look(torch.ones(4, requires_grad=True))
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_held_until_backward_ends(fails: bool) -> None:
-    """What a node's pre-hook holds is there for the nodes after it, and is freed when backward ends, also by an error."""
-    held: list[weakref.ref[Any]] = []
-    called: list[bool] = []
-
-    def hold(_: object) -> None:
-        one = lambda: called.append(True)  # noqa: E731
-        held.append(weakref.ref(one))
-        _torch.hold_until_backward_ends(one)
-
-    def look(_: Tensor) -> None:
-        assert held[0]() is not None
-        assert not fails
-
-    x = torch.ones(3, requires_grad=True)
-    x.register_hook(look)
-    y = (2 * x).sum()
-    y.grad_fn.register_prehook(hold)  # pyright: ignore[reportOptionalMemberAccess]
-    with pytest.raises(AssertionError) if fails else contextlib.nullcontext():
-        y.backward()
-    assert held[0]() is None
-    assert called == ([] if fails else [True])
-
-
-@pytest.mark.parametrize("by", [torch.func.grad, None], ids=["torch.func", "plain"])
-def test_hooks_for_the_rest_of_a_node(by: Callable[..., Any] | None) -> None:
-    """Hooks that are pushed while a node unpacks see what that node saves for a second derivative, and no other does."""
-    saved: list[str] = []
-
-    def push(tensor: Tensor) -> Tensor:
-        _torch.push_saved_tensor_hooks(lambda t: (saved.append("here"), t)[1], lambda t: t)
-        return tensor
-
-    def f(x: Tensor) -> Tensor:
-        y = x.sin()  # its backward comes later and saves, too
-        with _torch.saved_tensor_hooks(lambda t: t, push):
-            return (y @ x).sum()
-
-    x = torch.ones(2, 2, requires_grad=by is None)
-    got = by(f)(x.detach()) if by else torch.autograd.grad(f(x), x, create_graph=True)[0]
-    torch.testing.assert_close(got.detach(), grad(lambda x: (x.sin() @ x).sum())(torch.ones(2, 2)))
-    assert saved
-    count = len(saved)
-    assert _torch.current_pack_hook() is None
-    (torch.ones(2, requires_grad=True) ** 2).sum().backward()
-    assert len(saved) == count
 
 
 class Inner(torch.autograd.Function):
@@ -560,46 +335,6 @@ def test_last_backward() -> None:
     assert Told.told == [(True, True)]
 
 
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.complex64])
-def test_joined(given: torch.dtype) -> None:
-    """`_torch.concat_into` is torch.cat of the flat tensors, into a buffer of any dtype; where it is recorded, by torch.cat."""
-    pieces = [torch.randn(shape, dtype=given) for shape in [(2, 3), (), (0,), (4,), (1, 2, 3)]]
-    wanted = torch.complex128 if given.is_complex else torch.float32
-    out = torch.empty(17, dtype=wanted)
-    assert _torch.concat_into(pieces, out) is out
-    assert torch.equal(out, torch.cat([piece.reshape(-1) for piece in pieces]).to(wanted))
-    assert len(_torch.concat_into([torch.empty(0)], torch.empty(0))) == 0
-    mixed = _torch.concat_into([torch.ones(2, 2, dtype=given), torch.ones(1, dtype=wanted)], torch.zeros(5, dtype=wanted))
-    assert torch.equal(mixed, torch.ones(5, dtype=wanted))
-    graph = make_fx(lambda *pieces: _torch.concat_into(pieces, pieces[0].new_empty(17, dtype=wanted)))(*pieces).graph
-    assert not any("_chunk_cat" in str(node.target) for node in graph.nodes)
-
-
-def test_backward_early() -> None:
-    """Backward comes to what was made first when its gradient is complete, under torch.func.grad too; else last."""
-    for early in (False, True):
-        came: list[str] = []
-
-        def f(x: Tensor, early: bool = early, came: list[str] = came) -> Tensor:
-            pieces = x.view_as(x).split([2, 2])
-            if early:
-                _torch.prioritize_backward(pieces)
-            pieces[0].register_hook(lambda _: came.append("piece"))
-            y = 2 * x.exp()
-            y.register_hook(lambda _: came.append("later"))
-            parts = y.sin()
-            parts.register_hook(lambda _: came.append("latest"))
-            return parts.sum() + sum((p**2).sum() for p in pieces)
-
-        plain = torch.ones(4, requires_grad=True)
-        f(plain).backward()
-        torch.testing.assert_close(torch.func.grad(f)(torch.ones(4)), plain.grad)
-        expected = ["piece", "latest", "later"] if early else ["latest", "later", "piece"]
-        assert sorted(came) == sorted(2 * expected)
-        assert [came.index("piece") < came.index("later")] == [early]
-        assert came[3:] == came[:3]
-
-
 def test_alone() -> None:
     """A tensor is alone until a view, another tensor, an array or a Python storage holds its storage as well."""
     x = torch.empty(6)
@@ -616,133 +351,6 @@ def test_alone() -> None:
         assert not _torch.is_sole_holder(x)
         del held
         assert _torch.is_sole_holder(x)
-
-
-def test_parametrizations_set_a_tensor_to_itself() -> None:
-    """Which would count as a write; to another tensor they set it as ever."""
-    linear = nn.Linear(2, 2)
-    weight, other = linear.weight, torch.zeros(2, 2)
-    version = weight._version
-    nn.utils.parametrize.register_parametrization(linear, "weight", nn.Identity())
-    assert linear.parametrizations.weight.original is weight  # pyright: ignore
-    assert weight._version == version
-    nn.utils.parametrize._maybe_set(other, torch.ones(2, 2))
-    assert torch.equal(other, torch.ones(2, 2))
-
-
-SAVES: dict[str, Callable[[Tensor], Tensor]] = {
-    "exp": torch.exp,
-    "tanh": torch.tanh,
-    "softmax": lambda x: x.softmax(-1),
-    "attention": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3),
-    "layer_norm": lambda x: F.layer_norm(x, (4,)),
-    "norm": lambda x: x.norm(),
-    "cumprod": lambda x: x.cumprod(0),
-    "in place": lambda x: (x * 1).exp_(),
-    "chain": lambda x: x.exp().exp().sigmoid().sqrt(),
-    "max": lambda x: x.max(0)[0],
-    "lstm": lambda x: LSTM(x)[0],
-    "custom": lambda x: Nested.apply(x),
-}
-LSTM = nn.LSTM(4, 4)
-
-
-class Nested(torch.autograd.Function):
-    """Saves its output, after it has made other nodes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x.detach().requires_grad_().exp().sum()
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.saved_tensors[0]
-
-
-@at_most(1)
-@pytest.mark.parametrize("name", mark_seldom(SAVES, *[*SAVES][:7]))
-def test_saved_outputs_hold_no_graph(name: str) -> None:
-    """What `kept` keeps frees everything without the collector, and gives the gradients of plain autograd."""
-    x = torch.rand(4, 4, requires_grad=True)
-    (expected,) = torch.autograd.grad(SAVES[name](x).sum(), x)
-    saved: list[weakref.ref[Any]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        what = _torch.unpack_versioned(_torch.pack_versioned(tensor, _torch.unwrap(tensor)))
-        if tensor.untyped_storage()._cdata != x.untyped_storage()._cdata and not isinstance(tensor, nn.Parameter):
-            saved.append(weakref.ref(what.untyped_storage()))
-        return what
-
-    gc.collect()
-    gc.disable()
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = SAVES[name](x)
-        (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        torch.testing.assert_close(grad, expected)
-        y = grad = None
-        kept = [ref for ref in saved if ref() is not None]
-        assert kept == []
-    finally:
-        gc.enable()
-
-
-def test_functions_keep_their_signature() -> None:
-    """``apply`` fills in defaults from ``__signature__`` where forward has one: here one that forward itself does not have."""
-
-    class Scaled(_torch.Function):
-        @staticmethod
-        def forward(x: Tensor, by: float) -> Tensor:
-            return x * by
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-            ctx.by = inputs[1]
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-            return g * ctx.by, None
-
-    kept = inspect.signature(Scaled.forward)
-    assert Scaled.forward.__signature__ is kept  # type: ignore[attr-defined]
-    by = kept.parameters["by"].replace(default=3.0)
-    Scaled.forward.__signature__ = kept.replace(parameters=[kept.parameters["x"], by])  # type: ignore[attr-defined]
-    x = torch.ones(2, requires_grad=True)
-    assert torch.equal(grad(lambda x: Scaled.apply(x).sum())(x.detach()), torch.full((2,), 3.0))
-    assert torch.equal(torch.autograd.grad(Scaled.apply(x).sum(), x)[0], torch.full((2,), 3.0))
-
-
-def test_functions_of_one_level() -> None:
-    """A node of the running level's graph alone, which torch.func's own way through a Function would make a class for."""
-    made: list[int] = []
-
-    class Doubled(_torch.LevelFunction):
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            made.append(_torch.current_level())
-            with _torch.below_transforms():
-                out = 2 * _torch.unwrap(x)
-            return _torch.wrap_at_level(out, _torch.current_level())
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-            ctx.level = _torch.level_of(inputs[0])
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            made.append(_torch.level_of(g) - ctx.level)
-            return 2 * g
-
-    x = torch.ones(2)
-    assert torch.equal(grad(lambda x: (Doubled.apply(x) ** 2).sum())(x), torch.full((2,), 8.0))
-    assert torch.equal(torch.autograd.grad((Doubled.apply(x.requires_grad_()) ** 2).sum(), x)[0], torch.full((2,), 8.0))
-    assert made == [1, 0, 0, 0]
-    with pytest.raises(RuntimeError, match="functorch"):
-        grad(lambda x: torch.autograd.function._SingleLevelFunction.apply(x))(x.detach())
 
 
 def test_reinterpreted() -> None:
@@ -778,30 +386,6 @@ def test_taken_over() -> None:
                 y.backward()
 
 
-def test_nodes_of_a_graph() -> None:
-    """Each once, with its edges; a leaf's node knows the leaf; a hook of a node sees what it gives back, and can be removed."""
-    x = torch.ones(2, requires_grad=True)
-    y = x.exp()
-    z = (y * y + x).sum()
-    nodes = dict(_torch.iter_nodes(z))
-    names = sorted(type(node).__name__ for node in nodes)
-    assert names == ["AccumulateGrad", "AddBackward0", "ExpBackward0", "MulBackward0", "SumBackward0"]
-    users = [
-        (type(node).__name__, i) for node, edges in nodes.items() for other, i in edges if getattr(other, "variable", None) is x
-    ]
-    assert _torch.find_nodes([z.grad_fn, None]) == nodes.keys()
-    assert len(_torch.find_nodes([z.grad_fn], {y.grad_fn})) == 5  # exp's own, and the leaf by the sum
-    assert len(_torch.find_nodes([y.square().grad_fn], {y.grad_fn})) == 2
-    assert sorted(users) == [("AddBackward0", 0), ("ExpBackward0", 0)]
-    seen: list[Any] = []
-    handles = [node.register_hook(lambda grads, _, node=node: seen.append((type(node).__name__, grads))) for node in nodes]
-    handles.pop([*nodes].index(z.grad_fn)).remove()
-    z.backward(inputs=[x])
-    assert {name for name, _ in seen} == {*names} - {"SumBackward0"}
-    assert torch.equal(dict(seen)["ExpBackward0"][0], 2 * y.detach() * y.detach())
-    assert list(_torch.iter_nodes(x.detach())) == []
-
-
 def test_followed_at_which_levels() -> None:
     """``detach`` ends derivatives of all levels, ``.data`` that of its own, ``no_grad`` those of reverse mode, views too."""
     keys: list[Any] = []
@@ -833,20 +417,6 @@ def test_followed_at_which_levels() -> None:
     assert seen["forward"] == {"itself": ones, "detach": none, "data": ones, "view": ones, "made": ones, "saved": none}
     assert seen["plain"]["itself"] == frozenset({0})
     assert seen["plain"]["detach"] == none
-
-
-def test_followed_after_a_transform_has_ended() -> None:
-    """Its keys are asked with, and have no stack to go to."""
-    keys: list[Any] = []
-    with torch.autograd.forward_ad.dual_level():
-        plain = torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2))
-
-        def f(x: Tensor) -> Tensor:
-            keys[:] = [_torch.dispatch_keys()]
-            return x.sum()
-
-        vjp(f, plain)
-        assert _torch.tracking_levels(_torch.wrap_for_ended_level(plain), keys[0]) == frozenset({0})
 
 
 def test_constants_come_back_wrapped() -> None:
@@ -1025,19 +595,6 @@ def test_copies_on_write() -> None:
     assert torch.equal(copy, torch.ones(3).double())
 
 
-def test_storage_id() -> None:
-    """`_torch.storage_id` is that of ``untyped_storage()``, of views, fake and meta tensors too, and makes no Python object."""
-    x = torch.ones(4)
-    with _torch.fake_mode():
-        fake = torch.ones(4)
-    for tensor in (x, x[1:], fake, torch.empty(4, device="meta")):
-        assert _torch.storage_id(tensor) == _torch.storage_id_of(tensor.untyped_storage())
-    y = torch.ones(4)
-    before = sum(type(known) is torch.UntypedStorage for known in gc.get_objects())
-    _torch.storage_id(y)
-    assert sum(type(known) is torch.UntypedStorage for known in gc.get_objects()) == before
-
-
 def test_shares_counter() -> None:
     """Views and ``detach`` count changes in place together with the tensor; ``.data`` and ``unsafe_chunk`` of it apart."""
     x = torch.ones(4).mul_(2)
@@ -1057,38 +614,6 @@ def test_shares_counter() -> None:
         assert (one._version, other._version) == versions
 
 
-def test_counter() -> None:
-    """A tensor whose memory has been exchanged counts on with the one it is of, and with its views."""
-    x = torch.ones(3)
-    before = weakref.ref(x.untyped_storage())
-    counter = _torch.make_version_probe(x)
-    x.view(3, 1).add_(1)
-    assert _torch.version(counter) == _torch.version(x) == 1
-    del x
-    assert before() is None
-    torch.func.grad(lambda x: (_torch.version(_torch.make_version_probe(x.add(1).mul_(2))) == 1) * x.sum())(torch.ones(3))
-
-
-def test_views_of_leaves() -> None:
-    """Of views backward knows what they are of: what is differentiated, in any transform, or a frozen parameter."""
-    leaf, other = torch.ones(2, 3, requires_grad=True), nn.Parameter(torch.ones(3), requires_grad=False)
-    made = leaf * 2
-    for view in (lambda x: x.view_as(x), lambda x: x.t()[1:], lambda x: x.view(-1).split(2)[0]):
-        assert _torch.is_leaf_view(view(leaf))
-        assert not _torch.is_leaf_view(view(made))
-
-        def inside(x: Tensor, view: Any = view) -> Tensor:
-            assert _torch.is_leaf_view(view(x))
-            assert not _torch.is_leaf_view(view(x * 2))
-            return x.sum()
-
-        torch.func.grad(inside)(leaf.detach())
-    assert _torch.is_leaf_view(leaf)
-    assert _torch.is_leaf_view(other[1:])
-    assert not _torch.is_leaf_view(leaf.detach() * 2)
-    assert not _torch.is_leaf_view(leaf.clone())
-
-
 def test_what_has_ended_twice() -> None:
     """torch sees through the wrapper of one transform that has ended; `living` through those of several."""
     kept: list[Tensor] = []
@@ -1103,26 +628,6 @@ def test_what_has_ended_twice() -> None:
         grad(lambda x: (x * kept[0]).sum())(x)
     torch.testing.assert_close(grad(lambda x: (x * _torch.unwrap_dead(kept[0])).sum())(x), x.tanh())
     assert _torch.unwrap_dead(x) is x
-
-
-def test_operators_that_were_taken_apart() -> None:
-    """A node of the compiler's graph knows the operator it was traced as: a copy of that, which is not equal to it."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    from funshard._torch.compiler import original_op
-
-    seen: dict[str, Any] = {}
-
-    def look(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        seen.update((str(node.target), original_op(node)) for node in graph.graph.nodes if node.op == "call_function")
-        return graph
-
-    table = torch._decomp.get_decompositions([torch.ops.aten.silu])
-    compiler = aot_autograd(fw_compiler=look, decompositions=table)
-    torch.compile(lambda x: F.silu(x).exp(), backend=compiler)(torch.ones(2))
-    assert seen["aten.exp.default"] is torch.ops.aten.exp.default
-    assert "aten.silu.default" not in seen
-    assert seen["aten.sigmoid.default" if "aten.sigmoid.default" in seen else "aten.neg.default"] is torch.ops.aten.silu.default
 
 
 def test_a_forbidden_tensor() -> None:
@@ -1239,31 +744,6 @@ def test_compiler_files_are_on_the_stack() -> None:
     assert seen == [True, False]
 
 
-def test_default_store() -> None:
-    """It is a key-value store, whose wait for a key that nobody sets ends with a RuntimeError in time."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        store = _torch.default_store()
-        store.set("a", "1")
-        store.set("b", "2")
-        store.wait(["a", "b"], timedelta(seconds=1))
-        assert store.multi_get(["b", "a"]) == [b"2", b"1"]
-        assert store.delete_key("a")
-        with pytest.raises(RuntimeError):
-            store.wait(["a"], timedelta(seconds=0.01))
-    finally:
-        dist.destroy_process_group()
-
-
-def test_group_timeout() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=17))
-    try:
-        assert dist.group.WORLD is not None
-        assert _torch.group_timeout(dist.group.WORLD) == timedelta(seconds=17)
-    finally:
-        dist.destroy_process_group()
-
-
 def test_an_unregistered_gloo_backend() -> None:
     """It computes what torch.distributed's groups do, is in none of torch's lists, and has the collectives of a backend."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -1352,41 +832,6 @@ def test_leaves_of_transforms() -> None:
 # --- torch.compile ---
 
 
-@pytest.mark.parametrize(
-    ("given", "options"),
-    [
-        ({}, {"backend": "inductor", "options": {}, "dynamic": None, "fullgraph": False}),
-        ({"mode": "reduce-overhead"}, {"backend": "inductor", "options": {"triton.cudagraphs": True}}),
-        ({"fullgraph": True, "dynamic": True, "options": {"max_autotune": True}}, {"options": {"max_autotune": True}}),
-        ({"fullgraph": True, "dynamic": True}, {"dynamic": True, "fullgraph": True}),
-    ],
-)
-def test_options_of_a_compiled_module(given: dict[str, Any], options: dict[str, Any]) -> None:
-    module = nn.Linear(2, 2)
-    module.compile(**given)
-    assert module._compiled_call_impl is not None
-    assert _torch.compile_options(module._compiled_call_impl).items() >= options.items()
-    module.compile(backend="aot_eager")
-    found = _torch.compile_options(module._compiled_call_impl)["backend"]
-    assert found is torch._dynamo.lookup_backend("aot_eager")
-
-
-def _doubled(x: Tensor) -> Tensor:
-    return x * 2
-
-
-def test_a_copied_function_compiles_by_itself() -> None:
-    """Equal code objects share no compilations."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    copies = [_torch.copy_function(_doubled, "copied") for _ in range(2)]
-    assert copies[0].__code__ == copies[1].__code__
-    for copied in copies:
-        for _ in range(2):
-            assert torch.compile(copied, backend="eager")(torch.ones(2)).sum() == 4
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-
-
 def test_nested_compile_regions_stop_inside_of_torch_func() -> None:
     """Dynamo's reusable regions (invoke_subgraph) know no torch.func transform, so a step cannot stamp out its blocks."""
     region = torch.compiler.nested_compile_region(lambda x: x.sin())
@@ -1438,28 +883,3 @@ def test_attention_is_replaced() -> None:
     assert len(calls) == 2
     assert not torch.allclose(out, doubled)
     assert vars(F) == before
-
-
-def test_attention_in_plain_operators() -> None:
-    """The kernel that sdpa_kernel(MATH) chooses, called by its own name; it takes no mask of bools."""
-    x, mask = torch.randn(2, 3, 5, 4), torch.randn(5, 5)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        want = F.scaled_dot_product_attention(x, x, x, mask, scale=0.3)
-    assert torch.equal(_torch.math_attention(x, x, x, mask, 0.0, scale=0.3, enable_gqa=False), want)
-
-
-def test_a_compiled_function_runs() -> None:
-    """`_torch.is_in_traced_function`: after a graph break, too, and not outside of compiled functions."""
-    seen: list[bool] = []
-
-    def run(x: Tensor) -> Tensor:
-        if x.sum() > 0:  # a graph break
-            seen.append(_torch.is_in_traced_function())
-        return x.sin()
-
-    assert not _torch.is_in_traced_function()
-    torch._dynamo.reset()
-    torch.compile(run, backend="eager")(torch.ones(2))
-    assert seen == [True]
-    run(torch.ones(2))
-    assert seen == [True, False]
