@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import world
-from depth import at_most, depth, each, mark_seldom, seldom, thorough
+from depth import at_most, depth, mark_seldom, seldom
 from models import build
 from ranks import Pool, launch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
@@ -91,12 +90,9 @@ class Chain(nn.Module):
         return self.head(h)
 
 
-def blocks_between(layers: int = LAYERS, dim: int = 16) -> tuple[nn.Module, type[nn.Module]]:
-    """A root, which is used first and last, around so many blocks, and their class: of which kind, no schedule depends on."""
-    if thorough():
-        return gpt(layers, dim), common.Block
+def chain(layers: int = LAYERS, dim: int = 16) -> Chain:
     torch.manual_seed(0)
-    return Chain(layers, dim).double(), Block
+    return Chain(layers, dim).double()
 
 
 def tokens(rank: int, i: int = 0) -> tuple[Tensor, Tensor]:
@@ -214,8 +210,8 @@ def graph_of(p: P, mesh: tuple[tuple[str, int], ...] = (), layers: int = LAYERS,
     """What the one graph of a training step does on 4 ranks; the bytes of the root's unit and of a block's."""
     graphs: list[GraphModule] = []
     with world(4):
-        model, block_type = blocks_between(layers)
-        spec = fs.by_type(block_type, p=p)(model)
+        model = chain(layers)
+        spec = fs.by_type(Block, p=p)(model)
         sizes = dict(mesh) or {"shard": 4}
         spec = spec.on(dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
         params = fs.shard(model, spec)
@@ -236,14 +232,6 @@ BOTH = {"prefetch": 0, "in_flight": 2}
 
 
 @seldom
-def test_every_phase_gathers_what_was_let_go() -> None:
-    """Forward gathers every unit once; backward again what functional_call gathers again: not the root's, not the last."""
-    read, _, _ = graph_of(P("shard"))
-    assert [unit for _, unit in read.of("gather")] == [FIRST, *REST, LAST, *AGAIN]
-    assert [unit for _, unit in read.of("arrive")] == [FIRST, *REST, LAST, *AGAIN]
-
-
-@seldom
 def test_kept_units_are_gathered_once() -> None:
     """With reshard=False, in one graph with the same code but for that; and a replicated model gathers nothing."""
     kept, root, block = graph_of(P("shard", reshard=False))
@@ -255,8 +243,8 @@ def test_kept_units_are_gathered_once() -> None:
 
 
 @seldom
-def test_gathers_run_one_unit_ahead() -> None:
-    """Each starts when the one before has arrived and before that is used, and is waited for when its own unit is used."""
+def test_every_phase_gathers_what_was_let_go() -> None:
+    """Forward gathers every unit once, backward again those that functional_call does; each one unit ahead of its use."""
     read, _, _ = graph_of(P("shard"))
     order = read.of("gather", "arrive", "use")
     forward = [("gather", 0), ("arrive", 0), ("gather", 1), ("use", 0)]
@@ -343,54 +331,13 @@ def models(which: str, layers: int = 2) -> tuple[nn.Module, type[nn.Module], Ste
         mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
         return mlp, nn.Linear, lambda call, x, y: F.mse_loss(call(x / 32), y / 32)
     if which == "chain":
-        torch.manual_seed(0)
-        return Chain(layers, 16).double(), Block, lambda call, x, y: common.loss_of(call(x), y)
+        return chain(layers), Block, lambda call, x, y: common.loss_of(call(x), y)
     if which.startswith("gpt"):
         model = gpt(layers)
         return (model.float() if which == "gpt32" else model), common.Block, lambda call, x, y: common.loss_of(call(x), y)
     made = build("llama_tied", 1)
     del made.model.get_submodule("model.layers")[layers:]
     return made.model, made.blocks[0], lambda call, x, y: call(input_ids=x % 17, labels=x % 17).loss
-
-
-def transformed(rank: int, compiler: str, which: str, transform: str) -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model, block, by_call = models(which, depth(1, 2))
-    spec = fs.by_type(block)(model).bound
-    params, (x, y) = fs.shard(model, spec), tokens(rank)
-
-    def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.MATH):  # the only one with a second derivative
-            return by_call(lambda *a, **k: fs.functional_call(model, params, a, k, spec=spec), x, y)
-
-    def hvp(params: fs.Params, x: Tensor, y: Tensor) -> fs.Params:
-        return fs.hvp(lambda p: loss(p, x, y), params, {k: p.cos() for k, p in params.items()})
-
-    def per_sample(params: fs.Params, x: Tensor, y: Tensor) -> fs.Params:
-        return torch.vmap(torch.func.grad(loss), (None, 0, 0))(params, x[:, None], y[:, None])
-
-    step = {
-        "grad_and_value": torch.func.grad_and_value(loss),
-        "fs.grad_and_value": fs.grad_and_value(loss),
-        "hvp": hvp,
-        "vmap of grad": per_sample,
-    }[transform]
-    by = {
-        "torch.compile": functools.partial(torch.compile, fullgraph=True),
-        "fs.compile": compile,
-    }[compiler]
-    same(by(step, backend="aot_eager")(params, x, y), step(params, x, y))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-@each
-@pytest.mark.parametrize("transform", mark_seldom(["grad_and_value", "fs.grad_and_value", "hvp", "vmap of grad"], "hvp"))
-@pytest.mark.parametrize("which", depth(["chain"], ["gpt", "llama"]))
-@pytest.mark.parametrize("compiler", ["fs.compile", *depth([], ["torch.compile"])])
-def test_transforms_equal_eager(gloo2: Pool, compiler: str, which: str, transform: str) -> None:
-    """In one graph: by torch.compile(fullgraph=True), of which test_compiled.py is, and by fs.compile with its passes."""
-    gloo2.run(transformed, compiler, which, transform)
 
 
 LOW = fs.Precision(param=torch.float32, reduce=torch.float64)
@@ -426,41 +373,30 @@ def trained(rank: int, which: str, strategy: str, backend: str) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-STRATEGIES = [*depth(["both"], ["reshard", "keep", "replicate"]), pytest.param("low", marks=[low_precision, seldom])]
+TRAINED = [
+    ("gloo2", depth("chain", "gpt"), "both", "aot_eager"),
+    *depth([], [("gloo2", "gpt", strategy, "aot_eager") for strategy in ("reshard", "keep", "replicate")]),
+    pytest.param("gloo2", depth("chain", "gpt"), "low", "aot_eager", marks=[low_precision, seldom]),
+    pytest.param("gloo2", "llama", "reshard", "aot_eager", marks=seldom),
+    pytest.param("gloo4", depth("mlp", "gpt"), "hsdp", "aot_eager", marks=seldom),
+    pytest.param("gloo2", depth("mlp", "gpt32"), "reshard", "inductor", marks=[seldom, needs_cpp]),
+]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_equals_eager(gloo2: Pool, strategy: str) -> None:
+@pytest.mark.parametrize(("ranks", "which", "strategy", "backend"), TRAINED)
+def test_training_equals_eager(request: pytest.FixtureRequest, ranks: str, which: str, strategy: str, backend: str) -> None:
     """Five steps with donated parameters and state, compiled once, also when other tensors are given.
 
-    "both": a kept block in a replicated model. Reshard by default: the llama.
+    "both": a kept block in a replicated model.
     """
-    gloo2.run(trained, depth("chain", "gpt"), strategy, "aot_eager")
-
-
-@seldom
-def test_training_llama_equals_eager(gloo2: Pool) -> None:
-    gloo2.run(trained, "llama", "reshard", "aot_eager")
-
-
-@seldom
-@pytest.mark.parametrize("strategy", depth(["hsdp"], ["reshard", "hsdp"]))
-def test_training_on_four_ranks_equals_eager(gloo4: Pool, strategy: str) -> None:
-    """All ranks' graphs, which differ on gloo, have their collectives in the same order."""
-    gloo4.run(trained, depth("mlp", "gpt"), strategy, "aot_eager")
-
-
-@seldom
-@needs_cpp
-def test_training_by_inductor_equals_eager(gloo2: Pool) -> None:
-    gloo2.run(trained, depth("mlp", "gpt32"), "reshard", "inductor")
+    request.getfixturevalue(ranks).run(trained, which, strategy, backend)
 
 
 def on_gloo(rank: int) -> None:
     torch._dynamo.reset()
     graphs: list[GraphModule] = []
-    model, block = blocks_between(2)
-    spec = fs.by_type(block)(model).bound
+    model = chain(2)
+    spec = fs.by_type(Block)(model).bound
     params = fs.shard(model, spec)
     compile(training(loss_of(model, spec)), backend=recording(graphs))(params, zeros(params), *tokens(rank))
     nodes = list(graphs[0].graph.nodes)
@@ -503,8 +439,8 @@ def inductors(reshard: bool) -> tuple[str, int]:
     from torch._inductor.utils import run_and_get_code
 
     with world(4):
-        model, block = blocks_between(dim=64)
-        spec = fs.by_type(block, p=P("shard", reshard=reshard))(model.float()).bound  # torch 2.11: no attention of float64
+        model = chain(dim=64)
+        spec = fs.by_type(Block, p=P("shard", reshard=reshard))(model.float()).bound  # torch 2.11: no attention of float64
         params = fs.shard(model, spec)
         step, args = compile(training(loss_of(model, spec)), donate_argnums=(0, 1)), (params, zeros(params), *tokens(0))
         _, (code,) = run_and_get_code(step, *args)
@@ -586,8 +522,8 @@ def test_peak_memory_is_not_above_eager() -> None:
     second gathers and the early reductions it is half as much again.
     """
     with world(4):
-        model, block = blocks_between(dim=64)
-        spec = fs.by_type(block)(model.float()).bound
+        model = chain(dim=64)
+        spec = fs.by_type(Block)(model.float()).bound
         params = fs.shard(model, spec)
         loss = loss_of(model, spec)
 
@@ -600,30 +536,17 @@ def test_peak_memory_is_not_above_eager() -> None:
 
         limit = 1.02 * peak_bytes(eager, params, zeros(params), *tokens(0))
     assert inductors(True)[1] <= limit
-    if thorough():
-        assert limit < inductors(False)[1]  # three blocks of a Chain, all kept, are not more than eager's two and a gradient
-
-
-@seldom
-@needs_cpp
-@pytest.mark.usefixtures("no_kernels")
-def test_peak_memory_of_kept_units_is_above() -> None:
-    assert inductors(True)[1] < inductors(False)[1]
+    assert inductors(True)[1] < inductors(False)[1]  # with all units kept
 
 
 # --- donation ---
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=needs_cpp)]
 
-
-@at_most(1)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_donated_tensors_hold_the_new_values(backend: str) -> None:
+def test_donated_tensors_hold_the_new_values() -> None:
     """And what is returned is they, whether they require grad or not; what is not donated is left alone."""
     given, kept, leaf = torch.arange(3.0), torch.ones(3), torch.ones(3, requires_grad=True)
-    (a, b), total = compile(lambda donated, k: ([donated[0] + k, donated[1] * 2], k.sum()), donate_argnums=0, backend=backend)(
-        [given, leaf], kept
-    )
+    step = compile(lambda donated, k: ([donated[0] + k, donated[1] * 2], k.sum()), donate_argnums=0, backend="aot_eager")
+    (a, b), total = step([given, leaf], kept)
     assert a is given
     assert b is leaf
     assert given.tolist() == [1, 2, 3]
@@ -632,16 +555,14 @@ def test_donated_tensors_hold_the_new_values(backend: str) -> None:
     assert total == 3
 
 
-@at_most(1)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_donated_values_move(backend: str) -> None:
+def test_donated_values_move() -> None:
     """Old values that go to another donated tensor are read before they are written over."""
     now, before = torch.tensor([1.0, 2.0]), torch.zeros(2)
-    compile(lambda now, before: (now + 1, now.clone()), donate_argnums=(0, 1), backend=backend)(now, before)
+    compile(lambda now, before: (now + 1, now.clone()), donate_argnums=(0, 1), backend="aot_eager")(now, before)
     assert now.tolist() == [2, 3]
     assert before.tolist() == [1, 2]
     a, b = torch.tensor([1.0]), torch.tensor([2.0])
-    compile(lambda tree: {"a": tree["b"], "b": tree["a"]}, donate_argnums=0, backend=backend)({"a": a, "b": b})
+    compile(lambda tree: {"a": tree["b"], "b": tree["a"]}, donate_argnums=0, backend="aot_eager")({"a": a, "b": b})
     assert (a.item(), b.item()) == (2, 1)
 
 
@@ -674,12 +595,6 @@ def test_donation_errors(step: Step, args: list[Any], donate: int, error: type[E
         compile(step, donate_argnums=donate, backend="aot_eager")(*args)
 
 
-def test_tensor_given_away_twice() -> None:
-    x = torch.ones(2)
-    with pytest.raises(ValueError, match=r"donated argument 1\['b'\]: expected a tensor of its own"):
-        compile(lambda p, q: (p, q), donate_argnums=(0, 1), backend="aot_eager")({"a": x}, {"b": x})
-
-
 def test_donated_views_that_overlap() -> None:
     """What is written into one would be seen in the other."""
     step = compile(lambda p: {key: x * 2 for key, x in p.items()}, donate_argnums=0, backend="aot_eager")
@@ -688,6 +603,8 @@ def test_donated_views_that_overlap() -> None:
         step({"a": x[:4], "b": x[2:6]})
     with pytest.raises(ValueError, match="share memory"):
         step({"a": x[:8:2], "b": x[6:]})
+    with pytest.raises(ValueError, match=r"donated argument 0\['b'\]: expected a tensor of its own"):
+        step({"a": x, "b": x})
     assert x.equal(torch.arange(12.0))
     step({"a": x[:4], "b": x[4:]})
     assert x.equal(torch.arange(12.0) * 2)
