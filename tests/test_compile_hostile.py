@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, each, mark_seldom, seldom
 from ranks import Pool
-from test_compiled_units import AOT, EXACT, Leaf, batch, reset
+from test_compiled_units import AOT, EXACT, Branches, Leaf, Misfits, Writes, batch, reset
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
@@ -156,27 +155,9 @@ class Checkpoints(Leaf):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Branches(Leaf):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x) if x.sum() > 0 else x
-
-
 class Prints(Leaf):
     def forward(self, x: Tensor) -> Tensor:
         print("forward")
-        return self.l(x)
-
-
-class Warns(Leaf):
-    def forward(self, x: Tensor) -> Tensor:
-        logging.getLogger("test").warning("forward")
-        return self.l(x)
-
-
-class Writes(Leaf):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.l.weight.clamp_(-1, 1)
         return self.l(x)
 
 
@@ -194,11 +175,6 @@ class Differentiates(Leaf):
         return torch.autograd.grad(self.l(x).sum(), x)[0]
 
 
-class Misfits(Leaf):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x) @ x
-
-
 class BackwardHook(Leaf):
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +190,6 @@ HINTS: dict[type[nn.Module], str] = {
     Checkpoints: "forward uses torch.utils.checkpoint: expected P(remat=True) of the unit, or fs.remat",
     Branches: "forward has a branch, a size or an assertion that depends on values: expected torch.where",
     Prints: "forward prints or logs: expected that under `if not torch.compiler.is_compiling()`",
-    Warns: "forward prints or logs: expected that under",
     Recurrent: "expected torch._dynamo.config.allow_rnn = True, or P(compile=True) of units",
     Writes: "forward changes a parameter, a buffer or an argument in place: expected a new tensor",
     Keeps: "forward keeps a tensor that it computes, in a list",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from depth import at_most, depth, each, mark_seldom, seldom
 from ranks import Pool
 from test_collectives import Block, data, model
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_map
 
@@ -69,40 +69,22 @@ def compiled_and_eager(rank: int, transform: str, which: str) -> None:
     same(f(params, x), torch.compile(f, fullgraph=True, backend="aot_eager")(params, x))
 
 
-def traced_and_eager(rank: int, transform: str, which: str) -> None:
-    spec = specs()[which]
-    params, x = fs.shard(MODEL, spec), data(2)[rank]
-    f = step(transform, spec)
-    graph = make_fx(f)(params, x)
-    other = pytree.tree_map(lambda t: t.flip(0), (params, x))  # nothing of the example is baked in
-    same(f(*other), graph(*other))
-
-
 def same(expected: object, got: object) -> None:
     for a, b in zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True):
         assert a.abs().sum() > 0  # a lost backward is silently zero
         torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "grad of grad"))
-def test_compiled_equals_eager(gloo2: Pool, transform: str) -> None:
-    """One graph per step, values and gradients as without the compiler."""
-    gloo2.run(compiled_and_eager, transform, "blocks")
-
-
-@pytest.mark.parametrize("which", depth(["kept in a replicated one"], ["kept", "replicated"]))
-def test_compiled_equals_eager_for_every_strategy(gloo2: Pool, which: str) -> None:
-    """The same for ZeRO-2 and for DDP, by default of two units of one model."""
-    gloo2.run(compiled_and_eager, "fs.grad_and_value", which)
-
-
-@at_most(1)
 @pytest.mark.parametrize(
-    "transform", mark_seldom(["grad_and_value", "fs.grad_and_value", "grad of grad"], "fs.grad_and_value", "grad of grad")
+    ("transform", "which"),
+    [
+        *(pytest.param(name, "blocks", marks=[seldom] * (name != "grad of grad")) for name in TRANSFORMS),
+        *depth([("fs.grad_and_value", "kept in a replicated one")], [("fs.grad_and_value", w) for w in ("kept", "replicated")]),
+    ],
 )
-def test_traced_equals_eager(gloo2: Pool, transform: str) -> None:
-    """make_fx of the step, collectives and regathers included, is the step on other inputs as well."""
-    gloo2.run(traced_and_eager, transform, "blocks")
+def test_compiled_equals_eager(gloo2: Pool, transform: str, which: str) -> None:
+    """One graph per step, values and gradients as without the compiler; for ZeRO-2 and for DDP as well."""
+    gloo2.run(compiled_and_eager, transform, which)
 
 
 LOW = fs.Precision(param=torch.bfloat16, reduce=torch.float32, buffer=torch.bfloat16)
@@ -237,11 +219,11 @@ def attributes(model: nn.Module) -> list[Any]:
     return [{name: str(value) for name, value in vars(m).items() if name != "_parameters"} for m in model.modules()]
 
 
-def check(rank: int, which: str, compiler: str, derivative: str, p: Mapping[str, Any]) -> None:
+def check(rank: int, which: str, compiler: str, derivative: str) -> None:
     warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
     torch.manual_seed(0)
     model = nn.Sequential(MODULES[which](), nn.Linear(3, 3), MODULES[which]()).double()
-    spec = fs.by_type(Stateful, p=fs.P("shard", **p))(model).bound
+    spec = fs.by_type(Stateful, p=fs.P("shard", remat=dist.get_world_size() > 1))(model).bound
     params = fs.shard(model, spec)
 
     def step(params: fs.Params, x: Tensor) -> Any:
@@ -273,18 +255,15 @@ def check(rank: int, which: str, compiler: str, derivative: str, p: Mapping[str,
 
 @at_most(1)
 @each
+@pytest.mark.parametrize("ranks", mark_seldom(["alone", "gloo2"], "alone"))
 @pytest.mark.parametrize("derivative", mark_seldom(["grad", "hvp"], "grad"))
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("which", mark_seldom(MODULES, "Caches", "Counts"))
-def test_attributes_that_forward_sets_are_restored(alone: Pool, which: str, compiler: str, derivative: str) -> None:
-    """Counters, caches, deleted ones, new buffers, the training flag: equal to eager in every call."""
-    alone.run(check, which, compiler, derivative, {})
-
-
-@seldom
-def test_on_two_ranks(gloo2: Pool) -> None:
-    for which in depth(["Caches"], [*MODULES]):
-        gloo2.run(check, which, "fs.compile", "grad", {"remat": True})
+def test_attributes_that_forward_sets_are_restored(
+    request: pytest.FixtureRequest, which: str, compiler: str, derivative: str, ranks: str
+) -> None:
+    """Counters, caches, deleted ones, new buffers, the training flag: equal to eager in every call; on two ranks with remat."""
+    request.getfixturevalue(ranks).run(check, which, compiler, derivative)
 
 
 class Routes(Stateful):

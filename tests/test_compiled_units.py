@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from depth import at_most, depth, each, mark_seldom, seldom
+from models import unchanged
 from ranks import Pool
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -76,7 +77,8 @@ def trained(net: nn.Module, p: P, grad: Callable[[Loss], Any] = fs.grad, rank: i
     spec = spec.on({"shard": 1}) if options.pop("alone", True) else spec
     params = {key: 1.5 * shard for key, shard in fs.shard(net, spec).items()}  # not those of the model
     torch.manual_seed(rank + 1)
-    return grad(lambda params: fs.functional_call(net, params, (batch(rank),), spec=spec, **options).sin().sum())(params)
+    with unchanged(net):
+        return grad(lambda params: fs.functional_call(net, params, (batch(rank),), spec=spec, **options).sin().sum())(params)
 
 
 def test_one_compilation_serves_all_units_of_a_structure() -> None:
@@ -87,28 +89,23 @@ def test_one_compilation_serves_all_units_of_a_structure() -> None:
 
 
 @seldom
-def test_shapes() -> None:
-    """A second length makes one graph for all lengths."""
-    net = model(2)
-    spec = fs.by_type(Block, p=P("shard", compile=AOT))(net).on({"shard": 1})
-    params = fs.shard(net, spec)
+@pytest.mark.parametrize(
+    ("lengths", "scales", "graphs"),
+    [((5, 7, 9, 30, 5), (1.0,) * 5, [2, 4, 4, 4, 4]), ((3,) * 4, (0.1, 0.2, 0.3, 0.4), [1, 2, 2, 2])],
+    ids=["lengths", "numbers"],
+)
+def test_what_changes_compiles_once_more(lengths: tuple[int, ...], scales: tuple[float, ...], graphs: list[int]) -> None:
+    """A second length, or number, makes one graph for all."""
+    net = model(2) if len({*lengths}) > 1 else Block().double()
+    policy = fs.by_type(Block, p=P("shard", compile=AOT)) if len({*lengths}) > 1 else fs.policies.whole(P("shard", compile=AOT))
+    spec = policy(net).on({"shard": 1})
     made = []
-    for length in (5, 7, 9, 30, 5):
-        fs.grad(lambda p, n=length: fs.functional_call(net, p, torch.ones(n, 6).double(), spec=spec).sum())(params)
+    for length, scale in zip(lengths, scales, strict=True):
+        kwargs = {} if scale == 1 else {"scale": scale}
+        call = lambda p, n=length, k=kwargs: fs.functional_call(net, p, torch.ones(n, 6).double(), k, spec=spec)  # noqa: E731
+        fs.grad(lambda p, call=call: call(p).sum())(fs.shard(net, spec))
         made.append(counted()[0])
-    assert made == [2, 4, 4, 4, 4]
-
-
-@seldom
-def test_a_number_that_changes_does_not_compile_for_each() -> None:
-    net = Block().double()
-    spec = fs.policies.whole(P("shard", compile=AOT))(net).on({"shard": 1})
-    params = fs.shard(net, spec)
-    made = []
-    for scale in (0.1, 0.2, 0.3, 0.4):
-        fs.grad(lambda p, s=scale: fs.functional_call(net, p, batch(), {"scale": s}, spec=spec).sum())(params)
-        made.append(counted()[0])
-    assert made[1:] == [2, 2, 2]
+    assert made[1:] == graphs[1:]
 
 
 # --- equal to eager ---
@@ -143,39 +140,26 @@ EAGER = ("torch.func.grad", "vjp", "jvp", "hvp", "grad of grad")
 """Those in which torch runs no compiled code."""
 
 
-def equal_to_eager(rank: int, name: str, how: str, *, alone: bool) -> list[str]:
-    """Check a step with compiled units, and return what was warned of."""
+def equal_to_eager(rank: int, name: str, how: str) -> None:
+    """Check a step with compiled units."""
     reset()
-    options = {"alone": alone}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", fs._call.compiled_unit.CompileWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fs._call.compiled_unit.CompileWarning)
         for axes in ("shard", ()) if name != "params" else ("shard",):
-            expected = trained(model(), P(axes, **PS[name]), GRADS[how], rank, **options)
-            got = trained(model(), P(axes, **PS[name], compile=AOT), GRADS[how], rank, **options)
+            expected = trained(model(), P(axes, **PS[name]), GRADS[how], rank, alone=False)
+            got = trained(model(), P(axes, **PS[name], compile=AOT), GRADS[how], rank, alone=False)
             rounding = {"rtol": 1e-5, "atol": 1e-6} if name == "precision" else EXACT
             torch.testing.assert_close(got, expected, **rounding)
     assert (counted()[0] > 0) == (how not in EAGER)
-    return [str(warning.message) for warning in caught if warning.category is fs._call.compiled_unit.CompileWarning]
 
 
-@at_most(1)
-@each
-@pytest.mark.parametrize("how", GRADS)
-@pytest.mark.parametrize("name", PS)
-def test_alone(name: str, how: str) -> None:
-    equal_to_eager(0, name, how, alone=True)
-
-
-def on_two_ranks(rank: int, name: str, how: str) -> None:
-    equal_to_eager(rank, name, how, alone=False)
-
-
-@at_most(1)
+@at_most(2)
 @each
 @pytest.mark.parametrize("how", mark_seldom(GRADS, "fs.grad", "torch.func.grad"))
-@pytest.mark.parametrize("name", mark_seldom(PS, "shard", "remat", "save a name", "params"))
-def test_on_two_ranks(gloo2: Pool, name: str, how: str) -> None:
-    gloo2.run(on_two_ranks, name, how)
+@pytest.mark.parametrize("name", PS)
+@pytest.mark.parametrize("ranks", ["alone", "gloo2"])
+def test_equal_to_eager(request: pytest.FixtureRequest, ranks: str, name: str, how: str) -> None:
+    request.getfixturevalue(ranks).run(equal_to_eager, name, how)
 
 
 class Other(Block):
@@ -362,14 +346,6 @@ def test_a_recomputed_module_around_compiled_units_in_a_stack(way: str) -> None:
         else:
             results.append(torch.func.grad(squares(fs.remat(loss) if "remat" in way else loss))(params))
     torch.testing.assert_close(results[1], results[0], **EXACT)
-
-
-@seldom
-def test_the_model_is_left_as_it_was() -> None:
-    net = model()
-    before = [dict(vars(module)) for module in net.modules()]
-    trained(net, P("shard", compile=AOT))
-    assert [dict(vars(module)) for module in net.modules()] == before
 
 
 # --- what people write ---
@@ -588,19 +564,8 @@ def test_transformers_at_their_defaults(gloo2: Pool, name: str) -> None:
 # --- by .compile() ---
 
 
-def test_blocks_that_the_user_compiled() -> None:
-    net = model()
-    expected = trained(net, P("shard"))
-    for block in net[:4]:
-        block.compile(backend="aot_eager")
-    made = [block._compiled_call_impl for block in net]
-    reset()
-    torch.testing.assert_close(trained(net, P("shard")), expected, **EXACT)
-    assert counted() == (2, 0)
-    assert [block._compiled_call_impl for block in net] == made
-
-
-def test_a_skeleton_of_blocks_that_the_user_compiled() -> None:
+@pytest.mark.parametrize("is_bare", [False, True], ids=["model", "skeleton"])
+def test_blocks_that_the_user_compiled(is_bare: bool) -> None:
     net = model()
     spec = fs.by_type(Block)(net).on({"shard": 1})
     params = fs.shard(net, spec)
@@ -609,10 +574,11 @@ def test_a_skeleton_of_blocks_that_the_user_compiled() -> None:
     expected = loss(net)
     for block in net[:4]:
         block.compile(backend="aot_eager")
-    bare = fs.skeleton(net)
+    made = [block._compiled_call_impl for block in net]
     reset()
-    torch.testing.assert_close(loss(bare), expected, **EXACT)
+    torch.testing.assert_close(loss(fs.skeleton(net) if is_bare else net), expected, **EXACT)
     assert counted() == (2, 0)
+    assert [block._compiled_call_impl for block in net] == made
 
 
 def test_a_compiled_module_that_is_no_unit() -> None:
@@ -656,21 +622,6 @@ def test_units_inside_of_a_compiled_one() -> None:
         spec = fs.by_path({"0": P("shard", compile=AOT), "0.up": inner})(net).on({"shard": 1})
         with pytest.raises(ValueError, match=r"unit '0\.up' .* is inside of module '0', which is compiled as one"):
             fs.functional_call(net, fs.shard(net, spec), batch(), spec=spec)
-
-
-def test_a_second_derivative_of_compiled_code_is_refused() -> None:
-    def gradient(f: Loss, params: fs.Params) -> Tensor:
-        grads = torch.autograd.grad(f(params), list(params.values()), create_graph=True)
-        return sum((g.square().sum() for g in grads), torch.zeros((), dtype=torch.float64))
-
-    def double_backward(f: Loss) -> Callable[[fs.Params], Any]:
-        def run(params: fs.Params) -> Any:
-            return gradient(f, {key: p.requires_grad_() for key, p in params.items()}).backward()
-
-        return run
-
-    with pytest.raises(RuntimeError, match=r"module '3' with .* a gradient with create_graph=True, outside or inside"):
-        trained(model(), P("shard", compile=AOT), double_backward)
 
 
 def test_a_graph_break_with_fullgraph_is_an_error() -> None:
