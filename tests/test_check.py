@@ -29,7 +29,7 @@ import funshard as fs
 from funshard import _torch
 from funshard._core import ops
 from funshard.collectives import _rank_check as switch
-from funshard.collectives._rank_check import _find_user_line, _name_ranks, decide, meet
+from funshard.collectives._rank_check import _find_user_line, decide, meet
 
 RAISED = {"raise_in_forward": "a bad batch", "raise_in_backward": "a bad gradient", "raise_in_update": "a bad update"}
 DIFFERENT = {
@@ -531,12 +531,6 @@ def test_the_variable_takes_no_other_value() -> None:
 
 
 # --- Its parts ---
-
-
-def test_ranks_are_named() -> None:
-    assert _name_ranks([3]) == "rank 3"
-    assert _name_ranks([0, 2]) == "ranks 0, 2"
-    assert _name_ranks(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (20)"
 
 
 def test_the_line_is_the_users() -> None:

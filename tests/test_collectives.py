@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from collective_log import world
 from depth import seldom, some
 from hypothesis import given
@@ -400,43 +399,6 @@ def test_collectives_agree_with_simulated_ranks(gloo2: Pool) -> None:
 
 
 MODEL = model()
-
-
-def transform_results(mesh: Mesh, x: Tensor) -> dict[str, dict[str, Tensor]]:
-    m = MODEL
-    spec = fs.by_type(Block)(m).on(mesh)
-    params = fs.shard({k: v.detach() for k, v in m.named_parameters()}, spec)
-    v = {k: p.cos() for k, p in params.items()}
-
-    def loss(params: dict[str, Tensor]) -> Tensor:
-        penalty = sum((p**2).sum() for p in params.values())
-        return F.softplus(fs.functional_call(m, params, (x,), spec=spec)).sum() + 0.1 * penalty
-
-    def penalised(params: dict[str, Tensor]) -> Tensor:
-        return loss(params) + sum((g**3).sum() for g in torch.func.grad(loss)(params).values())
-
-    return {
-        "grad": torch.func.grad(loss)(params),
-        "fs.grad": fs.grad(loss)(params),
-        "hvp, jvp of grad": torch.func.jvp(torch.func.grad(loss), (params,), (v,))[1],
-        "hvp, grad of dot": torch.func.grad(lambda p: sum((g * v[k]).sum() for k, g in torch.func.grad(loss)(p).items()))(
-            params
-        ),
-        "grad of grad": torch.func.grad(penalised)(params),
-        "maml": torch.func.grad(lambda p: loss({k: p[k] - 0.1 * g for k, g in torch.func.grad(loss)(p).items()}))(params),
-    }
-
-
-def real_transforms(rank: int) -> dict[str, dict[str, Tensor]]:
-    return transform_results(Mesh.world(), data(2)[rank])
-
-
-def test_transforms_agree_with_simulated_ranks(gloo2: Pool) -> None:
-    simulated = fs.testing.spmd(transform_results, 2)(data(2))
-    for rank, real in enumerate(gloo2.run(real_transforms)):
-        for name, tree in real.items():
-            for key, value in tree.items():
-                torch.testing.assert_close(value, simulated[name][key][rank], rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
 
 
 LAYOUTS: dict[str, fs.P] = {

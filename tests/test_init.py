@@ -389,22 +389,6 @@ def test_a_parametrized_weight(norm: Callable[[nn.Module], nn.Module]) -> None:
     assert all(torch.linalg.matrix_norm(full[0].weight, 2) < 1.2 for _ in buffers)  # a spectral norm of about 1
 
 
-def test_wav2vec2() -> None:
-    """Its convolution has a weight_norm, and its _init_weights writes to what that computes, which is lost."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    conv = {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2}
-    config = transformers.Wav2Vec2Config(**sizes, **conv, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2)
-    full = transformers.Wav2Vec2Model(config)
-    model = fs.skeleton(full)
-    spec = fs.policies.whole()(model)
-    with pytest.raises(ValueError, match="init_fn can assign the weight"):
-        fs.init(model, spec, init_fn=by_owner(model), seed=0)
-    values = fs.unshard(fs.init(model, spec, init_fn=assigned(by_owner(model)), seed=0), spec)
-    for name, x in full.named_parameters():
-        if "parametrizations" in name:
-            assert 0.5 < values[name].norm() / x.detach().norm() < 2, name
-
-
 # --- Buffers. ---
 
 
@@ -743,27 +727,6 @@ def test_invalid_meta_device_init() -> None:
         with pytest.raises(ValueError, match=rf"without values: {', '.join(map(repr, params))}; expected them to be mat"):
             fs.functional_call(model, params, torch.tensor([1]), spec=spec)
         assert fs.functional_call(model, params, torch.tensor([1], device="meta"), spec=spec).is_meta
-
-
-def broadcast(rank: int) -> None:
-    torch.manual_seed(42)
-    full = Net()
-    model = fs.skeleton(full)
-    spec = fs.by_type(MLP)(model).bound
-    params = fs.shard(dict(full.named_parameters()) if rank == 0 else None, spec, src=0)
-    same(params, fs.shard(full, spec))
-    x = torch.randn(4, 5, dtype=torch.float64)
-    got, want = (
-        fs.grad_and_value(lambda p, m=m: fs.functional_call(m, p, (x,), spec=spec).sum())(p)
-        for m, p in ((model, params), (full, fs.shard(full, spec)))
-    )
-    same(got[0], want[0])
-    assert torch.equal(got[1], want[1])
-
-
-def test_rank0_broadcast_meta_device_init(gloo2: Pool) -> None:
-    """One rank's values on a model that is on the meta device: loss and gradients of the one that was sharded."""
-    gloo2.run(broadcast)
 
 
 def stepped(rank: int) -> None:

@@ -114,18 +114,6 @@ def test_units_are_freed_between_forward_and_backward(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
-def test_nothing_is_ahead_without_prefetch(way: str) -> None:
-    """prefetch=0: one block at a time."""
-    with world(4):
-        model = chain(blocks=5)
-        spec = fs.by_path({"*": fs.P("shard")})(model).bound
-        block = spec.padded_numel(spec.by_key["0"])
-        alive, after_forward, forward_peak, _ = watched(model, spec, way, prefetch=0)
-        assert (forward_peak, after_forward) == (block, [block])
-        assert alive.now() == []
-
-
-@pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
 def test_kept_units_live_until_their_backward(way: str) -> None:
     """P(reshard=False): gathered once, all alive after forward, none after backward."""
     with world(4):

@@ -25,43 +25,6 @@ FULL = fs.Precision(param=torch.float32, restore_outputs=True)
 # --- Sizes and leaves to the numel, as in test_wrap.py. ---
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "expected"),
-    [
-        (sequential(*NESTED), {}, {"2"}),  # test_auto_wrap_api: 60 >= 40, each layer is 30
-        (nn.Sequential(nn.ModuleList([nn.Linear(5, 5)] * 1), nn.ModuleDict({"a": nn.Linear(5, 5)})), {}, set()),
-        (nn.Sequential(nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])), {}, set()),  # ..._preset_exclude_wrap
-        (nn.Sequential(nn.ModuleList([nn.Linear(10, 10)])), {}, {"0.0"}),  # ..._exclude_wrap_include_children
-        (nn.Sequential(nn.ModuleDict({"a": nn.Linear(10, 10)})), {}, {"0.a"}),
-        (nn.Sequential(nn.Linear(10, 10), nn.MultiheadAttention(100, 1)), {}, {"0"}),  # ..._force_leaf
-        (nn.Sequential(nn.Linear(10, 10), nn.MultiheadAttention(100, 1)), {"force_leaf": ()}, {"0", "1", "1.out_proj"}),
-        (sequential(*NESTED, width=10), {"force_leaf": (nn.Linear,)}, {"2"}),  # ..._force_leaf_custom: no Linear
-        (sequential(None, width=10), {"force_leaf": (nn.Linear,)}, set()),
-        (sequential(None, (None,)), {"min_numel": 30}, {"0", "1.0"}),  # inclusive; nothing is left over for "1"
-        (sequential(None, (None,)), {"min_numel": 31}, set()),
-    ],
-)
-def test_a8_a9_a10_a11_sizes(model: nn.Module, options: dict[str, Any], expected: set[str]) -> None:
-    """Thresholds are inclusive, forced leaves and containers are no units, what a unit took counts no more above it."""
-    spec = fs.by_size(**{"min_numel": 40, **options})(model)
-    assert set(dict(spec.selected)) == expected
-    torch_options = {"force_leaf_modules": set(options["force_leaf"])} if "force_leaf" in options else {}
-    assert units_of(spec) == torch_units(model, size(options.get("min_numel", 40), **torch_options))
-
-
-def test_auto_wrap_with_ignored_modules() -> None:
-    """With one linear of the inner Sequential ignored, 30 < 40: no inner unit; always keeps the siblings and parents."""
-    model = sequential(*NESTED)
-    for item in ("2.0", model[2][0]):
-        assert fs.policies.ignoring(fs.by_size(40), modules=[item])(model).selected == ()
-        assert set(dict(fs.policies.ignoring(fs.policies.always(), modules=[item])(model).selected)) == {"0", "1", "2.1"}
-        assert set(
-            dict(fs.policies.ignoring(fs.policies.custom(lambda m: m is not model), modules=[item])(model).selected)
-        ) == {"0", "1", "2", "2.1"}
-    assert fs.policies.ignoring(fs.by_size(40), params=["2.0.weight"])(model).selected == ()  # 35
-    assert dict(fs.policies.ignoring(fs.by_size(40), params=[model[2][0].bias])(model).selected).keys() == {"2"}  # 55
-
-
 def test_main_wrap_api() -> None:
     """Threshold 0: every module is a unit with all options of the policy, an override beats one of them."""
     p = fs.P("shard", reshard=False, precision=BF16, remat=True, offload="activations", align=8)
@@ -105,18 +68,6 @@ def test_a12_shared_modules_and_tied_parameters_count_once() -> None:
     assert units_of(fs.by_size(5)(tied))[""] == {"0.0.weight"}
 
 
-def test_a14_a_shared_module_is_one_unit_under_all_its_names() -> None:
-    """torch's replacement leaves the second name raw; a spec replaces nothing, both names are in the unit."""
-    model = shared_below_two()
-    root = wrapped(model, wrap.ModuleWrapPolicy([nn.Linear]))
-    assert isinstance(root.a.x, Wrapper)
-    assert type(root.b.x) is nn.Linear
-    spec = fs.by_type(nn.Linear)(model)
-    assert spec.by_name["b.x.weight"] == spec.by_name["a.x.weight"]
-    assert spec.by_name["b.x.weight"][0].key == "a.x"
-    assert type(model.a.x) is type(model.b.x) is nn.Linear
-
-
 class Norms(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -148,20 +99,6 @@ def test_a17_full_precision_inherits_from_the_unit_around(model: nn.Module) -> N
     dropped = {param.name: (u.p.align, u.p.axis) for u in spec for param in u.params}
     kept = {param.name: (u.p.align, u.p.axis) for u in before(model) for param in u.params}
     assert dropped == kept
-
-
-def test_wrap_batchnorm_individually() -> None:
-    """Exactly the four batch norms, alone and or-ed with a never-policy; a container policy keeps them nested."""
-    model = Norms()
-    expected = {"bn1", "bn2", "bn3", "sync"}
-    for policy in (fs.by_type(_BatchNorm), fs.policies.override(fs.by_type(_BatchNorm), fs.policies.custom(lambda m: False))):
-        assert set(dict(policy(model).selected)) == expected
-    outer = nn.Sequential(model)
-    assert set(dict(fs.by_type(Norms)(outer).selected)) == {"0"}
-    assert set(dict(fs.policies.override(fs.by_type(Norms), fs.by_type(_BatchNorm))(outer).selected)) == {
-        "0",
-        *(f"0.{n}" for n in expected),
-    }
 
 
 def test_custom_policy_with_full_precision() -> None:
@@ -202,14 +139,6 @@ def test_a19_marks_are_enable_wrap_and_wrap() -> None:
     assert marked(copy.deepcopy(model)) == spec, "a copy is marked as well"
 
 
-def test_a13_a20_specs_are_data_and_nest() -> None:
-    """What torch refuses as already wrapped is one more entry here; of two wishes the second counts."""
-    model = sequential(*NESTED)
-    inner = fs.by_path({"2.1": fs.P("shard", align=4)})
-    assert units_of(fs.policies.override(inner, fs.by_path({"2": fs.P("shard")}))(model)).keys() == {"", "2", "2.1"}
-    assert dict(fs.policies.override(inner, fs.by_type(nn.Linear))(model).selected)["2.1"] == fs.P("shard")
-
-
 @given(modules())
 @example(nn.Sequential())
 def test_a15_the_root_owns_the_leftovers(model: nn.Module) -> None:
@@ -237,17 +166,6 @@ def test_a21_frozen_parameters_are_units_of_their_own() -> None:
     assert [unit.key for unit in lora] == ["", "0"]
 
 
-def test_a22_tied_weights_live_in_the_common_ancestor() -> None:
-    """Two units share a weight: one owner above both, no second copy, both names find it."""
-    model = nn.Sequential(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)), nn.Linear(7, 2))
-    model[0][1].weight = model[0][0].weight
-    spec = fs.policies.always()(model)
-    assert units_of(spec) == {"": {"0.0.weight"}, "0.0": set(), "0.1": set(), "1": {"1.weight", "1.bias"}}
-    assert units_of(fs.by_type(nn.Sequential)(model))["0"] == {"0.0.weight"}
-    (unit, param) = spec.by_name["0.1.weight"]
-    assert (unit.key, param.names) == ("", ("0.0.weight", "0.1.weight"))
-
-
 def test_a23_one_policy_type_serves_checkpointing() -> None:
     """The units with remat are the modules that apply_activation_checkpointing wraps under the same policy."""
     model = sequential(*NESTED)
@@ -262,11 +180,6 @@ def test_a23_one_policy_type_serves_checkpointing() -> None:
     assert {unit.path for unit in spec if unit.p.remat} == places == {"0", "1", "2.0", "2.1"}
 
 
-def test_full_precision_of_no_precision() -> None:
-    """Where nothing is cast, nothing is to be cast back."""
-    assert all(unit.p == fs.P("shard") for unit in fs.policies.full_precision(fs.policies.whole())(Norms()))
-
-
 def test_mixed_precision_resnet() -> None:
     """As many full-precision units as there are batch norms, whatever the policy and although the rest is bf16."""
     with torch.device("meta"):
@@ -276,21 +189,3 @@ def test_mixed_precision_resnet() -> None:
     for policy in (fs.policies.whole(p), fs.policies.always(p), fs.by_type(*made.blocks, p=p), fs.by_size(50, p=p)):
         assert {unit.path for unit in fs.policies.full_precision(policy)(made.model) if unit.p.precision == FULL} == norms
     assert len(norms) > 3
-
-
-@pytest.mark.parametrize("policy", [fs.by_size(0), fs.by_size(40), fs.policies.always(), fs.policies.whole()])
-def test_auto_wrap_smoke_test(policy: fs.Policy) -> None:
-    """One rank: six SGD steps on the units of each policy are the plain model's."""
-    model, x = sequential(*NESTED).double(), torch.randn(4, 5, dtype=torch.float64)
-    spec = policy(model).on({"shard": 1})
-    params = fs.shard(model, spec, rank=0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(6):
-        grads = fs.grad(lambda params: (fs.functional_call(model, params, (x,), spec=spec) ** 2).sum())(params)
-        params = {key: p - 0.1 * grads[key] for key, p in params.items()}
-    for _ in range(6):
-        optimizer.zero_grad()
-        (model(x) ** 2).sum().backward()
-        optimizer.step()
-    for name, value in fs.unflatten(params, spec).items():
-        torch.testing.assert_close(value, model.get_parameter(name).detach(), rtol=1e-9, atol=1e-9)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +46,6 @@ from wrap_oracle import NESTED, sequential
 
 import funshard as fs
 from funshard import P
-from funshard.collectives import Mesh
 from funshard.policies import Policy
 
 # --- models of the claims ---
@@ -548,30 +545,6 @@ def test_train_shared_params_uneven_shard(rank: int) -> None:
     assert changed.all()
 
 
-@pytest.mark.parametrize(
-    "policy", [fs.policies.always(), fs.by_size(1), fs.policies.ignoring(fs.policies.whole(), modules=["0.in_proj"])]
-)
-def test_layer_by_layer_shard_no_false_positive(policy: Policy) -> None:
-    """Nothing holds a model that was dropped, so ids come again; they are not mistaken for shared modules."""
-
-    def use(model: nn.Module) -> tuple[weakref.ref[nn.Module], int]:
-        spec = policy(model).bound
-        fs.grad(lambda p: squared(sharded_call(model, p, spec), numbers(0, 0)))(fs.shard(model, spec))
-        assert all(param.aliases == () for unit in spec for param in unit.params)
-        return weakref.ref(model), id(model[0].in_proj.weight)
-
-    gc.disable()
-    try:
-        ids: list[int] = []
-        while len(set(ids)) == len(ids) < 2000:
-            dropped, id_ = use(chain(2))
-            assert dropped() is None
-            ids.append(id_)
-    finally:
-        gc.enable()
-    assert len(set(ids)) < len(ids)
-
-
 @every(given=[False, True], way=MAIN_WAYS)
 @real_ranks(2)
 def test_ignored_modules_and_mixture_of_experts(rank: int, way: str, given: bool) -> None:
@@ -745,48 +718,6 @@ def test_param_change_after_init(rank: int) -> None:
 
 
 @real_ranks(2)
-def test_set_reduce_scatter_divide_factor(rank: int) -> None:
-    """reduce="sum" leaves the division to the loss: gradients are the sum over ranks divided by any factor."""
-    model, x = Net(), numbers(rank, 0)
-    spec = fs.by_type(MLP)(model).bound
-    loss = lambda p: fs.functional_call(model, p, x, spec=spec, reduce="sum").sum() / 5  # noqa: E731
-    grads = fs.unshard(fs.grad(loss)(fs.shard(model, spec)), spec)
-    (model(x).sum() / 5).backward()
-    same(grads, {name: 2 * g for name, g in average_gradients(model).items()}, "sum over two ranks")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_collective_ops_over_128_ranks(dtype: torch.dtype) -> None:
-    """Odd sizes over 128 ranks: the gather restores every tensor, and gradients of rank % 8 reduce to their mean."""
-    sizes = [17, 1, 3, 64, 129, 5, 2, 31]
-    model = nn.ParameterList([torch.arange(float(n)).to(dtype) for n in sizes])
-    full = dict(model.named_parameters())
-
-    def run(mesh: Mesh, rank: Tensor) -> tuple[fs.Params, fs.Params]:
-        spec = fs.policies.whole()(model).on(mesh)
-        shards = fs.shard({name: p.detach() for name, p in full.items()}, spec)
-        grads = fs.grad(lambda p: sum((t * (rank % 8)).sum() for t in fs.unshard(p, spec).values()))(shards)
-        return fs.unshard(shards, spec), fs.unshard(grads, spec)
-
-    gathered, grads = fs.testing.spmd(run, 128)(torch.arange(128).to(dtype))
-    for name, p in full.items():
-        assert torch.equal(gathered[name], p.detach().expand(128, -1))
-        assert torch.equal(grads[name], torch.full_like(p, 3.5).expand(128, -1))
-
-
-@real_ranks(4)
-def test_shard_placement_fn_contiguous_params_grads(rank: int) -> None:
-    """Gathered parameters, shards and gradients are contiguous."""
-    model = Net()
-    spec = fs.by_type(MLP)(model).bound
-    params = fs.shard(model, spec)
-    grads = fs.grad(lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
-    tensors = [*fs.unshard(params, spec).values(), *params.values(), *grads.values()]
-    assert all(t.is_contiguous() for t in tensors)
-    assert {k: g.shape for k, g in grads.items()} == {k: p.shape for k, p in params.items()}
-
-
-@real_ranks(2)
 def test_fsdp_same_model_across_ranks(rank: int) -> None:
     """Ranks that initialised differently all train rank 0's parameters after scatter_full."""
     torch.manual_seed(rank)
@@ -798,24 +729,6 @@ def test_fsdp_same_model_across_ranks(rank: int) -> None:
     same(fs.unshard(params, spec), dict(expected.named_parameters()), "rank 0's parameter")
     x = numbers(0, 0)
     assert_close(sharded_call(model.eval(), params, spec)(x), plain_call(expected.eval())(x))
-
-
-def test_str_of_an_unbound_spec_with_an_unknown_axis() -> None:
-    """Printing never raises: a spec for a mesh that is still to come shows its sizes as on one rank."""
-    table = str(fs.policies.whole(P(("expert", "shard"), align=1))(nn.Linear(2, 3)))
-    assert "P(('expert', 'shard'), align=1)" in table
-    assert table.splitlines()[-1].split() == ["total", "unbound:", "as", "on", "one", "rank", "2", "9", "0", "36"]
-
-
-@every(dtype=[torch.float32, torch.float16], tied=[False, True])
-def test_output_with_and_without_shared_params(tied: bool, dtype: torch.dtype) -> None:
-    """Flattened or not, in full and in half precision: bit for bit the same output."""
-    model, ids = Transformer(tied=tied).to(dtype), torch.arange(6).view(2, 3)
-    for policy in (fs.policies.whole(), fs.by_type(Block), fs.policies.always()):
-        spec = policy(model).on({"shard": 1})
-        out = fs.functional_call(model, fs.shard(model, spec), ids, spec=spec)
-        assert out.dtype == dtype
-        assert torch.equal(out, model(ids))
 
 
 @real_ranks(2)
@@ -899,20 +812,3 @@ def test_checkpoint_inside_is_an_error(rank: int, way: str, reentrant: bool) -> 
     message = r"unit 'blocks\.0': torch\.utils\.checkpoint inside functional_call.*checkpoint the functional_call as a whole"
     with unchanged(model), pytest.raises(RuntimeError, match=message):
         WAYS[way](lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
-
-
-@every(sizes=[{"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2, "shard": 1}, {"shard": 1}], reduce=["mean", "sum"])
-def test_singleton_copy_division(sizes: dict[str, int], reduce: str) -> None:
-    """On any mesh, of one rank too, the sum over ranks is divided exactly once, or never: by the number of ranks."""
-    model = nn.Linear(2, 3, bias=False).double()
-    ranks = torch.Size(sizes.values()).numel()
-
-    def run(mesh: Mesh, x: Tensor) -> Tensor:
-        spec = fs.policies.whole()(model).on(mesh)
-        call = lambda p: fs.functional_call(model, p, x[None], spec=spec, reduce=reduce)  # noqa: E731
-        grads = fs.grad(lambda p: call(p).sum())(fs.shard(model, spec))
-        return fs.unshard(grads, spec)["weight"]
-
-    xs = 12.0 * torch.arange(1, 2 * ranks + 1, dtype=torch.float64).view(ranks, 2)
-    expected = xs.sum(0) / (ranks if reduce == "mean" else 1)
-    assert torch.equal(fs.testing.spmd(run, sizes)(xs), expected.expand(ranks, 3, 2))

@@ -269,37 +269,6 @@ def test_what_backward_does_not_read_is_not_gathered_ahead(prefetch: int) -> Non
         assert gathered(events.backward) == Counter("1")
 
 
-class Whole(TorchDispatchMode):
-    """How many buffers are alive that a reduce-scatter has read, at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, weakref.ref[Any]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name == "_c10d_functional::reduce_scatter_tensor":
-            storage = args[0].untyped_storage()
-            self.seen[storage._cdata] = weakref.ref(storage)
-        out = func(*args, **(kwargs or {}))
-        self.most = max(self.most, sum(ref() is not None for ref in self.seen.values()))
-        return out
-
-
-@every(same_sizes=[True, False], in_flight=[1, 2, 3])
-def test_whole_gradients_alive(in_flight: int, same_sizes: bool) -> None:
-    """At most one more than are in flight, and none when backward has ended."""
-    with world(8):
-        model = Net(6) if same_sizes else Blocks(6)
-        spec = fs.by_type(MLP, p=CLOSE)(model).bound
-        params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
-        y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, in_flight=in_flight).sum()
-        with Whole() as whole:
-            y.backward()
-        assert in_flight <= whole.most <= in_flight + 1
-        assert [ref for ref in whole.seen.values() if ref() is not None] == []
-
-
 # --- the order ---
 
 

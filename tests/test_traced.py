@@ -121,17 +121,6 @@ def test_traced_training(rank: int, strategy: str, way: str, optimizer: str) -> 
     check_traced_training(rank, 2, spec_on(strategy), way, optimizer)
 
 
-def hsdp() -> Mesh:
-    return Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-@pytest.mark.parametrize("way", depth(["fs"], ["fs", "torch.func"]))
-@real_ranks(4)
-def test_traced_hsdp_training(rank: int, way: str) -> None:
-    """The same over a mesh of two axes."""
-    check_traced_training(rank, 4, spec_on("shard", hsdp()), way, "adamw")
-
-
 def recorded(graph: torch.fx.Graph) -> list[str]:
     """The collectives in a graph; nothing but operators may be in it."""
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
@@ -394,25 +383,6 @@ def test_functionalize_takes_no_custom_function() -> None:
         ):
             with pytest.raises(RuntimeError, match="Functionalize rule for custom_function_call"):
                 f()
-
-
-@at_most(1)
-@each(way=["fs", "torch.func"], strategy=STRATEGIES)
-@real_ranks(2)
-def test_functionalize_of_a_traced_step(rank: int, strategy: str, way: str) -> None:
-    """What make_fx recorded can be functionalized, run or recorded again: without any mutation, and the same."""
-    spec = spec_on(strategy)
-    params, x = fs.shard(MODEL, spec), batch(rank, 0)
-    f = lambda params, x: WAYS[way](lambda p: sharded(spec)(p, x))(params)  # noqa: E731
-    graph = make_fx(f)(params, x)
-    again = make_fx(functionalize(graph, remove="mutations_and_views"))(params, x)
-    for node in again.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
-            assert not node.target._schema.is_mutable
-    other = {k: p.cos() for k, p in params.items()}
-    expected = f(other, batch(rank, 1))
-    for g in (functionalize(graph), again):
-        assert_close(g(other, batch(rank, 1)), expected, rtol=1e-13, atol=1e-15)
 
 
 # --- Jacobians ---
