@@ -348,7 +348,8 @@ def trained(rank: int, which: str, strategy: str, backend: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, block, by_call = models(which, depth(1, 2))
-    p = {"keep": P("shard", reshard=False), "replicate": P(), "low": P("shard", precision=LOW)}.get(strategy, P("shard"))
+    options = {"keep": {"reshard": False}, "low": {"precision": LOW}, "remat": {"remat": True}}
+    p = P() if strategy == "replicate" else P("shard", **options.get(strategy, {}))
     policy = fs.by_path({"": P(), "blocks.0": P("shard", reshard=False)}) if strategy == "both" else fs.by_type(block, p=p)
     spec = policy(model)
     sizes = {"replicate": 2, "shard": 2} if strategy == "hsdp" else {"shard": dist.get_world_size()}
@@ -378,6 +379,7 @@ TRAINED = [
     *depth([], [("gloo2", "gpt", strategy, "aot_eager") for strategy in ("reshard", "keep", "replicate")]),
     pytest.param("gloo2", depth("chain", "gpt"), "low", "aot_eager", marks=[low_precision, seldom]),
     pytest.param("gloo2", "llama", "reshard", "aot_eager", marks=seldom),
+    pytest.param("gloo2", "llama", "remat", "aot_eager", marks=[low_precision, seldom]),
     pytest.param("gloo4", depth("mlp", "gpt"), "hsdp", "aot_eager", marks=seldom),
     pytest.param("gloo2", depth("mlp", "gpt32"), "reshard", "inductor", marks=[seldom, needs_cpp]),
 ]

@@ -7,8 +7,7 @@ import functools
 import pytest
 import torch
 from collective_log import Collectives, world
-from depth import depth, each, mark_seldom, seldom
-from ranks import Pool
+from depth import depth, mark_seldom, seldom
 from test_compile import Chain, Read, Step, common, models, recording, same, tokens
 from torch import Tensor
 from torch.distributed import get_world_size
@@ -163,7 +162,7 @@ STRATEGIES = {
 }
 
 
-def equal_to_eager(rank: int, transform: str, which: str, strategy: str, backend: str = "aot_eager") -> None:
+def equal_to_eager(rank: int, transform: str, which: str, strategy: str) -> None:
     torch._dynamo.reset()
     model, block, by_call = models(which, 2)
     sizes = {"replicate": 2, "shard": 2} if strategy == "hsdp" else {"shard": get_world_size()}
@@ -176,7 +175,7 @@ def equal_to_eager(rank: int, transform: str, which: str, strategy: str, backend
             return by_call(lambda *a, **k: fs.functional_call(model, params, a, k, spec=spec), x, y)
 
     step = steps(loss, spec)[transform]
-    compiled = compile(step, backend=backend)
+    compiled = compile(step, backend="aot_eager")
     for i in range(2):
         same(compiled(params, *tokens(rank, i)), step(params, *tokens(rank, i)))
 
@@ -184,24 +183,23 @@ def equal_to_eager(rank: int, transform: str, which: str, strategy: str, backend
 TRANSFORMS = ["jvp", "hvp", "hvp in reverse", "grad of grad", "vjp of grad", "maml", "per sample", "per sample, clipped"]
 
 
-@each
-@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "hvp"))
-@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "reshard"))
-def test_higher_orders_equal_eager(gloo2: Pool, strategy: str, transform: str) -> None:
-    gloo2.run(equal_to_eager, transform, depth("chain", "gpt"), strategy)
+OF_TRANSFORMERS = [(which, name) for which in ("gpt", "llama") for name in ("hvp", "grad of hvp")]
+ON_FOUR = ["hvp", "grad of grad", "per sample, clipped"]
+CASES = [
+    *(("gloo2", depth("chain", "gpt"), strategy, name) for name in TRANSFORMS for strategy in STRATEGIES),
+    *(("gloo2", which, "reshard", name) for which, name in OF_TRANSFORMERS),
+    *(("gloo4", "chain", "hsdp", name) for name in ON_FOUR),
+]
+USUAL = ("gloo2", depth("chain", "gpt"), "reshard", "hvp")
 
 
-@seldom
-@pytest.mark.parametrize("transform", ["hvp", "grad of hvp"])
-@pytest.mark.parametrize("which", ["gpt", "llama"])
-def test_higher_orders_of_transformers_equal_eager(gloo2: Pool, which: str, transform: str) -> None:
-    gloo2.run(equal_to_eager, transform, which, "reshard")
-
-
-@seldom
-@pytest.mark.parametrize("transform", ["hvp", "grad of grad", "per sample, clipped"])
-def test_higher_orders_on_four_ranks_equal_eager(gloo4: Pool, transform: str) -> None:
-    gloo4.run(equal_to_eager, transform, "chain", "hsdp")
+@pytest.mark.parametrize(
+    ("ranks", "which", "strategy", "transform"), [pytest.param(*case, marks=[seldom] * (case != USUAL)) for case in CASES]
+)
+def test_higher_orders_equal_eager(
+    request: pytest.FixtureRequest, ranks: str, which: str, strategy: str, transform: str
+) -> None:
+    request.getfixturevalue(ranks).run(equal_to_eager, transform, which, strategy)
 
 
 @pytest.mark.parametrize("options", [{"prefetch": -1}, {"in_flight": 0}], ids=str)

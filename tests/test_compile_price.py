@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 
 import funshard as fs
-from funshard._torch import find_by_graph_key
 
 PACKAGE = Path(fs.__file__).parent
 
@@ -131,31 +129,6 @@ def test_equal_specs_share_a_graph(request: pytest.FixtureRequest, ranks: str) -
     """A spec that is made anew, with the same contents, does not compile again; any other does, and has its own values."""
     pool: Pool = request.getfixturevalue(ranks)
     pool.run(compiles)
-
-
-def test_graph_keys() -> None:
-    """Equal contents have the same graph key, by which a spec is found while any of them lives; others have another."""
-    model = chain(2)
-    one, two = (fs.by_type(Block)(model).on({"shard": 1}) for _ in range(2))
-    assert one._graph_key
-    assert one._graph_key == two._graph_key
-    others = [
-        fs.by_type(Block)(model).on({"data": 1, "shard": 1}),
-        fs.by_type(Block, p=fs.P("shard", reshard=False))(model).on({"shard": 1}),
-        one.ordered(one.by_key),
-        fs.by_type(Block)(chain(3)).on({"shard": 1}),
-    ]
-    assert len({one._graph_key, *(spec._graph_key for spec in others)}) == 5
-    known = one._graph_key
-    del one
-    gc.collect()
-    assert find_by_graph_key(known) == two
-    assert pickle.loads(pickle.dumps(two)).on({"shard": 1})._graph_key == known
-    del two
-    gc.collect()
-    three = fs.by_type(Block)(model).on({"shard": 1})
-    assert find_by_graph_key(three._graph_key) is three
-    assert not fs.by_type(Block)(model)._graph_key  # bound to nothing yet
 
 
 @pytest.mark.parametrize("given", depth(["all"], ["none", "some", "all"]))

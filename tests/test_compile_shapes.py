@@ -44,10 +44,9 @@ def marked(*tensors: Tensor) -> None:
 EPOCHS = [(4, 8)] * 2 + [(3, 8)] + [(4, 8)] * 2 + [(3, 8)]
 """Two, with a last smaller batch."""
 LENGTHS = [(4, 8), (4, 7), (4, 5), (4, 3), (4, 8)]
-BOTH = [(4, 8), (3, 8), (5, 6), (2, 3), (4, 8)]
 
 
-def graphs_of(shapes: list[tuple[int, int]], *, mark: bool = False, which: str = "gpt", **options: Any) -> list[int]:
+def graphs_of(shapes: list[tuple[int, int]], *, which: str, **options: Any) -> list[int]:
     """How many graphs there are after each of these batches, for a GPT or a Chain that is trained on a rank of 4."""
     counts: list[int] = []
     with world(4):
@@ -58,8 +57,6 @@ def graphs_of(shapes: list[tuple[int, int]], *, mark: bool = False, which: str =
         state = zeros(params)
         for size, length in shapes:
             x, y = batch(size, length)
-            if mark:
-                marked(x, y)
             step(params, state, x, y)
             counts.append(counters["stats"]["unique_graphs"])
     return counts
@@ -68,26 +65,17 @@ def graphs_of(shapes: list[tuple[int, int]], *, mark: bool = False, which: str =
 @seldom
 @needs_forward
 @pytest.mark.parametrize(
-    "options", mark_seldom([{"dynamic": True}, {"mark": True}], {"dynamic": True}), ids=["dynamic", "marked"]
+    ("shapes", "options", "counts"),
+    [
+        (EPOCHS, {}, [1, 1, 2, 2, 2, 2]),
+        (LENGTHS, {}, [1, 2, 2, 2, 2]),
+        ([(4, 8), (3, 8), (2, 8), (3, 8), (4, 8)], {"dynamic": False}, [1, 2, 3, 3, 3]),
+    ],
+    ids=str,
 )
-def test_one_graph(options: dict[str, bool]) -> None:
-    """For any size and length, with torch.compile's option or marks on the batch."""
-    assert graphs_of(BOTH, **options) == [1] * len(BOTH)
-
-
-@seldom
-@needs_forward
-@pytest.mark.parametrize("shapes", depth([EPOCHS], [EPOCHS, LENGTHS]), ids=str)
-def test_a_second_shape_compiles_once_more(shapes: list[tuple[int, int]]) -> None:
-    """Without either, the second size or length compiles once more, and others after it do not."""
-    changed = [shape != shapes[0] for shape in shapes]
-    assert graphs_of(shapes, which=depth("chain", "gpt")) == [1 + any(changed[: i + 1]) for i in range(len(shapes))]
-
-
-@seldom
-def test_constant_shapes() -> None:
-    """With dynamic=False each shape has its graph, and is not compiled again."""
-    assert graphs_of([(4, 8), (3, 8), (2, 8), (3, 8), (4, 8)], which="chain", dynamic=False) == [1, 2, 3, 3, 3]
+def test_graphs_by_shapes(shapes: list[tuple[int, int]], options: dict[str, bool], counts: list[int]) -> None:
+    """The second size or length compiles once more, and others after it do not; with dynamic=False each shape has its graph."""
+    assert graphs_of(shapes, which=depth("chain", "gpt"), **options) == counts
 
 
 @seldom
@@ -116,7 +104,8 @@ STRATEGIES = {
 }
 
 
-def trained(rank: int, strategy: str, *, mark: bool, which: str = "gpt", backend: str = "aot_eager") -> None:
+def trained(rank: int, strategy: str, mark: bool, which: str, backend: str) -> None:
+    warnings.filterwarnings("ignore", "`torch.jit.script_method`")
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
@@ -142,24 +131,10 @@ def trained(rank: int, strategy: str, *, mark: bool, which: str = "gpt", backend
 @each
 @pytest.mark.parametrize("mark", mark_seldom([False, True], False), ids=["dynamic", "marked"])
 @pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "reshard"))
-def test_shapes_that_change_equal_eager(gloo2: Pool, strategy: str, mark: bool) -> None:
+@pytest.mark.parametrize("backend", mark_seldom(["aot_eager", "inductor"], "aot_eager"))
+def test_shapes_that_change_equal_eager(gloo2: Pool, backend: str, strategy: str, mark: bool) -> None:
     """With parameters and state given away, by one graph, on ranks whose batches have other sizes and lengths."""
-    gloo2.run(trained_on, strategy, mark)
-
-
-def trained_on(rank: int, strategy: str, mark: bool) -> None:
-    trained(rank, strategy, mark=mark, which=depth("chain", "gpt"))
-
-
-def trained_by_inductor(rank: int) -> None:
-    warnings.filterwarnings("ignore", "`torch.jit.script_method`")
-    trained(rank, "reshard", mark=False, which="chain", backend="inductor")
-
-
-@seldom
-@needs_forward
-def test_shapes_that_change_by_inductor_equal_eager(gloo2: Pool) -> None:
-    gloo2.run(trained_by_inductor)
+    gloo2.run(trained, strategy, mark, depth("chain", "gpt") if backend == "aot_eager" else "chain", backend)
 
 
 @seldom

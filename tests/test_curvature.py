@@ -180,35 +180,9 @@ def with_scipy(rank: int) -> None:
 
 
 @seldom
-def test_scipy() -> None:
-    """Its own solvers on the operator: the same numbers as ours."""
-    pytest.importorskip("scipy")
-    with_scipy(0)
-
-
-@seldom
 def test_scipy_on_two_ranks(gloo2: Pool) -> None:
     pytest.importorskip("scipy")
     gloo2.run(with_scipy)
-
-
-@pytest.mark.filterwarnings("ignore")
-@seldom
-def test_curvlinops() -> None:
-    """Its Gauss-Newton matrix of the whole batch; its Hessian is not right for a layer norm (reverse over forward in torch)."""
-    curvlinops = pytest.importorskip("curvlinops")
-    spec, data = POLICY(MODEL).bound, [(X.flatten(0, 1), Y.flatten())]
-    ours = operators(spec, *data[0])
-    v = fs.random_like(ours["ggn"].params, spec, 0)
-    whole = flat(fs.unshard(v, spec))
-    params = list(MODEL.parameters())
-    theirs = {
-        "ggn": curvlinops.GGNLinearOperator(MODEL, nn.CrossEntropyLoss(), params, data),
-        "fisher": curvlinops.EFLinearOperator(MODEL, nn.CrossEntropyLoss(), params, data),
-    }
-    for name, other in theirs.items():
-        got = flat(fs.unshard(ours[name] @ v, spec))
-        assert_close(got, torch.as_tensor(other @ whole).double(), rtol=1e-7, atol=1e-9, msg=name)
 
 
 # --- what ends early, and what is refused ---

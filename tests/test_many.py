@@ -7,7 +7,6 @@ policies and meshes of simulated ranks, and two real ranks.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,9 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import strategies
 import torch
-import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import at_most, depth, each, mark_seldom
+from depth import at_most, depth, mark_seldom
 from gradient_cases import Case, agree, assert_shards_of_mean, cases, inputs, mean_loss, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -289,111 +287,6 @@ class Convex(nn.Module):
 
 
 CONVEX = Convex().double()
-POLICIES = {
-    "whole": fs.policies.whole(),
-    "linear": fs.by_type(nn.Linear),
-    "replicated": fs.policies.whole(fs.P()),
-    "mixed": fs.by_path({"direct": fs.P("shard", align=4), "squares": fs.P()}),
-}
-SAMPLES = 12
-
-
-def convex_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """To train on and to validate."""
-    generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(2, SAMPLES, 3, generator=generator).double(), torch.randint(4, (2, SAMPLES), generator=generator)
-    return x[0], y[0], x[1], y[1]
-
-
-@functools.cache
-def exact_hypergradient(spec: fs.PartitionSpec) -> tuple[fs.Params, fs.Params]:
-    """The minimum by Newton's method with a dense Hessian, and the gradient of the validation loss there.
-
-    Of a logarithm of a strength for each unit. One step of Newton's method from the minimum, with the step's matrix
-    held, has the derivative of the minimum itself.
-    """
-    x, y, x_val, y_val = convex_data()
-    owner = {name: unit.key for name, (unit, _) in spec.by_name.items()}
-    names = [name for name, _ in CONVEX.named_parameters()]
-    shapes = [p.shape for p in CONVEX.parameters()]
-
-    def tree(w: Tensor) -> fs.Params:
-        pieces = w.split([shape.numel() for shape in shapes])
-        return {name: piece.view(shape) for name, piece, shape in zip(names, pieces, shapes, strict=True)}
-
-    def training(w: Tensor, s: Tree) -> Tensor:
-        t = tree(w)
-        fit = F.cross_entropy(torch.func.functional_call(CONVEX, t, (x,)), y)
-        return fit + sum(s[owner[name]].exp() / 2 * (p**2).sum() for name, p in t.items())
-
-    def newton(w: Tensor, s: Tree) -> Tensor:
-        return w - torch.linalg.solve(torch.func.hessian(training)(w, s).detach(), grad(training)(w, s))
-
-    s = {unit.key: torch.tensor(0.1 + 0.1 * i).log().double() for i, unit in enumerate(spec)}
-    w = torch.zeros(sum(shape.numel() for shape in shapes)).double()
-    for _ in range(12):
-        w = newton(w, s)
-    assert grad(training)(w, s).norm() < 1e-14
-    matrix = torch.func.hessian(training)(w, s)
-
-    def validation(s: Tree) -> Tensor:
-        end = tree(w - torch.linalg.solve(matrix, grad(training)(w, s)))
-        return F.cross_entropy(torch.func.functional_call(CONVEX, end, (x_val,)), y_val)
-
-    return tree(w), grad(validation)(s)
-
-
-def sharded_hypergradient(mesh: Mesh, policy: fs.Policy, minimum: fs.Params, samples: list[Tensor]) -> fs.Params:
-    """By conjugate gradients on shards, from each rank's samples."""
-    spec = policy(CONVEX).on(mesh)
-    dot = dot_of(spec)
-    x, y, x_val, y_val = samples
-    params = fs.shard(minimum, spec)
-    s = {unit.key: torch.tensor(0.1 + 0.1 * i).log().double() for i, unit in enumerate(spec)}
-
-    def call(p: fs.Params, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(fs.functional_call(CONVEX, p, (x,), spec=spec), y)
-
-    def training(p: fs.Params, s: Tree) -> Tensor:
-        return call(p, x, y) + sum(s[k].exp() / 2 * (w**2).sum() for k, w in p.items())
-
-    b = fs.grad(call)(params, x_val, y_val)
-    q = conjugate_gradients(lambda v: fs.hvp(lambda p: training(p, s), params, v), b, dot, depth(24, 32))
-    parts = vjp(lambda s: fs.grad(training)(params, s), s)[1](q)[0]
-    for unit in spec:
-        for name in unit.p.axes:
-            parts[unit.key] = fs.collectives.sum_shards(parts[unit.key], mesh[name])
-    return {k: -g for k, g in parts.items()}
-
-
-def assert_exact(got: Tree, expected: Tree) -> None:
-    assert got.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(got[key], value.expand_as(got[key]), rtol=1e-9, atol=1e-12)
-
-
-@at_most(1)
-@each(sizes=[{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}])
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_hypergradient_is_the_exact_one(policy: fs.Policy, sizes: dict[str, int]) -> None:
-    """Of a strength for each unit, through the minimum of training: as with a dense Hessian and all samples at once."""
-    minimum, expected = exact_hypergradient(policy(CONVEX).on({"shard": 1}))
-    ranks = math.prod(sizes.values())
-    split = [torch.stack(part.chunk(ranks)) for part in convex_data()]
-    got = fs.testing.spmd(lambda mesh, *samples: sharded_hypergradient(mesh, policy, minimum, list(samples)), sizes)(*split)
-    assert_exact(got, expected)
-
-
-def hypergradient_on_this_rank(rank: int, minimum: fs.Params, name: str) -> fs.Params:
-    samples = [part.chunk(2)[rank] for part in convex_data()]
-    return sharded_hypergradient(Mesh.world(), POLICIES[name], minimum, samples)
-
-
-@pytest.mark.parametrize("name", mark_seldom(POLICIES, "mixed"))
-def test_hypergradient_is_the_exact_one_on_real_ranks(gloo2: Pool, name: str) -> None:
-    minimum, expected = exact_hypergradient(POLICIES[name](CONVEX).on({"shard": 1}))
-    for got in gloo2.run(hypergradient_on_this_rank, minimum, name):
-        assert_exact(got, expected)
 
 
 def squared(spec: fs.PartitionSpec) -> Loss:
@@ -451,11 +344,3 @@ def test_hvp_of_what_has_no_curvature() -> None:
     agree(part, {"direct": 2 * v["direct"], "squares": 0 * v["squares"]})
     for flat in (lambda p: p["direct"].sum(), lambda p: torch.ones(())):
         agree(fs.hvp(flat, shards, v), {k: 0 * p for k, p in shards.items()})
-
-
-def test_hvp_is_the_dense_hessian_times_the_vector() -> None:
-    spec = fs.policies.whole()(CONVEX).bound
-    shards = fs.shard(CONVEX, spec)
-    v = {"": torch.randn_like(shards[""])}
-    dense = torch.func.hessian(lambda p: squared(spec)({"": p}))(shards[""])
-    torch.testing.assert_close(fs.hvp(squared(spec), shards, v)[""], dense @ v[""], rtol=1e-12, atol=1e-14)
