@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,55 +46,101 @@ def all_finite(figures: object) -> bool:
     return bool(numbers(figures)) and all(map(math.isfinite, numbers(figures)))
 
 
+Figures = dict[str, Any]
+
+
+def grows_as_steps_do(of: Figures) -> bool:
+    """Scan's peaks grow by fewer states than steps, those of loops by more; every mode gives the same gradient."""
+    grown = {mode: known["16"]["peak"] - known["4"]["peak"] for mode, known in of.items()}
+    apart = {mode: known["16"]["difference"] < (1e-4 if mode == "TorchOpt" else 1e-10) for mode, known in of.items()}
+    return grown["TorchOpt"] > 1.5 * grown["all"] > 3 * grown["sqrt"] > 3 * grown["log"] > 0 and all(apart.values())
+
+
+def sums_are_wide(of: Figures) -> bool:
+    """A sum in float32 of what is rounded once is nearer than one in bf16; bytes are those of the dtype and the scales."""
+    errors = {mode: one["error"] for mode, one in of.items()}
+    near = 0 < errors["fs codec bf16"] < min(errors["fs reduce bf16"], errors["FSDP2 reduce bf16"]) < 0.01
+    return near and [one["bytes"] * 4 / 3 for one in of.values()] == pytest.approx([4, 2, 4, 2, 2, 1.0625])
+
+
+def owners_receive_what_a_gather_does(of: Figures) -> bool:
+    """Of two ranks; and of eight a fourth: the matrices differ in size."""
+    arriving, matrices = {mode: one["arriving bytes"] for mode, one in of.items()}, 2 * 4 * 12 * DIM * DIM
+    muon = arriving["fs.optim.muon"]
+    assert arriving["gathered"] == {"2": 2 * BLOCK, "8": 2 * BLOCK}
+    return muon["2"] == pytest.approx(matrices, rel=0.1) and 0.2 * matrices < muon["8"] < 0.3 * matrices
+
+
+def small_state(of: Figures) -> bool:
+    """Each part's first mode has a ratio of 1; all norms are one collective, and eight bits a quarter of the state."""
+    assert all(next(iter(modes.values()))["over the first"] == 1 for modes in of.values())
+    assert of["norms"]["fs"]["collectives"] == of["finite"]["fs, apply_if_finite"]["collectives"] == 1
+    return of["state"]["quantized_state"]["state bytes"] < 0.3 * of["state"]["float32"]["state bytes"]
+
+
+def fewer_bytes_move(of: Figures) -> bool:
+    """The more ranks experts are split over."""
+    moved = [of[f"moe: fs {mode}"]["moved bytes"] for mode in ("gathered", "expert 2", "expert")]
+    return of["llama: DTensor"]["over torch"] == of["moe: FSDP2"]["over torch"] == 1 and moved[0] > moved[1] > moved[2] > 0
+
+
+HIGHER = f"--backend aot_eager {GPT} --rounds 1 --warmup 0 --modes"
+LORA = "--layers 1 --dim 64 --ffn 128 --heads 2 --rank 2 --seq 16 --batch 1 --rounds 1 --warmup 0 --pretrain 1 --adapt 5"
+RUNS: dict[str, tuple[str, str, Callable[[Figures], bool]]] = {
+    "chunked": (
+        "chunked",
+        "--words 2000 --dim 16 --tokens 128 --chunks 8 --rounds 1",
+        lambda of: all(one["chunked"] < one["whole"] / 2 for one in of.values()),
+    ),
+    "attention": (
+        "attention",
+        "--lengths 256,512 --block 32 --rounds 1",
+        lambda of: of["512"]["blocks"] < 2.2 * of["256"]["blocks"] and of["512"]["math"] > 3.5 * of["256"]["math"],
+    ),
+    **{
+        f"higher, {mode}": (
+            "higher",
+            f"{HIGHER} '{mode}'",
+            lambda of, mode=mode: of[mode]["no prefetch"]["peak bytes"] <= of[mode]["eager"]["peak bytes"],
+        )
+        for mode in ("hvp", "per sample")
+    },
+    "scan": ("scan", "--steps 4,16 --layers 1 --dim 16 --seq 8 --batch 2", grows_as_steps_do),
+    "daily": ("daily", "--rounds 1 --warmup 0 --layers 1 --dim 64 --heads 2 --seq 8", small_state),
+    "encoded": ("encoded", "--runs 1 --elements 6400 --layers 1 --dim 64 --heads 2 --seq 8 --batch 1", sums_are_wide),
+    "stream": (
+        "stream",
+        "--layers 4 --dim 64 --bucket 20000 --rounds 1 --warmup 0 --no-peaks",
+        lambda of: [of[mode]["received"] for mode in ("FSDP2", "stream_full", "stream_full, bf16")] == [0.5, 0.5, 0.25],
+    ),
+    "axes": ("axes", "--rounds 1 --warmup 0 --layers 1 --dim 32 --hidden 64 --seq 8 --batch 1", fewer_bytes_move),
+    "lora": (
+        "lora",
+        LORA,
+        lambda of: of["fs"]["at rest of bf16"] == 2 and 0.28125 <= of["fs QLoRA"]["at rest of bf16"] < 0.2813,
+    ),
+    "matrices": ("matrices", "--layers 2 --dim 64 --seq 8 --rounds 1 --warmup 0", owners_receive_what_a_gather_does),
+    "checkpoint": (
+        "checkpoint",
+        "--layers 2 --dim 16 --rounds 2 --warmup 0 --no-peaks",
+        lambda of: all(one["s"] > 0 < one["over DCP"] for one in of["modes"].values()),
+    ),
+}
+NEEDS = {"scan": ["torchopt"], "lora": ["peft", "transformers"]}
+
+
 @seldom
-def test_chunked() -> None:
-    """Without the logits there is less memory in every step."""
-    table, result = run("chunked", "--words 2000 --dim 16 --tokens 128 --chunks 8 --rounds 1")
-    assert list(result["figures"]) == ["loss", "gradient", "hvp"]
+@pytest.mark.parametrize("case", RUNS)
+def test_figures(case: str, tmp_path: Path) -> None:
+    """Of benchmarks of one part each: all are numbers and in the table, and say what the guide says of them."""
+    name, flags, holds = RUNS[case]
+    for library in NEEDS.get(name, []):
+        pytest.importorskip(library)
+    table, result = run(name, flags + (f" --folder {tmp_path}" if name == "checkpoint" else ""))
     assert all_finite(result["figures"])
-    for step, figures in result["figures"].items():
-        assert step in table
-        assert figures["chunked"] < figures["whole"] / 2
-
-
-@seldom
-def test_attention() -> None:
-    """By blocks memory is linear in the length, by the math kernel quadratic."""
-    _, result = run("attention", "--lengths 256,512 --block 32 --rounds 1")
-    assert all_finite(result["figures"])
-    short, long = (result["figures"][length] for length in ("256", "512"))
-    assert long["blocks"] < 2.2 * short["blocks"]
-    assert long["math"] > 3.5 * short["math"]
-
-
-@seldom
-@pytest.mark.parametrize("mode", ["hvp", "per sample"])
-def test_higher(mode: str) -> None:
-    """Figures for a mode; without prefetch a compiled product takes less memory than the eager one."""
-    table, result = run("higher", f"--backend aot_eager {GPT} --rounds 1 --warmup 0 --modes '{mode}'")
-    assert list(result["figures"]) == [mode]
-    assert all_finite(result["figures"])
-    figures = result["figures"][mode]
-    eager, compiled, without_prefetch = (figures[name]["peak bytes"] for name in ("eager", "compiled", "no prefetch"))
-    assert mode in table
-    assert without_prefetch <= compiled
-    assert without_prefetch <= eager
-
-
-@seldom
-def test_scan() -> None:
-    """Every mode gives the same gradient; scan's peaks grow by fewer states than steps, those of loops by more."""
-    pytest.importorskip("torchopt")
-    table, result = run("scan", "--steps 4,16 --layers 1 --dim 16 --seq 8 --batch 2")
-    figures = result["figures"]
-    assert list(figures) == ["loop", "sqrt", "log", "all", "forward mode", "TorchOpt"]
-    assert all_finite(figures)
-    assert "a state of" in table
-    grown = {mode: known["16"]["peak"] - known["4"]["peak"] for mode, known in figures.items()}
-    assert grown["TorchOpt"] > 1.5 * grown["all"] > 3 * grown["sqrt"] > 3 * grown["log"]
-    assert grown["forward mode"] < grown["log"]
-    for mode, known in figures.items():
-        assert known["16"]["difference"] < (1e-4 if mode == "TorchOpt" else 1e-10)
+    assert all(mode in table for mode in result["figures"].get("modes", result["figures"]))
+    assert holds(result["figures"])
+    assert not list(tmp_path.iterdir())
 
 
 @seldom
@@ -124,61 +171,6 @@ def test_peers() -> None:
             assert 0 < figures[mode][f"over {base}"] < math.inf
             assert figures[mode][f"over {base}"] == 1 or mode != base
     assert len({figures[mode]["over plain"] for mode in figures}) > 1
-
-
-@seldom
-def test_daily() -> None:
-    """Each part's first mode has a ratio of 1; by name all norms are one collective, and eight bits a quarter of the state."""
-    table, result = run("daily", "--rounds 1 --warmup 0 --layers 1 --dim 64 --heads 2 --seq 8")
-    figures = result["figures"]
-    assert all_finite(figures)
-    assert all(f"\n{part}: {mode} " in table for part, modes in figures.items() for mode in modes)
-    assert all(next(iter(modes.values()))["over the first"] == 1 for modes in figures.values())
-    assert figures["norms"]["fs"]["collectives"] == figures["finite"]["fs, apply_if_finite"]["collectives"] == 1
-    assert figures["norms"]["FSDP2, one by one"]["collectives"] == 5 + 12  # parameters: of the root, and of a block
-    wide, small = (figures["state"][mode]["state bytes"] for mode in ("float32", "quantized_state"))
-    assert small < 0.3 * wide
-
-
-@seldom
-def test_encoded() -> None:
-    """A sum in float32 of what is rounded once is nearer than one in bf16; bytes are those of the dtype and the scales."""
-    _, result = run("encoded", "--runs 1 --elements 6400 --layers 1 --dim 64 --heads 2 --seq 8 --batch 1")
-    figures = result["figures"]
-    assert all_finite(figures)
-    errors = {mode: one["error"] for mode, one in figures.items()}
-    assert errors["fs"] < 1e-6 > errors["FSDP2"]
-    assert 0 < errors["fs codec bf16"] < min(errors["fs reduce bf16"], errors["FSDP2 reduce bf16"]) < 0.01
-    assert errors["fs codec int8"] < 0.02
-    assert [one["bytes"] * 4 / 3 for one in figures.values()] == pytest.approx([4, 2, 4, 2, 2, 1.0625])
-
-
-@seldom
-def test_stream() -> None:
-    """What is received, over the parameters: by two ranks the half that is the other's, in bf16 a quarter."""
-    table, result = run("stream", "--layers 4 --dim 64 --bucket 20000 --rounds 1 --warmup 0 --no-peaks")
-    figures = result["figures"]
-    assert all_finite(figures)
-    assert all(f"\n{mode} " in table for mode in figures)
-    assert {mode: [one["received"], one["received by the last"]] for mode, one in figures.items()} == {
-        "FSDP2": [0.5, 0.5],
-        "unshard": [0.5, 0.0],
-        "stream_full": [0.5, 0.0],
-        "stream_full, all ranks": [0.5, 0.5],
-        "FSDP2, bf16": [0.5, 0.5],
-        "stream_full, bf16": [0.25, 0.0],
-    }
-
-
-@seldom
-def test_axes() -> None:
-    """Every mode has figures, torch's a ratio of 1; the more ranks experts are split over, the fewer bytes move."""
-    _, result = run("axes", "--rounds 1 --warmup 0 --layers 1 --dim 32 --hidden 64 --seq 8 --batch 1")
-    figures = result["figures"]
-    assert all_finite(figures)
-    assert figures["llama: DTensor"]["over torch"] == figures["moe: FSDP2"]["over torch"] == 1
-    moved = [figures[f"moe: fs {mode}"]["moved bytes"] for mode in ("gathered", "expert 2", "expert")]
-    assert moved[0] > moved[1] > moved[2] > 0
 
 
 @seldom
@@ -297,21 +289,6 @@ def test_host() -> None:
 
 
 @seldom
-def test_lora() -> None:
-    """Every mode has its figures; the bytes at rest are NF4's, and the losses those of one training."""
-    pytest.importorskip("peft")
-    pytest.importorskip("transformers")
-    tiny = "--layers 1 --dim 64 --ffn 128 --heads 2 --rank 2 --seq 16 --batch 1 --rounds 1 --warmup 0 --pretrain 1 --adapt 5"
-    table, result = run("lora", tiny)
-    figures = result["figures"]
-    assert list(figures) == ["FSDP2", "fs", "fs P()", "fs QLoRA"]
-    assert all(f"\n{mode} " in table and one["over FSDP2"] > 0 < one["peak bytes"] for mode, one in figures.items())
-    assert figures["fs"]["at rest of bf16"] == 2
-    assert 0.28125 <= figures["fs QLoRA"]["at rest of bf16"] < 0.2813
-    assert 0 < abs(figures["fs QLoRA"]["loss"] - figures["fs"]["loss"]) < 0.1
-
-
-@seldom
 def test_memory() -> None:
     """The exact figures are within their limits, and all whole steps, FSDP2's too, train the same model."""
     modes = "shard,remat,save attention,save products,one micro-batch,accumulate shards,AdamW,AdamW in backward,all of it"
@@ -329,30 +306,3 @@ def test_memory() -> None:
     losses = [one["loss"] for one in figures.values() if one["loss"] is not None]
     assert len(losses) == 4
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
-
-
-@seldom
-def test_matrices() -> None:
-    """Every mode has its figures; to owners and back comes what a gather brings, of two ranks, and of eight a fourth."""
-    table, result = run("matrices", "--layers 2 --dim 64 --seq 8 --rounds 1 --warmup 0")
-    figures = result["figures"]
-    assert list(figures) == ["fs.optim.muon", "fs.optim.muon, `P()`", "gathered", "unsharded", "AdamW"]
-    assert all(f"\n{mode} " in table and one["over unsharded"] > 0 < one["peak bytes"] for mode, one in figures.items())
-    arriving = {mode: one["arriving bytes"] for mode, one in figures.items()}
-    matrices, whole = 2 * 4 * 12 * DIM * DIM, 2 * BLOCK
-    assert arriving["gathered"] == {"2": whole, "8": whole}
-    assert arriving["fs.optim.muon"]["2"] == pytest.approx(matrices, rel=0.1)
-    assert arriving["fs.optim.muon, `P()`"] == {"2": matrices, "8": matrices}
-    assert 0.2 * matrices < arriving["fs.optim.muon"]["8"] < 0.3 * matrices  # a fourth; the matrices differ in size
-    assert not any([*arriving["unsharded"].values(), *arriving["AdamW"].values()])
-
-
-@seldom
-def test_checkpoint(tmp_path: Path) -> None:
-    """Every mode has its time beside DCP's, and nothing is left of the files."""
-    table, result = run("checkpoint", f"--layers 2 --dim 16 --rounds 2 --warmup 0 --no-peaks --folder {tmp_path}")
-    figures = result["figures"]
-    assert [*figures["modes"]] == [*result["arguments"]["modes"], "stall: DCP", "stall: fs"]
-    assert all(f"\n{mode} " in table and one["s"] > 0 < one["over DCP"] for mode, one in figures["modes"].items())
-    assert {*figures["limits"]} == {"save over DCP's", "load over DCP's", "stall over a synchronous save"}
-    assert not list(tmp_path.iterdir())

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from depth import at_most, depth, seldom, thorough
+from depth import at_most, depth, seldom
 from ranks import Pool
-from test_examples import EXAMPLES, run
+from test_examples import EXAMPLES
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -87,24 +87,22 @@ def printed_on_this_rank(rank: int, name: str) -> str:
     return names_of(name)["printed"]
 
 
-def check_printed(output: str, ranks: int, name: str) -> None:
-    """To 1e-6 what one rank prints: the same model and batch in total, in float64; and it checked itself."""
+def check_printed(output: str, name: str) -> None:
+    """Two ranks print to 1e-6 what one does: the same model and batch in total, in float64; and it checked itself."""
     one = printed(name)
     assert "1 ranks" in one
-    assert f"{ranks} ranks" in output
-    assert len(numbers(one)) >= 4
+    assert "2 ranks" in output
+    assert len(numbers(one)) >= 2
     assert numbers(output) == pytest.approx(numbers(one), rel=1e-6)
 
 
-# --- sharpness ---
-
-
 @seldom
-def test_sharpness_on_several_ranks_is_that_on_one(gloo2: Pool) -> None:
-    ranks = depth(2, 3)
-    several = run(ranks, "sharpness.py") if thorough() else gloo2.run(printed_on_this_rank, "sharpness.py")[0]
-    assert len(column(several, "sharpness")) == 3
-    check_printed(several, ranks, "sharpness.py")
+@pytest.mark.parametrize("name", ["sharpness", "meanflow", "data_weights", "learn_rates", "influence", "dp_sgd"])
+def test_two_ranks_print_what_one_does(gloo2: Pool, name: str) -> None:
+    check_printed(gloo2.run(printed_on_this_rank, f"{name}.py")[0], f"{name}.py")
+
+
+# --- sharpness ---
 
 
 def by_power_iteration(loss: Any, params: list[Tensor], steps: int) -> float:
@@ -155,7 +153,7 @@ def spectrum_on_this_rank(rank: int) -> tuple[str, fs.Params, fs.Params, fs.Para
 def test_products_are_more_exact_than_differences(gloo2: Pool) -> None:
     """Two ranks have one rank's spectrum; the eigenvalue and the product are plain double backward's, which errors refer to."""
     output, params, v, exact = gloo2.run(spectrum_on_this_rank)[0]
-    check_printed(output, 2, "spectrum.py")
+    check_printed(output, "spectrum.py")
     table = re.findall(r"^(fs.hvp|differences, h = \S+) +(\S+) +(\S+) +[\d.]+$", output, re.MULTILINE)
     product, *differences = [(float(single), float(half)) for _, single, half in table]
     assert len(differences) == 5
@@ -188,7 +186,7 @@ def sam_grad_on_this_rank(rank: int) -> tuple[str, fs.Params]:
 def test_sharpness_aware_minimisation_ends_flatter(gloo2: Pool) -> None:
     """On two ranks as on one; the first gradient is plain autograd's at the neighbour, on the joined batch."""
     (output, _), _ = results = gloo2.run(sam_grad_on_this_rank)
-    check_printed(output, 2, "sam.py")
+    check_printed(output, "sam.py")
     plain, flat = (float(x) for x in re.findall(r"sharpness ([\d.]+)", output))
     assert 0.1 < flat < 0.85 * plain
     given = alone("sam.py")
@@ -237,7 +235,7 @@ def meta_gradient_on_this_rank(rank: int) -> tuple[str, fs.Params, fs.Params]:
 @seldom
 def test_meta_gradient_on_real_ranks(gloo2: Pool) -> None:
     (output, *_), _ = results = gloo2.run(meta_gradient_on_this_rank)
-    check_printed(output, 2, "maml.py")
+    check_printed(output, "maml.py")
     for _, got, expected in results:
         assert max(g.abs().max() for g in expected.values()) > 0.1
         close(got, expected)
@@ -269,12 +267,6 @@ def test_maml_learns_to_learn() -> None:
 
 
 # --- MeanFlow ---
-
-
-@seldom
-def test_meanflow_on_several_ranks_is_that_on_one(gloo2: Pool) -> None:
-    output = run(2, "meanflow.py") if thorough() else gloo2.run(printed_on_this_rank, "meanflow.py")[0]
-    check_printed(output, 2, "meanflow.py")
 
 
 def test_meanflow_has_the_gradient_of_the_unsharded_loss() -> None:
@@ -320,7 +312,7 @@ def test_members_on_real_ranks_are_the_models_trained_alone(gloo2: Pool) -> None
                     p -= rate * g
         expected.append({name: p.detach() for name, p in model.named_parameters()})
     (output, _), _ = results = gloo2.run(members_on_this_rank)
-    check_printed(output, 2, "ensemble.py")
+    check_printed(output, "ensemble.py")
     for _, members in results:
         assert len(members) == 4
         for got, want in zip(members, expected, strict=True):
@@ -379,7 +371,7 @@ def dense_hypergradient(given: dict[str, Any], full: fs.Params, strengths: fs.Pa
 @seldom
 def test_hypergradient_on_real_ranks_is_that_of_a_dense_solve(gloo2: Pool) -> None:
     (output, *_), _ = results = gloo2.run(hypergradient_on_this_rank)
-    check_printed(output, 2, "implicit.py")
+    check_printed(output, "implicit.py")
     _, *trained, _ = results[0]
     expected = dense_hypergradient(alone("implicit.py"), *trained)
     assert min(g.abs() for g in expected.values()) > 1e-3
@@ -400,10 +392,9 @@ def test_hypergradients_lead_to_a_better_validation_loss() -> None:
 
 
 @seldom
-def test_mislabelled_samples_are_found(gloo2: Pool) -> None:
-    """On two ranks as on one: most of them; the metagradient predicts a small change, and the loss without them is lower."""
-    output = run(2, "data_weights.py") if thorough() else gloo2.run(printed_on_this_rank, "data_weights.py")[0]
-    check_printed(output, 2, "data_weights.py")
+def test_mislabelled_samples_are_found() -> None:
+    """Most of them; the metagradient predicts a small change, and the loss without them is lower."""
+    output = printed("data_weights.py")
     found, count = (int(x) for x in re.search(r"(\d+) of (\d+) mislabelled", output).groups())  # pyright: ignore
     assert 30 < count < 60
     assert found > 0.7 * count
@@ -415,11 +406,9 @@ def test_mislabelled_samples_are_found(gloo2: Pool) -> None:
 
 
 @seldom
-def test_learnt_rates_lower_the_loss(gloo2: Pool) -> None:
-    """On two ranks as on one; forward mode agrees, or the script would have stopped."""
-    output = run(2, "learn_rates.py") if thorough() else gloo2.run(printed_on_this_rank, "learn_rates.py")[0]
-    check_printed(output, 2, "learn_rates.py")
-    losses = [float(x) for x in re.findall(r"^update .* loss ([\d.]+)", output, re.MULTILINE)]
+def test_learnt_rates_lower_the_loss() -> None:
+    """Forward mode agrees, or the script would have stopped."""
+    losses = [float(x) for x in re.findall(r"^update .* loss ([\d.]+)", printed("learn_rates.py"), re.MULTILINE)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.9 * losses[0]
 
@@ -427,17 +416,12 @@ def test_learnt_rates_lower_the_loss(gloo2: Pool) -> None:
 # --- influence functions ---
 
 
-def correlations(output: str) -> list[list[float]]:
-    """For each damping that of every seed."""
-    table = re.findall(r"^ +[\d.]+ +\d+((?: +-?\d\.\d{3})+)$", output, re.MULTILINE)
-    return [[float(x) for x in row.split()] for row in table]
-
-
 @seldom
 def test_influence_is_that_of_leaving_out() -> None:
     """Predicted ranks are those of retraining; a retraining is plain gradient descent on the other samples."""
     given, output = alone("influence.py"), printed("influence.py")
-    found = correlations(output)
+    table = re.findall(r"^ +[\d.]+ +\d+((?: +-?\d\.\d{3})+)$", output, re.MULTILINE)
+    found = [[float(x) for x in row.split()] for row in table]  # for each damping that of every seed
     assert len(found) == depth(2, 4)
     assert min(found[1]) > 0.6  # of the damping that fits the length of training
     model, y, count = given["build"](0), given["y"], given["SAMPLES"]
@@ -456,25 +440,13 @@ def test_influence_is_that_of_leaving_out() -> None:
     assert given["changes"][0][left_out].item() == pytest.approx(values[1] - values[0], rel=1e-6)
 
 
-@seldom
-def test_influence_on_two_ranks_is_that_on_one(gloo2: Pool) -> None:
-    """The changes, the predictions and the table."""
-    output = run(2, "influence.py") if thorough() else gloo2.run(printed_on_this_rank, "influence.py")[0]
-    one = printed("influence.py")
-    assert "2 ranks" in output
-    assert len(numbers(one)) >= 2
-    assert numbers(output) == pytest.approx(numbers(one), rel=1e-6)
-    assert correlations(output) == correlations(one)
-
-
 # --- dp_sgd ---
 
 
 @seldom
-def test_private_training_learns(gloo2: Pool) -> None:
-    """On two ranks as on one; the loss falls, and what is spent grows."""
-    output = run(2, "dp_sgd.py") if thorough() else gloo2.run(printed_on_this_rank, "dp_sgd.py")[0]
-    check_printed(output, 2, "dp_sgd.py")
+def test_private_training_learns() -> None:
+    """The loss falls, and what is spent grows."""
+    output = printed("dp_sgd.py")
     losses, spent = column(output, "loss"), column(output, "epsilon")
     assert losses[-1] < losses[0] - 1
     assert sorted(spent) == spent
