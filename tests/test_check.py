@@ -23,6 +23,7 @@ import torch.distributed as dist
 from depth import at_most, mark_seldom, seldom
 from diverging import CASES, LIMIT, PLAIN_LIMIT, Trainer, raise_error
 from ranks import Pool, ended, free_port, launch, start
+from test_rank_order import error_of
 from torch import nn
 
 import funshard as fs
@@ -46,15 +47,6 @@ DIFFERENT = {
     "a_lone_unshard": ("gather of unit 'layers.0'", "the end of fs.check()"),
 }
 """What an error names, on two ranks: what each rank was about to start."""
-
-
-def error_of(run: Callable[[], object]) -> str:
-    """What it raises, '' for nothing."""
-    try:
-        run()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def diverge(rank: int, names: list[str]) -> list[tuple[str, float]]:

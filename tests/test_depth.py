@@ -24,14 +24,6 @@ def test_what_is_left_out_is_covered_by_what_runs(table: list[tuple[int, ...]], 
             assert any(all(other[i] == case[i] for i in places) for other in run), (case, places)
 
 
-def test_how_many_run() -> None:
-    """The longest side of a table, or of its longest two about their product; a test of one parameter runs whole."""
-    assert len(covering(list(itertools.product(range(7), range(3))), 1)) == 7
-    assert len(covering(list(itertools.product(range(14), range(7), range(3))), 2)) <= 1.1 * 14 * 7
-    assert covering([(i,) for i in range(9)], 1) == covering([(i,) for i in range(9)], 2) == list(range(9))
-    assert covering([("only",)], 2) == [0]
-
-
 LETTERS, NUMBERS, TWINS = "abcd", [1, 2, 3], [(1, "x"), (1, "y"), (2, "y")]
 
 

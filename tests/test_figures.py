@@ -80,19 +80,3 @@ def test_exact_figures_are_those_of_today() -> None:
 def test_every_file_is_shown() -> None:
     marks = " ".join(table.mark for path in PAGES.values() for table in figures.find_tables(path.read_text()))
     assert {path.stem for path in FILES} == {*re.findall(r"(?:= |; )([\w-]+)/", marks)}
-
-
-def test_a_table_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates, ranges, missing figures, and rows and columns that stay; a mark of other rows or columns is an error."""
-    monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    (tmp_path / "r.json").write_text(json.dumps({"figures": {"one": {"x": 1.26, "y": [2e6, 2.4e6]}, "two": {"x": 3}}}))
-    mark = "<!-- figures | a = {x:.1f} | b = {y/0:.0fM}-{y/1:.0fM} | rows = r/one; r/two; - -->\n"
-    head = "| | a | b | c |\n|---|---|---|---|\n"
-    old = "before\n\n" + mark + head + "| one | 9 | 9 | 9 |\n| two | 9 | 9 | |\n| three | 9 | 9 | 9 |\nafter\n"
-    new = "before\n\n" + mark + head + "| one | 1.3 | 2 | 9 |\n| two | 3.0 | | |\n| three | 9 | 9 | 9 |\nafter\n"
-    assert figures.fill_page(old) == new
-    assert figures.fill_page(new) == new
-    assert figures.fill("{y/0:.1fM}-{y/1:.1fM}", figures.read_row("r/one")) == "2.0-2.4"
-    assert figures.fill("{x:.0f} ({x:.0f}-{x:.0f})", figures.read_row("r/one")) == "1"
-    with pytest.raises(ValueError, match="expected 3 rows"):
-        figures.fill_page(old.replace("; -", ""))

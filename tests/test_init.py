@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,9 +19,9 @@ from hypothesis import strategies as st
 from models import unchanged
 from peer_models import MLP, Net, Transformer
 from ranks import Pool
+from test_memory import Peak
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import funshard as fs
@@ -795,36 +794,13 @@ def test_ranks_that_differ(gloo2: Pool) -> None:
 # --- Memory. ---
 
 
-class Held(TorchDispatchMode):
-    """The most bytes of storages on the CPU that were made here and were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self.peak = 0
-        self.made: list[int] = []
-        """The bytes of each, in their order."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor) and x.device.type == "cpu":
-                storage = x.untyped_storage()
-                if storage._cdata not in self.alive or self.alive[storage._cdata][0]() is None:
-                    self.made.append(storage.nbytes())
-                self.alive[storage._cdata] = weakref.ref(storage), storage.nbytes()
-        self.alive = {key: held for key, held in self.alive.items() if held[0]() is not None}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
-        return out
-
-
 def held(model: Any, ranks: int) -> tuple[int, int, int]:
     """The peak, and the bytes of the slices and of the largest unit."""
     spec = fs.by_type(LlamaDecoderLayer, nn.Embedding)(model).on({"shard": ranks})
-    with Held() as memory:
+    with Peak() as memory:
         params = fs.init(model, spec, init_fn=model._init_weights, seed=0, rank=5)
     slices = sum(x.numel() * x.itemsize for x in params.values())
-    return memory.peak, slices, max(spec.padded_numel(unit) * unit.dtype.itemsize for unit in spec)
+    return memory.bytes, slices, max(spec.padded_numel(unit) * unit.dtype.itemsize for unit in spec)
 
 
 def test_a_model_of_8_billion_parameters() -> None:
@@ -857,7 +833,7 @@ def test_units_share_one_buffer() -> None:
         model = make()
     for p, expected in ((fs.P("shard"), 1), (fs.P(), 6)):  # whole units are what the caller gets
         spec = fs.policies.always(p)(model).on({"shard": 8})
-        with Held() as memory:
+        with Peak() as memory:
             params = fs.init(model, spec, seed=0, rank=5)
         assert sum(nbytes >= spec.padded_numel(spec.by_key["0"]) * 4 for nbytes in memory.made) == expected
         same(params, fs.shard(seeded(make(), 0), spec, rank=5))

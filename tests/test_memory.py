@@ -60,18 +60,21 @@ class Alive(TorchDispatchMode):
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made here hold at once."""
+    """The most bytes that tensors made here on the CPU hold at once, and the bytes of each storage, in their order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.bytes = 0
+        self.made: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
+                if storage._cdata not in self.alive or self.alive[storage._cdata][0]() is None:
+                    self.made.append(storage.nbytes())
                 self.alive[storage._cdata] = weakref.ref(storage), storage.nbytes()
         self.alive = {key: held for key, held in self.alive.items() if held[0]() is not None}
         self.bytes = max(self.bytes, sum(nbytes for _, nbytes in self.alive.values()))

@@ -116,29 +116,6 @@ def test_all_gather_extensions_train_parity(
     gloo4.run(by_extension, name, mesh, reshard, param)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@real_ranks(2)
-def test_two_tensors_that_add_up(rank: int, reshard: bool) -> None:
-    """A codec that loses nothing changes no bit of values and gradients.
-
-    A codec of two tensors that add up to the parameter: plain training.
-    """
-    model = chain()
-    encode = lambda x: (x - x.float().double(), x.float())  # noqa: E731
-    codec = Codec(encode, lambda low, high: low + high.double())
-    coded = fs.by_type(MLP, p=P("shard", reshard=reshard, precision=Precision(codec=codec)))(model).bound
-    plain = fs.by_type(MLP, p=P("shard", reshard=reshard))(model).bound
-    params = fs.shard(model, plain)
-    for step in range(3):
-        x = numbers(rank, step)
-        got, expected = (
-            fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x))(params) for spec in (coded, plain)
-        )
-        assert torch.equal(got[1], expected[1])
-        assert all(torch.equal(got[0][key], g) for key, g in expected[0].items())
-        params = {key: shard - 0.1 * expected[0][key] for key, shard in params.items()}
-
-
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
 def test_extensions_see_slices_of_the_shard_mesh(shape: tuple[int, ...]) -> None:
     """Encoded are whole, padded slices, the same length on every rank; sent and decoded those of the shard axis alone."""
@@ -332,26 +309,6 @@ def test_chunk_cat_mixed_dtype(rank: int, way: str) -> None:
 
 
 # --- FSDP1's default hook ---
-
-
-@each(way=MAIN_WAYS, n=[5, 8, 2])
-@real_ranks(4)
-def test_default_communication_hook_behavior(rank: int, n: int, way: str) -> None:
-    """A weight of one row and the rank as input: each slice of the gradient is the mean of the ranks."""
-    model = nn.Linear(n, 1, bias=False)
-    x = torch.full((1, n), float(rank))
-    mean = torch.full((1, n), 1.5)
-    for p in (P("shard"), P("shard", reshard=False), P("shard", remat=True), P()):
-        spec = fs.policies.whole(p)(model).bound
-        params = fs.shard(model, spec)
-        loss = lambda p: fs.functional_call(model, p, x, spec=spec).sum()  # noqa: E731
-        grads, _ = WAYS[way](loss)(params)
-        own, _ = WAYS[way](loss)(fs.unshard(params, spec))
-        assert torch.equal(own["weight"], x)
-        for got in (grads, fs.reduce_grads(own, spec)):
-            for piece in fs.param_views(got, spec).values():
-                assert torch.equal(piece, torch.full_like(piece, 1.5))
-            assert torch.equal(fs.unshard(got, spec)["weight"], mean)
 
 
 def test_what_the_default_sends() -> None:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import collective_log
 import pytest
 import torch
 import torch.distributed as dist
-from collective_log import gathers, scatters, world
+from collective_log import world
 from depth import at_most, depth, each, every, seldom
 from models import unchanged
 from parity import (
@@ -30,7 +29,6 @@ from parity import (
     check_parity,
     next_token,
     numbers,
-    plain_call,
     same,
     sharded_call,
     squared,
@@ -494,27 +492,6 @@ def test_non_root_forward_backward_of_a_submodule(rank: int) -> None:
     same(fs.unshard(grads, spec), average_gradients(model), "gradient")
 
 
-class Raising(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](self.first(x))
-        if x.shape[0] == 3:
-            raise KeyError("halfway")
-        return self.head(self.blocks[1](x))
-
-
-@at_most(1)
-@pytest.mark.parametrize("way", MAIN_WAYS)
-@real_ranks(2)
-def test_reset_iter_state_after_exception(rank: int, way: str) -> None:
-    """Nothing to reset: a step after one that raised halfway is right."""
-    model = Raising()
-    spec = fs.by_type(MLP)(model).bound
-    for _ in range(2):
-        with pytest.raises(KeyError, match="halfway"):
-            WAYS[way](lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)[:3]))(fs.shard(model, spec))
-        check_parity(rank, model, spec, way=way, steps=2)
-
-
 @real_ranks(2)
 def test_unshard_async(rank: int) -> None:
     """All units are gathered while a collective of the caller's own is under way: the gradients of the scheduled call."""
@@ -529,20 +506,6 @@ def test_unshard_async(rank: int) -> None:
     work.wait()
     assert mine.tolist() == [1.0] * 3
     same(grads, fs.grad(lambda p: squared(sharded_call(model, p, spec), x))(params), "gradient")
-
-
-@real_ranks(4)
-def test_train_shared_params_uneven_shard(rank: int) -> None:
-    """A tied vocabulary of 4 ranks * 4 + 1 rows: every row has moved after some steps, in the padded last shard as well."""
-    vocabulary = 4 * dist.get_world_size() + 1
-    model = Transformer(1, vocabulary, width=7, heads=1, tied=True)
-    spec = fs.policies.always()(model).bound
-    assert any(spec.padded_numel(unit) > unit.numel for unit in spec)
-    batch = lambda rank, step: tokens(rank, step, vocabulary)  # noqa: E731
-    options = {"optimizer": torch.optim.AdamW, "weight_decay": 0}
-    trained = check_parity(rank, model, spec, batch, next_token, steps=depth(3, 10), **options)
-    changed = (trained["tokens.weight"] != model.tokens.weight).all(1)
-    assert changed.all()
 
 
 @every(given=[False, True], way=MAIN_WAYS)
@@ -653,16 +616,6 @@ def test_freezing_weights(rank: int, quiet: bool, nested: bool, how: str) -> Non
         assert torch.equal(trained[name], p) is name.startswith("trunk")
 
 
-def test_backward_reshard_hooks() -> None:
-    """Frozen units are gathered once in backward and never reduced."""
-    with world(8):
-        model = frozen(chain(4), "1", "2")
-        spec = fs.by_type(MLP)(model).bound
-        sent = collective_log.step(model, spec)
-        assert sent.forward == gathers(spec, "0", "1", "2", "3")
-        assert sent.backward == [*gathers(spec, "2"), *scatters(spec, "3"), *gathers(spec, "1", "0"), *scatters(spec, "0")]
-
-
 # --- what goes in and comes out ---
 
 
@@ -715,20 +668,6 @@ def test_param_change_after_init(rank: int) -> None:
     for p in model.parameters():
         p.data.mul_(2)
     assert_close(out, model(x))
-
-
-@real_ranks(2)
-def test_fsdp_same_model_across_ranks(rank: int) -> None:
-    """Ranks that initialised differently all train rank 0's parameters after scatter_full."""
-    torch.manual_seed(rank)
-    model = nn.Sequential(MLP(5), nn.BatchNorm1d(5, track_running_stats=False).double())
-    spec = fs.by_type(MLP)(model).bound
-    params = fs.shard(dict(model.named_parameters()) if rank == 0 else None, spec, src=0)
-    torch.manual_seed(0)
-    expected = nn.Sequential(MLP(5), nn.BatchNorm1d(5, track_running_stats=False).double())
-    same(fs.unshard(params, spec), dict(expected.named_parameters()), "rank 0's parameter")
-    x = numbers(0, 0)
-    assert_close(sharded_call(model.eval(), params, spec)(x), plain_call(expected.eval())(x))
 
 
 @real_ranks(2)

@@ -14,11 +14,9 @@ from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom, seldom
 from ranks import Pool, launch
 from test_examples_axes import Tree, bind, check, losses
+from test_memory import Peak
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 import funshard as fs
 
@@ -136,24 +134,6 @@ def test_both_schedules_on_two_ranks(gloo2: Pool) -> None:
     assert gloo2.run(on_ranks, {"stage": 2, "shard": 1}) == [2, 1]
 
 
-class PeakBytes(TorchDispatchMode):
-    """The most bytes of operators' results that are alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: Any = WeakIdKeyDictionary()
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                self.alive[storage] = storage.nbytes()
-        self.most = max(self.most, sum(self.alive.values()))
-        return out
-
-
 def peaks(rank: int) -> list[tuple[int, int]]:
     """The peaks of both schedules on one of two stages, for 4, 8 and 16 micro-batches."""
     model, out = example.GPT(2, DIM, 2, 32, 2), []
@@ -161,11 +141,11 @@ def peaks(rank: int) -> list[tuple[int, int]]:
     params, axis = fs.shard(example.GPT(2, DIM, 2, 32), spec), spec.axis("stage")
     for count in (4, 8, 16):
         x = torch.randint(256, (count, 4, 32))
-        with PeakBytes() as spmd:
+        with Peak() as spmd:
             fs.grad(lambda p, x=x: fs.functional_call(model, p, (example.spmd, x, x, axis), spec=spec))(params)
-        with PeakBytes() as alternating:
+        with Peak() as alternating:
             example.one_f_one_b(model, params, x, x, axis, spec)
-        out.append((spmd.most, alternating.most))
+        out.append((spmd.bytes, alternating.bytes))
     return out
 
 

@@ -22,6 +22,7 @@ from models import unchanged
 from parity import WAYS, average_gradients, numbers
 from peer_models import MLP, Net, Order, Outer, chain, frozen
 from ranks import real_ranks
+from test_memory import Alive
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.testing import assert_close
@@ -381,24 +382,6 @@ def test_a_wrong_order_bounds_what_is_wasted(order: list[str]) -> None:
 # --- backward that does not come to what was gathered for it ---
 
 
-class Storages(TorchDispatchMode):
-    """Weak references to what was gathered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refs: list[weakref.ref[Any]] = []
-
-    @property
-    def alive(self) -> int:
-        return len({id(ref()) for ref in self.refs if ref() is not None})
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func._schema.name.startswith("_c10d_functional::all_gather_into_tensor"):
-            self.refs.append(weakref.ref(out.untyped_storage()))
-        return out
-
-
 @every(prefetch=AHEAD, cut=[True, False])
 def test_a_unit_that_backward_leaves_out(cut: bool, prefetch: int) -> None:
     """_unused_in_backward: gathered in vain at most, freed, not reduced; and a second backward does the same."""
@@ -406,7 +389,7 @@ def test_a_unit_that_backward_leaves_out(cut: bool, prefetch: int) -> None:
         model = SideBySide(cut)
         spec = fs.by_type(MLP, p=CLOSE)(model).bound
         params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
-        with Storages() as storages, Events(spec) as events:
+        with Alive() as alive, Events(spec) as events:
             y, side = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, prefetch=prefetch)
             runs = []
             for _ in range(2):
@@ -414,7 +397,7 @@ def test_a_unit_that_backward_leaves_out(cut: bool, prefetch: int) -> None:
                 torch.autograd.grad(y.sum(), list(params.values()), retain_graph=True, allow_unused=True)
                 runs.append(events.now)
                 assert not events.under_way
-                assert storages.alive == 0
+                assert alive.now() == []
         for n, run in enumerate(runs):
             wanted = Counter("ac" if n else "a") + Counter("b" if prefetch and not cut else "")
             assert gathered(run) == wanted
@@ -469,20 +452,11 @@ def test_trace_order_names_what_forward_gathers(where: str) -> None:
         assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
 
 
-def test_trace_order_runs_nothing_and_sends_nothing() -> None:
-    """In a world of ranks as well: no collective, no operator on real tensors, and the spec's mesh does not matter."""
+def test_trace_order_depends_on_neither_mesh_nor_order() -> None:
     with world(8):
         unbound = fs.by_type(MLP, p=CLOSE)(Order("bca"))
-        model = Order("bca")
-        for p in model.parameters():
-            p.data.fill_(torch.inf)
-        with unchanged(model), Collectives() as sent:
-            orders = {
-                fs.trace_order(model, spec, numbers(0, 0))
-                for spec in (unbound, unbound.bound, unbound.on({"shard": 3}), unbound.ordered(["c"]))
-            }
-        assert orders == {("", "b", "c", "a")}
-        assert sent.all == []
+        specs = unbound, unbound.bound, unbound.on({"shard": 3}), unbound.ordered(["c"])
+        assert {fs.trace_order(Order("bca"), spec, numbers(0, 0)) for spec in specs} == {("", "b", "c", "a")}
 
 
 def test_trace_order_leaves_out_what_is_not_gathered() -> None:
@@ -668,19 +642,6 @@ def test_the_second_mesh_has_the_same_axes() -> None:
             spec.on(mesh, reductions=Mesh.of(other))
 
 
-class Reduced(TorchDispatchMode):
-    """Length and dtype of everything that is all-reduced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[tuple[int, torch.dtype]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.startswith("_c10d_functional::all_reduce"):
-            self.sent.append((args[0].numel(), args[0].dtype))
-        return func(*args, **(kwargs or {}))
-
-
 class Cast(nn.Module):
     """Layers of alternating dtypes."""
 
@@ -694,13 +655,14 @@ class Cast(nn.Module):
         return x.double()
 
 
-def reduced(rank: int, model: nn.Module, bucket: int, way: str) -> list[tuple[int, torch.dtype]]:
+def reduced(rank: int, model: nn.Module, bucket: int, way: str) -> list[tuple[int, int]]:
+    """Elements of everything that is all-reduced, and the bytes of each."""
     x = numbers(rank, 0)
     spec = fs.policies.always(p=P(align=1))(model).bound
-    with mock.patch.object(reductions, "BUCKET_BYTES", bucket), Reduced() as log:
+    with mock.patch.object(reductions, "BUCKET_BYTES", bucket), Collectives() as log:
         got = step(model, spec, way, x)
     close(got, plain(model, spec, x, rank), bucket)
-    return log.sent
+    return [(sent.numel, sent.bytes // sent.numel) for sent in log.all if sent.op == "all_reduce"]
 
 
 @at_most(2)
@@ -708,16 +670,15 @@ def reduced(rank: int, model: nn.Module, bucket: int, way: str) -> list[tuple[in
 @real_ranks(2)
 def test_replicated_units_are_reduced_in_buckets(rank: int, way: str) -> None:
     """Units of one dtype together until they are BUCKET_BYTES, of two dtypes never; the gradients are the plain ones."""
-    wide = torch.float64
-    layers = [30] * 4
-    model = Cast([wide] * 4)
+    wide, narrow, layers = 8, 4, [30] * 4
+    model = Cast([torch.float64] * 4)
     assert reduced(rank, model, reductions.BUCKET_BYTES, way) == [(sum(layers), wide)]
     assert reduced(rank, model, 1, way) == [(n, wide) for n in layers]
     assert reduced(rank, model, 30 * 8, way) == [(n, wide) for n in layers]
     assert reduced(rank, model, 30 * 8 + 1, way) == [(60, wide)] * 2
-    narrow = torch.float32
-    assert reduced(rank, Cast([wide, wide, narrow]), 2**20, way) == [(30, narrow), (60, wide)]
-    assert reduced(rank, Cast([wide, narrow, wide]), 2**20, way) == [(60, wide), (30, narrow)]
+    double, single = torch.float64, torch.float32
+    assert reduced(rank, Cast([double, double, single]), 2**20, way) == [(30, narrow), (60, wide)]
+    assert reduced(rank, Cast([double, single, double]), 2**20, way) == [(60, wide), (30, narrow)]
 
 
 @at_most(1)
