@@ -23,14 +23,15 @@ with warnings.catch_warnings():
 transformers = pytest.importorskip("transformers")
 
 CODEC = fs.codecs.nf4(16)
+KINDS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 
 
-def adapted() -> nn.Module:
+def adapted(kind: str) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes, **special))
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **KINDS[kind])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what peft asks of another version of transformers
         return peft.get_peft_model(llama, config).double()
@@ -58,12 +59,16 @@ def ids_of(rank: int) -> Tensor:
     return torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(rank))
 
 
-@at_most(1)
-@each(way=MAIN_WAYS, p=[fs.P("shard"), fs.P("shard", reshard=False), fs.P("shard", remat=True)], at_rest=[False, True])
+PS = [fs.P("shard"), fs.P("shard", reshard=False), fs.P("shard", remat=True)]
+
+
+@at_most(2)
+@each(way=MAIN_WAYS, p=PS)
+@pytest.mark.parametrize(("kind", "at_rest"), [*((kind, False) for kind in KINDS), ("lora", True)])
 @real_ranks(2)
-def test_gradients_of_adapters_are_pefts_own(rank: int, at_rest: bool, p: fs.P, way: str) -> None:
+def test_gradients_of_adapters_are_pefts_own(rank: int, kind: str, at_rest: bool, p: fs.P, way: str) -> None:
     """Also where the base is bytes: then those of the base that is decoded."""
-    model = adapted()
+    model = adapted(kind)
     spec = spec_of(model, CODEC if at_rest else None, p)
     trainable, frozen = fs.partition(fs.shard(model, spec), spec)
     layers = [unit for unit in spec if unit.key.endswith(":frozen") and ".layers." in unit.key]

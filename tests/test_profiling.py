@@ -59,35 +59,26 @@ def step(p: P, policy: fs.Policy | None = None) -> Counter[str]:
     return ranges(lambda: update(fs.grad(loss)(params, torch.randn(2, 4)), state, params))
 
 
-def test_every_phase_has_its_units_name() -> None:
-    """Forward gathers a unit once, backward again unless it is the last, and reduces each."""
+RANGES: dict[str, tuple[P, fs.Policy | None, dict[str, int]]] = {
+    "units": (
+        P("shard"),
+        None,
+        {"update AdamW": 1, "gather 0": 2, "wait for 0": 2, "reduce 0": 1, "gather 2": 1},
+    ),
+    "the root": (P("shard"), fs.policies.whole(), {"gather ''": 1, "wait for ''": 1, "reduce ''": 1}),
+    "replicas": (P(), None, {"reduce bucket 2 1 0": 1, "wait for reductions": 1}),
+    "recomputed": (P("shard", remat=True), None, {"recompute 1": 1}),
+    "not recomputed": (P("shard"), None, {"recompute 1": 0}),
+}
+
+
+@pytest.mark.parametrize("case", RANGES)
+def test_every_phase_has_its_units_name(case: str) -> None:
+    """Forward gathers a unit once, backward again unless it is the last, and reduces each; replicas are in one bucket."""
+    p, policy, expected = RANGES[case]
     with world(2):
-        found = step(P("shard"))
-    assert found["update AdamW"] == 1
-    for k in range(3):
-        again = k < 2
-        assert found[f"gather {k}"] == found[f"wait for {k}"] == 1 + again, found
-        assert found[f"reduce {k}"] == 1, found
-
-
-def test_the_root_has_a_name() -> None:
-    """That of errors: '', which an action alone would not show."""
-    with world(2):
-        found = step(P("shard"), fs.policies.whole())
-    assert found["gather ''"] == found["wait for ''"] == found["reduce ''"] == 1, found
-
-
-def test_replicated_units_share_a_bucket() -> None:
-    with world(2):
-        found = step(P())
-    assert found["reduce bucket 2 1 0"] == found["wait for reductions"] == 1, found
-
-
-@pytest.mark.parametrize("remat", [False, True])
-def test_recomputed_units_show_it(remat: bool) -> None:
-    with world(2):
-        found = step(P("shard", remat=remat))
-    assert found["recompute 1"] == remat, found
+        found = step(p, policy)
+    assert {name: found[name] for name in expected} == expected, found
 
 
 def test_stacks_of_transforms_have_ranges() -> None:
@@ -115,13 +106,6 @@ def test_real_ranks(gloo2: Pool) -> None:
     first, second = gloo2.run(traced)
     assert first == second
     assert first["gather 0"] == 2
-
-
-def test_a_profiler_is_seen() -> None:
-    """By the private question of torch that `_torch.is_profiling` asks."""
-    assert not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-    with profile(activities=[ProfilerActivity.CPU]):
-        assert torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def test_without_a_profiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
