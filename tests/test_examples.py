@@ -51,24 +51,6 @@ def test_example_checks_itself(name: str, says: str, ranks: int) -> None:
     assert says in output
 
 
-AT_EXIT = "terminate called without an active exception"
-"""What torch 2.13 says when gloo's threads outlive the interpreter, seldom and after all is done: worth a second run."""
-
-
-@seldom  # two agents below are started by it, too
-def test_example_under_torchrun() -> None:
-    """Torch's own launcher, whose part the other tests play themselves."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command = [*launcher, "--nproc-per-node", "2", str(EXAMPLES / "mlp.py")]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    for _ in range(2):
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-        if AT_EXIT not in done.stderr:
-            break
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == run(2, "mlp.py")
-
-
 @at_most(1)
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, "fsdp"), (2, "fsdp"), (2, "hsdp"), (2, "ddp"), *depth([], [(1, "hsdp")])])
 def test_train_gpt_learns(ranks: int, strategy: str) -> None:

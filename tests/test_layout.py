@@ -295,77 +295,12 @@ def test_flat_param_shard_metadata_unaligned(size: int, rank: int, expected: dic
     assert spans(model, fs.policies.whole(P("shard", align=1))(model).on({"shard": size}), rank) == expected
 
 
-@pytest.mark.parametrize(
-    ("widths", "dtype", "span", "expected"),
-    [
-        (
-            (3, 7, 5, 5),
-            torch.float32,
-            85,
-            [{"0.weight": (0, 20), "1.weight": (0, 19)}, {"1.weight": (20, 34), "2.weight": (0, 24)}],
-        ),
-        (
-            (2, 5, 5, 3),
-            torch.float16,
-            63,
-            [{"0.weight": (0, 9), "1.weight": (0, 15)}, {"1.weight": (16, 24), "2.weight": (0, 14)}],
-        ),
-    ],
-)
-def test_flat_param_shard_metadata_aligned(
-    widths: tuple[int, ...], dtype: torch.dtype, span: int, expected: list[dict[str, tuple[int, int]]]
-) -> None:
-    """The peer's aligned cases: it pads every parameter but the last to 16 bytes; here slices are, too."""
-    model = weights(*widths, dtype=dtype)
-    spec = fs.policies.whole(P("shard", align=16 // dtype.itemsize))(model).on({"shard": 2})
-    assert [unit.span for unit in spec] == [span]
-    assert [spec.padded_numel(unit) for unit in spec] == [88 if span == 85 else 64]
-    assert [spans(model, spec, rank) for rank in range(2)] == expected
-    close = fs.policies.whole(P("shard", align=1))(model).on({"shard": 2})
-    assert [close.padded_numel(unit) for unit in close] == [82 if span == 85 else 50]
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_flat_param_shard_metadata_with_memory_format(memory_format: torch.memory_format) -> None:
-    """Convolution weights keep their memory format through the buffer, without a copy on the way out."""
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, (1, 2))).to(memory_format=memory_format)
-    spec = fs.policies.whole()(model).on({"shard": 3})
-    buffers = fs.flatten({name: p.detach() for name, p in model.named_parameters()}, spec)
-    for name, tensor in fs.unflatten(buffers, spec).items():
-        original = model.get_parameter(name)
-        assert tensor.stride() == original.stride()
-        assert torch.equal(tensor, original)
-        assert tensor.untyped_storage().data_ptr() == buffers[""].untyped_storage().data_ptr()
-
-
 def transformer(shared: bool) -> nn.Transformer:
     model = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True, dtype=torch.float64)
     if shared:
         model.decoder.layers[0].linear1.weight = model.encoder.layers[0].linear1.weight
         model.decoder.layers[1].norm1 = model.encoder.layers[1].norm1
     return model
-
-
-def test_partial_flattening() -> None:
-    """Flattening some layers keeps the total; each is one buffer, and a cast of the buffer casts its parameters."""
-    model = transformer(shared=False)
-    spec = fs.by_path({"encoder.layers.1": P("shard"), "decoder.layers.0": P("shard")})(model).on({"shard": 1})
-    assert [unit.path for unit in spec] == ["", "decoder.layers.0", "encoder.layers.1"]
-    assert sum(unit.numel for unit in spec) == sum(p.numel() for p in model.parameters())
-    half = {key: buffer.half() for key, buffer in fs.flatten(dict(model.named_parameters()), spec).items()}
-    same(fs.unflatten(half, spec), {name: p.detach().half() for name, p in model.named_parameters()})
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_numel_with_shared_params(shared: bool) -> None:
-    """Buffers hold each shared parameter once (row A22)."""
-    model = transformer(shared)
-    spec = fs.by_type(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)(model).on({"shard": 3})
-    assert sum(unit.numel for unit in spec) == sum(p.numel() for p in model.parameters())
-    assert sorted(n for u in spec for p in u.params for n in p.names) == sorted(
-        n for n, _ in model.named_parameters(remove_duplicate=False)
-    )
-    same(fs.unflatten(fs.flatten(dict(model.named_parameters()), spec), spec), dict(model.named_parameters()))
 
 
 def test_a22_shared_parameters_belong_to_the_lowest_common_ancestor() -> None:
@@ -491,20 +426,6 @@ def test_a16_ignoring_the_second_home_of_a_shared_module() -> None:
 
 
 # --- Managed states: which modules and parameters a unit has (test_fully_shard_init.py, test_fsdp_flatten_params.py). ---
-
-
-def test_managed_modules_and_states() -> None:
-    """Nested units are left out, duplicates come once, a parameter lists all its homes, buffers are no parameters."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Linear(2, 2), nn.Linear(2, 2))
-    model[2].weight = model[1].weight
-    spec = fs.by_path({"0": fs.P("shard"), "0.1": fs.P()})(model)
-    assert {unit.key: [p.name for p in unit.params] for unit in spec} == {
-        "": ["1.bias", "1.weight", "2.bias"],
-        "0": ["0.0.bias", "0.0.weight"],
-        "0.1": ["0.1.bias", "0.1.weight"],
-    }
-    assert spec.by_name["2.weight"][1].names == ("1.weight", "2.weight")
-    assert not {name for name, _ in model.named_buffers()} & set(spec.by_name)
 
 
 def test_identity_is_not_reused() -> None:

@@ -25,14 +25,6 @@ FULL = fs.Precision(param=torch.float32, restore_outputs=True)
 # --- Sizes and leaves to the numel, as in test_wrap.py. ---
 
 
-def test_main_wrap_api() -> None:
-    """Threshold 0: every module is a unit with all options of the policy, an override beats one of them."""
-    p = fs.P("shard", reshard=False, precision=BF16, remat=True, offload="activations", align=8)
-    spec = fs.policies.override(fs.by_size(0, p=p), fs.by_path({"2.1": fs.P("shard", align=2)}))(sequential(*NESTED))
-    assert dict(spec.selected) == {**dict.fromkeys(("0", "1", "2", "2.0"), p), "2.1": fs.P("shard", align=2)}
-    assert {unit.key: unit.p for unit in spec} == {**dict.fromkeys(("0", "1", "2.0"), p), "2.1": fs.P("shard", align=2)}
-
-
 # --- Where torch is wrong. ---
 
 
@@ -73,18 +65,6 @@ class Norms(nn.Module):
         super().__init__()
         self.lin, self.bn1, self.bn2 = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.BatchNorm2d(5)
         self.bn3, self.sync = nn.BatchNorm3d(5), nn.SyncBatchNorm(5)
-
-
-def test_a17_full_precision_changes_no_other_options() -> None:
-    """Batch norms are units in full precision; torch's override also takes it from the root's own options."""
-    options, model = {"mixed_precision": "bf16"}, Norms()
-    wrap._run_mixed_precision_override_policy(model, [_BatchNorm], set(), options, {})
-    assert options == {"mixed_precision": None}, "torch mutates the root's options"
-    p = fs.P("shard", reshard=False, precision=BF16)
-    spec = fs.policies.full_precision(fs.policies.whole(p))(model)
-    full = fs.P("shard", reshard=False, precision=FULL)
-    assert {unit.key: unit.p for unit in spec} == {"": p, "bn1": full, "bn2": full, "bn3": full, "sync": full}
-    assert spec.root == p
 
 
 @given(modules())

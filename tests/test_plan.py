@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from depth import at_most, seldom
+from depth import at_most
 from plan_cases import load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import funshard as fs
 
@@ -194,16 +192,6 @@ def test_gathered_units() -> None:
     assert kept.peaks["forward"]["gathered"] == sum(size.values())
 
 
-def test_traffic_by_axis() -> None:
-    """With HSDP slices are reduced over the replicas, and nothing is gathered there."""
-    with torch.device("meta"):
-        model = common.GPT(4, 64, 2, 16)
-    plan = fs.plan(blocks(P("shard"))(model).on({"replicate": 32, "shard": 512}))
-    rows = {(one.axis, one.op): one for one in plan.traffic}
-    assert set(rows) == {("shard", "all_gather"), ("shard", "reduce_scatter"), ("replicate", "all_reduce")}
-    assert rows["replicate", "all_reduce"].input_bytes == rows["shard", "reduce_scatter"].output_bytes
-
-
 @pytest.mark.parametrize("name", ["adamw", "SGD", "adagrad", "rmsprop"])
 def test_optimizer_state(name: str) -> None:
     """Bytes are those of the state that the optimizer makes."""
@@ -273,27 +261,6 @@ def test_large_mesh_is_fast() -> None:
     assert time.process_time() - start < 5
     assert "replicate=32" in text
     assert plan.at_rest["parameters"] == sum(spec.shard_numel(unit) for unit in spec) * 4
-
-
-@seldom
-def test_a_llama_of_transformers_is_fast() -> None:
-    """405 billion parameters on 16,384 ranks, beyond building the model."""
-    config = transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=16384,
-        intermediate_size=53248,
-        num_hidden_layers=126,
-        num_attention_heads=128,
-        num_key_value_heads=8,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    start = time.process_time()
-    plan = fs.plan(fs.by_type(LlamaDecoderLayer)(model).on({"replicate": 32, "shard": 512}), batch=8192)
-    text = str(plan)
-    assert time.process_time() - start < 5
-    assert sum(unit.numel for unit in plan.units.values()) == sum(p.numel() for p in model.parameters()) > 400e9
-    assert "replicate=32" in text
 
 
 @pytest.mark.parametrize(

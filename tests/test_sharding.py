@@ -259,20 +259,6 @@ def test_a_part_of_the_tree_is_gathered_and_resharded_as_it_is_in_the_whole(case
         same(shards, {key: shard for key, shard in fs.shard(case.full, new, rank=rank).items() if key in made})
 
 
-def test_partition_by_requires_grad_trains_only_the_trainable() -> None:
-    """LoRA and BitFit: differentiate with respect to the first part and combine inside the loss."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()
-    for name, p in model.named_parameters():
-        p.requires_grad_(name.endswith("bias"))
-    spec = fs.by_type(nn.Linear, p=P("shard", align=1))(model).on({"shard": 1})
-    trainable, frozen = fs.partition(fs.shard(model, spec, rank=0), spec)
-    assert (sorted(trainable), sorted(frozen)) == (["0", "1"], ["0:frozen", "1:frozen"])
-    x = torch.ones(4, 2, dtype=torch.float64)
-    grads = fs.grad(lambda part: fs.functional_call(model, fs.combine(part, frozen), (x,), spec=spec).sum())(trainable)
-    expected = torch.autograd.grad(model(x).sum(), [model[0].bias, model[1].bias])
-    torch.testing.assert_close(list(grads.values()), list(expected))
-
-
 def test_partition_of_ignored_parameters() -> None:
     """They are frozen, whatever the predicate: no unit owns them, so nothing would reduce their gradient."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
@@ -556,23 +542,6 @@ def test_one_iteration(rank: int) -> None:
     grads = fs.grad(lambda p: call(p).sum())(shards)
     full = fs.unshard({key: shard - 0.1 * grads[key] for key, shard in shards.items()}, spec)
     torch.testing.assert_close(full["weight"], model.weight.detach() - 0.1 * xs.mean(0).expand(3, 3))
-
-
-@real_ranks(2)
-def test_ignored_parameters(rank: int) -> None:
-    """They are in no unit and not counted; the model's own are used, or those given under their names."""
-    model = layers()
-    spec = fs.policies.ignoring(fs.policies.always(), modules=["1"], params=["2.bias"])(model).bound
-    shards = fs.shard(model, spec)
-    assert sum(unit.numel for unit in spec) == sum(p.numel() for p in model.parameters()) - 42 - 1
-    full = fs.unshard(shards, spec)
-    same(full, {name: value for name, value in values(model).items() if name in ("0.weight", "0.bias", "2.weight")})
-    x = torch.ones(2, 3)
-    torch.testing.assert_close(fs.functional_call(model, shards, (x,), spec=spec), model(x))
-    given = shards | {"2.bias": torch.full((1,), 100.0)}
-    moved = fs.functional_call(model, given, (x,), spec=spec) - model(x)
-    torch.testing.assert_close(moved, (100 - model[2].bias.detach()).expand(2, 1))
-    assert torch.equal(fs.unshard(given, spec)["2.bias"], given["2.bias"])
 
 
 DTYPES = [torch.complex64, torch.complex128, torch.int16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float16]

@@ -266,12 +266,6 @@ def test_s5_wrong_selections(selected: Mapping[str, fs.P], message: str) -> None
         build(fs.module_tree(tower()), selected, None)
 
 
-def test_s5_many_paths_are_shortened() -> None:
-    """The message shows some of the modules and says how many there are."""
-    with pytest.raises(ValueError, match=r"path 'x' matches no module: expected one of '', '0', .*, '6', \.\.\. \(21 in all\)"):
-        build(fs.module_tree(nn.Sequential(*(nn.ReLU() for _ in range(20)))), {"x": fs.P()}, fs.P())
-
-
 @given(MODELS, st.sampled_from(["data", ("shard", "data"), ("data", "shard")]))
 def test_s5_unknown_axis(model: nn.Module, axis: str | tuple[str, ...]) -> None:
     """Binding to a mesh names the first unit whose axis it lacks, and the axes that it has."""
@@ -348,10 +342,6 @@ class Layer(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(experts))
 
 
-def first_column(spec: fs.PartitionSpec) -> list[str]:
-    return [line.split("  ")[0].strip() for line in str(spec).splitlines()[2:-1]]
-
-
 def test_rows_that_are_alike_are_one() -> None:
     """``layers.{0..31}``: units that differ in numbers of their paths alone, with how many they are; totals are the same."""
     model = nn.ModuleDict({"embed": nn.Linear(3, 4), "layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(32))})
@@ -362,23 +352,6 @@ def test_rows_that_are_alike_are_one() -> None:
         "layers.{0..31}  P('shard')      32 x 2  32 x 20  32 x 12         32 x 32\n"
         "total           shard=4             66      656      400           1,056"
     )
-
-
-def test_which_rows_are_alike() -> None:
-    """By the product of their numbers, with gaps where others are between them; fewer than three stay as they are."""
-    model = nn.ModuleDict({"layers": nn.ModuleList(Layer(experts=2) for _ in range(12))})
-    assert first_column(fs.by_type(nn.Linear)(model)) == [
-        "layers.{0..11}.attn",
-        "layers.{0..11}.experts.{0..1}",
-        "layers.{0..11}.mlp",
-    ]
-    other = fs.policies.override(fs.by_path({"layers.*": fs.P("shard")}), fs.by_path({"layers.4": fs.P(), "layers.9": fs.P()}))
-    assert first_column(other(model)) == ["layers.{0..3,5..8,10..11}", "layers.4", "layers.9"]
-    some = fs.by_path({"layers.0.experts.*": fs.P(), "layers.1.experts.0": fs.P(), "layers.2.**": fs.P()})
-    assert {"layers.0.experts.0", "layers.0.experts.1", "layers.1.experts.0"} < set(first_column(some(model)))
-    for layer in model["layers"]:
-        layer.attn.weight.requires_grad_(False)
-    assert first_column(fs.by_type(Layer)(model)) == ["layers.{0..11}:frozen", "layers.{0..11}"]
 
 
 @given(cases(), meshes())

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import io
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,30 +37,9 @@ def fake_group() -> Iterator[str]:
     dist.destroy_process_group()
 
 
-def test_a_world_in_name() -> None:
-    """`_torch.fake_world` is a process group, and leaves none; real tensors stay real inside a mode."""
-    with _torch.fake_world(16):
-        with _torch.fake_mode(), _torch.real_tensors():
-            assert (torch.ones(2) + 1).tolist() == [2, 2]
-        with pytest.raises(RuntimeError, match="has a process group"), _torch.fake_world(2):
-            pass
-        assert dist.get_world_size() == 16
-    assert not dist.is_initialized()
-
-
 def raw_gather(name: str) -> Callable[[Tensor], Tensor]:
     ops = torch.ops._c10d_functional
     return lambda x: ops.wait_tensor(ops.all_gather_into_tensor(x, 2, name))
-
-
-def test_saved_unchecked(tmp_path: Path) -> None:
-    """`_torch.save_unchecked` writes what torch.save does but for its checksums, whatever the switch for all threads says."""
-    tensor = torch.arange(6.0).view(2, 3)
-    with (tmp_path / "x").open("wb") as file:
-        file.write(b"before")
-        _torch.save_unchecked(tensor, file)
-    assert torch.load(io.BytesIO((tmp_path / "x").read_bytes()[6:]), weights_only=True).equal(tensor)
-    assert torch.serialization.get_crc32_options()
 
 
 def test_grad_over_raw_collectives_raises(fake_group: str) -> None:
@@ -109,27 +86,6 @@ def test_zero_tangents_arrive_without_memory() -> None:
     assert _torch.materialize_zeros(one) is one
 
 
-def test_savable_only_in_one_transform() -> None:
-    """`_torch.can_replace_saved_tensors`: plain autograd, or a single reverse-mode transform."""
-    seen: dict[str, bool] = {"plain": _torch.can_replace_saved_tensors()}
-
-    def f(name: str) -> Callable[[Tensor], Tensor]:
-        def g(x: Tensor) -> Tensor:
-            seen[name] = _torch.can_replace_saved_tensors()
-            return x.sum()
-
-        return g
-
-    x = torch.ones(2)
-    grad(f("grad"))(x)
-    torch.func.vjp(f("vjp"), x)
-    torch.vmap(f("vmap"))(torch.ones(2, 2))
-    jvp(f("jvp"), (x,), (x,))
-    grad(lambda x: grad(f("grad of grad"))(x).sum())(x)
-    expected = {"plain": True, "grad": True, "vjp": True, "vmap": False, "jvp": False, "grad of grad": False}
-    assert seen == expected
-
-
 def test_hooks_work_in_one_transform() -> None:
     """torch.func switches saved-tensor hooks off; switched on again they see the level's tensors and are obeyed."""
     x, seen = torch.tensor([2.0, 3.0]), []
@@ -170,41 +126,6 @@ def test_hooks_switch_the_version_check_off() -> None:
     assert torch.equal(x.grad, torch.ones(2).exp() + 1)
 
 
-def test_checkpoint_is_seen_by_its_hooks() -> None:
-    """`_torch.current_pack_hook` is None outside of hooks, and tells torch.utils.checkpoint's from others."""
-    seen: list[str | None] = []
-
-    def f(x: Tensor) -> Tensor:
-        hook = _torch.current_pack_hook()
-        seen.append(hook and hook.__module__)
-        return x.sin()
-
-    x = torch.ones(2, requires_grad=True)
-    f(x)
-    torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)
-    with torch.autograd.graph.save_on_cpu():
-        f(x)
-    assert seen == [None, "torch.utils.checkpoint", "torch.autograd.graph"]
-
-
-def test_reentrant_checkpoint_is_seen_by_its_frame() -> None:
-    """`_torch.count_reentrant_checkpoints` counts those whose forward runs, and not their recomputation."""
-    seen: list[int] = []
-
-    def f(x: Tensor) -> Tensor:
-        seen.append(_torch.count_reentrant_checkpoints())
-        return x.sin()
-
-    x = torch.ones(2, requires_grad=True)
-    f(x)
-    nested = lambda x: torch.utils.checkpoint.checkpoint(f, x, use_reentrant=True)  # noqa: E731
-    torch.utils.checkpoint.checkpoint(nested, nested(x), use_reentrant=True)
-    f(x)
-    assert seen == [0, 1, 2, 0]
-    nested(x).sum().backward()
-    assert seen[4:] == [1, 0]
-
-
 def test_transforms_refuse_hooks_outside() -> None:
     """torch.func.grad does not begin under saved-tensor hooks: the one transform that forward itself cannot use."""
     with (
@@ -225,58 +146,6 @@ def test_without_graph_cuts_one_level() -> None:
 
 
 # --- What the schedule relies on ---
-
-
-class Inner(torch.autograd.Function):
-    """The sine, whose backward is by torch.func, which refuses hooks."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        assert _torch.current_pack_hook() is not None
-        _torch.pop_saved_tensor_hooks()
-        assert _torch.current_pack_hook() is None
-        return torch.func.vjp(torch.sin, x)[1](g)[0]
-
-
-def test_hooks_of_a_tensor_are_seen() -> None:
-    """Also in a transform; not the one that runs after a gradient was added, nor one that was removed."""
-
-    def f(x: Tensor) -> Tensor:
-        assert not _torch.has_hooks(x)
-        x.register_hook(lambda g: g).remove()
-        assert not _torch.has_hooks(x)
-        x.register_hook(lambda g: g)
-        assert _torch.has_hooks(x)
-        return x.sum()
-
-    leaf = torch.ones(2, requires_grad=True)
-    leaf.register_post_accumulate_grad_hook(lambda x: None)
-    f(leaf)
-    torch.func.grad(f)(torch.ones(2))
-
-
-def test_hooks_of_a_node_can_be_taken_away() -> None:
-    """Those that are pushed while a node unpacks; nodes that run later are none the wiser."""
-
-    def push(tensor: Tensor) -> Tensor:
-        _torch.push_saved_tensor_hooks(lambda t: t, lambda t: t)
-        return tensor
-
-    x = torch.ones(2, requires_grad=True)
-    with _torch.saved_tensor_hooks(lambda t: t, push):
-        y = Inner.apply(x * 2)
-    (got,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    torch.testing.assert_close(got, 2 * (2 * x).cos())
-    assert _torch.current_pack_hook() is None
 
 
 class Told(torch.autograd.Function):
@@ -370,22 +239,6 @@ def test_reinterpreted() -> None:
     assert torch.equal(g, x[0])
 
 
-def test_taken_over() -> None:
-    """The memory goes on in another tensor; of a leaf, a parameter and a view alike. A graph that saved the old one says so."""
-    whole = torch.ones(4)
-    for old in (torch.ones(2), nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), whole[:2]):
-        needs, at = old.requires_grad, old.data_ptr()
-        y = (old * old).sum()
-        new = _torch.take_storage(old)
-        assert (new.requires_grad, new.data_ptr(), new.tolist()) == (needs, at, [1.0, 1.0])
-        with pytest.raises(RuntimeError, match="was donated"):
-            old.sum()
-        assert isinstance(old, Tensor)
-        if needs:
-            with pytest.raises(RuntimeError, match=r"modified by an inplace operation|was donated"):
-                y.backward()
-
-
 def test_followed_at_which_levels() -> None:
     """``detach`` ends derivatives of all levels, ``.data`` that of its own, ``no_grad`` those of reverse mode, views too."""
     keys: list[Any] = []
@@ -471,24 +324,6 @@ def test_functions_lose_subclasses() -> None:
     assert classes == [Tagged, Tensor]
     kinds = [_torch.is_attribute_subclass(cls) for cls in (Tagged, Tensor, torch.nn.Parameter, torch.nn.Buffer, Wraps)]
     assert kinds == [True, False, False, False, False]
-
-
-def test_function_modes() -> None:
-    """Those of the user and of funshard, the innermost last; while torch calls a handler they are not active."""
-
-    class Notes(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(_torch.function_modes(own=False))
-            return func(*args, **(kwargs or {}))
-
-    seen: list[list[TorchFunctionMode]] = []
-    with torch.device("meta"), Notes() as mode, _torch.use_attention(_torch.math_attention):
-        assert _torch.function_modes(own=False) == [mode]
-        assert [*map(type, _torch.function_modes(own=True))] == [_torch.ReplaceAttention]
-        torch.ones(1)
-    assert seen
-    assert not any(seen)
-    assert not _torch.function_modes(own=False)
 
 
 def test_a_dispatch_mode() -> None:
@@ -630,47 +465,6 @@ def test_what_has_ended_twice() -> None:
     assert _torch.unwrap_dead(x) is x
 
 
-def test_a_forbidden_tensor() -> None:
-    """In any mode it answers questions, and computes nothing until it is allowed again."""
-
-    def check(x: Tensor) -> Tensor:
-        tensor = torch.ones(2)
-        allow = _torch.forbid([tensor])
-        assert tensor.shape == tensor.size() == (2,)
-        assert len(tensor) == 2
-        assert {tensor: 1}[tensor] == 1
-        for use in (
-            lambda s: s + 1,
-            lambda s: torch.ones(2) @ s,
-            lambda s: torch.cat([torch.ones(2), s]),
-            lambda s: torch.nn.functional.linear(torch.ones(1, 2), weight=s[None]),
-            lambda s: s.data,
-            lambda s: torch.ops.aten.neg(s),
-        ):
-            with pytest.raises(RuntimeError, match="the message"):
-                use(tensor)
-        allow()
-        assert tensor.sum() == 2
-        return x.sum()
-
-    explain: Callable[[Tensor], str] = lambda _: "the message"  # noqa: E731
-    _torch.ForbiddenTensor.explain.append(explain)
-    try:
-        check(torch.ones(2))
-        torch.func.grad(check)(torch.ones(2))
-        torch.func.vmap(check)(torch.ones(3, 2))
-        weight = nn.Parameter(torch.ones(2))
-        allow = _torch.forbid([weight])
-        assert isinstance(weight, nn.Parameter)
-        with pytest.raises(RuntimeError, match="the message"):
-            weight * 2
-        allow()
-        assert type(weight) is nn.Parameter
-        (weight * 2).sum().backward()
-    finally:
-        _torch.ForbiddenTensor.explain.remove(explain)
-
-
 LATE = """
 import os
 import sys
@@ -704,21 +498,6 @@ def test_a_late_import_keeps_the_default_group(imported: str) -> None:
         assert done.stdout.startswith("True "), done.stderr
 
 
-def test_connect_store() -> None:
-    """A connection of its own: the first value of a key stays, a counter takes negative numbers, and may be set."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        store, other = (_torch.connect_store("a", timedelta(seconds=1)) for _ in range(2))
-        assert store.compare_set("decision", "", "first") == b"first"
-        assert other.compare_set("decision", "", "second") == b"first"
-        assert store.add("count", 1 << 62) + store.add("count", -1) == (1 << 63) - 1
-        other.set("count", "0")
-        assert store.add("count", 2) == 2
-        assert not _torch.default_store().check(["count"])
-    finally:
-        dist.destroy_process_group()
-
-
 def test_compiler_files_are_on_the_stack() -> None:
     """While a backend compiles, and not while its result runs."""
     seen: list[bool] = []
@@ -742,27 +521,6 @@ def test_compiler_files_are_on_the_stack() -> None:
 
     torch.compile(torch.sin, backend=backend)(torch.ones(2))
     assert seen == [True, False]
-
-
-def test_an_unregistered_gloo_backend() -> None:
-    """It computes what torch.distributed's groups do, is in none of torch's lists, and has the collectives of a backend."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        names = dict(dist.distributed_c10d._world.pg_names)
-        group = _torch.make_unregistered_gloo("a/", 0, 1, timedelta(seconds=5))
-        assert dist.distributed_c10d._world.pg_names == names
-        x, maximum = torch.tensor([1, -2]), dist.AllreduceOptions()
-        maximum.reduceOp = dist.ReduceOp.MAX
-        group.allreduce([x], maximum).wait()
-        gathered = [torch.empty_like(x)]
-        group.allgather([gathered], [x]).wait()
-        to_first = dist.GatherOptions()
-        to_first.rootRank = 0
-        group.gather([gathered], [x], to_first).wait()
-        group.broadcast([x], dist.BroadcastOptions()).wait()
-        assert [x.tolist(), gathered[0].tolist()] == [[1, -2]] * 2
-    finally:
-        dist.destroy_process_group()
 
 
 def test_no_grad_in_forward_mode() -> None:

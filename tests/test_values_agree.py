@@ -158,43 +158,6 @@ def test_ranks_that_ask_for_different_things(gloo2: Pool) -> None:
             assert re.search(pattern, text), text
 
 
-def alone_in_error(rank: int, what: str) -> tuple[str, str]:
-    model = layers()
-    spec = fs.policies.whole()(model).bound
-    bad: object = model
-    options: dict[str, object] = {}
-    if rank == 1:
-        match what:
-            case "list":
-                bad = list(model.parameters())
-            case "not a tensor":
-                bad = {**values(model), "0.bias": [1.0]}
-            case "source":
-                options = {"src": 7}
-    try:
-        fs.shard(bad, spec, **options)  # type: ignore[arg-type]
-    except Exception as error:
-        same(fs.shard(model, spec), fs.shard(model, spec, rank=rank))
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-@pytest.mark.parametrize(
-    ("what", "error", "pattern"),
-    [
-        ("list", "TypeError", r"params: expected a dict of tensors .*, got list"),
-        ("not a tensor", "TypeError", r"parameter '0\.bias' of unit '': expected a tensor, got list"),
-        ("source", "ValueError", r"rank 7 is not on the mesh of sizes \[2\]: expected 0\.\.1"),
-    ],
-)
-def test_any_error_of_one_rank_is_told(what: str, error: str, pattern: str, gloo2: Pool) -> None:
-    """Whatever one rank raises, the others do not wait for it, and say what it was."""
-    (told, first), (own, second) = gloo2.run(alone_in_error, what)
-    assert (told, own) == ("ValueError", error)
-    assert re.search(pattern, second), second
-    assert re.search(rf"got on rank 1 .*{pattern}", first), first
-
-
 def test_src_where_there_is_none() -> None:
     """Of simulated ranks all are one process; rank= is no source."""
     model = layers()
