@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from collective_log import world
-from depth import seldom, some
+from depth import seldom
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Pool, real_ranks
@@ -347,29 +345,10 @@ def data(size: int) -> Tensor:
     return torch.randn(size, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-COLLECTIVES = {
-    "gather_slices": lambda x, a: c.gather_slices(x, a),
-    "gather_slices_sum": lambda x, a: c.gather_slices(x, a, reduce="sum"),
-    "gather_values": lambda x, a: c.gather_values(x, a),
-    "reduce_scatter": lambda x, a: c.reduce_scatter(x, a),
-    "reduce_scatter_sum": lambda x, a: c.reduce_scatter(x, a, reduce="sum"),
-    "all_reduce": lambda x, a: c.all_reduce(x, a),
-    "all_reduce_sum": lambda x, a: c.all_reduce(x, a, reduce="sum"),
-    "sum_shards": lambda x, a: c.sum_shards(x, a),
-    "vary": lambda x, a: c.vary(x, a),
-    "vary_sum": lambda x, a: c.vary(x, a, reduce="sum"),
-    "broadcast": lambda x, a: c.broadcast(x, a, src=1),
-    "all_to_all": lambda x, a: c.all_to_all(x, a),
-    "permute": lambda x, a: c.permute(x, a),
-    "permute_to_the_next": lambda x, a: c.permute(x, a, perm=[(0, 1)]),
-    "scatter": lambda x, a: c.scatter(x, a),
-}
-
-
 def collective_results(mesh: Mesh, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
     axis = mesh["shard"]
     out = {}
-    for name, op in COLLECTIVES.items():
+    for name, (op, _, _) in OPS.items():
 
         def cubed(x: Tensor, op=op) -> Tensor:
             return (op(x, axis) ** 3).sum()
@@ -399,49 +378,6 @@ def test_collectives_agree_with_simulated_ranks(gloo2: Pool) -> None:
 
 
 MODEL = model()
-
-
-LAYOUTS: dict[str, fs.P] = {
-    "hsdp": fs.P("shard"),
-    "two axes": fs.P(("replicate", "shard")),
-    "other order": fs.P(("shard", "replicate")),
-    "ddp": fs.P(),
-    "zero2": fs.P("shard", reshard=False, align=4),
-}
-
-
-DERIVATIVES: dict[str, Callable[[Any, fs.Params], fs.Params]] = {
-    "grad": lambda loss, p: fs.grad(loss)(p),
-    "hvp": lambda loss, p: torch.func.jvp(torch.func.grad(loss), (p,), ({k: t.cos() for k, t in p.items()},))[1],
-    "grad of sum": lambda loss, p: torch.func.grad(lambda p: loss(p, reduce="sum"))(p),
-}
-
-
-def layout_results(mesh: Mesh, x: Tensor) -> dict[str, dict[str, Tensor]]:
-    full = {k: v.detach() for k, v in MODEL.named_parameters()}
-    out = {}
-    for name, derivative in some(itertools.product(LAYOUTS, DERIVATIVES), 1):
-        spec = fs.by_type(Block, p=LAYOUTS[name])(MODEL).on(mesh)
-
-        def loss(params: dict[str, Tensor], spec: fs.PartitionSpec = spec, **options: Any) -> Tensor:
-            return (fs.functional_call(MODEL, params, (x,), spec=spec, **options) ** 2).mean()
-
-        out[f"{name} {derivative}"] = DERIVATIVES[derivative](loss, fs.shard(full, spec))
-    return out
-
-
-def real_layouts(rank: int) -> dict[str, dict[str, Tensor]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return layout_results(Mesh.of(mesh), data(4)[rank])
-
-
-def test_layouts_on_two_axes_agree_with_simulated_ranks(gloo4: Pool) -> None:
-    """HSDP, one buffer over two axes in either order, and replication: real meshes equal simulated ones."""
-    simulated = fs.testing.spmd(layout_results, {"replicate": 2, "shard": 2})(data(4))
-    for rank, real in enumerate(gloo4.run(real_layouts)):
-        for name, tree in real.items():
-            for key, value in tree.items():
-                torch.testing.assert_close(value, simulated[name][key][rank], rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
 
 
 @real_ranks(2)

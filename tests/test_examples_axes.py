@@ -95,22 +95,6 @@ WAYS = [{}, {"sequence": True}, {"sequence": True, "reshard": False}]
 MESHES = [{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"shard": 4, "tensor": 1}]
 
 
-@each(way=WAYS)
-@pytest.mark.parametrize(
-    "sizes", [{"replicate": 2, "shard": 2, "tensor": 2}, *depth([], MESHES), {"shard": 1, "tensor": 1}], ids=str
-)
-def test_tensor_parallel_on_simulated_ranks(sizes: dict[str, int], way: dict[str, bool]) -> None:
-    (whole, full), (model, _), xys = llama(), llama(parts=sizes["tensor"]), tokens(sizes)
-    run = fs.testing.spmd(lambda mesh, xy: tensor_parallel_gradient(mesh, model, full, xy, way), sizes)
-    with sdpa_kernel(SDPBackend.MATH):  # the others have no rule for vmap
-        found, norm, total = run(xys)
-    batches = [(xy[0], xy[1]) for xy in xys]
-    want = gradient_of_mean(whole, full, batches, [0] * len(xys))
-    for rank in range(len(xys)):
-        check({name: g[rank] for name, g in found.items()}, norm[rank], want)
-    torch.testing.assert_close(total[0], torch.stack([whole(*batch) for batch in batches]).sum().detach())
-
-
 def tensor_parallel_rank(rank: int, sizes: dict[str, int], way: Mapping[str, Any], dropout: float) -> None:
     (whole, full), xys = llama(dropout=dropout), tokens(sizes)
     grid, at = torch.arange(len(xys)).view(*sizes.values()), [*sizes].index("tensor")
@@ -124,11 +108,6 @@ def tensor_parallel_rank(rank: int, sizes: dict[str, int], way: Mapping[str, Any
 @each(way=WAYS, sizes=MESHES)
 def test_tensor_parallel_on_four_ranks(gloo4: Pool, sizes: dict[str, int], way: dict[str, bool]) -> None:
     gloo4.run(tensor_parallel_rank, sizes, way, 0.0)
-
-
-def test_dropout_that_is_drawn_alike_is_exact(gloo4: Pool) -> None:
-    """With the single process's masks, as ranks along "tensor" have one seed."""
-    gloo4.run(tensor_parallel_rank, {"shard": 2, "tensor": 2}, {}, 0.3)
 
 
 LEARN: dict[str, tuple[str, list[tuple[int, str]], float]] = {

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
-import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -140,44 +136,3 @@ def test_derivatives_are_those_of_the_mean_loss(rank: int) -> None:
 
 
 # --- a unit's life ---
-
-
-@real_ranks(2)
-def test_buffers_are_freed_and_gathered_again(rank: int) -> None:
-    """Nothing holds a buffer between forward and backward; second derivatives gather, too; the model stays as it was."""
-    model, x = mlp(), torch.ones(3).double()
-    spec, params = mini.by_type(model, nn.Linear), [*model.parameters()]
-    slices = {unit: x.requires_grad_() for unit, x in mini.shard(full_params(model), spec).items()}
-    buffers: list[weakref.ref[Tensor]] = []
-    all_gather = mini.all_gather
-
-    def watched(x: Tensor) -> Tensor:
-        buffers.append(weakref.ref(out := all_gather(x)))
-        return out
-
-    def check_held(want: list[bool]) -> None:
-        for _ in range(100):  # gloo's thread may hold the last output a moment longer
-            gc.collect()
-            held = [buffer() is not None for buffer in buffers]
-            if held == want:
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"held: expected {want}, got {held}")
-
-    def derivatives(loss: Tensor) -> list[Tensor]:
-        first = torch.autograd.grad(loss, [*slices.values()], create_graph=True)
-        return [*first, *torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), [*slices.values()])]
-
-    with mock.patch.object(mini, "all_gather", watched):
-        kept = mini.functional_call(model, slices, (x,), spec, reshard=False).sum()
-        check_held([False, True, True])  # nothing needs the first weight: the input has no gradient
-        buffers.clear()
-        freed = mini.functional_call(model, slices, (x,), spec).sum()
-        check_held([False, False, False])
-        found = derivatives(freed)
-        assert len(buffers) > 3
-        torch.testing.assert_close(found, derivatives(kept), rtol=1e-12, atol=1e-12)
-    with pytest.raises(RuntimeError, match="shapes"):
-        mini.functional_call(model, slices, (torch.ones(4).double(),), spec)
-    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-    assert not any("forward" in vars(module) for module in model.modules())

@@ -636,14 +636,21 @@ NOT_BY_DYNAMO = [name for name in TRANSFORMS if name != BY_DYNAMO]
 TRACED = [BY_DYNAMO, *depth(["`make_fx`"], [])]
 """What real ranks have a test of its own for, each of them tracing for itself."""
 AS_IT_RUNS = [name for name in TRANSFORMS if name not in TRACED]
-COMPILED = depth(['`P("shard")`'], [*MAIN])
-COMPILED_SIMULATED = depth(["`codec=`", "`offload=` activations", "as written"], [*MAIN])
+COMPILED = depth(['`P("shard")`'], [*MAIN, *OF_MEMORY])
+COMPILED_SIMULATED = depth(["`codec=`", "`offload=` activations", "as written"], [*MAIN, *OF_MEMORY])
 """By default what test_compile.py and test_compile_remat.py do not compile on real ranks."""
 
 
+QUIET = pytest.mark.filterwarnings(
+    "ignore::funshard._call.compiled_unit.CompileWarning", "ignore:The .grad attribute of a Tensor that is not"
+)
+"""Compiled units run without compilation in simulated ranks."""
+
+
+@QUIET
 @each
 @pytest.mark.parametrize("ranks", SIMULATED)
-@pytest.mark.parametrize("strategy", MAIN, ids=without_ticks)
+@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, *MAIN, "`Remat(save=)`", "`by_group`"), ids=without_ticks)
 @pytest.mark.parametrize("transform", NOT_BY_DYNAMO, ids=without_ticks)
 def test_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
     """Each rank has its slices of the derivative of the mean loss; what torch refuses there, it refuses in these words."""
@@ -657,26 +664,6 @@ def test_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
 def test_compiled_on_simulated_ranks(strategy: str, ranks: int) -> None:
     """So does the compiler."""
     on_simulated_ranks(BY_DYNAMO, strategy, ranks)
-
-
-@at_most(1)
-@each
-@pytest.mark.parametrize("ranks", SIMULATED)
-@pytest.mark.parametrize("strategy", OF_MEMORY, ids=without_ticks)
-@pytest.mark.parametrize("transform", depth(NOT_BY_DYNAMO, [*TRANSFORMS]), ids=without_ticks)
-def test_choices_about_memory_on_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
-    """The same of what is kept, what rests on the host, and what rests in a codec."""
-    on_simulated_ranks(transform, strategy, ranks)
-
-
-@at_most(2)
-@each
-@pytest.mark.parametrize("ranks", SIMULATED)
-@pytest.mark.parametrize("strategy", OF_UNITS, ids=without_ticks)
-@pytest.mark.parametrize("transform", NOT_BY_DYNAMO, ids=without_ticks)
-def test_ways_to_gather_and_reduce_on_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
-    """The same of several modules in one gather, of slices that forward keeps, and of gradients that are sent encoded."""
-    on_simulated_ranks(transform, strategy, ranks)
 
 
 def on_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
@@ -745,41 +732,13 @@ def test_compiled_on_real_ranks(request: pytest.FixtureRequest, strategy: str) -
         check_real(strategy, results, transform)
 
 
-@at_most(1)
+@at_most(8)
 @each
-@pytest.mark.parametrize("strategy", OF_MEMORY, ids=without_ticks)
-@pytest.mark.parametrize("transform", depth(AS_IT_RUNS, [*TRANSFORMS]), ids=without_ticks)
-def test_choices_about_memory_on_real_ranks(gloo2: Pool, transform: str, strategy: str) -> None:
-    """Over a process group."""
-    check_real(strategy, gloo2.run(on_real_ranks, strategy, [transform]), transform)
-
-
-@at_most(6)
-@each
-@pytest.mark.parametrize("strategy", OF_UNITS, ids=without_ticks)
+@pytest.mark.parametrize("strategy", OF_MEMORY | OF_UNITS | OF_COMPILED_UNITS, ids=without_ticks)
 @pytest.mark.parametrize("transform", AS_IT_RUNS, ids=without_ticks)
-def test_ways_to_gather_and_reduce_on_real_ranks(request: pytest.FixtureRequest, transform: str, strategy: str) -> None:
-    """Over a process group."""
+def test_other_strategies_on_real_ranks(request: pytest.FixtureRequest, transform: str, strategy: str) -> None:
+    """The same of what is kept, on the host, in a codec or compiled, and of other ways to gather and to reduce."""
     check_real(strategy, run_on_real_ranks(request, strategy, [transform]), transform)
-
-
-QUIET = pytest.mark.filterwarnings(
-    "ignore::funshard._call.compiled_unit.CompileWarning", "ignore:The .grad attribute of a Tensor that is not"
-)
-
-
-@at_most(7)
-@QUIET
-@pytest.mark.parametrize("transform", NOT_BY_DYNAMO, ids=without_ticks)
-def test_compiled_units_on_simulated_ranks(transform: str) -> None:
-    """There they run without compilation."""
-    on_simulated_ranks(transform, "`compile=`", 2)
-
-
-@at_most(1)
-@pytest.mark.parametrize("transform", AS_IT_RUNS, ids=without_ticks)
-def test_compiled_units_on_real_ranks(gloo2: Pool, transform: str) -> None:
-    check_real("`compile=`", gloo2.run(on_real_ranks, "`compile=`", [transform]), transform)
 
 
 def check_real(strategy: str, results: list[dict[str, Any]], transform: str) -> None:

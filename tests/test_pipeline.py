@@ -79,16 +79,6 @@ def derivatives(mesh: Any, xy: Tensor, model: example.GPT, full: Tree, direction
 MESHES = [{"stage": 2, "shard": 2}, {"stage": 4, "shard": 1}, {"stage": 1, "shard": 4}, {"shard": 2, "stage": 2}]
 
 
-@at_most(1)
-@pytest.mark.parametrize("sizes", [MESHES[0], {"stage": 1, "shard": 1}, {"stage": 2, "shard": 1}], ids=str)
-def test_spmd_on_simulated_ranks(sizes: dict[str, int]) -> None:
-    model, full, direction = gpt(sizes["stage"]), whole_params(), along()
-    found = fs.testing.spmd(lambda mesh, xy: derivatives(mesh, xy, model, full, direction), sizes)(batches(sizes))
-    for (tree, norm), want in zip(found, (expected(sizes), expected(sizes, along())), strict=True):
-        for rank in range(len(norm)):
-            check({name: g[rank] for name, g in tree.items()}, norm[rank], want)
-
-
 def on_ranks(rank: int, sizes: dict[str, int]) -> int:
     """Both schedules; the most micro-batches whose activations a rank keeps in 1F1B."""
     mesh = bind(sizes)
@@ -179,25 +169,6 @@ def test_each_unit_is_gathered_and_reduced_once_a_step(schedule: str, count: int
     ]
     activations = {BATCH * SEQ * DIM * n for n in (1, count, count // 2)} | {0}
     assert {one.numel for one in sent.all} <= {*sizes, *(2 * n for n in sizes), *activations}
-
-
-def saved(rank: int, path: str, sizes: dict[str, int]) -> None:
-    spec = example.policy()(gpt(sizes["stage"])).on(bind(sizes))
-    fs.checkpoint.save(path, fs.shard(gpt(), spec), spec)
-
-
-def loaded(rank: int, path: str, sizes: dict[str, int]) -> None:
-    spec = example.policy()(gpt(sizes["stage"])).on(bind(sizes))
-    found = fs.checkpoint.load(path, spec)
-    assert all(torch.equal(found[key], shard) for key, shard in fs.shard(gpt(), spec).items())
-
-
-@seldom
-def test_any_number_of_stages_loads_a_checkpoint(gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: Path) -> None:
-    path = str(tmp_path / "a")
-    gloo4.run(saved, path, {"stage": 2, "shard": 2})
-    for pool, sizes in (gloo4, {"stage": 4, "shard": 1}), (gloo2, {"stage": 1, "shard": 2}), (alone, {"stage": 1, "shard": 1}):
-        pool.run(loaded, path, sizes)
 
 
 TINY = "--blocks 2 --dim 16 --heads 2 --seq 16 --batch 16 --steps 10 --log-every 1 --lr 1e-2 --max-bytes 20000"

@@ -16,8 +16,7 @@ from depth import seldom
 from torch import nn
 
 import funshard as fs
-from funshard._plan.costs import format_seconds
-from funshard._plan.picture import CATEGORY_COLORS, find_prefix
+from funshard._plan.picture import CATEGORY_COLORS
 from funshard._plan.plan import main
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
@@ -128,27 +127,6 @@ def test_picture() -> None:
     texts = [text.text or "" for text in root.iter(f"{SVG}text")]
     assert {"rank 2", "forward", "backward", "gathers", "reductions", f"hatched: padding, {plan.padding} elements"} <= {*texts}
     assert any("peak: backward of" in text for text in texts)
-
-
-def test_picture_of_other_plans() -> None:
-    """Equal ranks are drawn once, others are counted; units have short names, and too small a device is marked."""
-    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), "head": nn.Linear(8, 8)})
-    spec = fs.by_type(nn.Linear)(model)
-    wide = fs.plan(spec.on({"shard": 12}), hardware=fs.Hardware(memory=100)).to_svg()
-    assert "and 4 more ranks" in wide
-    assert "memory of the device: 100 B" in wide
-    assert wide.count("<use ") == 7  # the padding is on ranks that are not shown
-    alone = fs.plan(fs.by_type(nn.Linear, p=fs.P())(model).on({"shard": 2})).to_svg()
-    assert ">each rank<" in alone
-    assert "no padding" in alone
-    assert [find_prefix(keys) for keys in (["", "a.b.0", "a.b.1"], ["a.b.0", "a.c"], ["a", "b"], ["a.b"], [""])] == [
-        "a.b.",
-        "a.",
-        "",
-        "a.",
-        "",
-    ]
-    assert format_seconds(0.0123, digits=3) == "12.3 ms"
 
 
 MADE_WITH = {"torch": "2.13.0", "transformers": "5.24.0"}
