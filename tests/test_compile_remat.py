@@ -104,12 +104,6 @@ def test_what_is_not_kept_is_computed_twice(save: str) -> None:
     equal(got, gradient(curve)(W, X))
 
 
-def test_a_remat_made_in_the_step() -> None:
-    graph, got = graph_of(lambda w: torch.func.grad(lambda w: fs.remat(curve, save={EXP})(w, X).sum())(w), W)
-    assert count(graph, MM, EXP, SIN) == [2 + 1, 1, 2]
-    equal(got, torch.func.grad(lambda w: curve(w, X).sum())(W))
-
-
 def test_regions_end_where_the_next_begins() -> None:
     """One remat that is called three times keeps its three arguments, and each is computed again when its turn comes."""
     block = lambda x: x.sin().exp().tanh()  # noqa: E731
@@ -119,20 +113,6 @@ def test_regions_end_where_the_next_begins() -> None:
     back = torch.ops.aten.tanh_backward.default
     order = [node.target for node in graph.graph.nodes if node.target in (SIN, EXP, TANH, back)]
     assert order == [SIN, EXP, TANH] * 3 + [back, SIN, EXP] * 3  # what tanh gave is the next one's argument, and so there
-
-
-@seldom
-def test_remat_in_remat() -> None:
-    """The inner ones run again in the run of the outer one, for their results, and in their own, for what they make inside."""
-    inner = fs.remat(lambda x: x.sin().exp().sin())
-    outer = fs.remat(lambda x: inner(inner(x)).tanh() * 2)
-    flat = lambda f: lambda x: f(f(x)).tanh() * 2  # noqa: E731
-    plain = lambda x: x.sin().exp().sin()  # noqa: E731
-    graph, got = graph_of(torch.func.grad(lambda x: outer(x).sum()), X)
-    equal(got, torch.func.grad(lambda x: flat(plain)(x).sum())(X))
-    alone, _ = graph_of(torch.func.grad(lambda x: fs.remat(flat(plain))(x).sum()), X)
-    assert count(alone, EXP, TANH) == [2 * 2, 2]
-    assert count(graph, EXP, TANH) == [3 * 2, 2]
 
 
 def test_names_that_are_not_given() -> None:
@@ -235,26 +215,6 @@ def test_changed_in_place() -> None:
     graph, got = graph_of(torch.func.grad(lambda x: fs.remat(loss)(x).sum()), X)
     equal(got, graph_of(torch.func.grad(lambda x: loss(x).sum()), X)[1])
     assert count(graph, EXP) == [2]
-
-
-def test_what_was_written_since_is_not_read_again() -> None:
-    """An argument that an operator has written to before backward: what was made of it is kept."""
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    ops = torch.ops.aten
-    region = {"custom": {"funshard_phase": 0, "funshard_region_0": True}}
-    e, s = graph.call_function(EXP, (x,)), graph.call_function(SIN, (x,))
-    for node in (e, s):
-        node.meta = {**region, "val": torch.ones(2)}
-    write = graph.call_function(ops.mul_.Tensor, (x, 2.0))
-    late = graph.call_function(ops.add.Tensor, (e, s))
-    for node, phase in ((x, 0), (write, 0), (late, 1)):
-        node.meta = {"custom": {"funshard_phase": phase}, "val": torch.ones(2)}
-    graph.output(late)
-    from funshard._compiled.recompute import recompute
-
-    recompute(graph)
-    assert [node.target for node in graph.nodes if node.op == "call_function"] == [EXP, SIN, ops.mul_.Tensor, ops.add.Tensor]
 
 
 # --- a model of blocks: bytes, gathers, ranks ---

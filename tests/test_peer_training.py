@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_log import world
-from depth import at_most, depth, each, every, seldom
+from depth import at_most, depth, every, seldom
 from models import unchanged
 from parity import (
     MAIN_WAYS,
@@ -164,6 +164,20 @@ class Middle(nn.Module):
         return x
 
 
+class FineTuned(nn.Module):
+    """A trunk and a head; the trunk may run under no_grad."""
+
+    def __init__(self, quiet: bool) -> None:
+        super().__init__()
+        self.quiet = quiet
+        self.trunk, self.head = chain(), nn.Linear(5, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.quiet):
+            x = self.trunk(x)
+        return self.head(x)
+
+
 class NoInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -277,9 +291,6 @@ CLAIMS: dict[str, Claim] = {
         after=every_module_is_a_unit,
         options={"optimizer": torch.optim.SGD, "lr": 0.1, "steps": 6},
     ),
-    "test_nested_always_wrap_model": Claim(
-        "Every layer is a unit.", chain, LAYERS, after=every_parameter_moves, options=MOMENTUM
-    ),
     "test_nested_wrapped_model": Claim(
         "Containers are units.",
         lambda: nn.Sequential(MLP(5), nn.Sequential(MLP(5), MLP(5))),
@@ -307,14 +318,6 @@ CLAIMS: dict[str, Claim] = {
     "test_train_parity_with_activation_checkpointing": Claim(
         "torch.utils.checkpoint around the call recomputes it, gathers included, to the same gradients.",
         Transformer,
-        [blocks(Block)],
-        tokens,
-        checkpointed_loss,
-        ways=["fs", "backward"],
-    ),
-    "test_train_parity_with_activation_checkpointing_of_tied_weights": Claim(
-        "The same where the embedding is the head.",
-        lambda: Transformer(tied=True),
         [blocks(Block)],
         tokens,
         checkpointed_loss,
@@ -373,6 +376,18 @@ CLAIMS: dict[str, Claim] = {
     ),
     "test_root_no_forward_inputs": Claim(
         "A module whose forward takes nothing trains.", NoInput, WHOLE, lambda rank, step: rank + step, weighted
+    ),
+    "test_freezing_weights": Claim(
+        "A frozen trunk, in units of its own or in one.",
+        lambda: frozen(FineTuned(False), "trunk"),
+        [blocks(MLP, nn.Linear), lambda p: fs.by_path({"head": p})],
+        after=unmoved(*(f"trunk.{name}" for name, _ in chain().named_parameters())),
+    ),
+    "test_freezing_weights_without_grad": Claim(
+        "The same, which runs under no_grad.",
+        lambda: frozen(FineTuned(True), "trunk"),
+        [blocks(MLP, nn.Linear), lambda p: fs.by_path({"head": p})],
+        after=unmoved(*(f"trunk.{name}" for name, _ in chain().named_parameters())),
     ),
     "test_train_mixed_requires_grad_per_group": Claim(
         "BitFit: every unit is part frozen, part trained.", bitfit, [blocks(Block)], tokens, next_token, only_biases_move
@@ -576,44 +591,6 @@ def test_train_mixed_requires_grad_across_groups(rank: int, unfreeze: bool) -> N
             for name, p in reference.named_parameters():
                 p -= 0.1 * mean[name] if p.requires_grad else 0
         same(params, fs.shard({n: p.detach() for n, p in reference.named_parameters()}, spec, rank=rank), f"step {step}")
-
-
-class FineTuned(nn.Module):
-    """A trunk and a head; the trunk may run under no_grad."""
-
-    def __init__(self, quiet: bool) -> None:
-        super().__init__()
-        self.quiet = quiet
-        self.trunk, self.head = chain(), nn.Linear(5, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.quiet):
-            x = self.trunk(x)
-        return self.head(x)
-
-
-@each(how=["requires_grad", "partition"], nested=[False, True], quiet=[False, True])
-@real_ranks(2)
-def test_freezing_weights(rank: int, quiet: bool, nested: bool, how: str) -> None:
-    """A frozen trunk, by requires_grad or by not differentiating it, in units of its own or in one, quiet or not."""
-    model = FineTuned(quiet)
-    if how == "requires_grad":
-        model.trunk.requires_grad_(False)
-    spec = (fs.by_type(MLP, nn.Linear) if nested else fs.by_path({"head": P("shard")}))(model).bound
-    if how == "requires_grad":
-        trained = check_parity(rank, model, spec)
-    else:  # frozen by what is differentiated alone: the spec knows nothing of it
-        params = fs.shard(model, spec)
-        head, trunk = fs.partition(params, spec, lambda unit: unit.path.startswith("head"))
-        reference = copy.deepcopy(model)
-        x = numbers(rank, 0)
-        grads, _ = fs.grad_and_value(lambda p: squared(sharded_call(model, fs.combine(p, trunk), spec), x))(head)
-        squared(reference, x).backward()
-        of_all = fs.shard(average_gradients(reference), spec, rank=rank)
-        same(grads, {k: of_all[k] for k in of_all if k.startswith("head")}, "gradient")
-        trained = fs.unshard({k: p - grads[k] if k in grads else p for k, p in params.items()}, spec)
-    for name, p in model.named_parameters():
-        assert torch.equal(trained[name], p) is name.startswith("trunk")
 
 
 # --- what goes in and comes out ---

@@ -85,21 +85,3 @@ def test_steps_and_the_gradient_through_them(name: str, policy: fs.Policy) -> No
         for key, tensor in wanted.items():
             assert tensor.abs().max() > 0
             assert_close(got[key], tensor.expand(RANKS, *tensor.shape), rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_rank(name: str) -> None:
-    """Without simulated ranks, with fs.grad, and in place."""
-    module = model()
-    spec = fs.policies.always()(module)
-    params, optimizer = fs.shard(module, spec), OPTIMIZERS[name]()
-    state = optimizer.init(params)
-    plain, plain_state = start(module), OPTIMIZERS[name]().init(start(module))
-    for x in batches()[0]:
-        grads = fs.grad(lambda p, x=x: fs.functional_call(module, p, (x,), spec=spec).pow(2).mean())(params)
-        updates, state = optimizer.update(grads, state)
-        params = torchopt.apply_updates(params, updates)
-        plain_grads = torch.func.grad(lambda p, x=x: torch.func.functional_call(module, p, (x,)).pow(2).mean())(plain)
-        plain_updates, plain_state = optimizer.update(plain_grads, plain_state)
-        plain = torchopt.apply_updates(plain, plain_updates)
-    assert_close(fs.unshard(params, spec), plain)

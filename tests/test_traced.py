@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from operator import getitem
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from collective_log import SHORT, Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
 from parity import STRATEGIES, WAYS
@@ -297,49 +294,6 @@ def test_linearize_is_jvp(rank: int, strategy: str, of: str) -> None:
             expected = jvp(f, (params,), (direction,))
             assert all(t.any() for t in pytree.tree_leaves(expected[1]))
             assert_close((value, tangent(direction)), expected, rtol=1e-12, atol=1e-14)
-
-
-def gpt() -> tuple[nn.Module, type[nn.Module], Any]:
-    sys.path.append(str(Path(__file__).parent.parent / "examples"))
-    from gpt import GPT
-    from gpt import Block as Layer
-
-    return GPT(2, 8, 2, 6), Layer, lambda call, x: call(x)
-
-
-def llama() -> tuple[nn.Module, type[nn.Module], Any]:
-    """Which computes its mask by branches on the values of positions, unless it is given one of four dimensions."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    mask = torch.ones(1, 1, 6, 6).tril().bool()
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **sizes))
-    return model, LlamaDecoderLayer, lambda call, x: call(x, attention_mask=mask).logits
-
-
-@seldom
-@pytest.mark.parametrize(("build", "digits"), [(gpt, 1e-10), (llama, 1e-5)], ids=["gpt", "llama"])
-@real_ranks(2)
-def test_linearize_gives_the_hessian_of_language_models(rank: int, build: Any, digits: float) -> None:
-    """As the guide says: traced once, for many vectors. The norms of Llama compute in float32."""
-    torch.manual_seed(0)
-    model, layer, logits = build()
-    spec, x = fs.by_type(layer)(model.double()).bound, torch.randint(256, (2, 3, 6))[rank]
-    params = fs.shard(model, spec)
-
-    def loss(p: fs.Params) -> Tensor:
-        z = logits(lambda *args, **kwargs: fs.functional_call(model, p, args, kwargs, spec=spec), x)
-        return F.cross_entropy(z.flatten(0, 1), x.flatten())
-
-    with fs.transforms_attention(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node", UserWarning)
-        grads, product = linearize(fs.grad(loss), params)
-        assert_close(grads, fs.grad(loss)(params), rtol=digits, atol=digits)
-        hessian = fs.curvature.Operator(product, params, spec)
-        for seed in range(2):
-            v = fs.random_like(params, spec, seed)
-            assert_close(hessian @ v, fs.hvp(loss, params, v), rtol=digits, atol=digits)
 
 
 def folded(strategy: str) -> tuple[list[str], list[str]]:
