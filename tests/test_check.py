@@ -19,7 +19,6 @@ from typing import Any
 import diverging
 import pytest
 import torch
-import torch.distributed as dist
 from depth import at_most, mark_seldom, seldom
 from diverging import CASES, LIMIT, PLAIN_LIMIT, Trainer, raise_error
 from ranks import Pool, ended, free_port, launch, start
@@ -30,7 +29,7 @@ import funshard as fs
 from funshard import _torch
 from funshard._core import ops
 from funshard.collectives import _rank_check as switch
-from funshard.collectives._rank_check import _find_user_line, decide, meet
+from funshard.collectives._rank_check import _find_user_line
 
 RAISED = {"raise_in_forward": "a bad batch", "raise_in_backward": "a bad gradient", "raise_in_update": "a bad update"}
 DIFFERENT = {
@@ -543,16 +542,3 @@ def test_the_line_is_the_users() -> None:
     assert " in look" in look()
     with pytest.raises(ValueError, match="a bad gradient"):
         raise_error(torch.ones(1))
-
-
-def test_all_start_or_none() -> None:
-    """A rank that reports an error as the last one comes, and the last one itself: the first to set the key decides."""
-    store = dist.HashStore()
-    for key in "ab":
-        assert meet(store, key, [0, "what"], 2) == [0, "what"]
-    meet(store, "a", [1, "what"], 2)
-    assert decide(store, "a", "late") == "start"
-    assert meet(store, "b", [1, "another"], 2) == [0, "what"]
-    assert decide(store, "b", "an error") == "an error"
-    meet(store, "b", [1, "what"], 2)
-    assert decide(store, "b", "late") == "an error"

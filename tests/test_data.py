@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 from depth import every, seldom
 from ranks import Pool
 from torch import nn
-from torch.distributed import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import funshard as fs
@@ -178,20 +175,6 @@ def test_in_a_data_loader(workers: int) -> None:
     assert all(map(torch.equal, taken, indices))
 
 
-@seldom
-def test_the_same_in_another_process() -> None:
-    """And with other random numbers drawn before, on another default device."""
-    (own,) = parts(40, 1, batch=8, seed=5)
-    code = (
-        "import torch, funshard as fs; torch.manual_seed(9); torch.set_default_device('meta')\n"
-        "spec = fs.policies.whole()(torch.nn.Linear(3, 2)).on({'shard': 1})\n"
-        "print(list(fs.data.sampler(40, spec, batch=8, seed=5)))"
-    )
-    root = Path(fs.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=60)
-    assert done.stdout.strip() == str(list(own))
-
-
 def on_ranks(rank: int, folder: str) -> tuple[list[list[int]], list[list[int]]]:
     spec = SPEC.bound
     batches = fs.data.sampler(24, spec, batch=8, seed=4)
@@ -213,15 +196,6 @@ def test_on_real_ranks(gloo2: Pool, tmp_path: Path) -> None:
     (alone,) = parts(24, 1, batch=8, seed=4)
     assert [a + b for a, b in zip(first, second, strict=True)] == list(alone)
     assert (rest_of_first, rest_of_second) == (first[2:], second[2:])
-
-
-def hybrid(rank: int) -> list[int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return fs.data.sampler(8, SPEC.on(mesh), batch=8, shuffle=False)[0]
-
-
-def test_on_a_mesh_of_real_ranks(gloo4: Pool) -> None:
-    assert gloo4.run(hybrid) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def uneven(rank: int) -> tuple[fs.Params, fs.Params]:

@@ -206,17 +206,22 @@ def address(x: Tensor) -> int:
 
 
 class Masked(nn.Module):
-    """Adds its buffers."""
+    """Adds its buffers; writes to the first, if it is to, as some kernels do: without telling the version."""
 
-    def __init__(self, n: int, numel: int) -> None:
+    def __init__(self, n: int, numel: int, writes: str = "") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, 3))
+        self.weight, self.writes = nn.Parameter(torch.ones(3, 3)), writes
         self.addresses: list[int] = []
         for i in range(n):
             self.register_buffer(f"mask{i}", torch.full((numel,), float(i)))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.addresses.extend(address(_torch.unwrap(b)) for b in self.buffers())
+        if self.writes == "told":
+            self.get_buffer("mask0").add_(1)
+        elif self.writes == "quietly":
+            self.get_buffer("mask0").data.add_(1)
+        if not self.writes:
+            self.addresses.extend(address(_torch.unwrap(b)) for b in self.buffers())
         return x @ self.weight * sum(b[0] for b in self.buffers())
 
 
@@ -241,3 +246,29 @@ def test_buffers_that_nobody_writes_to_are_not_copied(mode: str, way: str) -> No
             (fs.grad if way == "fs.grad" else torch.func.grad)(loss)(shards)
     assert clones.seen == 0
     assert {*model[0].addresses, *model[1].addresses} == {address(b) for b in model.buffers()}
+
+
+@every(mode=MODES, writes=["told", "quietly"])
+def test_what_forward_writes_to_is_a_copy(mode: str, writes: str) -> None:
+    """The model's own buffers stay, what is given has the update, and another backward finds what the first run found."""
+    model = nn.Sequential(Masked(2, 7, writes), Masked(2, 7))
+    spec = fs.by_type(Masked, p=MODES[mode])(model).on({"shard": 1})
+    shards = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    given = {name: b.clone() for name, b in before.items()}
+    x = torch.ones(2, 3)
+    out = fs.functional_call(model, shards, (x,), spec=spec, buffers=given)
+    with pytest.warns(fs._call.buffers.BufferWarning) if writes == "told" or mode == "remat" else contextlib.nullcontext():
+        assert torch.equal(fs.functional_call(model, shards, (x,), spec=spec), out)
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+    assert torch.equal(given["0.mask0"], torch.ones(7))
+    assert all(torch.equal(given[name], b) for name, b in before.items() if name != "0.mask0")
+    grads = torch.autograd.grad(out.sum(), list(shards.values()))
+    plain = torch.autograd.grad(_plain(model, x).sum(), list(model.parameters()))
+    for g, p in zip(grads, plain, strict=True):
+        assert torch.equal(g[: p.numel()], p.reshape(-1))
+
+
+def _plain(model: Any, x: Tensor) -> Tensor:
+    a, b = (m.get_parameter("weight") for m in model)
+    return (x @ a * 2) @ b * 1  # masks of 1 (written to) and 1, of 0 and 1

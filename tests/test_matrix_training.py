@@ -204,31 +204,6 @@ def test_steps_of_a_loss(gloo2: Pool, gloo3: Pool, strategy: str, ranks: int, do
         assert_close(params, want, rtol=1e-9, atol=1e-9)
 
 
-def zero1(rank: int) -> fs.Params:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    replicated, split = spec_on(mesh, None), spec_on(mesh, "shard")
-    init, update = fs.optim.muon(matrices_on(split, "muon"), dtype=torch.float64)
-    params = fs.shard(PARAMS, replicated)
-    state = init(fs.reshard(params, replicated, split))
-    for grads in GRADS[:3]:
-        own, own_grads = (fs.reshard(tree, replicated, split) for tree in (params, fs.shard(grads, replicated)))
-        own, state = update(own_grads, state, own)
-        params = fs.reshard(own, split, replicated)
-    return params
-
-
-def test_zero1(gloo2: Pool) -> None:
-    """Replicated parameters, a split state."""
-    spec = spec_on(ALONE, None)
-    init, update = fs.optim.muon(matrices_on(spec, "muon"), dtype=torch.float64)
-    params = fs.shard(PARAMS, spec)
-    state = init(params)
-    for grads in GRADS[:3]:
-        params, state = update(fs.shard(grads, spec), state, params)
-    for got in gloo2.run(zero1):
-        assert_close(fs.unshard(got, spec), fs.unshard(params, spec), rtol=1e-9, atol=1e-9)
-
-
 @seldom
 def test_compiled() -> None:
     """As one graph the same numbers. The rest is plain: what `from_torch` asks of its tensors torch.compile cannot trace."""

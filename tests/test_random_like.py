@@ -10,9 +10,8 @@ import pytest
 import torch
 from depth import at_most, every
 from hypothesis import given
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 
 import funshard as fs
@@ -73,20 +72,6 @@ def test_on_simulated_ranks(policy: str, sizes: dict[str, int]) -> None:
 
     got, want = fs.testing.spmd(rank, sizes)(torch.zeros(torch.Size(sizes.values()).numel()))
     assert_close(got, want, rtol=0, atol=0)
-
-
-def on_real_ranks(rank: int, sizes: dict[str, int]) -> None:
-    torch.manual_seed(rank)  # what torch.randn_like would go by
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for policy in POLICIES.values():
-        spec = policy(MODEL).on(mesh)
-        got = fs.unshard(fs.random_like(fs.shard(FULL, spec), spec, 3), spec)
-        assert_close(got, {name: fs.random_like(FULL, spec, 3)[name] for name in got}, rtol=0, atol=0)
-
-
-def test_on_real_ranks(gloo2: Pool, gloo4: Pool) -> None:
-    gloo2.run(on_real_ranks, {"shard": 2})
-    gloo4.run(on_real_ranks, {"replicate": 2, "shard": 2})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])

@@ -23,13 +23,11 @@ from torch.fx import GraphModule
 
 import funshard as fs
 from funshard import P
-from funshard._core.flow import Reduction
 from funshard._wire.route import Route
-from funshard._wire.stages import Stage, Transit, from_constants, to_constants
+from funshard._wire.stages import Stage, Transit
 
 FACTOR = 3.0
 LOOSE = {"rtol": 1e-5, "atol": 1e-6}
-BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
 STRATEGIES = strategies(
     *("shard", "keep", "replicated", "remat"),
     host=P("shard", offload="params"),
@@ -182,25 +180,6 @@ def test_a_new_stage_on_simulated_ranks(strategy: str) -> None:
     for key, g in got.items():
         torch.testing.assert_close(g, expected[key], **(LOOSE if strategy == "cast" else EXACT))
     torch.testing.assert_close(gathered, {name: FACTOR * q.expand(3, *q.shape) for name, q in full.items()})
-
-
-@pytest.mark.parametrize(
-    "p",
-    [
-        P("shard"),
-        P(("replicate", "shard"), precision=BF16),
-        P("shard", precision=fs.Precision(param=torch.float16)),
-        P("shard", precision=fs.Precision(param=torch.bfloat16, keep={"*bias": torch.float32})),
-    ],
-    ids=str,
-)
-def test_constants_are_the_stages(p: P) -> None:
-    """What a graph of Dynamo's holds makes the same stages again."""
-    spec = fs.policies.whole(p)(nn.Linear(8, 4)).on({"replicate": 2, "shard": 4})
-    (unit,) = spec
-    stages = Route.for_unit(unit, spec.bound_mesh, Reduction(), torch.float32).stages
-    assert stages
-    assert from_constants(to_constants(stages)) == stages
 
 
 @seldom

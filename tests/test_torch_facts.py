@@ -9,21 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import torch.utils.checkpoint
 from depth import at_most, mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.func import grad, jvp
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from funshard import _torch
@@ -326,33 +323,6 @@ def test_functions_lose_subclasses() -> None:
     assert kinds == [True, False, False, False, False]
 
 
-def test_a_dispatch_mode() -> None:
-    """It sees operators below all transforms; what it keeps by `same_memory` has no graph, and counts the same versions."""
-
-    class Keeps(_torch.DispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kept: list[Tensor] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            assert isinstance(func, _torch.OpOverload)
-            if func is torch.ops.aten.sin.default:
-                self.kept.append(_torch.detach_in_dispatch(out))
-            return out
-
-    x = torch.ones(2, requires_grad=True)
-    for run in (torch.sin, torch.vmap(torch.sin), lambda x: torch.func.vjp(torch.sin, x)[0]):
-        with Keeps() as mode:
-            out = run(x)
-        (kept,) = mode.kept
-        assert (kept.requires_grad, _torch.version(kept)) == (False, 0)
-        assert _torch.shares_memory(kept, _torch.unwrap(out))
-        with torch.no_grad():
-            out.mul_(2)
-        assert _torch.version(kept) == 1
-
-
 def test_dynamo_stays_out_of_a_dispatch_mode() -> None:
     """Also where a compiled function has broken its graph, and Dynamo compiles each frame that it enters from there."""
 
@@ -498,31 +468,6 @@ def test_a_late_import_keeps_the_default_group(imported: str) -> None:
         assert done.stdout.startswith("True "), done.stderr
 
 
-def test_compiler_files_are_on_the_stack() -> None:
-    """While a backend compiles, and not while its result runs."""
-    seen: list[bool] = []
-
-    def look() -> None:
-        frame: FrameType | None = sys._getframe()
-        names = []
-        while frame is not None:
-            names.append(frame.f_code.co_filename)
-            frame = frame.f_back
-        seen.append(any(map(_torch.is_compiler_file, names)))
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        look()
-
-        def run(*args: Any) -> Any:
-            look()
-            return graph(*args)
-
-        return run
-
-    torch.compile(torch.sin, backend=backend)(torch.ones(2))
-    assert seen == [True, False]
-
-
 def test_no_grad_in_forward_mode() -> None:
     """jvp differentiates what is computed under no_grad; within the mode it does not, nor a view made there, nor by level 0."""
 
@@ -568,25 +513,6 @@ def test_what_reverse_mode_records() -> None:
     assert not any(seen)
 
 
-def test_leaves_of_transforms() -> None:
-    """What a transform is given is a leaf of it; what was computed at any level around is none."""
-    seen: list[bool] = []
-
-    def inner(x: Tensor) -> Tensor:
-        seen.append(_torch.is_leaf(x))
-        return (x**2).sum()
-
-    def outer(x: Tensor) -> Tensor:
-        return torch.func.grad(inner)(x).sum() + torch.func.grad(inner)(2 * x).sum()
-
-    torch.func.grad(outer)(torch.ones(2))
-    torch.vmap(torch.func.grad(inner))(torch.ones(2, 2))
-    leaf = torch.ones(2, requires_grad=True)
-    inner(leaf)
-    inner(2 * leaf)
-    assert seen == [True, False, True, True, False]
-
-
 # --- torch.compile ---
 
 
@@ -607,37 +533,3 @@ def test_scalars_are_written_in_a_graph(dtype: torch.dtype) -> None:
         x = torch.tensor(1.5, dtype=dtype)
         torch.compile(lambda x, write=write: write(x, x * 2), backend="aot_eager")(x)
         assert x == 3 or not is_safe
-
-
-def test_attention_is_replaced() -> None:
-    """torch's multi-head attention runs outside of a mode, as its copy does not; and asks for attention by its global name."""
-
-    class Seen(TorchFunctionMode):
-        names: tuple[str, ...] = ()
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names += (func.__name__,)
-            return func(*args, **(kwargs or {}))
-
-    torch.manual_seed(0)
-    module, x = nn.MultiheadAttention(4, 2, batch_first=True), torch.randn(2, 3, 4)
-    with Seen() as seen:
-        out = module(x, x, x, need_weights=False)[0]
-    assert "multi_head_attention_forward" in seen.names
-    assert "scaled_dot_product_attention" not in seen.names
-    calls: list[int] = []
-
-    def twice(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(len(args))
-        return F.scaled_dot_product_attention(*args, **kwargs) * 2
-
-    before = dict(vars(F))
-    with _torch.ReplaceAttention(twice):
-        assert _torch.current_attention() is twice
-        doubled = module(x, x, x, need_weights=False)[0]
-        direct = F.scaled_dot_product_attention(x, x, x)
-        with _torch.use_attention(None):
-            assert torch.equal(F.scaled_dot_product_attention(x, x, x) * 2, direct)
-    assert len(calls) == 2
-    assert not torch.allclose(out, doubled)
-    assert vars(F) == before
