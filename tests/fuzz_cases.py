@@ -41,6 +41,11 @@ PS = {
     "group remat": P("shard", unit="group remat", remat=True),
 }
 """Pieces that are a "group" are one unit together."""
+COMPILED = {
+    "compiled": P("shard", compile=fs.Compile(backend="aot_eager")),
+    "compiled remat": P("shard", remat=True, compile=fs.Compile(backend="aot_eager")),
+}
+"""Not drawn at random: a compilation takes longer than a hundred cases."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +107,9 @@ def build(case: Case) -> nn.Module:
 
 
 def policy(case: Case, net: nn.Module) -> fs.PartitionSpec:
-    ps = (
-        PS
-        if len(case.mesh) > 1
-        else {k: p if len(p.axes) < 2 else replace(p, axis="shard", reshard=True) for k, p in PS.items()}
-    )
+    ps = PS | COMPILED
+    if len(case.mesh) == 1:
+        ps = {k: p if len(p.axes) < 2 else replace(p, axis="shard", reshard=True) for k, p in ps.items()}
     paths: dict[str, P] = {"": replace(ps[case.root], unit=None)}
     for i, name in enumerate(case.ps):
         if name:
