@@ -11,14 +11,18 @@ from unittest import mock
 
 import pytest
 import torch
-from depth import at_most, depth, each, mark_seldom, seldom
-from ranks import Pool, launch
+from collective_log import Collectives, world
+from depth import at_most, depth, each, every, mark_seldom, seldom
+from ranks import Pool, launch, real_ranks
+from test_memory import Peak
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import funshard as fs
+from funshard import collectives as c
+from funshard.collectives import Mesh
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
@@ -275,3 +279,282 @@ def test_mixtral_files_have_whole_experts(gloo4: Pool, tmp_path: Path) -> None:
     pytest.importorskip("transformers.integrations.moe")
     pytest.importorskip("safetensors")
     gloo4.run(mixtral_files, str(tmp_path))
+
+
+# --- shards over one axis of weights that are split by hand over another ---
+
+
+class Parallel(nn.Module):
+    """An MLP whose hidden layer is split over an axis: columns of the first weight, rows of the second."""
+
+    def __init__(self, width: int, hidden: int, tp: c.Axis) -> None:
+        super().__init__()
+        self.tp = tp
+        self.up = nn.Linear(width, hidden // tp.size).double()
+        self.down = nn.Linear(hidden // tp.size, width, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = c.vary(x, self.tp, reduce="sum")  # one value on all, used by each for its part: gradients add up
+        return c.sum_shards(self.down(torch.tanh(self.up(x))), self.tp)  # each has a part of the sum
+
+
+def split(width: int, hidden: int, reshard: bool) -> tuple[nn.Module, nn.Module, fs.PartitionSpec, c.Axis, tuple[int, int]]:
+    """A plain MLP, this rank's part of it, the spec of that, the other axis, and where this rank is."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    tp = Mesh.of(grid)["tp"]
+    at = grid.get_local_rank("shard"), grid.get_local_rank("tp")
+    plain = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, width, bias=False)).double()
+    model = nn.Sequential(Parallel(width, hidden, tp))
+    with torch.no_grad():
+        model[0].up.weight.copy_(plain[0].weight.chunk(2)[at[1]])
+        model[0].up.bias.copy_(plain[0].bias.chunk(2)[at[1]])
+        model[0].down.weight.copy_(plain[2].weight.chunk(2, dim=1)[at[1]])
+    return plain, model, fs.by_type(Parallel, p=fs.P("shard", reshard=reshard))(model).on(grid["shard"], submesh=True), tp, at
+
+
+@each(reshard=[True, False])
+@pytest.mark.parametrize(("width", "hidden"), [(3, 10), (5, 34), (17, 6)])
+@real_ranks(4)
+def test_2d_mlp_with_nd_mesh(rank: int, width: int, hidden: int, reshard: bool) -> None:
+    """FSDP x TP: the spec on one axis of the mesh, the model's own collectives over the other, equal plain training."""
+    plain, model, spec, _, at = split(width, hidden, reshard)
+    params = fs.shard(model, spec)
+    xs = torch.randn(2, 4, width, dtype=torch.float64)
+
+    def loss(params: fs.Params) -> Tensor:
+        return (fs.functional_call(model, params, (xs[at[0]],), spec=spec) ** 2).mean()
+
+    ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
+    for _ in range(5):
+        grads, value = fs.grad_and_value(loss)(params)
+        for key, p in params.items():
+            p.grad = grads[key]
+        ours.step()
+        theirs.zero_grad()
+        losses = [(plain(x) ** 2).mean() for x in xs]
+        (sum(losses) / 2).backward()
+        theirs.step()
+        torch.testing.assert_close(value, losses[at[0]].detach(), rtol=1e-9, atol=1e-12)
+    full = fs.unshard(params, spec)
+    torch.testing.assert_close(full["0.up.weight"], plain[0].weight.detach().chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(full["0.up.bias"], plain[0].bias.detach().chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(full["0.down.weight"], plain[2].weight.detach().chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
+@real_ranks(4)
+def test_clip_grad_norm_2d(rank: int, p: float) -> None:
+    """The spec's norm is of this rank's part of the model; the norm of those over the other axis is the whole model's."""
+    plain, model, spec, tp, at = split(5, 34, reshard=True)
+    xs = torch.randn(2, 4, 5, dtype=torch.float64)
+    sum((plain(x) ** 2).mean() for x in xs).div(2).backward()
+    grads = fs.grad(lambda q: (fs.functional_call(model, q, (xs[at[0]],), spec=spec) ** 2).mean())(fs.shard(model, spec))
+    norm = torch.linalg.vector_norm(c.gather_slices(fs.optim.global_norm(grads, spec, p=p)[None], tp), p)
+    most = norm.item() / 3
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), most, p), rtol=1e-9, atol=0)
+    scaled = {key: g * (most / (norm + 1e-6)).clamp(max=1) for key, g in grads.items()}
+    full = fs.unshard(scaled, spec)
+    torch.testing.assert_close(full["0.up.weight"], plain[0].weight.grad.chunk(2)[at[1]], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(full["0.down.weight"], plain[2].weight.grad.chunk(2, dim=1)[at[1]], rtol=1e-9, atol=1e-12)
+
+
+def refuse(rank: int, folder: str) -> list[str]:
+    """Norms and checkpoints over one axis of a mesh, whose other axis splits the model: the errors."""
+    _, model, spec, _, at = split(5, 34, reshard=True)
+    own = spec.on(init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))["shard"])
+    params = fs.shard(model, own)
+    fs.functional_call(model, params, (torch.ones(2, 5, dtype=torch.float64),), spec=own)  # which says nothing of the others
+    said = []
+    for call in (
+        lambda: fs.optim.global_norm(params, own),
+        lambda: fs.optim.clip_by_global_norm(params, own, 1.0),
+        lambda: fs.optim.vdot(params, params, own),
+        lambda: fs.checkpoint.save(folder + "/1", params, own),
+        lambda: fs.checkpoint.load(folder + "/1", own),
+        lambda: fs.checkpoint.latest(folder, own),
+        lambda: fs.checkpoint.export(folder + "/2", params, own),
+    ):
+        with pytest.raises(ValueError, match=r"the spec's mesh \{'shard': 2\} has 2 of 4 ranks: expected all of") as error:
+            call()
+        said.append(str(error.value))
+    path = f"{folder}/{at[1]}"
+    fs.checkpoint.save(path, params, spec)
+    loaded = fs.checkpoint.load(path, spec)
+    assert all(loaded[key].equal(params[key]) for key in params)
+    alone = fs.policies.whole()(model).on({"shard": 1})  # which talks to nobody
+    fs.optim.global_norm(fs.shard(model, alone), alone)
+    return said
+
+
+def test_a_mesh_of_some_ranks_is_refused_by_norms_and_checkpoints(gloo4: Pool, tmp_path: Path) -> None:
+    """Clipping would drift and one checkpoint would have the slices of another: unless the spec says ``submesh=True``."""
+    for said in gloo4.run(refuse, str(tmp_path)):
+        assert all("spec.on(mesh, submesh=True)" in text for text in said)
+        assert said[3].startswith("checkpoint.save: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+# --- pipeline ---
+
+
+import pipeline as example  # noqa: E402
+
+MICRO, DIM = 4, 8
+
+
+def gpt(stages: int = 1) -> example.GPT:
+    torch.manual_seed(0)
+    return example.GPT(4, DIM, 2, SEQ, stages).double()
+
+
+def batches(sizes: Mapping[str, int]) -> Tensor:
+    """What each rank reads, the same for all stages: [ranks, 2, micro-batches, batch, seq]."""
+    torch.manual_seed(1)
+    x = torch.randint(256, (1, sizes["shard"], 2, MICRO, BATCH, SEQ))
+    return x.expand(sizes["stage"], -1, -1, -1, -1, -1).flatten(0, 1)
+
+
+def expected(sizes: Mapping[str, int], direction: Tree | None = None) -> Tree:
+    """In one process, without stages or micro-batches: the gradient, or its derivative in a direction."""
+    model = gpt()
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    x, y = batches(sizes)[: sizes["shard"]].transpose(0, 1).flatten(1, 3)
+
+    def whole(model: example.GPT) -> Tensor:
+        return model.predict(model.blocks(model.embed(x)), y)
+
+    def loss(params: Tree) -> Tensor:
+        return torch.func.functional_call(model, params, (whole,))
+
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        return torch.func.grad(loss)(full) if direction is None else fs.hvp(loss, full, direction)
+
+
+def whole_params() -> Tree:
+    return {name: p.detach() for name, p in gpt().named_parameters()}
+
+
+def along() -> Tree:
+    return {name: p.cos() for name, p in whole_params().items()}
+
+
+def derivatives(mesh: Any, xy: Tensor, model: example.GPT, full: Tree, direction: Tree) -> list[tuple[Tree, Tensor]]:
+    """A rank's gradient and Hessian-vector product of the whole pipeline, and their norms."""
+    spec = example.policy()(model).on(mesh)
+    params, tangent = fs.shard(full, spec), fs.shard(direction, spec)
+
+    def loss(params: fs.Params) -> Tensor:
+        return fs.functional_call(model, params, (example.spmd, xy[0], xy[1], spec.axis("stage")), spec=spec)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        trees = fs.grad(loss)(params), fs.hvp(loss, params, tangent)
+    return [(fs.unshard(tree, spec), fs.optim.global_norm(tree, spec)) for tree in trees]
+
+
+STAGES = [{"stage": 2, "shard": 2}, {"stage": 4, "shard": 1}, {"stage": 1, "shard": 4}, {"shard": 2, "stage": 2}]
+
+
+def on_ranks(rank: int, sizes: dict[str, int]) -> int:
+    """Both schedules; the most micro-batches whose activations a rank keeps in 1F1B."""
+    mesh = bind(sizes)
+    xy = batches({"stage": sizes["stage"], "shard": sizes["shard"]})[mesh.get_local_rank("shard")]
+    model = gpt(sizes["stage"])
+    (grads, norm), (product, length) = derivatives(mesh, xy, model, whole_params(), along())
+    want = expected(sizes)
+    check(grads, norm, want)
+    check(product, length, expected(sizes, along()))
+    spec = example.policy()(model).on(mesh)
+    kept = most = 0
+    run_stage, backward = example.run_stage, torch.autograd.grad
+
+    def counted_stage(*args: Any) -> Tensor:
+        nonlocal kept, most
+        kept, most = kept + 1, max(most, kept + 1)
+        return run_stage(*args)
+
+    def counted_backward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal kept
+        kept -= 1
+        return backward(*args, **kwargs)
+
+    with mock.patch.object(example, "run_stage", counted_stage), mock.patch("torch.autograd.grad", counted_backward):
+        shards, value = example.one_f_one_b(model, fs.shard(gpt(), spec), xy[0], xy[1], spec.axis("stage"), spec)
+    assert kept == 0
+    check(fs.unshard(shards, spec), fs.optim.global_norm(shards, spec), want)
+    assert (value > 0) == (mesh.get_local_rank("stage") == sizes["stage"] - 1)
+    return most
+
+
+@at_most(1)
+@each(sizes=mark_seldom(STAGES, *STAGES[:2]))
+def test_both_schedules_on_four_ranks(gloo4: Pool, sizes: dict[str, int]) -> None:
+    """1F1B keeps activations of S - s micro-batches on stage s of S, whatever their number."""
+    stages = torch.arange(4).view(*sizes.values())
+    at = [*sizes].index("stage")
+    of_rank = torch.arange(sizes["stage"]).view([-1 if i == at else 1 for i in range(2)]).expand(stages.shape).flatten()
+    assert gloo4.run(on_ranks, sizes) == [sizes["stage"] - int(stage) for stage in of_rank]
+
+
+def test_both_schedules_on_two_ranks(gloo2: Pool) -> None:
+    assert gloo2.run(on_ranks, {"stage": 2, "shard": 1}) == [2, 1]
+
+
+def peaks(rank: int) -> list[tuple[int, int]]:
+    """The peaks of both schedules on one of two stages, for 4, 8 and 16 micro-batches."""
+    model, out = example.GPT(2, DIM, 2, 32, 2), []
+    spec = example.policy()(model).on(bind({"stage": 2, "shard": 1}))
+    params, axis = fs.shard(example.GPT(2, DIM, 2, 32), spec), spec.axis("stage")
+    for count in (4, 8, 16):
+        x = torch.randint(256, (count, 4, 32))
+        with Peak() as spmd:
+            fs.grad(lambda p, x=x: fs.functional_call(model, p, (example.spmd, x, x, axis), spec=spec))(params)
+        with Peak() as alternating:
+            example.one_f_one_b(model, params, x, x, axis, spec)
+        out.append((spmd.bytes, alternating.bytes))
+    return out
+
+
+@seldom
+def test_peak_of_1f1b_does_not_grow_with_micro_batches(gloo2: Pool) -> None:
+    """That of the pipeline as one function does."""
+    for (spmd4, few), (spmd8, more), (spmd16, most) in gloo2.run(peaks):
+        assert most < 1.05 * more < 1.1 * few
+        assert spmd16 > 1.7 * spmd8 > 2.7 * spmd4
+        assert 4 * most < spmd16
+
+
+@every(schedule=["spmd", "1f1b"], count=[2, 8])
+def test_each_unit_is_gathered_and_reduced_once_a_step(schedule: str, count: int) -> None:
+    """For any number of micro-batches; what they send besides are their results, and cotangents."""
+    with world(4):
+        model = gpt(2)
+        spec = example.policy()(model).on(bind({"stage": 2, "shard": 2}))
+        params = {unit.key: torch.zeros(spec.shard_numel(unit)).double() for unit in spec}
+        axis, x = spec.axis("stage"), torch.randint(256, (count, BATCH, SEQ))
+        with Collectives() as sent:
+            if schedule == "spmd":
+                fs.grad(lambda p: fs.functional_call(model, p, (example.spmd, x, x, axis), spec=spec))(params)
+            else:
+                example.one_f_one_b(model, params, x, x, axis, spec)
+    sizes = sorted(spec.shard_numel(unit) for unit in spec)
+    gathers = sorted(one.numel for one in sent.all if one.op == "all_gather")
+    assert [numel for numel in gathers if numel in sizes] == sizes
+    assert sorted(one.numel for one in sent.all if one.op == "reduce_scatter" and one.numel // 2 in sizes) == [
+        2 * n for n in sizes
+    ]
+    activations = {BATCH * SEQ * DIM * n for n in (1, count, count // 2)} | {0}
+    assert {one.numel for one in sent.all} <= {*sizes, *(2 * n for n in sizes), *activations}
+
+
+PIPELINE = "--blocks 2 --dim 16 --heads 2 --seq 16 --batch 16 --steps 10 --log-every 1 --lr 1e-2 --max-bytes 20000"
+
+
+@seldom
+def test_every_number_of_ranks_learns_alike() -> None:
+    """One process, and two stages by either schedule: the losses of the same training."""
+    runs = (1, ""), (2, "--stages 2 --schedule 1f1b"), *depth((), ((2, "--stages 2"),))
+    one, *others = (losses(launch(n, EXAMPLES / "pipeline.py", *f"{PIPELINE} {flags}".split())) for n, flags in runs)
+    assert len(one) == 10
+    assert one[-1] < one[0]
+    for found in others:
+        assert found == pytest.approx(one, abs=2e-3)

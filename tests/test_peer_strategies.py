@@ -5,22 +5,29 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import pytest
 import torch
-from depth import at_most, depth, each, mark_seldom
-from parity import next_token, sharded_call, tokens
-from peer_models import Block, Transformer
+from cases import owned
+from collective_log import Collectives, gathers, scatters, world
+from depth import at_most, depth, each, every, mark_seldom
+from parity import MAIN_WAYS, WAYS, average_gradients, next_token, numbers, same, sharded_call, squared, tokens
+from peer_models import MLP, Block, Net, Transformer, chain, frozen
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
-from funshard import P, Precision
+from funshard import Codec, P, Precision, _torch
+from funshard.collectives import Axis, Mesh, all_to_all
 
 BF16, F32 = torch.bfloat16, torch.float32
 STEPS = depth(2, 3)
@@ -170,3 +177,301 @@ def test_fsdp1(rank: int, name: str) -> None:
     got, own = by_funshard(model, fs.by_type(Block, p=p)(model).on(mesh), rank)
     torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=1e-5 if mixed is None else 2e-2)
     compare(got, expected, 1e-4 if name == "bf16 hybrid" else 0)
+
+
+# --- where torch lets you put something of your own ---
+
+
+# --- all-gather extensions ---
+
+
+def rounded(x: Tensor) -> tuple[Tensor, ...]:
+    return (x.bfloat16(),)
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.float()
+
+
+def two_tensors(x: Tensor) -> tuple[Tensor, ...]:
+    """A sum of two, as the ``TwoTensor`` of torch's test."""
+    high = x.bfloat16()
+    return high, (x - high.float()).half()
+
+
+def added(high: Tensor, low: Tensor) -> Tensor:
+    return high.float() + low.float()
+
+
+CODECS = {"rounded": Codec(rounded, widened), "two tensors": Codec(two_tensors, added)}
+
+
+def extend(module: nn.Module, codec: Codec) -> None:
+    """FSDP2's protocol, put on the local tensors of every parameter as its tests do."""
+
+    def before(self: Tensor, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        pad = -(-outer_size[0] // mesh.size()) - self.shape[0]  # what the shards of few rows lack
+        padded = torch.cat([self, self.new_zeros(pad, *self.shape[1:])]) if pad else self
+        return codec.encode(padded), outer_size
+
+    @torch.no_grad()
+    def after(self: Tensor, outputs: Any, outer_size: Any, param_dtype: Any, *, out: Tensor | None = None) -> Any:
+        value = codec.decode(*outputs)[: outer_size[0]].to(param_dtype, copy=True)
+        if out is None:
+            return value, (*outputs, value)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(value)
+        return None
+
+    for param in module.parameters():
+        local = param._local_tensor
+        local.fsdp_pre_all_gather = before.__get__(local)
+        local.fsdp_post_all_gather = after.__get__(local)
+
+
+def by_extension(rank: int, name: str, mesh_name: str, reshard: bool, param: torch.dtype | None) -> None:
+    shape, names = MESHES[mesh_name]
+    mesh, codec = init_device_mesh("cpu", shape, mesh_dim_names=names), CODECS[name]
+    model, peer = (chain(depth(2, 3)).float() for _ in range(2))
+    peer.load_state_dict(model.state_dict())
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=F32)
+    for block in peer:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(peer, mesh=mesh, mp_policy=policy)
+    extend(peer, codec)
+    precision = Precision(param=param, reduce=F32, codec=codec)
+    spec = fs.by_type(MLP, p=P("shard", reshard=reshard, precision=precision))(model).on(mesh)
+    params = fs.shard(model, spec)
+    ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(peer.parameters(), lr=1e-2)
+    for step in range(depth(2, 10)):
+        x = numbers(rank, step).float()
+        theirs.zero_grad()
+        expected = squared(peer, x).float()
+        expected.backward()
+        grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x).float())(params)
+        assert_close(value, expected.detach(), rtol=1e-5, atol=0)
+        full = fs.unshard(grads, spec)
+        same(full, {n: p.grad.full_tensor() for n, p in peer.named_parameters()}, f"gradient at step {step}")
+        for key, shard in params.items():
+            shard.grad = grads[key]
+        ours.step()
+        theirs.step()
+    same(fs.unshard(params, spec), {n: p.full_tensor() for n, p in peer.named_parameters()}, "parameters")
+
+
+@at_most(1)
+@each(param=[None, BF16], reshard=[True, False], mesh=MESHES, name=CODECS)
+def test_all_gather_extensions_train_parity(
+    gloo4: Pool, name: str, mesh: str, reshard: bool, param: torch.dtype | None
+) -> None:
+    """Ten iterations beside FSDP2 with the same functions as its extension, on uneven shapes: losses, gradients, values."""
+    gloo4.run(by_extension, name, mesh, reshard, param)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_extensions_see_slices_of_the_shard_mesh(shape: tuple[int, ...]) -> None:
+    """Encoded are whole, padded slices, the same length on every rank; sent and decoded those of the shard axis alone."""
+    encoded: list[Tensor] = []
+    decoded: list[tuple[Tensor, ...]] = []
+
+    def encode(x: Tensor) -> tuple[Tensor, ...]:
+        encoded.append(x)
+        return two_tensors(x)
+
+    def decode(*tensors: Tensor) -> Tensor:
+        decoded.append(tensors)
+        return added(*tensors)
+
+    size = shape[-1]
+    with world(8):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).float()  # 20 and 18 elements: 18 is uneven over 4 and 8
+        spec = fs.policies.always(P("shard", precision=Precision(codec=Codec(encode, decode)), align=1))(model).on(mesh)
+        params = fs.shard(model, spec)
+        with Collectives() as sent, torch.no_grad():
+            fs.functional_call(model, params, (torch.ones(2, 3),), spec=spec)
+    for i, unit in enumerate(spec):
+        n = -(-unit.numel // size)
+        assert torch.equal(encoded[i], params[unit.key])
+        assert encoded[i].shape == (n,)
+        gather = sent.all[i]
+        assert (gather.op, gather.ranks) == ("all_gather", size)
+        assert 4 * n <= gather.bytes < 4 * n + 32
+        assert [(t.shape, t.dtype) for t in decoded[i]] == [((n,), BF16), ((n,), torch.float16)]  # of every slice at once
+    assert len(encoded) == len(decoded) == len(sent.all) == len(spec)
+
+
+# --- a gather and a reduction of your own ---
+
+
+def own_gather(shard: Tensor, axis: Axis) -> Tensor:
+    """Every rank sends its slice to each: an all-to-all, whose transpose is a reduction by all-to-all."""
+    return all_to_all(shard.repeat(axis.size), axis)
+
+
+def own_reduce(buffer: Tensor, axis: Axis) -> Tensor:
+    """The sum of what every rank has of this one's slice, in the ranks' order."""
+    return all_to_all(buffer, axis).view(axis.size, -1).sum(0)
+
+
+@real_ranks(4)
+def test_set_custom_all_gather_and_reduce_scatter(rank: int) -> None:
+    """Your own differentiable gather replaces the default, both ways; so does your own reduction of full gradients."""
+    model, x = chain(), numbers(rank, 0)
+    spec = fs.by_type(MLP)(model).bound
+    axis = Mesh.world()["shard"]
+    params = fs.shard(model, spec)
+    default, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x))(params)
+
+    def through(params: fs.Params) -> Tensor:
+        full = fs.unflatten({key: own_gather(shard, axis) for key, shard in params.items()}, spec)
+        return squared(sharded_call(model, full, spec), x) / axis.size
+
+    for way in MAIN_WAYS:
+        with Collectives() as sent:
+            grads, loss = WAYS[way](through)(params)
+        assert Counter(s.op for s in sent.all) == {"all_to_all_single": 6}  # three units, there and back
+        assert_close(loss * axis.size, value)
+        same(grads, default, way)
+
+    full = fs.unflatten({key: own_gather(shard, axis) for key, shard in params.items()}, spec)
+    with Collectives() as sent:
+        own = fs.grad(lambda full: squared(sharded_call(model, full, spec), x))(full)
+    assert not sent.all
+    reduced = {key: own_reduce(buffer, axis) / axis.size for key, buffer in fs.flatten(own, spec).items()}
+    same(reduced, default, "reduced by hand")
+    squared(model, x).backward()
+    same(fs.unshard(reduced, spec), average_gradients(model), "gradient")
+
+
+# --- no copy where there is nothing to gather ---
+
+
+def storage(x: Tensor) -> int:
+    return _torch.storage_id(x)  # an address is for those who may write to it: copies on write are made for them
+
+
+class Seeing(Net):
+    """Notes where the weights are that forward computes with."""
+
+    def __init__(self, seen: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += [(name, storage(p)) for name, p in self.named_parameters()]
+        return super().forward(x)
+
+
+WITHOUT_COPY: dict[str, tuple[int, Callable[[], P]]] = {
+    "one rank": (1, lambda: P("shard")),
+    "one rank, kept": (1, lambda: P("shard", reshard=False)),
+    "replicated": (8, P),
+}
+
+
+@every(trained=[False, True], where=WITHOUT_COPY)
+def test_unsharded_views(where: str, trained: bool) -> None:
+    """What one rank has whole, uncast, is computed with where it is: parameters are views of the shard; unshard copies."""
+    size, p = WITHOUT_COPY[where]
+    seen: list[tuple[str, int]] = []
+    model = Seeing(seen)
+    if not trained:
+        frozen(model, "")
+    with world(size):
+        spec = fs.by_type(MLP, p=p())(model).bound
+        params = fs.shard(model, spec)
+        places = {name: storage(params[unit.key]) for name, (unit, _) in spec.by_name.items()}
+        copies = {name: storage(t) for name, t in fs.unshard(params, spec).items()}
+        assert copies.keys() == places.keys()
+        assert not {*copies.values()} & {*places.values()}  # a donated update would change them
+        x = numbers(0, 0)
+        with torch.no_grad():
+            fs.functional_call(model, params, x, spec=spec)
+        assert dict(seen) == places
+        seen.clear()
+        for way in ("fs", "backward"):
+            WAYS[way](lambda given: squared(sharded_call(model, params, spec), given["x"]))({"x": x})
+        if trained:
+            WAYS["fs"](lambda p: squared(sharded_call(model, p, spec), x))(params)
+        assert set(seen) == set(places.items())
+
+
+CASTS = {"cast": Precision(param=F32), "encoded": Precision(codec=Codec(lambda x: (x.float(),), lambda x: x.double()))}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_no_views_of_what_is_cast(name: str) -> None:
+    """Nothing that a cast or a codec makes is written into the shard, and it is another tensor."""
+    seen: list[tuple[str, int]] = []
+    model = frozen(Seeing(seen), "")
+    spec = fs.by_type(MLP, p=P("shard", precision=CASTS[name]))(model).bound
+    params = fs.shard(model, spec)
+    before = {key: shard.clone() for key, shard in params.items()}
+    fs.functional_call(model, params, numbers(0, 0), spec=spec)
+    assert not {place for _, place in seen} & {storage(shard) for shard in params.values()}
+    assert all(torch.equal(shard, before[key]) for key, shard in params.items())
+
+
+# --- what enters a reduction ---
+
+
+class Reduced(TorchDispatchMode):
+    """The tensors that enter reductions: on gloo, where they are all-to-alls, the other rank's slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("_c10d_functional::all_to_all"):
+            self.inputs.append(args[0].clone())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", MAIN_WAYS)
+@real_ranks(2)
+def test_chunk_cat_mixed_dtype(rank: int, way: str) -> None:
+    """A unit's gradients are cast and laid one after the other, padding zero, bit by bit, as torch's ``_chunk_cat`` does."""
+    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(2))).float()
+    dtypes = {"0": (BF16, F32), "1": (F32, BF16)}
+    precisions = {key: Precision(param=param, reduce=reduce) for key, (param, reduce) in dtypes.items()}
+    spec = fs.by_path({key: P("shard", precision=precision, align=16) for key, precision in precisions.items()})(model).bound
+    x = numbers(rank, 0).float()
+    loss = lambda call: (call(x).float() ** 2).mean()  # noqa: E731
+    with Reduced() as log:
+        WAYS[way](lambda p: loss(sharded_call(model, p, spec)))(fs.shard(model, spec))
+
+    def mixed(full: fs.Params) -> Tensor:  # what this rank computes, by hand
+        hidden = nn.functional.linear(x.to(BF16), full["0.weight"], full["0.bias"])
+        return (nn.functional.linear(hidden.float(), full["1.weight"], full["1.bias"]) ** 2).mean()
+
+    full = {name: p.detach().to(dtypes[name[0]][0]) for name, p in model.named_parameters()}
+    own = torch.func.grad(mixed)(full)
+    for key, sent in zip("10", log.inputs, strict=True):
+        unit, dtype = spec.by_key[key], dtypes[key][1]
+        grads = [own[p.name] for p in unit.params]
+        laid, real = torch.zeros(spec.padded_numel(unit), dtype=dtype), owned(unit, spec.padded_numel(unit))
+        laid[real] = torch.cat([g.to(dtype).flatten() for g in grads])
+        by_torch = torch._chunk_cat([g.flatten() for g in grads], 0, 1, out=laid.new_empty(1, 30))  # FSDP2's copy-in
+        assert torch.equal(laid[real], by_torch[0])
+        assert sent.dtype == dtype
+        assert torch.equal(sent, laid.chunk(2)[1 - rank])
+
+
+# --- FSDP1's default hook ---
+
+
+def test_what_the_default_sends() -> None:
+    """A gather and a reduction of a unit by itself, which your own replace: none of ours beside them."""
+    with world(8):
+        model = chain()
+        spec = fs.by_type(MLP)(model).bound
+        params = fs.shard(model, spec)
+        with Collectives() as sent:
+            full = fs.unshard(params, spec)
+            sent.turn()
+            fs.reduce_grads(full, spec)
+        assert sent.forward == gathers(spec, "0", "1", "2")
+        assert sent.backward == scatters(spec, "0", "1", "2")

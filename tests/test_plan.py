@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most
-from plan_cases import load
+from test_plan_step import load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree as pytree
