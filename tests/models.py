@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -71,89 +72,65 @@ def _tokens(ranks: int, length: int = 5) -> Tensor:
     return torch.randint(1, VOCABULARY, (ranks, 2, length))
 
 
-def gpt2(ranks: int) -> Architecture:
-    from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(vocab_size=VOCABULARY, n_positions=8, n_embd=8, n_layer=2, n_head=2, use_cache=False, **off)
-    ids = _tokens(ranks)
-    return Architecture(GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids.clone()}, _labelled, (GPT2Block,))
+def _text(ranks: int) -> dict[str, Tensor]:
+    return {"input_ids": (ids := _tokens(ranks)), "labels": ids.clone()}
 
 
-def llama_tied(ranks: int) -> Architecture:
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    config = LlamaConfig(**TEXT_SIZES, num_key_value_heads=1, tie_word_embeddings=True, use_cache=False)
-    ids = _tokens(ranks)
-    return Architecture(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}, _labelled, (LlamaDecoderLayer,))
+def _image(ranks: int, count: int, size: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(ranks, count, 3, size, size).double(), "labels": torch.randint(3, (ranks, count))}
 
 
-def mixtral(ranks: int) -> Architecture:
-    from transformers import MixtralConfig, MixtralForCausalLM
-    from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2, "use_cache": False}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+T5 = {"vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 2, "use_cache": False}
+T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+EXPERTS = {"num_local_experts": 4, "output_router_logits": True, "experts_implementation": "eager"}  # others: no float64
+RESNET = {"embedding_size": 4, "hidden_sizes": [4, 6], "depths": [1, 2], "layer_type": "basic", "num_channels": 3}
 
-    config = MixtralConfig(
-        **TEXT_SIZES,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        output_router_logits=True,
-        experts_implementation="eager",  # grouped_mm knows no float64
-        use_cache=False,
-    )
-    ids = _tokens(ranks)
-    return Architecture(
-        MixtralForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}, _labelled, (MixtralDecoderLayer,)
-    )
-
-
-def t5(ranks: int) -> Architecture:
-    from transformers import T5Config, T5ForConditionalGeneration
-    from transformers.models.t5.modeling_t5 import T5Block
-
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=8,
-        d_kv=4,
-        d_ff=12,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        use_cache=False,
-        decoder_start_token_id=0,
-    )
-    batches = {"input_ids": _tokens(ranks), "labels": _tokens(ranks, 4)}
-    return Architecture(T5ForConditionalGeneration(config), batches, _labelled, (T5Block,))
-
-
-def bert_with_dropout(ranks: int) -> Architecture:
-    from transformers import BertConfig, BertForSequenceClassification
-    from transformers.models.bert.modeling_bert import BertLayer
-
-    config = BertConfig(**TEXT_SIZES, num_labels=3)
-    batches = {"input_ids": _tokens(ranks), "labels": torch.randint(3, (ranks, 2))}
-    return Architecture(BertForSequenceClassification(config), batches, _labelled, (BertLayer,))
+OF_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict[str, Tensor]]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Block", GPT2, _text),
+    "llama_tied": (
+        "LlamaForCausalLM",
+        "LlamaDecoderLayer",
+        TEXT_SIZES | {"num_key_value_heads": 1, "tie_word_embeddings": True, "use_cache": False},
+        _text,
+    ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        "MixtralDecoderLayer",
+        TEXT_SIZES | EXPERTS | {"num_key_value_heads": 1, "use_cache": False},
+        _text,
+    ),
+    "t5": ("T5ForConditionalGeneration", "T5Block", T5, lambda n: {"input_ids": _tokens(n), "labels": _tokens(n, 4)}),
+    "bert_with_dropout": (
+        "BertForSequenceClassification",
+        "BertLayer",
+        TEXT_SIZES | {"num_labels": 3},
+        lambda n: {"input_ids": _tokens(n), "labels": torch.randint(3, (n, 2))},
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        "ViTLayer",
+        SIZES | {"image_size": 8, "patch_size": 4, "num_labels": 3},
+        lambda n: _image(n, 2, 8),
+    ),
+    "resnet_with_batch_norm": (
+        "ResNetForImageClassification",
+        "ResNetBasicLayer",
+        RESNET | {"num_labels": 3},
+        lambda n: _image(n, 3, 16),
+    ),
+}
+"""The class, that of its blocks, the options of its config, and batches for so many ranks."""
 
 
-def vit(ranks: int) -> Architecture:
-    from transformers import ViTConfig, ViTForImageClassification
-    from transformers.models.vit.modeling_vit import ViTLayer
+def of_transformers(name: str, ranks: int) -> Architecture:
+    import transformers
 
-    config = ViTConfig(**SIZES, image_size=8, patch_size=4, num_labels=3)
-    batches = {"pixel_values": torch.randn(ranks, 2, 3, 8, 8).double(), "labels": torch.randint(3, (ranks, 2))}
-    return Architecture(ViTForImageClassification(config), batches, _labelled, (ViTLayer,))
-
-
-def resnet_with_batch_norm(ranks: int) -> Architecture:
-    from transformers import ResNetConfig, ResNetForImageClassification
-    from transformers.models.resnet.modeling_resnet import ResNetBasicLayer
-
-    config = ResNetConfig(
-        embedding_size=4, hidden_sizes=[4, 6], depths=[1, 2], layer_type="basic", num_channels=3, num_labels=3
-    )
-    batches = {"pixel_values": torch.randn(ranks, 3, 3, 16, 16).double(), "labels": torch.randint(3, (ranks, 3))}
-    return Architecture(ResNetForImageClassification(config), batches, _labelled, (ResNetBasicLayer,))
+    cls, block, options, batches = OF_TRANSFORMERS[name]
+    model = getattr(transformers, cls)(getattr(transformers, cls).config_class(**options))
+    blocks = next(type(module) for module in model.modules() if type(module).__name__ == block)
+    return Architecture(model, batches(ranks), _labelled, (blocks,))
 
 
 class Lstm(nn.Module):
@@ -195,20 +172,8 @@ def conv_with_batch_norm(ranks: int) -> Architecture:
 
 
 ARCHITECTURES: dict[str, Callable[[int], Architecture]] = {
-    f.__name__: f
-    for f in (
-        gpt2,
-        llama_tied,
-        mixtral,
-        t5,
-        bert_with_dropout,
-        vit,
-        resnet_with_batch_norm,
-        conv_with_batch_norm,
-        lstm,
-        transformer_encoder,
-        parametrized,
-    )
+    **{name: functools.partial(of_transformers, name) for name in OF_TRANSFORMERS},
+    **{f.__name__: f for f in (conv_with_batch_norm, lstm, transformer_encoder, parametrized)},
 }
 
 

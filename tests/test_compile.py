@@ -259,16 +259,6 @@ def test_every_phase_gathers_what_was_let_go() -> None:
 low_precision = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: casts inside of a compiled call")
 
 
-@seldom
-@low_precision
-def test_low_precision_has_the_same_order() -> None:
-    """The same gathers, waits, uses and reductions in the same order; half the bytes are gathered."""
-    wide, root, block = graph_of(P("shard"))
-    read, _, _ = graph_of(P("shard", precision=fs.Precision(param=torch.float32, reduce=torch.float64)))
-    assert read.of("gather", "arrive", "reduce") == wide.of("gather", "arrive", "reduce")
-    assert read.peak == (root + 2 * block) // 2
-
-
 @at_most(1)
 @pytest.mark.parametrize(
     "options", mark_seldom([BOTH, {}, {"prefetch": 2, "layers": 4}], BOTH, {"prefetch": 2, "layers": 4}), ids=str

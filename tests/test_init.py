@@ -329,32 +329,6 @@ def test_transformers(make: Callable[[], Any]) -> None:
         assert float(projection.std()) == pytest.approx(0.02 / math.sqrt(2 * 2), rel=0.2)
 
 
-def by_owner(model: nn.Module) -> InitFn:
-    """recipes.md, "A model that does not fit": each module by the innermost model around it."""
-    owner = {x: m for m in model.modules() if isinstance(m, transformers.PreTrainedModel) for x in m.modules()}
-    return lambda module: owner[module]._init_weights(module)
-
-
-def blip() -> Any:
-    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "sep_token_id": 3}
-    text = tower | ids | {"vocab_size": 20, "encoder_hidden_size": 16, "max_position_embeddings": 8}
-    vision = tower | {"image_size": 8, "patch_size": 4, "initializer_range": 1e-10}
-    return transformers.BlipForConditionalGeneration(transformers.BlipConfig(text_config=text, vision_config=vision))
-
-
-def test_a_tower_by_its_own_config() -> None:
-    """BLIP's vision tower starts at 1e-10 by its config, and its text model at 0.02."""
-    with torch.device("meta"):
-        model = blip()
-    spec = fs.policies.whole()(model)
-    values = fs.unshard(fs.init(model, spec, init_fn=by_owner(model), seed=0), spec)
-    full = {name: x.detach() for name, x in blip().named_parameters()}
-    assert values.keys() == full.keys()
-    for name, x in full.items():
-        assert 0.3 < (values[name].std() + 1e-14) / (x.std() + 1e-14) < 3, name
-
-
 def assigned(reset: InitFn) -> InitFn:
     """recipes.md, "A model that does not fit": a weight that a parametrization computes is assigned."""
 

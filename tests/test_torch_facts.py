@@ -236,93 +236,6 @@ def test_reinterpreted() -> None:
     assert torch.equal(g, x[0])
 
 
-def test_followed_at_which_levels() -> None:
-    """``detach`` ends derivatives of all levels, ``.data`` that of its own, ``no_grad`` those of reverse mode, views too."""
-    keys: list[Any] = []
-    seen: dict[str, dict[str, frozenset[int]]] = {}
-
-    def inner(name: str) -> Callable[[Tensor], Tensor]:
-        def f(x: Tensor) -> Tensor:
-            keys[:] = [_torch.dispatch_keys()]
-            with torch.no_grad():
-                cut = {"view": x.view(1, 2), "made": x * 1}
-            some = {"itself": x, "detach": x.detach(), "data": x.data, **cut}
-            seen[name] = {kind: _torch.tracking_levels(t, keys[0]) for kind, t in some.items()}
-
-            def pack(t: Tensor) -> Tensor:  # from within autograd, where other keys are on
-                seen[name]["saved"] = _torch.tracking_levels(t, keys[0])
-                return t
-
-            with _torch.saved_tensor_hooks(pack, lambda t: t):
-                return (x.detach() * x).sum()
-
-        return f
-
-    x = torch.ones(2)
-    grad(lambda y: grad(inner("reverse"))(y).sum())(x)
-    jvp(lambda y: grad(inner("forward"))(y), (x,), (x,))
-    grad(inner("plain"))(x.clone().requires_grad_())
-    ones, none = frozenset({1}), frozenset()
-    assert seen["reverse"] == {"itself": ones, "detach": none, "data": ones, "view": none, "made": none, "saved": none}
-    assert seen["forward"] == {"itself": ones, "detach": none, "data": ones, "view": ones, "made": ones, "saved": none}
-    assert seen["plain"]["itself"] == frozenset({0})
-    assert seen["plain"]["detach"] == none
-
-
-def test_constants_come_back_wrapped() -> None:
-    """What returns its argument returns another wrapper of a constant, and what is followed itself."""
-    constant, seen = torch.ones(2), []
-
-    def f(x: Tensor) -> Tensor:
-        moved, kept = constant.to(x.device), x.to(x.device)
-        made = constant * 1
-        seen[:] = [moved is constant, _torch.unwrap_untracked(moved) is constant, kept is x, _torch.unwrap_untracked(x) is x]
-        seen.append(_torch.unwrap_untracked(made) is constant)
-        return (x * moved).sum()
-
-    grad(f)(torch.ones(2))
-    assert seen == [False, True, True, True, False]
-    jvp(grad(f), (torch.ones(2),), (torch.ones(2),))
-    assert seen == [False, True, True, True, False]
-
-
-def test_functions_lose_subclasses() -> None:
-    """Those in a transform; a class that wraps another tensor has a dispatch of its own."""
-
-    class Tagged(Tensor):
-        pass
-
-    class Wraps(Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    class Doubles(_torch.Function):
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return (x * 2).as_subclass(Tagged)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            return grad * 2
-
-    classes: list[type[Tensor]] = []
-
-    def f(x: Tensor) -> Tensor:
-        classes.append(type(out := Doubles.apply(x)))
-        return out.sum()
-
-    f(torch.ones(2).requires_grad_())
-    grad(f)(torch.ones(2))
-    assert classes == [Tagged, Tensor]
-    kinds = [_torch.is_attribute_subclass(cls) for cls in (Tagged, Tensor, torch.nn.Parameter, torch.nn.Buffer, Wraps)]
-    assert kinds == [True, False, False, False, False]
-
-
 def test_dynamo_stays_out_of_a_dispatch_mode() -> None:
     """Also where a compiled function has broken its graph, and Dynamo compiles each frame that it enters from there."""
 
@@ -419,22 +332,6 @@ def test_shares_counter() -> None:
         assert (one._version, other._version) == versions
 
 
-def test_what_has_ended_twice() -> None:
-    """torch sees through the wrapper of one transform that has ended; `living` through those of several."""
-    kept: list[Tensor] = []
-    x = torch.randn(3)
-
-    def f(x: Tensor) -> Tensor:
-        kept.append(x.tanh())
-        return kept[-1].sum()
-
-    grad(lambda x: grad(f)(x).sum())(x)
-    with pytest.raises(RuntimeError, match="escaped"):
-        grad(lambda x: (x * kept[0]).sum())(x)
-    torch.testing.assert_close(grad(lambda x: (x * _torch.unwrap_dead(kept[0])).sum())(x), x.tanh())
-    assert _torch.unwrap_dead(x) is x
-
-
 LATE = """
 import os
 import sys
@@ -487,30 +384,6 @@ def test_no_grad_in_forward_mode() -> None:
     assert torch.func.jvp(watched, (x,), (one,))[1].equal(torch.tensor([2.0, 6.0]))
     assert torch.func.grad(lambda x: f(x).sum())(x).equal(torch.tensor([2.0, 6.0]))
     assert not _torch.NoGradInForwardMode.is_active()
-
-
-def test_what_reverse_mode_records() -> None:
-    """At any level: by torch.func.grad and plain autograd, not by forward mode or vmap; what is computed from it as well."""
-    seen: list[bool] = []
-
-    def ask(x: Tensor) -> Tensor:
-        seen.append(_torch.requires_grad_at_any_level(x))
-        seen.append(_torch.requires_grad_at_any_level(x.sin()))
-        seen.append(_torch.requires_grad_at_any_level(torch.ones(2)))
-        return x.sum()
-
-    x, one = torch.ones(2), torch.ones(2)
-    torch.func.grad(ask)(x)
-    torch.func.jvp(torch.func.grad(ask), (x,), (one,))
-    torch.func.grad(lambda x: torch.func.jvp(ask, (x,), (one,))[1])(x)
-    torch.func.grad(lambda x: torch.vmap(ask)(x).sum())(torch.ones(2, 2))
-    ask(x.clone().requires_grad_())
-    assert seen == [True, True, False] * 5
-    seen.clear()
-    torch.func.jvp(ask, (x,), (one,))
-    torch.vmap(ask)(torch.ones(2, 2))
-    torch.func.grad(lambda y: y.sum() + ask(x))(x)
-    assert not any(seen)
 
 
 # --- torch.compile ---
