@@ -85,20 +85,21 @@ def check_cases(pool: Pool, names: list[str]) -> None:
 CHECKED = [name for name in CASES if name != "raise_in_teardown"]
 
 
-@seldom
-@pytest.mark.usefixtures("not_on_worst")
-def test_every_case_is_an_error_on_every_rank(gloo2: Pool) -> None:
-    check_cases(gloo2, CHECKED)
-    check_cases(gloo2, CHECKED[:1])  # and the processes go on
-
-
 SOME = "another_order", "raise_in_backward", "a_loop_left_early"
 
 
 @pytest.mark.usefixtures("not_on_worst")
-@pytest.mark.parametrize("names", mark_seldom([SOME, tuple(CHECKED)], SOME), ids=["some", "all"])
-def test_every_case_is_an_error_on_four_ranks(gloo4: Pool, names: tuple[str, ...]) -> None:
-    check_cases(gloo4, [*names])
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        ("gloo4", SOME),
+        pytest.param("gloo4", CHECKED, marks=seldom),
+        pytest.param("gloo2", [*CHECKED, CHECKED[0]], marks=seldom),  # and the processes go on
+    ],
+    ids=["some", "all", "two ranks"],
+)
+def test_every_case_is_an_error_on_every_rank(request: pytest.FixtureRequest, ranks: str, names: list[str]) -> None:
+    check_cases(request.getfixturevalue(ranks), [*names])
 
 
 def outcome(case: str, how: str, ranks: int) -> list[str]:

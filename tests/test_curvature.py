@@ -372,17 +372,6 @@ def test_equal_for_every_policy_and_any_number_of_ranks(distribution: Any, data:
         assert_close(got, fs.shard(want, spec, rank=rank), rtol=0, atol=0)
 
 
-@every(sizes=[{"shard": 3}, {"replicate": 2, "shard": 2}], policy=POLICIES)
-def test_on_simulated_ranks(policy: str, sizes: dict[str, int]) -> None:
-    def rank(mesh: Any, _: Tensor) -> Any:
-        spec = POLICIES[policy](LINEARS).on(mesh)
-        params = fs.shard(VALUES, spec)
-        return fs.random_like(params, spec, 7), fs.shard(fs.random_like(VALUES, spec, 7), spec)
-
-    got, want = fs.testing.spmd(rank, sizes)(torch.zeros(torch.Size(sizes.values()).numel()))
-    assert_close(got, want, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_normal_numbers_are_normal(dtype: torch.dtype) -> None:
     """Moments, tails, and nothing in common between neighbours, parameters and seeds."""

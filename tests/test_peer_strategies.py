@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import owned
-from collective_log import Collectives, gathers, scatters, world
+from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom
 from parity import MAIN_WAYS, WAYS, average_gradients, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer, chain, frozen
@@ -461,17 +461,3 @@ def test_chunk_cat_mixed_dtype(rank: int, way: str) -> None:
 
 
 # --- FSDP1's default hook ---
-
-
-def test_what_the_default_sends() -> None:
-    """A gather and a reduction of a unit by itself, which your own replace: none of ours beside them."""
-    with world(8):
-        model = chain()
-        spec = fs.by_type(MLP)(model).bound
-        params = fs.shard(model, spec)
-        with Collectives() as sent:
-            full = fs.unshard(params, spec)
-            sent.turn()
-            fs.reduce_grads(full, spec)
-        assert sent.forward == gathers(spec, "0", "1", "2")
-        assert sent.backward == scatters(spec, "0", "1", "2")

@@ -34,7 +34,7 @@ from parity import (
     squared,
     tokens,
 )
-from peer_models import MLP, Block, Chunked, Net, Outer, Transformer, chain, frozen
+from peer_models import MLP, Block, Chunked, Net, Transformer, chain, frozen
 from ranks import real_ranks
 from test_memory import Alive
 from torch import Tensor, nn
@@ -645,42 +645,6 @@ def test_param_change_after_init(rank: int) -> None:
     for p in model.parameters():
         p.data.mul_(2)
     assert_close(out, model(x))
-
-
-@real_ranks(2)
-def test_named_parameters_and_buffers(rank: int) -> None:
-    """Names and values are the plain module's, with its prefixes, of all units or some: with the buffers a state dict."""
-    model = nn.Sequential(Outer(), nn.BatchNorm1d(5).double())
-    spec = fs.by_type(MLP)(model).bound
-    expected, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    shards = fs.shard(model, spec)
-    full = fs.unshard(shards, spec)
-    assert full.keys() == expected.keys()
-    assert all(torch.equal(full[name], p) for name, p in expected.items())
-    part = fs.unshard(shards, spec, units=["0.inner"])
-    assert part.keys() == {f"0.inner.{name}" for name, _ in model[0].inner.named_parameters()}
-    fresh = copy.deepcopy(model)
-    for p in fresh.parameters():
-        nn.init.zeros_(p)
-    fresh.load_state_dict(full | buffers, strict=True)
-    assert all(torch.equal(p, expected[name]) for name, p in fresh.named_parameters())
-
-
-@pytest.mark.parametrize("way", WAYS)
-@real_ranks(2)
-def test_with_grads_none_grads(rank: int, way: str) -> None:
-    """Gradients are what a transform returns: nothing sharded or gathered has a .grad, before it or after it."""
-    model = Net()
-    spec = fs.by_type(MLP)(model).bound
-    squared(model, numbers(rank, 0)).backward()  # gradients of the plain model are not taken along
-    before = {name: p.grad.clone() for name, p in model.named_parameters()}
-    params = fs.shard(model, spec)
-    for tensors in (params, fs.unshard(params, spec), fs.unshard(params, spec)):
-        assert all(t.grad is None and not t.requires_grad for t in tensors.values())
-    with unchanged(model):
-        WAYS[way](lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)
-    assert all(t.grad is None and not t.requires_grad for t in params.values())
-    same({name: p.grad for name, p in model.named_parameters()}, before, "the plain model's gradient")
 
 
 @pytest.mark.parametrize("reshard", [False, True])

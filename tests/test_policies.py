@@ -56,10 +56,15 @@ def test_a1_a2_policies_are_functions_and_specs_are_policies(model: nn.Module) -
 
 @given(TREES)
 def test_a3_by_type_is_module_wrap_policy(model: nn.Module) -> None:
-    """Instances of the classes, subclasses too; as an object and as a callable in an or-policy."""
+    """Instances of the classes, subclasses too; as an object and as a callable in an or-policy, and by its two namesakes."""
     for classes in [(OtherResidualNode,), (ResidualNode,), (nn.ModuleList, OtherResidualNode), (nn.Module,), (nn.Linear,)]:
-        assert_same(model, by_type(model, *classes), wrap.ModuleWrapPolicy(classes))
-        assert_same(model, by_type(model, *classes), partial(wrap._or_policy, policies=[wrap.ModuleWrapPolicy(classes)]))
+        for theirs in (
+            wrap.ModuleWrapPolicy(classes),
+            partial(wrap._or_policy, policies=[wrap.ModuleWrapPolicy(classes)]),
+            partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={*classes}),
+            partial(wrap._wrap_module_cls_individually, module_classes=[*classes]),
+        ):
+            assert_same(model, by_type(model, *classes), theirs)
 
 
 @given(TREES)
@@ -74,29 +79,8 @@ def test_a4_custom_is_custom_policy(model: nn.Module) -> None:
     expected = {path: fs.P(**targets[m]) for path, m in model.named_modules() if m in targets}
     assert dict(fs.policies.custom(choose, fs.P(**options))(model).selected) == expected
     assert_same(model, fs.policies.custom(choose), wrap.CustomPolicy(lambda m: bool(choose(m))))
-
-
-@given(TREES)
-def test_a5_custom_is_lambda_auto_wrap_policy(model: nn.Module) -> None:
-    """With a predicate, the modules for which it is true."""
-    root = model  # torch's callables are never asked about the root
     assert_same(model, fs.policies.custom(wide), lambdas(wide))
-    assert_same(model, fs.policies.custom(lambda m: m is not root), lambdas(lambda m: True))
-
-
-@given(TREES)
-def test_a6_by_type_is_transformer_auto_wrap_policy(model: nn.Module) -> None:
-    """And the private _wrap_module_cls_individually, which is the same once more."""
-    assert_same(
-        model,
-        by_type(model, OtherResidualNode),
-        partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls={OtherResidualNode}),
-    )
-    assert_same(
-        model,
-        by_type(model, OtherResidualNode),
-        partial(wrap._wrap_module_cls_individually, module_classes=[OtherResidualNode]),
-    )
+    assert_same(model, fs.policies.custom(lambda m: m is not model), lambdas(lambda m: True))  # torch does not ask of the root
 
 
 @given(TREES)

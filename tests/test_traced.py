@@ -240,23 +240,6 @@ def test_export_is_plain_operators(strategy: str, strict: bool) -> None:
         assert set(sizes) <= {4}
 
 
-@at_most(1)
-@pytest.mark.parametrize("strategy", depth(["shard", "replicated"], [*STRATEGIES]))
-@real_ranks(2)
-def test_a_traced_step_can_be_exported(rank: int, strategy: str) -> None:
-    """torch.export of the graph that make_fx gives of a step with its gradients."""
-    spec = spec_on(strategy)
-    params = fs.shard(MODEL, spec)
-
-    def step(params: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
-        grads, value = fs.grad_and_value(sharded(spec))(params, x)
-        return {k: p - LR * grads[k] for k, p in params.items()}, value
-
-    program = torch.export.export(make_fx(step)(params, batch(rank, 0)), (params, batch(rank, 0)))
-    other = {k: p.cos() for k, p in params.items()}
-    assert_close(program.module()(other, batch(rank, 1)), step(other, batch(rank, 1)), rtol=1e-13, atol=1e-15)
-
-
 class Twice(torch.autograd.Function):
     """The least of custom Functions."""
 
