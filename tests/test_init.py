@@ -506,79 +506,55 @@ def linears() -> list[nn.Module]:
     return [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
 
 
+def one(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(kind())
+
+
+def three(kind: Callable[..., nn.Module] = nn.Sequential) -> Callable[[], nn.Module]:
+    return lambda: kind(*linears())
+
+
+def fill(value: float) -> InitFn:
+    """Of each layer, and of a parent what it says itself."""
+    return lambda m: reset(m) if len([*m.parameters()]) > 2 else [nn.init.constant_(x, value) for x in m.parameters()]
+
+
+COUNTS, ALL = r"'0\.weight' of module '0' \(Counts\) was left without", r"'0\.bias', '0\.weight', '1\.bias' and 3 more"
+LEFT = r"'1\.bias' of module '1' \(LayerNorm\) was left without values.*an init_fn is all that initialises a module"
+ON_META = r"failed: .*; parameters of other units are on the meta device then: expected an init"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
-    "no initialiser": (
-        lambda: nn.Sequential(Scale()),
-        {},
-        ValueError,
-        r"parameter '0\.weight': module '0' \(Scale\) has no reset_p",
-    ),
-    "in part": (
-        lambda: nn.Sequential(Part()),
-        {},
-        ValueError,
-        r"'0\.weight' of module '0' \(Part\) was left without values, or",
-    ),
-    "whole numbers": (
-        lambda: nn.Sequential(Counts()),
-        {},
-        ValueError,
-        r"'0\.weight' of module '0' \(Counts\) was left without",
-    ),
+    "no initialiser": (one(Scale), {}, ValueError, r"parameter '0\.weight': module '0' \(Scale\) has no reset_p"),
+    "in part": (one(Part), {}, ValueError, r"'0\.weight' of module '0' \(Part\) was left without values, or"),
+    "whole numbers": (one(Counts), {}, ValueError, COUNTS),
     "whole numbers by .data": (
-        lambda: nn.Sequential(Counts()),
+        one(Counts),
         {"init_fn": lambda m: m.weight.data.zero_() if isinstance(m, Counts) else None},
         ValueError,
-        r"'0\.weight' of module '0' \(Counts\) was left without",
+        COUNTS,
     ),
     "init_fn of some": (
         lambda: nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)),
         {"init_fn": lambda m: reset(m) if isinstance(m, nn.Linear) else None},
         ValueError,
-        r"'1\.bias' of module '1' \(LayerNorm\) was left without values.*an init_fn is all that initialises a module",
+        LEFT,
     ),
-    "another shape": (
-        lambda: nn.Sequential(Other()),
-        {},
-        RuntimeError,
-        r"module '0' \(Other\) failed: ValueError: expected \[3\].*of '0\.weight', got \[4\]",
-    ),
-    "a root that resets all": (
-        lambda: ResetsAll(*linears()),
-        {},
-        ValueError,
-        r"initialiser of module '' \(ResetsAll\) touches '0\.bias', '0\.weight', '1\.bias' and 3 more, in other units",
-    ),
-    "out of sight": (
-        lambda: ByNumpy(*linears()),
-        {},
-        RuntimeError,
-        r"module '' \(ByNumpy\) failed: TypeError: can't convert meta",
-    ),
+    "another shape": (one(Other), {}, RuntimeError, r"\(Other\) failed: ValueError: expected \[3\].*of '0\.weight', got \[4\]"),
+    "a root that resets all": (three(ResetsAll), {}, ValueError, rf"module '' \(ResetsAll\) touches {ALL}, in other units"),
+    "out of sight": (three(ByNumpy), {}, RuntimeError, r"module '' \(ByNumpy\) failed: TypeError: can't convert meta"),
     "a look at children": (
-        lambda: LooksAtChildren(*linears()),
-        {"init_fn": lambda m: reset(m) if len([*m.parameters()]) > 2 else [nn.init.ones_(x) for x in m.parameters()]},
+        three(LooksAtChildren),
+        {"init_fn": fill(1)},
         ValueError,
         r"module '' \(LooksAtChildren\) touches '0\.bias', '1\.weight', in other units",
     ),
-    "a look at children without values": (
-        lambda: LooksAtChildren(*linears()),
-        {"init_fn": lambda m: reset(m) if len([*m.parameters()]) > 2 else [nn.init.constant_(x, -1) for x in m.parameters()]},
-        RuntimeError,
-        r"module '' \(LooksAtChildren\) failed: .*; parameters of other units are on the meta device then: expected an init",
-    ),
+    "a look without values": (three(LooksAtChildren), {"init_fn": fill(-1)}, RuntimeError, rf"\(LooksAtChildren\) {ON_META}"),
     "on a device alone": (
-        lambda: OnDeviceAlone(*linears()),
+        three(OnDeviceAlone),
         {},
         ValueError,
         r"module '' \(OnDeviceAlone\) touches '0\.bias', .*'1\.bias', in other units than one: expected an initialiser that",
     ),
-    "an error": (
-        lambda: nn.Sequential(*linears()),
-        {"init_fn": noted},
-        RuntimeError,
-        r"of module '0' \(Linear\) failed: KeyError",
-    ),
+    "an error": (three(), {"init_fn": noted}, RuntimeError, r"of module '0' \(Linear\) failed: KeyError"),
     "init_fn": (lambda: nn.Linear(1, 1), {"init_fn": 3}, TypeError, "init_fn: expected a function of a module, got int"),
     "seed": (lambda: nn.Linear(1, 1), {"seed": 1.5}, TypeError, r"seed: expected a whole number or None, got 1\.5"),
     "device": (lambda: nn.Linear(1, 1), {"device": "meta"}, ValueError, "expected one that can hold values"),
