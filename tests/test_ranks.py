@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -12,7 +14,9 @@ from unittest import mock
 import pytest
 import ranks
 import torch.distributed as dist
-from depth import at_most, depth
+from depth import at_most, choose, covering, depth, each, mark_seldom, pairs, parse_slice, seldom, split
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import THREADS, TIMEOUT, Pool, launch
 
 
@@ -95,3 +99,118 @@ def test_a_script_that_fails_on_one_rank_ends_on_all(tmp_path: Path) -> None:
     assert time.monotonic() - start < TIMEOUT / 2
     for said in ("rank 0 of 2 ['--flag']", "rank 1 of 2", "not this one"):
         assert said in str(raised.value)
+
+
+# --- what a run at default depth leaves out, and what it never does ---
+
+
+TABLES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(lambda sizes: list(itertools.product(*map(range, sizes))))
+"""Cases of whole tables."""
+
+
+@given(TABLES, st.integers(1, 2), st.data())
+def test_what_is_left_out_is_covered_by_what_runs(table: list[tuple[int, ...]], together: int, data: st.DataObject) -> None:
+    """Also where some of the table's cases are not there."""
+    table = data.draw(st.lists(st.sampled_from(table), min_size=1, unique=True))
+    run = [table[i] for i in covering(table, together)]
+    for case in table:
+        for places in itertools.combinations(range(len(case)), together):
+            assert any(all(other[i] == case[i] for i in places) for other in run), (case, places)
+
+
+LETTERS, NUMBERS, TWINS = "abcd", [1, 2, 3], [(1, "x"), (1, "y"), (2, "y")]
+
+
+@each
+@pytest.mark.parametrize("letter", LETTERS)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(("n", "twin"), TWINS)
+def test_each(letter: str, number: int, n: int, twin: str) -> None: ...
+
+
+@pairs
+@pytest.mark.parametrize("letter", LETTERS)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(("n", "twin"), TWINS)
+def test_pairs(letter: str, number: int, n: int, twin: str) -> None: ...
+
+
+def test_marks_choose_from_the_cases(request: pytest.FixtureRequest) -> None:
+    """Of the two tests above, names that are parametrized together count as one."""
+    assert isinstance(request.node.parent, pytest.Module)
+    items = split([item for item in request.node.parent.collect() if isinstance(item, pytest.Function)])[0]
+    runs = {test: [item.callspec.params for item in items if item.originalname == test] for test in ("test_each", "test_pairs")}
+    assert len(runs["test_each"]) == 4
+    for some in runs.values():
+        assert {case["letter"] for case in some} == {*LETTERS}
+        assert {case["number"] for case in some} == {*NUMBERS}
+        assert {(case["n"], case["twin"]) for case in some} == {*TWINS}
+    seen = runs["test_pairs"]
+    assert {(case["letter"], case["number"]) for case in seen} == {*itertools.product(LETTERS, NUMBERS)}
+    assert {(case["letter"], (case["n"], case["twin"])) for case in seen} == {*itertools.product(LETTERS, TWINS)}
+    assert 12 <= len(seen) < 36
+
+
+@at_most(3)
+@pytest.mark.parametrize("number", mark_seldom(range(12), *range(1, 12, 2)))
+def test_at_most(number: int) -> None: ...
+
+
+def test_at_most_so_many_run_and_are_spread(request: pytest.FixtureRequest) -> None:
+    """Of the cases that run, so many, and all of them where there are no more."""
+    assert isinstance(request.node.parent, pytest.Module)
+    collected = (item for item in request.node.parent.collect() if isinstance(item, pytest.Function))
+    items = [item for item in collected if item.originalname == "test_at_most"]
+    assert [item.callspec.params["number"] for item in split(items)[0]] == [1, 5, 9]
+    assert split(items[1:4:2])[0] == items[1:4:2]
+
+
+@seldom
+def test_seldom() -> None: ...
+
+
+def test_what_runs_seldom_is_left_out_unless_it_is_asked_for(request: pytest.FixtureRequest) -> None:
+    assert isinstance(request.node.parent, pytest.Module)
+    items = [item for item in request.node.parent.collect() if isinstance(item, pytest.Function)]
+    (rare,) = (item for item in items if item.name == "test_seldom")
+    assert rare in split(items)[1]
+    assert split([rare]) == ([rare], [])
+
+
+@each
+@pytest.mark.parametrize("letter", mark_seldom(LETTERS, "b", "c"))
+@pytest.mark.parametrize("number", NUMBERS)
+def test_some_letters(letter: str, number: int) -> None: ...
+
+
+def test_values_that_run_seldom_cover_nothing(request: pytest.FixtureRequest) -> None:
+    """Each of the usual letters and each number is in a case without the other letters, which are left out."""
+    assert isinstance(request.node.parent, pytest.Module)
+    collected = (item for item in request.node.parent.collect() if isinstance(item, pytest.Function))
+    items = [item for item in collected if item.originalname == "test_some_letters"]
+    assert len(items) == len(LETTERS) * len(NUMBERS)
+    runs = [item.callspec.params for item in split(items)[0]]
+    assert {case["letter"] for case in runs} == {"b", "c"}
+    assert {case["number"] for case in runs} == {*NUMBERS}
+    rare = [item for item in items if item.get_closest_marker("seldom")]
+    assert {item.callspec.params["letter"] for item in split(rare)[0]} == {"a", "d"}
+
+
+def test_slices_are_what_is_left_out(request: pytest.FixtureRequest) -> None:
+    """Each case that does not run by default is in one of the slices, and nothing else is."""
+    assert isinstance(request.node.parent, pytest.Module)
+    items = [item for item in request.node.parent.collect() if isinstance(item, pytest.Function)]
+    default, left_out = split(items)
+    slices = [choose(items, (k, 3)) for k in range(3)]
+    assert len(left_out) > 50
+    assert sorted(item.name for chosen, _ in slices for item in chosen) == sorted(item.name for item in left_out)
+    assert all(len(chosen) + len(others) == len(items) for chosen, others in slices)
+    both, _ = choose(items, (1, 3), alone=False)
+    assert {*both} == {*default, *slices[1][0]}
+
+
+def test_slices_are_written_as_fractions() -> None:
+    assert parse_slice("3/10") == (3, 10)
+    for text in ("10/10", "-1/10", "3", "a/b", "0/0"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"expected K/N with 0 <= K < N, got "):
+            parse_slice(text)
