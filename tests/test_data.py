@@ -196,29 +196,3 @@ def test_on_real_ranks(gloo2: Pool, tmp_path: Path) -> None:
     (alone,) = parts(24, 1, batch=8, seed=4)
     assert [a + b for a, b in zip(first, second, strict=True)] == list(alone)
     assert (rest_of_first, rest_of_second) == (first[2:], second[2:])
-
-
-def uneven(rank: int) -> tuple[fs.Params, fs.Params]:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double()
-    spec = fs.policies.whole()(model).bound
-    params = fs.shard(model, spec)
-    x = torch.randn(11, 3, dtype=torch.float64)
-    batches = fs.data.sampler(11, spec, batch=8, last="pad")
-    indices, count = batches[1], batches.count(1)
-
-    def loss(params: fs.Params) -> torch.Tensor:
-        values = fs.functional_call(model, params, (x[indices],), spec=spec, reduce="sum").square().sum(1)[:count]
-        return values.sum() / max(count, 1) * fs.weight_share(count, spec)
-
-    grads = fs.grad(loss)(params)
-    real = parts(11, 1, batch=8, last="pad")[0]
-    model(x[real[1][: real.count(1)]]).square().sum(1).mean().backward()
-    whole = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return fs.unshard(grads, spec), whole
-
-
-def test_the_weights_of_a_padded_batch(gloo2: Pool) -> None:
-    """Three of eight samples are left: the first rank has them, the second only padding. The gradient is that of the three."""
-    for got, expected in gloo2.run(uneven):
-        torch.testing.assert_close(got, expected)

@@ -18,14 +18,11 @@ import torch.distributed as dist
 from depth import at_most, depth, each, seldom
 from ranks import Pool, launch, real_ranks
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _get_work_registry_size
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
-from funshard._core.ops import OpContext, start_op
-from funshard._wire.chain import CollectiveChain
 
 OPS = torch.ops._c10d_functional
 STARTED: dict[str, Callable[[Tensor, str], Tensor]] = {
@@ -66,29 +63,6 @@ def test_gloo_holds_what_it_writes(rank: int, op: str) -> None:
         time.sleep(0.01)  # gloo's own thread lets go of them after it has said so
     assert read.expired()
     assert written() is None
-
-
-def dropped(rank: int) -> tuple[float, int, int]:
-    """The seconds it takes to drop a chain while the other rank is late, and how many collectives nobody has waited for then
-    and after the next chain."""
-    gather = lambda x, own: start_op("gather_mean", x, OpContext(2, world()), own)  # noqa: E731
-    CollectiveChain(torch.ones(2), (gather,)).result()
-    dist.barrier()
-    time.sleep(rank)
-    chain = CollectiveChain(torch.ones(3), (gather, gather))
-    began = time.monotonic()
-    del chain
-    took, left = time.monotonic() - began, _get_work_registry_size()
-    assert_close(CollectiveChain(torch.full((2,), float(rank)), (gather,)).result(), torch.tensor([0.0, 0.0, 1.0, 1.0]))
-    return took, left, _get_work_registry_size()
-
-
-@seldom
-def test_to_drop_a_chain_takes_no_time(gloo2: Pool) -> None:
-    """It waits for nobody; the next one does, as what nobody waits for keeps its buffers for ever."""
-    for took, left, after in gloo2.run(dropped):
-        assert took < 0.5
-        assert (left, after) == (1, 0)
 
 
 class Failing(torch.autograd.Function):
