@@ -26,7 +26,9 @@ from test_rank_order import error_of
 from torch import nn
 
 import funshard as fs
+from funshard import _torch
 from funshard._core import ops
+from funshard.collectives import _rank_check as switch
 from funshard.collectives._rank_check import _find_user_line
 
 RAISED = {"raise_in_forward": "a bad batch", "raise_in_backward": "a bad gradient", "raise_in_update": "a bad update"}
@@ -417,6 +419,31 @@ def test_a_limit_that_is_none(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout: expected a positive number"), fs.check(timeout):
         pass
     assert ops._listener is None
+
+
+def without_connection(rank: int) -> list[object]:
+    """Its own setup fails on every rank; afterwards nothing is left of it."""
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("no route to host")
+
+    switch._state.monitor, old = None, _torch.connect_store
+    _torch.connect_store = fail
+    try:
+        with fs.check():
+            pass
+    except RuntimeError as error:
+        text = str(error)
+    finally:
+        _torch.connect_store = old
+    return [text, ops._listener, len(switch._state.timeouts)]
+
+
+def test_a_check_that_cannot_connect(gloo2: Pool) -> None:
+    for text, *rest in gloo2.run(without_connection):
+        assert "gives no connection: no route to host; expected" in text
+        assert rest == [None, 1]
+    gloo2.stop()
 
 
 # --- The whole process ---
