@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import types
-from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -119,11 +119,6 @@ def in_set(self: Any, x: Tensor, state: Any) -> Tensor:
     return self.lin(x).sin() * len(state)
 
 
-def in_deque(self: Any, x: Tensor, state: Any) -> Tensor:
-    state.append(self.lin(x).sin())
-    return x + sum(state) * len(state)
-
-
 def in_namespace(self: Any, x: Tensor, state: Any) -> Tensor:
     state.h = self.lin(x).sin() + getattr(state, "h", 0)
     return x + state.h
@@ -173,10 +168,6 @@ def in_python_random(self: Any, x: Tensor, state: Any) -> Tensor:
     return self.lin(x).sin() * (2 if random.random() < 0.5 else random.random())
 
 
-def in_own_random(self: Any, x: Tensor, state: Any) -> Tensor:
-    return self.lin(x).sin() * state.random()
-
-
 def aux_attribute(self: Any, x: Tensor, state: Any) -> Tensor:
     h = self.lin(x).sin()
     self.aux = (h**2).mean()
@@ -191,6 +182,11 @@ def kept_list(self: Any, x: Tensor, state: Any) -> Tensor:
 def counter(self: Any, x: Tensor, state: Any) -> Tensor:
     self.stats["calls"] += 1
     return self.lin(x).sin() * self.stats["calls"]
+
+
+def counted(self: Any, x: Tensor, state: Any) -> Tensor:
+    self.count = len(x)
+    return self.lin(x).sin()
 
 
 def both_ways(self: Any, x: Tensor, state: Any) -> Tensor:
@@ -285,27 +281,29 @@ class Hyper(nn.Module):
 
 
 class Stateful(nn.Module):
-    """A buffer that forward replaces."""
+    """A buffer that forward replaces, or writes to in place."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_place: bool = False) -> None:
         super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.lin, self.in_place = nn.Linear(WIDTH, WIDTH), in_place
         self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        if self.in_place:
+            self.mean.mul_(0.9).add_(x.mean(0).detach(), alpha=0.1)
+        else:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
         return self.lin(x - self.mean).sin()
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
-    "cache": lambda: Model(cached, Plain),
     "cache, read": lambda: Model(cached, Plain, lambda model, state: sum((layer.keys**3).mean() for layer in state.layers)),
     "list": lambda: Model(listed, list, lambda model, state: (state[0] * state[1]).sum()),
     "dict": lambda: Model(in_dict, dict, lambda model, state: (state["h"] ** 2).sum() * state["n"]),
     "OrderedDict": lambda: Model(in_dict, OrderedDict, lambda model, state: (state["h"] ** 2).sum() * state["n"]),
     "defaultdict": lambda: Model(in_default_dict, lambda: defaultdict(list)),
     "set": lambda: Model(in_set, set),
-    "deque": lambda: Model(in_deque, lambda: deque(maxlen=2)),
+    "deque": lambda: Model(listed, lambda: deque(maxlen=2)),
     "SimpleNamespace": lambda: Model(in_namespace, types.SimpleNamespace, lambda model, state: state.h.sum()),
     "slots": lambda: Model(in_slots, Slots, lambda model, state: state.held.sum() * state.count),
     "more slots": lambda: Model(in_more_slots, MoreSlots, lambda model, state: state.other[1][0].sum()),
@@ -322,6 +320,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "dict on itself": lambda: Model(
         counter, before=lambda model, x, state: [b.stats.clear() for b in model.blocks], stats=defaultdict(int)
     ),
+    "count on itself": lambda: Model(counted, read=lambda model, state: sum(block.count for block in model.blocks)),
     "argument and attribute": lambda: Model(both_ways, list, before=share),
     "given as attribute": lambda: Model(given_attribute, before=give),
     "grad mode": lambda: Model(by_grad_mode),
@@ -331,6 +330,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "fast weights inside": lambda: Model(fast_weights),
     "fast weights around": Hyper,
     "buffer replaced": lambda: nn.Sequential(Stateful(), Stateful(), nn.Linear(WIDTH, 1)),
+    "buffer in place": lambda: nn.Sequential(Stateful(in_place=True), Stateful(in_place=True), nn.Linear(WIDTH, 1)),
 }
 
 
@@ -342,4 +342,3 @@ def hooked_model() -> nn.Module:
 
 CASES["hooks"] = hooked_model
 REMAT = (Block, Stateful)
-__all__ = ["CASES", "REMAT", "WIDTH", "namedtuple"]
