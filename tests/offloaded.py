@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard._transforms import offload as host_buffers
@@ -89,3 +90,74 @@ class Told(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
         ctx.log.append(f"backward {ctx.block}")
         return g, None, None
+
+
+class Where(TorchDispatchMode):
+    """How much of storages of ``unit`` bytes or more is alive on the device ("meta") and on the host, in units: now, at most.
+
+    Every copy between the two is noted and not made; the ``callers`` tensor is not counted.
+    """
+
+    def __init__(self, unit: int, callers: Tensor | None = None) -> None:
+        super().__init__()
+        self.unit, self.callers = unit, None if callers is None else callers.untyped_storage()._cdata
+        self.storages: dict[str, dict[int, tuple[weakref.ref[Any], int]]] = {"meta": {}, "cpu": {}}
+        self.peak = {"meta": 0.0, "cpu": 0.0}
+        self.copies: list[tuple[str, bool]] = []
+        """To which device each goes, and whether the host goes on meanwhile."""
+
+    def now(self, device: str) -> float:
+        self.storages[device] = {key: one for key, one in self.storages[device].items() if one[0]() is not None}
+        return sum(size for _, size in self.storages[device].values()) / self.unit
+
+    def see(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if storage.nbytes() >= self.unit and storage._cdata != self.callers:
+            seen = self.storages[x.device.type]
+            if storage._cdata not in seen or seen[storage._cdata][0]() is None:
+                seen[storage._cdata] = weakref.ref(storage), storage.nbytes()
+        for device in self.peak:
+            self.peak[device] = max(self.peak[device], self.now(device))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name == "copy_" and args[0].device != args[1].device:
+            self.copies.append((args[0].device.type, (*args, False)[2] is True or kwargs.get("non_blocking", False)))
+            return args[0]
+        if name == "all_gather_into_tensor_out":  # of which meta tensors make another result
+            return kwargs["out"]
+        out = func(*args, **kwargs)
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                self.see(x)
+        return out
+
+
+class Stream:
+    """A stream that is a name: what is told to it, and to others to wait for it, in order."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name, self.copies = log, name, 0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.copies += 1
+        self.log.append(f"copy {self.copies} {self.name}")
+        return f"copy {self.copies}"
+
+    def synchronize(self) -> None:
+        self.log.append(f"the host waits for {self.name}")
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass

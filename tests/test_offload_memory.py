@@ -1,46 +1,62 @@
-"""Offloaded units on a device: what is alive where at each moment, and when each copy is issued and waited for.
+"""What rests on the host: what is alive on which device at each moment, and when each copy is issued and waited for.
 
 There is no device here. "meta" stands for one: its tensors have storages to watch and no values (at a fake CUDA tensor
 autograd ends the process on builds without CUDA, as InputMetadata asks for its stream). Copies from it to the host and back
-are noted and not made. Where copies wait is seen on streams that are names.
+are noted and not made. Where copies wait is seen on streams that are names. The process group is one in name.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch._dynamo  # torch imports it in its first operator under a mode, and that import holds frames, and their tensors
 from collective_log import meta_world
-from depth import each
-from offloaded import Told, everywhere
+from depth import at_most, each
+from hosted import elsewhere
+from offloaded import Stream, Told, Where, everywhere
 from parity import WAYS
 from test_memory import no_collector
+from test_profiling import logged
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard import P, _torch
+from funshard._core.ops import PendingResult
 from funshard._torch import storage
 from funshard._transforms import offload as host_buffers
+from funshard._wire.chain import BufferPool
+from funshard._wire.reductions import ReductionQueue
 
-ROWS, WIDTH = 1 << 14, 8
-BYTES = ROWS * WIDTH * 8
-"""Of one activation: 1 MiB, which is what offload takes by itself."""
-OF_BLOCK = 2
-"""How many a block saves: its argument and the result of tanh."""
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with meta_world(monkeypatch), no_collector():
+        yield
 
 
 class Block(nn.Module):
-    def __init__(self, device: str = "meta") -> None:
+    def __init__(self, width: int, device: str = "cpu") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((WIDTH, WIDTH), 0.1, dtype=torch.float64, device=device))
+        self.weight = nn.Parameter(torch.full((width, width), 0.1, dtype=torch.float64, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(x @ self.weight)
+
+
+# --- activations ---
+
+ROWS, NARROW = 1 << 14, 8
+ACTIVATION = ROWS * NARROW * 8
+"""Bytes of one: 1 MiB, which is what offload takes by itself."""
+OF_BLOCK = 2
+"""How many a block saves: its argument and the result of tanh."""
 
 
 class Tailed(nn.Sequential):
@@ -50,50 +66,12 @@ class Tailed(nn.Sequential):
         return super().forward(x).tanh()
 
 
-class Where(TorchDispatchMode):
-    """How many activations are alive on the device and on the host, now and at most; every copy between the two."""
-
-    def __init__(self, callers: Tensor) -> None:
-        super().__init__()
-        self.callers = callers.untyped_storage()._cdata
-        self.storages: dict[str, dict[int, weakref.ref[Any]]] = {"meta": {}, "cpu": {}}
-        self.peak = {"meta": 0, "cpu": 0}
-        self.copies: list[tuple[str, bool]] = []
-
-    def now(self, device: str) -> int:
-        alive = {key: ref for key, ref in self.storages[device].items() if ref() is not None}
-        self.storages[device] = alive
-        return len(alive)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if name in ("copy_", "_to_copy") and len({x.device for x in args if isinstance(x, Tensor)}) > 1:
-            self.copies.append((args[0].device.type, kwargs.get("non_blocking", False) or (*args, False, False)[2] is True))
-            return args[0]
-        out = func(*args, **kwargs)
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor) and (storage := x.untyped_storage()).nbytes() == BYTES and storage._cdata != self.callers:
-                self.storages[x.device.type].setdefault(storage._cdata, weakref.ref(storage))
-                if self.storages[x.device.type][storage._cdata]() is None:
-                    self.storages[x.device.type][storage._cdata] = weakref.ref(storage)
-        for device in self.peak:
-            self.peak[device] = max(self.peak[device], self.now(device))
-        return out
-
-
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with meta_world(monkeypatch), no_collector():
-        yield
-
-
-def step(blocks: int, way: str, p: P, mark: Callable[[], None] = lambda: None) -> Where:
-    model = nn.Sequential(*[Block() for _ in range(blocks)])
+def step_of_activations(blocks: int, way: str, p: P) -> Where:
+    model = nn.Sequential(*[Block(NARROW, "meta") for _ in range(blocks)])
     spec = fs.by_type(Block, p=p)(model).bound
     params = fs.shard(model, spec, rank=0)
-    x = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta")  # the caller's, and not counted
-    with everywhere(1 << 20), Where(x) as where:
+    x = torch.empty(ROWS, NARROW, dtype=torch.float64, device="meta")  # the caller's, and not counted
+    with everywhere(1 << 20), Where(ACTIVATION, x) as where:
 
         def loss(params: fs.Params) -> Tensor:
             y = fs.functional_call(model, params, (x,), spec=spec).sum()
@@ -118,9 +96,9 @@ def test_two_loads_are_on_the_device(world: None, way: str, blocks: int) -> None
     plain     device: 2 * n, of which one is no longer needed when forward ends
     """
     saved = OF_BLOCK * blocks - 1
-    plain = step(blocks, way, P("shard"))
+    plain = step_of_activations(blocks, way, P("shard"))
     assert (plain.turn, plain.end, plain.copies) == ((saved, 0, {"meta": saved + 1, "cpu": 0}), (0, 0), [])
-    there = step(blocks, way, P("shard", offload="activations"))
+    there = step_of_activations(blocks, way, P("shard", offload="activations"))
     assert there.turn == (OF_BLOCK, saved, {"meta": 2 * OF_BLOCK + 1, "cpu": saved})
     assert there.peak == {"meta": 2 * OF_BLOCK + 2, "cpu": saved}
     assert there.end == (0, 0)
@@ -139,9 +117,9 @@ def test_of_recomputed_units_the_arguments_leave(world: None, way: str, blocks: 
     plain     device: n - 1 between, n + 1 in backward
     """
     kept = blocks - 1
-    plain = step(blocks, way, P("shard", remat=True))
+    plain = step_of_activations(blocks, way, P("shard", remat=True))
     assert (plain.turn[0], plain.peak["meta"], plain.end) == (kept, kept + 2, (0, 0))
-    there = step(blocks, way, P("shard", remat=True, offload="activations"))
+    there = step_of_activations(blocks, way, P("shard", remat=True, offload="activations"))
     assert there.turn == (1, kept, {"meta": 4, "cpu": kept})
     assert there.peak == {"meta": 5, "cpu": kept}
     assert there.end == (0, 0)
@@ -152,11 +130,11 @@ def test_the_innermost_unit_decides(world: None) -> None:
     """The model's own P is for what no unit saves; a unit that does not say so keeps what it saves."""
 
     def saved(p: P, root: P) -> int:
-        model = Tailed(*[Block() for _ in range(4)])
+        model = Tailed(*[Block(NARROW, "meta") for _ in range(4)])
         spec = fs.by_path({"": root, "0": p, "1": p, "2": P("shard"), "3": P("shard")})(model).bound
         shards = {key: x.requires_grad_() for key, x in fs.shard(model, spec, rank=0).items()}
-        x = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta")
-        with everywhere(1 << 20) as copies, Where(x):
+        x = torch.empty(ROWS, NARROW, dtype=torch.float64, device="meta")
+        with everywhere(1 << 20) as copies, Where(ACTIVATION, x):
             y = fs.functional_call(model, shards, (x.detach(),), spec=spec)
             assert y.requires_grad
         return copies.out
@@ -165,41 +143,145 @@ def test_the_innermost_unit_decides(world: None) -> None:
     assert [saved(p, root) for root in (P("shard"), offloaded) for p in (P("shard"), offloaded)] == [0, 3, 1, 4]
 
 
+def test_offload_wrapper(world: None) -> None:
+    """Every tensor that autograd saves rests on the host: of a function by itself, all but the last load."""
+    model = nn.Sequential(*[Block(NARROW, "meta") for _ in range(4)])
+    x = torch.empty(ROWS, NARROW, dtype=torch.float64, device="meta")
+    for load, there in ((1, 1), (1 << 40, 2 * 4 - 1)):  # each by itself, or all of it one load
+        with Where(ACTIVATION, x) as where:
+            y = fs.offload(model, load=load, host="cpu")(x).sum()
+            assert (where.now("meta"), where.now("cpu")) == (there, 2 * 4 - 1)
+            y.backward()
+            del y
+            assert (where.now("meta"), where.now("cpu")) == (0, 0)
+
+
+# --- params ---
+
+WIDTH, RANKS = 64, 2
+WHOLE = WIDTH * WIDTH * 8
+"""Bytes of a unit: one parameter in float64, far more than an activation."""
+SLICE = WHOLE // RANKS
+
+
+def step_of_params(blocks: int, p: P, way: str, prefetch: int = 1, some: int | None = None) -> tuple[Where, dict[str, float]]:
+    """Where things were, and how many slices there were at each moment."""
+    model = nn.Sequential(*[Block(WIDTH) for _ in range(blocks)])
+    rest = P("shard", reshard=p.reshard)
+    away = fs.by_path({str(i): p for i in range(blocks if some is None else some)})
+    spec = fs.policies.override(fs.by_type(Block, p=rest), away)(model).bound
+    shards = {
+        key: torch.zeros(SLICE // 8, dtype=torch.float64, device="cpu" if spec.by_key[key].p.offload else "meta")
+        for key in spec.by_key
+    }
+    x = torch.empty(4, WIDTH, dtype=torch.float64, device="meta")
+    marks: dict[str, float] = {}
+    with Where(SLICE) as where:
+        for shard in shards.values():
+            where.see(shard)
+        marks["rest device"], marks["rest host"] = where.now("meta"), where.now("cpu")
+
+        def loss(params: fs.Params) -> Tensor:
+            y = fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch).sum()
+            marks["forward"], marks["between"] = where.peak["meta"], where.now("meta")
+            where.peak["meta"] = where.now("meta")
+            return y
+
+        grads, _ = WAYS[way](loss)(shards)
+        assert {key: g.device.type for key, g in grads.items()} == {key: x.device.type for key, x in shards.items()}
+        marks["backward"], marks["end"], marks["host"] = where.peak["meta"], where.now("meta"), where.now("cpu")
+    return where, marks
+
+
+@each
+@pytest.mark.parametrize("way", ["fs", "torch.func", "backward"])
+@pytest.mark.parametrize(("blocks", "prefetch"), [(8, 1), (12, 1), (12, 2)])
+def test_the_device_holds_what_is_on_its_way(world: None, way: str, blocks: int, prefetch: int) -> None:
+    """In slices, of which w make a unit, for n units, with p gathered ahead and f gradients under way:
+
+    forward   device: (1 + p) * w + p, which are the slices that are being gathered      host: n
+    between   device: w, the last unit
+    backward  device: (1 + p) * w + p, (1 + f) * w gradients, 2 slices (of a reduction, and leaving)      host: 2 * n
+    end       device: 0
+    plain     device: n, forward n + (1 + p) * w, end 2 * n
+
+    Every copy is one that the host does not wait for: to the device one for each gather, from it one for each unit.
+    """
+    w, n, p, f = RANKS, blocks, prefetch, 1
+    where, marks = step_of_params(blocks, P("shard", offload="params"), way, prefetch)
+    gathers = 2 * n - 2  # the last unit of forward stays, and nobody differentiates what the first one is given
+    assert marks == {
+        "rest device": 0,
+        "rest host": n,
+        "forward": (1 + p) * w + p,
+        "between": w,
+        "backward": (1 + p) * w + p + (1 + f) * w + 2,
+        "end": 0,
+        "host": 2 * n,
+    }
+    assert where.peak["cpu"] == 2 * n
+    assert sorted(where.copies) == [("cpu", True)] * n + [("meta", True)] * gathers
+    first = where.copies.index(("cpu", True))
+    assert first == n + p + 1  # the first leaves as the second is reduced, while others are gathered
+    assert where.copies[first + 1] == ("meta", True)
+    where, plain = step_of_params(blocks, P("shard"), way, prefetch)
+    assert where.copies == []
+    assert (plain["rest device"], plain["forward"], plain["end"], plain["host"]) == (n, n + (1 + p) * w, 2 * n, 0)
+    assert plain["backward"] - marks["backward"] >= 2 * n - 6 - p
+
+
+@at_most(1)
+@pytest.mark.parametrize("way", ["fs", "backward"])
+def test_kept_and_recomputed_units_and_some_of_them(world: None, way: str) -> None:
+    """A unit that is kept is copied once. Of n units, k on the host, n - k slices and gradients are on the device."""
+    n, k, w = 8, 3, RANKS
+    where, marks = step_of_params(n, P("shard", offload="params", reshard=False), way)
+    assert sorted(where.copies) == [("cpu", True)] * n + [("meta", True)] * n
+    assert (marks["between"], marks["end"]) == ((n - 1) * w, 0)
+    where, marks = step_of_params(n, P("shard", offload="params", remat=True), way)
+    assert sorted(where.copies) == [("cpu", True)] * n + [("meta", True)] * (2 * n - 1)
+    assert (marks["between"], marks["end"], marks["host"]) == (w, 0, 2 * n)
+    where, marks = step_of_params(n, P("shard", offload="params"), way, some=k)
+    assert sorted(where.copies) == [("cpu", True)] * k + [("meta", True)] * (2 * k - 1)
+    assert marks["rest device"] == n - k
+    assert marks["between"] == n - k + w
+    assert (marks["end"], marks["host"]) == (2 * (n - k), 2 * k)
+
+
+@pytest.mark.parametrize("collectives", [1, 2])
+def test_a_gradient_that_was_handed_on_is_let_go(collectives: int) -> None:
+    """Also where it has left early, with more than one collective before (HSDP): nothing holds it to the next unit's."""
+    handed: list[weakref.ref[Any]] = []
+    receiver = SimpleNamespace(
+        expect=lambda key: None, receive=lambda key, grad: handed.append(weakref.ref(grad.untyped_storage()))
+    )
+    host, dtype = torch.device("cpu"), torch.float64
+    dtypes = SimpleNamespace(reduce=dtype)
+    route: Any = SimpleNamespace(device=host, padded_numel=4, shard_dtype=dtype, dtypes=dtypes, reduce_codec=None)
+    steps: Any = SimpleNamespace(
+        prepare=lambda grad: grad, reduce=[lambda x, own: PendingResult((), lambda: x.clone())] * (collectives + 1)
+    )
+    reductions = ReductionQueue(1, BufferPool(), cast("Any", receiver))
+    reductions.begin_backward(0)
+    with no_collector():
+        for i in range(6):
+            reductions.reduce_split(str(i), [torch.ones(4, dtype=dtype)], route, steps)
+            assert len(handed) >= i - 1
+            assert not any(one() is not None for one in handed)
+        assert all(torch.equal(g, torch.ones(4, dtype=dtype)) for g in reductions.wait_all().values())
+
+
 # --- when copies wait ---
-
-
-class Stream:
-    """A stream that is a name: what is told to it, in order."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def wait_stream(self, other: Stream) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
-
-    def record_event(self) -> str:
-        return f"copy {sum(line.startswith('copy') for line in self.log)}"
-
-    def __enter__(self) -> None:
-        self.log.append(f"copy {sum(line.startswith('copy') for line in self.log) + 1} {self.name}")
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the host tells an accelerator, of which the CPU plays the part."""
     log: list[str] = []
-    computes = Stream(log, "compute")
+    computes, copies = Stream(log, "compute"), Stream(log, "in")
     monkeypatch.setattr(storage, "is_accelerator", lambda device: True)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: computes)
-    monkeypatch.setattr(storage, "_copy_stream", lambda device, towards: Stream(log, "in"))
+    monkeypatch.setattr(storage, "_copy_stream", lambda device, towards: copies)
     monkeypatch.setattr(host_buffers._torch, "allocate_like", lambda like, device: torch.empty_like(like))
     return log
 
@@ -218,7 +300,7 @@ def test_a_copy_runs_beside_and_is_waited_for_once(log: list[str]) -> None:
     assert torch.equal(a, b)
 
 
-def test_copies_have_a_block_to_run_beside(log: list[str]) -> None:
+def test_copies_of_activations_have_a_block_to_run_beside(log: list[str]) -> None:
     """Each is waited for one block after it was issued: out when the next one ends, back when its own block's turn comes."""
     x = torch.linspace(-1, 1, 6, dtype=torch.float64).requires_grad_()
     block = lambda k: fs.offload(lambda x: Told.apply(Told.apply(x, log, k).exp(), log, k), at_least=0, host="cpu")  # noqa: E731
@@ -242,29 +324,88 @@ def test_copies_have_a_block_to_run_beside(log: list[str]) -> None:
     assert torch.equal(x.grad, expected)
 
 
-# --- PEER_TESTS.md 16 ---
+class Telling(Block):
+    def __init__(self, log: list[str], number: int) -> None:
+        super().__init__(WIDTH)
+        self.log, self.number = log, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Told.apply(super().forward(x), self.log, self.number)
 
 
-def test_offload_wrapper(world: None) -> None:
-    """Every tensor that autograd saves rests on the host: of a function by itself, all but the last load."""
-    model = nn.Sequential(*[Block() for _ in range(4)])
-    x = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta")
-    for load, there in ((1, 1), (1 << 40, 2 * 4 - 1)):  # each by itself, or all of it one load
-        with Where(x) as where:
-            y = fs.offload(model, load=load, host="cpu")(x).sum()
-            assert (where.now("meta"), where.now("cpu")) == (there, 2 * 4 - 1)
-            y.backward()
-            del y
-            assert (where.now("meta"), where.now("cpu")) == (0, 0)
+def test_copies_of_params_have_a_unit_to_run_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the way in, each is issued one unit before it is waited for; on the way out the host waits once, at the end."""
+    log: list[str] = []
+    computes, ways = Stream(log, "compute"), {True: Stream(log, "in"), False: Stream(log, "out")}
+    model, x = nn.Sequential(*[Telling(log, i) for i in range(4)]), torch.ones(2, WIDTH, dtype=torch.float64)
+    with elsewhere():
+        spec = fs.by_type(Telling, p=P("shard", offload="params"))(model).on({"shard": 1})
+        shards = fs.shard(model, spec)
+        grad = fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())
+        expected = grad(shards)
+        log.clear()
+        monkeypatch.setattr(storage, "is_accelerator", lambda device: True)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: computes)
+        monkeypatch.setattr(storage, "_copy_stream", lambda device, towards: ways[towards])
+        monkeypatch.setattr(_torch, "allocate_like", lambda like, device, **_: torch.empty_like(like))
+        got = grad(shards)
+    for key, g in got.items():
+        assert torch.equal(g, expected[key])
+    assert [line for line in log if "waits for compute" not in line] == [
+        *("copy 1 in", "compute waits for copy 1"),
+        *("copy 2 in", "forward 0", "compute waits for copy 2"),
+        *("copy 3 in", "forward 1", "compute waits for copy 3"),
+        *("copy 4 in", "forward 2", "compute waits for copy 4"),
+        *("forward 3", "backward 3"),  # which is there; the first block's weight is not asked for
+        *("copy 5 in", "backward 2", "compute waits for copy 5"),
+        *("copy 6 in", "backward 1", "compute waits for copy 6"),
+        *("backward 0", "copy 7 in", "compute waits for copy 7"),  # out: of one rank the gradients are one bucket
+        "the host waits for out",
+    ]
 
 
-def test_offload_of_remats(world: None) -> None:
-    """Offload(ckpt(a) -> ckpt(b) -> ckpt(c)): what is between them goes, what is inside is made again (FEATURES.md I3)."""
-    parts = [fs.remat(lambda x: x + x.sin().tanh()) for _ in range(4)]
-    x = torch.empty(ROWS, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
-    with Where(x) as where:
-        y = fs.offload(lambda x: parts[3](parts[2](parts[1](parts[0](x)))), load=1, host="cpu")(x).sum()
-        assert (where.now("meta"), where.now("cpu")) == (1, 3)
-        y.backward()
-        del y
-        assert (where.now("meta"), where.now("cpu"), where.peak["cpu"]) == (1, 0, 3)  # x.grad
+class PinnedMemory:
+    """It knows host memory that was asked for as pinned, which this machine cannot pin, by its storage."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.storages: dict[int, Any] = {}
+        for name in ("empty", "empty_like"):
+            monkeypatch.setattr(torch, name, functools.partial(self._allocate, getattr(torch, name)))
+        monkeypatch.setattr(_torch, "is_pinned", self.holds)
+
+    def _allocate(self, plain: Any, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        out = plain(*args, **kwargs)
+        if pin_memory:
+            self.storages[out.untyped_storage()._cdata] = out.untyped_storage()
+        return out
+
+    def holds(self, x: Tensor) -> bool:
+        return x.untyped_storage()._cdata in self.storages
+
+
+def test_the_host_memory_of_units_is_pinned(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards, gradients, the optimizer's state and what an update makes: the host would wait for copies of other memory."""
+    model, x = nn.Sequential(Block(WIDTH), Block(WIDTH)), torch.empty(4, WIDTH, dtype=torch.float64, device="meta")
+    spec = fs.by_type(Block, p=P("shard", offload="params"))(model).bound
+    stream, pinned = Stream([], "any"), PinnedMemory(monkeypatch)
+    monkeypatch.setattr(storage, "is_accelerator", lambda device: device.type == "meta")
+    monkeypatch.setattr(storage, "is_fake", lambda tensor: False)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(storage, "_copy_stream", lambda device, towards: stream)
+    shards = fs.shard(model, spec, rank=0)
+    init, update = fs.optim.from_torch(torch.optim.AdamW, foreach=False)
+    state = init(shards)
+    with Where(SLICE), logged(logging.DEBUG) as said:
+        grads = fs.grad(lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())(shards)
+        new, after = update(grads, state, shards)
+    for tree in (shards, grads, new, *state.values(), *after.values()):
+        for key, value in tree.items():
+            assert value.device.type == "cpu"
+            assert pinned.holds(value) or not value.dim(), key  # counts of steps are used where they are
+    copies = [message for _, message in said if message.startswith("copy")]
+    assert copies == [
+        "copy to the device 0",
+        "copy to the device 1",
+        "copy gradient to the host 1",
+        "copy gradient to the host 0",
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from offloaded import everywhere
 from parity import check_parity, numbers
 from peer_models import MLP, Net
 from ranks import Pool
-from test_offload import BLOCK, HIGHER, NARROWER, STEP, equal, loss_of, noisy, transformer
+from test_offload import MODELS, NARROWER, STEP, equal, loss_of
 from torch import Tensor
 
 import funshard as fs
@@ -50,8 +49,9 @@ def p_of(which: str, dtype: torch.dtype = torch.float64, **more: Any) -> P:
 
 
 def units(rank: int, name: str, which: str, way: str) -> None:
-    model = noisy() if name == "noisy" else transformer(name, way in HIGHER)
-    blocks, dtype = type(model.get_submodule(BLOCK[name])), next(model.parameters()).dtype
+    make, block = MODELS[name]
+    model = make()
+    blocks, dtype = type(model.get_submodule(block)), next(model.parameters()).dtype
     with unchanged(model):
         plain = fs.by_type(blocks, p=p_of(which, dtype))(model).bound
         params = fs.shard(model, plain)
@@ -71,7 +71,7 @@ def units(rank: int, name: str, which: str, way: str) -> None:
 @each
 @pytest.mark.parametrize("way", mark_seldom([*STEP], "fs", "backward", "hvp", "torch.func"))
 @pytest.mark.parametrize("which", [*PS])
-@pytest.mark.parametrize("name", ["noisy", "gpt2"])
+@pytest.mark.parametrize("name", MODELS)
 def test_units_on_real_ranks(gloo2: Pool, name: str, which: str, way: str) -> None:
     """Two ranks, dropout and buffers included: the bits of the same units without offload."""
     gloo2.run(units, name, which, way)
@@ -158,7 +158,7 @@ def test_hybrid(gloo4: Pool) -> None:
 
 
 def test_simulated_ranks() -> None:
-    model = noisy()
+    model = MODELS["noisy"][0]()
     xs = torch.stack([numbers(r, 0) for r in range(2)])
     params = {name: p.detach() for name, p in model.named_parameters()}
 
@@ -248,23 +248,6 @@ def around_on_ranks(rank: int) -> None:
 def test_averages_and_compressors_on_real_ranks(gloo2: Pool) -> None:
     """The bits of the same units without offload, whichever of the two rests on the host, or both."""
     gloo2.run(around_on_ranks)
-
-
-@at_most(1)
-@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
-def test_averages_and_compressors_on_simulated_ranks(sizes: dict[str, int]) -> None:
-    model = Net(3)
-    full = {name: p.detach() for name, p in model.named_parameters()}
-
-    def of(policy: fs.Policy) -> Any:
-        def one(mesh: Any, by: Tensor) -> Any:
-            spec = policy(model).on(mesh)
-            shards = {key: x + by for key, x in fs.shard(full, spec).items()}
-            return averaged_and_compressed(spec, drifted(full, by), drifted(full, by.sqrt()), shards)
-
-        return fs.testing.spmd(one, sizes)(torch.arange(1.0, 1 + math.prod(sizes.values())).double())
-
-    around(halves, of)
 
 
 @pytest.mark.parametrize("axis", ["shard", None])
