@@ -319,21 +319,6 @@ def test_on_real_ranks(rank: int, p: P) -> None:
         assert_close(run(), want, rtol=1e-9, atol=1e-9)
 
 
-def test_on_simulated_ranks() -> None:
-    model, spec, x = layers()
-    full = {name: p.detach() for name, p in model.named_parameters()}
-
-    def rank(mesh: Any, x: Tensor) -> fs.Params:
-        on = spec.on(mesh)
-        loss = lambda p: fs.functional_call(model, p, (x,), spec=on).square().mean()  # noqa: E731
-        return fs.hvp(loss, fs.shard(full, on), fs.shard({k: p.cos() for k, p in full.items()}, on))
-
-    with sdpa_kernel(SDPBackend.MATH):
-        want = fs.testing.spmd(rank, 2)(x)
-    with fs.transforms_attention(BLOCK):
-        assert_close(fs.testing.spmd(rank, 2)(x), want, rtol=1e-9, atol=1e-9)
-
-
 @seldom
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_in_a_compiled_step(place: str) -> None:

@@ -107,12 +107,6 @@ def auxiliary_loss(p: P) -> None:
         assert [m.aux_loss for m in model] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_auxiliary_loss_in_an_attribute(strategy: str) -> None:
-    """An error by name; right where it is asked for."""
-    auxiliary_loss(STRATEGIES[strategy])
-
-
 @real_ranks(2)
 def test_on_two_ranks(rank: int) -> None:
     for p in STRATEGIES.values():

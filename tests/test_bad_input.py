@@ -199,19 +199,9 @@ SHORTER = changed(lambda m: m.pop(1))
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
-        (
-            lambda: fs.shard(MODEL, POLICY),
-            TypeError,
-            r"spec: expected a PartitionSpec, got the policy by_type\(Linear\); call it",
-        ),
-        (lambda: fs.functional_call(MODEL, PARAMS, X, spec=POLICY), TypeError, r"got the policy by_type\(Linear\); call it on"),
         (lambda: fs.functional_call(MODEL, PARAMS, X, spec=None), TypeError, r"spec: expected a PartitionSpec.*, got NoneType"),
         (lambda: fs.unshard(PARAMS, P()), TypeError, r"spec: expected a PartitionSpec such as .*, got P$"),
         (lambda: fs.unshard(PARAMS, MODEL), TypeError, r"spec: expected a PartitionSpec such as .*, got Sequential$"),
-        (lambda: fs.partition(PARAMS, POLICY), TypeError, r"spec: expected a PartitionSpec, got the policy by_type"),
-        (lambda: fs.trace_order(MODEL, POLICY, X), TypeError, r"spec: expected a PartitionSpec, got the policy by_type"),
-        (lambda: fs.optim.global_norm(PARAMS, POLICY), TypeError, r"spec: expected a PartitionSpec, got the policy by_type"),
-        (lambda: fs.reduce_grads(FULL, POLICY), TypeError, r"spec: expected a PartitionSpec, got the policy by_type"),
         (lambda: fs.reduce_grads([*FULL.values()], SPEC), TypeError, r"params: expected a dict of tensors .*, got list"),
         (lambda: fs.partition([*PARAMS.values()], SPEC), TypeError, r"params: expected a dict of tensors .*, got list"),
         (lambda: fs.shard([*FULL.values()], SPEC, rank=0), TypeError, r"params: expected a dict of tensors .*, got list"),

@@ -117,20 +117,15 @@ def on_ranks(rank: int, layout: str, counts: tuple[int, ...]) -> dict[str, Tree]
         return synced(Mesh.world(), batch(*counts)[rank], LAYOUTS[layout], total)
 
 
-@at_most(1)
-@pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, *[*LAYOUTS][:3]))
-def test_real_ranks(gloo2: Pool, layout: str) -> None:
-    spec, expected = fs.by_type(Block, p=LAYOUTS[layout])(MODEL).on({"shard": 2}), plain(batch(4, 4))
-    for rank, got in enumerate(gloo2.run(on_ranks, layout, (4, 4))):
-        check(got, expected, spec, rank)
+BATCHES = [*((layout, (4, 4)) for layout in LAYOUTS), *(("shard", counts) for counts in ((5, 2), (1, 6), (4, 0)))]
 
 
-@at_most(1)
-@pytest.mark.parametrize("counts", [(5, 2), (1, 6), (4, 0)], ids=str)
-def test_uneven_batches(gloo2: Pool, counts: tuple[int, int]) -> None:
-    """Ranks with different numbers of samples, one of them or none: the mean over all of them, by reduce="sum"."""
-    spec, expected = fs.by_type(Block)(MODEL).on({"shard": 2}), plain(batch(*counts))
-    for rank, got in enumerate(gloo2.run(on_ranks, "shard", counts)):
+@at_most(2)
+@pytest.mark.parametrize(("layout", "counts"), BATCHES)
+def test_real_ranks(gloo2: Pool, layout: str, counts: tuple[int, int]) -> None:
+    """Also with different numbers of samples, one or none: the mean over all of them, by reduce="sum"."""
+    spec, expected = fs.by_type(Block, p=LAYOUTS[layout])(MODEL).on({"shard": 2}), plain(batch(*counts))
+    for rank, got in enumerate(gloo2.run(on_ranks, layout, counts)):
         check(got, expected, spec, rank)
 
 
@@ -240,18 +235,6 @@ def test_any_batches(
             assert_close(after, norm(steps[-1][rank].cos()).detach())
 
 
-def of(mesh: Mesh, x: Tensor, p: fs.P) -> tuple[fs.PartitionSpec, Callable[[Tree, Tree], tuple[Tensor, Tree]]]:
-    """The spec on this mesh, and this rank's loss with the buffers afterwards."""
-    spec = fs.by_type(Block, p=p)(MODEL).on(mesh)
-
-    def loss(params: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
-        buffers = dict(buffers)
-        out = fs.functional_call(MODEL, params, x, spec=spec, buffers=buffers)
-        return (out**3).sum(1).mean(), buffers
-
-    return spec, loss
-
-
 @seldom
 @real_ranks(2)
 def test_compiled(rank: int) -> None:
@@ -287,7 +270,12 @@ def test_compiled(rank: int) -> None:
 
 def ensemble(mesh: Mesh, x: Tensor, p: fs.P) -> dict[str, Tree]:
     """Three models in one vmap, each with parameters and statistics of its own."""
-    spec, loss = of(mesh, x, p)
+    spec = fs.by_type(Block, p=p)(MODEL).on(mesh)
+
+    def loss(params: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
+        buffers = dict(buffers)
+        return (fs.functional_call(MODEL, params, x, spec=spec, buffers=buffers) ** 3).sum(1).mean(), buffers
+
     members = [fs.shard({name: t * (1 + i) for name, t in FULL.items()}, spec) for i in range(3)]
     params = {key: torch.stack([member[key] for member in members]) for key in members[0]}
     buffers = {name: torch.stack([b + i for i in range(3)]) for name, b in BUFFERS.items()}

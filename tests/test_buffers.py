@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -125,16 +124,6 @@ def test_some_buffers_given() -> None:
         fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec, buffers=given)
 
 
-def test_warning_can_be_filtered() -> None:
-    """By its category, of which other warnings are not."""
-    model = with_batch_norm()
-    spec = fs.policies.whole()(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
-        fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec)
-    assert issubclass(fs._call.buffers.BufferWarning, UserWarning)
-
-
 @seldom
 def test_said_in_a_compiled_call() -> None:
     """When it is traced."""
@@ -226,57 +215,37 @@ def test_buffers_from_outside(rank: int) -> None:
 ANY = fs.policies.whole()(nn.Linear(2, 2))
 
 
-def averaged(mesh: Mesh, x: Tensor, axes: str | None) -> Tree:
+def averaged(mesh: Mesh, x: Tensor, weight: Tensor | None, axes: str | None) -> Tree:
     buffers = {"mean": x, "low": x.half(), "count": torch.tensor(3)}
-    return fs.averaging.average_buffers(buffers, ANY.on(mesh), axes=axes)
+    return fs.averaging.average_buffers(buffers, ANY.on(mesh), axes=axes, weight=weight)
 
 
-def on_grid(rank: int, axes: str | None) -> Tree:
+def on_grid(rank: int, x: Tensor, weights: Tensor | None, axes: str | None) -> Tree:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return averaged(Mesh.of(grid), torch.arange(8.0).view(4, 2)[rank], axes)
+    return averaged(Mesh.of(grid), x[rank], None if weights is None else weights[rank], axes)
 
 
-@pytest.mark.parametrize("axes", [None, "shard"])
-def test_average_buffers(gloo4: Pool, axes: str | None) -> None:
-    """Floating point ones, over all ranks or those along some axes; counters stay as they are."""
-    x = torch.arange(8.0).view(4, 2)
-    mean = (x.view(2, 2, 2).mean(1, keepdim=True) if axes else x.mean(0)).expand(2, 2, 2).reshape(4, 2)
-    simulated = fs.testing.spmd(lambda mesh, x: averaged(mesh, x, axes), {"replicate": 2, "shard": 2})(x)
-    for rank, real in enumerate(gloo4.run(on_grid, axes)):
-        for got in (real, {name: b[rank] for name, b in simulated.items()}):
-            assert torch.equal(got["mean"], mean[rank])
-            assert torch.equal(got["low"], mean[rank].half())
-            assert got["count"] == 3
-
-
-def weighted(mesh: Mesh, x: Tensor, weight: Tensor, axes: str | None) -> Tree:
-    return fs.averaging.average_buffers(
-        {"mean": x, "low": x.half(), "n": torch.tensor(3)}, ANY.on(mesh), axes=axes, weight=weight
-    )
-
-
-def weighted_on_grid(rank: int, x: Tensor, weights: Tensor, axes: str | None) -> Tree:
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return weighted(Mesh.of(grid), x[rank], weights[rank], axes)
-
-
-@pytest.mark.parametrize("axes", [None, "shard"])
-def test_average_buffers_by_weight(gloo4: Pool, axes: str | None) -> None:
-    """By the numbers of samples: a rank with fewer counts for less, one without for nothing, and all alike if none has any."""
-    x = torch.arange(8.0).view(4, 2)
-    x[2], x[3] = 50_000.0, torch.nan  # float16 has its mean, not its sum
-    weights = torch.tensor([1.0, 3.0, 4.0, 0.0])
-    means = torch.stack([(x[0] + 3 * x[1]) / 4, x[2]]) if axes else ((x[:3] * weights[:3, None]).sum(0) / 8).expand(2, 2)
-    mean = means.repeat_interleave(2, 0)
-    run = fs.testing.spmd(lambda mesh, x, w: weighted(mesh, x, w, axes), {"replicate": 2, "shard": 2})
+@every(axes=[None, "shard"], weighted=[False, True])
+def test_average_buffers(gloo4: Pool, weighted: bool, axes: str | None) -> None:
+    """Floating point ones, over all ranks or those along an axis, by numbers of samples if given; counters stay as they are."""
+    x, weights = torch.arange(8.0).view(4, 2), torch.ones(4)
+    if weighted:
+        x[2], x[3] = 50_000.0, torch.nan  # float16 has its mean, not its sum; a rank without samples counts for nothing
+        weights = torch.tensor([1.0, 3.0, 4.0, 0.0])
+    parts, shares = x.nan_to_num().view(2, 2, 2), weights.view(2, 2, 1)
+    over = 1 if axes else (0, 1)
+    mean = ((parts * shares).sum(over, keepdim=True) / shares.sum(over, keepdim=True)).expand(2, 2, 2).reshape(4, 2)
+    given = weights if weighted else None
+    run = fs.testing.spmd(lambda mesh, x, w: averaged(mesh, x, w if weighted else None, axes), {"replicate": 2, "shard": 2})
     simulated = run(x, weights)
-    for rank, real in enumerate(gloo4.run(weighted_on_grid, x, weights, axes)):
+    for rank, real in enumerate(gloo4.run(on_grid, x, given, axes)):
         for got in (real, {name: b[rank] for name, b in simulated.items()}):
             assert_close(got["mean"], mean[rank])
             assert_close(got["low"], mean[rank].half())
-            assert got["n"] == 3
-    equal = torch.arange(8.0).view(4, 2)
-    assert_close(run(equal, torch.zeros(4))["mean"], run(equal, torch.ones(4))["mean"])
+            assert got["count"] == 3
+    if weighted:  # all alike where none has any
+        equal = torch.arange(8.0).view(4, 2)
+        assert_close(run(equal, torch.zeros(4))["mean"], run(equal, torch.ones(4))["mean"])
 
 
 def test_average_of_an_unknown_axis() -> None:

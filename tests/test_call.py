@@ -169,43 +169,6 @@ def test_buffers_like_torch_func(rank: int) -> None:
 
 
 @real_ranks(2)
-def test_outputs_that_are_parameters(rank: int) -> None:
-    """A returned weight, or a view of one, is readable after its unit was freed, and differentiable."""
-
-    class Model(Pair):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            y = self.a(x)
-            weight, row = self.a.weight, self.a.weight[1]
-            return {"weight": weight, "row": row, "y": self.b(y), "t": self.b.weight.t().detach()}
-
-    def loss(call: Callable[..., Any], x: Tensor) -> Tensor:
-        out = call(x)
-        return squared(out["y"] @ out["weight"].t() + out["row"].exp() + out["t"].sum())
-
-    right(rank, Model(), loss)
-    model, spec, params, x = setting(rank, Model())
-    out = fs.functional_call(model, params, x, spec=spec)
-    junk = [torch.full((12,), 7.0).double() for _ in range(50)]  # would land in memory that was freed
-    assert torch.equal(out["weight"], model.a.weight)
-    assert torch.equal(out["row"], model.a.weight[1])
-    assert len(junk) == 50
-
-
-@real_ranks(2)
-def test_attributes_stored_on_self(rank: int) -> None:
-    """What forward stores on modules serves within the call and is gone after it."""
-
-    class Model(Pair):
-        def forward(self, x: Tensor) -> Tensor:
-            self.a.kept = self.a(x) * self.a.weight.sum()
-            self.scale_of_call = self.scale * 2
-            self.extra = nn.Identity()
-            return self.b(self.a.kept) * self.scale_of_call
-
-    right(rank, Model())
-
-
-@real_ranks(2)
 def test_copies_of_modules_made_in_forward(rank: int) -> None:
     """They would hold the call's own parameters and forward: an error; a copy of the values is right."""
 
@@ -283,30 +246,18 @@ def test_exceptions_in_the_middle(rank: int) -> None:
 
 @real_ranks(2)
 def test_modules_that_call_themselves(rank: int) -> None:
-    """Recursion inside one call, and a call of the same model inside a call."""
+    """Recursion inside one call; a call inside a call is in test_right_or_refused.py."""
 
     class Model(Pair):
         def forward(self, x: Tensor, depth: int = 3) -> Tensor:
             return self.b(x) if depth == 0 else self.a(self(torch.tanh(x), depth - 1)) * self.scale
 
     right(rank, Model())
-    model, spec, params, x = setting(rank)
-    inner: list[Tensor] = []
-
-    def call_again(module: nn.Module, args: Any, out: Tensor) -> None:
-        if not inner:
-            inner.append(out)
-            inner.append(fs.functional_call(model, params, x, spec=spec))
-
-    model.a.register_forward_hook(call_again)
-    with unchanged(model):
-        out = fs.functional_call(model, params, x, spec=spec)
-    assert torch.equal(out, inner[1])
 
 
 @real_ranks(2)
 def test_generators(rank: int) -> None:
-    """A generator that the model consumes itself is right, though it runs after its unit was left."""
+    """One that the model consumes itself is right, though it runs after its unit was left; a result is not (test_freed.py)."""
 
     class Steps(Pair):
         def forward(self, x: Tensor) -> Iterator[Tensor]:
@@ -322,9 +273,6 @@ def test_generators(rank: int) -> None:
             return self.last(sum(self.steps(x)))
 
     right(rank, Model())
-    model, spec, params, x = setting(rank, Steps())
-    with unchanged(model), pytest.raises(TypeError, match="generator"):
-        fs.functional_call(model, params, x, spec=spec)
 
 
 class Force(Pair):

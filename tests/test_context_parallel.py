@@ -121,19 +121,6 @@ def test_replicas_on_simulated_ranks(attention: str, order: tuple[str, ...], p: 
         check([{name: g[rank] for name, g in tree.items()} for tree in found], norm[rank], want)
 
 
-def in_replicas_on_rank(rank: int, attention: str, p: fs.P) -> tuple[list[Tree], Tensor]:
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "context"))
-    return in_replicas(mesh, tokens(2)[rank // 2], attention, p)
-
-
-@seldom
-@each(p=mark_seldom(HSDP, HSDP[2]), attention=mark_seldom(example.ATTENTION, "ring"))
-def test_replicas_on_four_ranks(gloo4: Pool, attention: str, p: fs.P) -> None:
-    want = in_one_process(2)
-    for found, norm in gloo4.run(in_replicas_on_rank, attention, p):
-        check(found, norm, want)
-
-
 def on_rank(rank: int, sizes: tuple[int, int], attention: str) -> tuple[list[Tree], Tensor]:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "context"))
     return on_mesh(mesh, tokens(sizes[0])[rank // sizes[1]], attention)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from torch.nn.modules import module as torch_module
 
 import funshard as fs
 from funshard import P
-
-Tree = Mapping[str, Tensor]
 
 POLICIES = {
     "layers": fs.by_type(nn.Linear),
@@ -45,25 +42,6 @@ class Reversible(torch.autograd.Function):
             x = ctx.x.detach().requires_grad_()
             (x + ctx.blocks[0](x)).backward(dy)
         return x.grad, None
-
-
-class Adjoint(torch.autograd.Function):
-    """As adjoint ODEs have it: the parameters are arguments, and backward asks the module for others."""
-
-    @staticmethod
-    def forward(ctx: Any, func: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
-        ctx.func = func
-        with torch.no_grad():
-            out = func(x)
-        ctx.save_for_backward(x, *params)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, *params = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            return (None, *torch.autograd.grad(ctx.func(x), (x, *params), dy, allow_unused=True))
 
 
 class Implicit(torch.autograd.Function):
@@ -111,8 +89,6 @@ class Net(nn.Module):
         h = self.inp(x)
         if self.kind == "reversible":
             h = Reversible.apply(h, [self.f])
-        elif self.kind == "adjoint":
-            h = Adjoint.apply(self.f, h, *self.f.parameters())
         elif self.kind == "implicit":
             h = Implicit.apply(h, self.f)
         else:
@@ -142,14 +118,15 @@ def refused(kind: str, policy: str, way: str, *, skeleton: bool = False) -> None
     called.f(x) if not skeleton else None
 
 
-OLD_STYLE = [(kind, way) for kind in ("reversible", "adjoint") for way in ("fs", "backward")]  # not for torch.func
+KINDS = [*(("reversible", way) for way in ("fs", "backward")), *(("implicit", way) for way in GRADIENTS)]
+"""The old style is not for torch.func."""
 
 
 @at_most(1)
 @pairs
 @pytest.mark.parametrize("skeleton", [False, True], ids=["model", "skeleton"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("kind", "way"), [*OLD_STYLE, *(("implicit", way) for way in GRADIENTS)])
+@pytest.mark.parametrize(("kind", "way"), KINDS)
 def test_modules_that_run_in_backward_are_refused(kind: str, policy: str, way: str, skeleton: bool) -> None:
     """By name, whoever runs backward; nothing is left in the model, nor in torch's hooks for all modules."""
     refused(kind, policy, way, skeleton=skeleton)
@@ -158,8 +135,7 @@ def test_modules_that_run_in_backward_are_refused(kind: str, policy: str, way: s
 @real_ranks(2)
 def test_on_two_ranks(rank: int) -> None:
     """Refused on every rank, which may go on; as arguments right."""
-    for kind in ("reversible", "adjoint"):
-        refused(kind, "layers", "fs")
+    refused("reversible", "layers", "fs")
     parameters_as_arguments("layers")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from collections.abc import Callable
 
@@ -95,19 +93,6 @@ def test_create_graph(rank: int) -> None:
 
 
 @real_ranks(2)
-def test_retain_graph(rank: int) -> None:
-    """Two backwards through one kept graph add up to twice the gradient; a third one, kept no more, is torch's error."""
-    model = Middle()
-    spec, params = setting(model)
-    loss = squared(fs.functional_call(model, params, xs()[rank], spec=spec))
-    loss.backward(retain_graph=True)
-    loss.backward()
-    close(grads_of(params), {k: 2 * g for k, g in mean(plain(model, squared), model, spec).items()})
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        loss.backward()
-
-
-@real_ranks(2)
 def test_two_losses(rank: int) -> None:
     """Two losses of one forward, one backward each: their gradients add up, and each alone is right."""
     model = Middle()
@@ -151,26 +136,6 @@ def test_activation_changed_before_backward(rank: int) -> None:
     loss = squared(fs.functional_call(model, params, (xs()[rank], True), spec=spec))
     with pytest.raises(RuntimeError, match=r"tensor of shape \[4, 5\] .* was modified in place"):
         loss.backward()
-
-
-@real_ranks(2)
-def test_copies(rank: int) -> None:
-    """Params and bound specs survive deepcopy and pickle; what comes out of a pickle is bound anew."""
-    model = Middle()
-    spec, params = setting(model)
-    expected = mean(plain(model, squared), model, spec)
-    copied, pickled = copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))
-    assert copied == spec == pickled
-    assert hash(copied) == hash(spec) == hash(pickled)
-    assert pickled.mesh is None
-    assert [pickled.shard_numel(unit) for unit in pickled] == [len(p) for p in params.values()]
-    with pytest.raises(ValueError, match="a pickled spec must be bound anew"):
-        fs.unshard(params, pickled)
-    bound = pickled.on(fs.collectives.Mesh.world())
-    for other, again in ((copied, copy.deepcopy(params)), (bound, pickle.loads(pickle.dumps(params)))):
-        squared(fs.functional_call(model, again, xs()[rank], spec=other)).backward()
-        close(grads_of(again), expected)
-        assert all(p.grad is None for p in params.values())
 
 
 @real_ranks(2)

@@ -16,11 +16,10 @@ from torch.func import grad
 from torch.testing import assert_close
 
 import funshard as fs
-from funshard.collectives import Axis, Mesh, gather_slices, gather_values, scatter
+from funshard.collectives import Axis, Mesh, gather_slices, gather_values
 
 Gather = Callable[[Tensor, Axis], Tensor]
 Batch = tuple[Tensor, Tensor]
-Loss = Callable[[fs.Params, Tensor, Tensor], Tensor]
 
 
 class TwoTowers(nn.Module):
@@ -184,20 +183,6 @@ def test_other_conventions(gather: Gather, reduce: str, factor: float) -> None:
     expected = {key: factor * g for key, g in plain(3)["grad"].items()}
     spec = fs.by_type(nn.Linear)(MODEL).on({"shard": 3})
     assert_close(fs.unflatten(got, spec), expected, rtol=1e-9, atol=1e-12)
-
-
-def of_slices(gather: Gather, axis: Axis, x: Tensor) -> Tensor:
-    """The gradient of a loss of scattered rows that are joined again."""
-    return grad(lambda x: (gather(scatter(x, axis).sin(), axis) ** 2).sum())(x)
-
-
-def test_the_partner_of_scatter_is_gather_slices() -> None:
-    """As the docstrings of both say: the other gather gives N times the gradient."""
-    x = torch.arange(6.0).double()
-    expected = grad(lambda x: (x.sin() ** 2).sum())(x)
-    for gather, factor in ((gather_slices, 1), (gather_values, 2)):
-        got = fs.testing.spmd(lambda mesh, x, g=gather: of_slices(g, mesh["shard"], x), 2)(torch.stack([x, x]))
-        assert_close(got, factor * torch.stack([expected, expected]))
 
 
 @real_ranks(2)

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import world
-from depth import depth, each, seldom
+from depth import each, seldom
 from ranks import Pool
 from test_hvp import Cube, text
 from test_memory import Peak, no_collector
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
@@ -151,25 +150,6 @@ def test_simulated_ranks_have_the_explicit_matrix(name: str, policy: str, sizes:
     got = run(X[:ranks], labels(name)[:ranks], TARGETS[:ranks])
     for rank in range(ranks):
         check({key: g[rank] for key, g in got.items()}, name, on.on(sizes), ranks, rank)
-
-
-def on_real_ranks(rank: int, sizes: dict[str, int], cases: list[tuple[str, str, bool]]) -> None:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for name, policy, no_rule in cases:
-        model = WITHOUT_RULE if no_rule else MODEL
-        spec = POLICIES[policy](model).on(mesh)
-        check(product(name, model, spec, X[rank], labels(name)[rank], TARGETS[rank]), name, spec, mesh.size())
-
-
-def test_real_ranks_have_the_explicit_matrix(gloo2: Pool) -> None:
-    names = [*LOSSES, "fisher"]
-    cases = [(name, list(POLICIES)[i % 4], i % 3 == 1) for i, name in enumerate(names)]
-    gloo2.run(on_real_ranks, {"shard": 2}, depth(cases, [(n, p, r) for n in names for p in POLICIES for r in (False, True)]))
-
-
-@seldom
-def test_four_ranks_have_the_explicit_matrix(gloo4: Pool) -> None:
-    gloo4.run(on_real_ranks, {"replicate": 2, "shard": 2}, [("cross-entropy", "shard", False), ("fisher", "shard", True)])
 
 
 # --- what else is a right result ---

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most, depth, each, pairs, seldom, some
+from depth import at_most, each, pairs, some
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -127,11 +127,6 @@ def test_reverse_over_reverse_on_real_ranks(gloo2: Pool) -> None:
     gloo2.run(on_real_ranks, {"shard": 2}, list(POLICIES))
 
 
-@seldom
-def test_reverse_over_reverse_on_four_ranks(gloo4: Pool) -> None:
-    gloo4.run(on_real_ranks, {"replicate": 2, "shard": 2}, ["blocks", "replicated"])
-
-
 THIRD = {
     "fs.hvp": lambda f, p, v: fs.hvp(f, p, v, forward=True),
     "jvp of hvp": lambda f, p, v: jvp(lambda p: fs.hvp(f, p, v, forward=True), (p,), (v,))[1],
@@ -226,27 +221,6 @@ def test_forward_is_as_it_is_asked_for() -> None:
         fs.hvp(unfinished, x, x)
     assert runs[4:] == [9]
     assert find_hint(error.value) == ""
-
-
-def compiled(rank: int) -> None:
-    model = depth(PLAIN[:2], PLAIN)
-    spec = fs.by_type(Block)(model).bound
-    shards = fs.shard(model, spec)
-    v = {key: p.cos() for key, p in shards.items()}
-
-    def product(params: fs.Params, x: Tensor) -> fs.Params:
-        return fs.hvp(lambda p: fs.functional_call(model, p, x, spec=spec).square().mean(), params, v, forward=False)
-
-    assert_close(
-        torch.compile(product, fullgraph=True, backend=depth("eager", "aot_eager"))(shards, X[rank]),
-        product(shards, X[rank]),
-        **CLOSE,
-    )
-
-
-@seldom
-def test_compiled(gloo2: Pool) -> None:
-    gloo2.run(compiled)
 
 
 class Attention(nn.Module):

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import Collectives, Sent, world
-from depth import at_most, every, mark_seldom, seldom
+from depth import at_most, each, every, mark_seldom, seldom
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
 import funshard as fs
-from funshard import P, Precision, _torch
+from funshard import P, Precision
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 KEEP = Precision(param=F32, reduce=F64, keep={"*norm.weight": F64, "head.*": F64})
@@ -183,20 +183,13 @@ def meshes(kind: str = "") -> dist.DeviceMesh:
     return init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
 
 
-@pytest.mark.parametrize("transform", list(TRANSFORMS))
-def test_transforms(gloo2: Pool, transform: str) -> None:
-    gloo2.run(compare_on_ranks, "shard", transform)
+KINDS = [*((strategy, "") for strategy in STRATEGIES), ("shard", "tied"), ("shard", "whole")]
 
 
-@pytest.mark.parametrize("strategy", mark_seldom(list(STRATEGIES)[1:], *[name for name in STRATEGIES if name != "compile"]))
-@pytest.mark.parametrize("transform", mark_seldom(TRANSFORMS, "fs.grad"))
-def test_strategies(gloo2: Pool, strategy: str, transform: str) -> None:
-    gloo2.run(compare_on_ranks, strategy, transform)
-
-
-@every(kind=["tied", "whole"], transform=mark_seldom(TRANSFORMS, "torch.func.grad"))
-def test_shapes_of_trees(gloo2: Pool, kind: str, transform: str) -> None:
-    gloo2.run(compare_on_ranks, "shard", transform, kind)
+@each(transform=TRANSFORMS)
+@pytest.mark.parametrize(("strategy", "kind"), [pytest.param(*k, marks=seldom) if k[0] == "compile" else k for k in KINDS])
+def test_real_ranks(gloo2: Pool, strategy: str, kind: str, transform: str) -> None:
+    gloo2.run(compare_on_ranks, strategy, transform, kind)
 
 
 @every(kind=mark_seldom(["hybrid", "four"], "hybrid"), transform=mark_seldom(TRANSFORMS, "fs.grad"))
@@ -292,8 +285,8 @@ def test_simulated_ranks(sizes: dict[str, int], transform: str) -> None:
 
 
 OPTIONS = [
-    "accumulate shards", "accumulate full", "update_in_backward", "loss scale", "frozen", "create_graph", "jvp", "vmap",
-    "per_sample_grads", "full", "torch.compile",
+    "accumulate shards", "accumulate full", "update_in_backward", "frozen", "create_graph", "vmap", "per_sample_grads",
+    "torch.compile",
 ]  # fmt: skip
 
 
@@ -315,11 +308,6 @@ def test_options_of_a_step(rank: int, name: str) -> None:
         mine = {key: shard.clone() for key, shard in shards.items()}
         new = fs.update_in_backward(update, loss, mine, init(mine), [batch], spec=spec).params
         grads = {key: shards[key] - new[key] for key in shards}
-    elif name == "loss scale":
-        init, unscale = fs.loss_scale.dynamic(spec, scale=1024.0)
-        state = init(shards)
-        grads, state = unscale(fs.grad(lambda p: state.scale * loss(p, batch))(shards), state)
-        assert state.finite
     elif name == "frozen":
         trained, rest = fs.partition(shards, spec)
         grads = fs.grad(lambda p: loss({**rest, **p}, batch))(trained)
@@ -333,12 +321,6 @@ def test_options_of_a_step(rank: int, name: str) -> None:
         total = sum((g * shard.detach().cos()).sum() for g, shard in zip(first, leaves.values(), strict=True))
         grads = dict(zip(leaves, torch.autograd.grad(total, [*leaves.values()]), strict=True))
         expected = mean_over_ranks(penalty, model, F32, full, 2)
-    elif name == "jvp":
-        tangents = {key: shard.cos() for key, shard in full.items()}
-        out = torch.func.jvp(lambda p: loss(p, batch), (shards,), (fs.shard(tangents, spec),))[1]
-        wanted = torch.func.jvp(lambda p: plain_loss(model, F32, p, batch), (full,), (tangents,))[1]
-        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
-        return
     elif name == "vmap":  # an ensemble
         many = {key: torch.stack([shard, 1.2 * shard]) for key, shard in shards.items()}
         both = torch.func.vmap(torch.func.grad(loss), (0, None))(many, batch)
@@ -349,8 +331,6 @@ def test_options_of_a_step(rank: int, name: str) -> None:
     elif name == "per_sample_grads":
         one = lambda p, x: fs.functional_call(model, p, (x[None],), spec=spec).double().sin().square().sum()  # noqa: E731
         grads = fs.per_sample_grads(one, shards, (batch,), spec=spec, clip=1e6, reduce=2.0)
-    elif name == "full":
-        grads = fs.grad(lambda p: loss(fs.unshard(p, spec), batch))(shards)
     elif name == "torch.compile":
         grads = torch.compile(fs.grad(loss), fullgraph=True, backend="aot_eager")(shards, batch)
     else:
@@ -411,47 +391,6 @@ def slice_bytes(unit: fs.Unit, length: int, slices: int) -> list[int]:
             sizes[begin : begin + size] = [4] * size
     sizes += [sizes[-1]] * (length * slices - len(sizes))
     return [sum(sizes[i * length : (i + 1) * length]) for i in range(slices)]
-
-
-def compiled_order(precision: Precision) -> list[str]:
-    """The collectives and products of a compiled step, in the order of its graph."""
-    torch._dynamo.reset()
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    with world(4):
-        net = make_llama_like()
-        spec = fs.by_type(Block, p=P("shard", precision=precision))(net).on(meshes())
-        loss = lambda p, x: fs.functional_call(net, p, (x,), spec=spec).float().sum()  # noqa: E731
-        fs.compile(fs.grad(loss), backend=backend)(fs.shard(net, spec), torch.ones(2, 40))
-    names = ("all_gather", "reduce_scatter", "wait_tensor", "addmm", "mm")
-    (graph,) = graphs
-    return [name for node in graph.graph.nodes for name in names if name in str(node.target)]
-
-
-@seldom
-@pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: casts inside of a compiled call")
-def test_compiled_steps_gather_ahead_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with one dtype: one gather ahead of each unit, and one in backward."""
-    monkeypatch.setattr(Norm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:]) * self.weight.to(x.dtype))
-    order = compiled_order(Precision(param=BF16, reduce=F32, keep={"*norm.weight": F32}))
-    assert order.count("all_gather") == 4
-    assert order == compiled_order(Precision(param=BF16, reduce=F32))
-
-
-@seldom
-@pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: casts inside of a compiled call")
-def test_a_compiled_step_of_an_unbound_spec() -> None:
-    """Dynamo then traces how a unit's bytes lie."""
-    torch._dynamo.reset()
-    model = nn.Sequential(Block(), Block())
-    spec = fs.by_type(Block, p=P("shard", precision=Precision(param=BF16, reduce=F32, keep={"*norm.weight": F32})))(model)
-    params, x = fs.shard(model, spec), torch.ones(2, 5)
-    grad = fs.grad(lambda p, x: fs.functional_call(model, p, (x,), spec=spec).float().square().mean())
-    torch.testing.assert_close(fs.compile(grad, backend="aot_eager")(params, x), grad(params, x))
 
 
 class Choice(nn.Module):
@@ -588,17 +527,10 @@ def test_parameters_between_two_elements() -> None:
         fs.policies.whole(p)(model)
     fs.policies.whole(dataclasses.replace(p, align=4))(model)
     fs.policies.whole(p)(nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 2, bias=False)))  # which lie on even ones
-
-
-def test_parameters_between_two_elements_of_other_shards() -> None:
-    """The spec speaks of the model's dtype; shards of another one are refused by the call."""
-    model = nn.Sequential(nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False))
-    precision = Precision(cast_inputs=False, keep={"1.*": F32})
-    spec = fs.policies.whole(P("shard", align=1, precision=precision))(model).on({"shard": 1})
+    # the spec speaks of the model's dtype; shards of another one are refused by the call
+    spec = fs.policies.whole(P("shard", align=1, precision=Precision(cast_inputs=False, keep={"1.*": F32})))(model)
     shards = {key: shard.to(BF16) for key, shard in fs.shard(model, spec).items()}
-    with pytest.raises(
-        ValueError, match=r"unit '': parameter '1\.weight' of torch\.float32 would begin at byte 6.*expected P\(align=4\)"
-    ):
+    with pytest.raises(ValueError, match=r"'1\.weight' of torch\.float32 would begin at byte 6.*expected P\(align=4\)"):
         fs.functional_call(model, shards, (torch.ones(1, 3, dtype=BF16),), spec=spec)
 
 

@@ -11,8 +11,7 @@ import mirror
 import pytest
 import torch
 from collective_log import Sent, step, world
-from depth import at_most, each, every, mark_seldom, seldom
-from fuzz_cases import Case, on_real_ranks
+from depth import at_most, each, every, mark_seldom
 from hosted import elsewhere
 from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
 from peer_models import MLP, Block, Net, Transformer, chain
@@ -171,16 +170,6 @@ def test_train_parity(rank: int, name: str, way: str) -> None:
     check_parity(rank, model, fs.by_type(Block, p=P(BOTH, **PS[name]))(model).on(mesh), tokens, next_token, way=way)
 
 
-@at_most(2)
-@each(p=["slice", "slice remat"], transform=["vjp", "jvp", "hvp", "grad of grad", "double backward", "no_grad"])
-def test_transforms(gloo4: Pool, transform: str, p: str) -> None:
-    """At every order: what is kept is a function of the parameters."""
-    assert (
-        gloo4.run(on_real_ranks, Case(("Linear", "Mlp", "layer_norm"), (p, p, p), transform, (0, 1, 2, 0), mesh=(2, 2)))
-        == [""] * 4
-    )
-
-
 @pytest.mark.parametrize("kept", mark_seldom([("node",), ("gpu",), ("pod", "gpu")], ("pod", "gpu")), ids=str)
 @real_ranks(4)
 def test_three_axes(rank: int, kept: tuple[str, ...]) -> None:
@@ -188,15 +177,6 @@ def test_three_axes(rank: int, kept: tuple[str, ...]) -> None:
     model = Net()
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=axes)
     check_parity(rank, model, fs.by_type(MLP, p=P(axes, reshard=kept))(model).on(mesh))
-
-
-def test_simulated_ranks() -> None:
-    """Where ranks are simulated backward gathers from all of them: the same numbers."""
-    model, x = Net(), torch.randn(8, 2, 5, generator=torch.Generator().manual_seed(0)).double()
-    for sizes, kept in (({"replicate": 2, "shard": 2}, "shard"), ({"pod": 2, "node": 2, "gpu": 2}, ("node", "gpu"))):
-        spec = fs.by_type(MLP, p=P(tuple(sizes), reshard=kept))(model).on(sizes)
-        ranks = torch.Size(sizes.values()).numel()
-        fs.testing.assert_exact(lambda call, x: call(x).square().sum(), model, spec, x[:ranks], order=2)
 
 
 @at_most(1)
@@ -298,17 +278,3 @@ def test_compiled_units(alone: Pool, remat: bool) -> None:
     ((compiled, sent_compiled),) = alone.run(compiled_step, remat, fs.Compile(backend="aot_eager"))
     assert sent == sent_compiled
     assert all(torch.allclose(compiled[key], g, rtol=1e-12, atol=1e-12) for key, g in grads.items())
-
-
-@seldom
-@real_ranks(4)
-def test_compiled_steps(rank: int) -> None:
-    """A graph gathers from all ranks again: the same numbers."""
-    model, x = Net(), numbers(rank, 0)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
-    spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh)
-    params = fs.shard(model, spec)
-    loss = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum()  # noqa: E731
-    got, want = fs.compile(fs.grad(loss), backend="aot_eager")(params), fs.grad(loss)(params)
-    for key, g in want.items():
-        torch.testing.assert_close(got[key], g)

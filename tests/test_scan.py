@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, mark_seldom, seldom
-from ranks import Pool, real_ranks
+from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
@@ -200,16 +200,6 @@ def test_the_law_on_four_ranks(gloo4: Pool) -> None:
     gloo4.run(law_on_rank, list(itertools.product(meshes, POLICIES, [{}, {"segments": "log"}])))
 
 
-@real_ranks(2)
-def test_ranks_with_another_number_of_steps_are_told(rank: int) -> None:
-    """By fs.check, as of any loop."""
-    spec = fs.policies.whole()(MODEL).bound
-    params = fs.shard(FULL, spec)
-    step = lambda state, x: (state + weighted_loss(spec, params, X[0, 0], x), None)  # noqa: E731
-    with pytest.raises(RuntimeError, match="rank 1"), fs.check(timeout=60):
-        fs.scan(step, torch.zeros(()).double(), WEIGHTS[0, : 2 + rank])
-
-
 # --- what a step may contain ---
 
 
@@ -327,60 +317,6 @@ def test_what_a_step_may_contain_on_two_ranks(gloo2: Pool, name: str) -> None:
 
 
 # --- traps that others fell into ---
-
-
-def rate_derivative(eps: float, eps_root: float, gradient: float) -> Tensor:
-    """Of the parameter by the gradient's scale, through two steps of Adam."""
-    model = nn.Linear(2, 1, bias=False).double()
-    spec = fs.policies.whole()(model).on({"shard": 1})
-    init, update = fs.optim.adam(0.1, eps=eps, eps_root=eps_root, spec=spec)
-    first = fs.shard(model, spec)
-
-    def after(scale: Tensor) -> Tensor:
-        step = lambda state, factor: (update({"": factor * scale}, state[1], state[0]), None)  # noqa: E731
-        return fs.scan(step, (first, init(first)), torch.tensor([1.0, 2.0]).double())[0][0][""].sum()
-
-    return fs.grad(after)(torch.full((2,), gradient).double())
-
-
-def test_trap_adams_eps_inside_or_outside_of_the_root() -> None:
-    """By hand: ``m / (sqrt(v + eps_root) + eps)``; at a gradient of 0 the one inside has a derivative, the other none."""
-
-    def by_hand(scale: Tensor, eps: float, eps_root: float) -> Tensor:
-        w, m, v = torch.ones(2).double(), 0.0, 0.0
-        for t, factor in enumerate((1.0, 2.0), 1):
-            g = factor * scale
-            m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
-            w = w - 0.1 * m / (1 - 0.9**t) / ((v / (1 - 0.999**t) + eps_root).sqrt() + eps)
-        return w.sum()
-
-    for eps, eps_root, gradient in [(1e-3, 1e-6, 0.02), (1e-3, 0.0, 0.02), (0.0, 1e-6, 0.02), (1e-8, 1e-6, 0.0)]:
-        want = torch.func.grad(by_hand)(torch.full((2,), gradient).double(), eps, eps_root)
-        assert_close(rate_derivative(eps, eps_root, gradient), want, **EXACT)
-        assert want.isfinite().all()
-        assert want.any()
-    assert rate_derivative(1e-8, 0.0, 0.0).isnan().all()
-
-
-@pytest.mark.parametrize("keep", ["shards", "full"])
-def test_trap_accumulation_over_one_and_two_micro_batches(keep: str) -> None:
-    """The same metagradient in float64."""
-    spec = fs.by_type(nn.Linear)(MODEL).bound
-    MODEL.eval()
-    found = []
-    for parts in (1, 2):
-        init, step = by_accumulate(spec, parts, keep)
-        first = fs.shard(FULL, spec)
-        start = first, init(first)
-
-        def after(weights: Tensor, step: Any = step, start: Any = start) -> Tensor:
-            (params, _), _ = fs.scan(lambda state, given: step(state, given, LR), start, (X[0, :3], weights))
-            return weighted_loss(spec, params, VALIDATION[0], torch.ones(()))
-
-        found.append(fs.grad(after)(WEIGHTS[0, :3]))
-    MODEL.train()
-    assert found[0].any()
-    assert_close(found[0], found[1], rtol=1e-12, atol=1e-14)
 
 
 # --- what it costs ---

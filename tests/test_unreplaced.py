@@ -180,20 +180,6 @@ def test_what_forward_holds_itself() -> None:
     assert model.helper.calls == 2
 
 
-@pytest.mark.parametrize("policy", [fs.policies.whole(), fs.policies.whole(P("shard", remat=True))], ids=["kept", "remat"])
-@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, functools.partial(nn.RNN, bidirectional=True)])
-def test_recurrent_layers(kind: Callable[..., nn.Module], policy: fs.Policy) -> None:
-    """They hold a list of their parameters, and make it anew where these are others."""
-    model = kind(3, 4).double()
-    spec, x = policy(model), torch.randn(5, 2, 3).double()
-    names, values = zip(*model.named_parameters(), strict=True)
-    expected = dict(zip(names, torch.autograd.grad(model(x)[0].sum(), values), strict=True))
-    for one in (model, fs.skeleton(model)):
-        got = fs.grad(lambda p, m=one: fs.functional_call(m, p, (x,), spec=spec)[0].sum())(fs.shard(model, spec))
-        torch.testing.assert_close(fs.unshard(got, spec), expected)
-        assert all(held is own for held, own in zip(one._flat_weights, one.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("way", ["read", "returned"])
 def test_what_a_closure_holds(way: str) -> None:
     """Wherever forward finds a parameter of the model itself."""

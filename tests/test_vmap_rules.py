@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import at_most, depth, every, mark_seldom
+from depth import at_most, depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import unchanged
@@ -299,19 +299,6 @@ def test_any_nesting_on_a_mesh_of_groups(gloo4: Pool, many: list[Case]) -> None:
     check_on_groups(gloo4, many, {"a": 2, "b": 2})
 
 
-@at_most(3)
-@pytest.mark.parametrize("op", mark_seldom(COLLECTIVES, *[*COLLECTIVES][::2]))
-def test_every_dimension_on_a_process_group(gloo2: Pool, op: str) -> None:
-    """One vmap on each of two processes, from and to every dimension of 2- and 3-D inputs, or from none."""
-    many = []
-    for shape in [(4,), (4, 3)]:
-        count = len(shape) + 1
-        for in_dim, out_dim in itertools.product([None, *range(-count, count)], range(-count, count)):
-            inside = Level(3, in_dim, 0 if in_dim is None else out_dim)
-            many.append(Case(op, "value", "a", shape, (Level(2, 0, 0, "a"), inside)))
-    check_on_groups(gloo2, many, {"a": 2})
-
-
 @every(chunk_size=[1, 2, 5, 7], op=COLLECTIVES)
 def test_chunks_around_the_ranks(op: str, chunk_size: int) -> None:
     """vmap in chunks, inside and outside the ranks, is vmap: the chunks are of the batch, never of the axis."""
@@ -332,20 +319,6 @@ def test_one_collective_for_each_chunk(chunk_size: int | None, sends: int) -> No
         vmap(lambda x: c.gather_slices(x, Mesh.world()["shard"]), chunk_size=chunk_size)(torch.ones(5, 3))
     assert [s.op for s in sent.all] == ["all_gather"] * sends
     assert sum(s.numel for s in sent.all) == 15
-
-
-def chunked(rank: int, op: str, chunk_size: int) -> Tensor:
-    case = Case(op, "value", "a", (4, 3), (Level(2, 0, 0, "a"), Level(5, 1, 0)))
-    f = lambda x: COLLECTIVES[op].run(x, Mesh.world()["shard"])  # noqa: E731
-    return vmap(f, 1, chunk_size=chunk_size)(stacked(case, (rank,)))
-
-
-@pytest.mark.parametrize("op", ["gather_slices", "reduce_scatter", "scatter", "all_to_all"])
-def test_chunks_on_a_process_group(gloo2: Pool, op: str) -> None:
-    """The same on real ranks."""
-    case = Case(op, "value", "a", (4, 3), (Level(2, 0, 0, "a"), Level(5, 1, 0)))
-    got = unstacked(case.levels, torch.stack(gloo2.run(chunked, op, 2)))
-    agree(case, got, expected(case, COLLECTIVES[op].picture))
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex128, torch.int64]
@@ -624,28 +597,3 @@ def test_ensembles_by_data_on_a_process_group(gloo2: Pool, policy: str) -> None:
     """The same on two real ranks."""
     for rank, mine in enumerate(gloo2.run(ensemble_on_group, policy)):
         check_ensemble(mine, rank, policy)
-
-
-@at_most(1)
-@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
-def test_ranks_inside_ensembles(sizes: dict[str, int]) -> None:
-    """The ranks between two vmaps, and the sharding inside of one: each member's gradients are shards of its mean ones."""
-    ranks = math.prod(sizes.values())
-    xs = torch.randn(ranks, ENTRIES, 4, 3, dtype=torch.float64)
-    spec_of = lambda mesh: fs.by_type(Block)(MODEL).on(mesh)  # noqa: E731
-
-    def each(full: dict[str, Tensor]) -> Any:
-        def on_rank(mesh: Mesh, x: Tensor) -> Any:
-            spec = spec_of(mesh)
-            params = fs.shard(full, spec)
-            loss = lambda p, x: (fs.functional_call(MODEL, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
-            return vmap(lambda x: fs.grad_and_value(loss)(params, x))(x)
-
-        return fs.testing.spmd(on_rank, sizes)(xs)
-
-    grads, values = vmap(each)(ENSEMBLE)
-    for m, r, i in itertools.product(range(MEMBERS), range(ranks), range(ENTRIES)):
-        assert_close(values[m, r, i], (plain(member(m), xs[r, i]) ** 2).mean())
-        mean = lambda full, i=i: sum((plain(full, x[i]) ** 2).mean() for x in xs) / ranks  # noqa: E731
-        for key, shard in fs.shard(grad(mean)(member(m)), spec_of(sizes), rank=r).items():
-            assert_close(grads[key][m, r, i], shard, rtol=1e-10, atol=1e-12)
