@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -210,18 +211,13 @@ def give(model: Any, x: Tensor, state: Any) -> None:
         block.given = x.cos()
 
 
+def scaled(self: Any, x: Tensor, state: Any) -> Tensor:
+    """By a partial, of which keywords that are tensors were lost."""
+    return self.scale(self.lin(x).sin())
+
+
 def by_grad_mode(self: Any, x: Tensor, state: Any) -> Tensor:
     return self.lin(x).sin() * (2 if torch.is_grad_enabled() else 5)
-
-
-def detached_weight(self: Any, x: Tensor, state: Any) -> Tensor:
-    return nn.functional.linear(x, self.lin.weight.detach()) * self.lin(x)
-
-
-def weight_under_no_grad(self: Any, x: Tensor, state: Any) -> Tensor:
-    with torch.no_grad():
-        norm = self.lin.weight.norm() + self.lin(x).mean()
-    return self.lin(x).sin() / (1 + norm**2)
 
 
 def hooked(self: Any, x: Tensor, state: Any) -> Tensor:
@@ -256,13 +252,6 @@ def counted_in_closure() -> Callable[..., Tensor]:
         return self.lin(x).sin() * (1 + n % 2 * 3)
 
     return body
-
-
-def fast_weights(self: Any, x: Tensor, state: Any) -> Tensor:
-    """A gradient step in forward, on the module's own child."""
-    weight, bias = self.lin.weight, self.lin.bias
-    fast = {"weight": weight - 0.1 * torch.outer(x.mean(0), x.mean(0)) * weight.sin(), "bias": bias}
-    return torch.func.functional_call(self.lin, fast, (x,)).sin() + self.lin(x)
 
 
 class Hyper(nn.Module):
@@ -323,11 +312,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "count on itself": lambda: Model(counted, read=lambda model, state: sum(block.count for block in model.blocks)),
     "argument and attribute": lambda: Model(both_ways, list, before=share),
     "given as attribute": lambda: Model(given_attribute, before=give),
+    "partial on itself": lambda: Model(scaled, scale=functools.partial(torch.mul, other=torch.tensor(2.0).double())),
     "grad mode": lambda: Model(by_grad_mode),
-    "detached weight": lambda: Model(detached_weight),
-    "weight under no_grad": lambda: Model(weight_under_no_grad),
     "nonlocal": lambda: Model(counted_in_closure(), dict, lambda model, state: 0.1 * (state["n"] % 2)),
-    "fast weights inside": lambda: Model(fast_weights),
     "fast weights around": Hyper,
     "buffer replaced": lambda: nn.Sequential(Stateful(), Stateful(), nn.Linear(WIDTH, 1)),
     "buffer in place": lambda: nn.Sequential(Stateful(in_place=True), Stateful(in_place=True), nn.Linear(WIDTH, 1)),

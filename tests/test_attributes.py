@@ -15,7 +15,6 @@ from models import EXACT
 from parity import strategies
 from ranks import real_ranks
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 import funshard as fs
 from funshard import P
@@ -245,15 +244,6 @@ def test_globs() -> None:
         assert list(fs.functional_call(model, params, x, spec=spec, attributes="1.calls")[1]) == ["1.calls"]
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x[None])[0][0]
-
-
 class Positions(nn.Linear):
     """As rotary embeddings have it: constants in an attribute and in a dict. As RecurrentGemma has it: a state for decoding."""
 
@@ -269,15 +259,8 @@ class Positions(nn.Linear):
         return out * self.by_length[len(x)]
 
 
-def pruned() -> nn.Module:
-    return prune.random_unstructured(nn.Linear(4, 4), "weight", 0.5)
-
-
 HARMLESS = {
     "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
-    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
-    "pruned": pruned,
-    "lstm": Recurrent,
     "positions": Positions,
 }
 

@@ -113,7 +113,7 @@ def test_nothing_is_said_where_nothing_is_lost(kind: str, remat: bool) -> None:
 
 
 def test_some_buffers_given() -> None:
-    """Those that were not are named."""
+    """Those that were not are named; what is no buffer is an error."""
     model = with_batch_norm()
     spec = fs.policies.whole()(model)
     given = {name: b.clone() for name, b in model.named_buffers() if name.startswith("0")}
@@ -122,6 +122,8 @@ def test_some_buffers_given() -> None:
         match=r"buffers '1\.1\.running_mean', '1\.1\.running_var', '1\.1\.num_batches_tracked' in",
     ):
         fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec, buffers=given)
+    with pytest.raises(ValueError, match=r"buffer '1\.nothing' is not in the model"):
+        fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec, buffers={"1.nothing": torch.ones(3)})
 
 
 @seldom

@@ -59,59 +59,6 @@ def setting(rank: int, model: nn.Module | None = None) -> tuple[nn.Module, fs.Pa
     return model, spec, fs.shard(model, spec), xs()[rank]
 
 
-@real_ranks(2)
-def test_nested_units(rank: int) -> None:
-    """A unit inside a unit inside a unit, each with parameters of its own used before and after the inner ones."""
-
-    class Outer(Pair):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.inner(self.a(x) * self.scale)) * self.scale
-
-    right(rank, Outer(Outer(Pair())))
-
-
-@real_ranks(2)
-def test_units_called_several_times_in_any_order(rank: int) -> None:
-    """G9: each use counts, also of a module registered twice and of tied weights."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.tied = Pair(), Pair(), linear()
-            self.again = self.a
-            self.tied.weight = self.b.a.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(self.tied(self.b(self.a(x) + self.again(x)))))
-
-    right(rank, Model())
-
-
-@real_ranks(2)
-def test_units_called_conditionally_or_never(rank: int) -> None:
-    """G5: zeros for a unit that does not run, and no hang."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.never = linear(), linear(), linear()
-
-        def forward(self, x: Tensor, flag: bool = True) -> Tensor:
-            return self.b(x) if flag else self.a(x)
-
-    model = Model()
-    for flag in (True, False):
-        right(rank, model, lambda call, x, flag=flag: squared(call(x, flag=flag)))
-    model, spec, params, x = setting(rank, model)
-    for by in (fs.grad, torch.func.grad):
-        grads = by(lambda p: squared(fs.functional_call(model, p, x, spec=spec)))(params)
-        assert torch.equal(grads["never"], torch.zeros_like(params["never"]))
-
-
 class Point(NamedTuple):
     x: Tensor
     y: Tensor
@@ -149,26 +96,6 @@ def test_arguments_and_results_of_any_kind(rank: int) -> None:
 
 
 @real_ranks(2)
-def test_buffers_like_torch_func(rank: int) -> None:
-    """Given buffers are updated in the dict, as torch.func.functional_call does; the module's own never change."""
-    model, spec, params, x = setting(rank, nn.Sequential(linear(), nn.BatchNorm1d(3).double(), linear()))
-    full = {k: v.detach() for k, v in model.named_parameters()}
-    ours, theirs = ({k: v.clone() for k, v in model.named_buffers()} for _ in range(2))
-    given = dict(ours)
-    with unchanged(model):
-        out = fs.functional_call(model, params, x, spec=spec, buffers=ours)
-        assert torch.equal(out, torch.func.functional_call(model, (full, theirs), x))
-        with pytest.warns(
-            fs._call.buffers.BufferWarning, match=r"'1\.running_mean', '1\.running_var', '1\.num_batches_tracked' in copies"
-        ):
-            assert torch.equal(out, fs.functional_call(model, params, x, spec=spec))
-        with pytest.raises(ValueError, match=r"buffer '1\.nothing' is not in the model"):
-            fs.functional_call(model, params, x, spec=spec, buffers={"1.nothing": x})
-    assert all(torch.equal(ours[k], theirs[k]) and ours[k] is given[k] for k in theirs)
-    assert not torch.equal(ours["1.running_mean"], model[1].running_mean)
-
-
-@real_ranks(2)
 def test_copies_of_modules_made_in_forward(rank: int) -> None:
     """They would hold the call's own parameters and forward: an error; a copy of the values is right."""
 
@@ -188,71 +115,6 @@ def test_copies_of_modules_made_in_forward(rank: int) -> None:
             fs.functional_call(model, params, x, spec=spec)
         model.of_values = True
         assert torch.equal(fs.functional_call(model, params, x, spec=spec), model(x))
-
-
-@real_ranks(2)
-def test_users_hooks_that_read_parameters(rank: int) -> None:
-    """A forward hook runs after its unit was let go; what it reads is the sharded value, gathered again if need be."""
-    model = Pair()
-    model.a.peer = [model.b]
-    model.a.register_forward_hook(lambda module, args, out: out + module.weight.sum() + module.peer[0].bias)
-    model.b.register_forward_pre_hook(lambda module, args: args[0] * module.weight[0])
-    model.register_forward_hook(lambda module, args, out: out * module.a.bias)
-    right(rank, model)
-
-
-@real_ranks(2)
-def test_calls_without_gradients(rank: int) -> None:
-    """no_grad and inference_mode: the plain values, without a graph; then differentiable as ever."""
-    model, spec, params, x = setting(rank)
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with unchanged(model), context:
-            out = fs.functional_call(model, {k: p.requires_grad_() for k, p in params.items()}, x, spec=spec)
-            assert torch.equal(out, model(x))
-            assert not out.requires_grad
-    right(rank, model)
-
-
-@real_ranks(2)
-def test_part_of_forward_without_gradients(rank: int) -> None:
-    """A unit that is first used under no_grad and then outside of it, and the other way round."""
-
-    class Model(Pair):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                shift = self.a(x) + self.b.weight.sum()
-            return self.b(self.a(x) + shift) + self.a(shift).detach()
-
-    right(rank, Model())
-
-
-@real_ranks(2)
-def test_exceptions_in_the_middle(rank: int) -> None:
-    """The module is as before, and the next call is right."""
-
-    class Model(Pair):
-        def forward(self, x: Tensor, fail: bool = False) -> Tensor:
-            self.stored = self.a(x)
-            if fail:
-                raise KeyError("from forward")
-            return self.b(self.stored) * self.scale
-
-    model, spec, params, x = setting(rank, Model())
-    for by in (fs.grad, torch.func.grad):
-        with unchanged(model), pytest.raises(KeyError, match="from forward"):
-            by(lambda p: squared(fs.functional_call(model, p, (x, True), spec=spec)))(params)
-    right(rank, model)
-
-
-@real_ranks(2)
-def test_modules_that_call_themselves(rank: int) -> None:
-    """Recursion inside one call; a call inside a call is in test_right_or_refused.py."""
-
-    class Model(Pair):
-        def forward(self, x: Tensor, depth: int = 3) -> Tensor:
-            return self.b(x) if depth == 0 else self.a(self(torch.tanh(x), depth - 1)) * self.scale
-
-    right(rank, Model())
 
 
 @real_ranks(2)

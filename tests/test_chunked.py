@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import at_most, each, mark_seldom, seldom
-from ranks import Pool
+from depth import at_most, each, seldom
+from ranks import real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.func import grad, jvp, vmap
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -242,32 +240,33 @@ def derivatives(loss: Callable[[fs.Params], Tensor], params: fs.Params, v: fs.Pa
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "shard": {"p": P("shard")},
     "tied": {"p": P("shard"), "tied": True},
     "frozen": {"p": P("shard"), "frozen": True},
     "remat": {"p": P("shard", remat=True)},
-    "kept": {"p": P("shard", reshard=False)},
-    "replicated": {"p": P()},
-    "HSDP": {"p": P("shard"), "mesh": (2, 2)},
-    "offload": {"p": P("shard", offload="activations")},
     "bf16": {"p": P("shard", precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32))},
 }
 
 
-def in_a_model(rank: int, p: P, tied: bool = False, frozen: bool = False, mesh: tuple[int, ...] = (2,)) -> None:
+@at_most(1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_in_a_model_on_real_ranks(rank: int, strategy: str) -> None:
+    """The derivatives of the mean loss, of ranks with different numbers of rows."""
+    in_a_model(rank, **STRATEGIES[strategy])
+
+
+def in_a_model(rank: int, p: P, tied: bool = False, frozen: bool = False) -> None:
     whole, model = (Model(chunks, tied).double() for chunks in (0, 3))
     for each_model in (whole, model):
         each_model.head.weight.requires_grad_(not frozen)
-    size = torch.Size(mesh).numel()
-    names = ("replicate", "shard")[-len(mesh) :]
-    spec = fs.by_type(nn.Linear, Head, p=p)(model).on(init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    spec = fs.by_type(nn.Linear, Head, p=p)(model).bound
     full = {name: x.detach() for name, x in model.named_parameters()}
     trained = {name: x for name, x in full.items() if not frozen or name != "head.weight"}
     rest = {name: x for name, x in full.items() if name not in trained}
     mine, others = fs.partition(fs.shard(full, spec), spec)
 
     def reference(trained: fs.Params) -> Tensor:
-        losses = (torch.func.functional_call(whole, {**trained, **rest}, (labels(r),)) for r in range(size))
+        losses = (torch.func.functional_call(whole, {**trained, **rest}, (labels(r),)) for r in range(2))
         return torch.stack([*losses]).mean()
 
     def loss(mine: fs.Params) -> Tensor:
@@ -278,15 +277,6 @@ def in_a_model(rank: int, p: P, tied: bool = False, frozen: bool = False, mesh: 
     got = derivatives(loss, mine, fs.partition(fs.shard({**rest, **v}, spec), spec)[0])
     exact = p.precision is None
     assert_close(got, want, rtol=1e-9 if exact else 0.05, atol=1e-9 if exact else 0.02)
-
-
-@at_most(1)
-@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "tied", "bf16"))
-def test_in_a_model_on_real_ranks(request: pytest.FixtureRequest, strategy: str) -> None:
-    """The derivatives of the mean loss, of ranks with different numbers of rows."""
-    options = STRATEGIES[strategy]
-    pool: Pool = request.getfixturevalue("gloo4" if strategy == "HSDP" else "gloo2")
-    pool.run(functools.partial(in_a_model, **options))
 
 
 def test_the_head_is_gathered_once_and_reduced_once() -> None:
@@ -307,7 +297,8 @@ def test_the_head_is_gathered_once_and_reduced_once() -> None:
         assert sent[0] == sent[1]
 
 
-def with_unsharded_head(rank: int) -> None:
+@real_ranks(2)
+def test_with_an_unsharded_head_on_real_ranks(rank: int) -> None:
     """Outside of functional_call, on weights that fs.unshard gathers once."""
     model = Model(0).double()
     spec = fs.by_type(nn.Linear, Head)(model).bound
@@ -328,10 +319,6 @@ def with_unsharded_head(rank: int) -> None:
     v = {name: x.cos() for name, x in full.items()}
     want = {k: fs.shard(g, spec) for k, g in derivatives(reference, full, v).items()}
     assert_close(derivatives(loss, fs.shard(full, spec), fs.shard(v, spec)), want, rtol=1e-9, atol=1e-9)
-
-
-def test_with_an_unsharded_head_on_real_ranks(gloo2: Pool) -> None:
-    gloo2.run(with_unsharded_head)
 
 
 @seldom

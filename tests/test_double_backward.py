@@ -139,23 +139,6 @@ def test_activation_changed_before_backward(rank: int) -> None:
 
 
 @real_ranks(2)
-def test_complex_units(rank: int) -> None:
-    """Complex parameters are gathered, and their gradients averaged, as pairs of real numbers."""
-    for dtype in (torch.complex64, torch.complex128):
-        model = Middle(dtype)
-        for p in (fs.P("shard"), fs.P("shard", reshard=False), fs.P()):
-            spec, params = setting(model, fs.policies.always(p))
-            squared(fs.functional_call(model, params, xs(dtype)[rank], spec=spec)).backward()
-            for k, g in mean(plain(model, squared), model, spec).items():
-                assert params[k].grad.dtype == dtype
-                assert_close(params[k].grad, g, msg=lambda m, k=k: f"'{k}' {dtype}: {m}")
-            for by in (fs.grad, torch.func.grad):
-                f = lambda p, spec=spec: squared(fs.functional_call(model, p, xs(dtype)[rank], spec=spec))  # noqa: E731
-                got = by(f)({k: p.detach() for k, p in params.items()})
-                assert_close(got, grads_of(params))
-
-
-@real_ranks(2)
 def test_autocast(rank: int) -> None:
     """Under autocast to bfloat16: the outputs bit by bit, and the mean of the gradients, of plain autocast."""
     model = Middle(torch.float32)

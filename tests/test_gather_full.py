@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import same
+from collective_log import world
 from depth import at_most, mark_seldom
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
@@ -272,11 +272,8 @@ def test_the_peak_is_one_unit(mesh: str) -> None:
     unit, piece = 64 * 64, 64 * 64 // math.prod(n for n, name in zip(shape, names, strict=True) if name in p.axes)
     inner = piece * shape[-1] if mesh == "both axes" else piece  # the rows of the inner axis, on its first rank
     for rank in range(size):
-        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-        try:
+        with world(size, rank):
             seen = memory(rank, mesh)
-        finally:
-            dist.destroy_process_group()
         assert seen["all"] == (unit, unit)  # beyond the result of six
         if rank:
             assert seen["rank0_only"][0] <= inner < unit

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, dealt, each
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.func import grad
@@ -144,33 +144,14 @@ def test_contrastive_loss_on_simulated_ranks(layout: str, way: str, sizes: dict[
         check({name: {k: t[rank] for k, t in tree.items()} for name, tree in out.items()}, expected, spec, rank)
 
 
-def on_ranks(rank: int, way: str, layout: str) -> dict[str, fs.Params]:
+@each(sizes=[{"shard": 4}, {"replicate": 2, "shard": 2}], way=WAYS, layout=LAYOUTS)
+@real_ranks(4)
+def test_contrastive_loss_on_real_ranks(rank: int, layout: str, way: str, sizes: dict[str, int]) -> None:
+    """The rows of two axes, gathered over the inner one first, are in the order of the ranks."""
+    grid = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     orders = dealt(layout, LAYOUTS, ORDERS)
-    return sharded(Mesh.world(), tuple(x[rank] for x in batch(2)), way, LAYOUTS[layout], orders)
-
-
-@each(way=WAYS, layout=LAYOUTS)
-def test_contrastive_loss_on_two_ranks(gloo2: Pool, layout: str, way: str) -> None:
-    spec = fs.by_type(nn.Linear, p=LAYOUTS[layout])(MODEL).on({"shard": 2})
-    expected = plain(2)
-    for rank, got in enumerate(gloo2.run(on_ranks, way, layout)):
-        check(got, expected, spec, rank)
-
-
-def on_grid(rank: int, way: str) -> dict[str, fs.Params]:
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    orders = dealt(way, WAYS, ORDERS)
-    return sharded(Mesh.of(grid), tuple(x[rank] for x in batch(4)), way, fs.P("shard"), orders)
-
-
-@at_most(1)
-@pytest.mark.parametrize("way", WAYS)
-def test_contrastive_loss_on_two_axes(gloo4: Pool, way: str) -> None:
-    """The rows of both axes: gathered over the inner one first they are in the order of the ranks."""
-    spec = fs.by_type(nn.Linear)(MODEL).on({"replicate": 2, "shard": 2})
-    expected = plain(4)
-    for rank, got in enumerate(gloo4.run(on_grid, way)):
-        check(got, expected, spec, rank)
+    got = sharded(Mesh.of(grid), tuple(x[rank] for x in batch(4)), way, LAYOUTS[layout], orders)
+    check(got, plain(4), fs.by_type(nn.Linear, p=LAYOUTS[layout])(MODEL).on(sizes), rank)
 
 
 @pytest.mark.parametrize(

@@ -329,8 +329,6 @@ CONSTANTS: dict[str, Callable[[Any, Tensor], Any]] = {
     "value": lambda m, h: h.abs().mean(),
     "view": lambda m, h: h[0],
     "view of a weight": lambda m, h: m.a.weight.t()[0],
-    "views": lambda m, h: h.chunk(2)[0][0],
-    "of torch.nn.functional": lambda m, h: F.layer_norm(h, (4,)),
     "in place": lambda m, h: torch.ones(4).double().mul_(h.mean(0)),
     "in place of what is differentiated": lambda m, h: h.mul_(2).detach().mean() * 0,
     "buffer": lambda m, h: m.mean.copy_(h.mean(0)),

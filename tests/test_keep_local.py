@@ -153,14 +153,3 @@ def test_real_ranks(rank: int, name: str, sizes: dict[str, int], strategy: str, 
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     case = Case(name, sizes, strategy)
     compare(case.run(mesh, case.xs[rank], transform), case.expected(transform))
-
-
-@at_most(2)
-@pytest.mark.parametrize("transform", mark_seldom(["torch.func.grad", "hvp", "penalty"], "torch.func.grad"))
-@pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
-def test_simulated_ranks(name: str, sizes: dict[str, int], transform: str) -> None:
-    case = Case(name, sizes)
-    grads = fs.testing.spmd(lambda mesh, x: case.run(mesh, x, transform), sizes)(case.xs)
-    expected = case.expected(transform)
-    for rank in range(4):
-        compare({name: grad[rank] for name, grad in grads.items()}, expected)

@@ -306,7 +306,6 @@ def test_a_rank_without_samples(gloo2: Pool, policy: str, ranks_with: int) -> No
 
 
 SMALL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-HALF = fs.by_path({"0": fs.P("shard"), "2": fs.P()})
 
 
 def compiled(spec: fs.PartitionSpec, fullgraph: bool = True, rank: int = 0, backend: str = "aot_eager", **options: Any) -> None:
@@ -323,19 +322,6 @@ def compiled(spec: fs.PartitionSpec, fullgraph: bool = True, rank: int = 0, back
         drawn = [torch.Generator().manual_seed(5)] if options.get("noise") else []
         both.append(run(shards, X[rank], Y[rank], *drawn))
     assert_close(*both, **CLOSE)
-
-
-def compiled_on_real_ranks(rank: int) -> None:
-    for policy, options in depth(
-        [(HALF, {"reduce": 64.0})], [(fs.policies.always(), {}), (fs.policies.whole(fs.P()), {"reduce": 64.0})]
-    ):
-        compiled(policy(SMALL).bound, rank=rank, **options)
-
-
-@seldom
-def test_compiled(gloo2: Pool) -> None:
-    """In one graph it clips as it does without."""
-    gloo2.run(compiled_on_real_ranks)
 
 
 NOISE, SAME, DIFFERENT = {"noise": 0.5}, {"randomness": "same"}, {"randomness": "different"}

@@ -364,19 +364,6 @@ def test_a_hook_on_an_argument_is_refused(way: str) -> None:
     assert_close(grads[1](params), grads[0](params))
 
 
-def test_a_hook_in_a_function_that_a_recomputed_one_calls() -> None:
-    def f(x: Tensor, w: Tensor) -> Tensor:
-        return hooks(x @ w).sin()
-
-    def hooks(y: Tensor) -> Tensor:
-        y.register_hook(lambda g: 2 * g)
-        return y
-
-    x, w = torch.ones(2, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
-    grads = [torch.autograd.grad(g(x, w).sum(), (x, w)) for g in (f, fs.remat(f))]
-    assert_close(grads[1], grads[0])
-
-
 class Counts(nn.Linear):
     """A layer that counts its calls, in one of several places."""
 

@@ -123,18 +123,11 @@ def test_every_derivative_is_that_of_the_loop(derivative: str, options: str) -> 
 # --- ranks ---
 
 POLICIES = {"P(shard)": fs.policies.always(), "P()": fs.policies.whole(P()), "mixed": fs.by_path({"0": P(), "3": P("shard")})}
-WITH_OPTIONS = {
-    "remat": fs.policies.always(P("shard", remat=True)),
-    "reshard=False": fs.policies.always(P("shard", reshard=False)),
-    "offload": fs.policies.always(P("shard", offload="activations")),
-    "float64 reductions": fs.policies.always(P("shard", precision=fs.Precision(reduce=torch.float64))),
-}
-"""Of units, which a few cases try."""
 
 
 def metagradient(mesh: Any, policy: str, x: Tensor, validation: Tensor, weights: Tensor, scan: Scan, **options: Any) -> Any:
     """A rank's: of its own weights of samples, of the shared rate, and full of its slices of the first params."""
-    spec = (POLICIES | WITH_OPTIONS)[policy](MODEL).on(mesh)
+    spec = POLICIES[policy](MODEL).on(mesh)
     f = run_adamw(scan, spec, x, validation, **options)
     weights_, lr, params = fs.grad(f, (0, 1, 2))(weights, LR, fs.shard(FULL, spec))
     return weights_, lr, fs.unshard(params, spec)
@@ -183,15 +176,6 @@ def law_on_rank(rank: int, cases: list[tuple[dict[str, int], str, dict[str, Any]
 
 def test_the_law_on_two_ranks(gloo2: Pool) -> None:
     gloo2.run(law_on_rank, [({"shard": 2}, "mixed", {}), ({"shard": 2}, "P(shard)", {"segments": "log"})])
-
-
-@seldom
-def test_the_law_on_two_ranks_with_every_option(gloo2: Pool) -> None:
-    chosen = [{}, {"segments": "log"}, {"segments": 3}]
-    gloo2.run(
-        law_on_rank,
-        [*itertools.product([{"shard": 2}], POLICIES, chosen), *(({"shard": 2}, policy, {}) for policy in WITH_OPTIONS)],
-    )
 
 
 @seldom

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import same
+from collective_log import world
 from depth import at_most, every, mark_seldom
 from ranks import Pool, real_ranks
 from test_gather_full import MESHES, Watch, bound, net, pool_of, values
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
@@ -124,15 +122,6 @@ def test_on_simulated_ranks() -> None:
         same(got, cast(full, torch.float64))
 
 
-@contextlib.contextmanager
-def fake(rank: int, size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def chained(units: int = 8) -> nn.Module:
     return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(units)))
 
@@ -154,7 +143,7 @@ def test_the_peak_is_two_buckets(mesh: str, dtype: torch.dtype | None) -> None:
     part = unit // math.prod(n for n, name in zip(shape, names, strict=True) if name in p.axes)
     own = unit + (part * shape[-1] if mesh == "both axes" else 0)
     for buckets in (0.5, 1.0, 1.5, 2.0):
-        with fake(0, size):
+        with world(size):
             spec = bound(mesh, chained())
             shards = fs.shard(chained(), spec)
             with Watch(shards.values()) as every:
@@ -172,7 +161,7 @@ def test_the_peak_of_a_stream_to_the_first_rank(mesh: str, dtype: torch.dtype | 
     unit = UNIT // (1 if dtype is None else 2)
     part = unit // math.prod(n for n, name in zip(shape, names, strict=True) if name in p.axes)
     for rank in range(size):
-        with fake(rank, size):
+        with world(size, rank):
             spec = bound(mesh, chained())
             shards = fs.shard(chained(), spec)
             with Watch(shards.values()) as watch:
@@ -199,7 +188,7 @@ class Sends(TorchDispatchMode):
 
 def test_bytes_and_overlap() -> None:
     """Each unit is gathered once, in the narrower dtype, while those before it are used; those without a name not at all."""
-    with fake(0, 4):
+    with world(4):
         model = chained()
         spec = fs.policies.always()(model).bound
         shards = fs.shard(model, spec)

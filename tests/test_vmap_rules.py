@@ -460,19 +460,6 @@ def test_dropout_in_a_sharded_model() -> None:
     check_dropout_gradient(kept, grads)
 
 
-def dropout_on_group(rank: int) -> tuple[dict[str, Tensor], Tensor]:
-    torch.manual_seed(rank)
-    return gradient_with_mask(Mesh.world(), BATCHES[rank])
-
-
-def test_dropout_on_a_process_group(gloo2: Pool) -> None:
-    """The same on real ranks that were seeded apart."""
-    answers = gloo2.run(dropout_on_group)
-    kept = torch.stack([kept for _, kept in answers])
-    assert all_different(kept)
-    check_dropout_gradient(kept, {k: torch.stack([grads[k] for grads, _ in answers]) for k in answers[0][0]})
-
-
 def randomness_on_group(rank: int) -> list[Tensor]:
     torch.manual_seed(rank)
     spec = fs.policies.always()(DROPPING).bound
