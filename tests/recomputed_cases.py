@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -74,12 +73,6 @@ class MoreSlots(Slots):
     __slots__ = ("__dict__", "other")
 
 
-@dataclass
-class Data:
-    held: list[Tensor] = field(default_factory=list)
-    count: int = 0
-
-
 @dataclass(frozen=True)
 class Frozen:
     held: Tensor | None = None
@@ -110,19 +103,9 @@ def in_dict(self: Any, x: Tensor, state: Any) -> Tensor:
     return x + state["h"] * state["n"]
 
 
-def in_default_dict(self: Any, x: Tensor, state: Any) -> Tensor:
-    state["h"].append(self.lin(x).sin())
-    return x + sum(state["h"]) * len(state)
-
-
 def in_set(self: Any, x: Tensor, state: Any) -> Tensor:
     state.add(len(state))
     return self.lin(x).sin() * len(state)
-
-
-def in_namespace(self: Any, x: Tensor, state: Any) -> Tensor:
-    state.h = self.lin(x).sin() + getattr(state, "h", 0)
-    return x + state.h
 
 
 def in_slots(self: Any, x: Tensor, state: Any) -> Tensor:
@@ -135,12 +118,6 @@ def in_more_slots(self: Any, x: Tensor, state: Any) -> Tensor:
     state.other = [in_slots(self, x, state), getattr(state, "other", None)]
     state.free = getattr(state, "free", 1) * 2
     return state.other[0] * state.free
-
-
-def in_data(self: Any, x: Tensor, state: Any) -> Tensor:
-    state.held.append(self.lin(x).sin())
-    state.count += 1
-    return x + sum(state.held) * state.count
 
 
 def in_frozen(self: Any, x: Tensor, state: Any) -> Tensor:
@@ -290,13 +267,10 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "list": lambda: Model(listed, list, lambda model, state: (state[0] * state[1]).sum()),
     "dict": lambda: Model(in_dict, dict, lambda model, state: (state["h"] ** 2).sum() * state["n"]),
     "OrderedDict": lambda: Model(in_dict, OrderedDict, lambda model, state: (state["h"] ** 2).sum() * state["n"]),
-    "defaultdict": lambda: Model(in_default_dict, lambda: defaultdict(list)),
     "set": lambda: Model(in_set, set),
     "deque": lambda: Model(listed, lambda: deque(maxlen=2)),
-    "SimpleNamespace": lambda: Model(in_namespace, types.SimpleNamespace, lambda model, state: state.h.sum()),
     "slots": lambda: Model(in_slots, Slots, lambda model, state: state.held.sum() * state.count),
     "more slots": lambda: Model(in_more_slots, MoreSlots, lambda model, state: state.other[1][0].sum()),
-    "dataclass": lambda: Model(in_data, Data, lambda model, state: (state.held[0] * state.held[1]).sum()),
     "frozen dataclass": lambda: Model(in_frozen, Frozen, lambda model, state: state.log[0].held.sum()),
     "namedtuple": lambda: Model(in_pair, lambda: Pair([], {}), lambda model, state: (state.left[0] * state.left[1]).sum()),
     "replaced": lambda: Model(replaced, dict, lambda model, state: (state["again"] ** 2).sum()),

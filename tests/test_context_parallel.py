@@ -6,12 +6,11 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most, depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, seldom
 from ranks import Pool, launch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -94,30 +93,6 @@ def test_simulated_ranks(attention: str, sizes: tuple[int, int]) -> None:
     found, norm = run(xys)
     want = in_one_process(sizes[0])
     for rank in range(len(xys)):
-        check([{name: g[rank] for name, g in tree.items()} for tree in found], norm[rank], want)
-
-
-def in_replicas(mesh: Any, xy: Tensor, attention: str, p: fs.P) -> tuple[list[Tree], Tensor]:
-    """As `on_mesh`, with slices over some axes only."""
-    with mock.patch.object(example, "policy", return_value=fs.policies.by_path({"blocks.*": p}, p)):
-        return on_mesh(mesh, xy, attention)
-
-
-HSDP = [fs.P("shard"), fs.P(("shard", "context")), fs.P("context", reshard=False), fs.P()]
-
-
-@at_most(1)
-@each(p=mark_seldom(HSDP, HSDP[1]))
-@pytest.mark.parametrize("order", [("replicate", "shard", "context"), ("context", "replicate", "shard")], ids="-".join)
-@pytest.mark.parametrize("attention", example.ATTENTION)
-def test_replicas_on_simulated_ranks(attention: str, order: tuple[str, ...], p: fs.P) -> None:
-    """2 x 2 x 2: the transposes of permute and all_to_all beside reductions over replicas, whatever is split."""
-    sizes = dict.fromkeys(order, 2)
-    xys = tokens(4).view(*(1 if name == "context" else 2 for name in order), 2, BATCH, SEQ)
-    xys = xys.expand(2, 2, 2, 2, BATCH, SEQ).reshape(8, 2, BATCH, SEQ)
-    found, norm = fs.testing.spmd(lambda mesh, xy: in_replicas(mesh, xy, attention, p), sizes)(xys)
-    want = in_one_process(4)
-    for rank in range(8):
         check([{name: g[rank] for name, g in tree.items()} for tree in found], norm[rank], want)
 
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, depth, each, mark_seldom, seldom
+from hosted import elsewhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import unchanged
 from offloaded import counted, everywhere, moved
 from parity import WAYS, check_parity, numbers
 from peer_models import MLP, Net
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -384,44 +385,55 @@ def double(f: Callable[[fs.Params], Tensor], params: fs.Params) -> Any:
     return first, torch.autograd.grad(along, list(leaves.values()))
 
 
+NARROWER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
+FLOAT8 = fs.Codec(lambda x: (x.float(), x.abs().amax()), lambda x, scale: x.to(scale.dtype) + 0 * scale)
 PS: dict[str, Callable[[torch.dtype], dict[str, Any]]] = {
     "sharded": lambda dtype: {},
     "kept": lambda dtype: {"reshard": False},
     "recomputed": lambda dtype: {"remat": True},
     "mixed": lambda dtype: {"precision": fs.Precision(param=NARROWER[dtype], reduce=dtype)},
+    "narrow": lambda dtype: {"precision": fs.Precision(param=NARROWER[dtype], reduce=NARROWER[dtype])},
+    "encoded": lambda dtype: {"precision": fs.Precision(codec=FLOAT8)},
+    "replicated": lambda dtype: {"axis": None},
 }
 """Options of P, by the dtype of the parameters."""
-NARROWER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
+IN_GRAPHS = ("fs", "backward", "autograd.grad", "double")
+"""The ways in which saved tensors leave: torch.func keeps what it saves on the device."""
 
 
-def units(rank: int, name: str, which: str, way: str) -> None:
-    make, block = MODELS[name]
-    model = make()
-    blocks = type(model.get_submodule(block))
-    options = PS[which](next(model.parameters()).dtype)
-    p = P("shard", **options)
-    with unchanged(model):
-        expected_spec = fs.by_type(blocks, p=p)(model).bound
-        params = fs.shard(model, expected_spec)
-        expected = STEP[way](loss_of(model, expected_spec, rank), params)
-        spec = fs.by_type(blocks, p=P("shard", **options, offload=ACTIVATIONS))(model).bound
-        with everywhere() as copies:
-            equal(STEP[way](loss_of(model, spec, rank), params), expected)
-            assert (copies.out > 5) is (
-                way in ("fs", "backward", "autograd.grad", "double")
-            )  # torch.func keeps what it saves on the device
-        assert copies.wait_for_none()
-    nothing_left()
+def p_of(which: str, dtype: torch.dtype = torch.float64, **more: Any) -> P:
+    return P(**{"axis": "shard", **PS[which](dtype), **more})
 
 
-@at_most(2)
+@at_most(4)
 @each
 @pytest.mark.parametrize("way", mark_seldom(sorted(STEP), "fs", "backward", "hvp", "torch.func"))
-@pytest.mark.parametrize("which", sorted(PS))
+@pytest.mark.parametrize("which", PS)
 @pytest.mark.parametrize("name", MODELS)
-def test_units_on_real_ranks(gloo2: Pool, name: str, which: str, way: str) -> None:
+@pytest.mark.parametrize("to", [ACTIVATIONS, "params"])
+@real_ranks(2)
+def test_units_on_real_ranks(rank: int, to: str, name: str, which: str, way: str) -> None:
     """Two ranks, dropout and buffers included: the bits of the same units without offload."""
-    gloo2.run(units, name, which, way)
+    make, block = MODELS[name]
+    model = make()
+    blocks, dtype = type(model.get_submodule(block)), next(model.parameters()).dtype
+    with unchanged(model):
+        plain = fs.by_type(blocks, p=p_of(which, dtype))(model).bound
+        params = fs.shard(model, plain)
+        expected = STEP[way](loss_of(model, plain, rank), params)
+        with elsewhere() as slices, everywhere() as saved:
+            spec = fs.by_type(blocks, p=p_of(which, dtype, offload=to))(model).bound
+            shards = fs.shard(model, spec)
+            equal(shards, params)
+            equal(STEP[way](loss_of(model, spec, rank), shards), expected)
+            equal(fs.unshard(shards, spec), fs.unshard(params, plain))
+        if to == ACTIVATIONS:
+            assert (saved.out > 5) is (way in IN_GRAPHS)
+        else:
+            assert slices.beside + slices.nodes > 6
+            assert slices.beside > 6 or way in ("hvp", "grad of grad")
+    assert saved.wait_for_none()
+    nothing_left()
 
 
 TO = None, ACTIVATIONS

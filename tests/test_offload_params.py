@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
-from depth import at_most, each, mark_seldom, seldom
+from depth import seldom
 from hosted import elsewhere
-from models import unchanged
 from offloaded import everywhere
 from parity import check_parity, numbers
 from peer_models import MLP, Net
 from ranks import Pool
-from test_offload import MODELS, NARROWER, STEP, equal, loss_of
+from test_offload import MODELS, equal, p_of
 from torch import Tensor
 
 import funshard as fs
@@ -28,53 +26,9 @@ from funshard._wire.route import Route
 from funshard.compress import _compressors
 
 PARAMS = "params"
-FLOAT8 = fs.Codec(lambda x: (x.float(), x.abs().amax()), lambda x, scale: x.to(scale.dtype) + 0 * scale)
-PS: dict[str, Callable[[torch.dtype], dict[str, Any]]] = {
-    "sharded": lambda dtype: {},
-    "kept": lambda dtype: {"reshard": False},
-    "recomputed": lambda dtype: {"remat": True},
-    "mixed": lambda dtype: {"precision": fs.Precision(param=NARROWER[dtype], reduce=dtype)},
-    "narrow": lambda dtype: {"precision": fs.Precision(param=NARROWER[dtype], reduce=NARROWER[dtype])},
-    "encoded": lambda dtype: {"precision": fs.Precision(codec=FLOAT8)},
-    "replicated": lambda dtype: {"axis": None},
-}
-"""Options of P, by the dtype of the parameters."""
-
-
-def p_of(which: str, dtype: torch.dtype = torch.float64, **more: Any) -> P:
-    return P(**{"axis": "shard", **PS[which](dtype), **more})
 
 
 # --- the same bits ---
-
-
-def units(rank: int, name: str, which: str, way: str) -> None:
-    make, block = MODELS[name]
-    model = make()
-    blocks, dtype = type(model.get_submodule(block)), next(model.parameters()).dtype
-    with unchanged(model):
-        plain = fs.by_type(blocks, p=p_of(which, dtype))(model).bound
-        params = fs.shard(model, plain)
-        expected = STEP[way](loss_of(model, plain, rank), params)
-        with elsewhere() as copies:
-            spec = fs.by_type(blocks, p=p_of(which, dtype, offload=PARAMS))(model).bound
-            shards = fs.shard(model, spec)
-            equal(shards, params)
-            equal(STEP[way](loss_of(model, spec, rank), shards), expected)
-            assert copies.beside + copies.nodes > 6
-            assert copies.beside > 6 or way in ("hvp", "grad of grad")
-            equal(fs.unshard(shards, spec), fs.unshard(params, plain))
-    gc.collect()
-
-
-@at_most(3)
-@each
-@pytest.mark.parametrize("way", mark_seldom([*STEP], "fs", "backward", "hvp", "torch.func"))
-@pytest.mark.parametrize("which", [*PS])
-@pytest.mark.parametrize("name", MODELS)
-def test_units_on_real_ranks(gloo2: Pool, name: str, which: str, way: str) -> None:
-    """Two ranks, dropout and buffers included: the bits of the same units without offload."""
-    gloo2.run(units, name, which, way)
 
 
 def others(rank: int) -> None:

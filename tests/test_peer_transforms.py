@@ -184,12 +184,6 @@ def test_fsdp_compile_losses(gloo2: Pool, strategy: str) -> None:
     gloo2.run(compiled_losses, strategy, (2,))
 
 
-@seldom
-def test_hsdp_compile_losses(gloo4: Pool) -> None:
-    """The same on a mesh of two axes (HYBRID_SHARD)."""
-    gloo4.run(compiled_losses, "shard", (2, 2))
-
-
 @at_most(1)
 @pytest.mark.parametrize("strategy", BY_DEFAULT)
 def test_compiled_graph_takes_shards_alone(strategy: str) -> None:

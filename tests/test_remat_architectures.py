@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 from depth import at_most, dealt, mark_seldom
 from models import EXACT, VOCABULARY, Architecture, plain, unchanged
+from parity import GRADIENTS
 from ranks import Pool
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -86,33 +88,23 @@ def build(name: str) -> Architecture:
     return Architecture(made, batches, lambda call, batch: call(**batch).loss, found)
 
 
-def by_backward(f: Any) -> Any:
-    def run(params: dict[str, Tensor]) -> dict[str, Tensor]:
-        leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
-        f(leaves).backward()
-        return {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}
-
-    return run
-
-
-WAYS = {"fs.grad": fs.grad, "torch.func.grad": torch.func.grad, "backward": by_backward}
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
 def check(rank: int, name: str) -> None:
     made = build(name)
     grads = [plain(made, r)[0] for r in range(2)]
-    spec = fs.by_type(*made.blocks, p=fs.P("shard", remat=True))(made.model).bound
-    params = fs.shard(made.model, spec)
-    expected = fs.shard({k: (grads[0][k] + grads[1][k]) / 2 for k in grads[0]}, spec)
     batch = {k: v[rank] for k, v in made.batches.items()}
+    for (way, by), remat in itertools.product(GRADIENTS.items(), (True, fs.Remat(PRODUCTS))):
+        spec = fs.by_type(*made.blocks, p=fs.P("shard", remat=remat))(made.model).bound
+        expected = fs.shard({k: (grads[0][k] + grads[1][k]) / 2 for k in grads[0]}, spec)
 
-    def loss(params: fs.Params) -> Tensor:
-        torch.manual_seed(rank)
-        return made.loss(lambda **k: fs.functional_call(made.model, params, (), k, spec=spec), batch)
+        def loss(params: fs.Params, spec: fs.PartitionSpec = spec) -> Tensor:
+            torch.manual_seed(rank)
+            return made.loss(lambda **k: fs.functional_call(made.model, params, (), k, spec=spec), batch)
 
-    for way, by in WAYS.items():
         with unchanged(made.model):
-            got = by(loss)(params)
+            got = by(loss)(fs.shard(made.model, spec))
         for key in expected:
             torch.testing.assert_close(got[key], expected[key], **EXACT, msg=lambda m, w=f"{way} {key}": f"{w}: {m}")
     torch.manual_seed(0)
@@ -121,7 +113,7 @@ def check(rank: int, name: str) -> None:
 @at_most(1)
 @pytest.mark.parametrize("name", mark_seldom(ARCHITECTURES, "gpt2", "llama", "llama tied", "mixtral", "t5", "bert"))
 def test_gradients_at_the_defaults(gloo2: Pool, name: str) -> None:
-    """use_cache and dropout as they come, on two real ranks, with each block recomputed."""
+    """use_cache and dropout as they come, on two real ranks, with each block recomputed, or all of it but its products."""
     gloo2.run(check, name)
 
 

@@ -23,7 +23,6 @@ from recomputed_cases import CASES
 from test_memory import Peak, no_collector
 from test_recompute import made, policy, seed
 from test_remat import ORDERS, W, X
-from test_remat_architectures import build
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -695,47 +694,6 @@ def talking(rank: int) -> None:
 def test_collectives_run_on_all_ranks_or_none(gloo2: Pool) -> None:
     """Gathers of units inside, and what forward sends itself: the same ones whatever is to be saved, asked for or not."""
     gloo2.run(talking)
-
-
-TRANSFORMERS = ["llama", "gpt2"]
-
-
-def transformer(rank: int, name: str) -> None:
-    made = build(name)
-    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
-    batch = {k: v[rank] for k, v in made.batches.items()}
-    for way in dealt(name, TRANSFORMERS, WAYS):
-        results, counts = [], []
-        for remat in (False, True, fs.Remat(PRODUCTS), fs.Remat(lambda op: op is attention)):
-            spec = fs.by_type(*made.blocks, p=fs.P("shard", remat=remat))(made.model).bound
-            leaves = {k: p.clone().requires_grad_(way == "backward") for k, p in fs.shard(made.model, spec).items()}
-
-            def loss(p: Any, spec: fs.PartitionSpec = spec) -> Tensor:
-                torch.manual_seed(rank)
-                return made.loss(lambda **k: fs.functional_call(made.model, p, (), k, spec=spec), batch)
-
-            with Kernels() as kernels:
-                grads = (
-                    dict(zip(leaves, torch.autograd.grad(loss(leaves), list(leaves.values())), strict=True))
-                    if way == "backward"
-                    else WAYS[way](loss)(leaves)
-                )
-            results.append(grads)
-            counts.append(kernels.ops["mm"] + kernels.ops["addmm"] + kernels.ops["bmm"])
-        tolerance = 0 if way != "torch.func.grad" else 1e-9  # which without remat records backward, in other kernels
-        for result in results[2:]:
-            assert_close(result, results[1], rtol=0, atol=0, msg=lambda m, w=way: f"{name} {w}: {m}")
-        assert_close(results[0], results[1], rtol=tolerance, atol=tolerance)
-        none, full, products, _ = counts
-        assert full > none == products
-    torch.manual_seed(0)
-
-
-@at_most(1)
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers_at_their_defaults(gloo2: Pool, name: str) -> None:
-    """Caches and dropout as they come, on two real ranks: no product of the blocks runs twice, and no bit changes."""
-    gloo2.run(transformer, name)
 
 
 @at_most(7)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from operator import setitem
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -39,23 +39,15 @@ class Helper:
         return x @ self.weight
 
 
-class Pair(NamedTuple):
-    name: str
-    weight: Tensor
-
-
 # How a module holds a parameter, where that is, and what forward reads.
 HELD: dict[str, tuple[Callable[[Tensor], Any], str, Callable[[Any], Any]]] = {
     "a list": (lambda w: [w], "held[0]", lambda held: held[0]),
     "a tuple": (lambda w: (0, w), "held[1]", lambda held: held[1]),
-    "a named tuple": (lambda w: Pair("w", w), "held[1]", lambda held: held.weight),
     "a dict": (lambda w: {"w": w}, "held['w']", lambda held: held["w"]),
-    "an ordered dict": (lambda w: OrderedDict(w=w), "held['w']", lambda held: held["w"]),
     "a deque": (lambda w: deque([w]), "held[0]", lambda held: held[0]),
     "nested": (lambda w: {"a": [(1, w)]}, "held['a'][0][1]", lambda held: held["a"][0][1]),
     "an object": (lambda w: SimpleNamespace(w=w), "held.w", lambda held: held.w),
     "a helper": (Helper, "held.weight", lambda held: held.weight),
-    "helpers": (lambda w: [Helper(w)], "held[0].weight", lambda held: held[0].weight),
 }
 
 
