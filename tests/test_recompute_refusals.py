@@ -20,6 +20,9 @@ from torch.testing import assert_close
 import funshard as fs
 
 X = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Loss = Callable[[Wrap, Tensor], Tensor]
+"""What calls functions by a wrapper of them, `fs.remat` or none."""
 
 
 def by_backward(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -32,6 +35,14 @@ WAYS: dict[str, Callable[..., Any]] = {
     "backward": by_backward,
     "second order": lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).sum()),
 }
+OUTER_WAYS: dict[str, Callable[..., Any]] = {
+    **WAYS,
+    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1],
+    "hvp": lambda f: lambda x: fs.hvp(f, x, x),
+    "vmap": lambda f: lambda x: torch.vmap(f)(torch.stack([x, x])),
+}
+"""Also those in which nothing runs again."""
+ONE_BACKWARD = ("fs.grad", "backward")
 
 
 def yields(x: Tensor) -> Iterator[Tensor]:
@@ -48,75 +59,15 @@ class Picky(tuple[Any, ...]):
         return super().__new__(cls, (first, second))
 
 
-UNCOPIED: dict[str, Callable[[Tensor], Any]] = {
-    "generator": yields,
-    "with tensors": lambda x: (x.sin(), [yields(x)]),
-    "coroutine": awaits,
-    "class without a copy": lambda x: Picky(x, x.sin()),
-}
+def sets_on_an_argument(x: Tensor, w: Any) -> Any:
+    w.extra = x.cos()
+    return x * w
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", UNCOPIED)
-def test_a_result_that_pickle_cannot_copy_is_refused(kind: str, way: str) -> None:
-    """What is computed later would have no gradient: the function has ended. A list of what it gives is exact."""
-    with pytest.raises(TypeError, match=r"remat of .* returns, stores or changes an object that cannot be copied"):
-        WAYS[way](lambda x: (fs.remat(UNCOPIED[kind])(x), x.sum())[1])(X)
-    got, want = (WAYS[way](lambda x, f=f: f(lambda x: [*yields(x)])(x)[1].sum())(X) for f in (fs.remat, lambda f: f))
-    assert_close(got, want)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("f", [lambda x: map(torch.sin, [x.cos()]), lambda x: iter([x.sin()])])
-def test_an_iterator_that_pickle_copies_is_a_result(f: Callable[[Tensor], Any], way: str) -> None:
-    """It computes from results."""
-    got, want = (WAYS[way](lambda x, g=g: next(g(x)).square().sum())(X) for g in (fs.remat(f), f))
-    assert_close(got, want)
-
-
-GIVEN: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
-    "list iterator": (lambda: iter([2.0, 3.0]), next),
-    "StringIO": (lambda: io.StringIO("2\n3\n"), lambda b: float(b.readline())),
-    "NumPy array": (lambda: np.ones(3), lambda b: float(b.__iadd__(1)[0])),
-    "Python's generator": (lambda: random.Random(3), lambda g: g.random()),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", GIVEN)
-def test_a_change_that_is_in_no_attribute_is_refused(kind: str, way: str) -> None:
-    """Each run is given its own, and only lists, dicts, sets and attributes are written back. Unchanged, it is an argument."""
-    make, change = GIVEN[kind]
-    given = make()
-    with pytest.raises(TypeError, match=r"remat of .* changes an object that cannot be copied \(a \S+ that it changes\)"):
-        WAYS[way](lambda x: fs.remat(lambda x, held: x.sin() * change(held))(x, given).sum())(X)
-    got, want = (
-        WAYS[way](lambda x, f=f: f(x).sum())(X) for f in (fs.remat(lambda x: x.sin() * (given is not None)), torch.sin)
-    )
-    assert_close(got, want)
-    assert change(given) == change(make())
-
-
-class Swaps(nn.Module):
-    """As BigBird on short texts: forward puts another module in the place of one, with its children."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.block[0] = nn.Sequential(*cast("nn.Sequential", self.block[0]))
-        return self.block(x)
-
-
-def test_a_module_that_forward_puts_into_a_recomputed_one() -> None:
-    """Refused by name; where nothing is recomputed it is right (test_unreplaced.py)."""
-    model = Swaps().double()
-    spec = fs.by_path({"block": fs.P("shard", remat=True)})(model)
-    words = r"'block.0' \(Sequential\) was put there in forward, and P\(remat=...\) of 'block'"
-    with unchanged(model), pytest.raises(RuntimeError, match=words):
-        fs.grad(lambda q: fs.functional_call(model, q, X, spec=spec).sum())(fs.shard(model, spec))
+def sets_on_a_result(x: Tensor, w: Any) -> Any:
+    y: Any = x.sin() * w
+    y.extra = x.cos()
+    return y
 
 
 def two(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,76 +80,21 @@ def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return y[:3], y[3:]
 
 
-SHARED: dict[str, tuple[Callable[[Tensor], Any], int]] = {
-    "a view changes": (two, 1),
-    "its base changes": (two, 0),
-    "halves": (halves, 0),
-    "a view of an argument": (lambda x: (x.sin(), x.view(3)), 1),
-}
+def with_argument(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.sin(), x.view(3)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", SHARED)
-def test_results_in_one_memory_are_not_changed_in_place(kind: str, way: str) -> None:
-    """Without the change they are exact, and as clones."""
-    f, changed = SHARED[kind]
+def in_one_memory(f: Callable[[Tensor], Any], changed: int | None = None, *, clones: bool = False) -> Loss:
+    """Results of which one may be changed in place."""
 
-    def loss(f: Callable[[Tensor], Any], *, in_place: bool, clones: bool = False) -> Callable[[Tensor], Tensor]:
-        def of(x: Tensor) -> Tensor:
-            argument = x * 1.5
-            results = [y.clone() for y in f(argument)] if clones else f(argument)
-            if in_place:
-                results[changed].mul_(2)
-            return sum(((i + 1) * result.square()).sum() for i, result in enumerate(results)) + argument.cos().sum()
+    def loss(again: Wrap, x: Tensor) -> Tensor:
+        argument = x * 1.5
+        results = [y.clone() if clones else y for y in again(f)(argument)]
+        if changed is not None:
+            results[changed].mul_(2)
+        return sum(((i + 1) * result.square()).sum() for i, result in enumerate(results)) + argument.cos().sum()
 
-        return of
-
-    for options in ({"in_place": False}, {"in_place": True, "clones": True}):
-        got, want = (WAYS[way](loss(g, **options))(X) for g in (fs.remat(f), f))
-        assert_close(got, want)
-    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
-        WAYS[way](loss(fs.remat(f), in_place=True))(X)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_module_with_parameters_is_refused_by_name(way: str) -> None:
-    """As what it asks for it is exact, and the parameters have their gradients; a frozen one is a constant."""
-    module = nn.Linear(3, 3).double()
-    for f in (module, lambda x: module(x)):
-        with pytest.raises(RuntimeError, match=r"remat of .* reads parameter '\w+' of a Linear, .*functional_call"):
-            WAYS[way](lambda x, f=f: fs.remat(f)(x).sum())(X)
-    frozen = copy.deepcopy(module).requires_grad_(False)
-    got, want = (WAYS[way](lambda x, g=g: g(x).square().sum())(X) for g in (fs.remat(frozen), frozen))
-    assert_close(got, want)
-    params = {name: p.detach() for name, p in module.named_parameters()}
-
-    def call(p: Any, x: Tensor) -> Tensor:
-        return torch.func.functional_call(module, p, x).sin()
-
-    got, want = (WAYS[way](lambda x, g=g: g(params, x).square().sum())(X) for g in (fs.remat(call), call))
-    assert_close(got, want)
-    got, want = (fs.grad(lambda p, g=g: g(p, X).square().sum())(params) for g in (fs.remat(call), call))
-    assert_close(got, want)
-
-
-def sets_on_an_argument(x: Tensor, w: Any) -> Any:
-    w.extra = x.cos()
-    return x * w
-
-
-def sets_on_a_result(x: Tensor, w: Any) -> Any:
-    y: Any = x.sin() * w
-    y.extra = x.cos()
-    return y
-
-
-@pytest.mark.parametrize("f", [sets_on_an_argument, sets_on_a_result])
-@pytest.mark.parametrize("way", WAYS)
-def test_an_attribute_that_is_set_on_a_tensor_is_refused(way: str, f: Callable[..., Any]) -> None:
-    """No run's tensor is the caller's, so what is set would be lost; what is returned beside the result is exact."""
-    w = torch.ones(3, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match=r"remat of .*sets the attribute 'extra' of a tensor, .*: expected it returned"):
-        WAYS[way](lambda x: fs.remat(f)(x, w).sum())(X)
+    return loss
 
 
 GLOBAL: dict[str, Any] = {}
@@ -219,57 +115,167 @@ def reads_by_a_weak_reference(w: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda x: (x * cast(Tensor, reference())).sin()
 
 
-OUTER_WAYS: dict[str, Callable[..., Any]] = {
-    **WAYS,
-    "jvp": lambda f: lambda x: torch.func.jvp(f, (x,), (x,))[1],
-    "hvp": lambda f: lambda x: fs.hvp(f, x, x),
-    "vmap": lambda f: lambda x: torch.vmap(f)(torch.stack([x, x])),
+def leaves_by_a_global(x: Tensor) -> Tensor:
+    GLOBAL["left"] = x.sin()
+    return x.cos()
+
+
+class Counts(nn.Linear):
+    """A layer that counts its calls, in an attribute or in a buffer."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(3, 3)
+        self.calls, self.where = 1, where
+        self.register_buffer("seen", torch.ones((), dtype=torch.float64))
+        self.double().requires_grad_(False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.where == "attribute":
+            self.calls += 1
+        else:
+            self.seen.add_(1)
+        return super().forward(input) * self.calls * self.seen
+
+
+def closing_over(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: module(x)
+
+
+class Inside(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return fs.remat(lambda x: super(Inside, self).forward(x))(input)
+
+
+COUNTS = {where: Counts(where) for where in ("attribute", "buffer")}
+LAYER, INSIDE, ONES = nn.Linear(3, 3).double(), Inside(3, 3).double(), torch.ones(3, dtype=torch.float64)
+UNCOPIED = r"remat of .* returns, stores or changes an object that cannot be copied"
+PARAMETER = r"remat of .* reads parameter '\w+' of a {}, .*functional_call"
+OF_A_TRANSFORM = r"remat of .* reads a tensor of .*neither an argument nor reached from one"
+ATTRIBUTE = r"remat of .*sets the attribute 'extra' of a tensor, .*: expected it returned"
+
+REFUSED: dict[str, tuple[Loss, type[Exception], str]] = {
+    # computed later, where it would have no gradient: the function has ended
+    "generator": (lambda again, x: (again(yields)(x), x.sum())[1], TypeError, UNCOPIED),
+    "with tensors": (lambda again, x: (again(lambda x: (x.sin(), [yields(x)]))(x), x.sum())[1], TypeError, UNCOPIED),
+    "coroutine": (lambda again, x: (again(awaits)(x), x.sum())[1], TypeError, UNCOPIED),
+    "class without a copy": (lambda again, x: again(lambda x: Picky(x, x.sin()))(x)[1].sum(), TypeError, UNCOPIED),
+    # results in one memory, of which one changes in place
+    "a view changes": (in_one_memory(two, 1), RuntimeError, "is a view and is being modified inplace"),
+    "its base changes": (in_one_memory(two, 0), RuntimeError, "is a view and is being modified inplace"),
+    "a half changes": (in_one_memory(halves, 0), RuntimeError, "is a view and is being modified inplace"),
+    "an argument changes": (in_one_memory(with_argument, 1), RuntimeError, "is a view and is being modified inplace"),
+    # no run's tensor is the caller's, so what is set would be lost
+    "sets on an argument": (lambda again, x: again(sets_on_an_argument)(x, ONES).sum(), RuntimeError, ATTRIBUTE),
+    "sets on a result": (lambda again, x: again(sets_on_a_result)(x, ONES).sum(), RuntimeError, ATTRIBUTE),
+    # each run would change it again
+    "a module counts": (
+        lambda again, x: again(closing_over(COUNTS["attribute"]))(x).sum(),
+        RuntimeError,
+        "remat of .* changes 'calls' of a Counts, which each run would change again",
+    ),
+    "a module's buffer counts": (
+        lambda again, x: again(closing_over(COUNTS["buffer"]))(x).sum(),
+        RuntimeError,
+        "remat of .* changes 'seen' of a Counts, which each run would change again",
+    ),
+    # parameters and tensors of a transform around, which a run below it takes for constants
+    "module": (lambda again, x: again(LAYER)(x).sum(), RuntimeError, PARAMETER.format("Linear")),
+    "module in a closure": (lambda again, x: again(closing_over(LAYER))(x).sum(), RuntimeError, PARAMETER.format("Linear")),
+    "parameters of a call around": (
+        lambda again, x: torch.func.functional_call(INSIDE, {"weight": torch.outer(x, x), "bias": ONES}, X).sum(),
+        RuntimeError,
+        PARAMETER.format("Inside"),
+    ),
+    "reads a global": (lambda again, x: again(reads_a_global(x * 2))(X).sum(), RuntimeError, OF_A_TRANSFORM),
+    "reads by a method": (lambda again, x: again(reads_by_a_method(x * 2))(X).sum(), RuntimeError, OF_A_TRANSFORM),
+    "reads by a weak reference": (
+        lambda again, x: again(reads_by_a_weak_reference(x * 2))(X).sum(),
+        RuntimeError,
+        OF_A_TRANSFORM,
+    ),
+    "leaves by a global": (
+        lambda again, x: again(leaves_by_a_global)(x).sum() + GLOBAL["left"].sum(),
+        RuntimeError,
+        "remat of .*leaves_by_a_global hands on a tensor by a global, .* expected it in the result",
+    ),
 }
 
 
-@pytest.mark.parametrize("way", OUTER_WAYS)
-@pytest.mark.parametrize("read", [reads_a_global, reads_by_a_method, reads_by_a_weak_reference])
-def test_a_tensor_of_a_transform_around_is_refused(read: Any, way: str) -> None:
-    """A run is below the transform, where torch takes it for a constant: the gradient was zero. A constant is read."""
-    with pytest.raises(RuntimeError, match=r"remat of .* reads a tensor of .*neither an argument nor reached from one"):
-        OUTER_WAYS[way](lambda x: fs.remat(read(x * 2))(X).sum())(X.clone())
-    for w in (X * 2 + 1, (X * 2).detach()):
-        got, want = (
-            OUTER_WAYS[way](lambda x, r=wrap, w=w: (r(read(w))(X).sum() * x).sum())(X) for wrap in (fs.remat, lambda f: f)
-        )
-        assert_close(got, want)
+def ways_of(name: str) -> Any:
+    if name in ("leaves by a global", "reads the gradient of its own"):
+        return ONE_BACKWARD
+    return OUTER_WAYS if name.startswith("reads") or "around" in name else WAYS
 
 
-@pytest.mark.parametrize("way", ["torch.func.grad", "jvp", "hvp"])
-def test_a_recomputed_module_that_reads_a_global_is_refused(way: str) -> None:
-    class Reads(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input) * GLOBAL["w"]
-
-    model = nn.Sequential(Reads(3, 3)).double()
-    spec = fs.by_type(Reads, p=fs.P("shard", remat=True))(model)
-    params = fs.shard(model, spec)
-
-    def loss(x: Tensor) -> Tensor:
-        GLOBAL["w"] = x.sin()
-        return fs.functional_call(model, params, X, spec=spec).sum()
-
-    with pytest.raises(RuntimeError, match=r"module '0' with .* reads a tensor of .*neither an argument nor reached from one"):
-        OUTER_WAYS[way](loss)(X.clone())
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name in REFUSED for way in ways_of(name)])
+def test_what_is_refused(name: str, way: str) -> None:
+    """By name and with what to write: the gradient would be wrong, or zero."""
+    loss, error, words = REFUSED[name]
+    with pytest.raises(error, match=words):
+        OUTER_WAYS[way](lambda x: loss(fs.remat, x))(X.clone())
 
 
-@pytest.mark.parametrize("way", OUTER_WAYS)
-def test_parameters_of_a_functional_call_around_are_refused_by_name(way: str) -> None:
-    class Inside(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            return fs.remat(lambda x: super(Inside, self).forward(x))(input)
+def makes_a_leaf(x: Tensor) -> Tensor:
+    own = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    return (x * own).sin()
 
-    module = Inside(3, 3).double()
-    bias = torch.ones(3, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match=r"remat of .* reads parameter 'weight' of a Inside, .*functional_call"):
-        OUTER_WAYS[way](lambda x: torch.func.functional_call(module, {"weight": torch.outer(x, x), "bias": bias}, X).sum())(
-            X.clone()
-        )
+
+def reads_the_gradient_of_its_own(x: Tensor) -> Tensor:
+    own = torch.ones(3, dtype=torch.float64).requires_grad_()
+    (own.square() * 3).sum().backward()
+    return x.sin() * own.grad  # pyright: ignore[reportOperatorIssue]
+
+
+def calls(params: Any, x: Tensor) -> Tensor:
+    return torch.func.functional_call(LAYER, params, x).sin()
+
+
+PARAMS = {name: p.detach() for name, p in LAYER.named_parameters()}
+FROZEN, GIVEN = copy.deepcopy(LAYER).requires_grad_(False), random.Random(3)
+CONSTANT = (X * 2).detach()
+RIGHT: dict[str, Loss] = {
+    "list of a generator": lambda again, x: again(lambda x: [*yields(x)])(x)[1].sum(),
+    "map of tensors": lambda again, x: next(again(lambda x: map(torch.sin, [x.cos()]))(x)).square().sum(),
+    "iterator of tensors": lambda again, x: next(again(lambda x: iter([x.sin()]))(x)).square().sum(),
+    "a view": in_one_memory(two),
+    "halves": in_one_memory(halves),
+    "an argument": in_one_memory(with_argument),
+    "a clone of a view changes": in_one_memory(two, 1, clones=True),
+    "an object that does not change": lambda again, x: again(lambda x: x.sin() * (GIVEN is not None))(x).sum(),
+    "frozen module": lambda again, x: again(FROZEN)(x).square().sum(),
+    "parameters as arguments": lambda again, x: again(calls)(PARAMS, x).square().sum(),
+    "parameters of x": lambda again, x: again(calls)({"weight": torch.outer(x, x), "bias": x}, X).square().sum(),
+    "reads a constant global": lambda again, x: (again(reads_a_global(CONSTANT))(X).sum() * x).sum(),
+    "reads a constant by a method": lambda again, x: (again(reads_by_a_method(CONSTANT))(X).sum() * x).sum(),
+    "makes a leaf": lambda again, x: again(makes_a_leaf)(x).sum(),  # as MRA and Jamba of transformers
+    "reads the gradient of its own": lambda again, x: again(reads_the_gradient_of_its_own)(x).sum(),
+}
+
+
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name in RIGHT for way in ways_of(name)])
+def test_what_is_right(name: str, way: str) -> None:
+    got, want = (OUTER_WAYS[way](lambda x, w=wrap: RIGHT[name](w, x))(X) for wrap in (fs.remat, lambda f: f))
+    assert_close(got, want)
+
+
+CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "list iterator": (lambda: iter([2.0, 3.0]), next),
+    "StringIO": (lambda: io.StringIO("2\n3\n"), lambda b: float(b.readline())),
+    "NumPy array": (lambda: np.ones(3), lambda b: float(b.__iadd__(1)[0])),
+    "Python's generator": (lambda: random.Random(3), lambda g: g.random()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_change_that_is_in_no_attribute_is_refused(kind: str, way: str) -> None:
+    """Each run is given its own, and only lists, dicts, sets and attributes are written back."""
+    make, change = CHANGED[kind]
+    given = make()
+    with pytest.raises(TypeError, match=r"remat of .* changes an object that cannot be copied \(a \S+ that it changes\)"):
+        WAYS[way](lambda x: fs.remat(lambda x, held: x.sin() * change(held))(x, given).sum())(X)
+    assert change(given) == change(make())
 
 
 class TaggedSet(frozenset[Any]):
@@ -302,6 +308,30 @@ def test_classes_of_results_are_kept(f: Callable[[Tensor], Any], way: str) -> No
     got, want = (WAYS[way](loss(g))(X) for g in (fs.remat(f), f))
     assert_close(got, want)
     assert len(set(classes)) == 1
+
+
+# --- modules ---
+
+
+class Swaps(nn.Module):
+    """As BigBird on short texts: forward puts another module in the place of one, with its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.block[0] = nn.Sequential(*cast("nn.Sequential", self.block[0]))
+        return self.block(x)
+
+
+def test_a_module_that_forward_puts_into_a_recomputed_one() -> None:
+    """Refused by name; where nothing is recomputed it is right (test_unreplaced.py)."""
+    model = Swaps().double()
+    spec = fs.by_path({"block": fs.P("shard", remat=True)})(model)
+    words = r"'block.0' \(Sequential\) was put there in forward, and P\(remat=...\) of 'block'"
+    with unchanged(model), pytest.raises(RuntimeError, match=words):
+        fs.grad(lambda q: fs.functional_call(model, q, X, spec=spec).sum())(fs.shard(model, spec))
 
 
 class Scales(nn.Linear):
@@ -362,32 +392,6 @@ def test_a_hook_on_an_argument_is_refused(way: str) -> None:
     model.first.view = model.second.view = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     params = fs.shard(model, specs[1])
     assert_close(grads[1](params), grads[0](params))
-
-
-class Counts(nn.Linear):
-    """A layer that counts its calls, in one of several places."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(3, 3)
-        self.calls, self.where = 1, where
-        self.register_buffer("seen", torch.ones((), dtype=torch.float64))
-
-    def forward(self, input: Tensor) -> Tensor:
-        if self.where == "attribute":
-            self.calls += 1
-        elif self.where == "buffer":
-            self.seen.add_(1)
-        return super().forward(input) * self.calls * self.seen
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("where", ["attribute", "buffer"])
-def test_a_module_of_a_closure_that_changes_is_refused(where: str, way: str) -> None:
-    """Every run would change it; of a unit with P(remat=True) it changes once."""
-    module = Counts(where).double().requires_grad_(False)
-    what = "'calls'" if where == "attribute" else "'seen'"
-    with pytest.raises(RuntimeError, match=rf"remat of .* changes {what} of a Counts, which each run would change again"):
-        WAYS[way](fs.remat(lambda x: module(x).sum()))(X)
 
 
 class Keeps(nn.Module):
@@ -473,39 +477,3 @@ def test_what_each_run_would_change_again_is_refused(kept: Any, read: Callable[[
     spec = fs.policies.whole(fs.P(remat=True))(model)
     with pytest.raises((TypeError, RuntimeError), match=r"that it changes|would change again"):
         fs.grad(lambda p: fs.functional_call(model, p, (X,), spec=spec).sum())(fs.shard(model, spec))
-
-
-def makes_a_leaf(x: Tensor) -> Tensor:
-    own = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    return (x * own).sin()
-
-
-def reads_the_gradient_of_its_own(x: Tensor) -> Tensor:
-    own = torch.ones(3, dtype=torch.float64).requires_grad_()
-    (own.square() * 3).sum().backward()
-    return x.sin() * own.grad  # pyright: ignore[reportOperatorIssue]
-
-
-@pytest.mark.parametrize(
-    ("f", "way"),
-    [*((makes_a_leaf, way) for way in WAYS), *((reads_the_gradient_of_its_own, w) for w in ("fs.grad", "backward"))],
-)
-def test_a_leaf_that_a_run_makes_is_its_own(f: Callable[[Tensor], Tensor], way: str) -> None:
-    """As MRA and Jamba of transformers have one."""
-    got, want = (WAYS[way](lambda x, g=g: g(x).sum())(X) for g in (fs.remat(f), f))
-    assert_close(got, want)
-
-
-@pytest.mark.parametrize("way", ["fs.grad", "backward"])
-def test_a_tensor_that_leaves_by_a_global_has_no_gradient(way: str) -> None:
-    """It says so, instead of a gradient that lacks it."""
-
-    def f(x: Tensor) -> Tensor:
-        GLOBAL["left"] = x.sin()
-        return x.cos()
-
-    def loss(x: Tensor) -> Tensor:
-        return fs.remat(f)(x).sum() + GLOBAL["left"].sum()
-
-    with pytest.raises(RuntimeError, match=r"remat of .*f hands on a tensor by a global, .* expected it in the result"):
-        WAYS[way](loss)(X)
