@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most, dealt, each
+from depth import dealt, each
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -130,18 +130,6 @@ def check(got: dict[str, fs.Params], expected: dict[str, fs.Params], spec: fs.Pa
 
 
 LAYOUTS = {"shard": fs.P("shard"), "kept": fs.P("shard", reshard=False), "remat": fs.P("shard", remat=True), "ddp": fs.P()}
-
-
-@at_most(1)
-@each(sizes=[{"shard": 2}, {"shard": 3}], way=WAYS, layout=LAYOUTS)
-def test_contrastive_loss_on_simulated_ranks(layout: str, way: str, sizes: dict[str, int]) -> None:
-    """Written either way, CLIP's loss has the derivatives of the joined batch's."""
-    ranks = torch.Size(sizes.values()).numel()
-    spec = fs.by_type(nn.Linear, p=LAYOUTS[layout])(MODEL).on(sizes)
-    out = fs.testing.spmd(lambda mesh, *xs: sharded(mesh, xs, way, LAYOUTS[layout]), sizes)(*batch(ranks))
-    expected = plain(ranks)
-    for rank in range(ranks):
-        check({name: {k: t[rank] for k, t in tree.items()} for name, tree in out.items()}, expected, spec, rank)
 
 
 @each(sizes=[{"shard": 4}, {"replicate": 2, "shard": 2}], way=WAYS, layout=LAYOUTS)

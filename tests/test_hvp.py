@@ -100,19 +100,6 @@ def product(name: str, spec: fs.PartitionSpec, x: Tensor) -> fs.Params:
     return PRODUCTS[name][0](loss, fs.shard(FULL, spec), fs.shard(V, spec))
 
 
-@at_most(1)
-@each
-@pytest.mark.parametrize("sizes", [{"shard": 4}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_reverse_over_reverse_on_simulated_ranks(policy: str, sizes: dict[str, int]) -> None:
-    """Where torch has no forward-mode rule, and asked for."""
-    got = fs.testing.spmd(lambda mesh, x: [product(name, POLICIES[policy](MODEL).on(mesh), x) for name in PRODUCTS], sizes)(X)
-    spec = POLICIES[policy](MODEL).on(sizes)
-    for i, (_, full) in enumerate(PRODUCTS.values()):
-        for rank in range(4):
-            assert_close({key: h[rank] for key, h in got[i].items()}, fs.shard(full, spec, rank=rank), **CLOSE)
-
-
 def on_real_ranks(rank: int, sizes: dict[str, int], policies: list[str]) -> None:
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for policy, name in some(itertools.product(policies, PRODUCTS), 1):

@@ -432,21 +432,6 @@ def test_native_storage_and_mutations(rank: int) -> None:
     assert fs.reduce_grads({}, spec) == {}
 
 
-@real_ranks(2)
-def test_explicit_sync_divide_factor(rank: int) -> None:
-    """Three at each of two ranks over a factor of three: two, and with what was pending four; reducing again is the same."""
-    model = Outputs(1, 2, bias=False)
-    spec = fs.policies.whole()(model).bound
-    params = fs.shard(model, spec)
-    loss = lambda p: fs.functional_call(model, p, torch.full((1, 1), 2.0 + 2 * rank), spec=spec, reduce=3.0)  # noqa: E731
-    synced = fs.grad(loss)(params)
-    pending = fs.grad(loss)(fs.unshard(params, spec))
-    assert torch.equal(fs.unshard(synced, spec)["weight"], torch.full((2, 1), 2.0))
-    for _ in range(2):
-        both = {key: g + synced[key] for key, g in fs.reduce_grads(pending, spec, reduce=3.0).items()}
-        assert torch.equal(fs.unshard(both, spec)["weight"], torch.full((2, 1), 4.0))
-
-
 class TwoLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import slice_numel
 from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
 from depth import at_most, depth, each, mark_seldom, some
@@ -113,19 +112,6 @@ def test_fsdp_hybrid_shard_parity(rank: int) -> None:
         for got, want in zip(hybrid_losses, losses, strict=True):
             assert_close(got, want)
         same(hybrid, full, f"{p}: parameters")
-
-
-@real_ranks(4)
-def test_split_over_both_axes_is_fsdp(rank: int) -> None:
-    """P(("replicate", "shard")): bit for bit the shards of one axis of four, and its parity."""
-    model = Net()
-    full = {name: p.detach() for name, p in model.named_parameters()}
-    one, two = fs.by_type(MLP)(model).on(line()), fs.by_type(MLP, p=BOTH)(model).on(grid())
-    a, b = fs.shard(full, one), fs.shard(full, two)
-    assert all(torch.equal(a[key], b[key]) for key in a)
-    hybrid = fs.by_type(MLP)(model).on(grid())
-    assert {key: len(shard) for key, shard in fs.shard(full, hybrid).items()} == {u.key: slice_numel(u, 2) for u in hybrid}
-    check_parity(rank, model, two, steps=depth(2, 3))
 
 
 MIXED = {"tokens": P("shard"), "positions": P("shard", reshard=False), "layers.*": BOTH, "output": P()}

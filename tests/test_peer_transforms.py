@@ -24,7 +24,6 @@ from torch.distributed import init_device_mesh
 from torch.func import jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
-from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import P
@@ -105,18 +104,6 @@ def check_tangents(results: Any, how: str) -> None:
     ):
         assert tangent.dtype == BF16
         assert torch.equal(tangent, expected)
-
-
-@at_most(6)
-@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
-@pytest.mark.parametrize("how", [how for how in TRANSFORMS if how != "by_dual_numbers"])  # torch has no vmap rule for these
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_warmup_jvp_on_simulated_ranks(strategy: str, how: str, sizes: dict[str, int]) -> None:
-    """Forward mode past units that have nothing to do with it is zeros in bf16, with every strategy and no step before it."""
-    ranks = torch.Size(sizes.values()).numel()
-    out = fs.testing.spmd(lambda mesh, _: plain(tangents(mesh, strategy, how)), sizes)(torch.zeros(ranks))
-    for rank in range(ranks):
-        check_tangents(pytree.tree_map(lambda t, rank=rank: t[rank], out), how)
 
 
 def plain(results: Any) -> Any:

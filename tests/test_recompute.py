@@ -578,11 +578,6 @@ def asks_for_a_graph(x: Tensor) -> Tensor:
     return y.sin() if y.grad_fn is not None and x.detach().grad_fn is None else y.cos()
 
 
-def asks_for_leaves(x: Tensor) -> Tensor:
-    y = x * 2
-    return (y if x.is_leaf else x).sin() * (1 if y.is_leaf else 2)
-
-
 def asks_nothing(x: Tensor) -> Tensor:
     constant = torch.ones(())
     constant.requires_grad = False
@@ -617,14 +612,6 @@ def test_what_asks_autograd_in_a_stack_is_refused_by_name() -> None:
     """Each level has an answer of its own there."""
     with pytest.raises(RuntimeError, match=r"remat of asks_an_operand reads tensor.requires_grad, which in a stack"):
         fs.hvp(lambda p: fs.remat(asks_an_operand)(p["w"]).sum(), {"w": W}, {"w": W})
-
-
-def test_an_operand_is_no_leaf_in_any_run() -> None:
-    """The value and the gradient come from one branch, that of a tensor which is computed."""
-    for key in ("fs.grad", "torch.func.grad", "backward", "double backward"):
-        got = WAYS[key](lambda p: fs.remat(asks_for_leaves)(p["w"]).square().sum(), {"w": W}, {"w": W.cos()})
-        want = WAYS[key](lambda p: asks_for_leaves(p["w"] * 1).square().sum(), {"w": W}, {"w": W.cos()})
-        assert_close(got, want, **EXACT)
 
 
 def test_what_is_asked_of_a_captured_tensor_is_refused() -> None:

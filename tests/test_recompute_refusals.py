@@ -278,38 +278,6 @@ def test_a_change_that_is_in_no_attribute_is_refused(kind: str, way: str) -> Non
     assert change(given) == change(make())
 
 
-class TaggedSet(frozenset[Any]):
-    tag: float
-
-
-class TaggedTensor(Tensor):
-    pass
-
-
-def tags_a_set(x: Tensor) -> Any:
-    out = TaggedSet([x.sin()])
-    out.tag = 2.0
-    return out
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("f", [lambda x: [x.sin().as_subclass(TaggedTensor)], tags_a_set])
-def test_classes_of_results_are_kept(f: Callable[[Tensor], Any], way: str) -> None:
-    classes: list[type] = []
-
-    def loss(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
-        def of(x: Tensor) -> Tensor:
-            (out,) = whole = f(x)
-            classes.append(type(out))
-            return getattr(whole, "tag", 1.0) * out.square().sum()
-
-        return of
-
-    got, want = (WAYS[way](loss(g))(X) for g in (fs.remat(f), f))
-    assert_close(got, want)
-    assert len(set(classes)) == 1
-
-
 # --- modules ---
 
 

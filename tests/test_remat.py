@@ -11,7 +11,7 @@ import pytest
 import torch
 from collective_log import Collectives, gathers, scatters, world
 from depth import at_most, depth, each
-from gradient_cases import assert_shards_of_mean, cases, inputs, penalty, values
+from gradient_cases import assert_shards_of_mean, cases, penalty
 from hypothesis import given, settings
 from test_memory import Alive, no_collector
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from torch.testing import assert_close
 
 import funshard as fs
 from funshard import _torch
-from funshard._spec.options import inner_calls
 
 W = torch.randn(4, 4, dtype=torch.float64)
 X = torch.randn(3, 4, dtype=torch.float64)
@@ -525,16 +524,6 @@ def test_inside_simulated_ranks_and_around_them() -> None:
         return lambda full: fs.testing.spmd(one(full), 3)(xs).sum()
 
     assert_close(grad(total(fs.remat(loss)))(full), grad(total(loss))(full))
-
-
-def test_inputs_of_the_laws() -> None:
-    """The random cases above do have recomputed units, of more than one element."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    spec = rematerialized(fs.by_type(nn.Linear), every=False)(model)
-    assert inner_calls(spec) == ("1",)
-    assert inner_calls(rematerialized(fs.policies.whole(), every=True)(model)) == ("",)
-    assert inputs({"shard": 2}).shape == (2,)
-    assert values(model)["0.weight"].shape == (2, 2)
 
 
 def test_results_that_are_not_continuous_have_no_tangents() -> None:

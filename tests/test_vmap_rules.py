@@ -15,14 +15,10 @@ from collective_log import Collectives, world
 from depth import at_most, depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import unchanged
 from ranks import Pool
-from test_collectives import Block
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.func import grad, jvp, vjp, vmap
-from torch.testing import assert_close
-from torch.utils import _pytree as pytree
+from torch.func import jvp, vjp, vmap
 
 import funshard as fs
 from funshard import collectives as c
@@ -476,111 +472,3 @@ def test_randomness_of_vmap_on_a_process_group(gloo2: Pool) -> None:
     assert all(same_everywhere(entries) for entries in same)
     assert all_different(same[:, 0])
     assert all_different(different.flatten(0, 1))
-
-
-# --- functional_call ---
-
-MEMBERS, ENTRIES, RANKS = 3, 2, 2
-
-
-def model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(3, 5), Block(5), nn.Linear(5, 2)).double()
-
-
-MODEL = model()
-ENSEMBLE = {
-    name: torch.randn(MEMBERS, *p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
-    for i, (name, p) in enumerate(MODEL.named_parameters())
-}
-XS = torch.randn(RANKS, ENTRIES, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-
-
-def member(m: int) -> dict[str, Tensor]:
-    return {name: p[m] for name, p in ENSEMBLE.items()}
-
-
-def plain(full: dict[str, Tensor], x: Tensor) -> Tensor:
-    return torch.func.functional_call(MODEL, full, (x,))
-
-
-SPECS = {
-    "fsdp": fs.by_type(Block),
-    "zero2": fs.by_type(Block, p=fs.P("shard", reshard=False)),
-    "ddp": fs.policies.whole(fs.P()),
-}
-
-
-def ensemble_shards(spec: fs.PartitionSpec) -> dict[str, Tensor]:
-    """[member, ...]"""
-    many = [fs.shard(member(m), spec) for m in range(MEMBERS)]
-    return {key: torch.stack([one[key] for one in many]) for key in many[0]}
-
-
-def ensemble(mesh: Mesh, x: Tensor, policy: str) -> dict[str, Any]:
-    """Members by entries on one rank, x is [entry, 4, 3]: values, gradients, and Hessian-vector products of all."""
-    spec = SPECS[policy](MODEL).on(mesh)
-    params = ensemble_shards(spec)
-    directions = {k: p.cos() for k, p in params.items()}
-
-    def call(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return fs.functional_call(MODEL, p, (x,), spec=spec)
-
-    def loss(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return (call(p, x) ** 2).mean()
-
-    def product(p: dict[str, Tensor], v: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-        return jvp(lambda p: grad(loss)(p, x), (p,), (v,))[1]
-
-    return {
-        "members, entries": vmap(vmap(call, (None, 0)), (0, None))(params, x),
-        "entries, members": vmap(vmap(call, (0, None)), (None, 0), out_dims=1)(params, x),
-        "in chunks": vmap(vmap(call, (None, 0), chunk_size=1), (0, None), chunk_size=2)(params, x),
-        "gradients": vmap(vmap(grad(loss), (None, 0)), (0, None))(params, x),
-        "fs gradients": vmap(vmap(fs.grad(loss), (0, None)), (None, 0), out_dims=1)(params, x),
-        "products": vmap(vmap(product, (None, None, 0)), (0, 0, None))(params, directions, x),
-    }
-
-
-def check_ensemble(mine: dict[str, Any], rank: int, policy: str) -> None:
-    """One rank's results against loops over members and entries of the plain model."""
-    spec = SPECS[policy](MODEL).on({"shard": RANKS})
-
-    def mean(full: dict[str, Tensor], i: int) -> Tensor:
-        return sum((plain(full, XS[r, i]) ** 2).mean() for r in range(RANKS)) / RANKS
-
-    def here(tree: dict[str, Tensor]) -> dict[str, Tensor]:
-        return fs.shard(tree, spec, rank=rank)
-
-    for m, i in itertools.product(range(MEMBERS), range(ENTRIES)):
-        for name in ("members, entries", "entries, members", "in chunks"):
-            assert_close(mine[name][m, i], plain(member(m), XS[rank, i]))
-        v = {key: buffer.cos() for key, buffer in fs.flatten(member(m), spec).items()}
-        gradient = lambda full, i=i: grad(mean)(full, i)  # noqa: E731
-        direction = fs.unflatten(v, spec)
-        hv = jvp(gradient, (member(m),), ({name: direction[name] for name in ENSEMBLE},))[1]
-        for name, want in {"gradients": gradient(member(m)), "fs gradients": gradient(member(m)), "products": hv}.items():
-            for key, shard in here(want).items():
-                assert_close(mine[name][key][m, i], shard, rtol=1e-10, atol=1e-12)
-
-
-@at_most(1)
-@pytest.mark.parametrize("policy", SPECS)
-def test_ensembles_by_data_by_ranks(policy: str) -> None:
-    """vmap over stacked parameters times vmap over data inside the ranks: loops over members, entries and ranks."""
-    with unchanged(MODEL):
-        out = fs.testing.spmd(lambda mesh, x: ensemble(mesh, x, policy), RANKS)(XS)
-    for rank in range(RANKS):
-        check_ensemble(pytree.tree_map(lambda t, rank=rank: t[rank], out), rank, policy)
-
-
-def ensemble_on_group(rank: int, policy: str) -> dict[str, Any]:
-    return ensemble(Mesh.world(), XS[rank], policy)
-
-
-@at_most(1)
-@pytest.mark.parametrize("policy", SPECS)
-def test_ensembles_by_data_on_a_process_group(gloo2: Pool, policy: str) -> None:
-    """The same on two real ranks."""
-    for rank, mine in enumerate(gloo2.run(ensemble_on_group, policy)):
-        check_ensemble(mine, rank, policy)
