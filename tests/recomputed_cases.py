@@ -69,10 +69,6 @@ class Slots:
         self.count = 0
 
 
-class MoreSlots(Slots):
-    __slots__ = ("__dict__", "other")
-
-
 @dataclass(frozen=True)
 class Frozen:
     held: Tensor | None = None
@@ -112,12 +108,6 @@ def in_slots(self: Any, x: Tensor, state: Any) -> Tensor:
     state.held = self.lin(x).sin() + getattr(state, "held", 0)
     state.count += 1
     return x + state.held * state.count
-
-
-def in_more_slots(self: Any, x: Tensor, state: Any) -> Tensor:
-    state.other = [in_slots(self, x, state), getattr(state, "other", None)]
-    state.free = getattr(state, "free", 1) * 2
-    return state.other[0] * state.free
 
 
 def in_frozen(self: Any, x: Tensor, state: Any) -> Tensor:
@@ -219,33 +209,6 @@ def read_taken(model: Any, state: Any) -> Any:
     return total
 
 
-def counted_in_closure() -> Callable[..., Tensor]:
-    n = 0
-
-    def body(self: Any, x: Tensor, state: Any) -> Tensor:
-        nonlocal n
-        n += 1
-        state["n"] = n
-        return self.lin(x).sin() * (1 + n % 2 * 3)
-
-    return body
-
-
-class Hyper(nn.Module):
-    """A module that calls one of its children, a unit of its own, with weights that it computes; and without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.make, self.target = nn.Linear(WIDTH, WIDTH * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.make(x.mean(0)).view(WIDTH, WIDTH)
-        first = self.target(x)
-        fast = torch.func.functional_call(self.target, {"weight": made + self.target.weight}, (torch.tanh(first),))
-        return self.head(torch.sin(fast) + self.target(x) + self.target(fast))
-
-
 class Stateful(nn.Module):
     """A buffer that forward replaces, or writes to in place."""
 
@@ -270,7 +233,6 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "set": lambda: Model(in_set, set),
     "deque": lambda: Model(listed, lambda: deque(maxlen=2)),
     "slots": lambda: Model(in_slots, Slots, lambda model, state: state.held.sum() * state.count),
-    "more slots": lambda: Model(in_more_slots, MoreSlots, lambda model, state: state.other[1][0].sum()),
     "frozen dataclass": lambda: Model(in_frozen, Frozen, lambda model, state: state.log[0].held.sum()),
     "namedtuple": lambda: Model(in_pair, lambda: Pair([], {}), lambda model, state: (state.left[0] * state.left[1]).sum()),
     "replaced": lambda: Model(replaced, dict, lambda model, state: (state["again"] ** 2).sum()),
@@ -288,8 +250,6 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "given as attribute": lambda: Model(given_attribute, before=give),
     "partial on itself": lambda: Model(scaled, scale=functools.partial(torch.mul, other=torch.tensor(2.0).double())),
     "grad mode": lambda: Model(by_grad_mode),
-    "nonlocal": lambda: Model(counted_in_closure(), dict, lambda model, state: 0.1 * (state["n"] % 2)),
-    "fast weights around": Hyper,
     "buffer replaced": lambda: nn.Sequential(Stateful(), Stateful(), nn.Linear(WIDTH, 1)),
     "buffer in place": lambda: nn.Sequential(Stateful(in_place=True), Stateful(in_place=True), nn.Linear(WIDTH, 1)),
 }

@@ -1,4 +1,4 @@
-"""Plain autograd on two real ranks: double backward, kept graphs, in-place changes, copies, complex units and autocast."""
+"""Plain autograd on two real ranks: double backward, two losses, in-place changes and autocast."""
 
 from __future__ import annotations
 

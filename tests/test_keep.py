@@ -143,6 +143,7 @@ STRATEGIES: dict[str, P] = {
     "offload": P("shard", offload="activations", precision=KEEP),
     "compile": P("shard", compile=fs.Compile(backend="aot_eager"), precision=KEEP),
     "align": P("shard", align=2, precision=KEEP),
+    "two axes": P(("replicate", "shard"), precision=KEEP),
 }
 
 
@@ -183,7 +184,7 @@ def meshes(kind: str = "") -> dist.DeviceMesh:
     return init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
 
 
-KINDS = [*((strategy, "") for strategy in STRATEGIES), ("shard", "tied"), ("shard", "whole")]
+KINDS = [*((strategy, "") for strategy in STRATEGIES if strategy != "two axes"), ("shard", "tied"), ("shard", "whole")]
 
 
 @each(transform=TRANSFORMS)
@@ -192,22 +193,11 @@ def test_real_ranks(gloo2: Pool, strategy: str, kind: str, transform: str) -> No
     gloo2.run(compare_on_ranks, strategy, transform, kind)
 
 
-@every(kind=mark_seldom(["hybrid", "four"], "hybrid"), transform=mark_seldom(TRANSFORMS, "fs.grad"))
+@at_most(4)
+@every(kind=["hybrid", "two axes", "four"], transform=mark_seldom(TRANSFORMS, "fs.grad", "penalty"))
 def test_four_ranks(gloo4: Pool, kind: str, transform: str) -> None:
-    """HSDP, and slices that lie on four ranks."""
-    gloo4.run(compare_on_ranks, "shard", transform, kind)
-
-
-@real_ranks(4)
-def test_slices_over_two_axes(rank: int) -> None:
-    """Slices over two axes, gathered one after the other."""
-    model = make_model()
-    spec = units(P(("replicate", "shard"), precision=KEEP))(model).on(meshes("two axes"))
-    full = full_of(model)
-    for grad in (fs.grad, penalty):
-        grads = grad(lambda p: sharded_loss(model, spec, p, make_batch(rank)))(fs.shard(full, spec))
-        theirs = torch.func.grad if grad is fs.grad else penalty
-        assert_close(fs.unshard(grads, spec), mean_over_ranks(theirs, model, F32, full, 4))
+    """HSDP, slices over two axes, gathered one after the other, and slices that lie on four ranks."""
+    gloo4.run(compare_on_ranks, kind if kind == "two axes" else "shard", transform, kind)
 
 
 # --- bit for bit, in two bytes and four ---
@@ -438,40 +428,51 @@ def test_values() -> None:
     assert Precision(keep={}) == Precision()
 
 
-@pytest.mark.parametrize(
-    ("keep", "words"),
-    [
-        ("*norm*", "keep: expected a dict such as"),
-        ({"*norm*": torch.int32}, r"keep: '\*norm\*': expected a floating point dtype, got torch.int32"),
-        ({"*norm*": None}, ".*expected a floating point dtype, got None"),
-        ({3: F32}, "keep: expected a dict such as"),
-    ],
-)
-def test_wrong_keep(keep: Any, words: str) -> None:
-    with pytest.raises(TypeError, match=f"^Precision: {words}"):
-        Precision(keep=keep)
+def on_blocks(precision: Precision, **options: Any) -> Callable[[], Any]:
+    return lambda: fs.by_type(Block, p=P("shard", precision=precision, **options))(make_model(F32).requires_grad_(not options))
 
 
-def test_keep_beside_a_codec() -> None:
-    with pytest.raises(ValueError, match=r"expected keep or codec, got both.*unit of their own"):
-        Precision(codec=fs.codecs.int8(), keep={"*": F32})
-    frozen = make_model(F32).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"unit 'blocks\.0' is at rest in int8.*'blocks\.0\.norm\.weight'.*a unit of its own"):
-        fs.by_type(Block, p=P("shard", at_rest=fs.codecs.int8(), precision=LOW))(frozen)
+PHASES = nn.ParameterDict({"phase": torch.ones(2, dtype=torch.complex64), "scale": torch.ones(2)})
+AT_REST = r"unit 'blocks\.0' is at rest in int8.*'blocks\.0\.norm\.weight'.*a unit of its own"
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "text": (lambda: Precision(keep="*norm*"), TypeError, "^Precision: keep: expected a dict such as"),
+    "no name": (lambda: Precision(keep={3: F32}), TypeError, "^Precision: keep: expected a dict such as"),
+    "no floating dtype": (
+        lambda: Precision(keep={"*norm*": torch.int32}),
+        TypeError,
+        r"^Precision: keep: '\*norm\*': expected a floating point dtype, got torch.int32",
+    ),
+    "codec": (
+        lambda: Precision(codec=fs.codecs.int8(), keep={"*": F32}),
+        ValueError,
+        "expected keep or codec, got both.*unit of their own",
+    ),
+    "at rest": (on_blocks(LOW, at_rest=fs.codecs.int8()), ValueError, AT_REST),
+    "nothing": (on_blocks(Precision(keep={"*router*": F32})), ValueError, r"'\*router\*' matches no floating point parameter"),
+    "of other units": (
+        lambda: fs.by_path({"blocks.*": P("shard", precision=LOW)})(make_model(F32)),
+        ValueError,
+        r"keep: 'head\.\*' matches no floating point parameter of the units with",
+    ),
+    "complex": (
+        lambda: fs.policies.whole(P("shard", precision=Precision(param=BF16, keep={"phase": F32})))(PHASES),
+        ValueError,
+        "keep: 'phase' matches no floating point parameter",
+    ),
+    "two": (
+        on_blocks(Precision(keep={"*norm*": F32, "blocks.0.*": F64})),
+        ValueError,
+        r"parameter 'blocks\.0\.norm\.weight': Precision\(keep=.*expected one dtype",
+    ),
+}
 
 
-def test_wrong_globs() -> None:
-    """One that matches nothing, whatever it matches in units of another precision; and two for one parameter."""
-    model = make_model(F32)
-    with pytest.raises(ValueError, match=r"keep: '\*router\*' matches no floating point parameter of the units with"):
-        fs.by_type(Block, p=P("shard", precision=Precision(keep={"*router*": F32})))(model)
-    with pytest.raises(ValueError, match=r"keep: 'head\.\*' matches no floating point parameter"):
-        fs.by_path({"blocks.*": P("shard", precision=LOW)})(model)
-    phases = nn.ParameterDict({"phase": torch.ones(2, dtype=torch.complex64), "scale": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"keep: 'phase' matches no floating point parameter"):
-        fs.policies.whole(P("shard", precision=Precision(param=BF16, keep={"phase": F32})))(phases)
-    with pytest.raises(ValueError, match=r"parameter 'blocks\.0\.norm\.weight': Precision\(keep=.*expected one dtype"):
-        fs.by_type(Block, p=P("shard", precision=Precision(keep={"*norm*": F32, "blocks.0.*": F64})))(model)
+@pytest.mark.parametrize("what", WRONG)
+def test_what_keep_may_not_be(what: str) -> None:
+    """Globs that match nothing, whatever they match in units of another precision, or disagree, among it."""
+    call, error, words = WRONG[what]
+    with pytest.raises(error, match=words):
+        call()
 
 
 class Writes(nn.Module):

@@ -20,7 +20,7 @@ from depth import at_most, depth, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Pool
-from recomputed_cases import CASES, REMAT, WIDTH, Block, Hyper, Model
+from recomputed_cases import CASES, REMAT, WIDTH, Block, Model
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -35,7 +35,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-9}
 Loss = Callable[[Any], Tensor]
 
 
-FEW = ["cache, read", "slots", "aux loss on itself", "hooks", "fast weights around", "buffer replaced"]
+FEW = ["cache, read", "slots", "aux loss on itself", "hooks", "frozen dataclass", "buffer replaced"]
 """Cases to try everywhere."""
 
 
@@ -69,7 +69,7 @@ WAYS: dict[str, Callable[[Loss, fs.Params, fs.Params], fs.Params]] = {
 
 
 def policy(model: nn.Module, p: fs.P) -> fs.PartitionSpec:
-    return (fs.by_type(nn.Linear, p=p) if isinstance(model, Hyper) else fs.by_type(*REMAT, p=p))(model)
+    return fs.by_type(*REMAT, p=p)(model)
 
 
 def seed(loss: Loss) -> Loss:
@@ -150,7 +150,7 @@ STRATEGIES = {
 @pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "kept"))
 def test_state_that_passes_by_other_ways_on_ranks(gloo2: Pool, strategy: str) -> None:
     """Two real ranks with data of their own; by default each case is tried with one of the strategies."""
-    names = [name for name in CASES if name != "nonlocal"]  # whose parity two references would change
+    names = list(CASES)
     own = names[list(STRATEGIES).index(strategy) :: len(STRATEGIES)]
     gloo2.run(all_on_ranks, depth(own, names if strategy == "shard" else FEW), STRATEGIES[strategy])
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from depth import at_most, dealt, mark_seldom
+from depth import at_most, mark_seldom
 from models import EXACT, VOCABULARY, Architecture, plain, unchanged
 from parity import GRADIENTS
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -91,7 +90,11 @@ def build(name: str) -> Architecture:
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
 
-def check(rank: int, name: str) -> None:
+@at_most(1)
+@pytest.mark.parametrize("name", mark_seldom(ARCHITECTURES, "gpt2", "llama", "llama tied", "mixtral", "t5", "bert"))
+@real_ranks(2)
+def test_gradients_at_the_defaults(rank: int, name: str) -> None:
+    """use_cache and dropout as they come, with each block recomputed, or all of it but its products."""
     made = build(name)
     grads = [plain(made, r)[0] for r in range(2)]
     batch = {k: v[rank] for k, v in made.batches.items()}
@@ -110,13 +113,6 @@ def check(rank: int, name: str) -> None:
     torch.manual_seed(0)
 
 
-@at_most(1)
-@pytest.mark.parametrize("name", mark_seldom(ARCHITECTURES, "gpt2", "llama", "llama tied", "mixtral", "t5", "bert"))
-def test_gradients_at_the_defaults(gloo2: Pool, name: str) -> None:
-    """use_cache and dropout as they come, on two real ranks, with each block recomputed, or all of it but its products."""
-    gloo2.run(check, name)
-
-
 class Quiet(nn.Module):
     """The loss as the result: dropout off, whatever the model has."""
 
@@ -131,19 +127,11 @@ class Quiet(nn.Module):
         return self.model(**batch).loss
 
 
-def penalized(loss: Callable[[fs.Params], Tensor], params: fs.Params, _: fs.Params) -> fs.Params:
-    """The gradient of a penalty on gradients, which is a rank's of its shards."""
-    return torch.func.grad(lambda p: sum((g**2).sum() for g in torch.func.grad(loss)(p).values()))(params)
-
-
-SECOND: dict[str, tuple[Callable[..., fs.Params], dict[str, float]]] = {
-    "hvp": (fs.hvp, EXACT),
-    "grad of grad": (penalized, {"rtol": 1e-5, "atol": 1e-6}),  # RMSNorm and losses are in float32
-}
-OF_SECOND_ORDER = ["gpt2", "llama", "mistral", "t5"]
-
-
-def second(rank: int, name: str) -> None:
+@at_most(1)
+@pytest.mark.parametrize("name", mark_seldom(["gpt2", "llama", "mistral", "t5"], "gpt2", "llama"))
+@real_ranks(2)
+def test_second_order_at_the_defaults(rank: int, name: str) -> None:
+    """Products with the Hessian: SiLU, RoPE and caches in each."""
     made = build(name)
     model = Quiet(made.model)
     spec = fs.by_type(*made.blocks, p=fs.P("shard", remat=True))(model).bound
@@ -162,17 +150,8 @@ def second(rank: int, name: str) -> None:
     def reference(full: fs.Params) -> Tensor:
         return sum(one(full, batch) for batch in batches) / 2
 
-    for what in dealt(name, OF_SECOND_ORDER, SECOND):
-        derivative, close = SECOND[what]
-        with sdpa_kernel(SDPBackend.MATH):
-            got = derivative(loss, fs.shard(full, spec), fs.shard(direction, spec))
-            want = fs.shard(derivative(reference, full, direction), spec)
-        for key in want:
-            torch.testing.assert_close(got[key], want[key], **close, msg=lambda m, w=f"{what} {key}": f"{w}: {m}")
-
-
-@at_most(1)
-@pytest.mark.parametrize("name", mark_seldom(OF_SECOND_ORDER, "gpt2", "llama"))
-def test_second_order_at_the_defaults(gloo2: Pool, name: str) -> None:
-    """Products with the Hessian and gradients of a penalty on gradients: SiLU, RoPE and caches in each."""
-    gloo2.run(second, name)
+    with sdpa_kernel(SDPBackend.MATH):
+        got = fs.hvp(loss, fs.shard(full, spec), fs.shard(direction, spec))
+        want = fs.shard(fs.hvp(reference, full, direction), spec)
+    for key in want:
+        torch.testing.assert_close(got[key], want[key], **EXACT, msg=lambda m, key=key: f"{key}: {m}")

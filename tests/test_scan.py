@@ -277,29 +277,6 @@ def test_what_a_step_may_contain(name: str, derivative: str) -> None:
     MODEL.train()
 
 
-def steps_on_rank(rank: int, names: list[str]) -> None:
-    spec = POLICIES["mixed"](MODEL).bound
-    MODEL.eval()
-    for name in names:
-        joined = [t[:2].transpose(0, 1).flatten(1, 2) for t in (X, WEIGHTS)]
-        whole = fs.policies.whole()(MODEL).on({"shard": 1})
-        if name == "muon":
-            whole = POLICIES["mixed"](MODEL).on({"shard": 1})
-        f = of_step(loop, name, whole, joined[0], VALIDATION[:2].flatten(0, 1))
-        weights, lr = torch.func.grad(f, (0, 1))(joined[1][:3], LR)
-        got = fs.grad(of_step(fs.scan, name, spec, X[rank], VALIDATION[rank]), (0, 1))(WEIGHTS[rank, :3], LR)
-        assert_close(got[0], 2 * weights.chunk(2, 1)[rank], **EXACT, msg=lambda m, name=name: f"{name}: {m}")
-        if name != "closure":  # where the update is written by hand, each rank has its part of the rate's derivative
-            assert_close(got[1], lr, **EXACT, msg=lambda m, name=name: f"{name}: {m}")
-    MODEL.train()
-
-
-@at_most(1)
-@pytest.mark.parametrize("name", mark_seldom(STEPS_OF, "muon", "closure"))
-def test_what_a_step_may_contain_on_two_ranks(gloo2: Pool, name: str) -> None:
-    gloo2.run(steps_on_rank, [name])
-
-
 # --- traps that others fell into ---
 
 
