@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
-from depth import at_most, each, seldom
+from depth import at_most, each
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
@@ -319,20 +319,6 @@ def test_with_an_unsharded_head_on_real_ranks(rank: int) -> None:
     v = {name: x.cos() for name, x in full.items()}
     want = {k: fs.shard(g, spec) for k, g in derivatives(reference, full, v).items()}
     assert_close(derivatives(loss, fs.shard(full, spec), fs.shard(v, spec)), want, rtol=1e-9, atol=1e-9)
-
-
-@seldom
-def test_in_a_compiled_step() -> None:
-    """Gradient and Hessian product, by fs.compile; the regions are recomputed."""
-    rows = rows_of(10)
-    mean = fs.chunked(cross_entropy, 3, reduce="mean")
-
-    def step(w: Tensor, h: Tensor) -> Any:
-        loss = lambda w: mean(w, {**rows, "h": h})  # noqa: E731
-        return fs.grad_and_value(loss)(w), fs.hvp(loss, w, w.cos())
-
-    torch._dynamo.reset()
-    assert_close(fs.compile(step, backend="aot_eager")(W, rows["h"]), step(W, rows["h"]))
 
 
 # --- refusals ---

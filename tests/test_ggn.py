@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from collective_log import world
 from depth import each, seldom
-from ranks import Pool
+from ranks import real_ranks
 from test_hvp import Cube, text
 from test_memory import Peak, no_collector
 from torch import Tensor, nn
@@ -184,11 +184,8 @@ def test_transforms_around_it() -> None:
     assert_close(slope, (up - down) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
-def test_outputs_may_be_a_tree_and_a_penalty_of_shards_counts_once(gloo2: Pool) -> None:
-    gloo2.run(penalty_on_real_ranks)
-
-
-def penalty_on_real_ranks(rank: int) -> None:
+@real_ranks(2)
+def test_outputs_may_be_a_tree_and_a_penalty_of_shards_counts_once(rank: int) -> None:
     spec = POLICIES["shard"](MODEL).bound
     params, v = fs.shard(FULL, spec), fs.shard(V, spec)
     cross_entropy = curvature.cross_entropy(Y[rank])

@@ -506,18 +506,15 @@ def test_compiled_checkpointed_and_offloaded_as_a_whole(gloo2: Pool) -> None:
 # --- PEER_TESTS.md 16 ---
 
 
-def checkpointed_and_offloaded(rank: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"offload": ACTIVATIONS}, {"offload": ACTIVATIONS, "remat": True}, {"remat": True}], ids=str
+)
+@real_ranks(2)
+def test_fsdp_checkpoint(rank: int, options: dict[str, Any]) -> None:
+    """Losses, gradients and parameters over steps are the averaged plain model's: offloaded, recomputed, or both."""
     spec = fs.by_type(Noisy, p=P("shard", **options))
     model = noisy().eval()  # both runs draw other numbers
     with everywhere() as copies, warnings.catch_warnings():
         warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
         check_parity(rank, model, spec(model), steps=3)
     assert (copies.out > 0) is bool(options.get("offload"))
-
-
-@pytest.mark.parametrize(
-    "options", [{"offload": ACTIVATIONS}, {"offload": ACTIVATIONS, "remat": True}, {"remat": True}], ids=str
-)
-def test_fsdp_checkpoint(gloo2: Pool, options: dict[str, Any]) -> None:
-    """Losses, gradients and parameters over steps are the averaged plain model's: offloaded, recomputed, or both."""
-    gloo2.run(checkpointed_and_offloaded, options)

@@ -14,7 +14,7 @@ from hosted import elsewhere
 from offloaded import everywhere
 from parity import check_parity, numbers
 from peer_models import MLP, Net
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_offload import MODELS, equal, p_of
 from torch import Tensor
 
@@ -31,7 +31,9 @@ PARAMS = "params"
 # --- the same bits ---
 
 
-def others(rank: int) -> None:
+@seldom
+@real_ranks(2)
+def test_everything_else_that_takes_shards(rank: int) -> None:
     """Compiled, checkpointed, visited twice, frozen, whole steps, full parameters and back, other specs."""
     model, x = Net(3), numbers(rank, 0)
     model.first.requires_grad_(False)
@@ -79,12 +81,8 @@ def others(rank: int) -> None:
             equal(fs.compile(fs.grad(loss_on(spec)), backend="aot_eager")(params), fs.grad(loss_on(plain))(params))
 
 
-@seldom
-def test_everything_else_that_takes_shards(gloo2: Pool) -> None:
-    gloo2.run(others)
-
-
-def hybrid(rank: int) -> None:
+@real_ranks(4)
+def test_hybrid(rank: int) -> None:
     """Two axes, bound one after the other: a slice leaves once it is reduced over both."""
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, x = Net(3), numbers(rank, 0)
@@ -105,10 +103,6 @@ def hybrid(rank: int) -> None:
                     fs.reduce_grads(first, spec, reduce_axes="replicate"),
                     fs.reduce_grads(expected, plain, reduce_axes="replicate"),
                 )
-
-
-def test_hybrid(gloo4: Pool) -> None:
-    gloo4.run(hybrid)
 
 
 def test_simulated_ranks() -> None:
@@ -187,7 +181,9 @@ def drifted(full: fs.Params, by: Tensor) -> fs.Params:
     return {name: p + by * p.cos() for name, p in full.items()}
 
 
-def around_on_ranks(rank: int) -> None:
+@real_ranks(2)
+def test_averages_and_compressors_on_real_ranks(rank: int) -> None:
+    """The bits of the same units without offload, whichever of the two rests on the host, or both."""
     model = Net(3)
     full = {name: p.detach() for name, p in model.named_parameters()}
 
@@ -197,11 +193,6 @@ def around_on_ranks(rank: int) -> None:
         return averaged_and_compressed(spec, drifted(full, by), drifted(full, by.sqrt()), shards)
 
     around(halves, of)
-
-
-def test_averages_and_compressors_on_real_ranks(gloo2: Pool) -> None:
-    """The bits of the same units without offload, whichever of the two rests on the host, or both."""
-    gloo2.run(around_on_ranks)
 
 
 @pytest.mark.parametrize("axis", ["shard", None])
@@ -325,7 +316,8 @@ def test_peer_rows(gloo2: Pool, row: Callable[[int], None]) -> None:
     gloo2.run(row)
 
 
-def together(rank: int) -> None:
+@real_ranks(2)
+def test_together_with_activations(rank: int) -> None:
     """Params and activations on the host at once; the order of a spec; full parameters in the place of a shard."""
     torch.manual_seed(0)
     model, x = Net(3), numbers(rank, 0)
@@ -341,7 +333,3 @@ def together(rank: int) -> None:
         assert min(copies.beside, activations.out) > 3
         mixed = {key: x for key, x in params.items() if key != "blocks.0"} | fs.unshard(params, spec, units=["blocks.0"])
         equal(fs.grad(call)(mixed, spec), fs.grad(call)(mixed, plain))
-
-
-def test_together_with_activations(gloo2: Pool) -> None:
-    gloo2.run(together)

@@ -16,7 +16,7 @@ from cases import owned
 from depth import at_most, depth, mark_seldom, seldom, some
 from gradient_cases import Case, cases
 from hypothesis import given
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_local import objective, spec_of, whole_params
 from test_memory import Peak, no_collector
 from torch import Tensor, nn
@@ -277,8 +277,11 @@ def test_real_ranks_agree_with_simulated_ones(gloo2: Pool) -> None:
             assert_close(tree, {key: z[rank] for key, z in expected[name].items()}, **CLOSE)
 
 
-def without_samples(rank: int, policy: str, ranks_with: int) -> None:
-    """As Poisson sampling may draw them: this rank's samples are missing, and a loss of zeros would be NaN."""
+@pytest.mark.parametrize("ranks_with", [1, 0])
+@pytest.mark.parametrize("policy", mark_seldom(POLICIES, "blocks", "replicated"))
+@real_ranks(2)
+def test_a_rank_without_samples(rank: int, policy: str, ranks_with: int) -> None:
+    """It adds nothing, and the others do not wait for it; without any sample at all there is the noise alone."""
     spec = POLICIES[policy](MODEL).bound
     call = loss_on(spec)
     loss = lambda p, x, y: call(p, x, y) / x.abs().sum()  # noqa: E731
@@ -296,13 +299,6 @@ def without_samples(rank: int, policy: str, ranks_with: int) -> None:
     noisy = run(reduce=64.0, noise=0.5, generator=torch.Generator().manual_seed(5))
     alone = fs.unshard(noisy, spec)["0.weight"] - total["0.weight"] / 64
     assert 0.5 < float(alone.std() / (0.5 * CLIP / 64)) < 1.5  # added once
-
-
-@pytest.mark.parametrize("ranks_with", [1, 0])
-@pytest.mark.parametrize("policy", mark_seldom(POLICIES, "blocks", "replicated"))
-def test_a_rank_without_samples(gloo2: Pool, policy: str, ranks_with: int) -> None:
-    """It adds nothing, and the others do not wait for it; without any sample at all there is the noise alone."""
-    gloo2.run(without_samples, policy, ranks_with)
 
 
 SMALL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

@@ -19,7 +19,7 @@ import torch
 from depth import at_most, depth, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import Pool, real_ranks
 from recomputed_cases import CASES, REMAT, WIDTH, Block, Model
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -361,7 +361,10 @@ class Reads(nn.Module):
         return nn.functional.linear(x, self.other[0].weight) if self.how == "read" else self.other[0](x)
 
 
-def reading(rank: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["read", "call"])
+@real_ranks(2)
+def test_parameters_of_other_units_are_refused(rank: int, how: str) -> None:
+    """On every rank, before anything is sent for it: the gradient would be zero."""
     torch.manual_seed(0)
     a = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(a, Reads(a, how)).double()
@@ -374,12 +377,6 @@ def reading(rank: int, how: str) -> None:
                 RuntimeError, match=r"unit '0' is read inside of module '1' with P\(remat=True\), .* around both"
             ):
                 WAYS[way](lambda p, spec=spec: fs.functional_call(model, p, x, spec=spec).sum(), params, params)
-
-
-@pytest.mark.parametrize("how", ["read", "call"])
-def test_parameters_of_other_units_are_refused(gloo2: Pool, how: str) -> None:
-    """On every rank, before anything is sent for it: the gradient would be zero."""
-    gloo2.run(reading, how)
 
 
 def test_a_state_that_is_an_error_is_as_before() -> None:

@@ -18,7 +18,7 @@ from depth import at_most, dealt, depth, each, mark_seldom, some
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
-from ranks import Pool
+from ranks import real_ranks
 from recomputed_cases import CASES
 from test_memory import Peak, no_collector
 from test_recompute import made, policy, seed
@@ -605,7 +605,19 @@ def test_a_change_that_only_a_later_call_makes() -> None:
 # --- units on ranks ---
 
 
-def on_ranks(rank: int, strategy: str) -> None:
+STRATEGIES: dict[str, Callable[[Any], fs.P]] = {
+    "shard": lambda remat: fs.P("shard", remat=remat),
+    "kept": lambda remat: fs.P("shard", remat=remat, reshard=False),
+    "replicated": lambda remat: fs.P(remat=remat),
+    "bf16": lambda remat: fs.P("shard", remat=remat, precision=fs.Precision(param=torch.bfloat16)),
+}
+
+
+@at_most(1)
+@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "kept"))
+@real_ranks(2)
+def test_units_on_two_ranks(rank: int, strategy: str) -> None:
+    """Gathered again as often as ever; what is saved runs once, all else twice; bit for bit the gradients of no remat."""
     model = gpt(2)
     xs = torch.randn(2, 2, 5, 16, dtype=torch.float64)
     counts: dict[str, Counter[str]] = {}
@@ -641,21 +653,6 @@ def on_ranks(rank: int, strategy: str) -> None:
         assert counts["names"]["sent"] == counts["products"]["sent"] == counts["full"]["sent"]
 
 
-STRATEGIES: dict[str, Callable[[Any], fs.P]] = {
-    "shard": lambda remat: fs.P("shard", remat=remat),
-    "kept": lambda remat: fs.P("shard", remat=remat, reshard=False),
-    "replicated": lambda remat: fs.P(remat=remat),
-    "bf16": lambda remat: fs.P("shard", remat=remat, precision=fs.Precision(param=torch.bfloat16)),
-}
-
-
-@at_most(1)
-@pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "kept"))
-def test_units_on_two_ranks(gloo2: Pool, strategy: str) -> None:
-    """Gathered again as often as ever; what is saved runs once, all else twice; bit for bit the gradients of no remat."""
-    gloo2.run(on_ranks, strategy)
-
-
 class Talks(nn.Module):
     """Units within a unit, and a collective of its own."""
 
@@ -671,7 +668,9 @@ class Talks(nn.Module):
 MESH: dict[str, Any] = {}
 
 
-def talking(rank: int) -> None:
+@real_ranks(2)
+def test_collectives_run_on_all_ranks_or_none(rank: int) -> None:
+    """Gathers of units inside, and what forward sends itself: the same ones whatever is to be saved, asked for or not."""
     model = nn.Sequential(Talks(), Talks()).double()
     x = torch.randn(2, 3, 4, dtype=torch.float64)[rank]
     seen = []
@@ -689,11 +688,6 @@ def talking(rank: int) -> None:
         equal(grads, seen[0][0])
         assert sent == seen[0][1]
         assert any(op.op == "all_reduce" for op in sent) or len(sent) > 8
-
-
-def test_collectives_run_on_all_ranks_or_none(gloo2: Pool) -> None:
-    """Gathers of units inside, and what forward sends itself: the same ones whatever is to be saved, asked for or not."""
-    gloo2.run(talking)
 
 
 @at_most(7)
