@@ -87,19 +87,9 @@ def test_parameters_that_are_held_elsewhere(how: str, policy: str) -> None:
             assert use(one.held) is weight is one.linear.weight
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_values_by_another_name(policy: str) -> None:
-    """A tensor in the parameter's memory, as an attribute that is neither parameter nor buffer."""
-    model = Holds(lambda w: None, lambda held: held)
-    vars(model)["held"] = model.linear.weight.data
-    _, params, loss = setting(model, policy)
-    with pytest.raises(RuntimeError, match=r"'held' is the model's own parameter 'linear\.weight'"):
-        fs.grad(loss)(params)
-
-
-@every(policy=POLICIES, how=["cast", "product", "in a list"])
+@every(policy=POLICIES, how=["memory", "cast", "product", "in a list"])
 def test_what_was_computed_from_a_parameter(how: str, policy: str) -> None:
-    """A view from before a cast, whose memory the parameter has left, and a product of it."""
+    """A tensor in its memory, a view from before a cast, whose memory the parameter has left, and a product of it."""
     model = Holds(lambda w: None, (lambda held: held[0]) if how == "in a list" else lambda held: held)
     weight = model.linear.weight
     held: Any = weight.view(4, 4)
@@ -110,6 +100,8 @@ def test_what_was_computed_from_a_parameter(how: str, policy: str) -> None:
         held = held.double()
     elif how == "product":
         held = weight * 2
+    elif how == "memory":
+        held = weight.data
     vars(model)["held"] = [held] if how == "in a list" else held
     _, params, loss = setting(model, policy)
     for way in WAYS.keys() - {"fs.remat"}:  # its runs have no graph
