@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import same
 from depth import depth, seldom
-from ranks import Pool, launch, real_ranks
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 
@@ -60,21 +59,6 @@ def test_one_rank_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in ("1", "", "many"):
         monkeypatch.setenv("WORLD_SIZE", size)
         assert dict(SPEC.bound.bound_mesh.sizes) == {"shard": 1}
-
-
-def test_a_script_that_forgets_its_process_group(tmp_path: Path) -> None:
-    """As torchrun starts it: an error on each of the two ranks."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch, funshard as fs\n"
-        "model = torch.nn.Linear(2, 2)\n"
-        "try:\n"
-        "    fs.shard(model, fs.policies.whole()(model))\n"
-        "except RuntimeError as error:\n"
-        "    print('refused:', error)\n"
-    )
-    said = launch(2, script)
-    assert len(re.findall(r"refused: this process was started as one of 2 \(WORLD_SIZE\)", said)) == 2, said
 
 
 @seldom

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from models import Architecture, assert_mean_gradients, unchanged
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -155,22 +154,6 @@ def test_transforms_inside_forward(rank: int) -> None:
     for by in (fs.grad, torch.func.grad):
         with unchanged(model), pytest.raises(RuntimeError, match=r"torch\.func transform.*expected P\(reshard=False\)"):
             by(lambda p: squared(fs.functional_call(model, p, x, spec=spec)))(params)
-
-
-@real_ranks(2)
-def test_parameters_read_outside_of_their_unit(rank: int) -> None:
-    """MultiheadAttention hands out_proj's parameters to a kernel and never calls it; a parent may do the same."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.head = nn.MultiheadAttention(3, 1, batch_first=True), linear()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.attention(x[None], x[None], x[None], need_weights=False)[0][0]
-            return F.linear(y, self.head.weight) + sum(p.sum() for p in self.attention.out_proj.parameters())
-
-    right(rank, Model())
 
 
 @real_ranks(2)

@@ -84,18 +84,6 @@ def check(found: list[Tree], norm: Tensor, want: list[Tree]) -> None:
     assert_close(norm, torch.stack([g.norm() for g in want[0].values()]).norm(), rtol=1e-9, atol=0)
 
 
-@at_most(1)
-@each(sizes=[(1, 3), (2, 2), (1, 4), (1, 1)], attention=example.ATTENTION)
-def test_simulated_ranks(attention: str, sizes: tuple[int, int]) -> None:
-    """Causal masks over balanced slices: derivatives of first and second order, and the norm."""
-    xys = tokens(sizes[0]).repeat_interleave(sizes[1], 0)
-    run = fs.testing.spmd(lambda mesh, xy: on_mesh(mesh, xy, attention), dict(zip(("shard", "context"), sizes, strict=True)))
-    found, norm = run(xys)
-    want = in_one_process(sizes[0])
-    for rank in range(len(xys)):
-        check([{name: g[rank] for name, g in tree.items()} for tree in found], norm[rank], want)
-
-
 def on_rank(rank: int, sizes: tuple[int, int], attention: str) -> tuple[list[Tree], Tensor]:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "context"))
     return on_mesh(mesh, tokens(sizes[0])[rank // sizes[1]], attention)

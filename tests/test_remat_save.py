@@ -196,18 +196,6 @@ def test_a_graph_that_is_kept_computes_again() -> None:
     assert kernels.ops["mm"] == 3 * 4 + 4
 
 
-def test_what_nobody_can_be_handed_is_computed() -> None:
-    """In the second derivative, in a stack, in torch.vmap and with vmap around; and then for the gradient it is handed out."""
-    f = lambda w: (fs.checkpoint_name(w @ w, "product").sin() @ w).sum()  # noqa: E731
-    for way in (
-        lambda f: torch.vmap(torch.func.grad(f))(torch.stack([W, V])),
-        lambda f: torch.func.grad(lambda w: torch.vmap(f)(torch.stack([w, 2 * w])).sum())(W),
-        lambda f: torch.func.jvp(torch.func.grad(f), (W,), (V,)),
-        lambda f: torch.func.hessian(f)(W),
-    ):
-        equal(way(fs.remat(f, save={"product"})), way(fs.remat(f)))
-
-
 V = W.cos()
 
 

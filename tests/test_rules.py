@@ -185,42 +185,6 @@ def test_the_gradient_through_two_updates_with_options() -> None:
         assert_close(got, fs.shard(wanted, spec, rank=rank), rtol=1e-3, atol=1e-4)  # torch counts in float32
 
 
-def test_training_through_recomputed_steps() -> None:
-    """Six steps in runs of three that keep only what they begin with."""
-    start, target = {"": torch.linspace(1, 2, 4).double()}, torch.linspace(-1, 1, 4).double()
-
-    def trained(wrap: Callable[..., Any]) -> Callable[..., Tensor]:
-        init, update = optim.adamw(0.1, weight_decay=0.1)
-
-        def some(params: fs.Params, state: Any, lr: Tensor) -> Any:
-            for _ in range(3):
-                params, state = update({"": 2 * (params[""] - target)}, state, params, lr=lr)
-            return params, state
-
-        def loss(params: fs.Params, lr: Tensor) -> Tensor:
-            state = init(params)
-            for _ in range(2):
-                params, state = wrap(some)(params, state, lr)
-            assert float(state[""]["step"].detach()) == 6
-            return (params[""] ** 3).sum()
-
-        return loss
-
-    lr = torch.tensor(0.1).double()
-    want = torch.func.grad(trained(lambda f: f), argnums=(0, 1))(start, lr)
-    for by in (torch.func.grad, fs.grad):
-        assert_close(by(trained(fs.remat), argnums=(0, 1))(start, lr), want)
-    leaves = [start[""].clone().requires_grad_(), lr.clone().requires_grad_()]
-    got = torch.autograd.grad(trained(fs.remat)({"": leaves[0]}, leaves[1]), leaves)
-    assert_close(got, (want[0][""], want[1]))
-    along = ({"": start[""].cos()}, lr.cos())
-
-    def second(loss: Callable[..., Tensor]) -> Any:
-        return torch.func.jvp(torch.func.grad(loss, argnums=(0, 1)), (start, lr), along)[1]
-
-    assert_close(second(trained(fs.remat)), second(trained(lambda f: f)))
-
-
 def test_what_a_rule_refuses() -> None:
     params = {"": torch.ones(3)}
     init, update = optim.adam(0.1)

@@ -114,60 +114,6 @@ def test_of_distributed(rank: int) -> None:
     assert [_torch.backend_name(mesh.get_group(i).group_name, torch.device("cpu")) for i in range(2)] == ["worst", "worst"]
 
 
-def never_waited(rank: int) -> None:
-    OPS.all_reduce(numbers(rank), "sum", group())
-
-
-def input_written(rank: int) -> None:
-    x = numbers(rank)
-    out = OPS.all_gather_into_tensor(x, 2, group())
-    if rank == 1:
-        x += 1
-    OPS.wait_tensor(out)
-
-
-def output_written(rank: int) -> None:
-    out = OPS.all_reduce_(numbers(rank), "sum", group())
-    if rank == 0:
-        out.zero_()
-    OPS.wait_tensor(out)
-
-
-def issued_in_another_order(rank: int) -> None:
-    for out in [OPS.all_gather_into_tensor(numbers(rank)[:n], 2, group()) for n in ((2, 4) if rank else (4, 2))]:
-        OPS.wait_tensor(out)
-
-
-def waited_for_in_another_order(rank: int) -> None:
-    outs = [OPS.all_gather_into_tensor(numbers(rank)[:n], 2, group()) for n in (2, 4)]
-    for out in outs[::-1] if rank else outs:
-        OPS.wait_tensor(out)
-
-
-FAULTS: dict[str, tuple[Callable[[int], None], str]] = {
-    "never waited": (never_waited, r"all_reduce float32\[4\].*nobody has waited for it"),
-    "input written": (input_written, r"all_gather float32\[4\].*an input was written between issue and wait"),
-    "output written": (output_written, r"all_reduce float32\[4\].*an output was written between issue and wait"),
-    "issued": (issued_in_another_order, r"different orders: rank 0: .*float32\[4\].*rank 1: .*float32\[2\]"),
-    "waited": (waited_for_in_another_order, r"different orders: rank 0: .*float32\[2\].*rank 1: .*float32\[4\]"),
-}
-
-
-def is_found(rank: int, fault: str) -> None:
-    run, message = FAULTS[fault]
-    for caught in (False, True):  # also if nobody hears the error
-        hears = contextlib.suppress(Misuse) if caught else contextlib.nullcontext()
-        with pytest.raises(Misuse, match=message), watched(), hears:
-            run(rank)
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_found(worst2: Pool, fault: str) -> None:
-    """On both ranks, and the group is fit for more."""
-    worst2.run(is_found, fault)
-    worst2.run(every_collective)
-
-
 # --- mutants of funshard, each with an error that gloo would hide ---
 
 
