@@ -239,11 +239,11 @@ def derivatives(loss: Callable[[fs.Params], Tensor], params: fs.Params, v: fs.Pa
     return out | {"reverse": fs.hvp(loss, params, v, forward=False)}
 
 
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "tied": {"p": P("shard"), "tied": True},
-    "frozen": {"p": P("shard"), "frozen": True},
-    "remat": {"p": P("shard", remat=True)},
-    "bf16": {"p": P("shard", precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32))},
+STRATEGIES = {
+    "tied": P("shard"),
+    "frozen": P("shard"),
+    "remat": P("shard", remat=True),
+    "bf16": P("shard", precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32)),
 }
 
 
@@ -252,10 +252,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 @real_ranks(2)
 def test_in_a_model_on_real_ranks(rank: int, strategy: str) -> None:
     """The derivatives of the mean loss, of ranks with different numbers of rows."""
-    in_a_model(rank, **STRATEGIES[strategy])
-
-
-def in_a_model(rank: int, p: P, tied: bool = False, frozen: bool = False) -> None:
+    p, tied, frozen = STRATEGIES[strategy], strategy == "tied", strategy == "frozen"
     whole, model = (Model(chunks, tied).double() for chunks in (0, 3))
     for each_model in (whole, model):
         each_model.head.weight.requires_grad_(not frozen)

@@ -20,15 +20,10 @@ from torch import Tensor
 
 import funshard as fs
 from funshard import P
-from funshard._core.flow import Reduction
 from funshard._wire.host import place_slice
-from funshard._wire.route import Route
 from funshard.compress import _compressors
 
 PARAMS = "params"
-
-
-# --- the same bits ---
 
 
 @seldom
@@ -147,52 +142,37 @@ COMPRESSORS = {
 }
 
 
-def averaged_and_compressed(spec: fs.PartitionSpec, full: fs.Params, grads: fs.Params, shards: fs.Params) -> Any:
-    """What averages and compressors make of what a rank has: shards, full parameters and gradients, that drifted apart."""
-    (init, update), out = fs.averaging.periodic(spec, 2), []
-    state = init()
-    for _ in range(2):
-        shards, state = update(shards, state)
-        out.append((shards, state, fs.averaging.average(full, spec)))
-    for compressor in COMPRESSORS.values():
-        passed = compressor.init(spec.bound)
-        for _ in range(2):
-            reduced, passed = compressor.reduce(grads, passed, spec)
-            out.append((reduced, passed))
-    return out
-
-
-def around(policy: Callable[[Any], fs.Policy], of: Callable[[fs.Policy], Any]) -> None:
-    expected = of(policy(None))
-    assert len(expected) == 2 + 2 * len(COMPRESSORS)
-    with elsewhere(), everywhere():
-        for offload in (PARAMS, "activations", (PARAMS, "activations")):
-            equal(of(policy(offload)), expected)
-        with mock.patch.object(fs.collectives.Mesh, "device_type", "another"):  # than that of the shards
-            equal(of(policy(PARAMS)), expected)
-
-
-def halves(offload: Any) -> fs.Policy:
-    """A block that is split, one that is not, and the rest."""
-    return fs.by_path({"blocks.0": P("shard", offload=offload), "blocks.1": P(offload=offload)})
-
-
-def drifted(full: fs.Params, by: Tensor) -> fs.Params:
-    return {name: p + by * p.cos() for name, p in full.items()}
-
-
 @real_ranks(2)
 def test_averages_and_compressors_on_real_ranks(rank: int) -> None:
     """The bits of the same units without offload, whichever of the two rests on the host, or both."""
-    model = Net(3)
-    full = {name: p.detach() for name, p in model.named_parameters()}
+    model, by = Net(3), torch.tensor(rank + 1.0).double()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    full, grads = ({name: p + x * p.cos() for name, p in params.items()} for x in (by, by.sqrt()))  # that drifted apart
 
-    def of(policy: fs.Policy) -> Any:
-        spec, by = policy(model).bound, torch.tensor(rank + 1.0).double()
+    def averaged_and_compressed(offload: Any) -> Any:
+        """Of a block that is split, one that is not, and the rest."""
+        policy = fs.by_path({"blocks.0": P("shard", offload=offload), "blocks.1": P(offload=offload)})
+        spec = policy(model).bound
         shards = {key: x + by for key, x in fs.shard(model, spec).items()}
-        return averaged_and_compressed(spec, drifted(full, by), drifted(full, by.sqrt()), shards)
+        (init, update), out = fs.averaging.periodic(spec, 2), []
+        state = init()
+        for _ in range(2):
+            shards, state = update(shards, state)
+            out.append((shards, state, fs.averaging.average(full, spec)))
+        for compressor in COMPRESSORS.values():
+            passed = compressor.init(spec.bound)
+            for _ in range(2):
+                reduced, passed = compressor.reduce(grads, passed, spec)
+                out.append((reduced, passed))
+        return out
 
-    around(halves, of)
+    expected = averaged_and_compressed(None)
+    assert len(expected) == 2 + 2 * len(COMPRESSORS)
+    with elsewhere(), everywhere():
+        for offload in (PARAMS, "activations", (PARAMS, "activations")):
+            equal(averaged_and_compressed(offload), expected)
+        with mock.patch.object(fs.collectives.Mesh, "device_type", "another"):  # than that of the shards
+            equal(averaged_and_compressed(PARAMS), expected)
 
 
 @pytest.mark.parametrize("axis", ["shard", None])
@@ -245,17 +225,6 @@ def test_a_shard_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {name: p.detach().as_subclass(There) for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match=r"expected a mesh that says on which device it is used, got sizes \{'shard': 1\}"):
         place_slice(next(iter(whole.values())), spec.units[1], spec.bound_mesh)
-
-
-def test_where_the_host_computes_nothing_is_copied() -> None:
-    """On a mesh of CPUs, or one that does not say, the units are those without offload: the same route, the same graph."""
-    model = Net(2)
-    for mesh in ({"shard": 1}, fs.collectives.Mesh((("shard", fs.collectives.ProcessAxis(1, 0)),), "cpu")):
-        plain, spec = (fs.by_type(MLP, p=P("shard", offload=to))(model).on(mesh) for to in (None, PARAMS))
-        for a, b in zip(plain, spec, strict=True):
-            routes = [Route.for_unit(unit, spec.bound_mesh, Reduction(), torch.float64) for unit in (a, b)]
-            assert routes[0] == routes[1]
-            assert not routes[1].has_own_buffer
 
 
 # --- the peer's rows of CPU offload (FSDP2's CPUOffloadPolicy) ---

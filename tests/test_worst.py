@@ -165,24 +165,6 @@ def too_early(x: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def nobody_waits() -> Iterator[None]:
-    with mock.patch.object(ops, "_wait", lambda x: x):
-        yield
-
-
-@contextlib.contextmanager
-def read_too_early() -> Iterator[None]:
-    with mock.patch.object(ops, "_wait", too_early):
-        yield
-
-
-@contextlib.contextmanager
-def dropped_chains_are_forgotten() -> Iterator[None]:
-    with mock.patch.object(CollectiveChain, "__del__", return_value=None):
-        yield
-
-
-@contextlib.contextmanager
 def gradient_buffers_are_used_again_too_early() -> Iterator[None]:
     split = ReductionQueue.reduce_split
 
@@ -223,10 +205,16 @@ def shards_change_under_way() -> Iterator[None]:
         yield
 
 
-MUTANTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[None]], str]] = {
-    "nobody waits": (nobody_waits, "unit '1': all_gather .*nobody has waited for it"),
-    "read too early": (read_too_early, "nan"),
-    "dropped chains are forgotten": (dropped_chains_are_forgotten, "unit '.': all_gather .*nobody has waited for it"),
+MUTANTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]], str]] = {
+    "nobody waits": (
+        lambda: mock.patch.object(ops, "_wait", lambda x: x),
+        "unit '1': all_gather .*nobody has waited for it",
+    ),
+    "read too early": (lambda: mock.patch.object(ops, "_wait", too_early), "nan"),
+    "dropped chains are forgotten": (
+        lambda: mock.patch.object(CollectiveChain, "__del__", return_value=None),
+        "unit '.': all_gather .*nobody has waited for it",
+    ),
     "gradient buffers": (gradient_buffers_are_used_again_too_early, "unit '.': reduce_scatter .*an input was written"),
     "gathered buffers": (gathered_buffers_are_used_again_too_early, "unit '.': all_gather .*an output was written"),
     "shards": (shards_change_under_way, "unit '.?': all_gather .*an input was written"),
