@@ -85,8 +85,11 @@ def plain(model: nn.Module, loss: Callable[[], Tensor]) -> fs.Params:
     return dict(zip(names, torch.autograd.grad(loss(), params), strict=True))
 
 
-def auxiliary_loss(p: P) -> None:
-    model, spec, params, x = build(Router, p)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@real_ranks(2)
+def test_an_auxiliary_loss_in_an_attribute(rank: int, strategy: str) -> None:
+    """An error by name; right where it is asked for."""
+    model, spec, params, x = build(Router, STRATEGIES[strategy])
     want = plain(model, lambda: model(x).square().mean() + sum(m.aux_loss for m in model))
     for module in model:
         module.aux_loss = 0.0
@@ -104,12 +107,6 @@ def auxiliary_loss(p: P) -> None:
 
         torch.testing.assert_close(fs.unshard(grad(loss)(params), spec), want, **EXACT)
         assert [m.aux_loss for m in model] == [0.0, 0.0]
-
-
-@real_ranks(2)
-def test_on_two_ranks(rank: int) -> None:
-    for p in STRATEGIES.values():
-        auxiliary_loss(p)
 
 
 @pairs(strategy=STRATEGIES, kind=["dict", "list", "deque", "nested"])

@@ -238,10 +238,7 @@ def test_any_batches(
 @seldom
 @real_ranks(2)
 def test_compiled(rank: int) -> None:
-    """torch.compile, fs.compile and make_fx of a step, statistics among its results.
-
-    The same step eager, compiled in both ways, and recorded.
-    """
+    """torch.compile, fs.compile and make_fx of a step, statistics among its results, beside the eager one."""
     norm = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     model = fs.SyncBatchNorm.convert_sync_batchnorm(
         copy.deepcopy(norm), axes=("replicate", "shard")

@@ -155,10 +155,7 @@ TRANSFORMS = {
 @each(strategy=STRATEGIES, way=TRANSFORMS)
 @real_ranks(2)
 def test_pure_form(rank: int, way: str, strategy: str) -> None:
-    """Buffers in, buffers out by has_aux: those of plain calls, and the ones that went in stay as they were.
-
-    Three steps, in which the buffers of one are those of the next, beside torch.func.functional_call's.
-    """
+    """Buffers in, buffers out by has_aux: in three steps those of plain calls, and the ones that went in stay as they were."""
     torch.manual_seed(0)
     model = with_batch_norm().double()
     spec = fs.by_type(Block, p=STRATEGIES[strategy])(model).bound

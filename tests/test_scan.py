@@ -145,22 +145,6 @@ def wanted(ranks: int, *, seed: int = 1) -> Any:
     return weights.unflatten(1, (ranks, -1)).transpose(0, 1), lr, fs.unshard({"": params[0]}, spec)
 
 
-@at_most(1)
-@each(options=["sqrt", "log"], policy=POLICIES)
-@pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
-def test_the_law_on_simulated_ranks(sizes: dict[str, int], policy: str, options: str) -> None:
-    """A rank's own weights have N times the objective's gradient, a shared rate has its whole one on every rank."""
-    ranks = math.prod(sizes.values())
-    want_weights, want_lr, want_params = wanted(ranks)
-    MODEL.eval()
-    run = lambda mesh, *args: metagradient(mesh, policy, *args, fs.scan, **OPTIONS[options])  # noqa: E731
-    weights, lr, params = fs.testing.spmd(run, sizes)(X[:ranks], VALIDATION[:ranks], WEIGHTS[:ranks])
-    MODEL.train()
-    assert_close(weights, ranks * want_weights, **EXACT)
-    assert_close(lr, want_lr.expand(ranks), **EXACT)
-    assert_close(params, {name: p.expand(ranks, *p.shape) for name, p in want_params.items()}, **EXACT)
-
-
 def law_on_rank(rank: int, cases: list[tuple[dict[str, int], str, dict[str, Any]]]) -> None:
     for sizes, policy, options in cases:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -233,10 +233,7 @@ def cases(draw: st.DrawFn, real: dict[str, int] | None = None, op: str = "", way
 @settings(max_examples=depth(3, 120))
 @given(data=st.data())
 def test_any_nesting(op: str, way: str, data: st.DataObject) -> None:
-    """Every collective and its derivatives, at every entry, are what a loop over the batches gives.
-
-    Mesh axes outside, inside and between ordinary vmaps, the ranks' own dimension anywhere, over one axis of two.
-    """
+    """Every collective and its derivatives are what a loop over the batches gives, with mesh axes around and between vmaps."""
     check(data.draw(cases(op=op, way=way)))
 
 
