@@ -290,13 +290,10 @@ def test_evaluation_with_statistics_that_are_meant_is_not_warned_of() -> None:
     model = pretrained().eval()
     spec = fs.by_type(Block)(model)
     fs.functional_call(model, fs.shard(model, spec), (x,), spec=spec)
-    for copy in (
-        lambda b: model.load_state_dict(b, strict=False),
-        lambda b: model.load_state_dict(b, strict=False, assign=True),
-    ):
+    for assign in (False, True):
         model = pretrained()
         spec, params, buffers = trained(model)
-        copy(buffers)
+        model.load_state_dict(buffers, strict=False, assign=assign)
         fs.functional_call(model.eval(), params, (x,), spec=spec)
     model = pretrained()
     model[0].eval()
