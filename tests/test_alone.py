@@ -36,7 +36,6 @@ WITHOUT_A_GROUP: dict[str, Callable[[], object]] = {
     "shard": lambda: fs.shard(model(), SPEC),
     "unshard": lambda: fs.unshard({}, SPEC),
     "functional_call": lambda: fs.functional_call(model(), dict(model().named_parameters()), X, spec=SPEC),
-    "gather_full": lambda: fs.unshard({}, SPEC),
     "global_norm": lambda: fs.optim.global_norm({}, SPEC),
     "world": Mesh.world,
 }

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, each, pairs, some
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.func import grad, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
@@ -100,18 +99,14 @@ def product(name: str, spec: fs.PartitionSpec, x: Tensor) -> fs.Params:
     return PRODUCTS[name][0](loss, fs.shard(FULL, spec), fs.shard(V, spec))
 
 
-def on_real_ranks(rank: int, sizes: dict[str, int], policies: list[str]) -> None:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for policy, name in some(itertools.product(policies, PRODUCTS), 1):
-        spec = POLICIES[policy](MODEL).on(mesh)
-        x = X.unflatten(0, (mesh.size(), -1))[rank].flatten(0, 1)
+@real_ranks(2)
+def test_reverse_over_reverse_on_real_ranks(rank: int) -> None:
+    """With units freed and gathered again, beside the plain model's; where torch has no forward-mode rule, and asked for."""
+    for policy, name in some(itertools.product(POLICIES, PRODUCTS), 1):
+        spec = POLICIES[policy](MODEL).bound
+        x = X.unflatten(0, (2, -1))[rank].flatten(0, 1)
         want = fs.shard(PRODUCTS[name][1], spec)
         assert_close(product(name, spec, x), want, **CLOSE, msg=lambda m, what=(policy, name): f"{what}: {m}")
-
-
-def test_reverse_over_reverse_on_real_ranks(gloo2: Pool) -> None:
-    """With units freed and gathered again, beside the plain model's."""
-    gloo2.run(on_real_ranks, {"shard": 2}, list(POLICIES))
 
 
 THIRD = {
@@ -141,7 +136,9 @@ def test_codecs_on_simulated_meshes(transform: str, axis: Any, remat: bool) -> N
         assert_close({key: h[r] for key, h in got.items()}, fs.shard(want, policy(PLAIN).on(sizes), rank=r), **CLOSE)
 
 
-def experts(rank: int) -> None:
+@real_ranks(2)
+def test_mixture_of_experts(rank: int) -> None:
+    """``_grouped_mm`` has a double backward and no forward-mode rule."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_local_experts": 2}
@@ -166,12 +163,6 @@ def experts(rank: int) -> None:
         fs.shard(v, spec),
     )
     assert_close(got, fs.shard(want, spec), rtol=1e-4, atol=1e-5)
-
-
-def test_mixture_of_experts(gloo2: Pool) -> None:
-    """``_grouped_mm`` has a double backward and no forward-mode rule."""
-    pytest.importorskip("transformers")
-    gloo2.run(experts)
 
 
 def test_complex_parameters_and_several_dtypes() -> None:

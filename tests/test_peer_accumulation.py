@@ -17,7 +17,7 @@ from collective_log import Collectives, gathers, reduce, scatters, world
 from depth import at_most, depth, each, every
 from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, chain
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -442,7 +442,10 @@ class TwoLinear(nn.Module):
         return sum(part(x).float().sum() for name, part in parts.items() if which in (name, "both"))
 
 
-def partial_ownership(rank: int, offsets: tuple[float, ...]) -> None:
+@real_ranks(4)
+def test_native_partial_ownership(rank: int) -> None:
+    """HSDP: what is reduced, what is reduced over the slices only, and what is not at all, each by itself: seven together."""
+    offsets = (-3.0, -1.0, 1.0, 3.0)
     model = TwoLinear()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     spec = fs.policies.whole(P("shard", precision=Precision(param=BF16)))(model).on(mesh)
@@ -471,8 +474,3 @@ def partial_ownership(rank: int, offsets: tuple[float, ...]) -> None:
     assert all(torch.equal(g, torch.full((5, 1), 8.0)) for g in more.values())
     dropped = fs.unshard(reduced, spec)
     assert all(torch.equal(g, torch.full((5, 1), 4.0)) for g in dropped.values())
-
-
-def test_native_partial_ownership(gloo4: Pool) -> None:
-    """HSDP: what is reduced, what is reduced over the slices only, and what is not at all, each by itself: seven together."""
-    gloo4.run(partial_ownership, (-3.0, -1.0, 1.0, 3.0))

@@ -22,6 +22,7 @@ from ranks import real_ranks
 from recomputed_cases import CASES
 from test_memory import Peak, no_collector
 from test_recompute import made, policy, seed
+from test_recompute_refusals import by_backward
 from test_remat import ORDERS, W, X
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -84,14 +85,6 @@ def equal(a: Any, b: Any) -> None:
 def test_no_number_changes_at_any_order(order: str, save: str) -> None:
     equal(ORDERS[order](fs.remat(layer, save=SAVES[save])), ORDERS[order](fs.remat(layer)))
     assert_close(ORDERS[order](fs.remat(layer, save=SAVES[save])), ORDERS[order](layer), rtol=1e-11, atol=1e-11)
-
-
-def by_backward(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def run(w: Tensor) -> Tensor:
-        w = w.clone().requires_grad_()
-        return torch.autograd.grad(loss(w), w)[0]
-
-    return run
 
 
 WAYS: dict[str, Any] = {"fs.grad": fs.grad, "torch.func.grad": torch.func.grad, "backward": by_backward}

@@ -90,16 +90,6 @@ def test_an_update_that_donates_is_refused(recorded: bool) -> None:
         (fs.grad(run) if recorded else run)(WEIGHTS[0])
 
 
-def counts_in_a_list() -> Any:
-    calls = [0]
-
-    def step(s: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        calls[0] += 1
-        return s / 2 + x.sin() * calls[0], s * calls[0]
-
-    return step
-
-
 def counts_in_a_variable() -> Any:
     calls = 0
 
@@ -136,7 +126,6 @@ def differentiates_a_closure() -> Any:
 
 
 ORDINARY: dict[str, Callable[[], Any]] = {
-    "counts in a list": counts_in_a_list,
     "counts in a variable": counts_in_a_variable,
     "carries a tensor": carries_a_tensor,
     "closes over a tensor": lambda: closes_over(torch.tensor(0.3).double()),
