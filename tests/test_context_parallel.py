@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, depth, each, seldom
-from ranks import Pool, launch
+from ranks import launch, real_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import grad, jvp
@@ -60,41 +60,29 @@ def in_one_process(readers: int) -> list[Tree]:
         return [grad(loss)(FULL), hvp, grad(lambda p: dot(g := grad(loss)(p), g) / 2)(FULL)]
 
 
-def on_mesh(mesh: Any, xy: Tensor, attention: str) -> tuple[list[Tree], Tensor]:
-    """The same as whole parameters, on a rank that reads these sequences; and the gradient's norm."""
-    spec = example.policy()(MODEL).on(mesh)
-    axis = spec.bound_mesh["context"]
+@at_most(1)
+@each(sizes=[(2, 2), pytest.param((1, 4), marks=seldom)], attention=example.ATTENTION)
+@real_ranks(4)
+def test_four_ranks(rank: int, attention: str, sizes: tuple[int, int]) -> None:
+    """Derivatives of first and second order as whole parameters, and the gradient's norm."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "context"))
+    spec, xy = example.policy()(MODEL).on(mesh), tokens(sizes[0])[rank // sizes[1]]
     params, v = fs.shard(FULL, spec), fs.shard(VECTOR, spec)
 
     def loss(params: Tree) -> Tensor:
-        return fs.functional_call(MODEL, params, (*xy, axis, example.ATTENTION[attention]), spec=spec)
+        attend = example.ATTENTION[attention]
+        return fs.functional_call(MODEL, params, (*xy, spec.bound_mesh["context"], attend), spec=spec)
 
     def half_square(params: Tree) -> Tensor:
         g = grad(loss)(params)
         return dot(g, g) / 2
 
-    found = [fs.grad(loss)(params), fs.hvp(loss, params, v), grad(half_square)(params)]
-    return [fs.unshard(tree, spec) for tree in found], fs.optim.global_norm(found[0], spec)
-
-
-def check(found: list[Tree], norm: Tensor, want: list[Tree]) -> None:
+    found, want = [fs.grad(loss)(params), fs.hvp(loss, params, v), grad(half_square)(params)], in_one_process(sizes[0])
     for i, (tree, other) in enumerate(zip(found, want, strict=True)):
-        for name, value in tree.items():
+        for name, value in fs.unshard(tree, spec).items():
             assert_close(value, other[name], rtol=1e-9, atol=1e-11, msg=lambda m, i=i, name=name: f"[{i}] {name}: {m}")
+    norm = fs.optim.global_norm(found[0], spec)
     assert_close(norm, torch.stack([g.norm() for g in want[0].values()]).norm(), rtol=1e-9, atol=0)
-
-
-def on_rank(rank: int, sizes: tuple[int, int], attention: str) -> tuple[list[Tree], Tensor]:
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "context"))
-    return on_mesh(mesh, tokens(sizes[0])[rank // sizes[1]], attention)
-
-
-@at_most(1)
-@each(sizes=[(2, 2), pytest.param((1, 4), marks=seldom)], attention=example.ATTENTION)
-def test_four_ranks(gloo4: Pool, attention: str, sizes: tuple[int, int]) -> None:
-    want = in_one_process(sizes[0])
-    for found, norm in gloo4.run(on_rank, sizes, attention):
-        check(found, norm, want)
 
 
 def test_slices_are_balanced() -> None:
