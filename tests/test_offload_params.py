@@ -14,7 +14,7 @@ from hosted import elsewhere
 from offloaded import everywhere
 from parity import check_parity, numbers
 from peer_models import MLP, Net
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from test_offload import MODELS, equal, p_of
 from torch import Tensor
 
@@ -230,7 +230,9 @@ def test_a_shard_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the peer's rows of CPU offload (FSDP2's CPUOffloadPolicy) ---
 
 
-def trains(rank: int, which: str) -> None:
+@pytest.mark.parametrize("which", ["sharded", "kept"])
+@real_ranks(2)
+def test_peer_train_parity(rank: int, which: str) -> None:
     """test_train_parity_*_cpu_offload: losses, gradients and parameters are those of the averaged plain run, for five steps."""
     with elsewhere() as copies:
         spec = fs.by_type(MLP, p=p_of(which, offload=PARAMS))(Net(3)).bound
@@ -239,8 +241,9 @@ def trains(rank: int, which: str) -> None:
         assert copies.beside > 5 * 3
 
 
-def accumulates(rank: int) -> None:
-    """test_grad_acc_cpu_offload and test_gradient_accumulation[offload]: reduced at each micro-batch, or once."""
+@real_ranks(2)
+def test_grad_acc_cpu_offload(rank: int) -> None:
+    """With test_gradient_accumulation[offload]: reduced at each micro-batch, or once."""
     torch.manual_seed(0)
     model = Net(3)
     with elsewhere():
@@ -258,8 +261,9 @@ def accumulates(rank: int) -> None:
             assert g.device.type == "cpu"
 
 
-def loads(rank: int) -> None:
-    """test_dp_state_dict_cpu_offload: what is loaded has to be on the host, and trains on from there."""
+@real_ranks(2)
+def test_dp_state_dict_cpu_offload(rank: int) -> None:
+    """What is loaded has to be on the host, and trains on from there."""
     torch.manual_seed(0)
     model, x = Net(2), numbers(rank, 0)
     with elsewhere():
@@ -273,16 +277,6 @@ def loads(rank: int) -> None:
         loaded = fs.shard(full if rank == 0 else None, spec, src=0)
         equal(loaded, params)
         equal(update(fs.grad(loss)(loaded), state, loaded), update(fs.grad(loss)(params), state, params))
-
-
-@pytest.mark.parametrize("which", ["sharded", "kept"])
-def test_peer_train_parity(gloo2: Pool, which: str) -> None:
-    gloo2.run(trains, which)
-
-
-@pytest.mark.parametrize("row", [accumulates, loads])
-def test_peer_rows(gloo2: Pool, row: Callable[[int], None]) -> None:
-    gloo2.run(row)
 
 
 @real_ranks(2)

@@ -20,7 +20,7 @@ from depth import at_most, depth, each
 from models import EXACT, unchanged
 from offloaded import everywhere
 from parity import WAYS, average_gradients, numbers
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
@@ -173,8 +173,9 @@ def test_on_two_ranks(rank: int, task: str, way: str, choice: str) -> None:
     assert (copies.out > 0) == ("activations" in CHOICES[choice].offloads and way != "torch.func")
 
 
-def in_two_threads(rank: int) -> list[str]:
-    """Two models, each in a thread of its own on a process group of its own, over the same ranks."""
+@real_ranks(2)
+def test_threads_with_a_process_group_each_compare_apart(rank: int) -> None:
+    """Process groups of the same ranks shared one group for comparisons, in which threads came in another order."""
     groups: list[Any] = [dist.new_group(timeout=timedelta(seconds=15)) for _ in range(2)]
     models = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in groups]
     meshes = [DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",)) for group in groups]
@@ -197,9 +198,4 @@ def in_two_threads(rank: int) -> list[str]:
         thread.start()
     for thread in threads:
         thread.join()
-    return errors
-
-
-def test_threads_with_a_process_group_each_compare_apart(gloo2: Pool) -> None:
-    """Process groups of the same ranks shared one group for comparisons, in which threads came in another order."""
-    assert gloo2.run(in_two_threads) == [[], []]
+    assert not errors
