@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,18 +15,16 @@ from collective_log import SHORT, Collectives, world
 from depth import at_most, depth, each, every, mark_seldom, seldom, thorough
 from parity import STRATEGIES, WAYS, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
-from torch.distributed import init_device_mesh
 from torch.func import jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
-from funshard.collectives import Mesh
 
 BF16 = torch.bfloat16
 POLICIES = {
@@ -72,68 +69,55 @@ def meta_linears() -> tuple[nn.Module, fs.Params]:
 LINEARS = meta_linears()
 
 
-def tangents(mesh: Mesh, strategy: str, how: str) -> Any:
-    """Of a function that runs both units and ignores its argument, of one that uses it, and of the weights."""
+@every(how=TRANSFORMS, strategy=STRATEGIES)
+@real_ranks(2)
+def test_no_warmup_jvp_on_a_process_group(rank: int, strategy: str, how: str) -> None:
+    """Of a function that runs both units and ignores its argument, of one that uses it, and of the weights.
+
+    By hand, in bf16: six hidden units of 4 + 1, and a bias, are 31; zeros past units that have nothing to do with it.
+    """
     model, full = LINEARS
-    spec = fs.policies.always(STRATEGIES[strategy])(model).on(mesh)
+    spec = fs.policies.always(STRATEGIES[strategy])(model).bound
     params = fs.shard(full, spec)
-    x, one = torch.ones(2, 4, dtype=BF16), torch.ones((), dtype=BF16)
+    x, one, zeros = torch.ones(2, 4, dtype=BF16), torch.ones((), dtype=BF16), torch.zeros(2, 4, dtype=BF16)
 
     def call(params: fs.Params, scale: Tensor | float = 1.0) -> Tensor:
         return fs.functional_call(model, params, (scale * x,), spec=spec)
 
-    run = TRANSFORMS[how]
-    ignored = run(lambda scale: call(params), one)
-    used = run(lambda scale: call(params, scale), one)
-    weights = run(lambda scale: call({k: scale * p for k, p in params.items()}), one)
-    return ignored, used, weights
-
-
-def check_tangents(results: Any, how: str) -> None:
-    """By hand, in bf16: six hidden units of 4 + 1, and a bias, are 31."""
-    ignored, used, weights = results
-    for out, _ in (ignored, used, weights):
-        assert out.dtype == BF16
-        assert torch.equal(out, torch.full((2, 4), 31.0, dtype=BF16))
-    assert ignored[1] is not None or how == "by_dual_numbers"  # torch itself gives None there
-    zeros = torch.zeros(2, 4, dtype=BF16)
-    for tangent, expected in (
-        (zeros if ignored[1] is None else ignored[1], zeros),
-        (used[1], zeros + 24),  # 6 * 4
-        (weights[1], zeros + 61),  # 30 twice, once for each layer's weights, and the second bias
+    for f, expected in (
+        (lambda scale: call(params), 0),
+        (lambda scale: call(params, scale), 24),  # 6 * 4
+        (lambda scale: call({k: scale * p for k, p in params.items()}), 61),  # 30 twice, for each layer, and the second bias
     ):
-        assert tangent.dtype == BF16
-        assert torch.equal(tangent, expected)
+        out, tangent = TRANSFORMS[how](f, one)
+        assert out.dtype == BF16
+        assert torch.equal(out, zeros + 31)
+        if tangent is None:  # as torch itself gives where nothing has a tangent
+            assert (how, expected) == ("by_dual_numbers", 0)
+        else:
+            assert tangent.dtype == BF16
+            assert torch.equal(tangent, zeros + expected)
 
 
-def plain(results: Any) -> Any:
-    """Zeros in place of None, which vmap does not return."""
-    return tuple((out, torch.zeros_like(out) if tangent is None else tangent) for out, tangent in results)
+def grad_and_value_of_plain(f: Callable[..., Tensor]) -> Callable[..., tuple[fs.Params, Tensor]]:
+    """fs.grad_and_value with respect to shards that an optimizer holds."""
+    return lambda params, x: fs.grad_and_value(f)({key: p.detach() for key, p in params.items()}, x)
 
 
-def tangents_on_group(rank: int, strategy: str, how: str) -> Any:
-    return plain(tangents(Mesh.world(), strategy, how))
-
-
-@every(how=TRANSFORMS, strategy=STRATEGIES)
-def test_no_warmup_jvp_on_a_process_group(gloo2: Pool, strategy: str, how: str) -> None:
-    """The same on two real ranks."""
-    for results in gloo2.run(tangents_on_group, strategy, how):
-        check_tangents(results, how)
-
-
-def compiled_losses(rank: int, strategy: str, mesh: tuple[int, ...]) -> None:
+@seldom
+@pytest.mark.parametrize("strategy", mark_seldom(BY_DEFAULT, BY_DEFAULT[0]))
+@real_ranks(2)
+def test_fsdp_compile_losses(rank: int, strategy: str) -> None:
     """Ten iterations of Adam in eager mode over a compiled loss, by autograd and by fs.grad, beside the eager run."""
-    small = not thorough() and (strategy, mesh) != ("shard", (2,))
+    small = not thorough() and strategy != "shard"
     model, of_call, batch = (Net(1), squared, numbers) if small else (Transformer(1), next_token, tokens)
-    names = ("replicate", "shard")[-len(mesh) :]
-    spec = POLICIES[strategy](model).on(init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    spec = POLICIES[strategy](model).bound
 
     def loss(params: fs.Params, x: Tensor) -> Tensor:
         return of_call(sharded_call(model, params, spec), x)
 
     torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager" if mesh == (2,) else depth("eager", "aot_eager"))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
 
     def backward(params: fs.Params, x: Tensor) -> tuple[fs.Params, Tensor]:
         value = compiled(params, x)
@@ -157,18 +141,6 @@ def compiled_losses(rank: int, strategy: str, mesh: tuple[int, ...]) -> None:
         theirs, trained = run(gradient)
         assert_close(torch.stack(theirs), torch.stack(losses))
         same(trained, params, "parameters")
-
-
-def grad_and_value_of_plain(f: Callable[..., Tensor]) -> Callable[..., tuple[fs.Params, Tensor]]:
-    """fs.grad_and_value with respect to shards that an optimizer holds."""
-    return lambda params, x: fs.grad_and_value(f)({key: p.detach() for key, p in params.items()}, x)
-
-
-@seldom
-@pytest.mark.parametrize("strategy", mark_seldom(BY_DEFAULT, BY_DEFAULT[0]))
-def test_fsdp_compile_losses(gloo2: Pool, strategy: str) -> None:
-    """A compiled loss in an eager loop: ten losses and the parameters after them are the eager ones."""
-    gloo2.run(compiled_losses, strategy, (2,))
 
 
 @at_most(1)
