@@ -78,26 +78,25 @@ def plain(xs: list[Tensor]) -> dict[str, Tree]:
     return orders(loss, FULL, V)
 
 
-def synced(mesh: Mesh, x: Tensor, p: fs.P, total: int = 0) -> dict[str, Tree]:
+def synced(mesh: Mesh, x: Tensor, p: fs.P, total: int = 0, *, model: nn.Module = MODEL) -> dict[str, Tree]:
     """The mean over this rank's rows; of uneven batches their part of the mean over all of so many."""
-    spec = fs.by_type(Block, p=p)(MODEL).on(mesh)
+    spec = fs.by_type(Block, p=p)(model).on(mesh)
 
     def loss(params: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
         buffers = dict(buffers)
-        out = fs.functional_call(MODEL, params, x, spec=spec, buffers=buffers, reduce="sum" if total else "mean")
+        out = fs.functional_call(model, params, x, spec=spec, buffers=buffers, reduce="sum" if total else "mean")
         rows = (out**3).sum(1)
         return rows.sum() / total if total else rows.mean(), buffers
 
     return orders(loss, fs.shard(FULL, spec), fs.shard(V, spec))
 
 
-def check(got: dict[str, Tree], expected: dict[str, Tree], spec: fs.PartitionSpec, rank: int, skip: str = "") -> None:
+def check(got: dict[str, Tree], expected: dict[str, Tree], spec: fs.PartitionSpec, rank: int) -> None:
     for name, tree in got.items():
         want = expected[name] if "buffers" in name else fs.shard(expected[name], spec, rank=rank)
         assert tree.keys() == want.keys()
         for key, value in tree.items():
-            if name != skip:
-                assert_close(value, want[key], rtol=1e-9, atol=1e-9, msg=lambda m, at=f"{name} {key}": f"{at}: {m}")
+            assert_close(value, want[key], rtol=1e-9, atol=1e-9, msg=lambda m, at=f"{name} {key}": f"{at}: {m}")
 
 
 @at_most(1)
@@ -111,26 +110,24 @@ def test_simulated_ranks(layout: str, size: int) -> None:
         check({name: {k: t[rank] for k, t in tree.items()} for name, tree in out.items()}, expected, spec, rank)
 
 
-def on_ranks(rank: int, layout: str, counts: tuple[int, ...]) -> dict[str, Tree]:
-    total = sum(counts) if len(set(counts)) > 1 else 0
-    with unchanged(MODEL):
-        return synced(Mesh.world(), batch(*counts)[rank], LAYOUTS[layout], total)
-
-
 BATCHES = [*((layout, (4, 4)) for layout in LAYOUTS), *(("shard", counts) for counts in ((5, 2), (1, 6), (4, 0)))]
 
 
 @at_most(2)
 @pytest.mark.parametrize(("layout", "counts"), BATCHES)
-def test_real_ranks(gloo2: Pool, layout: str, counts: tuple[int, int]) -> None:
+@real_ranks(2)
+def test_real_ranks(rank: int, layout: str, counts: tuple[int, int]) -> None:
     """Also with different numbers of samples, one or none: the mean over all of them, by reduce="sum"."""
-    spec, expected = fs.by_type(Block, p=LAYOUTS[layout])(MODEL).on({"shard": 2}), plain(batch(*counts))
-    for rank, got in enumerate(gloo2.run(on_ranks, layout, counts)):
-        check(got, expected, spec, rank)
+    total = sum(counts) if len(set(counts)) > 1 else 0
+    with unchanged(MODEL):
+        got = synced(Mesh.world(), batch(*counts)[rank], LAYOUTS[layout], total)
+    check(got, plain(batch(*counts)), fs.by_type(Block, p=LAYOUTS[layout])(MODEL).bound, rank)
 
 
-def padded(rank: int, layout: str) -> tuple[Tree, Tree]:
-    """Two micro-batches on rank 0, and one with rubbish of weight 0 on rank 1."""
+@pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, "shard", "remat"))
+@real_ranks(2)
+def test_padded_micro_batches(rank: int, layout: str) -> None:
+    """Two on rank 0, one with rubbish on rank 1: rows of weight 0 enter no statistics, and nothing comes back through them."""
     xs = batch(4, 4, 4)
     spec = fs.by_type(Block, p=LAYOUTS[layout])(MODEL).bound
     buffers = {name: b.clone() for name, b in BUFFERS.items()}
@@ -142,46 +139,29 @@ def padded(rank: int, layout: str) -> tuple[Tree, Tree]:
     step = fs.pad_microbatches([xs[0], xs[1]] if rank == 0 else [xs[2]], spec=spec, stand_in=rubbish)
     grads, _ = fs.accumulate(loss, fs.shard(FULL, spec), step.microbatches, spec=spec, weights=step.weights)
     fs.accumulate(loss, fs.shard(FULL, spec), [rubbish], spec=spec, weights=[0])
-    return grads, buffers
-
-
-@pytest.mark.parametrize("layout", mark_seldom(LAYOUTS, "shard", "remat"))
-def test_padded_micro_batches(gloo2: Pool, layout: str) -> None:
-    """Rows of weight 0 enter no statistics, and nothing comes back to the others through them."""
-    xs, model = batch(4, 4, 4), copy.deepcopy(PLAIN)
+    model = copy.deepcopy(PLAIN)
     (sum((model(x) ** 3).sum() for x in (torch.cat([xs[0], xs[2]]), xs[1])) / 12).backward()
-    expected, buffers = {name: p.grad for name, p in model.named_parameters()}, dict(model.named_buffers())
-    spec = fs.by_type(Block, p=LAYOUTS[layout])(MODEL).on({"shard": 2})
-    for rank, (grads, after) in enumerate(gloo2.run(padded, layout)):
-        assert_close(grads, dict(fs.shard(expected, spec, rank=rank)), rtol=1e-9, atol=1e-9)
-        assert_close(after, buffers, rtol=1e-9, atol=1e-9)
-
-
-def on_grid(rank: int, axes: str | None) -> dict[str, Tree]:
-    mesh = Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    global MODEL
-    before, MODEL = MODEL, fs.SyncBatchNorm.convert_sync_batchnorm(PLAIN, axes=axes)
-    try:
-        return synced(mesh, batch(4, 4, 4, 4)[rank], fs.P("shard"))
-    finally:
-        MODEL = before
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    assert_close(grads, dict(fs.shard(expected, spec)), rtol=1e-9, atol=1e-9)
+    assert_close(buffers, dict(model.named_buffers()), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("axes", mark_seldom([None, ("shard",), "replicate"], "replicate"))
-def test_two_axes(gloo4: Pool, axes: str | tuple[str, ...] | None) -> None:
+@real_ranks(4)
+def test_two_axes(rank: int, axes: str | tuple[str, ...] | None) -> None:
     """With HSDP over all ranks, or over one axis alone: then the statistics are of the ranks along it."""
-    xs, results = batch(4, 4, 4, 4), gloo4.run(on_grid, axes)
-    spec = fs.by_type(Block)(MODEL).on({"replicate": 2, "shard": 2})
+    mesh = Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    model, xs = fs.SyncBatchNorm.convert_sync_batchnorm(PLAIN, axes=axes), batch(4, 4, 4, 4)
+    got, spec = synced(mesh, xs[rank], fs.P("shard"), model=model), fs.by_type(Block)(model).on(mesh)
     groups = {None: [[0, 1, 2, 3]], ("shard",): [[0, 1], [2, 3]], "replicate": [[0, 2], [1, 3]]}[axes]
     parts = {rank: plain([xs[i] for i in group]) for group in groups for rank in group}
     linear = ("fs.grad", "grad", "hvp", "grad of dot")  # of the mean over groups; a penalty on it is not
     mean = {name: {k: sum(parts[r][name][k] for r in range(4)) / 4 for k in FULL} for name in linear}
-    for rank, got in enumerate(results):
-        if axes is None:
-            mean["grad of grad"] = parts[rank]["grad of grad"]
-        else:
-            got.pop("grad of grad")
-        check(got, mean | {name: parts[rank][name] for name in ("buffers", "buffers of torch.func")}, spec, rank)
+    if axes is None:
+        mean["grad of grad"] = parts[rank]["grad of grad"]
+    else:
+        got.pop("grad of grad")
+    check(got, mean | {name: parts[rank][name] for name in ("buffers", "buffers of torch.func")}, spec, rank)
 
 
 KINDS = {(3,): nn.BatchNorm1d, (3, 5): nn.BatchNorm1d, (3, 2, 3): nn.BatchNorm2d, (3, 1, 2, 2): nn.BatchNorm3d}
