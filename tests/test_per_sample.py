@@ -16,7 +16,7 @@ from cases import owned
 from depth import at_most, depth, mark_seldom, seldom, some
 from gradient_cases import Case, cases
 from hypothesis import given
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from test_local import objective, spec_of, whole_params
 from test_memory import Peak, no_collector
 from torch import Tensor, nn
@@ -250,31 +250,17 @@ WAYS: dict[str, dict[str, Any]] = {"each": {}, "clipped": {"clip": CLIP}, "noisy
 BOTH = some(itertools.product(POLICIES, WAYS), 1)
 
 
-def on_real_ranks(rank: int) -> dict[Any, Any]:
-    out: dict[Any, Any] = {}
+@real_ranks(2)
+def test_real_ranks_agree_with_simulated_ones(rank: int) -> None:
+    """The noise too."""
     for policy, way in BOTH:
         spec, options = POLICIES[policy](MODEL).bound, WAYS[way]
         shards = {k: p.requires_grad_() for k, p in fs.shard(FULL, spec).items()}
-        generator = torch.Generator().manual_seed(5 + rank)  # only rank 0's matters
-        grads = fs.per_sample_grads(loss_on(spec), shards, (X[rank], Y[rank]), spec=spec, generator=generator, **options)
+        own, first = (torch.Generator().manual_seed(seed) for seed in (5 + rank, 5))  # only rank 0's matters
+        grads = fs.per_sample_grads(loss_on(spec), shards, (X[rank], Y[rank]), spec=spec, generator=own, **options)
         assert all(g.requires_grad != bool(options) for g in grads.values())
-        out[policy, way] = {key: g.detach() for key, g in grads.items()}
-    return out
-
-
-def test_real_ranks_agree_with_simulated_ones(gloo2: Pool) -> None:
-    """The noise too."""
-
-    def simulated(mesh: Any, x: Tensor, y: Tensor) -> dict[Any, Any]:
-        return {
-            (policy, way): results(POLICIES[policy], generator=torch.Generator().manual_seed(5), **WAYS[way])(mesh, x, y)
-            for policy, way in BOTH
-        }
-
-    expected = fs.testing.spmd(simulated, 2)(X[:2], Y[:2])
-    for rank, real in enumerate(gloo2.run(on_real_ranks)):
-        for name, tree in real.items():
-            assert_close(tree, {key: z[rank] for key, z in expected[name].items()}, **CLOSE)
+        simulated = fs.testing.spmd(results(POLICIES[policy], generator=first, **options), 2)(X[:2], Y[:2])
+        assert_close({k: g.detach() for k, g in grads.items()}, {k: z[rank] for k, z in simulated.items()}, **CLOSE)
 
 
 @pytest.mark.parametrize("ranks_with", [1, 0])
