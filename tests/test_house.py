@@ -138,6 +138,14 @@ BUDGETS = {
 """The most lines of each folder. They may only be lowered: the house is to have 31,000 lines, then 27,000."""
 
 
+def test_what_pins_a_private_part_of_torch_is_there() -> None:
+    """Docstrings name the tests that fail when torch changes it."""
+    named = {name for path in FILES for name in re.findall(r"``(test_\w+)``", path.read_text())}
+    defined = re.findall(r"^def (test_\w+)", "".join(map(Path.read_text, Path(__file__).parent.glob("*.py"))), re.MULTILINE)
+    assert len(named) > 50
+    assert named <= {*defined}
+
+
 def test_folders_stay_within_their_budgets() -> None:
     lines = {path: len(path.read_text().splitlines()) for path in FILES}
     sizes = {folder: sum(n for path, n in lines.items() if ROOT / folder in path.parents) for folder in BUDGETS}

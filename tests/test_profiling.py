@@ -108,6 +108,13 @@ def test_real_ranks(gloo2: Pool) -> None:
     assert first["gather 0"] == 2
 
 
+def test_a_profiler_is_seen() -> None:
+    """By the private question of torch that `_torch.is_profiling` asks."""
+    assert not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+
+
 def test_without_a_profiler_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> Any:
         raise AssertionError(name)

@@ -127,7 +127,7 @@ def list_inductor_options() -> list[str]:
 
 @assume_constant
 def has_symbolic_shapes() -> bool:
-    """Return whether an input of the graph that Dynamo traces has a symbolic size. Pinned by ``test_one_graph``."""
+    """Return whether an input of the graph that Dynamo traces has a symbolic size. Pinned by ``test_graphs_by_shapes``."""
     context = TracingContext.try_get()
     env = context.fake_mode.shape_env if context and context.fake_mode else None
     if env is None:
