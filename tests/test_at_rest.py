@@ -174,28 +174,6 @@ def test_real_ranks(gloo2: Pool, how: str, name: str, way: str) -> None:
     gloo2.run(on_ranks, 2, how, name, way)
 
 
-@real_ranks(4)
-def test_hybrid_shards_leave_and_enter(rank: int) -> None:
-    """HSDP: gradients; gather_full to one rank and scatter_full from one give what `shard` does, byte by byte."""
-    model, codec = model_of(), CODECS["nf4"]
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    spec = shapes(P("shard", at_rest=codec))(model).on(mesh)
-    grads, _ = expected(model, codec, XS)
-    trained, frozen = fs.partition(fs.shard(model, spec), spec)
-    got = fs.grad(lambda p: (fs.functional_call(model, p | frozen, XS[rank], spec=spec) ** 2).mean())(trained)
-    for key, g in by_name(got, spec).items():
-        assert_close(g, grads[key], **EXACT)
-    wanted = dict(quantized(model, codec).named_parameters())
-    first = fs.unshard(trained | frozen, spec, rank0_only=True)
-    assert first.keys() == (wanted.keys() if rank == 0 else set())
-    assert all(torch.equal(first[name], wanted[name]) for name in first)
-    source = {name: p.detach() for name, p in model.named_parameters()} if rank == 1 else None
-    scattered = fs.shard(source, spec, src=1)
-    for key, shard in (trained | frozen).items():
-        assert torch.equal(scattered[key], shard), key
-    assert all(torch.equal(a, scattered[key]) for key, a in fs.shard(model, spec, src=1).items())
-
-
 def scaled(module: nn.Module, args: tuple[Tensor], out: Tensor | None = None) -> Any:
     """By a frozen weight, what goes in or what comes out."""
     by = 1 + next(module.parameters()).mean()
@@ -242,6 +220,11 @@ def test_hooks_meshes_of_two_axes_and_overrides(rank: int, name: str) -> None:
         at_rest = {param.name for unit in spec if unit.at_rest for param in unit.params}
         full = fs.unshard(params, spec)
         assert all(torch.equal(full[name], (wanted if name in at_rest else values)[name]) for name in values)
+        first = fs.unshard(params, spec, rank0_only=True)
+        assert first.keys() == (full.keys() if rank == 0 else set())
+        assert all(torch.equal(first[name], full[name]) for name in first)
+        encoded = fs.reshard(fs.shard(model, plain), plain, spec)
+        assert all(torch.equal(encoded[key], shard) for key, shard in params.items())
         scattered = fs.shard(values if rank == 3 else None, spec, src=3)
         assert all(torch.equal(scattered[key], shard) for key, shard in params.items())
         # once decoded, values are fixed points: bytes of any other slices are theirs
@@ -251,60 +234,6 @@ def test_hooks_meshes_of_two_axes_and_overrides(rank: int, name: str) -> None:
         back = fs.unshard(fs.reshard(params, spec, plain), plain)
         assert all(torch.equal(back[name], full[name]) for name in full)
         before = spec
-
-
-@at_most(2)
-@each(sizes=SIZES, name=CODECS, how=WAYS_OF_P)
-def test_simulated_ranks(how: str, name: str, sizes: dict[str, int]) -> None:
-    """The first derivative, and a Hessian-vector product through frozen weights that are decoded."""
-    model, codec = model_of(), CODECS[name]
-    xs = XS[: math.prod(sizes.values())]
-    grads, losses = expected(model, codec, xs)
-    full = {name: p.detach() for name, p in model.named_parameters()}
-
-    def run(mesh: Any, x: Tensor) -> Any:
-        spec = shapes(dataclasses.replace(WAYS_OF_P[how], at_rest=codec))(model).on(mesh)
-        trained, frozen = fs.partition(fs.shard(full, spec), spec)
-        loss = lambda p: (fs.functional_call(model, p | frozen, x, spec=spec) ** 2).mean()  # noqa: E731
-        got, value = fs.grad_and_value(loss)(trained)
-        hv = fs.hvp(loss, trained, trained)
-        return fs.unshard(got, spec), value, fs.unshard(hv, spec)
-
-    got, values, hv = fs.testing.spmd(run, sizes)(xs)
-    assert_close(values, losses, **EXACT)
-    plain = dict(quantized(model, codec).named_parameters())
-    own = {name: p.detach() for name, p in plain.items() if p.requires_grad}
-
-    def mean(own: dict[str, Tensor]) -> Tensor:
-        both = {name: p.detach() for name, p in plain.items()} | own
-        return torch.stack([(torch.func.functional_call(model, both, (x,)) ** 2).mean() for x in xs]).mean()
-
-    wanted = fs.hvp(mean, own, own)
-    for key in grads:
-        assert_close(got[key][0], grads[key], **EXACT)
-        assert_close(hv[key][0], wanted[key], **EXACT)
-
-
-@seldom
-@real_ranks(2)
-def test_second_derivatives_on_real_ranks(rank: int) -> None:
-    model, codec = model_of(), CODECS["nf4"]
-    for how in ("shard", "remat", "keep"):
-        spec = shapes(dataclasses.replace(WAYS_OF_P[how], at_rest=codec))(model).bound
-        trained, frozen = fs.partition(fs.shard(model, spec), spec)
-        loss = lambda p: (fs.functional_call(model, p | frozen, XS[rank], spec=spec) ** 2).mean()  # noqa: E731
-        plain = {name: p.detach() for name, p in quantized(model, codec).named_parameters()}
-        own = {name: p for name, p in plain.items() if not spec.by_name[name][0].at_rest}
-
-        def mean(own: dict[str, Tensor]) -> Tensor:
-            some = [(torch.func.functional_call(model, plain | own, (x,)) ** 2).mean() for x in XS[:2]]
-            return torch.stack(some).mean()
-
-        wanted = fs.hvp(mean, own, own)
-        for forward in (True, False):
-            hv = fs.unshard(fs.hvp(loss, trained, trained, forward=forward), spec)
-            for key, h in wanted.items():
-                assert_close(hv[key], h, **EXACT)
 
 
 @every(param=[BF16, None], dtype=[torch.float32, BF16])
@@ -391,11 +320,6 @@ def moved(rank: int) -> None:
     wanted = dict(quantized(model, codec).named_parameters())
     back = fs.unshard(fs.reshard(params, kept, plain), plain)
     assert all(torch.equal(back[name], p) for name, p in wanted.items())
-
-
-def test_reshard_encodes_and_decodes(gloo2: Pool) -> None:
-    """From values to bytes, from bytes to bytes of other slices, and back to values."""
-    gloo2.run(moved)
 
 
 def test_full_parameters_may_stand_in_their_place() -> None:

@@ -197,15 +197,6 @@ def test_another_world_size_in_the_middle(
         assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
-@at_most(1)
-@pytest.mark.parametrize("mesh", ["fsdp", "two axes"])
-def test_leaves_of_owners_and_of_all_ranks_are_written_once(gloo2: Pool, gloo4: Pool, tmp_path: Path, mesh: str) -> None:
-    """What one rank owns does not count in how all ranks divide what they share."""
-    sizes, axis = MESHES[mesh]
-    pool = gloo4 if math.prod(sizes.values()) == 4 else gloo2
-    pool.run(saved_in_the_middle, sizes, axis, "shampoo", str(tmp_path / "step_5"))
-
-
 # --- your own, and what goes wrong in it ---
 
 

@@ -262,25 +262,3 @@ def test_updates_refuse_what_eager_refuses(name: str) -> None:
         fs.compile(lambda p, s: call(update, p, s), backend="aot_eager")(params, state)
     assert type(compiled.value) is type(eager.value)
     assert str(compiled.value) == str(eager.value)
-
-
-def scaled(params: fs.Params, lr: float) -> fs.Params:
-    return {key: lr * p for key, p in params.items()}
-
-
-def run_with(step: Callable[..., Any], values: tuple[float, ...]) -> int:
-    """Compare a compiled step with the eager one, and return the number of graphs."""
-    params = {"w": torch.arange(1.0, 5.0)}
-    compiled = fs.compile(step, backend="aot_eager")
-    for value in values:
-        close(compiled(params, value), step(params, value))
-    return Counters["stats"]["unique_graphs"]
-
-
-@seldom
-def test_floats_recompile_once() -> None:
-    """A second value makes a float an input of the graph; with dynamic=False each is a constant, which any operator takes."""
-    assert run_with(scaled, RATES) == 2
-    compiled = fs.compile(lambda p, lr: {"w": p["w"] * len(str(lr))}, backend="aot_eager", dynamic=False)
-    for value in (0.5, 0.25, 0.125):
-        close(compiled({"w": torch.ones(2)}, value), {"w": torch.full((2,), float(len(str(value))))})

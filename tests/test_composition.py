@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
-import pickle
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -533,19 +531,6 @@ def test_states_that_do_not_fit_are_refused() -> None:
         sgd.update(params, finite.init(params), params)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="grads: '': expected a tensor, got NoneType; an unused parameter has gradient zeros"):
         finite.update({"": None}, finite.init(params), params)
-
-
-def test_optimizers_do_not_pickle() -> None:
-    """They are local functions. State and spec pickle; a copy of an optimizer has the same functions."""
-    spec = fs.policies.whole()(MODEL).on({"shard": 1})
-    sgd, muon = optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9), optim.muon(spec)
-    for made in (sgd, muon, optim.ema(0.5)(sgd), optim.clip_gradients(spec, 1.0)):
-        with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):
-            pickle.dumps({"optimizer": made})
-        assert copy.deepcopy(made) == copy.copy(made) == made
-    params = fs.shard(MODEL, spec)
-    for init, _ in (sgd, muon):
-        assert_close(pickle.loads(pickle.dumps((init(params), spec)))[0], init(params))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

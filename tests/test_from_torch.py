@@ -523,63 +523,7 @@ def test_padding_is_left_alone() -> None:
     assert_close(dirty[""][:-1], new[""][:-1], rtol=0, atol=0)
 
 
-def test_state_is_a_pytree_that_a_bad_step_leaves_alone() -> None:
-    params = {"": torch.ones(3)}
-    for cls, options in CASES:
-        init, update = from_torch(cls, **options)
-        state = init(params)
-        new = update({"": torch.full((3,), torch.nan)}, state, params)
-        kept = fs.loss_scale.select(torch.tensor(False), new, (params, state))
-        assert_close(kept, (params, state), rtol=0, atol=0)
-
-
-def test_state_is_sharded_like_the_params() -> None:
-    """So that gathered by name it is torch's own, vector by vector."""
-    module = model()
-    start, spec = numbers(module, 1), fs.policies.always()(module)
-    init, update = from_torch(torch.optim.Adam, spec=spec, options=decayed)
-    params = fs.shard(start, spec)
-    _, state = update(fs.shard(gradients(start, 0), spec), init(params), params)
-    holders = {name: nn.Parameter(tensor) for name, tensor in start.items()}
-    peer = torch.optim.Adam(holders.values())
-    for name, holder in holders.items():
-        holder.grad = gradients(start, 0)[name]
-    peer.step()
-    for what in ("exp_avg", "exp_avg_sq"):
-        full = fs.unshard({key: values[what] for key, values in state.items()}, spec)
-        assert_close(full, {name: peer.state[holder][what] for name, holder in holders.items()})
-    assert {key: values["step"].tolist() for key, values in state.items()} == {"0": 1, "1": 1, "2": 1}
-
-
 # --- ranks ---
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's loops under vmap
-@every(cls=[torch.optim.SGD, torch.optim.AdamW], policy=[fs.policies.always(), fs.by_path({"0": fs.P(), "2": fs.P("shard")})])
-def test_simulated_ranks(cls: Any, policy: fs.Policy) -> None:
-    """Three steps of training on three ranks are three steps on the joined batch."""
-    module = model()
-    start, xs = numbers(module, 1), torch.randn(3, 4, 3, dtype=torch.float64)
-
-    def train(mesh: Any, x: Tensor) -> fs.Params:
-        spec = policy(module).on(mesh)
-        params = fs.shard(start, spec)
-        init, update = from_torch(cls, lr=0.1, spec=spec)
-        state = init(params)
-        for _ in range(3):
-            grads = fs.grad(lambda p: fs.functional_call(module, p, (x,), spec=spec).pow(2).mean())(params)
-            params, state = update(grads, state, params)
-        return fs.unshard(params, spec)
-
-    got = fs.testing.spmd(train, 3)(xs)
-    full = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
-    peer = cls(full.values(), lr=0.1)
-    for _ in range(3):
-        peer.zero_grad()
-        torch.func.functional_call(module, full, (xs.flatten(0, 1),)).pow(2).mean().backward()
-        peer.step()
-    for name, tensor in full.items():
-        assert_close(got[name], tensor.detach().expand(3, *tensor.shape))
 
 
 def test_options_of_simulated_ranks_are_refused() -> None:
@@ -706,23 +650,6 @@ def test_mistakes_in_options() -> None:
     params = fs.shard(numbers(model(), 1), spec, rank=0)
     with pytest.raises(ValueError, match="keeps its ratio to the default one"):
         update(params, init(params), params, lr=0.1)
-
-
-def test_units_with_other_state_have_an_optimizer_of_their_own() -> None:
-    """What options of one optimizer may not say, momentum for some: as torch's groups."""
-    params = {key: torch.linspace(1, 2, 6).double() for key in ("plain", "heavy")}
-    theirs = {key: nn.Parameter(x.clone()) for key, x in params.items()}
-    groups = [{"params": [theirs["plain"]]}, {"params": [theirs["heavy"]], "momentum": 0.9}]
-    peer = torch.optim.SGD(groups, lr=0.1)
-    made = {"plain": from_torch(torch.optim.SGD, lr=0.1), "heavy": from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)}
-    states = {key: init({key: params[key]}) for key, (init, _) in made.items()}
-    for _ in range(3):
-        for key, p in theirs.items():
-            p.grad = params[key].sin()
-            new, states[key] = made[key].update({key: p.grad}, states[key], {key: params[key]})
-            params |= new
-        peer.step()
-    assert_close(params, {key: p.detach() for key, p in theirs.items()}, rtol=0, atol=0)
 
 
 def test_all_cases_are_here() -> None:

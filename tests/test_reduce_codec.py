@@ -223,16 +223,6 @@ def test_what_is_not_finite_stays_so(codec: str, bad: float) -> None:
     assert_close(got["bias"][0], torch.ones(4))
 
 
-@pytest.mark.parametrize("codec", mark_seldom(CODECS, "int8"))
-@real_ranks(2)
-def test_which_rank_has_which_batch_does_not_matter(rank: int, codec: str) -> None:
-    model, mesh = make_model(), make_mesh(2)
-    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[codec]))(model).on(mesh)
-    both = [fs.grad(sharded_loss(model, spec, make_batch(i)))(fs.shard(model, spec)) for i in (rank, 1 - rank)]
-    for key, grad in both[0].items():
-        assert torch.equal(grad, both[1][key]), key
-
-
 # --- steps and transforms ---
 
 

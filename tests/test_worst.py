@@ -319,7 +319,7 @@ TASKS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "averaging": (4, test_averaging.test_averagers_on_real_ranks, ()),
     "averaging, compiled": (2, test_averaging.compiled, ()),
     "post-local SGD": (4, test_averaging.test_post_local_sgd, (None, ())),
-    "clip_by_global_norm": (2, test_optim.test_real_ranks, ()),
+    "clip_by_global_norm": (2, test_optim.test_low_precision_grads, ()),
     "loss_scale": (2, test_loss_scale.on_real_ranks, ()),
     "fs.compile": (2, test_compile.trained, (depth("mlp", "gpt"), "reshard", "aot_eager")),
     **depth(
