@@ -6,14 +6,13 @@ import copy
 import dataclasses
 import math
 import pickle
-import warnings
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from collective_log import Collectives, Sent, world
-from depth import at_most, depth, each, every, mark_seldom, pairs, seldom
+from depth import at_most, depth, each, every, mark_seldom, pairs
 from hypothesis import given
 from models import EXACT, unchanged
 from parity import MAIN_WAYS, WAYS
@@ -255,26 +254,6 @@ def test_computed_in_what_the_precision_says(dtype: torch.dtype, param: torch.dt
     for key, shard in fs.shard(model, spec).items():
         assert torch.equal(again[key], shard.double() if spec.by_key[key].requires_grad else shard)
     assert {p.dtype for name, p in fs.unshard(again, spec).items() if spec.by_name[name][0].at_rest} == {dtype}
-
-
-@seldom
-@real_ranks(2)
-def test_compiled(rank: int) -> None:
-    warnings.filterwarnings("ignore", "`torch.jit")  # torch's own, when inductor is first imported
-    model, codec = model_of()[depth(1, 0) :], CODECS["nf4"]
-    spec = shapes(P("shard", at_rest=codec))(model).bound
-    trained, frozen = fs.partition(fs.shard(model, spec), spec)
-    grads, losses = expected(model, codec, XS[:2])
-
-    def step(trained: fs.Params, frozen: fs.Params, x: Tensor) -> Any:
-        return fs.grad_and_value(lambda p: (fs.functional_call(model, p | frozen, x, spec=spec) ** 2).mean())(trained)
-
-    makes: list[Any] = [lambda f: torch.compile(f, backend=depth("eager", "aot_eager"), fullgraph=True)]
-    for make in depth(makes, [fs.compile, *makes]):
-        got, value = make(step)(trained, frozen, XS[rank])
-        assert_close(value, losses[rank], **EXACT)
-        for key, g in by_name(got, spec).items():
-            assert_close(g, grads[key], **EXACT)
 
 
 # --- what is sent ---

@@ -302,25 +302,6 @@ def test_due_where_torchs_hierarchical_is(periods: set[int], warmup_steps: int, 
             assert state.step == peer.step
 
 
-def test_three_levels() -> None:
-    """torch's test_3_level_hierarchical_model_averager, values included: after each step on 8 ranks."""
-    spec = fs.policies.whole(fs.P())(nn.Linear(3, 1, bias=False))
-    groups = {**dict.fromkeys((16, 24), 8), **dict.fromkeys((12, 20), 4), **dict.fromkeys((10, 14, 18, 22), 2)}
-    values = torch.zeros(8, 3)
-    for step in range(25):
-        values = values + torch.arange(24).view(8, 3) * (step + 1)
-
-        def rank(mesh: Any, x: Tensor, step: int = step) -> tuple[fs.Params, av.Averaging]:
-            levels = [(2, "pair"), (4, ("quad", "pair")), (8, ("all", "quad", "pair"))]
-            return av.periodic(spec.on(mesh), levels, warmup_steps=10)[1]({"": x}, at(step))
-
-        got, state = fs.testing.spmd(rank, {"all": 2, "quad": 2, "pair": 2})(values)
-        size = groups.get(step, 1)
-        values = values.unflatten(0, (-1, size)).mean(1, keepdim=True).expand(-1, size, -1).flatten(0, 1)
-        assert torch.equal(got[""], values)
-        assert state.step.tolist() == 8 * [step + 1]
-
-
 @real_ranks(4)
 def test_averagers_on_real_ranks(rank: int) -> None:
     """utils.average_parameters in a group, then the two averagers: parameters after each step that moves them apart."""
@@ -469,49 +450,6 @@ def test_post_local_sgd_of_shards() -> None:
     want = [fs.shard(replicas[i // 2], MIXED(MODEL).on(HYBRID), rank=i) for i in range(4)]
     assert_close(got, stacked(want), rtol=1e-12, atol=1e-13)
     assert not torch.equal(got["1"][0], got["1"][2])
-
-
-def test_stopping_anywhere_changes_nothing() -> None:
-    """State and params are all there is to go on from."""
-
-    def run(mesh: Any, rank: Tensor, stop: int) -> fs.Params:
-        spec = MIXED(MODEL).on(mesh)
-        init, update = av.periodic(spec, 3, warmup_steps=2, axes="replicate")
-        params, state = fs.shard({name: p.detach() for name, p in MODEL.named_parameters()}, spec), init()
-        for step in range(12):
-            params = {key: p + (step + 1) * rank for key, p in params.items()}
-            params, state = update(params, state)
-            if step == stop:
-                state = stored(state)
-        return params
-
-    want = fs.testing.spmd(lambda mesh, rank: run(mesh, rank, -1), HYBRID)(torch.arange(4).double())
-    for stop in range(12):
-        assert_close(
-            fs.testing.spmd(lambda mesh, rank, stop=stop: run(mesh, rank, stop), HYBRID)(torch.arange(4).double()), want
-        )
-
-
-def test_averaging_after_every_sgd_step_is_ddp() -> None:
-    """Period 1: averaging parameters is averaging gradients, for an update that is linear in them."""
-    xs = torch.stack([numbers(rank, 0) for rank in range(3)])
-
-    def run(mesh: Any, x: Tensor) -> tuple[fs.Params, fs.Params]:
-        spec = REPLICATED(MODEL).on(mesh)
-        params = fs.shard({name: p.detach() for name, p in MODEL.named_parameters()}, spec)
-        init, update = av.periodic(spec, 1)
-        ddp, local, state = params, params, init()
-        for _ in range(4):
-            grads = fs.grad(lambda p: fs.functional_call(MODEL, p, (x,), spec=spec).pow(2).mean())(ddp)
-            ddp = {key: p - 0.1 * grads[key] for key, p in ddp.items()}
-            full = fs.unflatten(local, spec)
-            grads = torch.func.grad(lambda p: torch.func.functional_call(MODEL, p, (x,)).pow(2).mean())(full)
-            local = fs.flatten({name: p - 0.1 * grads[name] for name, p in full.items()}, spec)
-            local, state = update(local, state)
-        return ddp, local
-
-    ddp, local = fs.testing.spmd(run, 3)(xs)
-    assert_close(local, ddp)
 
 
 SPEC = MIXED(MODEL).on(HYBRID)

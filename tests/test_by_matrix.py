@@ -200,53 +200,6 @@ def test_another_world_size_in_the_middle(
 # --- your own, and what goes wrong in it ---
 
 
-def lamb(where: fs.optim._matrices.matrices.Matrices, donate: bool) -> Any:
-    """Of every parameter, vectors as well: momentum over its norm, and a number that counts."""
-
-    def step(grad: Tensor, state: Any, param: Tensor) -> tuple[Tensor, Any]:
-        momentum = 0.9 * state["momentum"] + grad
-        new = {"momentum": momentum, "steps": state["steps"] + 1}
-        return param - 0.1 * param.norm() * momentum / momentum.norm() / new["steps"], new
-
-    rest = fs.optim.from_torch(torch.optim.AdamW, donate=donate)
-    return fs.optim.by_matrix(
-        lambda p: {"momentum": torch.zeros_like(p), "steps": p.new_zeros(())}, step, where, fallback=rest, donate=donate
-    )
-
-
-def by_lamb(mesh: Any, axis: Any, donate: bool) -> fs.Params:
-    spec = spec_on(mesh, axis)
-    init, update = lamb(fs.optim.matrices(spec, select=lambda name, param: True), donate)
-    params = fs.shard(PARAMS, spec)
-    state = init(params)
-    assert all(unit.slices["momentum"].shape == params[key].shape for key, unit in state.items() if unit.owned)
-    for grads in GRADS[:3]:
-        params, state = update(fs.shard(grads, spec), state, params)
-    return fs.unshard(params, spec)
-
-
-def lamb_on_ranks(rank: int, sizes: dict[str, int], axis: Any, donate: bool) -> fs.Params:
-    return by_lamb(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)), axis, donate)
-
-
-@at_most(1)
-@pytest.mark.parametrize("mesh", ["fsdp", "ddp"])
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_every_parameter_as_a_whole(gloo2: Pool, mesh: str) -> None:
-    """Vectors' momentum is in slices as matrices' is; on simulated ranks and on real ones, donated or not."""
-    sizes, axis = MESHES[mesh]
-    want = {name: p.clone() for name, p in PARAMS.items()}
-    momenta = {name: torch.zeros_like(p) for name, p in PARAMS.items()}
-    for t, grads in enumerate(GRADS[:3], 1):
-        for name, p in want.items():
-            momenta[name] = 0.9 * momenta[name] + grads[name]
-            want[name] = p - 0.1 * p.norm() * momenta[name] / momenta[name].norm() / t
-    simulated = spmd(lambda mesh, _: by_lamb(mesh, axis, False), sizes)(torch.zeros(2))
-    of_simulated = [{name: x[rank] for name, x in simulated.items()} for rank in range(2)]
-    for got in (*of_simulated, *(x for donate in (False, True) for x in gloo2.run(lamb_on_ranks, sizes, axis, donate))):
-        assert_close(got, want, rtol=1e-9, atol=1e-9)
-
-
 def test_other_state_of_vectors() -> None:
     """What only some parameters have in their own shape stays with the owner: a column's too, as of torch's Adafactor."""
     column = nn.Linear(1, 5).double()

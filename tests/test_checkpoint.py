@@ -475,34 +475,3 @@ def test_a_parameter_that_has_another_first_name_now(tmp_path: Path) -> None:
     more["a"].weight, more["a"].bias = model[0].weight, model[0].bias
     found = checkpoint.load(tmp_path / "1", other := fs.policies.whole()(more), only="params")
     assert_same(found, fs.shard(more, other))
-
-
-def _meanwhile(rank: int, path: str) -> None:
-    """Loading, and refusing to save, while a thread of each rank is at another place of its write."""
-    import time
-
-    from funshard.checkpoint import _save as writer_file
-
-    model, spec = made("whole", 1)
-    params = fs.shard(model, spec)
-    checkpoint.save(f"{path}/0", params, spec)
-    real = writer_file.RangeWriter.write
-
-    def slow(self: Any, path: Any) -> Any:
-        time.sleep(0.2 + 0.4 * rank)
-        return real(self, path)
-
-    writer_file.RangeWriter.write = slow
-    try:
-        saving = checkpoint.save(f"{path}/1", params, spec, asynchronous=True)
-        assert not saving.done()
-        for _ in range(3):
-            assert_same(checkpoint.load(f"{path}/0", spec), params)
-            time.sleep(0.1)
-        assert_same(checkpoint.load(saving.wait(), spec), params)
-    finally:
-        writer_file.RangeWriter.write = real
-
-
-def test_threads_do_not_mix_with_what_ranks_say(gloo2: Pool, tmp_path: Path) -> None:
-    gloo2.run(_meanwhile, str(tmp_path))

@@ -31,7 +31,6 @@ from funshard.checkpoint._leaves import (
     check_tiles,
     range_to_boxes,
     share_range,
-    split_range,
 )  # fmt: skip
 from funshard.checkpoint._load import plan_reads
 from funshard.checkpoint._save import RangeWriter
@@ -97,12 +96,6 @@ def test_boxes_that_do_not_tile_are_told(shape: tuple[int, ...], data: st.DataOb
     else:
         with pytest.raises(ValueError, match=r"is not inside of|elements in its pieces, got|its pieces overlap"):
             check_tiles(shape, changed)
-
-
-def test_what_is_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box_file, "MAX_BOX_BYTES", 16)
-    assert split_range(3, 12, 4) == [(3, 7), (7, 11), (11, 12)]
-    assert split_range(3, 3, 4) == [(3, 3)]
 
 
 def everyone(spec: fs.PartitionSpec, sizes: dict[str, int]) -> list[fs.PartitionSpec]:

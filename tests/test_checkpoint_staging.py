@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -121,23 +120,6 @@ def test_wait_gives_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- export ---
 
 
-def test_export_replaces_nothing(tmp_path: Path) -> None:
-    """Not even what an earlier export wrote: the new files go to a path of their own, and the rest is copied to it."""
-    params, spec = state_of()
-    target = checkpoint.export(tmp_path / "out", params, spec, shard_bytes=1)
-    (target / "config.json").write_text("{}")
-    before = {path.name: path.read_bytes() for path in target.iterdir()}
-    doubled = {key: shard * 2 for key, shard in params.items()}
-    with pytest.raises(FileExistsError, match=r"expected a path where nothing is, or an empty directory"):
-        checkpoint.export(target, doubled, spec)
-    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
-    with pytest.raises(TypeError, match="overwrite"):
-        checkpoint.export(target, doubled, spec, overwrite=True)  # pyright: ignore[reportCallIssue]
-    new = checkpoint.export(tmp_path / "new", doubled, spec)
-    shutil.copy(target / "config.json", new)
-    assert checkpoint.read_safetensors(new, spec)[""].equal(doubled[""])
-
-
 def test_a_dry_run_of_export_says_before_the_training_what_would_fail_after_it(tmp_path: Path) -> None:
     params, spec = state_of()
     assert checkpoint.export(tmp_path / "a" / "b", params, spec, dry_run=True) == tmp_path / "a" / "b"
@@ -190,22 +172,6 @@ def test_a_working_directory_that_is_gone_does_not_matter(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path / "cwd")
     (tmp_path / "cwd").rmdir()
     assert checkpoint.save(tmp_path / "1", params, spec).wait() == tmp_path / "1"
-
-
-def test_one_process_writes_to_a_path(tmp_path: Path) -> None:
-    """Another one is told before it writes anything; a save that is over, or that was killed, is in nobody's way."""
-    params, spec = state_of()
-    first = staging.Target(tmp_path / "1")
-    before = list((tmp_path / "1").iterdir())
-    with pytest.raises(FileExistsError, match="1: expected a path that no other save writes to"):
-        checkpoint.save(tmp_path / "1", params, spec)
-    assert list((tmp_path / "1").iterdir()) == before
-    assert checkpoint.clean(tmp_path) == []
-    assert first._lock is not None
-    os.close(first._lock)  # as the system does when a process ends
-    checkpoint.save(tmp_path / "1", params, spec)
-    assert not {*before} & {*(tmp_path / "1").iterdir()}
-    assert checkpoint.latest(tmp_path) == tmp_path / "1"
 
 
 # --- Object stores, by fsspec. ---

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import strategies
 import torch
-from depth import at_most, depth, each, every, pairs
+from depth import depth, each, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -90,32 +90,6 @@ def mean(full: fs.Params, layout: str, axes: tuple[str, ...] | None = None) -> f
     return {n: x.flatten(0, len(sizes) - 1) for n, x in means.items()}
 
 
-def total(trees: list[fs.Params]) -> fs.Params:
-    return {key: torch.stack([tree[key] for tree in trees]).sum(0) for key in trees[0]}
-
-
-@each_layout
-def test_exact_is_the_mean(layout: str) -> None:
-    grads = gradients(ranks(layout))
-    [shards], _ = steps(exact(), layout, grads)
-    assert_close(shards, slices(mean(grads, layout), layout))
-
-
-@every(axes=[(), "replicate", "shard", ("shard", "replicate")], layout=["hsdp", "both"])
-def test_exact_over_some_axes(layout: str, axes: Any) -> None:
-    """Whatever order the unit is split in: each rank's slice is that of its own group's mean."""
-    grads = gradients(6)
-    [shards], _ = steps(exact(axes), layout, grads)
-    assert_close(shards, slices(mean(grads, layout, (axes,) if isinstance(axes, str) else axes), layout))
-
-
-@each_layout
-def test_unreduced_is_ones_own(layout: str) -> None:
-    grads = gradients(ranks(layout))
-    [shards], _ = steps(exact(()), layout, grads)
-    assert_close(shards, slices(grads, layout), rtol=0, atol=0)
-
-
 @settings(max_examples=depth(6, 300))
 @given(st.data())
 def test_exact_is_the_transpose_of_unshard(data: st.DataObject) -> None:
@@ -136,78 +110,6 @@ def test_exact_is_the_transpose_of_unshard(data: st.DataObject) -> None:
         outs, want = fs.testing.spmd(rank, sizes)(full)
         for out in outs:
             assert_close(out, want)
-
-
-@pairs(options=[{}, {"batched": True}, {"warm_start": False}, {"error_feedback": False}], axes=[None, "shard", "replicate"])
-@each_layout
-def test_full_rank_is_exact(layout: str, axes: str | None, options: dict[str, Any]) -> None:
-    if axes not in (None, *LAYOUTS[layout][1]):
-        return
-    grads = [gradients(ranks(layout), seed) for seed in range(3)]
-    out, _ = steps(powersgd(100, axes=axes, min_compression_rate=0, **options), layout, *grads)
-    for shards, g in zip(out, grads, strict=True):
-        assert_close(shards, slices(mean(g, layout), layout))
-
-
-@each_layout
-@pytest.mark.parametrize("rank", [1, 2])
-def test_what_was_sent_and_the_error_add_up(layout: str, rank: int) -> None:
-    """Error feedback: nothing is ever lost. And something is left out, or it would be no compression."""
-    grads = [gradients(ranks(layout), seed) for seed in range(4)]
-    out, state = steps(powersgd(rank, min_compression_rate=1), layout, *grads)
-    left = {n: mean({n: e}, layout)[n].view_as(grads[0][n]) for n, e in state.error.items()}
-    assert left.keys() == {"0.weight", "1.weight", "2.weight"}  # and biases are exact
-    rest = {n: torch.zeros_like(g) for n, g in grads[0].items()}
-    wanted = slices(mean(total(grads), layout), layout)
-    sums = total(out)
-    missing = slices(rest | left, layout)
-    assert_close({key: sums[key] + missing[key] for key in sums}, wanted)
-    assert all((missing[key].abs().amax() > 0.1) for key in missing)
-
-
-@pytest.mark.parametrize("axes", [None, "replicate"])
-def test_errors_of_buffers_add_up(axes: str | None) -> None:
-    """The same where a matrix is a unit's buffer, or a slice of one."""
-    grads = [gradients(6, seed) for seed in range(4)]
-    out, state = steps(powersgd(2, axes=axes, batched=True, min_compression_rate=0.5), "hsdp", *grads)
-    wanted = slices(mean(total(grads), "hsdp"), "hsdp")
-    sums = total(out)
-    spec = LAYOUTS["hsdp"][0](MODEL).on(HSDP)
-    assert state.error.keys() == {"0", "1", "2"}
-    for unit in spec:
-        error = state.error[unit.key].flatten(1)
-        if axes is None:  # of the whole buffer: its slices
-            whole = error.mean(0)[: spec.padded_numel(unit)]
-            left = torch.stack([whole] * 6) if not unit.p.axes else whole.view(3, -1).repeat(2, 1)
-        else:
-            left = error[:, : spec.shard_numel(unit)].view(2, 3, -1).mean(0).repeat(2, 1)
-        inside = slices({n: torch.ones_like(g) for n, g in grads[0].items()}, "hsdp")[unit.key]
-        assert_close(sums[unit.key] + left * inside, wanted[unit.key])
-        assert left.abs().amax() > 0.1
-
-
-@at_most(22)
-@each_compressor
-@each_layout
-def test_replicas_agree_and_padding_is_zero(layout: str, name: str) -> None:
-    """Bit for bit: or replicas drift apart. Whatever the compressor, dtypes stay."""
-    policy, sizes = LAYOUTS[layout]
-    spec = policy(MODEL).on(dict(sizes))
-    out, state = steps(COMPRESSORS[name], layout, *(gradients(ranks(layout), seed) for seed in range(2)))
-    inside = slices({n: torch.ones(ranks(layout), *p.shape) for n, p in MODEL.named_parameters()}, layout)
-    for shards in out if name not in ("unreduced", "post local") else out[:0]:
-        for unit in spec:
-            assert shards[unit.key].dtype == torch.float64
-            shaped = shards[unit.key].unflatten(0, tuple(sizes.values()))
-            for dim, axis in enumerate(sizes):
-                if axis not in unit.p.axes:
-                    atol = 1e-12 if name == "slices" else 0  # vmap's matrix products round each rank's in another way
-                    assert_close(shaped, shaped.narrow(dim, 0, 1).expand_as(shaped), rtol=0, atol=atol)
-    assert not any(shards[key][inside[key] == 0].any() for shards in out for key in inside)
-    for tensor in state.q.values() if isinstance(state, PowerSGD) else ():
-        groups = tensor.unflatten(0, tuple(sizes.values())) if name == "slices" else tensor
-        dim = len(sizes) - 1 if name == "slices" else 0
-        assert_close(groups, groups.narrow(dim, 0, 1).expand_as(groups), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["powersgd", "rank 2"])

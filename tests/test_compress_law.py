@@ -45,6 +45,7 @@ LOSSLESS: dict[str, Any] = {
     "each alone": lambda axes: quantize(1, axes=axes),
     "full rank": lambda axes: powersgd(99, axes=axes, min_compression_rate=0),
     "full rank, batched": lambda axes: powersgd(99, axes=axes, batched=True, min_compression_rate=0),
+    "full rank, cold": lambda axes: powersgd(99, axes=axes, min_compression_rate=0, warm_start=False, error_feedback=False),
     "nothing is worth it": lambda axes: powersgd(1, axes=axes, min_compression_rate=1e9),
     "switch": lambda axes: switch(0, exact(()), powersgd(99, axes=axes, min_compression_rate=0)),
 }
@@ -196,16 +197,6 @@ def test_what_powersgd_leaves_out_comes_later(case: Case) -> None:
         compressor = powersgd(1, axes=case.axes, batched=batched, warm_start=False, min_compression_rate=rate)
         out = simulated(case, compressor, grads, *[nothing] * 7)
         assert_close({key: torch.stack([shards[key] for shards in out]).sum(0) for key in want}, want, rtol=1e-6, atol=1e-6)
-
-
-@given(case=cases())
-@settings(max_examples=depth(4, 250))
-def test_what_quantize_sends_is_off_by_half_a_level(case: Case) -> None:
-    grads = case.gradients()
-    want = case.slices(case.mean(grads, tuple(case.sizes)))
-    [shards] = simulated(case, quantize(axes=case.axes), grads)
-    largest = max([float(g.abs().amax()) for g in grads.values() if g.numel()], default=0.0)
-    assert all((shards[key] - want[key]).abs().amax() <= 0.51 * 2 * largest / 255 for key in want if want[key].numel())
 
 
 REAL = (

@@ -180,27 +180,6 @@ def test_powersgd_is_ddps_hook(gloo2: Pool, name: str, split: bool) -> None:
     gloo2.run(beside_ddp, "powersgd", POWER[name], split)
 
 
-def defaults(rank: int, size: int) -> list[Tensor]:
-    """FSDP1's test: a weight of one row, the rank as input; with every compressor each slice is the mean of the ranks."""
-    model = nn.Linear(1, 5, bias=False)
-    compressors = [exact(), quantize(), powersgd(min_compression_rate=0)]
-    out = []
-    for p in (fs.P("shard", align=1), fs.P("shard", reshard=False, align=1), fs.P()):
-        spec = fs.policies.whole(p)(model)
-        full = fs.unshard(fs.shard(model, spec), spec)
-        grads = torch.func.grad(lambda q: torch.func.functional_call(model, q, torch.full((1, 1), float(rank))).sum())(full)
-        for compressor in compressors:
-            shards, _ = compressor.reduce(grads, compressor.init(spec), spec)
-            pieces = fs.param_views(shards, spec)["weight"]
-            assert_close(pieces, torch.full_like(pieces, (size - 1) / 2))
-            out.append(pieces)
-    return out
-
-
-def test_default_communication_hook_behavior(gloo2: Pool) -> None:
-    assert {len(x) for x in gloo2.run(defaults, 2)[0]} == {3, 5}
-
-
 def on_real_ranks(rank: int, layout: str, name: str, size: int) -> tuple[list[fs.Params], Any]:
     policy, sizes = LAYOUTS[layout]
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -337,7 +337,7 @@ def test_shared_memory_is_not_donated() -> None:
 # --- which optimizers ---
 
 
-WHOLE = (torch.optim.Muon, torch.optim.Adafactor)
+WHOLE: dict[Any, str] = {torch.optim.Muon: r"muon\(spec\)", torch.optim.Adafactor: r"adafactor\(learning_rate, spec\)"}
 """What runs on whole matrices, on their owners, by functions of its own (test_by_matrix.py)."""
 
 
@@ -348,7 +348,11 @@ def test_every_optimizer_is_right_or_refused() -> None:
     for cls in classes:
         if cls not in ELEMENTWISE_CLASSES:
             for vouched in (None, lambda p: {}):
-                why = "needs whole matrices" if cls in WHOLE else "is not known to work element by element"
+                why = (
+                    rf"needs whole matrices: expected optim\.{WHOLE[cls]}"
+                    if cls in WHOLE
+                    else "is not known to work element by element"
+                )
                 with pytest.raises(ValueError, match=f"{cls.__name__} {why}"):
                     from_torch(cls, initial=vouched)
             continue

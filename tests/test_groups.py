@@ -485,17 +485,3 @@ def compiled_step(rank: int, remat: bool, compile: bool | fs.Compile) -> tuple[f
     loss = lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).square().sum()  # noqa: E731
     sent = mirror.sent(2, lambda: grads.update(fs.grad(loss)(params)))
     return grads, sent
-
-
-@seldom
-@pytest.mark.parametrize("remat", [False, True])
-def test_compiled_step_with_groups(remat: bool) -> None:
-    """fs.compile of a step: the eager one's gradients."""
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*(MLP(5) for _ in range(4))), numbers(0, 0)
-    with world(2):
-        spec = by_group([MLP], size=2, p=P("shard", remat=remat))(model).bound.on({"shard": 1})
-        loss = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum()  # noqa: E731
-        params = fs.shard(model, spec)
-        got = fs.compile(fs.grad(loss), backend="aot_eager")(params)
-    assert all(torch.allclose(got[key], g, rtol=1e-12, atol=1e-12) for key, g in fs.grad(loss)(params).items())

@@ -192,6 +192,7 @@ OPTIONS = [
     {"axis": "shard", "reshard": False},
     {"axis": ("replicate", "shard")},
     {"axis": "shard", "remat": True},
+    {"axis": "shard", "align": 7},
 ]
 
 

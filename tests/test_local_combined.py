@@ -31,6 +31,10 @@ EXACT, SINGLE, HALF, SHORT = (
     {"rtol": rtol, "atol": atol} for rtol, atol in ((1e-9, 1e-11), (1e-4, 1e-6), (2e-2, 2e-3), (0.15, 0.02))
 )
 CASES: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "replicated": ({"axis": None}, EXACT),
+    "gathered once": ({"reshard": False}, EXACT),
+    "compiled units": ({"compile": AOT}, EXACT),
+    "summed in bf16": ({"precision": Precision(reduce=torch.bfloat16)}, SHORT),
     "offloaded, recomputed": ({"remat": True, "offload": OFFLOAD}, EXACT),
     "fp16, gathered once": ({"reshard": False, "precision": Precision(param=torch.float16)}, HALF),
     "bf16, offloaded": ({"offload": "params", "precision": Precision(param=torch.bfloat16)}, SHORT),
@@ -75,9 +79,26 @@ def scaled(case: Mixed) -> Tree:
     return grads
 
 
+def by_autograd(case: Mixed) -> Tree:
+    params = {key: p.clone().requires_grad_() for key, p in case.params.items()}
+    case.mean(params, case.x).backward()
+    return {key: p.grad for key, p in params.items() if p.grad is not None}
+
+
+def under_vmap(case: Mixed) -> Tree:
+    """Of two copies of the parameters, the second one's."""
+
+    def scaled(scale: Tensor) -> Tree:
+        return fs.grad(case.mean)({key: p * scale for key, p in case.params.items()}, case.x)
+
+    return {key: g[1] for key, g in torch.vmap(scaled)(torch.tensor([0.5, 1.0], dtype=torch.float64)).items()}
+
+
 STEPS: dict[str, Callable[[Mixed], Tree]] = {
     "fs.compile": lambda case: fs.compile(lambda p, xs: fs.grad(case.mean)(p, xs), backend="aot_eager")(case.params, case.x),
     "torch.func.grad": lambda case: torch.func.grad(case.mean)(case.params, case.x),
+    "autograd": by_autograd,
+    "vmap": under_vmap,
     "no_sync": lambda case: fs.accumulate(case.loss, case.params, list(case.x), spec=case.spec, keep="full")[0],
     "update_in_backward": in_backward,
     "loss_scale": scaled,
@@ -87,9 +108,7 @@ STEPS: dict[str, Callable[[Mixed], Tree]] = {
 def run(rank: int, sizes: dict[str, int], options: dict[str, Any], tolerance: dict[str, Any], steps: list[str]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own reads
-        warnings.simplefilter(
-            "ignore", fs._call.compiled_unit.CompileWarning
-        )  # in torch.func.grad: the modules' axes are arguments
+        warnings.simplefilter("ignore", fs._call.compiled_unit.CompileWarning)  # in torch.func the modules run as they are
         case = Mixed(rank, sizes, options)
         want = case.expected()
         for name in steps:
@@ -102,7 +121,7 @@ SIZES = [{"tensor": 2, "expert": 2}, {"expert": 2, "shard": 2}]
 
 
 @at_most(1)
-@every(sizes=mark_seldom(SIZES, SIZES[0]), name=mark_seldom(CASES, *[*CASES][:3]))
+@every(sizes=mark_seldom(SIZES, SIZES[0]), name=mark_seldom(CASES, "replicated", *[*CASES][4:7]))
 def test_options_on_real_ranks(gloo4: Pool, name: str, sizes: dict[str, int]) -> None:
     gloo4.run(run, sizes, *CASES[name], [step for step in STEPS if step != "fs.compile"])
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, each, every, mark_seldom, seldom
+from depth import at_most, each, seldom
 from ranks import Pool
-from test_local import batches, check, full_sizes, objective, of_rank, simulate, spec_of, whole_params
+from test_local import batches, check, full_sizes, objective, of_rank, spec_of, whole_params
 from test_local_training import Tree, norm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +17,6 @@ import funshard as fs
 from funshard.collectives import Axis
 
 HSDP = {"replicate": 2, "expert": 2, "shard": 2}
-ORDERS = [("replicate", "expert", "shard"), ("expert", "shard", "replicate"), ("shard", "replicate", "expert")]
 OPTIONS: dict[str, dict[str, Any]] = {
     "shard": {"axis": "shard"},
     "kept": {"axis": "shard", "reshard": False},
@@ -27,24 +26,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offloaded": {"axis": "shard", "offload": ("params", "activations")},
     "aligned": {"axis": "shard", "align": 7},
 }
-
-
-@at_most(1)
-@each(option=mark_seldom(OPTIONS, "shard", "kept", "on both axes"))
-@pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_hsdp_with_experts(order: tuple[str, ...], option: str) -> None:
-    """Each expert's slices are on two replicas, whatever the order of the axes."""
-    simulate(("experts", "replicated"), full_sizes({name: HSDP[name] for name in order}), OPTIONS[option])
-
-
-@seldom
-@each(option=mark_seldom(OPTIONS, "shard", "replicated", "on both axes"))
-@every(at=range(3), one=["replicate", "expert", "shard", "tensor"])
-def test_an_axis_of_one_rank_beside_axes_of_two(one: str, at: int, option: str) -> None:
-    """In every place of the mesh."""
-    others = [name for name in ("expert", "shard", "tensor", "replicate") if name != one][:2]
-    names = [*others[:at], one, *others[at:]]
-    simulate(("pair", "experts"), full_sizes({name: 1 if name == one else 2 for name in names}), OPTIONS[option])
 
 
 # --- dropout ---
@@ -116,12 +97,6 @@ DROPOUT_OPTIONS = [OPTIONS[name] for name in ("shard", "recomputed", "replicated
 @each(options=DROPOUT_OPTIONS, sizes=[{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"tensor": 1, "shard": 4}])
 def test_dropout(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
     gloo4.run(dropped, sizes, options)
-
-
-@at_most(1)
-@pytest.mark.parametrize("options", DROPOUT_OPTIONS[:2], ids=str)
-def test_dropout_on_two_ranks(gloo2: Pool, options: dict[str, Any]) -> None:
-    gloo2.run(dropped, {"shard": 1, "tensor": 2}, options)
 
 
 # --- buffers ---
@@ -202,10 +177,6 @@ def counted(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("sizes", [{"shard": 2, "expert": 2}, {"expert": 4, "shard": 1}], ids=str)
 def test_buffers_of_experts(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
     gloo4.run(counted, sizes, options)
-
-
-def test_buffers_of_experts_on_two_ranks(gloo2: Pool) -> None:
-    gloo2.run(counted, {"expert": 2, "shard": 1}, OPTIONS["shard"])
 
 
 # --- policies ---

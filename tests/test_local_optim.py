@@ -33,7 +33,6 @@ KERNELS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
     "fused, donated": {"fused": True, "donate": True},
 }
-FUSED = ("SGD", "Adagrad", "Adam", "AdamW")
 
 
 def trained(rank: int, sizes: dict[str, int], options: dict[str, Any], name: str, kernel: str) -> None:
@@ -64,17 +63,6 @@ def test_optimizers(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any],
     gloo4.run(trained, sizes, options, name, "single")
 
 
-@at_most(1)
-@each(sizes=MESHES[:2], kernel=list(KERNELS)[1:], name=FUSED)
-def test_kernels(gloo4: Pool, sizes: dict[str, int], kernel: str, name: str) -> None:
-    gloo4.run(trained, sizes, {"axis": "shard"}, name, kernel)
-
-
-@pytest.mark.parametrize("name", ["Adagrad", "SGD"])
-def test_two_ranks(gloo2: Pool, name: str) -> None:
-    gloo2.run(trained, {"expert": 2, "shard": 1}, {"axis": "shard"}, name, "fused")
-
-
 @each
 @pytest.mark.parametrize(
     "sizes", [{"replicate": 2, "expert": 2, "shard": 1}, {"tensor": 2, "replicate": 2, "shard": 1}], ids=str
@@ -98,23 +86,6 @@ def test_averages_of_replicas(rank: int, sizes: dict[str, int]) -> None:
             torch.testing.assert_close(params[key], p)
     average = fs.averaging.average(mine, case.spec, axes="replicate")
     case.check(average, mean)
-
-
-@at_most(1)
-@pytest.mark.parametrize("name", ["muon", "shampoo", "soap"])
-@real_ranks(4)
-def test_experts_beside_an_optimizer_of_matrices(rank: int, name: str) -> None:
-    """What is not selected is the fallback's: local pieces are updated as by AdamW alone."""
-    case = Rank(rank, {"expert": 2, "shard": 2}, {"axis": "shard"})
-    grads = fs.grad(case.loss)(case.params, case.x[0])
-    fallback = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, spec=case.spec)
-    chosen = fs.optim.matrices(case.spec, select=lambda name, _: name == "layers.2.linear.weight")
-    init, update = getattr(fs.optim, name)(chosen, fallback=fallback)
-    params, _ = update(grads, init(case.params), case.params)
-    plain, _ = fallback.update(grads, fallback.init(case.params), case.params)
-    found, want = fs.unshard(params, case.spec), fs.unshard(plain, case.spec)
-    for key, value in found.items():
-        assert torch.equal(value, want[key]) == (key != "layers.2.linear.weight"), key
 
 
 @at_most(1)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from collective_log import Collectives
 from depth import at_most, each, every, mark_seldom, seldom
 from parity import STRATEGIES, strategies
 from peer_models import MLP
@@ -311,15 +310,3 @@ def test_batches_that_are_none_or_no_list(rank: int) -> None:
         fs.accumulate(loss, {}, fs.pad_microbatches([None], spec=spec), spec=spec)
     with pytest.raises(ValueError, match="expected one micro-batch at least, got none"):
         fs.accumulate(loss, {}, [], spec=spec)  # on all ranks
-
-
-@real_ranks(2)
-def test_nothing_more_is_sent_by_the_devices(rank: int) -> None:
-    """Numbers are compared between hosts."""
-    model, spec, loss = make()
-    params = fs.shard(model, spec)
-    with Collectives() as sent:
-        fs.accumulate(loss, params, [batch_of(rank, 0)] * 3, spec=spec)
-    with Collectives() as alone:
-        fs.accumulate(loss, params, [batch_of(rank, 0)], spec=spec)
-    assert len(sent.all) == 3 * len(alone.all)
