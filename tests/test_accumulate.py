@@ -392,52 +392,6 @@ def test_what_lives_from_one_micro_batch_to_the_next(keep: str) -> None:
 # --- weights ---
 
 
-def tokens_of(rank: int, i: int) -> tuple[Tensor, Tensor]:
-    """A batch with other numbers of tokens that count on each rank; none at all in some."""
-    generator = torch.Generator().manual_seed(10 * rank + i)
-    x = torch.randn(4, 5, dtype=torch.float64, generator=generator)
-    y = torch.randint(3, (4,), generator=generator)
-    y[(rank + 3 * i) % 5 :] = -100
-    return x, y
-
-
-def by_tokens(rank: int, size: int, keep: str, way: str, reduce: str) -> None:
-    model = nn.Sequential(MLP(5), nn.Linear(5, 3).double())
-    root = P("shard") if reduce == "sum" else None  # a sum with a penalty on replicas is refused
-    spec = policy(P("shard"), root)(model).bound
-    params, batches = fs.shard(model, spec), [tokens_of(rank, i) for i in range(MICRO)]
-    counts = [(y >= 0).sum() for _, y in batches]
-
-    def loss(p: fs.Params, batch: tuple[Tensor, Tensor]) -> Tensor:
-        y = fs.functional_call(model, p, (batch[0],), spec=spec)
-        return nn.functional.cross_entropy(y, batch[1]) + (0.1 * sum((q**2).sum() for q in p.values()) if way == "fs" else 0)
-
-    def plain(full: fs.Params) -> Tensor:
-        each = [tokens_of(r, i) for r in range(size) for i in range(MICRO)]
-        out = torch.func.functional_call(model, full, (torch.cat([x for x, _ in each]),))
-        data = nn.functional.cross_entropy(out, torch.cat([y for _, y in each]), reduction=reduce)
-        return data + (0.1 * sum((t**2).sum() for t in full.values()) if way == "fs" else 0)
-
-    full = {name: t.detach() for name, t in model.named_parameters()}
-    expected = fs.shard(fs.grad(plain)(full), spec)
-    got, value = by_way(way, loss, params, batches, spec=spec, keep=keep, weights=counts, reduce=reduce)
-    if reduce == "sum" and way == "fs":  # the penalty counts with the rank's tokens, as in the sum of its gradients
-        expected = {key: g + 0.2 * params[key] * (int(sum(counts)) - 1) for key, g in expected.items()}
-    close(got, expected)
-    losses = [float(loss(params, batch)) for batch in batches]
-    own = [(v, int(n)) for v, n in zip(losses, counts, strict=True) if n]
-    mean = sum(v * n for v, n in own) / (sum(n for _, n in own) if reduce == "mean" else 1)
-    torch.testing.assert_close(float(value), mean)
-
-
-@at_most(1)
-@each(reduce=["mean", "sum"], way=["fs", "torch.func"], keep=KEEPS)
-def test_weights_are_of_all_ranks(gloo2: Pool, keep: str, way: str, reduce: str) -> None:
-    """Numbers of tokens: the mean over those of all ranks, or their sum; the NaN of a mean of none counts for nothing."""
-    assert any(int((y >= 0).sum()) == 0 for _, y in (tokens_of(r, i) for r in range(2) for i in range(MICRO)))
-    gloo2.run(by_tokens, 2, keep, way, reduce)
-
-
 @each(use=["penalty", "derived", "remat", "unshard"])
 @real_ranks(2)
 def test_weights_and_a_loss_that_uses_its_shards(rank: int, use: str) -> None:

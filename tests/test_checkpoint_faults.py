@@ -566,25 +566,6 @@ def test_a_rank_cannot_write(gloo2: Pool, tmp_path: Path, where: int, error: str
     gloo2.run(write, str(tmp_path / "2"), 2)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written by torch's own writer to a device that is full."""
-    model, spec = made()
-
-    class Full(writer.RangeWriter):
-        def write(self, path: Any) -> Any:
-            path.unlink()
-            path.symlink_to("/dev/full")
-            return super().write(path)
-
-    monkeypatch.setattr(_save, "RangeWriter", Full)
-    with pytest.raises(
-        (OSError, CheckpointError), match=r"No space left on device|could not be written, with [\d,]+ bytes free"
-    ):
-        checkpoint.save(tmp_path / "1", fs.shard(model, spec), spec)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_directory_that_cannot_be_written_to(gloo2: Pool, tmp_path: Path) -> None:
     """Where its parent is a file."""
     (tmp_path / "file").write_text("")

@@ -158,14 +158,14 @@ def masked_mean(call: Callable[[Tensor], Tensor], batch: Batch) -> Tensor:
     return (rows * mask).sum() / mask.sum()
 
 
-WAYS = ["accumulate", "full", "update_in_backward", "torch.func", "grad of grad"]
+WAYS = ["accumulate", "full", "sum", "update_in_backward", "torch.func", "grad of grad"]
 
 
 @at_most(1)
 @each(way=WAYS, strategy=mark_seldom([*STRATEGIES, "remat"], "shard", "remat"))
 @real_ranks(2)
 def test_a_micro_batch_of_weight_0_is_left_out(rank: int, strategy: str, way: str) -> None:
-    """NaN in one rank's micro-batch of weight 0 passes neither into its sums nor through the reduction to others."""
+    """NaN in one rank's micro-batch of weight 0 passes neither into its sums nor through the reduction; a sum is by weights."""
     model, spec, _ = make(strategies(strategy)[strategy])
     loss = lambda p, b: masked_mean(lambda x: fs.functional_call(model, p, (x,), spec=spec), b)  # noqa: E731
     nonsense = (torch.full((4, 5), torch.nan, dtype=torch.float64), torch.full((4,), -100))
@@ -174,7 +174,11 @@ def test_a_micro_batch_of_weight_0_is_left_out(rank: int, strategy: str, way: st
     if rank:
         own[1], own[2] = nonsense, own[1]
     counts = [w if i % 2 else int(w) for i, w in enumerate(tokens(own))]
-    run = lambda p: fs.accumulate(loss, p, own, spec=spec, weights=counts, keep="full" if way == "full" else "shards")  # noqa: E731
+    keep, reduce = "full" if way == "full" else "shards", "sum" if way == "sum" else "mean"
+    run = lambda p: fs.accumulate(loss, p, own, spec=spec, weights=counts, keep=keep, reduce=reduce)  # noqa: E731
+    if way == "sum":
+        everyone = [*batches_of(0, (3, 3)), *batches_of(1, (3, 2))]
+        expected = {key: g * sum(tokens(everyone)) for key, g in expected.items()}
     if way == "update_in_backward":
         init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
         options: Any = {"weights": counts, "max_norm": 1e3, "clip": "previous"}

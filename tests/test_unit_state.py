@@ -47,17 +47,6 @@ def stepped() -> tuple[fs.PartitionSpec, dict[str, Any]]:
     return spec, state
 
 
-def test_a_file_keeps_the_declaration(tmp_path: Path) -> None:
-    """Without ``like`` as well."""
-    spec = fs.policies.whole()(nn.Linear(4, 3)).on({"shard": 1})
-    init, _ = fs.optim.from_torch(torch.optim.AdamW)
-    state = init({"": torch.zeros(spec.shard_numel(spec.by_key[""]))})
-    fs.checkpoint.save(tmp_path / "a", state, spec)
-    found = fs.checkpoint.load(tmp_path / "a", spec)
-    assert pytree.tree_structure(found) == pytree.tree_structure(state)
-    assert found[""].numbers == {"step"}
-
-
 def test_functions_of_trees_keep_the_declaration() -> None:
     _, state = stepped()
 
@@ -185,16 +174,6 @@ def test_a_unit_has_one_number_for_all_options() -> None:
             fs.optim.from_torch(cls, spec=spec, options=lambda name, _, own=own: own)
     with pytest.raises(ValueError, match=r"Counting has numbers in its state, \['count'\]: expected options=None"):
         fs.optim.from_torch(Counting, spec=spec, options=lambda name, _: {"lr": float(len(name))}, initial=initial)
-
-
-def test_donated_memory_keeps_the_declaration() -> None:
-    init, update = fs.optim.from_torch(torch.optim.AdamW, donate=True)
-    params = {"": torch.ones(4)}
-    state = init(params)
-    where = state[""]["exp_avg"].data_ptr()
-    new = update({"": torch.ones(4)}, state, params)[1][""]
-    assert new.numbers == {"step"}  # pyright: ignore[reportAttributeAccessIssue]
-    assert new["exp_avg"].data_ptr() == where
 
 
 def test_an_update_returns_what_it_was_given() -> None:
