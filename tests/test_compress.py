@@ -112,32 +112,6 @@ def test_exact_is_the_transpose_of_unshard(data: st.DataObject) -> None:
             assert_close(out, want)
 
 
-@pytest.mark.parametrize("name", ["powersgd", "rank 2"])
-def test_how_units_are_split_changes_nothing(name: str) -> None:
-    """What a compressor of parameters gives is the same function of the ranks' gradients on every layout."""
-    grads = [gradients(6, seed) for seed in range(3)]
-    full = []
-    for policy, sizes in (
-        (fs.policies.always(), {"shard": 6}),
-        (fs.policies.whole(fs.P()), {"shard": 6}),
-        LAYOUTS["hsdp"],
-        LAYOUTS["both"],
-    ):
-
-        def rank(mesh: Any, *grads: fs.Params, policy: fs.Policy = policy) -> Any:
-            spec = policy(MODEL).on(mesh)
-            state = COMPRESSORS[name].init(spec)
-            out = []
-            for g in grads:
-                shards, state = COMPRESSORS[name].reduce(g, state, spec)
-                out.append(fs.unshard(shards, spec))
-            return out
-
-        full.append(fs.testing.spmd(rank, sizes)(*grads))
-    for other in full[1:]:
-        assert_close(other, full[0])
-
-
 @each_compressor
 def test_the_state_keeps_its_structure(name: str) -> None:
     """And is a pytree of tensors: it can be saved, compiled and looped over."""
@@ -307,21 +281,6 @@ def test_warm_start_converges_to_the_best_approximation() -> None:
     first, last = (fs.unflatten({key: x[0] for key, x in out[i].items()}, spec)["0.weight"] for i in (0, -1))
     assert_close(last, best, rtol=1e-3, atol=1e-3)
     assert (first - best).abs().amax() > 0.1
-
-
-def test_only_what_is_smaller_is_compressed() -> None:
-    """(n + m) r rate < n m, as torch decides; and a state exists for that alone, none for frozen parameters."""
-    model = nn.ModuleDict({"a": nn.Linear(6, 11), "b": nn.Linear(4, 4), "c": nn.Conv2d(4, 9, 3), "d": nn.Linear(50, 50)})
-    model["d"].requires_grad_(False)
-    spec = fs.policies.always()(model)
-    for rank, rate in ((1, 2.0), (1, 1.0), (2, 1.0), (2, 2.0), (3, 0.1)):
-        state = powersgd(rank, min_compression_rate=rate).init(spec)
-        shapes = {n: (len(p), p.numel() // len(p)) for n, p in model.named_parameters() if p.requires_grad}
-        ranked = {n: (*shape, min(*shape, rank)) for n, shape in shapes.items()}
-        want = {n: (a, b, r) for n, (a, b, r) in ranked.items() if (a + b) * r * rate < a * b}
-        assert {n: (len(e), *state.q[n].shape) for n, e in state.error.items()} == want
-        assert state.q.keys() == want.keys()
-        assert not powersgd(rank, min_compression_rate=rate, error_feedback=False).init(spec).error
 
 
 def test_some_units() -> None:

@@ -8,7 +8,6 @@ import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mirror
@@ -425,32 +424,6 @@ def test_every_module_of_a_group_casts() -> None:
     out = fs.functional_call(model, fs.shard(model, spec), (torch.ones(2, 5),), spec=spec)
     assert Wide.seen == (torch.bfloat16,) * 2
     assert out.dtype == torch.float32
-
-
-def test_simulated_ranks_and_skeletons() -> None:
-    """assert_exact of simulated ranks, on a model without its values."""
-    model = Net()
-    spec = by_group([MLP], size=2)(model).on({"replicate": 2, "shard": 2})
-    fs.testing.assert_exact(lambda call, x: call(x).square().sum(), model, spec, torch.randn(4, 2, 5).double(), order=2)
-    params = fs.shard(model, spec.on({"shard": 1}))
-    bare, x = fs.skeleton(model), torch.ones(2, 5).double()
-    assert torch.equal(fs.functional_call(bare, params, (x,), spec=spec.on({"shard": 1})), model(x))
-
-
-def test_checkpoints_of_groups(tmp_path: Path) -> None:
-    """Files name parameters, not units: they load under any other policy."""
-    model = Net()
-    one, many = fs.by_type(MLP)(model).on({"shard": 1}), by_group([MLP], size=2)(model).on({"shard": 1})
-    init, _ = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2)
-    saved = {"params": fs.shard(model, many), "opt": init(fs.shard(model, many))}
-    fs.checkpoint.save(tmp_path / "1", saved, many).wait()
-    found = fs.checkpoint.load(tmp_path / "1", one)
-    assert found["params"].keys() == {unit.key for unit in one}
-    assert all(torch.equal(found["params"][key], shard) for key, shard in fs.shard(model, one).items())
-    assert all(torch.equal(found["params"][key], shard) for key, shard in fs.reshard(saved["params"], many, one).items())
-    fs.checkpoint.save(tmp_path / "2", found, one).wait()
-    back = fs.checkpoint.load(tmp_path / "2", many)["params"]
-    assert all(torch.equal(back[key], shard) for key, shard in saved["params"].items())
 
 
 def test_errors_name_the_unit() -> None:

@@ -5,7 +5,6 @@ A column slice is no matrix: its owner gathers the whole. Over an axis of expert
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,12 @@ from collective_log import Collectives, world
 from depth import at_most, each, every, mark_seldom, seldom
 from ranks import Pool, real_ranks
 from test_by_matrix import ADAMW, OPTIMIZERS, collect, spread
-from test_matrices import piece_of, walk
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 import funshard as fs
 from funshard import P
-from funshard._core.layout import rank_along, to_memory_order
-from funshard._wire.global_params import split_pieces
-from funshard.collectives import ProcessAxis
-from funshard.optim._matrices.matrices import MatrixBatch, plan_exchange
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "both": (4, 4, 6),
@@ -305,47 +299,6 @@ def test_select_is_asked_about_whole_parameters() -> None:
     }
     assert known.by_name["experts"].owner[1] is None
     assert "expert" in str(known)
-
-
-@every(mesh=mark_seldom(MESHES, "three axes", "replicas"), gather_stacks=[False, True])
-def test_the_ways_of_all_ranks_fit(monkeypatch: pytest.MonkeyPatch, mesh: str, gather_stacks: bool) -> None:
-    """Each element goes to its owner and back at most once over each axis that splits its matrix; none over that of a stack."""
-    monkeypatch.setattr(fs.collectives.Mesh, "check_groups", lambda mesh: None)
-    sizes, axis = all_axes(MESHES[mesh][0]), MESHES[mesh][1]
-    spec = spec_on({name: ProcessAxis(size, 0, name) for name, size in sizes.items()}, sizes, axis)
-    known = matrices_of(spec, gather_stacks=gather_stacks)
-    ranks = [*itertools.product(*(range(size) for size in sizes.values()))]
-
-    def slice_at(matrix: Any, at: tuple[int, ...]) -> Tensor:
-        axes = tuple(name for name, _ in matrix.param.local)
-        own = split_pieces(PARAMS[matrix.name], matrix.param.local, sizes)[rank_along(axes, spec.bound_mesh, at)[0]]
-        piece = piece_of(matrix, spec, at)
-        return to_memory_order(own, matrix.param).reshape(-1)[piece.begin : piece.begin + piece.high - piece.low]
-
-    for names in known.groups:
-        some = [known.by_name[name] for name in names]
-        batch = MatrixBatch(tuple(some), spec, None, None)
-        slices = {at: [slice_at(m, at) for m in some] for at in ranks}
-        to_owners = {at: plan_exchange(some, spec, at, to_owners=True) for at in ranks}
-        from_owners = {at: plan_exchange(some, spec, at, to_owners=False) for at in ranks}
-        whole, collected = walk(to_owners, spec, slices)
-        for at in ranks:
-            for matrix, x in zip(some, whole[at], strict=True):
-                if not matrix.is_owned_by(at):
-                    assert not len(x)
-                    continue
-                stack = split_pieces(PARAMS[matrix.name], matrix.stack, sizes)
-                want = stack[rank_along(matrix.stack_axes, spec.bound_mesh, at)[0]]
-                assert torch.equal(batch._view_matrix(x, matrix), want)
-        back, spread = walk(from_owners, spec, whole)
-        assert all(torch.equal(x, y) for at in ranks for x, y in zip(back[at], slices[at], strict=True))
-        crossed = {step.group for plans in (to_owners, from_owners) for plan in plans.values() for step in plan.steps}
-        assert not crossed & {*some[0].stack_axes}
-        numel = sum(math.prod(SHAPES[m.name]) for m in some)
-        hops = sum(sizes[name] > 1 for name in some[0].split_axes)
-        replicas = len(ranks) // math.prod(sizes[name] for name in (*some[0].split_axes, *some[0].stack_axes))
-        assert collected <= hops * numel
-        assert spread <= (hops + replicas - 1) * numel
 
 
 def test_bytes_of_experts() -> None:

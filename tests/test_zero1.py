@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 from collective_log import Collectives, Sent, gather, reduce, world
-from depth import at_most
+from depth import at_most, mark_seldom, seldom
 from ranks import Pool
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
+from torch.utils import _pytree as pytree
 
 import funshard as fs
+from funshard.optim import UnitState
 
 OPTIONS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1}
 STEPS = 3
@@ -116,33 +125,6 @@ def test_one_checkpoint_has_both(gloo2: Pool, tmp_path: Path) -> None:
     gloo2.run(saved, str(tmp_path / "1"))
 
 
-def test_simulated_ranks() -> None:
-    """The same on three ranks in one process, without a collective to or from a slice but the gather."""
-    module = model()
-    xs = batches(3).transpose(0, 1)
-
-    def rank(mesh: Any, x: Tensor) -> fs.Params:
-        replicated, split = (spec.on(mesh) for spec in specs(module))
-        params = fs.shard({n: p.detach() for n, p in module.named_parameters()}, replicated)
-        init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.05, momentum=0.9)
-        state = init(fs.reshard(params, replicated, split))
-        for batch in x:
-            grads = fs.grad(lambda p, b=batch: fs.functional_call(module, p, (b,), spec=replicated).pow(2).mean())(params)
-            own, state = update(fs.reshard(grads, replicated, split), state, fs.reshard(params, replicated, split))
-            params = fs.reshard(own, split, replicated)
-        return fs.unshard(params, replicated)
-
-    got = fs.testing.spmd(rank, 3)(xs)
-    plain = model()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    for x in batches(3):
-        optimizer.zero_grad()
-        plain(x.flatten(0, 1)).pow(2).mean().backward()
-        optimizer.step()
-    for name, p in plain.named_parameters():
-        assert_close(got[name], p.detach().expand(3, *p.shape), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_what_is_sent(size: int) -> None:
     """A reduction of each unit's gradient and a gather of each unit; slices are taken without a word."""
@@ -170,3 +152,168 @@ def test_what_is_sent(size: int) -> None:
         wanted: list[Sent] = [reduce(replicated.bound, key, size) for key in replicated.by_key]
         assert sum(s.numel for s in reducing.all) == (sum(s.numel for s in wanted) if size > 1 else 0)
         assert len(reducing.all) <= len(wanted)
+
+
+# --- the state of a unit ---
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps under a name that torch's optimizers do not have."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for param in (p for group in self.param_groups for p in group["params"]):
+            self.state[param]["sum"].add_(param.grad)
+            self.state[param]["count"].add_(1)
+
+
+def initial(param: Tensor) -> dict[str, Tensor]:
+    return {"count": torch.zeros(()), "sum": torch.zeros_like(param)}
+
+
+def stepped() -> tuple[fs.PartitionSpec, dict[str, Any]]:
+    spec = fs.policies.whole(fs.P("shard", align=1))(nn.Linear(8, 1, bias=False)).on({"shard": 1})
+    init, update = fs.optim.from_torch(Counting, spec=spec, initial=initial)
+    params = {"": torch.arange(8.0)}
+    _, state = update(params, init(params), params)
+    return spec, state
+
+
+def test_functions_of_trees_keep_the_declaration() -> None:
+    _, state = stepped()
+
+    def double(tree: Any) -> Any:
+        return pytree.tree_map(lambda x: 2 * x, tree)
+
+    for new in (
+        double(state),
+        optree.tree_map(lambda x: 2 * x, state),  # pyright: ignore[reportArgumentType]
+        torch.func.jvp(double, (state,), (state,))[1],
+        torch.func.vjp(double, state)[1](state)[0],
+        pytree.tree_map(lambda x: x[0], torch.func.vmap(double)(pytree.tree_map(lambda x: x[None], state))),
+        torch.compile(double, fullgraph=True, backend="eager")(state),
+        pytree.tree_map(lambda x: 2 * x, copy.deepcopy(state)),
+    ):
+        assert isinstance(new[""], UnitState)
+        assert new[""].numbers == {"count"}
+        assert_close(new[""]["sum"], 2 * state[""]["sum"])
+
+
+def by_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        lambda state: pickle.loads(pickle.dumps(state)),
+        by_file,
+        copy.deepcopy,
+        lambda state: {key: copy.copy(x) for key, x in state.items()},
+        lambda state: {key: x.copy() for key, x in state.items()},
+        lambda state: {key: x | {"sum": 1 * x["sum"]} for key, x in state.items()},
+    ],
+    ids=["pickle", "torch.load", "deepcopy", "copy", "method", "union"],
+)
+def test_copies_keep_the_declaration(duplicate: Any) -> None:
+    """So that tree_map goes over a state and its copy."""
+    _, state = stepped()
+    found = duplicate(state)
+    assert type(found[""]) is UnitState
+    for library in (pytree, optree):
+        added: Any = library.tree_map(torch.add, state, found)
+        assert added[""].numbers == {"count"}
+        assert_close({**added[""]}, {name: 2 * x for name, x in state[""].items()})
+
+
+@pytest.mark.parametrize("library", [pytree, optree])
+def test_states_of_one_tree_map_have_one_declaration(library: Any) -> None:
+    """A plain dict, or another declaration, is refused by name; a state that is made of it is not, in any order of names."""
+    _, state = stepped()
+    plain = dict(reversed(state[""].items()))
+    for other in (plain, UnitState(plain, ["count", "sum"])):
+        with pytest.raises(ValueError, match=r"UnitState|frozenset\(\{'count'\}\)"):
+            library.tree_map(torch.add, state, {"": other})
+    added = library.tree_map(torch.add, state, {"": UnitState(plain, ["count"])})
+    assert_close(added[""]["sum"], 2 * plain["sum"])
+    assert_close(added[""]["count"], 2 * plain["count"])
+    with pytest.raises(ValueError, match=r"expected numbers among \['sum', 'count'\], got 'step'"):
+        UnitState(plain, ["step"])  # it is 'count' here
+
+
+@seldom
+@pytest.mark.parametrize("first", mark_seldom(["", "import funshard"], "import funshard"))
+def test_both_of_torchs_trees_know_a_state(first: str) -> None:
+    """The one in C++ is imported on demand, in a process of its own here."""
+    code = """
+import torch, torch.utils._cxx_pytree as tree
+import funshard as fs
+state = {"": fs.optim.UnitState({"count": torch.ones(()), "sum": torch.ones(3)}, ["count"])}
+assert tree.tree_map(torch.neg, state)[""].numbers == {"count"}
+"""
+    subprocess.run([sys.executable, "-c", first + code], check=True)
+
+
+def test_a_state_of_another_spec_is_refused(tmp_path: Path) -> None:
+    """Its slices have another length: they are no tensors that all ranks have alike."""
+    model = nn.Linear(4, 3)
+    one, other = (fs.policies.whole(fs.P("shard", align=n))(model).on({"shard": 1}) for n in (1, 16))
+    init, _ = fs.optim.from_torch(torch.optim.AdamW)
+    with pytest.raises(ValueError, match=r"unit '' of state 'opt.*exp_avg': expected this rank's slice, \[32\].*another spec"):
+        fs.checkpoint.save(tmp_path / "a", {"opt": init(fs.shard(model, one))}, other)
+
+
+def test_a_state_of_numbers_alone_is_stored_by_parameter(tmp_path: Path) -> None:
+    """So that another policy loads it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    one, other = (policy(model).on({"shard": 1}) for policy in (fs.policies.whole(), fs.by_type(nn.Linear)))
+    fs.checkpoint.save(tmp_path / "a", {"": UnitState({"count": torch.tensor(3)}, ["count"])}, one)
+    found = fs.checkpoint.load(tmp_path / "a", other)
+    assert found == {key: {"count": torch.tensor(3)} for key in ("0", "1")}
+
+
+def test_a_group_of_torch_without_parameters() -> None:
+    """Ours have some: the way that the guide names puts it in and leaves it out."""
+    model = nn.Linear(4, 3)
+    spec = fs.policies.whole()(model).on({"shard": 1})
+    theirs = torch.optim.SGD([{"params": [], "lr": 0.5}, {"params": model.parameters()}], lr=0.1, momentum=0.9)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    theirs.step()
+    init, _ = fs.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    before = get_optimizer_state_dict(model, theirs)
+    state = fs.checkpoint.from_optimizer_state_dict(before, spec, init(fs.shard(model, spec)))
+    found = fs.checkpoint.optimizer_state_dict(state, spec, torch.optim.SGD, lr=0.1, momentum=0.9)
+    found["param_groups"].insert(0, {**theirs.param_groups[0], "params": []})
+    set_optimizer_state_dict(model, theirs, found)
+    after = get_optimizer_state_dict(model, theirs)
+    assert_close(after["state"], before["state"])
+    assert after["param_groups"][1] == before["param_groups"][1]
+
+
+def test_a_unit_has_one_number_for_all_options() -> None:
+    """What torch would compute of a parameter's own options is refused."""
+    spec = fs.policies.whole(fs.P("shard", align=4))(nn.LayerNorm(1)).on({"shard": 1})
+    init, update = fs.optim.from_torch(torch.optim.AdamW, spec=spec, options=lambda name, _: {"eps": 0.5 + len(name)})
+    params = {"": torch.ones(spec.shard_numel(spec.by_key[""]))}
+    _, state = update(params, init(params), params)
+    assert state[""]["step"].tolist() == 1
+    for cls, own in ((torch.optim.NAdam, {"momentum_decay": 0.1}), (torch.optim.ASGD, {"lr": 0.1})):
+        with pytest.raises(ValueError, match=f"{cls.__name__} computes a number of the unit's state from .*fs.partition"):
+            fs.optim.from_torch(cls, spec=spec, options=lambda name, _, own=own: own)
+    with pytest.raises(ValueError, match=r"Counting has numbers in its state, \['count'\]: expected options=None"):
+        fs.optim.from_torch(Counting, spec=spec, options=lambda name, _: {"lr": float(len(name))}, initial=initial)
+
+
+def test_an_update_returns_what_it_was_given() -> None:
+    """A plain dict stays one: the structure of the state never changes."""
+    init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
+    params: dict[str, Tensor] = {"": torch.ones(4)}
+    state = init(params)
+    assert isinstance(update(params, state, params)[1][""], UnitState)
+    assert type(update(params, {"": dict(state[""])}, params)[1][""]) is dict
