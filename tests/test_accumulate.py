@@ -565,49 +565,75 @@ def test_frozen_by_closure(rank: int, keep: str) -> None:
     close(got, each_alone(loss, trained, batches)[0])
 
 
-def computed_from(rank: int, keep: str, what: str) -> None:
+def used_otherwise(
+    how: str, model: nn.Module, spec: fs.PartitionSpec, teacher: Callable[[Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    """A loss whose units get gradients from several places, or that changes the shards before it calls the model."""
+
+    def loss(p: fs.Params, x: Tensor, **by: Any) -> Tensor:
+        call = lambda p, x: fs.functional_call(model, p, (x,), spec=spec, **by)  # noqa: E731
+        first = next(key for key in p if key.endswith("blocks.0"))
+        match how:
+            case "twice":
+                y = call(p, x) * call(p, x + 1)
+            case "penalty":
+                y = call(p, x) + p[first].sum() ** 2
+            case "teacher" | "same architecture":
+                y = call(p, x) - teacher(x)
+            case "computed":
+                y = call(p, x) + call({key: 0.5 * q for key, q in p.items()}, x)
+            case "changed":
+                y = call({key: 2 * q if key else q for key, q in p.items()}, x)
+            case "one computed":
+                y = call(p, x) + call({**p, first: 2 * p[first]}, x)
+            case "step inside":
+                inner = torch.func.grad(lambda p: (call(p, x) ** 2).mean())(p)
+                y = call({key: q - 0.1 * inner[key] for key, q in p.items()}, x)
+            case "gradient of the input":
+                y = torch.func.grad(lambda x: call(p, x).square().sum())(x)
+            case "checkpoint":
+                y = torch.utils.checkpoint.checkpoint(call, p, x, use_reentrant=False)
+            case "remat":
+                y = fs.remat(call)(p, x)
+            case _:  # a unit alone
+                y = call({key: q if key.endswith("1") else q.detach() for key, q in p.items()}, x)
+        return (y**2).mean()
+
+    return loss
+
+
+OTHERWISE = ["twice", "penalty", "teacher", "computed", "changed", "one computed", "step inside", "gradient of the input"]
+OTHERWISE += ["checkpoint", "remat", "a unit alone"]
+
+
+def computed_from(rank: int, keep: str, how: str) -> None:
     """Shards that the loss has changed, a gradient inside the loss, a teacher: nothing of this is reduced twice or never."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model, teacher = Net(blocks=2), Net(blocks=2 if what == "same architecture" else 1)
+    model, teacher = Net(blocks=2), Net(blocks=2 if how == "same architecture" else 1)
     spec, other = (policy(P("shard"))(m).on(mesh) for m in (model, teacher))
     params, taught = fs.shard(model, spec), fs.shard(teacher, other)
     batches = [numbers(rank, i) for i in range(2)]
 
-    def loss(p: fs.Params, x: Tensor, **by: Any) -> Tensor:
-        call = lambda p: fs.functional_call(model, p, (x,), spec=spec, **by)  # noqa: E731
-        if what == "changed":
-            return (call({key: q * 2 if key else q for key, q in p.items()}) ** 2).mean()
-        if what == "twice":
-            return (call(p) ** 2).mean() + call({key: q * 0.5 for key, q in p.items()}).mean()
-        if what == "step inside":
-            inner = torch.func.grad(lambda p: (call(p) ** 2).mean())(p)
-            return (call({key: q - 0.1 * inner[key] for key, q in p.items()}) ** 2).mean()
-        if what == "gradient of the input":
-            slope = torch.func.grad(lambda x: fs.functional_call(model, p, (x,), spec=spec, **by).square().sum())
-            return (slope(x) ** 2).mean()
-        if what == "remat":
-            return fs.remat(lambda p, x: (fs.functional_call(model, p, (x,), spec=spec, **by) ** 2).mean())(p, x)
-        if what == "checkpoint":
-            run = lambda x: fs.functional_call(model, p, (x,), spec=spec, **by)  # noqa: E731
-            return (torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False) ** 2).mean()
+    def teach(x: Tensor) -> Tensor:
         target = lambda t: fs.functional_call(teacher, t, (x,), spec=other, reduce=3.0)  # noqa: E731
         slopes = torch.func.grad(lambda t: target(t).sum())(taught)
-        return ((call(p) - target(taught)) ** 2).mean() + sum((p[key] * slope).sum() for key, slope in slopes.items())
+        return target(taught) + sum(slope.sum() for slope in slopes.values())
 
+    loss = used_otherwise(how, model, spec, teach)
     for by in depth({"shards": ["sum"], "full": ["mean"]}[keep], ["mean", "sum"]):
         expected, _ = each_alone(lambda p, x, by=by: loss(p, x, reduce=by), params, batches)
         got, _ = fs.accumulate(loss, params, batches, spec=spec, keep=keep, reduce=by)
         close(got, {key: g * (1 if by == "mean" else 2) for key, g in expected.items()})
 
 
-WHAT = ["changed", "twice", "step inside", "gradient of the input", "remat", "checkpoint", "teacher", "same architecture"]
-
-
 @at_most(1)
-@pytest.mark.parametrize("what", mark_seldom(WHAT, "changed", "twice", "step inside", "gradient of the input", "remat"))
-def test_what_is_computed_from_shards(gloo4: Pool, what: str) -> None:
+@pytest.mark.parametrize(
+    "how",
+    mark_seldom([*OTHERWISE, "same architecture"], "changed", "twice", "step inside", "gradient of the input", "remat"),
+)
+def test_what_is_computed_from_shards(gloo4: Pool, how: str) -> None:
     for keep in KEEPS:
-        gloo4.run(computed_from, keep, what)
+        gloo4.run(computed_from, keep, how)
 
 
 def test_nothing_of_the_callers_is_changed() -> None:

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from parity import numbers
 from peer_models import MLP, Net
 from ranks import Pool, real_ranks
-from test_accumulate import STRATEGIES, Some, close, policy
+from test_accumulate import OTHERWISE, STRATEGIES, Some, close, policy, used_otherwise
 from test_memory import no_collector
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import funshard as fs
 from funshard import P
@@ -128,43 +127,18 @@ def test_on_replicas(gloo4: Pool, strategy: str, count: int, clip: str) -> None:
     gloo4.run(on_ranks, (2, 2), strategy, count, clip, True)
 
 
-OTHERWISE = "twice/twice, remat/penalty/teacher/computed/one computed/inner gradient/checkpoint/remat/a unit alone"
-
-
 @at_most(2)
+@pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize(
-    "how", mark_seldom(OTHERWISE.split("/"), "twice", "twice, remat", "teacher", "computed", "inner gradient", "remat")
+    "how", mark_seldom(OTHERWISE, "twice", "teacher", "computed", "step inside", "gradient of the input", "remat")
 )
 @real_ranks(2)
-def test_units_used_otherwise(rank: int, how: str) -> None:
+def test_units_used_otherwise(rank: int, how: str, remat: bool) -> None:
     """Losses whose units get gradients from several places: each is updated once, with all of them."""
     model = Some()
-    spec = policy(STRATEGIES["remat" if how == "twice, remat" else "shard"], P("shard"))(model).bound
+    spec = policy(STRATEGIES["remat" if remat else "shard"], P("shard"))(model).bound
     params, teacher = fs.shard(model, spec), fs.shard(Some(), spec)
-    call = lambda p, x: fs.functional_call(model, p, (x,), spec=spec)  # noqa: E731
-
-    def loss(p: fs.Params, x: Tensor) -> Tensor:
-        y = call(p, x)
-        if how.startswith("twice"):
-            y = y * call(p, x + 1)
-        elif how == "penalty":
-            y = y + sum(shard.sum() ** 2 for key, shard in p.items() if key.endswith("0"))
-        elif how == "teacher":
-            y = y - call(teacher, x)
-        elif how == "computed":
-            y = y + call({key: 2 * shard for key, shard in p.items()}, x)
-        elif how == "one computed":
-            y = y + call({**p, "net.blocks.0": 2 * p["net.blocks.0"]}, x)
-        elif how == "inner gradient":
-            y = y + sum(g.sum() for g in torch.func.grad(lambda p: call(p, x).sum())(p).values())
-        elif how == "checkpoint":
-            y = checkpoint(call, p, x, use_reentrant=False)
-        elif how == "remat":
-            y = fs.remat(call)(p, x)
-        elif how == "a unit alone":
-            y = call({key: shard if key.endswith("1") else shard.detach() for key, shard in p.items()}, x)
-        return (y**2).mean()
-
+    loss = used_otherwise(how, model, spec, lambda x: fs.functional_call(model, teacher, (x,), spec=spec))
     told: list[str] = []
     init, plain = fs.optim.from_torch(torch.optim.AdamW, **ADAM)
     state = init(params)
