@@ -19,7 +19,7 @@ from depth import at_most, dealt, depth, each, every, mark_seldom, seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import WAYS, numbers
+from parity import numbers
 from peer_models import MLP, Net, chain
 from ranks import Pool, real_ranks
 from test_memory import Alive, Peak, no_collector
@@ -229,26 +229,6 @@ def test_on_two_ranks(gloo2: Pool, strategy: str, keep: str, way: str) -> None:
 def test_on_replicas(gloo4: Pool, strategy: str, keep: str, way: str) -> None:
     """The same on a mesh of two axes, where "shards" reduces over one of them at the end."""
     gloo4.run(on_ranks, (2, 2), strategy, keep, way)
-
-
-@at_most(1)
-@pytest.mark.parametrize("keep", KEEPS)
-@real_ranks(2)
-def test_at_the_second_order_on_two_ranks(rank: int, keep: str) -> None:
-    model = Net(blocks=1)
-    spec = policy(P("shard"))(model).bound
-    params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
-    loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
-    v = {key: torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(7)) for key, p in params.items()}
-    expected = fs.hvp(lambda p: (loss(p, batches[0]) + loss(p, batches[1])) / 2, params, v)
-    along = lambda grads: sum((g * v[key]).sum() for key, g in grads.items())  # noqa: E731
-    inner = lambda p: along(fs.accumulate(loss, p, batches, spec=spec, keep=keep)[0])  # noqa: E731
-    close(torch.func.grad(inner)(params), expected)
-    close(WAYS["backward"](inner)(params)[0], expected)
-    forward = torch.func.jvp(lambda p: fs.accumulate(loss, p, batches, spec=spec, keep=keep)[0], (params,), (v,))[1]
-    close(forward, expected)
-    value = lambda p: fs.accumulate(loss, p, batches, spec=spec, keep=keep)[1]  # noqa: E731
-    close(torch.func.grad(value)(params), fs.accumulate(loss, params, batches, spec=spec, keep=keep)[0])
 
 
 @seldom

@@ -142,15 +142,6 @@ def test_boxes_that_no_pytree_opens(make: Any) -> None:
     assert (type(out), (out.x if isinstance(out, SimpleNamespace) else out["x"]).dtype) == (type(box), F32)
 
 
-@given(FLOATS, FLOATS)
-def test_cast_floats_is_differentiable(original: torch.dtype, dtype: torch.dtype) -> None:
-    """Gradients come back in the dtype of what was given."""
-    x = torch.ones(2, dtype=original, requires_grad=True)
-    cast_floats(Data([x], {}), dtype).first[0].sum().backward()
-    assert x.grad is not None
-    assert (x.grad.dtype, x.grad.tolist()) == (original, [1, 1])
-
-
 # --- around a module ---
 
 
@@ -169,13 +160,6 @@ def test_cast_around(param: torch.dtype | None, output: torch.dtype | None, give
     casts = param if cast_inputs else None
     assert seen == [casts or given, casts or F64, torch.int32]
     assert (out["out"].dtype, out["n"].dtype) == (output or BF16, torch.int32)
-
-
-def test_nothing_around_without_precision() -> None:
-    forward = lambda x: x  # noqa: E731
-    assert wrap_in_casts(forward, P()) is forward
-    x = torch.ones(2, dtype=F64)
-    assert wrap_in_casts(forward, P(precision=Precision()))(x) is x
 
 
 BOXES: list[Any] = [
@@ -352,11 +336,6 @@ def test_resolve_is_fsdp1s(param: torch.dtype | None, reduce: torch.dtype | None
     assert Precision(param=param, reduce=reduce)._resolve(original) == (handle._fwd_bwd_param_dtype, handle._reduce_dtype)
 
 
-@given(PRECISIONS, st.sampled_from([torch.int64, torch.uint8, torch.bool, torch.complex64]))
-def test_resolve_leaves_what_is_not_floating(precision: Precision, original: torch.dtype) -> None:
-    assert precision._resolve(original) == (original, original)
-
-
 # --- division ---
 
 
@@ -399,14 +378,6 @@ def test_division_is_fsdp2s(shards: int, replicas: int, dtype: torch.dtype, fact
     else:
         assert (op, *factors, before, after) == ("mean", 1, 1, None, None)
         assert scatter == (ReduceOp.AVG if shards * replicas > 1 else ReduceOp.SUM)
-
-
-@given(st.integers(1, 64), FLOATS, st.floats(0.1, 1e4))
-def test_division_by_a_number_is_of_the_sum(ranks: int, dtype: torch.dtype, by: float) -> None:
-    op, before, after = choose_division(by, ranks, dtype)
-    assert (op, before * after) == ("sum", by)
-    assert before == 1 or dtype == F16
-    assert choose_division("sum", ranks, dtype) == ("sum", 1, 1)
 
 
 @pytest.mark.parametrize("by", ["avg", 0, -1.0, float("inf"), float("nan"), True])

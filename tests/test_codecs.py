@@ -207,13 +207,6 @@ def test_bad_blocks(make: Any) -> None:
         codecs.nf4(3)
 
 
-def test_bits_an_element() -> None:
-    """What the docstrings say, of 16-bit numbers."""
-    x = numbers(2**20, torch.bfloat16)
-    for codec, bits in ((codecs.int8(), 8.25), (codecs.nf4(), 4.25), (codecs.nf4(double_quant=True), 4.127)):
-        assert sum(t.nbytes for t in codec.encode(x)) * 8 / len(x) == pytest.approx(bits, abs=1e-3)
-
-
 def test_sent_in_a_gather() -> None:
     """As the codec of a Precision: the trained parameters travel in it, and gradients pass through."""
     torch.manual_seed(0)

@@ -472,22 +472,6 @@ def differentiated(rank: int) -> fs.Params:
     return fs.unshard(fs.grad(loss)(fs.shard(FULL, spec)), spec)
 
 
-def test_derivatives_on_real_ranks(gloo2: Pool) -> None:
-    first, second = gloo2.run(differentiated)
-    assert_close(first, second)
-
-    def loss(full: fs.Params) -> Tensor:
-        spec = fs.policies.always()(MODEL).on({"shard": 1})
-        init, update = everything(spec, rule=True)
-        params = fs.shard(full, spec)
-        state = init(params)
-        for i in (0, 1, 3):
-            params, state = update({k: g + params[k] ** 2 for k, g in fs.shard(GRADS[i], spec).items()}, state, params)
-        return sum_of_cubes(params, spec)
-
-    assert_close(first, torch.func.grad(loss)(FULL))
-
-
 # --- accumulate_steps and ema ---
 
 

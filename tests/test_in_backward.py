@@ -381,12 +381,17 @@ def test_modules_that_run_often(rank: int, p: P) -> None:
 
 @real_ranks(2)
 def test_ten_steps_bit_by_bit(rank: int) -> None:
-    """test_post_acc_grad_hook_optim_parity: AdamW and StepLR, ten iterations, losses and params bit by bit."""
+    """test_post_acc_grad_hook_optim_parity, test_apply_optimizer_in_backward: AdamW and StepLR, ten iterations, bit by bit.
+
+    Weights have one learning rate and biases another, and two blocks share a weight.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(MLP(5) for _ in range(3)))
+    model[2].in_proj.weight = model[0].in_proj.weight
     spec = fs.by_type(MLP)(model).bound
     loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
-    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2, foreach=True)
+    options = lambda name, _: {"lr": 1e-3} if name.endswith("bias") else {}  # noqa: E731
+    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2, foreach=True, spec=spec, options=options)
     after = inside = fs.shard(model, spec)
     states = [init(after), init(after)]
     for i in range(10):
@@ -397,39 +402,3 @@ def test_ten_steps_bit_by_bit(rank: int) -> None:
         inside, states[1] = step.params, step.state
         assert torch.equal(value, step.value)
         close(inside, after, 0)
-
-
-class Biased(nn.Module):
-    """Weights and biases in units of their own, the first and the last weight shared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5).double() for _ in range(3))
-        self.layers[2].weight = self.layers[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-def test_two_optimizers() -> None:
-    """test_apply_optimizer_in_backward: weights with one learning rate, biases with another, six iterations, shared weights."""
-    model = Biased()
-    spec = fs.policies.whole()(model)
-    loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
-    options = lambda name, _: {"lr": 1.0 if name.endswith("weight") else 0.5}  # noqa: E731
-    init, update = fs.optim.from_torch(torch.optim.SGD, spec=spec, options=options, lr=1.0)
-    params, reference = fs.shard(model, spec), Biased()
-    reference.load_state_dict(model.state_dict())
-    weights = [p for name, p in reference.named_parameters() if name.endswith("weight")]
-    biases = [p for name, p in reference.named_parameters() if name.endswith("bias")]
-    optimizer = torch.optim.SGD([{"params": weights, "lr": 1.0}, {"params": biases, "lr": 0.5}])
-    state = init(params)
-    for i in range(6):
-        x = numbers(0, i)
-        optimizer.zero_grad()
-        reference(x).sum().backward()
-        optimizer.step()
-        params, state, *_ = fs.update_in_backward(update, loss, params, state, [x], spec=spec)
-    close(fs.unshard(params, spec), dict(reference.named_parameters()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shutil
@@ -26,35 +25,6 @@ from torch import nn
 
 import funshard as fs
 from funshard.checkpoint._save import RangeWriter
-
-
-def test_an_optimizer_with_options_goes_on_under_another_policy(tmp_path: Path) -> None:
-    """Its numbers for each group of parameters are one for all: they fit any division into units, and torch's readers."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
-    policies = [fs.policies.whole(), fs.by_type(nn.Linear), fs.by_type(nn.Linear, nn.LayerNorm)]
-
-    def made(spec: fs.PartitionSpec) -> fs.optim.Optimizer:
-        def decay(name: str, param: fs.Param) -> dict[str, float]:
-            return {} if len(param.shape) > 1 else {"weight_decay": 0.0}
-
-        return fs.optim.from_torch(torch.optim.AdamW, spec=spec, options=decay, lr=0.1, weight_decay=0.5, donate=True)
-
-    def steps(params: fs.Params, state: dict[str, Any], spec: fs.PartitionSpec) -> dict[str, torch.Tensor]:
-        for i in range(2):
-            params, state = made(spec).update({key: p.cos() + i for key, p in params.items()}, state, params)
-        return fs.unshard(params, spec)
-
-    for saved, loaded in itertools.product(policies, policies):
-        spec, other = saved(model), loaded(model)
-        params = fs.shard(model, spec)
-        params, state = made(spec).update({key: p.sin() for key, p in params.items()}, made(spec).init(params), params)
-        path = tmp_path / f"{policies.index(saved)}-{policies.index(loaded)}"
-        fs.checkpoint.save(path, {"params": params, "state": state}, spec)
-        again = fs.checkpoint.load(path, other)
-        expected = steps(params, state, spec)
-        torch.testing.assert_close(steps(again["params"], again["state"], other), expected, rtol=0, atol=0)
-
 
 # --- train_gpt.py: ended, and started again. ---
 
