@@ -329,37 +329,23 @@ def bad_exports(rank: int, folder: str) -> None:
     params = fs.shard(model, spec)
     path = Path(folder) / "files"
     without = {key: t for key, t in params.items() if key != next(iter(params))}
-    export = checkpoint.export
-    refused(ValueError, "is missing", lambda: export(path, without, spec))
-    refused(ValueError, "rank 1: unit '.*' is missing", lambda: export(path, params if rank == 0 else without, spec))
-    refused(
-        ValueError,
-        "expected as|different models",
-        lambda: export(path, params if rank == 0 else {k: t.double() for k, t in params.items()}, spec),
-    )
-    refused(ValueError, "would both be 'x' in the files", lambda: export(path, params, spec, rename=lambda name: "x"))
-    refused(
-        ValueError,
-        "'0.weight' is a parameter of the spec",
-        lambda: export(path, params, spec, buffers={"0.weight": torch.ones(1)}),
-    )
-    refused(ValueError, "expected a floating point dtype", lambda: export(path, params, spec, dtype=torch.int8))
-    refused(
-        ValueError,
-        "a dtype that safetensors has, got torch.complex128",
-        lambda: export(path, params, spec, buffers={"z": torch.ones(1, dtype=torch.complex128)}),
-    )
-    bad = {"on the meta": torch.ones(1, device="meta"), "got Tensor .*sparse": torch.eye(2).to_sparse(), "got int": 3}
-    for text, buffer in bad.items():
-        refused(
-            ValueError if "meta" in text else TypeError,
-            f"'x': expected a .*{text}",
-            lambda x=buffer: export(path, params, spec, buffers={"x": x}),  # pyright: ignore[reportArgumentType]
-        )
-    born = {key: t.to("meta") for key, t in params.items()}
-    refused(ValueError, r"parameter '\S+': expected a tensor with values, got one on", lambda: export(path, born, spec))
-    refused(ValueError, "shard_bytes: expected at least 1", lambda: export(path, params, spec, shard_bytes=0))
-    refused(TypeError, "metadata 'step': expected a string, got int", lambda: export(path, params, spec, metadata={"step": 1}))
+
+    def no(match: str, params: fs.Params = params, error: type[Exception] = ValueError, **options: Any) -> None:
+        refused(error, match, lambda: checkpoint.export(path, params, spec, **options))
+
+    no("is missing", without)
+    no("rank 1: unit '.*' is missing", params if rank == 0 else without)
+    no("expected as|different models", params if rank == 0 else {key: t.double() for key, t in params.items()})
+    no(r"parameter '\S+': expected a tensor with values, got one on", {key: t.to("meta") for key, t in params.items()})
+    no("would both be 'x' in the files", rename=lambda name: "x")
+    no("'0.weight' is a parameter of the spec", buffers={"0.weight": torch.ones(1)})
+    no("expected a floating point dtype", dtype=torch.int8)
+    no("that safetensors has, got torch.complex128", buffers={"z": torch.ones(1, dtype=torch.complex128)})
+    no("'x': expected a .*on the meta", buffers={"x": torch.ones(1, device="meta")})
+    no("'x': expected a .*got Tensor .*sparse", buffers={"x": torch.eye(2).to_sparse()}, error=TypeError)
+    no("'x': expected a .*got int", buffers={"x": 3}, error=TypeError)
+    no("shard_bytes: expected at least 1", shard_bytes=0)
+    no("metadata 'step': expected a string, got int", metadata={"step": 1}, error=TypeError)
     assert os.listdir(folder) == []
 
 

@@ -109,11 +109,7 @@ def newer(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "kind", "text"),
     [
-        (
-            truncated,
-            "CheckpointError",
-            r"tensor 'params\.\d\.\w+' in file '__1_0_\w+.distcp' of the checkpoint is damaged: .*cut short",
-        ),
+        (truncated, "CheckpointError", r"tensor 'params\.\d\.\w+' in file '__1_0_\w+.distcp' .* is damaged: .*cut short"),
         (flipped, "CheckpointError", r"tensor 'params\.\d\.\w+' in file '__0_0_\w+.distcp' .*its checksum is not that in"),
         (missing, "CheckpointError", r"tensor 'params\.\d\.\w+': file '__1_0_\w+.distcp' of the checkpoint is missing"),
         (other_state, "CheckpointError", r"'funshard\.json' is damaged: its checksum"),
@@ -366,10 +362,7 @@ def test_paths_may_be_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (
-            (6,),
-            r"tensor 'params\.0\.(weight|bias)': expected \[6(, 4)?\] torch.float32, got \[5(, 4)?\] torch.float32 in the chec",
-        ),
+        ((6,), r"tensor 'params\.0\.(weight|bias)': expected \[6(, 4)?\] torch.float32, got \[5(, 4)?\] .* in the chec"),
         ((5, torch.bfloat16), r"parameter '0\.(weight|bias)': expected float32, as the checkpoint has it, got torch.bfloat16"),
     ],
 )
@@ -402,49 +395,43 @@ def test_more_or_fewer_parameters(tmp_path: Path) -> None:
 # --- A state that cannot be saved. ---
 
 
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it will go
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+CHANGES: dict[str, Callable[[int, fs.Params], dict[Any, Any]]] = {
+    "number": lambda rank, params: {"step": rank},
+    "tensor": lambda rank, params: {"seen": torch.tensor([rank, 0])},
+    "type": lambda rank, params: {"sampler": object() if rank else 1},
+    "length": lambda rank, params: {"params": {key: x[:-1] if rank else x for key, x in params.items()}},
+    "lengths": lambda rank, params: {"params": {key: x[:-1] for key, x in params.items()}},
+    "keys": lambda rank, params: {"more": 1} if rank else {},
+    "names": lambda rank, params: {"params.0": {"weight": torch.zeros(2)}},
+    "values": lambda rank, params: {"c": {"a.b": 1, "a": {"b": 2}}},
+    "keys alike": lambda rank, params: {"c": {1: 0.5, "1": 0.25}},
+    "container": lambda rank, params: {"seen": (1, 2) if rank else [1, 2]},
+    "empty": lambda rank, params: {"seen": {"x": {} if rank else []}},
+    "ragged list": lambda rank, params: {"seen": checkpoint.per_rank([0] * (rank + 1))},
+    "ragged tensor": lambda rank, params: {"seen": checkpoint.per_rank(torch.zeros(rank + 1))},
+    "key": lambda rank, params: {"c": {"x": 1, ("a", 1) if rank else "('a', 1)": 2}},
+    "key beside units": lambda rank, params: {"params": {**params, ("a", 1): 2}},
+    "quantized": lambda rank, params: {"x": quantized()},
+    "numpy": lambda rank, params: {"x": np.float64(1.5)},
+}
+"""What differs in the state on a rank."""
+
+
 def save_changed(rank: int, path: str, change: str) -> None:
     model, spec = made()
     params = fs.shard(model, spec)
-    state: dict[str, Any] = {"params": params, "step": 1}
+    state: dict[Any, Any] = {"params": params, "step": 1}
     match change:
-        case "number":
-            state["step"] = rank
-        case "tensor":
-            state["seen"] = torch.tensor([rank, 0])
-        case "type":
-            state["sampler"] = object() if rank else 1
-        case "length":
-            state["params"] = {key: shard[:-1] if rank else shard for key, shard in params.items()}
-        case "keys":
-            state |= {"more": 1} if rank else {}
-        case "names":
-            state["params.0"] = {"weight": torch.zeros(2)}
-        case "values":
-            state["c"] = {"a.b": 1, "a": {"b": 2}}
-        case "keys alike":
-            state["c"] = {1: 0.5, "1": 0.25}
-        case "container":
-            state["seen"] = (1, 2) if rank else [1, 2]
-        case "empty":
-            state["seen"] = {"x": {} if rank else []}
-        case "ragged list":
-            state["seen"] = checkpoint.per_rank([0] * (rank + 1))
-        case "ragged tensor":
-            state["seen"] = checkpoint.per_rank(torch.zeros(rank + 1))
-        case "key":
-            state["c"] = {"x": 1, ("a", 1) if rank else "('a', 1)": 2}
-        case "key beside units":
-            state["params"] = {**params, ("a", 1): 2}
-        case "quantized":
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch says that it will go
-                state["x"] = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
         case "path":
             path += str(rank)
         case "url":
             path = "nothing://bucket/1"
-        case "numpy":
-            state["x"] = np.float64(1.5)
         case "spec":
             spec = fs.policies.whole()(model).on(spec.bound_mesh) if rank else spec
             state = {"params": fs.shard(model, spec, rank=rank)}
@@ -452,24 +439,19 @@ def save_changed(rank: int, path: str, change: str) -> None:
             spec = fs.by_type(nn.Linear, p=fs.P())(model).on(spec.bound_mesh)
             state = {"ema": {key: shard + rank for key, shard in fs.shard(model, spec).items()}}
         case _:
-            state["params"] = {key: shard[:-1] for key, shard in params.items()}
+            state |= CHANGES[change](rank, params)
     checkpoint.save(path, state, spec)
+
+
+KEYS = r"expected keys that are strings, .*, got \('a', 1\) \(tuple\)"
 
 
 @pytest.mark.parametrize(
     ("change", "kind", "text"),
     [
-        (
-            "number",
-            "ValueError",
-            r"state 'step': expected the same on all ranks, got on rank 0 0, on rank 1 1; wrap .*per_rank",
-        ),
+        ("number", "ValueError", r"'step': expected the same on all ranks, got on rank 0 0, on rank 1 1; wrap .*per_rank"),
         ("tensor", "ValueError", r"state 'seen': expected the same on all ranks"),
-        (
-            "type",
-            "TypeError",
-            r"rank 1: state 'sampler': expected a tensor, a number.*got builtins\.object; a checkpoint holds no pickles",
-        ),
+        ("type", "TypeError", r"rank 1: state 'sampler': expected a tensor, a number.*got builtins\.object; .*no pickles"),
         ("length", "ValueError", r"rank 1: unit '0' of state 'params\.0': expected this rank's slice, \[\d+\]"),
         ("keys", "ValueError", r"state 'more': expected the same on all ranks, got on rank 0 nothing"),
         ("values", "ValueError", r"state 'c\.a\.b': two of its leaves have this name"),
@@ -477,27 +459,15 @@ def save_changed(rank: int, path: str, change: str) -> None:
         ("container", "ValueError", r"state 'seen': .*on rank 0 a container, list, on rank 1 a container, tuple"),
         ("empty", "ValueError", r"state 'seen\.x': .*on rank 0 a container, list, on rank 1 a container, dict"),
         ("ragged list", "ValueError", r"state 'seen\.1': .* on rank 0 nothing, on rank 1 each rank's own, .*\(json\.dumps\)"),
-        (
-            "ragged tensor",
-            "ValueError",
-            r"state 'seen': .* on rank 0 each .*, \[1\] .*, on rank 1 each .*, \[2\] .*one structure",
-        ),
-        ("key", "TypeError", r"rank 1: state 'c': expected keys that are strings, .*, got \('a', 1\) \(tuple\)"),
-        ("key beside units", "TypeError", r"state 'params': expected keys that are strings, .*, got \('a', 1\) \(tuple\)"),
+        ("ragged tensor", "ValueError", r"'seen': .* rank 0 each .*, \[1\] .*, on rank 1 each .*, \[2\] .*one structure"),
+        ("key", "TypeError", f"rank 1: state 'c': {KEYS}"),
+        ("key beside units", "TypeError", f"state 'params': {KEYS}"),
         ("quantized", "TypeError", r"state 'x': expected a plain, dense tensor, got Tensor torch\.qint8"),
         ("path", "ValueError", r"expected one path on all ranks, got on rank 0 '.*10', on rank 1 '.*11'"),
         ("url", "ValueError", r"Protocol not known: nothing"),
-        (
-            "numpy",
-            "TypeError",
-            r"state 'x': .*got numpy\.float64; a checkpoint holds no pickles: save the parts of the object, by .*\.item\(\)",
-        ),
+        ("numpy", "TypeError", r"'x': .*got numpy\.float64; .*no pickles: save the parts of the object, by .*\.item\(\)"),
         ("spec", "ValueError", r"the ranks of the mesh .* have different models"),
-        (
-            "replicas",
-            "ValueError",
-            r"unit '0' of state 'ema\.0\.\w+': .*same on all replicas, got others on rank 1 than on rank 0",
-        ),
+        ("replicas", "ValueError", r"state 'ema\.0\.\w+': .*same on all replicas, got others on rank 1 than on rank 0"),
         ("names", "ValueError", r"state 'params\.0\.weight': two of its leaves have this name"),
         ("lengths", "ValueError", r"unit '0' of state 'params\.0': expected this rank's slice"),
     ],

@@ -559,72 +559,48 @@ def test_real_ranks(rank: int) -> None:
 # --- mistakes ---
 
 
-def bad(**changes: Any) -> Callable[[], Any]:
-    """An update of units a and b in which something is not as it should be."""
-
-    def call() -> Any:
-        init, update = from_torch(torch.optim.AdamW, donate=True)
-        params = {"a": torch.ones(2), "b": torch.ones(3)}
-        trees: dict[str, Any] = {"grads": {key: torch.ones_like(p) for key, p in params.items()}, "state": init(params)}
-        trees |= {"params": params}
-        for what, edits in changes.items():
-            for key, value in edits.items():
-                if value is None:
-                    del trees[what][key]
-                else:
-                    trees[what][key] = value(trees[what].get(key))
-        before = copy.deepcopy(params)
-        try:
-            return update(trees["grads"], trees["state"], trees["params"])
-        finally:
-            assert_close({k: t for k, t in params.items() if k in before}, {k: before[k] for k in params if k in before})
-
-    return call
+WRONG_VALUES: list[tuple[str, dict[str, Any]]] = [
+    ("unit 'b' has no gradient", {"grads": {"b": None}}),
+    ("unit 'c' has a gradient and is not in params", {"grads": {"c": lambda _: torch.ones(1)}}),
+    ("unit 'c' has a state and is not in params", {"state": {"c": lambda _: {}}}),
+    ("unit 'b' has no state", {"state": {"b": None}}),
+    ("unit 'b' has a gradient and is not in params", {"params": {"b": None}}),
+    (r"gradient of unit 'b': expected \[3\] torch.float32 .* got \[3\] torch.float64", {"grads": {"b": torch.Tensor.double}}),
+    (r"gradient of unit 'b': expected \[3\] .* got \[2\]", {"grads": {"b": lambda g: g[:2]}}),
+    ("gradient of unit 'a': expected a dense tensor, got torch.sparse_coo", {"grads": {"a": torch.Tensor.to_sparse}}),
+    (
+        r"unit 'a': expected \['exp_avg', 'exp_avg_sq', 'step'\], got \['step'\]",
+        {"state": {"a": lambda s: {"step": s["step"]}}},
+    ),
+    (r"'exp_avg' of unit 'a': expected shape \[2\], got \[3\]", {"state": {"a": lambda s: s | {"exp_avg": torch.ones(3)}}}),
+    (r"'step' of unit 'a': expected shape \[\], got \[1\]", {"state": {"a": lambda s: s | {"step": torch.ones(1)}}}),
+]
+WRONG_TYPES: list[tuple[str, dict[str, Any]]] = [
+    ("gradient of unit 'a': expected a tensor, got NoneType; an unused", {"grads": {"a": lambda _: None}}),
+    ("'step' of unit 'a': expected a tensor, got int", {"state": {"a": lambda s: s | {"step": 1}}}),
+    ("'a': expected a tensor, got list", {"params": {"a": lambda _: [1.0]}}),
+]
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (ValueError, "unit 'b' has no gradient", bad(grads={"b": None})),
-        (ValueError, "unit 'c' has a gradient and is not in params", bad(grads={"c": lambda _: torch.ones(1)})),
-        (ValueError, "unit 'c' has a state and is not in params", bad(state={"c": lambda _: {}})),
-        (ValueError, "unit 'b' has no state", bad(state={"b": None})),
-        (ValueError, "unit 'b' has a gradient and is not in params", bad(params={"b": None})),
-        (TypeError, "gradient of unit 'a': expected a tensor, got NoneType; an unused", bad(grads={"a": lambda _: None})),
-        (
-            ValueError,
-            r"gradient of unit 'b': expected \[3\] torch.float32 .* got \[3\] torch.float64",
-            bad(grads={"b": lambda g: g.double()}),
-        ),
-        (ValueError, r"gradient of unit 'b': expected \[3\] .* got \[2\]", bad(grads={"b": lambda g: g[:2]})),
-        (
-            ValueError,
-            "gradient of unit 'a': expected a dense tensor, got torch.sparse_coo",
-            bad(grads={"a": lambda g: g.to_sparse()}),
-        ),
-        (
-            ValueError,
-            r"state of unit 'a': expected \['exp_avg', 'exp_avg_sq', 'step'\], got \['exp_avg'\]",
-            bad(state={"a": lambda s: {"exp_avg": s["exp_avg"]}}),
-        ),
-        (
-            ValueError,
-            r"'exp_avg' of unit 'a': expected shape \[2\], got \[3\]",
-            bad(state={"a": lambda s: s | {"exp_avg": torch.ones(3)}}),
-        ),
-        (
-            ValueError,
-            r"'step' of unit 'a': expected shape \[\], got \[1\]",
-            bad(state={"a": lambda s: s | {"step": torch.ones(1)}}),
-        ),
-        (TypeError, "'step' of unit 'a': expected a tensor, got int", bad(state={"a": lambda s: s | {"step": 1}})),
-        (TypeError, "'a': expected a tensor, got list", bad(params={"a": lambda _: [1.0]})),
-    ],
+    ("error", "message", "changes"),
+    [*((ValueError, *row) for row in WRONG_VALUES), *((TypeError, *row) for row in WRONG_TYPES)],
 )
-def test_mistakes_in_update(error: type[Exception], message: str, call: Any) -> None:
-    """All found before anything is written, though everything was donated."""
+def test_mistakes_in_update(error: type[Exception], message: str, changes: dict[str, Any]) -> None:
+    """Of units a and b: all found before anything is written, though everything was donated."""
+    init, update = from_torch(torch.optim.AdamW, donate=True)
+    params = {"a": torch.ones(2), "b": torch.ones(3)}
+    trees: dict[str, Any] = {"grads": {key: torch.ones_like(p) for key, p in params.items()}, "state": init(params)}
+    trees |= {"params": dict(params)}
+    for what, edits in changes.items():
+        for key, value in edits.items():
+            if value is None:
+                del trees[what][key]
+            else:
+                trees[what][key] = value(trees[what].get(key))
     with pytest.raises(error, match=message):
-        call()
+        update(trees["grads"], trees["state"], trees["params"])
+    assert_close(params, {"a": torch.ones(2), "b": torch.ones(3)})
 
 
 def test_mistakes_in_options() -> None:
