@@ -382,38 +382,30 @@ def test_bad_gradients(case: str, name: str) -> None:
         COMPRESSORS[name].reduce(grads, COMPRESSORS[name].init(spec), spec)
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (
-            powersgd(2, min_compression_rate=0),
-            r"'0.weight': expected a state whose q is \[6, 1\], got \[6, 2\]; make it by init",
-        ),
-        (powersgd(batched=True), r"'0.weight': expected a state whose q is \[6, 1\], got none"),
-        (powersgd(error_feedback=False), r"'0.weight': expected a state whose error is \[11, 6\], got none"),
-    ],
-    ids=["rank", "batched", "no error"],
-)
-def test_a_state_of_other_options(other: Compressor[PowerSGD], message: str) -> None:
-    spec = fs.policies.always()(MODEL).on({"shard": 4})
+SPLIT = fs.policies.always()(MODEL).on({"shard": 4})
+ALONE = fs.policies.always()(MODEL)
+
+
+def reduce_with_state_of(other: Compressor[PowerSGD]) -> Any:
+    return powersgd().reduce(GOOD, other.init(SPLIT), SPLIT)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "rank": (lambda: powersgd(0), "rank of at least 1, got 0"),
+    "chunk": (lambda: quantize(0), "at least one element, got 0"),
+    "axis": (lambda: powersgd(axes="slow").init(ALONE), r"unknown mesh axis 'slow': .*\('shard',\)"),
+    "axes": (lambda: exact(("shard", "x")).reduce(GOOD, (), ALONE), "unknown mesh axis 'x'"),
+    "a state of another rank": (
+        lambda: reduce_with_state_of(powersgd(2, min_compression_rate=0)),
+        r"'0.weight': expected a state whose q is \[6, 1\], got \[6, 2\]; make it by init",
+    ),
+    "a batched state": (lambda: reduce_with_state_of(powersgd(batched=True)), r"a state whose q is \[6, 1\], got none"),
+    "no error": (lambda: reduce_with_state_of(powersgd(error_feedback=False)), r"whose error is \[11, 6\], got none"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
-        powersgd().reduce(GOOD, other.init(spec), spec)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: powersgd(0), ValueError, "rank of at least 1, got 0"),
-        (lambda: quantize(0), ValueError, "at least one element, got 0"),
-        (
-            lambda: powersgd(axes="slow").init(fs.policies.always()(MODEL)),
-            ValueError,
-            r"unknown mesh axis 'slow': .*\('shard',\)",
-        ),
-        (lambda: exact(("shard", "x")).reduce(GOOD, (), fs.policies.always()(MODEL)), ValueError, "unknown mesh axis 'x'"),
-    ],
-    ids=["rank", "chunk", "axis", "axes"],
-)
-def test_bad_options(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
+        call()

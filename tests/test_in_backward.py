@@ -288,11 +288,7 @@ def test_errors() -> None:
         ({"norm": torch.ones(())}, ValueError, "norm is that of the step before"),
         ({"state": {}}, ValueError, "unit '' has no state"),
         ({"state": [1]}, TypeError, "state: expected a dict by unit key, got list"),
-        (
-            {"update": lambda grads, state, params: ({}, state)},
-            ValueError,
-            "unit '': expected the update to return a new param",
-        ),
+        ({"update": lambda *_: ({}, {})}, ValueError, "unit '': expected the update to return a new param"),
         ({"update": lambda grads, state, params: (params, None)}, ValueError, "to return a new state for it, got None"),
         ({"weights": [1, 2]}, ValueError, "expected a weight for each of 1 micro-batches, got 2"),
         (
@@ -300,11 +296,7 @@ def test_errors() -> None:
             ValueError,
             "update_in_backward: max_norm: expected a number from 0 on, got -1",
         ),
-        (
-            {"max_norm": torch.tensor(torch.nan), "clip": "previous"},
-            ValueError,
-            "max_norm: expected a number from 0 on, got nan",
-        ),
+        ({"max_norm": torch.tensor(torch.nan), "clip": "previous"}, ValueError, "expected a number from 0 on, got nan"),
     ]:
         with pytest.raises(kind, match=match):
             step(**options)

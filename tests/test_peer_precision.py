@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import slice_numel
-from collective_log import world
+from collective_log import Collectives, world
 from depth import at_most, depth, each, every
 from hypothesis import given
 from hypothesis import strategies as st
@@ -1160,19 +1160,6 @@ def test_codec_on_real_ranks(gloo2: Pool, codec: str, p: P, param: torch.dtype |
     gloo2.run(codec_on_ranks, codec, p, param)
 
 
-class Lengths(Dtypes):
-    """The numbers of bytes that enter gathers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lengths: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.startswith("_c10d_functional::all_gather"):
-            self.lengths.append(args[0].numel() * args[0].itemsize)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 @pytest.mark.parametrize("codec", CODECS)
 def test_what_is_sent_is_encoded(codec: str) -> None:
     """On 8 ranks: one byte an element and the scales, each tensor to a multiple of 16 bytes; in forward and in backward."""
@@ -1182,11 +1169,11 @@ def test_what_is_sent_is_encoded(codec: str) -> None:
         n = spec.shard_numel(spec.by_key["0"])
         assert n == slice_numel(spec.by_key["0"], 8)
         params = fs.shard(model, spec)
-        with Lengths() as log, torch.no_grad():
+        with Collectives() as sent, torch.no_grad():
             fs.functional_call(model, params, (batch(0, 0),), spec=spec)
         up = lambda x: (x + 15) // 16 * 16  # noqa: E731
         whole = {"float8": up(n) + 16, "blocks": up((n + 7) // 8 * 8) + up(2 * ((n + 7) // 8))}[codec]
-        assert log.lengths == [whole] * 3
+        assert [(x.op, x.bytes) for x in sent.all] == [("all_gather", whole)] * 3
         assert whole < 2 * n
 
 
