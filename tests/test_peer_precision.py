@@ -517,31 +517,38 @@ def test_structured_input_and_output(rank: int, kind: str, remat: bool, precisio
 
 
 RUNS: list[tuple[str, torch.dtype]] = []
-"""Every run of a `Saved`: a global is out of reach of what runs again, which changes everything else once."""
+"""What each run of a module was given: a global is out of reach of what runs again, which changes everything else once."""
 
 
 class Saved(nn.Module):
     """The ``SaveForwardInputsModule`` of torch's tests, which can cast by itself."""
 
-    def __init__(self, name: str, seen: dict[str, list[torch.dtype]], casts: bool) -> None:
+    def __init__(self, name: str, casts: bool) -> None:
         super().__init__()
-        self.l, self.name, self.seen, self.casts = nn.Linear(10, 10), name, seen, casts
+        self.l, self.name, self.casts = nn.Linear(10, 10), name, casts
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.setdefault(self.name, []).append(x.dtype)
-        RUNS.append((self.name, x.dtype))
-        return self.l(x.to(self.l.weight.dtype) if self.casts else x)
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        RUNS.extend((self.name, given.dtype) for given in (x, y) if given is not None)
+        out = self.l(x.to(self.l.weight.dtype) if self.casts else x)
+        return out if y is None else out * y
 
 
 class SavedModel(nn.Module):
     def __init__(self, casts: bool = False) -> None:
         super().__init__()
-        self.seen: dict[str, list[torch.dtype]] = {}
-        self.c1, self.c2 = Saved("c1", self.seen, casts), Saved("c2", self.seen, casts)
+        self.c1, self.c2 = Saved("c1", casts), Saved("c2", casts)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.setdefault("model", []).append(x.dtype)
+        RUNS.append(("model", x.dtype))
         return self.c2(self.c1(x))
+
+    def with_more(self, x: Tensor) -> Tensor:
+        """Gives a tensor to a unit that it has made itself."""
+        return self.c2(self.c1(x), y=torch.ones(2, 10))
+
+    def features(self, x: Tensor, *, y: Tensor) -> dict[str, Tensor]:
+        RUNS.extend((("x", x.dtype), ("y", y.dtype)))
+        return {"c1": self.c1(x), "y": y}
 
 
 ONE_SUBMODULE: dict[str, tuple[bool, dict[str, Precision], tuple[torch.dtype, ...]]] = {
@@ -556,7 +563,8 @@ ONE_SUBMODULE: dict[str, tuple[bool, dict[str, Precision], tuple[torch.dtype, ..
 }
 
 
-def saved_model(casts: bool, precisions: Mapping[str, Precision]) -> tuple[SavedModel, fs.PartitionSpec]:
+def saved_model(casts: bool, precisions: Mapping[str, Precision | None]) -> tuple[SavedModel, fs.PartitionSpec]:
+    RUNS.clear()
     model = SavedModel(casts)
     root = fs.policies.whole(P("shard", precision=precisions.get("")))
     inner = {path: P("shard", precision=precision) for path, precision in precisions.items() if path}
@@ -572,7 +580,7 @@ def test_float16_on_one_submodule(rank: int, name: str) -> None:
         model, spec = saved_model(casts, precisions)
         x = torch.ones(2, 10)
         WAYS[way](lambda p: fs.functional_call(model, p, (x,), spec=spec).float().sum())(fs.shard(model, spec))
-        assert model.seen == {"model": [whole], "c1": [c1], "c2": [c2]}
+        assert [("model", whole), ("c1", c1), ("c2", c2)] == RUNS
 
 
 @pytest.mark.parametrize(
@@ -587,33 +595,10 @@ def test_mismatches_are_torchs_errors(rank: int, precisions: dict[str, Precision
         fs.functional_call(model, params, (torch.ones(2, 10),), spec=spec)
 
 
-class External(nn.Module):
-    """Makes a tensor in its forward and gives it to a unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l1, self.l2 = nn.Linear(10, 10), Two()
-        self.seen: list[torch.dtype] = self.l2.seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l2(self.l1(x), y=torch.ones(2, 10))
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(10, 10)
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        self.seen += x.dtype, y.dtype
-        return self.l(x) * y
-
-
 @pytest.mark.parametrize(
     ("inner", "seen"),
     [
-        (Precision(param=F16), [F16, F16]),
+        (HALF, [F16, F16]),
         (Precision(param=F16, cast_inputs=False), [F16, F32]),
         (None, [F16, F32]),
         (Precision(param=BF16), [BF16, BF16]),
@@ -621,47 +606,35 @@ class Two(nn.Module):
 )
 def test_submodules_with_external_inputs(inner: Precision | None, seen: list[torch.dtype]) -> None:
     """``test_submodules_with_external_inputs``: cast iff the unit that takes it casts."""
-    model = External()
-    spec = fs.policies.override(fs.policies.whole(P("shard", precision=HALF)), fs.by_path({"l2": P("shard", precision=inner)}))(
-        model
-    )
-    run = lambda p: fs.functional_call(model, p, (torch.ones(2, 10),), spec=spec).float().sum()  # noqa: E731
+    model, spec = saved_model(False, {"": HALF, "c2": inner})
+    run = lambda p: fs.functional_call(model, p, (torch.ones(2, 10),), spec=spec, method="with_more").float().sum()  # noqa: E731
     if inner is None:  # a unit of its own without precision keeps its parameters
         with pytest.raises(RuntimeError, match="must have the same dtype"):
             run(fs.shard(model, spec))
     else:
         fs.grad(run)(fs.shard(model, spec))
-    assert model.seen == seen
+    assert [dtype for name, dtype in RUNS if name == "c2"] == seen
 
 
 @every(way=MAIN_WAYS, output=[None, F32])
 def test_recomputation_sees_the_same_casts(output: torch.dtype | None, way: str) -> None:
     """``test_checkpoint_recompute_casts_forward_inputs`` and ``..._outputs``: P(remat=True)."""
-    model = SavedModel()
-    p = P("shard", remat=True, precision=Precision(param=BF16, output=output))
+    model, p = SavedModel(), P("shard", remat=True, precision=Precision(param=BF16, output=output))
     after = p if output is None else P("shard", precision=Precision(param=F32))
     spec = fs.by_path({"c1": p, "c2": after})(model)
     loss = lambda q: fs.functional_call(model, q, (torch.ones(2, 10),), spec=spec).float().sum()  # noqa: E731
     RUNS.clear()
     WAYS[way](loss)(fs.shard(model, spec))
-    assert model.seen == {"model": [F32], "c1": [BF16], "c2": [BF16 if output is None else F32]}
     again = [("c2", BF16), ("c2", BF16)] if output is None else [("c2", F32)]
-    assert sorted(RUNS, key=str) == [("c1", BF16), ("c1", BF16), *again]
-
-
-class Methods(SavedModel):
-    def features(self, x: Tensor, *, y: Tensor) -> dict[str, Tensor]:
-        self.seen["features"] = [x.dtype, y.dtype]
-        return {"c1": self.c1(x), "y": y}
+    assert sorted(RUNS, key=str) == [("c1", BF16), ("c1", BF16), *again, ("model", F32)]
 
 
 @pytest.mark.parametrize("output", [None, F64])
 def test_other_methods_are_cast_around_too(output: torch.dtype | None) -> None:
-    model = Methods()
-    spec = fs.policies.whole(P("shard", precision=Precision(param=BF16, output=output)))(model)
+    model, spec = saved_model(False, {"": Precision(param=BF16, output=output)})
     args, kwargs = (torch.ones(2, 10),), {"y": torch.ones(2, dtype=F64)}
     out = fs.functional_call(model, fs.shard(model, spec), args, kwargs, spec=spec, method="features")
-    assert model.seen == {"features": [BF16, BF16], "c1": [BF16]}
+    assert RUNS == [("x", BF16), ("y", BF16), ("c1", BF16)]
     assert {x.dtype for x in out.values()} == {output or BF16}
 
 
