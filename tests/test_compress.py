@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
+from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
@@ -71,6 +72,18 @@ def steps(compressor: Compressor[Any], layout: str, *grads: fs.Params) -> tuple[
         return out, state
 
     return fs.testing.spmd(rank, sizes)(*grads)
+
+
+def on_real_ranks(rank: int, layout: str, name: str, size: int) -> tuple[list[fs.Params], Any]:
+    policy, sizes = LAYOUTS[layout]
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    spec = policy(MODEL).on(mesh)
+    state, out = COMPRESSORS[name].init(spec), []
+    for seed in range(3):
+        grads = {n: g[rank] for n, g in gradients(size, seed).items()}
+        shards, state = COMPRESSORS[name].reduce(grads, state, spec)
+        out.append(shards)
+    return out, state
 
 
 def slices(full: fs.Params, layout: str) -> fs.Params:

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import test_averaging
 import test_compile
-import test_compress_on_ranks
+import test_compress
 import test_gather_full
 import test_loss_scale
 import test_matrix
@@ -308,9 +308,9 @@ def test_compressors(worst2: Pool, worst4: Pool, layout: str) -> None:
     names = [*COMPRESSORS]
     for name in depth(names[size == 4 :: 2], names):
         compressor = COMPRESSORS[name]
-        simulated = steps(compressor, layout, *(test_compress_on_ranks.gradients(size, seed) for seed in range(3)))
+        simulated = steps(compressor, layout, *(test_compress.gradients(size, seed) for seed in range(3)))
         atol = 0.03 if "cast" in name else 1e-6
-        for rank, real in enumerate(pool.run(test_compress_on_ranks.on_real_ranks, layout, name, size)):
+        for rank, real in enumerate(pool.run(test_compress.on_real_ranks, layout, name, size)):
             one = pytree.tree_map(lambda x, rank=rank: x[rank], simulated)
             assert_close(real, one, rtol=1e-6, atol=atol)
 
