@@ -16,7 +16,7 @@ from depth import at_most, depth, each, every, mark_seldom, pairs
 from hypothesis import given
 from models import EXACT, unchanged
 from parity import MAIN_WAYS, WAYS
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.testing import assert_close
@@ -150,10 +150,14 @@ WAYS_OF_P = {
 }
 
 
-def on_ranks(rank: int, ranks: int, how: str, name: str, way: str) -> None:
+@at_most(3)
+@pairs(way=MAIN_WAYS, name=CODECS, how=WAYS_OF_P)
+@real_ranks(2)
+def test_real_ranks(rank: int, how: str, name: str, way: str) -> None:
+    """Values and gradients are the plain model's with the decoded weights; that is also what is gathered."""
     model, codec = model_of(), CODECS[name]
     spec = shapes(dataclasses.replace(WAYS_OF_P[how], at_rest=codec))(model).bound
-    grads, losses = expected(model, codec, XS[:ranks])
+    grads, losses = expected(model, codec, XS[:2])
     trained, frozen = fs.partition(fs.shard(model, spec), spec)
     with unchanged(model):
         loss = lambda p: (fs.functional_call(model, fs.combine(p, frozen), XS[rank], spec=spec) ** 2).mean()  # noqa: E731
@@ -164,13 +168,6 @@ def on_ranks(rank: int, ranks: int, how: str, name: str, way: str) -> None:
     full = fs.unshard(fs.combine(trained, frozen), spec)
     for key, p in quantized(model, codec).named_parameters():
         assert torch.equal(full[key], p)
-
-
-@at_most(3)
-@pairs(way=MAIN_WAYS, name=CODECS, how=WAYS_OF_P)
-def test_real_ranks(gloo2: Pool, how: str, name: str, way: str) -> None:
-    """Values and gradients are the plain model's with the decoded weights; that is also what is gathered."""
-    gloo2.run(on_ranks, 2, how, name, way)
 
 
 def scaled(module: nn.Module, args: tuple[Tensor], out: Tensor | None = None) -> Any:

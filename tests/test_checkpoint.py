@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from depth import at_most, depth, each, mark_seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -101,16 +101,16 @@ def copied(state: Any) -> Any:
     return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state, none_is_leaf=True)
 
 
-def save_all(rank: int, path: str, policy: str, replicas: int) -> None:
+def save_all(rank: int, path: Path, policy: str, replicas: int) -> None:
     model, spec = made(policy, replicas)
     torch.manual_seed(100 + rank)
     state = trained(model, spec)
     given = copied(state)
-    assert checkpoint.save(path, state, spec).wait() == Path(path)
+    assert checkpoint.save(path, state, spec).wait() == path
     assert_same({k: v for k, v in state.items() if k != "random"}, {k: v for k, v in given.items() if k != "random"})
 
 
-def load_all(rank: int, path: str, policy: str, replicas: int, *, same: bool) -> None:
+def load_all(rank: int, path: Path, policy: str, replicas: int, *, same: bool) -> None:
     """What comes back is what this mesh and policy would have made of the same training."""
     model, spec = made(policy, replicas)
     torch.manual_seed(100 + rank)
@@ -141,23 +141,22 @@ def test_four_ranks_to_fewer(
     gloo4: Pool, gloo2: Pool, alone: Pool, tmp_path: Path, policy: str, to: str, replicas: int
 ) -> None:
     """Parameters, slots, averages, scalars, buffers and plain values; HSDP to FSDP; per_rank on as many ranks alone."""
-    path = str(tmp_path / "saved")
-    gloo4.run(save_all, path, policy, replicas)
-    gloo4.run(_load_same, path, to, 1)
-    gloo2.run(_load_other, path, to)
-    alone.run(_load_other, path, to)
-    _load_other(0, path, to)
+    gloo4.run(save_all, tmp_path / "saved", policy, replicas)
+    gloo4.run(_load_same, tmp_path / "saved", to, 1)
+    gloo2.run(_load_other, tmp_path / "saved", to)
+    alone.run(_load_other, tmp_path / "saved", to)
+    _load_other(0, tmp_path / "saved", to)
 
 
-def _load_same(rank: int, path: str, policy: str, replicas: int) -> None:
+def _load_same(rank: int, path: Path, policy: str, replicas: int) -> None:
     load_all(rank, path, policy, replicas, same=True)
 
 
-def _load_other(rank: int, path: str, policy: str) -> None:
+def _load_other(rank: int, path: Path, policy: str) -> None:
     load_all(rank, path, policy, 1, same=False)
 
 
-def _save_one(rank: int, path: str) -> list[str]:
+def _save_one(rank: int, path: Path) -> list[str]:
     """A file of each rank, of about as many bytes; three ranks alone read it."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
@@ -168,15 +167,14 @@ def _save_one(rank: int, path: str) -> list[str]:
         some = fs.policies.whole()(model).on(DeviceMesh.from_group(three, "cpu", mesh_dim_names=("shard",)), submesh=True)
         found, expected = checkpoint.load(path, some), fs.shard(model, some)
         assert_same(found, expected)
-    return sorted(file.name for file in Path(path).iterdir())
+    return sorted(file.name for file in path.iterdir())
 
 
 def test_replicas_write_each_byte_once(gloo4: Pool, tmp_path: Path) -> None:
     """Four replicas: as many files, none much larger than another, together the parameters once; three ranks read them."""
-    path = tmp_path / "saved"
-    names = gloo4.run(_save_one, str(path))[0]
+    names = gloo4.run(_save_one, tmp_path / "saved")[0]
     assert [name[:6] for name in names] == [".metad", *(f"__{rank}_0_" for rank in range(4)), "funsha"]
-    sizes = [(path / name).stat().st_size for name in names if name.endswith(".distcp")]
+    sizes = [(tmp_path / "saved" / name).stat().st_size for name in names if name.endswith(".distcp")]
     parameters = 4 * 4 * (512 * 512 + 512)
     assert parameters <= sum(sizes) <= parameters * 1.02
     assert max(sizes) <= 1.1 * min(sizes)
@@ -283,7 +281,7 @@ def containers(params: fs.Params) -> State:
     }
 
 
-def _containers(rank: int, path: str) -> None:
+def _containers(rank: int, path: Path) -> None:
     model, spec = made("by_type", 1)
     state = containers(fs.shard(model, spec))
     checkpoint.save(path, state, spec)
@@ -300,7 +298,7 @@ def _containers(rank: int, path: str) -> None:
 
 def test_containers_of_the_standard_library(gloo2: Pool, tmp_path: Path) -> None:
     """A dict, an OrderedDict, a list and a tuple come back as they were, others by like=, a Counter is no container."""
-    gloo2.run(_containers, str(tmp_path / "a"))
+    gloo2.run(_containers, tmp_path / "a")
     _, spec = made("by_type", 1)
     with pytest.raises(TypeError, match=r"state 'a\.0': expected a tensor, .*, got collections\.Counter; .*dict\(\.\.\.\)"):
         checkpoint.save(tmp_path / "b", {"a": [Counter(b=4)]}, spec)
@@ -309,7 +307,7 @@ def test_containers_of_the_standard_library(gloo2: Pool, tmp_path: Path) -> None
     assert (found["a"][0]["b"], found["a"][0]["c"]) == (4, 3)
 
 
-def _compressed(rank: int, path: str) -> None:
+def _compressed(rank: int, path: Path) -> None:
     torch.manual_seed(rank)
     model = nn.Linear(16, 16)
     spec = fs.policies.whole(P())(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
@@ -327,17 +325,16 @@ def _compressed(rank: int, path: str) -> None:
 
 def test_feedback_of_compression(gloo2: Pool, tmp_path: Path) -> None:
     """PowerSGD's: each rank's own comes back on as many ranks; on another number of them it begins anew."""
-    path = str(tmp_path / "a")
-    gloo2.run(_compressed, path)
+    gloo2.run(_compressed, tmp_path / "a")
     spec = fs.policies.whole(P())(nn.Linear(16, 16)).on({"shard": 1})
-    assert (manifest := read_manifest(Path(path))) is not None
-    assert parse_tensors(Path(path), manifest)["compress.error.weight"].shape == (2, 16, 16)
+    assert (manifest := read_manifest(tmp_path / "a")) is not None
+    assert parse_tensors(tmp_path / "a", manifest)["compress.error.weight"].shape == (2, 16, 16)
     with pytest.raises(
         ValueError, match=r"'compress.error.weight' is each rank's own, saved by 2 ranks: expected as many, got 1"
     ):
-        checkpoint.load(path, spec)
+        checkpoint.load(tmp_path / "a", spec)
     state = fs.compress.powersgd(rank=1).init(spec)
-    found = state._replace(**{name: checkpoint.load(path, spec, only=f"compress.{name}") for name in ("step", "q")})
+    found = state._replace(**{name: checkpoint.load(tmp_path / "a", spec, only=f"compress.{name}") for name in ("step", "q")})
     assert found.step == 1
     assert {name: x.shape for name, x in found.q.items()} == {name: x.shape for name, x in state.q.items()}
     assert not any(error.any() for error in found.error.values())
@@ -346,26 +343,23 @@ def test_feedback_of_compression(gloo2: Pool, tmp_path: Path) -> None:
 # --- Asynchronous. ---
 
 
-def _asynchronous(rank: int, path: str) -> None:
+@real_ranks(2)
+def test_what_changes_meanwhile_is_not_saved(rank: int, tmp_path: Path) -> None:
+    """In-place, donated updates go on while a thread writes: the file has what was there at the call."""
     model, spec = made("whole", 1)
     init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, donate=True, fused=True)
     params, _ = fs.partition(fs.shard(model, spec), spec)
     params, opt = update({key: shard * 3 for key, shard in params.items()}, init(params), params)
     for step in range(3):  # the second and third reuse the memory of those before
         expected = copied({"params": params, "opt": opt})
-        saving = checkpoint.save(f"{path}/{step}", {"params": params, "opt": opt}, spec, asynchronous=True)
+        saving = checkpoint.save(tmp_path / f"{step}", {"params": params, "opt": opt}, spec, asynchronous=True)
         for _ in range(3):
             params, opt = update({key: shard * 3 for key, shard in params.items()}, opt, params)
         for shard in params.values():
             shard.data.neg_()
-        assert saving.wait() == Path(f"{path}/{step}")
+        assert saving.wait() == tmp_path / f"{step}"
         assert saving.done()
         assert_same(checkpoint.load(saving.path, spec), expected)
-
-
-def test_what_changes_meanwhile_is_not_saved(gloo2: Pool, tmp_path: Path) -> None:
-    """In-place, donated updates go on while a thread writes: the file has what was there at the call."""
-    gloo2.run(_asynchronous, str(tmp_path))
 
 
 def _slowly(monkeypatch: pytest.MonkeyPatch, fail: bool = False) -> None:

@@ -17,7 +17,7 @@ import safetensors
 import torch
 from depth import at_most, each
 from models import build
-from ranks import Pool
+from ranks import Pool, real_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -68,14 +68,17 @@ def refused(kind: type[Exception], match: str, do: Callable[[], Any]) -> None:
 # --- Out and in. ---
 
 
-def out_and_in(rank: int, policy: str, shard_bytes: int, folder: str) -> None:
+@each
+@pytest.mark.parametrize("shard_bytes", [300, 1, 5_000_000_000])
+@pytest.mark.parametrize("policy", POLICIES)
+@real_ranks(2)
+def test_what_is_exported_the_library_reads_and_so_do_we(rank: int, policy: str, shard_bytes: int, tmp_path: Path) -> None:
+    """In one file or many, with every dtype where it can be mapped; back as the shards of any other policy."""
     model = mixed()
     spec = POLICIES[policy](model)
     params = fs.shard(model, spec)
     buffers = dict(model.named_buffers())
-    path = checkpoint.export(
-        Path(folder) / "files", params, spec, shard_bytes=shard_bytes, buffers=buffers, metadata={"by": "us"}
-    )
+    path = checkpoint.export(tmp_path / "files", params, spec, shard_bytes=shard_bytes, buffers=buffers, metadata={"by": "us"})
     full = {name: p.detach() for name, p in model.named_parameters()}
     same_bits(written(path), full | buffers)
     names = sorted(file.name for file in path.iterdir())
@@ -97,27 +100,16 @@ def out_and_in(rank: int, policy: str, shard_bytes: int, folder: str) -> None:
         same_bits(again, fs.shard(model, other(model)))
 
 
-@each
-@pytest.mark.parametrize("shard_bytes", [300, 1, 5_000_000_000])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_exported_the_library_reads_and_so_do_we(gloo2: Pool, policy: str, shard_bytes: int, tmp_path: Path) -> None:
-    """In one file or many, with every dtype where it can be mapped; back as the shards of any other policy."""
-    gloo2.run(out_and_in, policy, shard_bytes, str(tmp_path))
-
-
-def on_a_mesh(rank: int, folder: str) -> None:
+@real_ranks(4)
+def test_on_a_mesh_of_two_axes(rank: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = mixed()
     for i, p in enumerate([P("shard"), P(("replicate", "shard")), P("replicate")]):
         spec = fs.policies.always(p)(model).on(mesh)
         params = fs.shard(model, spec)
-        path = checkpoint.export(Path(folder) / str(i), params, spec)
+        path = checkpoint.export(tmp_path / str(i), params, spec)
         same_bits(written(path), {name: q.detach() for name, q in model.named_parameters()})
         same_bits(checkpoint.read_safetensors(path, spec), params)
-
-
-def test_on_a_mesh_of_two_axes(gloo4: Pool, tmp_path: Path) -> None:
-    gloo4.run(on_a_mesh, str(tmp_path))
 
 
 def test_every_dtype_is_called_what_the_library_calls_it(tmp_path: Path) -> None:
@@ -249,7 +241,8 @@ def test_each_rank_reads_the_ranges_of_its_slices(gloo2: Pool, tmp_path: Path) -
     assert abs(first - second) <= 16
 
 
-def peaks(rank: int, folder: str) -> None:
+@real_ranks(2)
+def test_a_unit_at_a_time_is_gathered_to_the_first_rank(rank: int, tmp_path: Path) -> None:
     """Of a unit at a time: the first rank alone gathers, and holds those of one file; in the files' dtype if it is narrower."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     spec = fs.policies.always(P("shard"))(model)
@@ -277,24 +270,22 @@ def peaks(rank: int, folder: str) -> None:
 
     _safetensors.gather_to_first = watched
     try:
-        checkpoint.export(folder, params, spec, dtype=torch.bfloat16, shard_bytes=1)
+        checkpoint.export(tmp_path / "files", params, spec, dtype=torch.bfloat16, shard_bytes=1)
     finally:
         _safetensors.gather_to_first = gather
     assert made == len(spec)
 
 
-def test_a_unit_at_a_time_is_gathered_to_the_first_rank(gloo2: Pool, tmp_path: Path) -> None:
-    gloo2.run(peaks, str(tmp_path / "files"))
-
-
 # --- Whole or not at all. ---
 
 
-def full_disk(rank: int, folder: str) -> None:
+@real_ranks(2)
+def test_an_error_of_the_first_rank_is_one_of_all(rank: int, tmp_path: Path) -> None:
+    """And nothing is left of it, under any name."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     spec = fs.policies.always(P("shard"))(model)
     params = fs.shard(model, spec)
-    path = Path(folder) / "files"
+    path = tmp_path / "files"
     write, writes = _safetensors._FileWriter.add, 0
 
     def failing(*args: Any) -> None:
@@ -310,24 +301,20 @@ def full_disk(rank: int, folder: str) -> None:
     finally:
         _safetensors._FileWriter.add = write
     torch.distributed.barrier()
-    assert os.listdir(folder) == []
+    assert os.listdir(tmp_path) == []
     torch.distributed.barrier()
     checkpoint.export(path, params, spec)
     refused(FileExistsError, "expected a path where nothing is", lambda: checkpoint.export(path, params, spec))
-    assert os.listdir(folder) == ["files"]
+    assert os.listdir(tmp_path) == ["files"]
     assert os.listdir(path) == ["model.safetensors"]
 
 
-def test_an_error_of_the_first_rank_is_one_of_all(gloo2: Pool, tmp_path: Path) -> None:
-    """And nothing is left of it, under any name."""
-    gloo2.run(full_disk, str(tmp_path))
-
-
-def bad_exports(rank: int, folder: str) -> None:
+@real_ranks(2)
+def test_bad_exports_are_refused_on_all_ranks(rank: int, tmp_path: Path) -> None:
     model = mixed()
     spec = fs.policies.whole()(model)
     params = fs.shard(model, spec)
-    path = Path(folder) / "files"
+    path = tmp_path / "files"
     without = {key: t for key, t in params.items() if key != next(iter(params))}
 
     def no(match: str, params: fs.Params = params, error: type[Exception] = ValueError, **options: Any) -> None:
@@ -346,11 +333,7 @@ def bad_exports(rank: int, folder: str) -> None:
     no("'x': expected a .*got int", buffers={"x": 3}, error=TypeError)
     no("shard_bytes: expected at least 1", shard_bytes=0)
     no("metadata 'step': expected a string, got int", metadata={"step": 1}, error=TypeError)
-    assert os.listdir(folder) == []
-
-
-def test_bad_exports_are_refused_on_all_ranks(gloo2: Pool, tmp_path: Path) -> None:
-    gloo2.run(bad_exports, str(tmp_path))
+    assert os.listdir(tmp_path) == []
 
 
 def test_simulated_ranks_are_refused(tmp_path: Path) -> None:

@@ -185,8 +185,14 @@ def test_units_split_and_local_over_one_axis(rank: int, optimizer: str) -> None:
 # --- the state ---
 
 
-def resumed(rank: int, directory: str, optimizer: str, first: str, then: str) -> None:
-    """A step on one mesh, and the next one on another, by a checkpoint."""
+RESUMED = [("experts", "one expert each"), ("both", "split over another"), ("one expert each", "tensor"), ("tensor", "both")]
+
+
+@pytest.mark.parametrize(("first", "then"), [RESUMED[0], *(pytest.param(*some, marks=seldom) for some in RESUMED[1:])])
+@pytest.mark.parametrize("optimizer", mark_seldom(["muon", "shampoo", "soap"], "shampoo"))
+@real_ranks(4)
+def test_state_goes_to_other_owners(rank: int, tmp_path: Path, optimizer: str, first: str, then: str) -> None:
+    """Files have the whole state of a stack, whatever owners had of it."""
     want = expected(optimizer)
 
     def on(name: str) -> tuple[fs.PartitionSpec, Any, Any]:
@@ -197,25 +203,15 @@ def resumed(rank: int, directory: str, optimizer: str, first: str, then: str) ->
     spec, init, update = on(first)
     params = fs.shard(PARAMS, spec)
     params, state = update(fs.shard(GRADS[0], spec), init(params), params)
-    fs.checkpoint.save(Path(directory) / "step", {"params": params, "state": state}, spec).wait()
+    fs.checkpoint.save(tmp_path / "step", {"params": params, "state": state}, spec).wait()
     to, init, update = on(then)
     now = fs.reshard(params, spec, to)
     like = {"params": now, "state": init(now)}
     for saved in (
-        fs.checkpoint.load(Path(directory) / "step", to),
-        fs.checkpoint.load(Path(directory) / "step", to, like=like),
+        fs.checkpoint.load(tmp_path / "step", to),
+        fs.checkpoint.load(tmp_path / "step", to, like=like),
     ):
         check(fs.unshard(update(fs.shard(GRADS[1], to), saved["state"], saved["params"])[0], to), want, optimizer)
-
-
-RESUMED = [("experts", "one expert each"), ("both", "split over another"), ("one expert each", "tensor"), ("tensor", "both")]
-
-
-@pytest.mark.parametrize(("first", "then"), [RESUMED[0], *(pytest.param(*some, marks=seldom) for some in RESUMED[1:])])
-@pytest.mark.parametrize("optimizer", mark_seldom(["muon", "shampoo", "soap"], "shampoo"))
-def test_state_goes_to_other_owners(gloo4: Pool, tmp_path: Path, optimizer: str, first: str, then: str) -> None:
-    """Files have the whole state of a stack, whatever owners had of it."""
-    gloo4.run(resumed, str(tmp_path), optimizer, first, then)
 
 
 def adafactor(rank: int, mesh: str) -> None:

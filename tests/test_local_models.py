@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_local import batches, check, full_sizes, objective, of_rank, spec_of, whole_params
 from test_local_training import Tree, norm
 from torch import Tensor, nn
@@ -128,7 +128,12 @@ class Counting(nn.Module):
         return self.head(y if axis is None else fs.collectives.all_to_all(y, axis))
 
 
-def counted(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+@at_most(1)
+@each
+@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("shard", "recomputed", "replicated", "kept")], ids=str)
+@pytest.mark.parametrize("sizes", [{"shard": 2, "expert": 2}, {"expert": 4, "shard": 1}], ids=str)
+@real_ranks(4)
+def test_buffers_of_experts(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Statistics of an expert are those of its rows, on whatever ranks; the call returns a rank's own."""
     torch.manual_seed(0)
     experts, group = 4, sizes["expert"]
@@ -171,14 +176,6 @@ def counted(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
         theirs = ".".join([path[0], str(first + int(path[1])), *path[2:]]) if len(path) > 1 else name
         mean_of = torch.stack([state[theirs].detach() for state in states]).mean(0)
         torch.testing.assert_close(got, mean_of if len(path) > 1 else mean_of[first : first + experts // group])
-
-
-@at_most(1)
-@each
-@pytest.mark.parametrize("options", [OPTIONS[name] for name in ("shard", "recomputed", "replicated", "kept")], ids=str)
-@pytest.mark.parametrize("sizes", [{"shard": 2, "expert": 2}, {"expert": 4, "shard": 1}], ids=str)
-def test_buffers_of_experts(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
-    gloo4.run(counted, sizes, options)
 
 
 # --- policies ---

@@ -14,7 +14,7 @@ from collective_log import Collectives, world
 from depth import at_most, each, every
 from parity import numbers, same, sharded_call, squared
 from peer_models import MLP, Net
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -144,7 +144,11 @@ PARITY = {
 }
 
 
-def parity_with_ddp(rank: int, strategy: str, max_norm: float, p: float) -> None:
+@each(p=[1.0, 2.0, math.inf], strategy=PARITY)
+@real_ranks(2)
+def test_ddp_parity(rank: int, strategy: str, p: float) -> None:
+    """Clipped and stepped beside DDP: a step whose gradients are multiplied by 100, and three more."""
+    max_norm = {1.0: 25.0, 2.0: 2.5, math.inf: 1.0}[p]
     model = Net()
     peer = DistributedDataParallel(copy.deepcopy(model))
     spec = PARITY[strategy](model).bound
@@ -172,12 +176,6 @@ def parity_with_ddp(rank: int, strategy: str, max_norm: float, p: float) -> None
         ours.step()
         theirs.step()
         same(params, fs.shard({name: q.detach() for name, q in full.items()}, spec, rank=rank), "parameters")
-
-
-@each(p=[1.0, 2.0, math.inf], strategy=PARITY)
-def test_ddp_parity(gloo2: Pool, strategy: str, p: float) -> None:
-    """Clipped and stepped beside DDP: a step whose gradients are multiplied by 100, and three more."""
-    gloo2.run(parity_with_ddp, strategy, {1.0: 25.0, 2.0: 2.5, math.inf: 1.0}[p], p)
 
 
 @at_most(1)

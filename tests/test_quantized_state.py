@@ -149,7 +149,8 @@ def test_four_real_ranks_and_checkpoints(gloo4: Pool, tmp_path: Path) -> None:
     check_saved(tmp_path, every)
 
 
-def local_ranks(rank: int, path: Path) -> None:
+@real_ranks(2)
+def test_local_units(rank: int, tmp_path: Path) -> None:
     """A unit local over an axis, beside the optimizer on decoded states of the same slices."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
     spec = fs.policies.whole(sliced(None, local={"expert": 0}))(nn.Linear(8, 8, bias=False)).on(mesh)
@@ -157,15 +158,11 @@ def local_ranks(rank: int, path: Path) -> None:
     init, update = quantized(spec)
     params, state = update({"": params[""].sin()}, init(params), params)
     wide = optim.decode_state(state, CODEC, spec=spec)
-    fs.checkpoint.save(path, {"params": params, "opt": wide}, spec).wait()
-    again = optim.encode_state(fs.checkpoint.load(path, spec)["opt"], CODEC, spec=spec, at_least=1)
+    fs.checkpoint.save(tmp_path / "local", {"params": params, "opt": wide}, spec).wait()
+    again = optim.encode_state(fs.checkpoint.load(tmp_path / "local", spec)["opt"], CODEC, spec=spec, at_least=1)
     assert_close(again[""]["exp_avg"], state[""]["exp_avg"], rtol=0, atol=0)
     whole = fs.unshard(decoded(state, spec, "exp_avg"), spec)["weight"]
     assert_close(whole, 0.1 * torch.arange(128.0).view(16, 8).sin(), rtol=0, atol=0.03 * 0.1)
-
-
-def test_local_units(gloo2: Pool, tmp_path: Path) -> None:
-    gloo2.run(local_ranks, tmp_path / "local")
 
 
 def init_of(spec: fs.PartitionSpec, full: fs.Params) -> Any:

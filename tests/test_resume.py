@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from depth import at_most, depth, each, mark_seldom, seldom, thorough
-from ranks import Pool, ended, start
+from ranks import ended, real_ranks, start
 from test_examples import launched
 from torch import nn
 
@@ -189,43 +189,39 @@ def _slow(rank: int, seconds: float) -> Callable[[], None]:
     return restore
 
 
-def _under_way(rank: int, folder: str, slow: int) -> None:
+@at_most(1)
+@pytest.mark.parametrize("slow", [0, 1])
+@real_ranks(2)
+def test_what_is_asked_while_a_save_is_under_way(rank: int, tmp_path: Path, slow: int) -> None:
+    """Another save is refused, a checkpoint is loaded: nothing of it comes between what the threads tell each other."""
     spec, state = _state()
-    fs.checkpoint.save(Path(folder, "0"), state, spec)
+    fs.checkpoint.save(tmp_path / "0", state, spec)
     restore = _slow(slow, 0.5)
     try:
-        saving = fs.checkpoint.save(Path(folder, "1"), state, spec, asynchronous=True, timeout=60)
+        saving = fs.checkpoint.save(tmp_path / "1", state, spec, asynchronous=True, timeout=60)
         for _ in range(3):
-            assert fs.checkpoint.load(Path(folder, "0"), spec, timeout=60)["step"] == 3
+            assert fs.checkpoint.load(tmp_path / "0", spec, timeout=60)["step"] == 3
             assert not saving.done()
         if rank == 0:
-            assert not fs.checkpoint.clean(folder)
+            assert not fs.checkpoint.clean(tmp_path)
         saving.wait()
     finally:
         restore()
     dist.barrier()
-    assert sorted(os.listdir(folder)) == ["0", "1"]
+    assert sorted(os.listdir(tmp_path)) == ["0", "1"]
 
 
-@at_most(1)
-@pytest.mark.parametrize("slow", [0, 1])
-def test_what_is_asked_while_a_save_is_under_way(gloo2: Pool, tmp_path: Path, slow: int) -> None:
-    """Another save is refused, a checkpoint is loaded: nothing of it comes between what the threads tell each other."""
-    gloo2.run(_under_way, str(tmp_path), slow)
-
-
-def _other_groups(rank: int, folder: str) -> None:
+@real_ranks(2)
+def test_ranks_with_other_process_groups(rank: int, tmp_path: Path) -> None:
+    """torch names a group of some ranks by how many groups a rank has."""
     dist.new_group([0])  # which rank 1 has no part in
     spec, state = _state()
-    fs.checkpoint.save(folder, state, spec, timeout=7)
+    fs.checkpoint.save(tmp_path / "a", state, spec, timeout=7)
 
 
-def test_ranks_with_other_process_groups(gloo2: Pool, tmp_path: Path) -> None:
-    """torch names a group of some ranks by how many groups a rank has."""
-    gloo2.run(_other_groups, str(tmp_path / "a"))
-
-
-def _interrupted(rank: int, folder: str) -> None:
+@real_ranks(2)
+def test_an_interrupt_on_one_rank(rank: int, tmp_path: Path) -> None:
+    """It is one, nothing is left in the directory, the others have an error after the timeout; and then all save again."""
     spec, state = _state()
     write = RangeWriter.write
 
@@ -236,18 +232,14 @@ def _interrupted(rank: int, folder: str) -> None:
     if rank == 0:
         RangeWriter.write = interrupted
     with pytest.raises(KeyboardInterrupt if rank == 0 else fs.checkpoint.CheckpointError):
-        fs.checkpoint.save(Path(folder, "1"), state, spec, timeout=1.5)
-    fs.checkpoint.save(Path(folder, "1"), state, spec, timeout=1.5)
-    assert os.listdir(folder) == ["1"]
+        fs.checkpoint.save(tmp_path / "1", state, spec, timeout=1.5)
+    fs.checkpoint.save(tmp_path / "1", state, spec, timeout=1.5)
+    assert os.listdir(tmp_path) == ["1"]
     dist.barrier()
 
 
-def test_an_interrupt_on_one_rank(gloo2: Pool, tmp_path: Path) -> None:
-    """It is one, nothing is left in the directory, the others have an error after the timeout; and then all save again."""
-    gloo2.run(_interrupted, str(tmp_path))
-
-
-def _staging_fails(rank: int, folder: str) -> None:
+@real_ranks(2)
+def test_staging_fails_on_one_rank(rank: int, tmp_path: Path) -> None:
     spec, state = _state()
     stage = RangeWriter.stage
 
@@ -258,15 +250,11 @@ def _staging_fails(rank: int, folder: str) -> None:
         RangeWriter.stage = failing
     try:
         with pytest.raises(MemoryError, match="rank 1: no room"):
-            fs.checkpoint.save(Path(folder, "1"), state, spec, asynchronous=True)
+            fs.checkpoint.save(tmp_path / "1", state, spec, asynchronous=True)
     finally:
         RangeWriter.stage = stage
     dist.barrier()
-    assert os.listdir(folder) == []
-
-
-def test_staging_fails_on_one_rank(gloo2: Pool, tmp_path: Path) -> None:
-    gloo2.run(_staging_fails, str(tmp_path))
+    assert os.listdir(tmp_path) == []
 
 
 ENDS = """

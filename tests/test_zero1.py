@@ -16,7 +16,7 @@ import pytest
 import torch
 from collective_log import Collectives, Sent, gather, reduce, world
 from depth import at_most, mark_seldom, seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -110,19 +110,16 @@ def test_zero_redundancy_optimizer(ranks: int, gloo2: Pool, gloo4: Pool) -> None
     assert sum(theirs for _, theirs in sizes) == whole
 
 
-def saved(rank: int, path: str) -> None:
+@real_ranks(2)
+def test_one_checkpoint_has_both(rank: int, tmp_path: Path) -> None:
+    """As the page on checkpoints says."""
     module = model()
     replicated, split = specs(module)
     params, state = train(module, batches(2)[:, rank])
     params = fs.shard(params, replicated)
-    fs.checkpoint.save(path, {"params": fs.reshard(params, replicated, split), "opt": state}, split)
-    assert_close(fs.checkpoint.load(path, replicated, only="params"), params, rtol=0, atol=0)
-    assert_close(fs.checkpoint.load(path, split, only="opt"), state, rtol=0, atol=0)
-
-
-def test_one_checkpoint_has_both(gloo2: Pool, tmp_path: Path) -> None:
-    """As the page on checkpoints says."""
-    gloo2.run(saved, str(tmp_path / "1"))
+    fs.checkpoint.save(tmp_path / "1", {"params": fs.reshard(params, replicated, split), "opt": state}, split)
+    assert_close(fs.checkpoint.load(tmp_path / "1", replicated, only="params"), params, rtol=0, atol=0)
+    assert_close(fs.checkpoint.load(tmp_path / "1", split, only="opt"), state, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
