@@ -14,7 +14,7 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, each, every, mark_seldom, seldom
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from test_by_matrix import ADAMW, OPTIMIZERS, collect, spread
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -214,10 +214,12 @@ def test_state_goes_to_other_owners(rank: int, tmp_path: Path, optimizer: str, f
         check(fs.unshard(update(fs.shard(GRADS[1], to), saved["state"], saved["params"])[0], to), want, optimizer)
 
 
-def adafactor(rank: int, mesh: str) -> None:
+@seldom
+@real_ranks(4)
+def test_adafactor_of_whole_stacks(rank: int) -> None:
     """It scales by the norm of a whole parameter, of which no rank has it all: so it is sent to one owner."""
-    sizes = all_axes(MESHES[mesh][0])
-    spec = spec_on(mesh_of(sizes), sizes, MESHES[mesh][1])
+    sizes = all_axes(MESHES["both"][0])
+    spec = spec_on(mesh_of(sizes), sizes, MESHES["both"][1])
     init, update = fs.optim.adafactor(0.05, spec)
     params = fs.shard(PARAMS, spec)
     state = init(params)
@@ -231,11 +233,6 @@ def adafactor(rank: int, mesh: str) -> None:
     assert_close(fs.unshard(params, spec), want)
     with pytest.raises(ValueError, match=r"matrix 'experts': its stack is local over axis 'expert'.*gather_stacks=True"):
         fs.optim.adafactor(0.05, matrices_of(spec))
-
-
-@seldom
-def test_adafactor_of_whole_stacks(gloo4: Pool) -> None:
-    gloo4.run(adafactor, "both")
 
 
 # --- what is refused, and what it costs ---

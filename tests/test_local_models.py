@@ -59,7 +59,13 @@ def mask(seed: int, like: Tensor) -> Tensor:
     return nn.functional.dropout(torch.ones_like(like), 0.4)
 
 
-def dropped(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
+DROPOUT_OPTIONS = [OPTIONS[name] for name in ("shard", "recomputed", "replicated", "offloaded", "kept")]
+
+
+@at_most(1)
+@each(options=DROPOUT_OPTIONS, sizes=[{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"tensor": 1, "shard": 4}])
+@real_ranks(4)
+def test_dropout(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Masks differ on all ranks, or on those that have other rows; the reference draws the same ones."""
     torch.manual_seed(0)
     whole = Dropped().double()
@@ -90,15 +96,6 @@ def dropped(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
         for name, got in fs.unshard(tree, spec).items():
             torch.testing.assert_close(got, of_one[name], rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(fs.optim.global_norm(tree, spec), norm(of_one))
-
-
-DROPOUT_OPTIONS = [OPTIONS[name] for name in ("shard", "recomputed", "replicated", "offloaded", "kept")]
-
-
-@at_most(1)
-@each(options=DROPOUT_OPTIONS, sizes=[{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"tensor": 1, "shard": 4}])
-def test_dropout(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
-    gloo4.run(dropped, sizes, options)
 
 
 # --- buffers ---

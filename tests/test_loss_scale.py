@@ -47,7 +47,11 @@ def test_real_ranks_agree(gloo2: Pool) -> None:
 MESHES = {"fsdp": ((4,), ("shard",)), "hsdp": ((2, 2), ("replicate", "shard"))}
 
 
-def beside_fully_shard(rank: int, mesh_name: str, bad: int) -> None:
+@at_most(1)
+@each(bad=[-1, 0, 2], mesh_name=MESHES)
+@real_ranks(4)
+def test_gradient_scaler(rank: int, mesh_name: str, bad: int) -> None:
+    """Infinity in one rank's slice: every rank skips the step and backs off, as GradScaler beside FSDP2; else all step."""
     shape, names = MESHES[mesh_name]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = Net(depth(1, 3))
@@ -83,13 +87,6 @@ def beside_fully_shard(rank: int, mesh_name: str, bad: int) -> None:
         scales.append(state.scale.item())
         same(fs.unshard(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
     assert scales == ([8, 16, 16, 32] if bad < 0 else [8, 4, 4, 8])
-
-
-@at_most(1)
-@each(bad=[-1, 0, 2], mesh=MESHES)
-def test_gradient_scaler(gloo4: Pool, mesh: str, bad: int) -> None:
-    """Infinity in one rank's slice: every rank skips the step and backs off, as GradScaler beside FSDP2; else all step."""
-    gloo4.run(beside_fully_shard, mesh, bad)
 
 
 @real_ranks(2)

@@ -309,40 +309,29 @@ def batch(rank: int, step: int, width: int = 16) -> Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def training(rank: int, p: P, precision: Precision, way: str) -> None:
+KEPT = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
+COMPUTED: list[tuple[P, Precision]] = [(p, Precision(param=param)) for p in KEPT for param in (BF16, F16)]
+LOW: list[Precision] = [
+    Precision(param=BF16, reduce=F32),
+    Precision(reduce=BF16),
+    Precision(param=F16, reduce=F32, output=F32),
+    Precision(param=BF16, reduce=F16),
+    Precision(param=F64),
+]
+
+
+@at_most(7)
+@each(way=["fs", "torch.func", "backward", "autograd.grad"])
+@pytest.mark.parametrize(("p", "precision"), [*COMPUTED, *((P("shard"), precision) for precision in LOW)], ids=str)
+@real_ranks(2)
+def test_training_with_masters(rank: int, p: P, precision: Precision, way: str) -> None:
+    """``test_compute_dtype`` and ``test_reduce_dtype``: bfloat16 gradients reduced in float32, and the other way round."""
     model = mlps()
     spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=precision))(model)
     given = precision.param or F32
     ours = lambda call, step: call(batch(rank, step)).float().pow(2).mean()  # noqa: E731
     theirs = lambda call, step: call(batch(rank, step).to(given)).to(precision.output or given).float().pow(2).mean()  # noqa: E731
     check_training(model, spec, precision, ours, theirs, way)
-
-
-KEPT = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
-
-
-@each(p=KEPT, param=[BF16, F16])
-def test_compute_dtype(gloo2: Pool, param: torch.dtype, p: P) -> None:
-    """``test_compute_dtype``."""
-    gloo2.run(training, p, Precision(param=param), "fs")
-
-
-@at_most(3)
-@each(way=["fs", "torch.func", "backward", "autograd.grad"])
-@pytest.mark.parametrize(
-    "precision",
-    [
-        Precision(param=BF16, reduce=F32),
-        Precision(reduce=BF16),
-        Precision(param=F16, reduce=F32, output=F32),
-        Precision(param=BF16, reduce=F16),
-        Precision(param=F64),
-    ],
-    ids=str,
-)
-def test_reduce_dtype(gloo2: Pool, precision: Precision, way: str) -> None:
-    """``test_reduce_dtype``: float32 reductions of bfloat16 gradients, and the other way round."""
-    gloo2.run(training, P("shard"), precision, way)
 
 
 def by_fully_shard(rank: int, policy: MixedPrecisionPolicy, precision: Precision, reshard: bool) -> None:
@@ -1038,9 +1027,12 @@ class Empty(nn.Module):
         return self.b(x) + self.a(x) + self.empty[0].sum()
 
 
-def empty_units(rank: int, p: P, reduce: Any) -> None:
+@each(reduce=["mean", 4.0], precision=[None, Precision(param=BF16, reduce=F32), Precision(param=F16)], p=[P("shard"), P()])
+@real_ranks(2)
+def test_empty_units_divide_nothing_of_others(rank: int, p: P, precision: Precision | None, reduce: Any) -> None:
+    """A unit without elements is none of those that are divided."""
     model = Empty()
-    spec = fs.policies.always(p)(model).bound
+    spec = fs.policies.always(dataclasses.replace(p, precision=precision))(model).bound
     xs = torch.arange(8.0).view(2, 4)
     for way in MAIN_WAYS:
         loss = lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=reduce)  # noqa: E731
@@ -1048,11 +1040,6 @@ def empty_units(rank: int, p: P, reduce: Any) -> None:
         expected = xs.sum(0) / (2 if reduce == "mean" else reduce)
         shards = fs.shard({"a.w": expected, "b.w": expected, "empty.0": torch.zeros(0)}, spec)
         assert all(torch.equal(grads[k], s) for k, s in shards.items())
-
-
-@each(reduce=["mean", 4.0], precision=[None, Precision(param=BF16, reduce=F32), Precision(param=F16)], p=[P("shard"), P()])
-def test_empty_units_divide_nothing_of_others(gloo2: Pool, p: P, precision: Precision | None, reduce: Any) -> None:
-    gloo2.run(empty_units, dataclasses.replace(p, precision=precision), reduce)
 
 
 # --- codecs ---
@@ -1092,7 +1079,9 @@ def as_sent(codec: Codec, full: Mapping[str, Tensor], spec: fs.PartitionSpec, pa
     return fs.unflatten(buffers, spec)
 
 
-def codec_on_ranks(rank: int, name: str, p: P, param: torch.dtype | None) -> None:
+@each(param=[None, BF16], p=[P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], name=CODECS)
+@real_ranks(2)
+def test_codec_on_real_ranks(rank: int, name: str, p: P, param: torch.dtype | None) -> None:
     """Computed with what decoding gives; the gradient as if it were the shard."""
     model, codec, given = mlps(), CODECS[name], param or F32
     xs = [batch(r, 0) for r in range(2)]
@@ -1114,11 +1103,6 @@ def codec_on_ranks(rank: int, name: str, p: P, param: torch.dtype | None) -> Non
         assert set(log.reduced) == {F32}
     full = fs.unshard(params, spec)  # neither cast nor encoded
     assert all(torch.equal(full[n], q) for n, q in model.named_parameters())
-
-
-@each(param=[None, BF16], p=[P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], codec=CODECS)
-def test_codec_on_real_ranks(gloo2: Pool, codec: str, p: P, param: torch.dtype | None) -> None:
-    gloo2.run(codec_on_ranks, codec, p, param)
 
 
 @pytest.mark.parametrize("codec", CODECS)

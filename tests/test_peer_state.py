@@ -296,7 +296,11 @@ class Sized(nn.Module):
         self.register_buffer("count", torch.tensor(3))
 
 
-def through_zeros(rank: int, width: int, mesh_name: str, folder: str) -> None:
+@at_most(3)
+@each(width=[1, 2, 3, 4, 5, 16], mesh_name=["fsdp", "hsdp"])
+@real_ranks(2)
+def test_round_trip_through_zeros(rank: int, width: int, mesh_name: str, tmp_path: Path) -> None:
+    """Uneven sizes, empty slices, buffers; the names are the plain model's."""
     mesh = init_device_mesh(
         "cpu",
         *{"fsdp": ((2,),), "hsdp": ((2, 1),)}[mesh_name],
@@ -306,7 +310,7 @@ def through_zeros(rank: int, width: int, mesh_name: str, folder: str) -> None:
     for policy in (fs.policies.always(P("shard", align=1)), fs.policies.whole()):
         spec = policy(model).on(mesh)
         params = fs.shard(model, spec)
-        path = f"{folder}/{policy(model).root}{len(spec)}"
+        path = f"{tmp_path}/{policy(model).root}{len(spec)}"
         checkpoint.save(path, {"model": params, "buffers": dict(model.named_buffers())}, spec)
         kept = {key: tensor.clone() for key, tensor in params.items()}
         for tensor in params.values():
@@ -320,37 +324,27 @@ def through_zeros(rank: int, width: int, mesh_name: str, folder: str) -> None:
         assert all(torch.equal(p, q) for p, q in zip(local.parameters(), model.parameters(), strict=True))
 
 
-@at_most(3)
-@each(width=[1, 2, 3, 4, 5, 16], mesh=["fsdp", "hsdp"])
-def test_round_trip_through_zeros(gloo2: Pool, mesh: str, width: int, tmp_path: Path) -> None:
-    """Uneven sizes, empty slices, buffers; the names are the plain model's."""
-    gloo2.run(through_zeros, width, mesh, str(tmp_path))
-
-
-def strict(rank: int, folder: str) -> None:
+@real_ranks(2)
+def test_strict_and_shared_weights(rank: int, tmp_path: Path) -> None:
+    """What is missing or unexpected is named; a weight that is shared is there once for all of its names."""
     model = Transformer(tied=True)
     spec = fs.by_size(50)(model)
     params = fs.shard(model, spec)
-    checkpoint.save(f"{folder}/one", {"model": params}, spec)
+    checkpoint.save(f"{tmp_path}/one", {"model": params}, spec)
     smaller, larger = Transformer(layers=2, tied=True), Transformer(layers=4, tied=True)
     with pytest.raises(ValueError, match="is in state 'model' of the checkpoint and not in the spec"):
-        checkpoint.load(f"{folder}/one", fs.by_size(50)(smaller))
+        checkpoint.load(f"{tmp_path}/one", fs.by_size(50)(smaller))
     with pytest.raises(ValueError, match="is not in state 'model' of the checkpoint"):
-        checkpoint.load(f"{folder}/one", fs.by_size(50)(larger))
-    path = checkpoint.export(f"{folder}/files", params, spec)
+        checkpoint.load(f"{tmp_path}/one", fs.by_size(50)(larger))
+    path = checkpoint.export(f"{tmp_path}/files", params, spec)
     with pytest.raises(ValueError, match="is no parameter of the spec"):
         checkpoint.read_safetensors(path, fs.by_size(50)(smaller))
     with pytest.raises(ValueError, match=r"of unit '.*' is not in"):
         checkpoint.read_safetensors(path, fs.by_size(50)(larger))
     half = {key: tensor.bfloat16() for key, tensor in params.items()}  # another precision than the model's is said
-    low = checkpoint.export(f"{folder}/low", half, spec)
+    low = checkpoint.export(f"{tmp_path}/low", half, spec)
     with pytest.raises(ValueError, match=r"expected torch.float64, got torch.bfloat16"):
         checkpoint.read_safetensors(low, spec)
-
-
-def test_strict_and_shared_weights(gloo2: Pool, tmp_path: Path) -> None:
-    """What is missing or unexpected is named; a weight that is shared is there once for all of its names."""
-    gloo2.run(strict, str(tmp_path))
 
 
 # --- checkpoints of torch, both ways ---
