@@ -1,4 +1,4 @@
-"""A fault of the file system at any step of a save: nothing is there and nothing is left, or the error says otherwise."""
+"""A fault of the file system at any step of a save: all or nothing is there; process groups and timeouts."""
 
 from __future__ import annotations
 

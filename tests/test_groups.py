@@ -13,7 +13,7 @@ from typing import Any
 import mirror
 import pytest
 import torch
-from collective_log import Collectives, gathers, scatters, step, world
+from collective_log import gathers, scatters, step, world
 from depth import at_most, each, every, mark_seldom, seldom
 from fuzz_cases import Case, mirrored, on_real_ranks
 from hosted import elsewhere
@@ -337,16 +337,6 @@ def test_groups_at_rest_in_a_codec(rank: int, p: P, name: str, way: str, checked
         assert torch.equal(full[key], tensor)
 
 
-def test_bytes_of_a_group_at_rest_are_gathered_once() -> None:
-    with world(8):
-        model, spec = adapted(P("shard"), "nf4")
-        trained, frozen = fs.partition(fs.shard(model, spec), spec)
-        with Collectives() as sent:
-            fs.functional_call(model, trained | frozen, XS[0], spec=spec)
-        stored = [spec.stored(unit) for unit in spec]
-        assert sorted(x.bytes for x in sent.all) == sorted(length * dtype.itemsize for length, dtype in stored)
-
-
 # --- ranks that compare what they send ---
 
 
@@ -424,14 +414,6 @@ def test_every_module_of_a_group_casts() -> None:
     out = fs.functional_call(model, fs.shard(model, spec), (torch.ones(2, 5),), spec=spec)
     assert Wide.seen == (torch.bfloat16,) * 2
     assert out.dtype == torch.float32
-
-
-def test_errors_name_the_unit() -> None:
-    model = Net()
-    spec = by_group([MLP], size=2)(model).on({"shard": 1})
-    params = fs.shard(model, spec)
-    with pytest.raises(ValueError, match=r"unit 'blocks.0\+blocks.1' is missing: expected a buffer of"):
-        fs.functional_call(model, {k: v for k, v in params.items() if "+" not in k}, (torch.ones(5),), spec=spec)
 
 
 # --- compiled ---

@@ -1,4 +1,4 @@
-"""Local units in models as users write them: HSDP, axes of one rank, dropout, buffers, policies by size."""
+"""Local units in models as users write them: dropout, buffers, policies by size; their pieces by name, and refusals."""
 
 from __future__ import annotations
 

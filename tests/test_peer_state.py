@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers: torch's claims of test_fsdp_state_dict, test_fsdp_optim_state, test_state_dict."""
+"""State dicts of models and optimizers: torch's claims, and checkpoints of FSDP and DDP both ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derivatives with respect to a learning rate that all ranks share: those of the unsharded steps, on every rank."""
+"""Derivatives with respect to a learning rate that all ranks share: those of the unsharded steps; torch's schedules."""
 
 from __future__ import annotations
 
