@@ -106,18 +106,25 @@ def on_ranks(cls: Any, spec: fs.PartitionSpec, start: fs.Params, steps: int, **o
     return fs.unflatten(joined, spec)
 
 
-@at_most(8)
 @every_case
 def test_the_same_tensors(cls: Any, options: dict[str, Any]) -> None:
-    """Bitwise, without a spec, on tensors of any shape."""
+    """Bitwise, without a spec, on tensors of any shape.
+
+    Nothing that goes in changes, not even a version counter, and nothing that comes out shares memory with it.
+    """
     start = numbers(model(), 1)
-    for donate in (False, True):
-        init, update = from_torch(cls, donate=donate, **options)
-        params = {name: tensor.clone() for name, tensor in start.items()}
-        state = init(params)
-        for step in range(4):
-            params, state = update(gradients(start, step), state, params)
-        assert_close(params, by_torch(cls, options, start, 4), rtol=0, atol=0)
+    init, update = from_torch(cls, **options)
+    params, state = start, init(start)
+    for step in range(4):
+        given = gradients(start, step), state, params
+        before, versions = copy.deepcopy(given), [t._version for t in everything(given)]
+        params, state = update(*given)
+        assert [t._version for t in everything(given)] == versions
+        assert_close(given, before, rtol=0, atol=0)
+        held = {t.untyped_storage().data_ptr() for t in everything(given)}
+        assert not held & {t.untyped_storage().data_ptr() for t in everything(params, state)}
+        assert not any(t.requires_grad or t.grad is not None for t in everything(params, state, given))
+    assert_close(params, by_torch(cls, options, start, 4), rtol=0, atol=0)
 
 
 @at_most(17)
@@ -229,39 +236,23 @@ def everything(*trees: Any) -> list[Tensor]:
 
 
 @every_case
-def test_pure(cls: Any, options: dict[str, Any]) -> None:
-    """Nothing that goes in changes, not even a version counter, and nothing that comes out shares memory with it."""
-    params = numbers(model(), 1)
-    grads = gradients(params, 0)
-    init, update = from_torch(cls, **options)
-    state = init(params)
-    for _ in range(2):
-        before, versions = copy.deepcopy((grads, state, params)), [t._version for t in everything(grads, state, params)]
-        out = update(grads, state, params)
-        assert [t._version for t in everything(grads, state, params)] == versions
-        assert_close((grads, state, params), before, rtol=0, atol=0)
-        held = {t.untyped_storage().data_ptr() for t in everything(grads, state, params)}
-        assert not held & {t.untyped_storage().data_ptr() for t in everything(out)}
-        assert not any(t.requires_grad or t.grad is not None for t in everything(out, grads, params))
-        params, state = out
-
-
-@every_case
 def test_donated(cls: Any, options: dict[str, Any]) -> None:
-    """What comes out has the memory of what went in, written over, and that is an error to use."""
-    params = {name: p.requires_grad_(name == "0.weight") for name, p in numbers(model(), 1).items()}
+    """The same tensors; what comes out has the memory of what went in, written over, and that is an error to use."""
+    start = numbers(model(), 1)
+    params = {name: p.clone().requires_grad_(name == "0.weight") for name, p in start.items()}
     init, update = from_torch(cls, donate=True, **options)
     state = init(params)
-    for step in range(2):
+    for step in range(4):
         before = [(t, t.data_ptr(), t.requires_grad) for t in everything(params, state)]
         with torch.no_grad():
-            params, state = update(gradients(params, step), state, params)
+            params, state = update(gradients(start, step), state, params)
         assert [(t.data_ptr(), t.requires_grad) for t in everything(params, state)] == [old[1:] for old in before]
         assert all(p._version > step for p in params.values())
         for old, *_ in before:
             for use in (lambda x: x + 1, torch.clone, lambda x: x.shape, lambda x: torch.stack([x])):
                 with pytest.raises(RuntimeError, match="a tensor is used that was donated"):
                     use(old)
+    assert_close({name: p.detach() for name, p in params.items()}, by_torch(cls, options, start, 4), rtol=0, atol=0)
 
 
 def test_donated_memory_is_known_to_have_changed() -> None:

@@ -1,4 +1,4 @@
-"""ZeRO-1 by composition: parameters replicated, optimizer state for slices, two specs joined by reshard; the state of a unit."""
+"""ZeRO-1 by composition: parameters replicated, optimizer state for slices, joined by reshard; the state of a unit."""
 
 from __future__ import annotations
 
