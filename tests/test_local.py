@@ -16,7 +16,7 @@ from collective_log import Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -265,18 +265,16 @@ def test_any_mixture(kinds: tuple[str, ...], sizes: dict[str, int], options: dic
         simulate(kinds, sizes, options)
 
 
-def on_ranks(rank: int, kinds: tuple[str, ...], sizes: dict[str, int], options: Mapping[str, Any]) -> None:
+@each(options=depth(mark_seldom(OPTIONS[:2], OPTIONS[1]), OPTIONS))
+@pytest.mark.parametrize(("kinds", "sizes"), ON_FOUR_RANKS, ids=str)
+@real_ranks(4)
+def test_derivatives_on_real_ranks(rank: int, kinds: tuple[str, ...], sizes: dict[str, int], options: dict[str, Any]) -> None:
+    sizes = full_sizes(sizes)
     torch.manual_seed(1)
     xs = batches(sizes)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     (model, spec), (_, full) = spec_of(kinds, sizes, options), whole_params(kinds)
     check(of_rank(mesh, model, spec, full, xs[rank], eager=True), kinds, xs)
-
-
-@each(options=depth(mark_seldom(OPTIONS[:2], OPTIONS[1]), OPTIONS))
-@pytest.mark.parametrize(("kinds", "sizes"), ON_FOUR_RANKS, ids=str)
-def test_derivatives_on_real_ranks(gloo4: Pool, kinds: tuple[str, ...], sizes: dict[str, int], options: dict[str, Any]) -> None:
-    gloo4.run(on_ranks, kinds, full_sizes(sizes), options)
 
 
 @at_most(1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, depth, each, every, mark_seldom
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from test_local import OPTIONS, batches, full_sizes, objective, spec_of, whole_params
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -165,16 +165,13 @@ CHECKS: dict[str, Callable[[Rank], None]] = {
 MESHES = [{"shard": 2, "tensor": 2}, {"expert": 2, "shard": 2}, {"tensor": 2, "expert": 2}, {"replicate": 2, "expert": 2}]
 
 
-def run(rank: int, sizes: dict[str, int], options: Mapping[str, Any], names: list[str]) -> None:
-    case = Rank(rank, sizes, options)
-    for name in names:
-        CHECKS[name](case)
-
-
 @each(options=depth(mark_seldom(OPTIONS[:2], OPTIONS[0]), OPTIONS), sizes=mark_seldom(MESHES, MESHES[0]))
-def test_training_with_local_units(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
+@real_ranks(4)
+def test_training_with_local_units(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> None:
     """Every part of a training step speaks of the same gradient."""
-    gloo4.run(run, sizes, options, list(CHECKS))
+    case = Rank(rank, sizes, options)
+    for check in CHECKS.values():
+        check(case)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -213,9 +210,13 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def train_with(rank: int, sizes: dict[str, int], options: dict[str, Any], name: str) -> None:
+@at_most(3)
+@each(sizes=MESHES)
+@every(options=[{"axis": "shard"}, {"axis": None}], name=mark_seldom(OPTIMIZERS, "AdamW", "SGD", "Adagrad", "RMSprop", "Rprop"))
+@real_ranks(4)
+def test_optimizers(rank: int, sizes: dict[str, int], options: dict[str, Any], name: str) -> None:
     """Steps with an option of a parameter's own, and the state by parameter name."""
-    case = Rank(rank, sizes, options)
+    case = Rank(rank, {"shard": 1, **sizes}, options)
     cls, settings = OPTIMIZERS[name]
     want = {name: p.clone().requires_grad_() for name, p in case.full.items()}
     bias = [p for name, p in want.items() if name.endswith("bias")]
@@ -231,14 +232,6 @@ def train_with(rank: int, sizes: dict[str, int], options: dict[str, Any], name: 
     for of_torch in names:
         slices = {key: values[of_torch] for key, values in state.items()}
         case.check(slices, {name: theirs.state[p][of_torch] for name, p in want.items()}, rtol=1e-6, atol=1e-8)
-
-
-@at_most(3)
-@each(sizes=MESHES)
-@every(options=[{"axis": "shard"}, {"axis": None}], name=mark_seldom(OPTIMIZERS, "AdamW", "SGD", "Adagrad", "RMSprop", "Rprop"))
-def test_optimizers(gloo4: Pool, sizes: dict[str, int], options: dict[str, Any], name: str) -> None:
-    sizes = {"shard": 1, **sizes}
-    gloo4.run(train_with, sizes, options, name)
 
 
 @each

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
 from parity import MAIN_WAYS, WAYS
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from test_memory import Alive, no_collector
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -334,7 +334,19 @@ def test_training_with_masters(rank: int, p: P, precision: Precision, way: str) 
     check_training(model, spec, precision, ours, theirs, way)
 
 
-def by_fully_shard(rank: int, policy: MixedPrecisionPolicy, precision: Precision, reshard: bool) -> None:
+@at_most(1)
+@each(reshard=[True, False])
+@pytest.mark.parametrize(
+    ("param", "reduce", "output"), [(F16, None, None), (F16, F32, None), (None, F16, None), (BF16, F32, F32), (BF16, None, F32)]
+)
+@real_ranks(2)
+def test_fully_shard_bit_by_bit(
+    rank: int, param: torch.dtype | None, reduce: torch.dtype | None, output: torch.dtype | None, reshard: bool
+) -> None:
+    """FSDP2 itself: loss, gradients and, by them, three steps. From torch 2.15 on it reduces in the parameters' own dtype
+    where it is told none; ours is still ``param``."""
+    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce or param, output_dtype=output)
+    precision = Precision(param=param, reduce=reduce, output=output)
     reference = mlps()
     for mlp in reference:
         fully_shard(mlp, mp_policy=policy, reshard_after_forward=reshard)
@@ -357,20 +369,6 @@ def by_fully_shard(rank: int, policy: MixedPrecisionPolicy, precision: Precision
             params[key].grad = grads[key]
         theirs.step()
         ours.step()
-
-
-@at_most(1)
-@each(reshard=[True, False])
-@pytest.mark.parametrize(
-    ("param", "reduce", "output"), [(F16, None, None), (F16, F32, None), (None, F16, None), (BF16, F32, F32), (BF16, None, F32)]
-)
-def test_fully_shard_bit_by_bit(
-    gloo2: Pool, param: torch.dtype | None, reduce: torch.dtype | None, output: torch.dtype | None, reshard: bool
-) -> None:
-    """FSDP2 itself: loss, gradients and, by them, three steps. From torch 2.15 on it reduces in the parameters' own dtype
-    where it is told none; ours is still ``param``."""
-    policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce or param, output_dtype=output)
-    gloo2.run(by_fully_shard, policy, Precision(param=param, reduce=reduce, output=output), reshard)
 
 
 class WithInteger(nn.Module):
