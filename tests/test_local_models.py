@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,51 @@ def test_dropout(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> N
         for name, got in fs.unshard(tree, spec).items():
             torch.testing.assert_close(got, of_one[name], rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(fs.optim.global_norm(tree, spec), norm(of_one))
+
+
+class Layers(nn.Module):
+    """A pair of columns and rows between dropout and normalisation of the activations that ranks share."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__()
+        self.before, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.up, self.down = nn.Linear(4, 8 // ranks), nn.Linear(8 // ranks, 4, bias=False)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, axis: Axis | None = None) -> Tensor:
+        x = self.drop(self.norm(self.before(x)))
+        y = self.down(self.up(x).tanh())
+        return self.drop(x + (y if axis is None else fs.collectives.all_reduce(y, axis, reduce="sum")))
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(fs.Compile(backend="aot_eager"), marks=seldom)], ids=str)
+@real_ranks(4)
+def test_dropout_and_buffers_of_shared_activations(rank: int, compile: Any) -> None:
+    """Gradients and running statistics of one process, where ranks are seeded by their coordinates on the other axes."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own reads
+    torch.manual_seed(0)
+    whole, local = Layers().double(), Layers(2).double()
+    full = {name: p.detach() for name, p in whole.named_parameters()}
+    spec = fs.policies.whole(fs.P("shard", local={"tensor": {"up.*": 0, "down.weight": 1}}, compile=compile))(local)
+    spec = spec.on(init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor")))
+    at, xs = spec.bound_mesh["shard"].rank, torch.randn(2, 6, 4, dtype=torch.float64)
+
+    def run(model: nn.Module, shard: int, call: Callable[[Tree], Tensor]) -> tuple[Tensor, Tree]:
+        torch.manual_seed(100 + shard)
+        own = {name: b.clone() for name, b in model.named_buffers()}
+        return call(own).square().sum(), own
+
+    def sharded(p: Tree) -> tuple[Tensor, Tree]:
+        args = xs[at], spec.axis("tensor")
+        return run(local, at, lambda own: fs.functional_call(local, p, args, spec=spec, buffers=own))
+
+    def plain(p: Tree, shard: int) -> tuple[Tensor, Tree]:
+        return run(whole, shard, lambda own: torch.func.functional_call(whole, {**p, **own}, (xs[shard],)))
+
+    grads, (_, new) = fs.grad_and_value(sharded, has_aux=True)(fs.shard(full, spec))
+    want = torch.func.grad(lambda p: (plain(p, 0)[0] + plain(p, 1)[0]) / 2)(full)
+    torch.testing.assert_close(fs.unshard(grads, spec), want, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(new, plain(full, at)[1])
 
 
 # --- buffers ---
