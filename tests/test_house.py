@@ -132,7 +132,7 @@ def test_files_are_short() -> None:
 BUDGETS = {
     "_call": 3550, "_compiled": 950, "_core": 2450, "_init": 475, "_plan": 1350, "_sharding": 1225, "_slices": 425,
     "_spec": 1050, "_steps": 1050, "_torch": 2100, "_transforms": 3375, "_units": 200, "_wire": 1875, "checkpoint": 3375,
-    "codecs": 375, "collectives": 1600, "compress": 525, "curvature": 700, "data": 225, "optim": 4250, "policies": 425,
+    "codecs": 375, "collectives": 1575, "compress": 525, "curvature": 700, "data": 225, "optim": 4250, "policies": 425,
     "testing": 650,
 }  # fmt: skip
 """The most lines of each folder. They may only be lowered: the house is to have 31,000 lines, then 27,000."""
@@ -156,7 +156,7 @@ def test_folders_stay_within_their_budgets() -> None:
 
 def test_tests_stay_within_their_budget() -> None:
     """Their lines may only be lowered as well: they are to be 45,000."""
-    assert sum(len(path.read_text().splitlines()) for path in Path(__file__).parent.glob("*.py")) <= 65_860
+    assert sum(len(path.read_text().splitlines()) for path in Path(__file__).parent.glob("*.py")) <= 58_500
 
 
 OPTIONS = {

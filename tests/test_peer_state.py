@@ -441,6 +441,10 @@ def loaded_by_us(rank: int, kind: str, policy: str, folder: str) -> None:
     spec = POLICIES[policy]()
     init, update = fs.optim.from_torch(torch.optim.AdamW, **OPTIONS)
     blank = fs.shard(Net(), spec)
+    if rank == 0:
+        checkpoint.from_dcp(folder, f"{folder}/anew")
+    dist.barrier()
+    folder = f"{folder}/anew"
     params = checkpoint.load(folder, spec, only="model")
     same_tensors(fs.unshard(params, spec), weights)
     found = checkpoint.load(folder, spec, like={"model": blank, "optim": {"state": init(blank)}})

@@ -220,9 +220,10 @@ class Monitor:
         """Tell all ranks that this one has raised, if it is the first; wait for a short time until they know; begin anew."""
         if not self.error:
             first = (_torch.error_text(error).strip() or "no message").splitlines()[0][:500]
-            lines = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]
-            line = _describe_line(reversed(lines)) or "no line of user code"
-            self._declare(f"fs.check: rank {self.rank} raised {type(error).__name__}: {first} ({line})")
+            line = _describe_line(reversed([(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]))
+            self._declare(
+                f"fs.check: rank {self.rank} raised {type(error).__name__}: {first} ({line or 'no line of user code'})"
+            )
         self._wait_for_all(f"{self._epoch}/heard")
         self._epoch, self.check = self._epoch + 1, 0
         self._numbers.clear()
