@@ -50,13 +50,13 @@ def _is_user_file(name: str) -> bool:
     return not name.startswith(_LIBRARIES) and (not name.startswith(_STANDARD_LIBRARY) or "-packages/" in name)
 
 
-def _describe_line(lines: Iterable[tuple[CodeType, int]]) -> str:
-    """Return the first of these lines that is a user's as "file:number in function: source", '' if none is."""
+def _describe_line(lines: Iterable[tuple[CodeType, int]], otherwise: str = "no line of user code") -> str:
+    """Return the first of these lines that is a user's as "file:number in function: source"."""
     for code, number in lines:
         if _is_user_file(name := code.co_filename):
             source = linecache.getline(name, number).strip()
             return f"{name}:{number} in {getattr(code, 'co_qualname', code.co_name)}" + (f": {source}" if source else "")
-    return ""
+    return otherwise
 
 
 def _walk(frame: FrameType | None) -> Generator[tuple[CodeType, int]]:
@@ -71,7 +71,7 @@ def _main_lines() -> list[tuple[CodeType, int]]:
 
 def _find_user_line() -> str:
     """Return the line that this thread runs for the user, or the main thread: threads of autograd have no user code below."""
-    return _describe_line(_walk(sys._getframe(1))) or _describe_line(_main_lines()) or "no line of user code"
+    return _describe_line(_walk(sys._getframe(1)), "") or _describe_line(_main_lines())
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
@@ -220,10 +220,8 @@ class Monitor:
         """Tell all ranks that this one has raised, if it is the first; wait for a short time until they know; begin anew."""
         if not self.error:
             first = (_torch.error_text(error).strip() or "no message").splitlines()[0][:500]
-            line = _describe_line(reversed([(frame.f_code, line) for frame, line in traceback.walk_tb(trace)]))
-            self._declare(
-                f"fs.check: rank {self.rank} raised {type(error).__name__}: {first} ({line or 'no line of user code'})"
-            )
+            line = _describe_line(reversed([(frame.f_code, number) for frame, number in traceback.walk_tb(trace)]))
+            self._declare(f"fs.check: rank {self.rank} raised {type(error).__name__}: {first} ({line})")
         self._wait_for_all(f"{self._epoch}/heard")
         self._epoch, self.check = self._epoch + 1, 0
         self._numbers.clear()
@@ -277,7 +275,7 @@ class Monitor:
         epoch, left, (key, goal) = self._epoch, self.left, self._waits_for
         lines = _main_lines()
         is_compiling = not key and any(is_compiler_file(code.co_filename) for code, _ in lines)
-        doing = f"{'compiles' if is_compiling else 'is'} at {_describe_line(lines) or 'no line of user code'}"
+        doing = f"{'compiles' if is_compiling else 'is'} at {_describe_line(lines)}"
         doing = "has ended" if left == _END else f"waits to start {goal}" if key else doing
         self._store.set(f"where/{self.rank}", json.dumps([is_compiling, left, key, doing]))
         if self._heard < epoch and (error := _read(self._store, f"{epoch}/error", "")):
