@@ -113,7 +113,7 @@ def _compile(options: Compile, remat: Remat | None, structure: Hashable) -> Run:
         nonlocal current
         current = path
         try:
-            with _torch.guard_hooks(), collect_regions(regions) if regions else contextlib.nullcontext():
+            with _torch.guard_hooks(), _torch.restore_autograd_state(), collect_regions(regions):
                 return compiled(module, args, kwargs)
         except RuntimeError as error:
             if (explained := _explain(error, path)) is error:

@@ -101,7 +101,7 @@ def compile(
     run = torch.compile(_torch.copy_function(run, "run"), backend=compiler, fullgraph=fullgraph, **others)
 
     def run_traced(*args: Any, **kwargs: Any) -> tuple[Any, str]:
-        with _torch.guard_hooks(), collect_regions(), _torch.collect_graph_errors() as errors:
+        with _torch.guard_hooks(), collect_regions([]), _torch.collect_graph_errors() as errors:
             try:
                 with _torch.restore_autograd_state():
                     return run(_identify_world(), *args, **kwargs)

@@ -239,10 +239,10 @@ _COLLECTING = threading.local()
 
 
 @contextlib.contextmanager
-def collect_regions(regions: list[Remat] | None = None) -> Generator[None]:
-    """Collect the regions of what is traced within this context: an inner one has a larger number than those around it."""
+def collect_regions(regions: list[Remat] | None) -> Generator[None]:
+    """Collect regions of what is traced within this context, None for nowhere: inner ones have larger numbers."""
     before = current_regions()
-    _COLLECTING.regions = [] if regions is None else regions
+    _COLLECTING.regions = regions
     try:
         yield
     finally:
