@@ -418,6 +418,40 @@ def test_post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: 
     assert apart == [step >= start and (step - offset) % last != 0 for step in range(20)]
 
 
+def test_post_local_sgd_of_shards() -> None:
+    """On HSDP: each replica trains on its own ranks' batches from step 2 on, and the replicas meet every third step."""
+    xs, start = torch.stack([numbers(rank, 0) for rank in range(4)]), 2
+    full = {name: p.detach() for name, p in MODEL.named_parameters()}
+
+    def rank(mesh: Any, x: Tensor) -> fs.Params:
+        spec = MIXED(MODEL).on(mesh)
+        init, update = av.periodic(spec, 3, warmup_steps=start, axes="replicate")
+        params, state = fs.shard(full, spec), init()
+        for step in range(8):
+            axes = None if step < start else "shard"
+            call = lambda p, axes=axes: fs.functional_call(MODEL, p, (x,), spec=spec, reduce_axes=axes)  # noqa: E731
+            grads = fs.grad(lambda p, call=call: call(p).pow(2).mean())(params)
+            params = {key: p - 0.1 * grads[key] for key, p in params.items()}
+            params, state = update(params, state)
+        return params
+
+    got = fs.testing.spmd(rank, HYBRID)(xs)
+    replicas = [full, full]
+    for step in range(8):
+        grads = [
+            torch.func.grad(lambda p, x=x: torch.func.functional_call(MODEL, p, (x,)).pow(2).mean())(p)
+            for p, x in zip(replicas, (xs[:2].flatten(0, 1), xs[2:].flatten(0, 1)), strict=True)
+        ]
+        if step < start:
+            grads = 2 * [{name: (g + grads[1][name]) / 2 for name, g in grads[0].items()}]
+        replicas = [{name: p - 0.1 * g[name] for name, p in mine.items()} for mine, g in zip(replicas, grads, strict=True)]
+        if step in (2, 5):
+            replicas = 2 * [{name: (p + replicas[1][name]) / 2 for name, p in replicas[0].items()}]
+    want = [fs.shard(replicas[i // 2], MIXED(MODEL).on(HYBRID), rank=i) for i in range(4)]
+    assert_close(got, stacked(want), rtol=1e-12, atol=1e-13)
+    assert not torch.equal(got["1"][0], got["1"][2])
+
+
 SPEC = MIXED(MODEL).on(HYBRID)
 ONES = {"0": torch.ones(12).double(), "1": torch.ones(25).double()}
 

@@ -492,6 +492,21 @@ def test_compositions_and_steps_on_one_rank() -> None:
     assert_close(scanned, by_hand, rtol=0, atol=0)
 
 
+def test_frozen_and_tied_units() -> None:
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    model[2].weight = model[0].weight
+    model[1].requires_grad_(False)
+    p = sliced(at_rest=codecs.nf4(BLOCK))
+    spec = fs.policies.always(p)(model).on({"shard": 1})
+    params = fs.shard(model, spec)
+    trained, frozen = fs.partition(params, spec)
+    init, update = quantized(spec)
+    new, state = update({key: torch.ones_like(x) for key, x in trained.items()}, init(trained), trained)
+    assert {*state} == {*trained}
+    assert {*frozen} == {"1"}
+    assert not torch.equal(new[next(iter(new))], trained[next(iter(new))])
+
+
 @batched
 def test_ensembles() -> None:
     """Under a vmap of the user's over gradients and parameters, also with a donating optimizer."""
