@@ -321,3 +321,6 @@ def test_from_dcp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (tmp_path / "3").exists()
     with pytest.raises(FileExistsError):
         checkpoint.from_dcp(tmp_path / "theirs", tmp_path / "1")
+    (tmp_path / "theirs" / ".metadata").write_bytes(b"cpathlib._later\nPosixPath\n.")  # as a newer Python names a class
+    with pytest.raises(CheckpointError, match=r"theirs: expected the Python and torch that wrote it, got others: .*_later"):
+        checkpoint.from_dcp(tmp_path / "theirs", tmp_path / "4")

@@ -148,7 +148,7 @@ def from_dcp(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     """Write a checkpoint of torch.distributed.checkpoint, or one of funshard 0.2, anew as `save` does, and return its path.
 
     torch reads the source, and its ``.metadata`` is a pickle, which **runs what is in it**: only give what you trust. Call it
-    in one process. It has about 1 GiB of tensors in memory at a time.
+    in one process, of the Python and torch that wrote the source. It has about 1 GiB of tensors in memory at a time.
 
     Args:
         source: The directory of the checkpoint.
@@ -172,7 +172,10 @@ def from_dcp(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
         {'step': tensor(3)}
     """
     reader = FileSystemReader(os.fspath(source))
-    found = reader.read_metadata().state_dict_metadata
+    try:
+        found = reader.read_metadata().state_dict_metadata
+    except ImportError as error:
+        raise CheckpointError(f"{source}: expected the Python and torch that wrote it, got others: {error}") from error
     manifest = read_manifest(open_path(os.fsdecode(source)))
     files: list[dict[str, Any]] = [{}]
     nbytes = 0
