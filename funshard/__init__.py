@@ -75,8 +75,7 @@ from ._slices.pieces import param_views
 from ._spec.codec import Codec
 from ._spec.options import Compile, Remat
 from ._spec.precision import Precision
-from ._steps.accumulate import accumulate
-from ._steps.microbatches import pad_microbatches
+from ._steps.accumulate import accumulate, pad_microbatches
 from ._transforms._recompute.remat import remat
 from ._transforms._recompute.saved_results import checkpoint_name
 from ._transforms.grad import grad, grad_and_value, value_and_grad

@@ -76,18 +76,18 @@ def spec_on(mesh: Any, axis: Any) -> fs.PartitionSpec:
     return fs.by_type(nn.Sequential, nn.Linear, p=fs.P(axis))(MODEL).on(mesh)
 
 
-def matrices_on(spec: fs.PartitionSpec, optimizer: str) -> fs.optim._matrices.matrices.Matrices:
+def matrices_on(spec: fs.PartitionSpec, optimizer: str) -> fs.optim._matrices.Matrices:
     hidden = fs.optim.hidden(MODEL, "3")
     return fs.optim.matrices(spec, select=lambda name, p: hidden(name, p) and name in wanted(optimizer))
 
 
-def collect(known: fs.optim._matrices.matrices.Matrices, tree: fs.Params) -> fs.Params:
+def collect(known: fs.optim._matrices.Matrices, tree: fs.Params) -> fs.Params:
     """The matrices of the units in a tree, whole on their owners: empty elsewhere, zeros on simulated ranks."""
     parts = {name: known._select(key, tree[key], name) for key in tree for name in known._names_in(key)}
     return {name: x for batch in known._batches_of(tree) for name, x in batch.collect(parts)().items()}
 
 
-def spread(known: fs.optim._matrices.matrices.Matrices, whole: fs.Params) -> fs.Params:
+def spread(known: fs.optim._matrices.Matrices, whole: fs.Params) -> fs.Params:
     """The slices of whole matrices, with zeros for all other elements: the inverse and the transpose of `collect`."""
     keys = dict.fromkeys(known.by_name[name].unit.key for name in whole)
     parts = {name: [x] for batch in known._batches_of(keys) for name, x in batch.spread(whole)().items()}
@@ -174,7 +174,7 @@ def loaded_in_the_middle(
     params = fs.shard({name: torch.zeros_like(p) for name, p in PARAMS.items()}, spec)
     state = fs.checkpoint.load(path, spec, like={"params": params, "opt": init(params)} if like else None)
     params, state = state["params"], state["opt"]
-    assert all(isinstance(unit, fs.optim._by_matrix.step.MatrixState) for unit in state.values())
+    assert all(isinstance(unit, fs.optim._by_matrix.MatrixState) for unit in state.values())
     for grads in GRADS[STEPS // 2 :]:
         params, state = update(fs.shard(grads, spec), state, params)
     return fs.unshard(params, spec)

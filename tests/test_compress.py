@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard.compress import Compressor, exact, powersgd, quantize, switch
-from funshard.compress._powersgd import PowerSGD
+from funshard.compress._compressors import PowerSGD
 
 MODEL = nn.Sequential(nn.Linear(6, 11), nn.Linear(11, 7), nn.Linear(7, 5, bias=False)).double()
 HSDP = {"replicate": 2, "shard": 3}

@@ -80,7 +80,7 @@ def spec_on(mesh: Any, sizes: dict[str, int], axis: Any, dtype: torch.dtype = to
     return fs.policies.whole(P(axis, local=LOCAL, align=1))(model).on(mesh)
 
 
-def matrices_of(spec: fs.PartitionSpec, **options: Any) -> fs.optim._matrices.matrices.Matrices:
+def matrices_of(spec: fs.PartitionSpec, **options: Any) -> fs.optim._matrices.Matrices:
     return fs.optim.matrices(spec, select=lambda name, param: len(param.shape) > 1, **options)
 
 

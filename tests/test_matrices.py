@@ -23,8 +23,8 @@ from funshard import P
 from funshard._core.tree import Param
 from funshard._slices.pieces import Piece, slice_pieces
 from funshard.collectives import ProcessAxis
-from funshard.optim._matrices.matrices import ExchangePlan, plan_exchange
-from funshard.optim._matrices.owners import Matrix, assign_owners
+from funshard.optim._matrices import ExchangePlan, plan_exchange
+from funshard.optim._owners import Matrix, assign_owners
 from funshard.testing import spmd
 
 At = tuple[int, ...]
@@ -181,13 +181,13 @@ HALVES = nn.Sequential(nn.Linear(8, 2, bias=False), nn.Linear(4, 4, bias=False))
 TREES = {False: trees(MODEL), True: trees(HALVES)}
 
 
-def of(mesh: Any, axis: Any, halves: bool) -> fs.optim._matrices.matrices.Matrices:
+def of(mesh: Any, axis: Any, halves: bool) -> fs.optim._matrices.Matrices:
     if halves:
         return fs.optim.matrices(fs.policies.whole(P(axis))(HALVES).on(mesh))
     return matrices_on(spec_on(mesh, axis), "muon")
 
 
-def derived(known: fs.optim._matrices.matrices.Matrices, trees: list[fs.Params]) -> dict[str, fs.Params]:
+def derived(known: fs.optim._matrices.Matrices, trees: list[fs.Params]) -> dict[str, fs.Params]:
     """Full trees: there and back; of a cube of the matrices in between tangent, pullback and second derivatives."""
     spec = known.spec
     x, v, c = (fs.shard(full, spec) for full in trees)

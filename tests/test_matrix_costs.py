@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 import funshard as fs
 from funshard import P
 from funshard.collectives import ProcessAxis
-from funshard.optim._by_matrix import rules as muon_module
+from funshard.optim import _matrix_rules as muon_module
 
 # --- what is sent ---
 
@@ -317,7 +317,7 @@ def test_a_gradient_whose_square_overflows_leaves_state_finite(name: str, dtype:
 
 def test_relative_eps_is_of_the_largest_eigenvalue(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the authors' code: (L + relative_eps max(L) I)^(-1/4)."""
-    monkeypatch.setattr("funshard.optim._by_matrix.rules.RELATIVE_EPS", 0.5)
+    monkeypatch.setattr("funshard.optim._matrix_rules.RELATIVE_EPS", 0.5)
     spec = fs.policies.whole()(nn.Linear(2, 2, bias=False).double()).on({"shard": 1})
     init, update = fs.optim.shampoo(spec, lr=1.0, momentum=0.0, eps=1e-30)
     params = {"": torch.zeros(4).double()}

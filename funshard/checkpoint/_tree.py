@@ -21,13 +21,13 @@ from .._core.unit import Unit, global_shape
 from .._spec.local import stack_dims
 from .._spec.unit_state import UnitState
 from ..averaging import Averaging
-from ..compress._powersgd import PowerSGD
+from ..compress._compressors import PowerSGD
 from ..loss_scale import LossScale
-from ..optim._by_matrix.step import MatrixState
+from ..optim._by_matrix import MatrixState
 from ..optim._checks import QuantizedSlice, is_slice
 from ..optim._compose import AccumulationState, EmaState, FiniteState, ScheduleState
-from ..optim._matrices.matrices import Matrices, matrices
-from ..optim._matrices.owners import Matrix
+from ..optim._matrices import Matrices, matrices
+from ..optim._owners import Matrix
 from ._files import DamagedError
 from ._leaves import Leaf, Names, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
 

@@ -16,26 +16,8 @@ from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._spec.unit_state import UnitState, replace_values
 from .._torch.tracing import phase
-from ._checks import (
-    Optimizer,
-    OptionRanges,
-    ParamOptions,
-    State,
-    StateMapping,
-    Tensors,
-    break_message,
-    check_rate,
-    check_slots,
-    check_trees,
-    copy_like,
-    find_updated,
-    named_tensors,
-    option_ranges,
-    place_like,
-    refuse_shared_memory,
-    scale_lr,
-    split_by_options,
-)
+from . import _checks
+from ._checks import Optimizer, OptionRanges, ParamOptions, State, StateMapping, Tensors
 
 InitialState = Callable[[Tensor], Tensors]
 """A function from a vector to its state before the first step."""
@@ -107,7 +89,7 @@ def from_torch(
     """
     cls = optimizer_class
     _check_class(cls, initial)
-    check_rate(defaults.get("lr"), "from_torch: lr")
+    _checks.check_rate(defaults.get("lr"), "from_torch: lr")
     if defaults.get("differentiable") or "eps_root" in defaults:
         raise ValueError(f"from_torch: torch's kernels write in place: for derivatives use {RULES}, and take eps_root")
     if "device" in defaults:
@@ -116,7 +98,7 @@ def from_torch(
 
     def check(name: str, overrides: Mapping[str, Any]) -> None:
         try:
-            check_rate(overrides.get("lr"), "lr")
+            _checks.check_rate(overrides.get("lr"), "lr")
             cls([torch.empty(0)], **{**defaults, **overrides})
         except (TypeError, ValueError, RuntimeError) as error:
             raise type(error)(f"options of parameter '{name}', {dict(overrides)}: {error}") from error
@@ -130,17 +112,17 @@ def from_torch(
 
     start = _begin(cls, torch.empty(0), defaults, initial)
     numbers = frozenset(name for name, x in start.items() if not x.dim())
-    groups, ranges = option_ranges("from_torch", spec, options, check)
+    groups, ranges = _checks.option_ranges("from_torch", spec, options, check)
     if len(groups) > 1 and initial is not None and numbers - {"step"}:
         raise ValueError(f"from_torch: {cls.__name__} has numbers in its state, {sorted(numbers)}: expected options=None")
     config = _Config(cls, defaults, initial, donate, groups, ranges, frozenset(start), numbers, lr)
 
     def init(params: Tensors) -> State:
-        updated = find_updated(ranges, params)
+        updated = _checks.find_updated(ranges, params)
         state: State = {}
         for key, x in params.items():
             values = _begin(cls, x.detach(), defaults, initial) if key in updated else {}
-            values = {name: value if name in numbers else place_like(x, value) for name, value in values.items()}
+            values = {name: value if name in numbers else _checks.place_like(x, value) for name, value in values.items()}
             state[key] = UnitState(values, numbers.intersection(values))
         return state
 
@@ -150,7 +132,7 @@ def from_torch(
         with phase("update", cls.__name__):
             return _update(config, grads, state, params, lr)
 
-    reason = break_message(cls.__name__, f"torch's kernels write in place; a graph takes {RULES}")
+    reason = _checks.break_message(cls.__name__, f"torch's kernels write in place; a graph takes {RULES}")
     return Optimizer(init, _torch.disable_in_graph(reason)(update))
 
 
@@ -205,17 +187,17 @@ def _refuse_tracked(config: _Config, tensors: Iterable[tuple[str, Tensor]], rate
 def _update(
     config: _Config, grads: Tensors, state: StateMapping, params: Tensors, lr: float | Tensor | None
 ) -> tuple[Params, State]:
-    check_rate(lr, "lr")
-    ranges = find_updated(config.ranges, params)
-    check_trees(params, grads, state, ranges)
-    check_slots(params, state, ranges, config.names, config.numbers)
-    given = [*named_tensors(grads, state, params)]
+    _checks.check_rate(lr, "lr")
+    ranges = _checks.find_updated(config.ranges, params)
+    _checks.check_trees(params, grads, state, ranges)
+    _checks.check_slots(params, state, ranges, config.names, config.numbers)
+    given = [*_checks.named_tensors(grads, state, params)]
     named = [("lr", lr), *config.defaults.items(), *(option for group in config.groups for option in group.items())]
     _refuse_tracked(config, given, [(name, x) for name, x in named if isinstance(x, Tensor)])
     is_batched = any(_torch.is_batched(x) for _, x in given)
     donate = config.donate and not is_batched  # memory that is not batched cannot take results that are
     if donate:
-        refuse_shared_memory(given)
+        _checks.refuse_shared_memory(given)
         if any(map(_torch.is_pinned, params.values())):
             _torch.synchronize_copies()  # what a gather may still read
 
@@ -227,7 +209,7 @@ def _update(
             written = [x for x in (grads[key], params[key]) if _torch.is_wrapped(x)]
             if written:
                 return math.prod((torch.ones_like(x, dtype=tensor.dtype) for x in written), start=tensor)
-        return copy_like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()
+        return _checks.copy_like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()
 
     new_params = {key: make_writable(tensor, key) if key in ranges else tensor for key, tensor in params.items()}
     new_state = {key: {name: make_writable(tensor, key) for name, tensor in values.items()} for key, values in state.items()}
@@ -236,8 +218,8 @@ def _update(
         options.update({name: False for name in ("foreach", "fused") if name in options})
     states: dict[Tensor, dict[str, Tensor]] = {}
     for key, unit_ranges in ranges.items():
-        grad_parts = split_by_options(make_writable(grads[key], key), unit_ranges)
-        parts = zip(split_by_options(new_params[key].detach(), unit_ranges), grad_parts, strict=True)
+        grad_parts = _checks.split_by_options(make_writable(grads[key], key), unit_ranges)
+        parts = zip(_checks.split_by_options(new_params[key].detach(), unit_ranges), grad_parts, strict=True)
         for at, ((group, piece), (_, piece.grad)) in enumerate(parts):
             optimizer.param_groups[group]["params"].append(piece)
             states[piece] = _state_of_range(config, new_state[key], unit_ranges, at)
@@ -262,7 +244,7 @@ def _build_optimizer(config: _Config, lr: float | Tensor | None) -> torch.optim.
     for group, own in zip(optimizer.param_groups, config.groups, strict=True):
         group["params"] = []
         if lr is not None and "lr" in own:
-            group["lr"] = scale_lr(lr, own["lr"], config.lr, "from_torch: ")
+            group["lr"] = _checks.scale_lr(lr, own["lr"], config.lr, "from_torch: ")
     return optimizer
 
 

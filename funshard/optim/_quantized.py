@@ -170,11 +170,7 @@ def _decode_unit(unit: Unit, values: Mapping[str, Any], spec: PartitionSpec, cod
 
 
 def encode_state(
-    state: Mapping[str, Mapping[str, Any]],
-    codec: Codec,
-    *,
-    spec: PartitionSpec,
-    at_least: int = 4096,
+    state: Mapping[str, Mapping[str, Any]], codec: Codec, *, spec: PartitionSpec, at_least: int = 4096
 ) -> dict[str, UnitState]:
     """Return an elementwise state, such as one of a float32 checkpoint, encoded as `quantized_state` keeps it.
 
@@ -240,12 +236,7 @@ def decode_state(state: Mapping[str, Mapping[str, Any]], codec: Codec, *, spec: 
 
 
 def quantized_state(
-    optimizer: Pair,
-    codec: Codec,
-    *,
-    spec: PartitionSpec,
-    at_least: int = 4096,
-    donate: bool = False,
+    optimizer: Pair, codec: Codec, *, spec: PartitionSpec, at_least: int = 4096, donate: bool = False
 ) -> Optimizer:
     """Return an elementwise optimizer whose state is at rest in a codec, such as 8 bits (``codecs.dynamic8()``).
 

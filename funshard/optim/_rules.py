@@ -13,27 +13,8 @@ from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._spec.unit_state import UnitState, replace_values
 from .._torch.tracing import phase
-from ._checks import (
-    Optimizer,
-    ParamOptions,
-    SharedOptions,
-    State,
-    StateMapping,
-    Tensors,
-    check_nonnegative,
-    check_options,
-    check_rate,
-    check_slots,
-    check_trees,
-    find_updated,
-    join_ranges,
-    option_ranges,
-    padding_masks,
-    refuse_without_spec,
-    scale_lr,
-    split_axes,
-    split_by_options,
-)
+from . import _checks
+from ._checks import Optimizer, ParamOptions, SharedOptions, State, StateMapping, Tensors
 
 Rate = float | Tensor | Callable[[Tensor], float | Tensor]
 """A learning rate, or a function of the step, which counts from 0."""
@@ -55,21 +36,21 @@ def _make_optimizer(
     """Return the pair of a rule; ``slots`` are initial values, ``hyper`` its options, ``own`` the ``(spec, options)``."""
     spec, options = own
     if not callable(learning_rate):
-        check_rate(learning_rate, f"{name}: learning_rate", optional=False)
+        _checks.check_rate(learning_rate, f"{name}: learning_rate", optional=False)
     counts = counts or callable(learning_rate)
-    check_nonnegative(name, **{key: x for key, x in hyper.items() if isinstance(x, float | int)})
+    _checks.check_nonnegative(name, **{key: x for key, x in hyper.items() if isinstance(x, float | int)})
 
     def check(param: str, given: Mapping[str, Any]) -> None:
-        check_options(f"{name}: options of '{param}'", given, ["lr", *hyper])
+        _checks.check_options(f"{name}: options of '{param}'", given, ["lr", *hyper])
         if "lr" in given and not isinstance(learning_rate, float | int):
             raise ValueError(f"{name}: an lr among the options keeps its ratio to learning_rate: expected that to be a number")
 
-    groups, ranges = option_ranges(name, spec, options, check)
+    groups, ranges = _checks.option_ranges(name, spec, options, check)
     numbers = frozenset(["step"] if counts else [])
     names = frozenset(slots) | numbers
 
     def init(params: Tensors) -> State:
-        updated = find_updated(ranges, params)
+        updated = _checks.find_updated(ranges, params)
         state: State = {}
         for key, x in params.items():
             if x.is_complex():
@@ -82,35 +63,35 @@ def _make_optimizer(
     def update(
         grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
     ) -> tuple[Params, State]:
-        check_rate(lr, "lr")
+        _checks.check_rate(lr, "lr")
         if _torch.is_in_dynamo() and isinstance(lr, float):
             lr = torch.ones((), dtype=torch.float64) * lr  # a value of the graph, and no constant
-        updated = {key: found.without_cuts() for key, found in find_updated(ranges, params).items()}
-        check_trees(params, grads, state, updated)
-        check_slots(params, state, updated, names, numbers)
+        updated = {key: found.without_cuts() for key, found in _checks.find_updated(ranges, params).items()}
+        _checks.check_trees(params, grads, state, updated)
+        _checks.check_slots(params, state, updated, names, numbers)
         if spec is None and not _torch.is_in_dynamo():
-            refuse_without_spec(name, lr if lr is not None else learning_rate, params)
+            _checks.refuse_without_spec(name, lr if lr is not None else learning_rate, params)
         shared = SharedOptions(spec)
         is_derived = not _torch.is_in_dynamo() and any(map(_torch.has_derivative, grads.values()))
-        masks = padding_masks(spec, {key: params[key] for key in updated}) if is_derived and spec is not None else {}
+        masks = _checks.padding_masks(spec, {key: params[key] for key in updated}) if is_derived and spec is not None else {}
         new_params, new_state = dict(params), {key: dict(values) for key, values in state.items()}
         for key, unit_ranges in updated.items():
             values = state[key]
             is_masked = key in masks  # the root of a zero has no derivative
             grad = torch.where(masks[key], 1, grads[key]) if is_masked else grads[key]
             rate = lr if lr is not None else learning_rate(values["step"]) if callable(learning_rate) else learning_rate
-            rate = shared.over_axes(rate, split_axes(spec, key))
+            rate = shared.over_axes(rate, _checks.split_axes(spec, key))
             count = values["step"] + 1 if counts else torch.ones(())
             olds = {"": params[key], **{slot: values[slot] for slot in slots}}
-            cuts = {slot: split_by_options(x, unit_ranges) for slot, x in olds.items()}
+            cuts = {slot: _checks.split_by_options(x, unit_ranges) for slot, x in olds.items()}
             parts: dict[str, list[Tensor]] = {slot: [] for slot in olds}
-            for i, (group, grad_part) in enumerate(split_by_options(grad, unit_ranges)):
+            for i, (group, grad_part) in enumerate(_checks.split_by_options(grad, unit_ranges)):
                 given, own = dict(groups[group]), {slot: cut[i][1] for slot, cut in cuts.items()}
-                part_rate = scale_lr(rate, given.pop("lr"), learning_rate) if "lr" in given else rate
+                part_rate = _checks.scale_lr(rate, given.pop("lr"), learning_rate) if "lr" in given else rate
                 new, after = rule(grad_part, own.pop(""), own, count.double(), part_rate, **{**hyper, **given})
                 for slot, x in {"": new, **after}.items():
                     parts[slot].append(x.to(olds[slot].dtype))
-            made = {slot: join_ranges(old, unit_ranges, parts[slot]) for slot, old in olds.items()}
+            made = {slot: _checks.join_ranges(old, unit_ranges, parts[slot]) for slot, old in olds.items()}
             made |= {slot: torch.where(masks[key], old, made[slot]) for slot, old in olds.items() if is_masked}
             new_params[key] = made.pop("")
             new_state[key] |= made | ({"step": count} if counts else {})
@@ -400,7 +381,7 @@ def adagrad(
     Source: ``optax.adagrad``.
     """
     hyper = {"eps": eps, "eps_in_sqrt": eps_in_sqrt}
-    check_nonnegative("adagrad", initial_accumulator_value=initial_accumulator_value)
+    _checks.check_nonnegative("adagrad", initial_accumulator_value=initial_accumulator_value)
     slots = {"sum": initial_accumulator_value}
     return _make_optimizer("adagrad", _step_adagrad, learning_rate, slots, hyper, (spec, options))
 

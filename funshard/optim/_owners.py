@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..._core.flow import count_ranks
-from ..._core.spec import PartitionSpec
-from ..._core.tree import Param
-from ..._core.unit import LocalDims, Unit, global_shape
-from ..._wire.host import is_host_resident
+from .._core.flow import count_ranks
+from .._core.spec import PartitionSpec
+from .._core.tree import Param
+from .._core.unit import LocalDims, Unit, global_shape
+from .._wire.host import is_host_resident
 
 Select = Callable[[str, Param], bool | Sequence[int]]
 """``select(name, param)``: whether it is a matrix, or its shape as one: [n, m] or [batch, n, m], at most one size -1.

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ..._core.spec import PartitionSpec
-from .._checks import Optimizer, ParamOptions, Tensors, check_nonnegative, is_updated
-from .._matrices.matrices import Matrices, matrices
-from .._norms import upcast
-from .step import Fallback, MatrixOptions, MatrixRule, Payload, Slots, make_optimizer, rule_from_update
+from .. import _torch
+from .._core.spec import PartitionSpec
+from ._by_matrix import Fallback, MatrixOptions, MatrixRule, Payload, Slots, make_optimizer, rule_from_update
+from ._checks import Optimizer, ParamOptions, Tensors, check_nonnegative, is_updated
+from ._matrices import Matrices, matrices
+from ._norms import upcast
 
 RELATIVE_EPS = 1e-6
 """Shampoo adds this times the largest eigenvalue to each."""

@@ -16,31 +16,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import _torch
-from ..._core.checks import bind_spec
-from ..._core.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
-from ..._core.mesh import ProcessAxis
-from ..._core.ops import OpContext, PendingResult, announce, missing_group_error, start_exchange
-from ..._core.primitive import LinearFunction, linear_map
-from ..._core.spec import PartitionSpec
-from ..._core.unit import Unit, join_shape
-from ..._slices.pieces import check_slice, param_ranges, scatter_values
-from ..._wire.flow import reduce_along
-from ..._wire.global_params import join_pieces, split_pieces
-from ..._wire.host import compute_device
-from ...collectives._functions import gather_slices, vary
-from .._checks import Tensors, check_tensors
-from .owners import (
-    Coords,
-    Matrix,
-    Select,
-    all_coords,
-    assign_owners,
-    batch_matrices,
-    count_chunks,
-    format_owners,
-    select_matrices,
-)
+from .. import _torch
+from .._core.checks import bind_spec
+from .._core.layout import Params, from_memory_order, rank_along, rank_coords, to_memory_order
+from .._core.mesh import ProcessAxis
+from .._core.ops import OpContext, PendingResult, announce, missing_group_error, start_exchange
+from .._core.primitive import LinearFunction, linear_map
+from .._core.spec import PartitionSpec
+from .._core.unit import Unit, join_shape
+from .._slices.pieces import check_slice, param_ranges, scatter_values
+from .._wire.flow import reduce_along
+from .._wire.global_params import join_pieces, split_pieces
+from .._wire.host import compute_device
+from ..collectives._functions import gather_slices, vary
+from . import _owners
+from ._checks import Tensors, check_tensors
+from ._owners import Coords, Matrix, Select
 
 Chunk = tuple[int, int]
 """``(number, count)``: which of ``count`` chunks of some elements."""
@@ -135,7 +126,7 @@ def plan_exchange(
     axes = {name: i for i, (name, axis) in enumerate(mesh.axes) if axis.size > 1}
     split_axes = [axes[name] for name in split if name in axes]
     replica_axes = [i for name, i in axes.items() if name not in unit.distinct_axes]
-    rank_of_slice = {rank_along(split, mesh, rank)[0]: rank for rank in all_coords(spec)}
+    rank_of_slice = {rank_along(split, mesh, rank)[0]: rank for rank in _owners.all_coords(spec)}
     own = rank_along(split, mesh, coords)[0]
     whole = {
         (i, s): _count_overlap(matrix, s % spec.size(unit), spec.shard_numel(matrix.unit))
@@ -223,7 +214,7 @@ class MatrixBatch(NamedTuple):
         """Plan this rank's exchange, with at most ``max_numel`` elements on their way back at once."""
         if spec.bound_mesh.is_simulated:
             return MatrixBatch(tuple(some), spec, None, None)
-        at, count = rank_coords(spec.bound_mesh, None), count_chunks(some, spec, max_numel)
+        at, count = rank_coords(spec.bound_mesh, None), _owners.count_chunks(some, spec, max_numel)
         chunks = [plan_exchange(some, spec, at, (i, count), to_owners=False) for i in range(count) if count > 1]
         there, back = (plan_exchange(some, spec, at, to_owners=to_owners) for to_owners in (True, False))
         return MatrixBatch(tuple(some), spec, there, back, tuple(chunks))
@@ -347,7 +338,7 @@ class Matrices:
         object.__setattr__(self, "_of_unit", of_unit)
 
     def __str__(self) -> str:
-        return format_owners(self.chosen, self.spec)
+        return _owners.format_owners(self.chosen, self.spec)
 
     def _names_in(self, key: str) -> tuple[str, ...]:
         return tuple(matrix.name for matrix in self._of_unit.get(key, ()))
@@ -440,7 +431,7 @@ def matrices(spec: PartitionSpec, *, select: Select | None = None, gather_stacks
         no matrices: 1 parameters, 3 elements: bias
     """
     spec = bind_spec(spec)
-    found = select_matrices(spec, select, gather_stacks=gather_stacks)
-    batches = batch_matrices(found, spec)
+    found = _owners.select_matrices(spec, select, gather_stacks=gather_stacks)
+    batches = _owners.batch_matrices(found, spec)
     names = tuple(tuple(found[i].name for i in group) for group in batches)
-    return Matrices(spec, tuple(assign_owners(found, batches, spec)), names)
+    return Matrices(spec, tuple(_owners.assign_owners(found, batches, spec)), names)

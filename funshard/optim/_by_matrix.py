@@ -10,31 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree  # Dynamo traces it, and not optree
 
-from ... import _torch
-from ..._core.layout import Params
-from ..._core.spec import PartitionSpec
-from ..._core.tree import Param
-from ..._spec.local import stack_dims
-from ..._torch.tracing import phase
-from .._checks import (
-    Optimizer,
-    ParamOptions,
-    SharedOptions,
-    Tensors,
-    break_message,
-    check_options,
-    check_rate,
-    check_trees,
-    is_pair,
-    named_tensors,
-    place_like,
-    refuse_shared_memory,
-    scale_lr,
-)
-from .._from_torch import from_torch
-from .._matrices.matrices import Matrices, MatrixBatch, chunk_slice, matrices
-from .._matrices.owners import Matrix
-from .._rules import adamw
+from .. import _torch
+from .._core.layout import Params
+from .._core.spec import PartitionSpec
+from .._core.tree import Param
+from .._spec.local import stack_dims
+from .._torch.tracing import phase
+from . import _checks
+from ._checks import Optimizer, ParamOptions, SharedOptions, Tensors
+from ._from_torch import from_torch
+from ._matrices import Matrices, MatrixBatch, chunk_slice, matrices
+from ._owners import Matrix
+from ._rules import adamw
 
 MatrixOptions = Mapping[str, Any]
 """Options of one matrix, such as its learning rate, its ``shape``, and the ``step``, which counts from 1, on the host."""
@@ -192,7 +179,7 @@ class MatrixStep:
                 own = {name: [of_slot[name]] for name in names if name in of_slot}
                 dtype = next(iter(own.values()))[0].dtype if own else tensor.dtype
                 zeros = torch.zeros_like(tensor.detach(), dtype=dtype)
-                slices[slot] = place_like(tensor, self.known._join(key, own, zeros) if own else zeros)
+                slices[slot] = _checks.place_like(tensor, self.known._join(key, own, zeros) if own else zeros)
             owned = {name: initial[name] for name in names}
             rest = {name: fallback[name] for name in self._fallback_tensors({key: tensor})}
             state[key] = MatrixState(torch.zeros((), dtype=torch.int64), slices, owned, rest)
@@ -374,8 +361,8 @@ class MatrixStep:
         parts = {name: parts[""] for name, parts in made.items()} | {name: [part] for name, (part, _) in others.items()}
         slices: Params = {}
         for slot, old in state.slices.items():
-            slices[slot] = place_like(old, self.known._join(key, {name: made[name].pop(slot) for name in names}, old))
-        return place_like(param, self.known._join(key, parts, param)), new._replace(slices=slices)
+            slices[slot] = _checks.place_like(old, self.known._join(key, {name: made[name].pop(slot) for name in names}, old))
+        return _checks.place_like(param, self.known._join(key, parts, param)), new._replace(slices=slices)
 
 
 @dataclass(eq=False)
@@ -510,11 +497,11 @@ def make_optimizer(
             got = f"{list(matrix.shape)} {matrix.param.dtype}"
             raise TypeError(f"{who}: '{matrix.name}': expected a real matrix, [n, m] or [batch, n, m], got {got}")
         own = {} if options is None else dict(options(matrix.name, matrix.param))
-        check_options(f"{who}: options of matrix '{matrix.name}'", own, defaults)
+        _checks.check_options(f"{who}: options of matrix '{matrix.name}'", own, defaults)
         every[matrix.name] = {**defaults, **own}
     shares_lr = shares_lr or fallback is None
     others = fallback or _fallback_adamw(known, defaults, options, donate=donate)
-    if not is_pair(others):
+    if not _checks.is_pair(others):
         raise TypeError(
             f"fallback: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW) gives, got {others!r}"
         )
@@ -533,10 +520,10 @@ def make_optimizer(
         fallback_lr: float | Tensor | None = None,
     ) -> tuple[Params, dict[str, MatrixState]]:
         known._check_slices(params)
-        check_trees(params, grads, state, params)
+        _checks.check_trees(params, grads, state, params)
         check_state(state, params, known, rule.slots, owned)
-        check_rate(lr, "lr")
-        check_rate(fallback_lr, "fallback_lr")
+        _checks.check_rate(lr, "lr")
+        _checks.check_rate(fallback_lr, "fallback_lr")
         if lr is not None and fallback_lr is None and not shares_lr:
             raise ValueError(
                 "lr= is the matrices': expected fallback_lr= with it, the learning rate of the fallback= that was given"
@@ -551,18 +538,19 @@ def make_optimizer(
                 now = {**now, matrix.name: {key: shared.over_axes(x, axes) for key, x in now[matrix.name].items()}}
             return MatrixStep(rule, known, now, others, tracked=True).update(grads, state, params, rates)
         if donate:
-            refuse_shared_memory(named_tensors(grads, {key: unit.slices for key, unit in state.items()}, params))
+            slices = {key: unit.slices for key, unit in state.items()}
+            _checks.refuse_shared_memory(_checks.named_tensors(grads, slices, params))
         with phase("update of matrices"), torch.no_grad():
             return MatrixStep(rule, known, now, others, donate).update(grads, state, params, rates)
 
-    broken = _torch.disable_in_graph(break_message(who, breaks_graph))(update) if breaks_graph else update
+    broken = _torch.disable_in_graph(_checks.break_message(who, breaks_graph))(update) if breaks_graph else update
     return Optimizer(init, broken)
 
 
 def _with_lr(options: MatrixOptions, lr: float | Tensor, default: float | None) -> MatrixOptions:
     """Return a matrix's options in a step with its own ``lr``; a parameter keeps its ratio to the default."""
     own = options.get("lr")
-    return {**options, "lr": lr if default is None or own == default else scale_lr(lr, own, default)}
+    return {**options, "lr": lr if default is None or own == default else _checks.scale_lr(lr, own, default)}
 
 
 def _fallback_adamw(known: Matrices, defaults: Mapping[str, Any], options: ParamOptions | None, *, donate: bool) -> Fallback:

@@ -1,1 +1,0 @@
-"""Whole matrices of sharded parameters: their owners, and the exchange between slices and owners."""
