@@ -113,9 +113,13 @@ def functions_and_methods() -> Iterator[tuple[str, Any]]:
 
 
 def missing_sections(function: Any) -> set[str]:
-    """Return which of ``Args`` and ``Returns`` a docstring lacks for its signature; "Return ..." in front also counts."""
+    """Return which of ``Args``, its names and ``Returns`` a docstring lacks; "Return ..." in front also counts."""
     doc, signature = inspect.getdoc(function) or "", inspect.signature(function)
-    wanted = {"Args"} if set(signature.parameters) - {"self", "cls"} else set()
+    params = set(signature.parameters) - {"self", "cls"}
+    named = {name for line in re.findall(r"^    ((?:[*]{0,2}\w+(?:, )?)+):", doc, re.M) for name in re.findall(r"\w+", line)}
+    if params - named:
+        return params - named
+    wanted = {"Args"} if params else set()
     returns = signature.return_annotation not in (None, "None", inspect.Signature.empty)
     if returns and not doc.startswith(("Return ", "Whether ")):
         wanted.add("Returns")

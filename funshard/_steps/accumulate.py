@@ -36,12 +36,10 @@ from ..collectives._functions import all_reduce
 
 
 def _is_readable(weight: float | Tensor) -> bool:
-    """Return whether the host can read a weight without waiting."""
     return not isinstance(weight, Tensor) or (_torch.is_eager() and weight.device.type == "cpu")
 
 
 def _check_weights(weights: Sequence[float | Tensor] | None, count: int) -> None:
-    """Raise TypeError or ValueError for another number, or what the host can read without waiting and is no weight."""
     if weights is not None and len(weights) != count:
         raise ValueError(f"accumulate: expected a weight for each of {count} micro-batches, got {len(weights)}")
     for i, weight in enumerate(() if weights is None else weights):
@@ -53,7 +51,7 @@ def _check_weights(weights: Sequence[float | Tensor] | None, count: int) -> None
             raise ValueError(f"accumulate: weight {i}: expected a finite number from 0 on, got {float(weight)}")
 
 
-def make_loss_scales(
+def _make_loss_scales(
     weights: Sequence[float | Tensor], params: Mapping[str, Tensor], mesh: Mesh, reduction: Reduction
 ) -> Tensor:
     """Return the factor of each micro-batch's loss: its weight; for a mean over the average weight of all ranks' micro-batches.
@@ -61,7 +59,7 @@ def make_loss_scales(
     A tensor that is no weight, and whose value the host cannot read without waiting for it, makes all scales NaN.
     """
     like = next(iter(params.values()), None)
-    dtype = torch.float32 if like is None or like.is_complex() else sum_dtype(like.dtype)
+    dtype = torch.float32 if like is None or like.is_complex() else _sum_dtype(like.dtype)
     device = mesh.device if like is None else like.device
     each = torch.stack([torch.as_tensor(weight, device=device).to(dtype) for weight in weights])
     each = torch.where((each >= 0).all() & (each < math.inf).all(), each, math.nan)
@@ -74,19 +72,16 @@ def make_loss_scales(
     return torch.where(total == 0, 0, each * (ranks * len(weights)) / total)
 
 
-def are_positive(weights: Sequence[float | Tensor]) -> tuple[bool, ...]:
-    """Return, for each weight, whether the host knows without waiting that it is not 0."""
+def _are_positive(weights: Sequence[float | Tensor]) -> tuple[bool, ...]:
     return tuple(_is_readable(weight) and bool(weight > 0) for weight in weights)
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to add up in: float32 or wider."""
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def to_sum_dtype(x: Tensor) -> Tensor:
-    """Return the tensor in the dtype to add up in."""
-    return x.to(sum_dtype(x.dtype))
+def _to_sum_dtype(x: Tensor) -> Tensor:
+    return x.to(_sum_dtype(x.dtype))
 
 
 # --- Micro-batches on several ranks: as many on each, or made so by some of weight 0 ---
@@ -163,14 +158,13 @@ def pad_microbatches(
 
 
 def _check_iterable(who: str, microbatches: object) -> None:
-    """Raise TypeError for a tensor or a mapping, which is one batch, and for anything that is not iterable."""
     if isinstance(microbatches, PaddedMicrobatches):
         raise TypeError(f"{who}: expected microbatches of pad_microbatches' result, and weights= its weights, got both in one")
     if isinstance(microbatches, Tensor | Mapping) or not hasattr(microbatches, "__iter__"):
         raise TypeError(f"{who}: expected a list of micro-batches, or a generator, got {type(microbatches).__name__}")
 
 
-def list_microbatches(
+def _list_microbatches(
     microbatches: Iterable[Any], weights: Sequence[float | Tensor] | None, mesh: Mesh, *, full: bool
 ) -> Sequence[Any]:
     """Return the micro-batches as a list; raise ValueError on every rank if one has wrong weights, or too few for the others.
@@ -197,7 +191,6 @@ _LABEL = "numbers of micro-batches"
 
 
 def _make_difference_error(everyone: RankLines) -> ValueError:
-    """Return the error of ranks that have other numbers of micro-batches than the first one."""
     if wrong := [f"{text} on rank {rank}" for rank, (text,) in everyone if text.startswith("accumulate: ")]:
         return ValueError(wrong[0])
     (rank, expected), (other, got) = find_difference(everyone)
@@ -239,7 +232,7 @@ def _add_grad(sums: Params, key: str, grad: Tensor, *, owned: bool = True) -> No
     if key in sums:
         sums[key].add_(grad)
     else:
-        sums[key] = to_sum_dtype(grad if owned else grad.clone(memory_format=torch.contiguous_format))
+        sums[key] = _to_sum_dtype(grad if owned else grad.clone(memory_format=torch.contiguous_format))
 
 
 @dataclass(frozen=True)
@@ -279,10 +272,10 @@ class AccumulationPlan:
                 raise ValueError(f"parameter '{name}' is ignored by the spec: expected shards of its units; close over it")
         check_differentiable(params)
         reduction = resolve_reduction(reduce, over, mesh, units)
-        batches = list_microbatches(microbatches, weights, mesh, full=full)
-        scales = None if weights is None else make_loss_scales(weights, params, mesh, reduction)
+        batches = _list_microbatches(microbatches, weights, mesh, full=full)
+        scales = None if weights is None else _make_loss_scales(weights, params, mesh, reduction)
         in_place = not is_differentiated_outside((params, weights, batches))
-        positive = () if weights is None else are_positive(weights)
+        positive = () if weights is None else _are_positive(weights)
         return cls(dict(params), spec, full, has_aux, reduction, batches, scales, positive, in_place)
 
     @property
@@ -338,7 +331,7 @@ class AccumulationPlan:
 
     def combine_values(self, sums: GradSums) -> Any:
         """Return this rank's mean or sum of the losses; with aux ``(value, auxes)``."""
-        by, scales, each = self.reduction.by, self.scales, torch.stack([*map(to_sum_dtype, sums.values)])
+        by, scales, each = self.reduction.by, self.scales, torch.stack([*map(_to_sum_dtype, sums.values)])
         if scales is not None:
             each = drop_unweighted(each, scales) * scales
         if by == "mean":
@@ -365,8 +358,7 @@ class AccumulationPlan:
     def _unweigh(self, unit: Unit, own: Tensor) -> Tensor:
         """Return the gradient of what the loss computes from the shard itself, without this rank's part of the weights.
 
-        A rank without weight has left it out: its gradient is NaN. Of a sum on replicas, which would differ by it, it is a
-        ValueError, or NaN in transforms. These make zeros where the loss does not use the shard, which stay zeros.
+        A rank without weight has left it out: NaN. In transforms a sum on replicas, which would differ, is NaN but for zeros.
         """
         if self.scales is None:
             return own
@@ -411,8 +403,7 @@ def _check_aux(aux: Any) -> None:
 
 
 def _pop_sum(sums: Params, key: str, like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Take a sum out of ``sums``; zeros if nothing was added."""
-    total, dtype = sums.pop(key, None), sum_dtype(like.dtype)
+    total, dtype = sums.pop(key, None), _sum_dtype(like.dtype)
     return like.new_zeros(shape, dtype=dtype) if total is None else total.to(dtype)
 
 
@@ -464,7 +455,6 @@ def _run_microbatch(
 
 
 def _make_leaf(x: Tensor, sums: GradSums, key: str) -> Tensor:
-    """Return a leaf of a shard's values. Its gradients are added to the sums as they arrive."""
 
     def take_grad(x: Tensor) -> None:
         grad, x.grad = x.grad, None
@@ -518,7 +508,7 @@ def _run_recorded(f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums)
         if plan.full:
             grads = grads[0], {name: drop_unweighted(grad, weight) for name, grad in grads[1].items()}
         for total, new in zip((sums.own, sums.through), grads, strict=True):
-            total |= {key: total[key] + to_sum_dtype(x) if key in total else to_sum_dtype(x) for key, x in new.items()}
+            total |= {key: total[key] + _to_sum_dtype(x) if key in total else _to_sum_dtype(x) for key, x in new.items()}
         sums.values.append(value)
         sums.auxes.extend(aux)
 

@@ -64,10 +64,7 @@ def update_in_backward(
         state: The optimizer's state, with the units' keys.
         microbatches: One batch is ``[batch]``: then no sum of gradients is alive either.
         spec: The spec of the shards.
-        weights: As in `accumulate`.
-        has_aux: As in `accumulate`.
-        reduce: As in `accumulate`.
-        reduce_axes: As in `accumulate`.
+        weights, has_aux, reduce, reduce_axes: As in `accumulate`.
         max_norm: The norm to clip by. A norm that is not finite is the caller's to check, before the next step.
         clip: "previous" with ``max_norm``: by ``norm``. Clipping by the norm of the gradient itself needs all of it:
             `accumulate`, `optim.clip_by_global_norm` and ``update``.
@@ -175,7 +172,6 @@ class _UpdatingSums(GradSums):
                 yield node.register_hook(lambda grads, _, some=some: self._on_use(some, grads))
 
     def _on_use(self, uses: Sequence[tuple[int, str]], grads: Sequence[Tensor | None]) -> None:
-        """Count these uses of units as passed, and update each unit whose gradient is complete."""
         for j, key in uses:
             self._uses[key] -= 1
             if grads[j] is not None:

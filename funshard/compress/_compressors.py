@@ -75,16 +75,16 @@ def exact(axes: Axes = None) -> Compressor[tuple[()]]:
     """
 
     def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
-        spec, over = bind_axes(axes, spec)
+        spec, over = _bind_axes(axes, spec)
         for unit in spec if over else ():
             if missing := [axis for axis in unit.local_axes if axis not in over]:
                 raise ValueError(
                     f"compress.exact: unit '{unit.key}' is local over axis '{missing[0]}', where ranks are parts of one model: "
                     f"expected axes= with it, got {list(over)}"
                 )
-        given = check_grads(grads, spec, complex_too=True)
+        given = _check_grads(grads, spec, complex_too=True)
         units = [spec.by_key[key] for key in given]
-        return {unit.key: reduce_exactly(to_buffer(given[unit.key], unit, spec), unit, spec, over) for unit in units}, state
+        return {unit.key: _reduce_exactly(_to_buffer(given[unit.key], unit, spec), unit, spec, over) for unit in units}, state
 
     return Compressor(lambda spec: (), reduce)
 
@@ -144,14 +144,14 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
         raise ValueError(f"compress.quantize: expected chunks of at least one element, got {chunk}")
 
     def reduce(grads: Mapping[str, Tensor], state: tuple[()], spec: PartitionSpec) -> tuple[Params, tuple[()]]:
-        spec, over = bind_axes(axes, spec)
-        given = check_grads(grads, spec)
+        spec, over = _bind_axes(axes, spec)
+        given = _check_grads(grads, spec)
         shards: Params = {}
         for key, tensors in given.items():
             unit = spec.by_key[key]
-            buffer = reduce_over_axes(to_buffer(tensors, unit, spec), unit, spec, other_axes(over, spec))
+            buffer = _reduce_over_axes(_to_buffer(tensors, unit, spec), unit, spec, _other_axes(over, spec))
             if not unit.numel:
-                shards[key] = move_to_rest(buffer, unit, spec)
+                shards[key] = _move_to_rest(buffer, unit, spec)
                 continue
             n = spec.shard_numel(unit)
             size = min(chunk or n, n)
@@ -167,7 +167,7 @@ def quantize(chunk: int | None = None, *, axes: Axes = None) -> Compressor[tuple
             limits = torch.where(scales.isfinite(), min(most, torch.finfo(torch.float32).max / ranks), torch.inf)[..., None]
             received = _exchange_pieces(data, unit, spec, over).float().sub_(zeros[..., None]).mul_(scales[..., None] / ranks)
             total = received.clamp(min=-limits, max=limits).sum(0)
-            shards[key] = move_to_rest(total.flatten()[:n].to(buffer.dtype), unit, spec)
+            shards[key] = _move_to_rest(total.flatten()[:n].to(buffer.dtype), unit, spec)
         return shards, state
 
     return Compressor(lambda spec: (), reduce)
@@ -188,18 +188,16 @@ def _exchange_pieces(pieces: Tensor, unit: Unit, spec: PartitionSpec, over: tupl
 # --- What compressors share: checks of gradients, and the exact reduction over axes that are not compressed ---
 
 
-def bind_axes(axes: Axes, spec: PartitionSpec) -> tuple[PartitionSpec, tuple[str, ...]]:
-    """Return the bound spec, and the axes in the order of its mesh."""
+def _bind_axes(axes: Axes, spec: PartitionSpec) -> tuple[PartitionSpec, tuple[str, ...]]:
     spec = bind_spec(spec)
     return spec, spec.bound_mesh.select(axes)
 
 
-def other_axes(over: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:
-    """Return the mesh axes that are not in ``over``."""
+def _other_axes(over: tuple[str, ...], spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(name for name in spec.bound_mesh.names if name not in over)
 
 
-def check_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too: bool = False) -> dict[str, list[Tensor]]:
+def _check_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too: bool = False) -> dict[str, list[Tensor]]:
     """Return each unit's gradients by unit key, in the order of its parameters; raise for an invalid gradient."""
     check_mapping(grads)
     for name in grads:
@@ -222,24 +220,21 @@ def check_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_too
     return {key: transpose_options(tensors, spec.by_key[key], spec.bound_mesh) for key, tensors in given.items()}
 
 
-def to_buffer(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
-    """Return the padded buffer of the unit's gradients."""
+def _to_buffer(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
     names = [param.name for param in unit.params]
     return flatten_unit(dict(zip(names, tensors, strict=True)), unit, spec.padded_numel(unit))
 
 
-def reduce_exactly(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
-    """Return this rank's slice of the mean over these axes, without compression."""
-    buffer = reduce_over_axes(buffer, unit, spec, over)
-    return move_to_rest(scatter_axes(buffer, unit, spec, other_axes(over, spec)), unit, spec)
+def _reduce_exactly(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
+    buffer = _reduce_over_axes(buffer, unit, spec, over)
+    return _move_to_rest(_scatter_axes(buffer, unit, spec, _other_axes(over, spec)), unit, spec)
 
 
-def move_to_rest(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Tensor:
-    """Move a unit's slice to the device of its shard: the host with ``P(offload="params")``."""
+def _move_to_rest(piece: Tensor, unit: Unit, spec: PartitionSpec) -> Tensor:
     return piece if compute_device(unit, spec.bound_mesh) is None else piece.to(HOST)
 
 
-def reduce_over_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
+def _reduce_over_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
     """Return the mean over some axes, sliced along those that split the unit; `scatter_axes` slices along the others.
 
     Over local axes a rank's gradient is the sum already, by the model's own collectives: the mean only divides it.
@@ -247,7 +242,7 @@ def reduce_over_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tupl
     if not unit.numel:
         return buffer
     mesh = spec.bound_mesh
-    buffer = move_axes_first(buffer, unit, spec, over)
+    buffer = _move_axes_first(buffer, unit, spec, over)
     narrow = buffer.itemsize == 2
     # of 16 bits all before the sum, as torch's allreduce and fp16 hooks do, whose results these are
     if (ranks := count_ranks(over if narrow else (name for name in over if name in unit.local_axes), mesh)) > 1:
@@ -257,8 +252,7 @@ def reduce_over_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tupl
     return reduce_along(buffer, split, rest, "sum" if narrow else "mean")
 
 
-def move_axes_first(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
-    """Reorder the slices of a unit's buffer so that these axes split it first."""
+def _move_axes_first(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> Tensor:
     order = sorted(range(len(unit.p.axes)), key=lambda i: unit.p.axes[i] not in over)
     if order == sorted(order):
         return buffer
@@ -266,8 +260,7 @@ def move_axes_first(buffer: Tensor, unit: Unit, spec: PartitionSpec, over: tuple
     return buffer.unflatten(0, (*sizes, -1)).permute(*order, len(order)).flatten()
 
 
-def scatter_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, axes: tuple[str, ...]) -> Tensor:
-    """Return this rank's slice of a buffer along some axes of the unit."""
+def _scatter_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, axes: tuple[str, ...]) -> Tensor:
     for name in unit.p.axes:
         if name in axes:
             buffer = scatter(buffer, spec.bound_mesh[name])
@@ -275,9 +268,6 @@ def scatter_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, axes: tuple[st
 
 
 # --- powersgd: the mean by its approximation of low rank, of which only two thin matrices are sent ---
-
-LowRankShape = tuple[int, int, int]
-"""A matrix's rows, columns, and the rank of its approximation."""
 
 
 class PowerSGD(NamedTuple):
@@ -334,8 +324,8 @@ def powersgd(
     if rank < 1:
         raise ValueError(f"compress.powersgd: expected a rank of at least 1, got {rank}")
 
-    def shapes(unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> dict[str, LowRankShape]:
-        """Return the shapes and ranks of the unit's matrices that are worth compressing."""
+    def shapes(unit: Unit, spec: PartitionSpec, over: tuple[str, ...]) -> dict[str, tuple[int, int, int]]:
+        """Return the rows, columns and ranks of the unit's matrices that are worth compressing."""
         if not unit.requires_grad or unit.local_axes:
             return {}
         if _is_one_matrix(unit, batched, over):
@@ -348,7 +338,7 @@ def powersgd(
         return {key: (n, m, r) for key, (n, m, r) in ranked.items() if (n + m) * r * min_compression_rate < n * m}
 
     def init(spec: PartitionSpec) -> PowerSGD:
-        spec, over = bind_axes(axes, spec)
+        spec, over = _bind_axes(axes, spec)
         step = torch.zeros((), dtype=torch.int64, device=spec.bound_mesh.device)
         every = {key: (shape, unit.dtype) for unit in spec for key, shape in shapes(unit, spec, over).items()}
         zeros = {key: torch.zeros(n, m, dtype=d, device=step.device) for key, ((n, m, _), d) in every.items()}
@@ -356,8 +346,8 @@ def powersgd(
         return PowerSGD(step, _draw_normals(like, seed, step), zeros if error_feedback else {})
 
     def reduce(grads: Mapping[str, Tensor], state: PowerSGD, spec: PartitionSpec) -> tuple[Params, PowerSGD]:
-        spec, over = bind_axes(axes, spec)
-        given = check_grads(grads, spec)
+        spec, over = _bind_axes(axes, spec)
+        given = _check_grads(grads, spec)
         units = {key: shapes(spec.by_key[key], spec, over) for key in given}
         every = {key: shape for unit in units.values() for key, shape in unit.items()}
         _check_powersgd_state(state, every, error_feedback)
@@ -368,7 +358,7 @@ def powersgd(
             if units[key] or not any(name in over for name in unit.distinct_axes):
                 pieces[key] = _tensors_to_compress(tensors, unit, spec, over, batched)
             else:
-                shards[key] = reduce_exactly(to_buffer(tensors, unit, spec), unit, spec, spec.bound_mesh.names)
+                shards[key] = _reduce_exactly(_to_buffer(tensors, unit, spec), unit, spec, spec.bound_mesh.names)
         sent: Params = {}
         q, error = dict(state.q), dict(state.error)
         for dtype in dict.fromkeys(given[key][0].dtype for key in pieces):
@@ -388,8 +378,8 @@ def powersgd(
         for key, parts in pieces.items():
             unit = spec.by_key[key]
             buffer = sent[key] if key in parts else flatten_unit(sent, unit, spec.padded_numel(unit))
-            shard = scatter_axes(buffer, unit, spec, over)
-            shards[key] = move_to_rest(zero_padding(shard, unit, spec) if key in units[key] else shard, unit, spec)
+            shard = _scatter_axes(buffer, unit, spec, over)
+            shards[key] = _move_to_rest(zero_padding(shard, unit, spec) if key in units[key] else shard, unit, spec)
         return {key: shards[key] for key in given}, PowerSGD(state.step + 1, q, error)
 
     return Compressor(init, reduce)
@@ -447,7 +437,6 @@ def _draw_normals(like: Params, seed: int, step: Tensor) -> Params:
 
 
 def _is_one_matrix(unit: Unit, batched: bool, over: tuple[str, ...]) -> bool:
-    """Return whether the unit is compressed as one matrix: also where a rank has only a slice of it."""
     return batched or any(name not in over for name in unit.p.axes)
 
 
@@ -455,9 +444,9 @@ def _tensors_to_compress(
     tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec, over: tuple[str, ...], batched: bool
 ) -> Params:
     """Return the tensors to compress, reduced exactly over the other axes: the unit's buffer by key, or parameters by name."""
-    rest = other_axes(over, spec)
+    rest = _other_axes(over, spec)
     if rest or batched:
-        buffer = reduce_over_axes(to_buffer(tensors, unit, spec), unit, spec, rest)
+        buffer = _reduce_over_axes(_to_buffer(tensors, unit, spec), unit, spec, rest)
         if _is_one_matrix(unit, batched, over):
             return {unit.key: buffer}
         tensors = unflatten_unit(buffer, unit)
@@ -469,7 +458,7 @@ def _to_padded_matrix(tensor: Tensor, n: int, m: int) -> Tensor:
     return (torch.nn.functional.pad(flat, (0, n * m - len(flat))) if n * m > len(flat) else flat).view(n, m)
 
 
-def _check_powersgd_state(state: PowerSGD, shapes: Mapping[str, LowRankShape], error_feedback: bool) -> None:
+def _check_powersgd_state(state: PowerSGD, shapes: Mapping[str, tuple[int, int, int]], error_feedback: bool) -> None:
     for key, (n, m, r) in shapes.items():
         parts = ("q", state.q, (m, r)), ("error", state.error, (n, m))
         for part, tensors, shape in parts[: 1 + error_feedback]:

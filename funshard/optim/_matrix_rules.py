@@ -50,9 +50,7 @@ def muon(
         weight_decay: Decoupled, as in AdamW.
         momentum: Of the average of gradients.
         nesterov: Use Nesterov's momentum.
-        coefficients: Of the iteration, as ``eps`` and ``steps`` (1 to 99); see `orthogonal`.
-        eps: The smallest norm to divide by.
-        steps: Iterations.
+        coefficients, eps, steps: Of the iteration, 1 to 99 steps; see `orthogonal`.
         adjust_lr: The scale of a matrix [n, m]: ``"original"`` is ``sqrt(max(1, n / m))``; ``"match_rms_adamw"`` is
             ``0.2 sqrt(max(n, m))``, which suits AdamW's learning rate and weight decay.
         dtype: In which a matrix is sent and iterated. On a CPU without bfloat16 instructions float32 is faster.
@@ -151,50 +149,44 @@ def _power_of_two(x: Tensor) -> Tensor:
 
 # --- Shared parts of Shampoo and SOAP: the factors G G^T and G^T G of a matrix, and functions of them every few steps ---
 
-SIDES = ("left", "right")
-"""A matrix's rows and its columns."""
+
+def _factored_sides(shape: Sequence[int], max_size: int) -> list[str]:
+    return [side for side, size in zip(("left", "right"), shape[-2:], strict=True) if size <= max_size]
 
 
-def factored_sides(shape: Sequence[int], max_size: int) -> list[str]:
-    """Return the sides of a matrix [..., n, m] that have a factor: those of at most ``max_size``."""
-    return [side for side, size in zip(SIDES, shape[-2:], strict=True) if size <= max_size]
-
-
-def init_factors(like: Tensor, max_size: int, eps: float, suffix: str) -> Slots:
+def _init_factors(like: Tensor, max_size: int, eps: float, suffix: str) -> Slots:
     """Return each side's factor, ``eps`` times the identity, and of the same size zeros for what is computed from it."""
     state: Slots = {}
-    for side in factored_sides(like.shape, max_size):
+    for side in _factored_sides(like.shape, max_size):
         size = like.shape[-2 if side == "left" else -1]
         eye = torch.eye(size, dtype=upcast(like[..., :1, :1]).dtype, device=like.device).expand(*like.shape[:-2], size, size)
         state |= {side: eps * eye, f"{side}_{suffix}": torch.zeros_like(eye, memory_format=torch.contiguous_format)}
     return state
 
 
-def limit_squares(grad: Tensor) -> Tensor:
+def _limit_squares(grad: Tensor) -> Tensor:
     """Return a gradient with finite elements cut to 2^48 in float32, as 2^384 in float64: sums of their squares are finite."""
     limit = torch.finfo(torch.promote_types(grad.dtype, torch.float32)).max ** 0.375
     limit = min(limit, torch.finfo(grad.dtype).max)
     return torch.where(grad.isfinite(), grad.clamp(-limit, limit), grad)
 
 
-def gram(grad: Tensor, side: str) -> Tensor:
-    """Return ``G G^T`` for the rows, ``G^T G`` for the columns."""
+def _gram(grad: Tensor, side: str) -> Tensor:
     return grad @ grad.mT if side == "left" else grad.mT @ grad
 
 
-def multiply_side(x: Tensor, factor: Tensor, side: str) -> Tensor:
-    """Multiply a matrix with a factor, on its left or right side."""
+def _multiply_side(x: Tensor, factor: Tensor, side: str) -> Tensor:
     return factor @ x if side == "left" else x @ factor
 
 
-def eigh_or_nan(factor: Tensor) -> tuple[Tensor, Tensor]:
+def _eigh_or_nan(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors, NaN if not finite: an exception on one owner leaves the others waiting."""
     finite = factor.isfinite().all(-1).all(-1)[..., None, None]
     values, vectors = torch.linalg.eigh(torch.where(finite, factor, 0))
     return torch.where(finite[..., 0], values, torch.nan), torch.where(finite, vectors, torch.nan)
 
 
-def compute_if_due(due: Tensor, new: Callable[[], Sequence[Tensor]], old: Sequence[Tensor]) -> list[Tensor]:
+def _compute_if_due(due: Tensor, new: Callable[[], Sequence[Tensor]], old: Sequence[Tensor]) -> list[Tensor]:
     """Return the new tensors, computed only if due, else the old. ``due`` is on the host, the same on all ranks."""
     if not _torch.is_wrapped(due):
         return list(new() if bool(due) else old)
@@ -222,17 +214,13 @@ def shampoo(
     factors and roots, and compute everything.
 
     Args:
-        spec: The spec, or `matrices`.
-        lr: The learning rate, a number.
-        weight_decay: Decoupled, as in AdamW.
+        spec, lr, weight_decay: As in `muon`.
         momentum: Of the preconditioned gradients.
         decay: 1 sums the factors; below 1 they are moving averages, ``L = decay L + (1 - decay) G G^T``.
         eps: The initial factors, > 0.
         every: Steps between computations of the roots; the first step computes them.
         max_size: A longer side has no factor, and the other side's root is then ^(-1/2).
-        options: As in `muon`.
-        fallback: As in `muon`.
-        donate: As in `by_matrix`.
+        options, fallback, donate: As in `muon`.
 
     Example:
         >>> import torch, funshard as fs
@@ -250,28 +238,27 @@ def shampoo(
         raise ValueError(f"shampoo: expected 0 < decay <= 1, eps > 0 and every >= 1, got {decay}, {eps} and {every}")
 
     def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
-        return (limit_squares(grad),), slots
+        return (_limit_squares(grad),), slots
 
     def on_owner(sent: Payload, state: Slots, options: MatrixOptions) -> tuple[Payload, Slots]:
         new: Slots = {}
         x = grad = upcast(sent[0])
-        factored = factored_sides(x.shape, max_size)
+        factored = _factored_sides(x.shape, max_size)
         due = (options["step"] - 1) % every == 0
         for side in factored:
-            factor = state[side] * decay + gram(grad, side) * (1 if decay == 1 else 1 - decay)
+            factor = state[side] * decay + _gram(grad, side) * (1 if decay == 1 else 1 - decay)
             make = partial(_inverse_roots, factor, 2 * len(factored))
-            (root,) = compute_if_due(due, make, [state[f"{side}_root"]])
+            (root,) = _compute_if_due(due, make, [state[f"{side}_root"]])
             new |= {side: factor, f"{side}_root": root}
-            x = multiply_side(x, root, side)
+            x = _multiply_side(x, root, side)
         return (x,), new
 
     def after_exchange(results: Payload, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Tensor, Slots]:
         buffer = options["momentum"] * slots["momentum_buffer"] + results[0]
         return param * (1 - options["lr"] * options["weight_decay"]) - options["lr"] * buffer, {"momentum_buffer": buffer}
 
-    rule = MatrixRule(
-        ("momentum_buffer",), lambda x: init_factors(x, max_size, eps, "root"), before_exchange, on_owner, after_exchange
-    )
+    init_owned = partial(_init_factors, max_size=max_size, eps=eps, suffix="root")
+    rule = MatrixRule(("momentum_buffer",), init_owned, before_exchange, on_owner, after_exchange)
     defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
     why = "it reads the step to know whether to compute roots"
     return make_optimizer("shampoo", rule, spec, defaults, options=options, fallback=fallback, donate=donate, breaks_graph=why)
@@ -279,7 +266,7 @@ def shampoo(
 
 def _inverse_roots(factor: Tensor, power: int) -> list[Tensor]:
     """Return the factor to the power -1 / ``power``. What has no gradients has rounding errors as eigenvalues."""
-    values, vectors = eigh_or_nan(factor)
+    values, vectors = _eigh_or_nan(factor)
     values = values.clamp(min=0) + RELATIVE_EPS * values[..., -1:]
     powers = values.clamp(min=torch.finfo(values.dtype).tiny).pow(-1 / power)
     return [(vectors * powers[..., None, :]) @ vectors.mT]
@@ -307,16 +294,12 @@ def soap(
     the basis. Elements of gradients count as at most 2^48 in float32: larger squares would overflow.
 
     Args:
-        spec: The spec, or `matrices`.
-        lr: The learning rate, a number.
-        weight_decay: Decoupled, as in AdamW.
+        spec, lr, weight_decay: As in `muon`.
         betas: Adam's, of M and V; the second one is also that of the factors.
         eps: Added to sqrt(V).
         every: Steps between updates of the basis, each one step of power iteration and QR.
         max_size: A longer side is not rotated.
-        options: As in `muon`, ``lr`` and ``weight_decay``.
-        fallback: As in `muon`.
-        donate: As in `by_matrix`.
+        options, fallback, donate: As in `muon`; options are ``lr`` and ``weight_decay``.
 
     Example:
         >>> import torch, funshard as fs
@@ -335,19 +318,19 @@ def soap(
 
     def init_owned(like: Tensor) -> Slots:
         square = like.new_zeros(like.shape, dtype=upcast(like[..., :1, :1]).dtype)
-        return {"exp_avg_sq": square, **init_factors(like, max_size, 0.0, "basis")}
+        return {"exp_avg_sq": square, **_init_factors(like, max_size, 0.0, "basis")}
 
     def before_exchange(grad: Tensor, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Payload, Slots]:
         weight = (1 - betas[0]) * _is_past_first(options["step"], param)
-        grad = limit_squares(grad)
+        grad = _limit_squares(grad)
         average = slots["exp_avg"] + (grad - slots["exp_avg"]) * weight
         return (grad, average), {"exp_avg": average}
 
     def on_owner(sent: Payload, state: Slots, options: MatrixOptions) -> tuple[Payload, Slots]:
         (grad, average), step = map(upcast, sent), options["step"]
-        factored = factored_sides(grad.shape, max_size)
+        factored = _factored_sides(grad.shape, max_size)
         counts = _is_past_first(step, grad)
-        factors = [state[side] + (gram(grad, side) - state[side]) * (1 - betas[1]) for side in factored]
+        factors = [state[side] + (_gram(grad, side) - state[side]) * (1 - betas[1]) for side in factored]
         bases = [state[f"{side}_basis"] for side in factored]
         rotated = _rotate(grad, bases, factored)
         square = state["exp_avg_sq"]
@@ -355,18 +338,17 @@ def soap(
         root = (square + (1 - counts)).sqrt()  # not of the first step's zeros, where it has no derivative
         direction = _rotate(average, bases, factored) / (torch.maximum(root, _rounding_error(root)) + eps)
         direction = _rotate(direction, [basis.mT for basis in bases], factored) * counts
-        bases = compute_if_due(step == 1, lambda: [eigh_or_nan(factor)[1].flip(-1) for factor in factors], bases)
+        bases = _compute_if_due(step == 1, lambda: [_eigh_or_nan(factor)[1].flip(-1) for factor in factors], bases)
         due = (step > 1) & ((step - 1) % every == 0)
-        square, *bases = compute_if_due(due, lambda: _power_iteration(square, factors, bases, factored), [square, *bases])
+        square, *bases = _compute_if_due(due, lambda: _power_iteration(square, factors, bases, factored), [square, *bases])
         new = {"exp_avg_sq": square}
         for side, factor, basis in zip(factored, factors, bases, strict=True):
             new |= {side: factor, f"{side}_basis": basis}
         return (direction,), new
 
     def after_exchange(results: Payload, slots: Slots, param: Tensor, options: MatrixOptions) -> tuple[Tensor, Slots]:
-        taken = options["step"] - 1  # the first gradient makes the basis and no step
         counts = _is_past_first(options["step"], param)
-        taken = taken.clamp(min=1).to(torch.float64)
+        taken = (options["step"] - 1).clamp(min=1).to(torch.float64)  # the first gradient makes the basis and no step
         size = ((1 - betas[1] ** taken).sqrt() / (1 - betas[0] ** taken)).to(param.device, param.dtype)
         param = param - options["lr"] * size * results[0]
         return param * (1 - options["lr"] * options["weight_decay"] * counts), slots
@@ -378,7 +360,6 @@ def soap(
 
 
 def _is_past_first(step: Tensor, like: Tensor) -> Tensor:
-    """Return 0 in the first step and 1 after it, like ``like``."""
     return (step > 1).to(like.device, upcast(like[..., :0]).dtype).to(like.dtype)
 
 
@@ -389,14 +370,13 @@ def _rounding_error(root: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, bases: list[Tensor], factored: list[str]) -> Tensor:
-    """Return ``Q_L^T X Q_R`` for the sides that have a basis."""
     for basis, side in zip(bases, factored, strict=True):
-        x = multiply_side(x, basis.mT if side == "left" else basis, side)
+        x = _multiply_side(x, basis.mT if side == "left" else basis, side)
     return x
 
 
 def _power_iteration(square: Tensor, factors: list[Tensor], bases: list[Tensor], factored: list[str]) -> list[Tensor]:
-    """Return ``[V, *bases]`` after one step of power iteration, in the order of the old basis's eigenvalues."""
+    # in the order of the old basis's eigenvalues
     out: list[Tensor] = []
     for factor, basis, side in zip(factors, bases, factored, strict=True):
         values = (basis * (factor @ basis)).sum(-2)

@@ -86,7 +86,7 @@ def vdots(pairs: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]], sp
     """Return the inner products of pairs of trees, all with the same keys, by the collectives of one `vdot`: [pairs]."""
     spec = bind_spec(spec)
     for a, b in pairs:
-        check_same_keys("vdot", "a", a, "b", b)
+        _check_same_keys("vdot", "a", a, "b", b)
 
     def product(x: Tensor, y: Tensor) -> Tensor:
         return upcast(x).conj() * upcast(y)
@@ -166,7 +166,6 @@ def global_norm_from_squares(squares: Mapping[str, Tensor], tree: Mapping[str, T
 
 
 def _map_tensors(what: str, f: Callable[..., Tensor], key: str, spec: PartitionSpec, *tensors: Tensor) -> Tensor:
-    """Apply an elementwise function to what trees have under a key, without padding."""
     owner = spec.owner(key)
     if not isinstance(owner, Unit):
         return f(*tensors)
@@ -179,7 +178,7 @@ def _combine_over_ranks(
     values: Mapping[str, Tensor], tree: Mapping[str, Tensor], spec: PartitionSpec, p: float = 1.0
 ) -> Tensor:
     """Sum the tensors' numbers over a tree and over ranks that have other elements; take the maximum for p = inf."""
-    compare_trees(tree, spec, "a norm or an inner product")
+    _compare_trees(tree, spec, "a norm or an inner product")
     parts: dict[tuple[str, ...], list[Tensor]] = {}
     for key, value in values.items():
         axes, value = _place_number(key, tree[key], value, spec)
@@ -212,7 +211,7 @@ def _reduce_over_ranks(
     return out
 
 
-def compare_trees(tree: Mapping[str, Tensor], spec: PartitionSpec, what: str) -> None:
+def _compare_trees(tree: Mapping[str, Tensor], spec: PartitionSpec, what: str) -> None:
     """Raise ValueError on every rank if their trees have other keys; unless nothing of this one is sent to other ranks."""
     check_spans_world(spec.bound_mesh, what)
     sizes, is_split = dict(spec.bound_mesh.sizes), any(unit.distinct_axes for unit in spec)
@@ -267,7 +266,7 @@ def norms(tree: Mapping[str, Tensor], spec: PartitionSpec, *, by: int | Callable
     check_tensors(tree, "norms")
     if by is not None and not isinstance(by, int) and not callable(by):
         raise TypeError(f"norms: by: expected a function of a name, a number of its components or None, got {by!r}")
-    compare_trees(tree, spec, "norms")
+    _compare_trees(tree, spec, "norms")
     numbers: dict[str, tuple[tuple[str, ...], Tensor]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for key, tensor in tree.items():
@@ -320,27 +319,16 @@ def axpy(a: float | Tensor, x: Mapping[str, Tensor], y: Mapping[str, Tensor]) ->
         >>> fs.optim.axpy(-0.5, {"w": torch.tensor([2.0, 4.0])}, {"w": torch.ones(2)})
         {'w': tensor([ 0., -1.])}
     """
-    check_same_keys("axpy", "x", x, "y", y)
+    _check_same_keys("axpy", "x", x, "y", y)
     return {key: (a * x[key] + t).to(t.dtype) for key, t in y.items()}
 
 
 def scale(a: float | Tensor, x: Mapping[str, Tensor]) -> Params:
-    """Return ``a * x``, in the dtypes of ``x``.
-
-    Args:
-        a: As in `axpy`.
-        x: A tree, such as shards.
-
-    Example:
-        >>> import torch, funshard as fs
-        >>> fs.optim._norms.scale(0.5, {"w": torch.tensor([2.0, 4.0])})
-        {'w': tensor([1., 2.])}
-    """
+    """Return ``a * x``, in the dtypes of ``x``; ``a`` is as in `axpy`."""
     return {key: (a * t).to(t.dtype) for key, t in x.items()}
 
 
-def check_same_keys(function: str, a_name: str, a: Mapping[str, Tensor], b_name: str, b: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless two trees have the same keys, and tensors of the same shapes."""
+def _check_same_keys(function: str, a_name: str, a: Mapping[str, Tensor], b_name: str, b: Mapping[str, Tensor]) -> None:
     for key in [*a, *b]:
         if key not in a or key not in b:
             only = a_name if key in a else b_name

@@ -30,7 +30,6 @@ ROUNDING = "rounding_step"
 
 
 def _encode_slice(x: Tensor, codec: Codec) -> QuantizedSlice:
-    """Encode a slice, chunk by chunk."""
     parts = [codec._encode_slice(part)[:2] for part in x.split(_chunk_length(len(x), codec, x.device))]
     codes, scales = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     if scales.dtype != x.dtype:
@@ -39,7 +38,6 @@ def _encode_slice(x: Tensor, codec: Codec) -> QuantizedSlice:
 
 
 def _decode_slice(x: QuantizedSlice, codec: Codec) -> Tensor:
-    """Return the elements of a slice, in the dtype of its scales."""
     numel = len(x.scales) * codec.block
     length = _chunk_length(numel, codec, x.codes.device)
     if length == numel:
@@ -100,7 +98,6 @@ def _encodes(unit: Unit, at_least: int | None) -> bool:
 
 
 def _find_units(who: str, state: object, spec: PartitionSpec) -> Mapping[str, Mapping[str, Any]]:
-    """Return the state; raise TypeError or ValueError unless it is elementwise, with the keys of units."""
     if not isinstance(state, Mapping) or not all(isinstance(values, Mapping) for values in state.values()):
         raise TypeError(
             f"{who}: expected a state by unit key, as that of optim.from_torch, got {type(state).__name__}; what is made of "
@@ -128,26 +125,19 @@ def _encoded_slots(key: str, values: Mapping[str, Any], spec: PartitionSpec, cod
 
 
 def _encode_unit(
-    unit: Unit,
-    values: Mapping[str, Any],
-    slots: list[str],
-    spec: PartitionSpec,
-    codec: Codec,
-    before: Mapping[str, Any] | None = None,
+    unit: Unit, values: Mapping[str, Any], slots: list[str], spec: PartitionSpec, codec: Codec, before: Any = None
 ) -> UnitState:
-    """Return a unit's state with these slots encoded, in pinned memory if ``before`` is."""
+    """Return a unit's state with these slots encoded, in pinned memory if the state ``before`` is."""
     out = dict(values)
     for name in slots:
-        encoded = _encode_slice(zero_padding(values[name].detach(), unit, bind_spec(spec)), codec)
+        out[name] = _encode_slice(zero_padding(values[name].detach(), unit, bind_spec(spec)), codec)
         place = values[name] if before is None else before[name].codes
         if _torch.is_pinned(place):
-            encoded = QuantizedSlice(*(copy_like(place[: len(part)], part) for part in encoded))
-        out[name] = encoded
+            out[name] = QuantizedSlice(*(copy_like(place[: len(part)], part) for part in out[name]))
     return UnitState(out, getattr(values, "numbers", ()))
 
 
 def _decode_unit(unit: Unit, values: Mapping[str, Any], spec: PartitionSpec, codec: Codec) -> UnitState:
-    """Return a unit's state with decoded slices, as of the optimizer inside."""
     bound = bind_spec(spec)
     out: dict[str, Any] = {name: x for name, x in values.items() if name != ROUNDING}
     for name, x in out.items():
@@ -319,7 +309,6 @@ def quantized_state(
 
 
 def _write_state(old: Mapping[str, Any], new: Mapping[str, Any]) -> Any:
-    """Write the new codes and scales into the memory of the old ones, and return the state that has it."""
     out = dict(new)
     for name, x in old.items():
         if isinstance(x, QuantizedSlice):
@@ -329,6 +318,5 @@ def _write_state(old: Mapping[str, Any], new: Mapping[str, Any]) -> Any:
 
 
 def _argument_tensors(**trees: Any) -> list[tuple[str, Tensor]]:
-    """Return ``(name for an error, tensor)`` for every tensor of the trees."""
     leaves = ((what, path, x) for what, tree in trees.items() for path, x in pytree.tree_flatten_with_path(tree)[0])
     return [(f"{what}{pytree.keystr(path)}", x) for what, path, x in leaves if isinstance(x, Tensor)]

@@ -105,7 +105,7 @@ def _make_optimizer(
 
 
 def _number(x: Any) -> Any:
-    """Return a number, in a graph in memory: inductor would compute an expression of it for each element again."""
+    # in a graph in memory: inductor would compute an expression of it for each element again
     return x.as_strided((), ()) if isinstance(x, Tensor) and not x.dim() and _torch.is_in_dynamo() else x
 
 
@@ -135,11 +135,9 @@ def sgd(
     """Return ``(init, update)`` of gradient descent: ``m = momentum m + g``, ``p = p - learning_rate m``.
 
     Args:
-        learning_rate: As in `adam`.
+        learning_rate, spec, options: As in `adam`.
         momentum: The factor of the sum m; None for none.
         nesterov: Step along ``g + momentum m``.
-        spec: As in `adam`.
-        options: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -224,14 +222,8 @@ def adamw(
     """Return ``(init, update)`` of AdamW: `adam`, and before it ``p = (1 - learning_rate weight_decay) p``.
 
     Args:
-        learning_rate: As in `adam`.
-        b1: As in `adam`.
-        b2: As in `adam`.
-        eps: As in `adam`.
-        eps_root: As in `adam`.
+        learning_rate, b1, b2, eps, eps_root, spec, options: As in `adam`.
         weight_decay: The weight's decay, times the learning rate.
-        spec: As in `adam`.
-        options: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -268,12 +260,10 @@ def lion(
     """Return ``(init, update)`` of Lion: steps of the sign of ``b1 m + (1 - b1) g``, then ``m = b2 m + (1 - b2) g``.
 
     Args:
-        learning_rate: As in `adam`.
+        learning_rate, spec, options: As in `adam`.
         b1: The weight of m in a step.
         b2: The decay of m.
         weight_decay: As in `adamw`.
-        spec: As in `adam`.
-        options: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -285,8 +275,7 @@ def lion(
     Source: ``optax.lion``; Chen et al., Symbolic Discovery of Optimization Algorithms, 2023.
     """
     hyper = {"b1": b1, "b2": b2, "weight_decay": weight_decay}
-    slots = {"exp_avg": 0.0}
-    return _make_optimizer("lion", _step_lion, learning_rate, slots, hyper, (spec, options), counts=False)
+    return _make_optimizer("lion", _step_lion, learning_rate, {"exp_avg": 0.0}, hyper, (spec, options), counts=False)
 
 
 def _step_lion(
@@ -311,14 +300,12 @@ def rmsprop(
     """Return ``(init, update)`` of RMSprop: ``p = p - learning_rate g / sqrt(v + eps)``, where v averages squares.
 
     Args:
-        learning_rate: As in `adam`.
+        learning_rate, spec, options: As in `adam`.
         decay: The decay of v.
         eps: Added under the root.
         eps_in_sqrt: False adds eps to the root, as torch.optim.RMSprop does, to which it is then equal with ``alpha=decay``.
         centered: Take the square of the average gradient from v.
         momentum: The factor of a sum of steps; None for none.
-        spec: As in `adam`.
-        options: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -329,8 +316,7 @@ def rmsprop(
 
     Source: ``optax.rmsprop``.
     """
-    slots = {"square_avg": 0.0}
-    slots |= {"grad_avg": 0.0} if centered else {}
+    slots = {"square_avg": 0.0} | ({"grad_avg": 0.0} if centered else {})
     slots |= {} if momentum is None else {"momentum_buffer": 0.0}
     hyper = {"decay": decay, "eps": eps, "eps_in_sqrt": eps_in_sqrt, "momentum": momentum}
     return _make_optimizer("rmsprop", _step_rmsprop, learning_rate, slots, hyper, (spec, options))
@@ -363,13 +349,11 @@ def adagrad(
     """Return ``(init, update)`` of Adagrad: ``p = p - learning_rate g / sqrt(sum of squares + eps)``.
 
     Args:
-        learning_rate: As in `adam`.
+        learning_rate, spec, options: As in `adam`.
         initial_accumulator_value: Where the sum begins.
         eps: Added under the root.
         eps_in_sqrt: False adds eps to the root, as torch.optim.Adagrad does, whose defaults are
             ``initial_accumulator_value=0`` and ``eps=1e-10``.
-        spec: As in `adam`.
-        options: As in `adam`.
 
     Example:
         >>> import torch, funshard as fs
@@ -380,9 +364,8 @@ def adagrad(
 
     Source: ``optax.adagrad``.
     """
-    hyper = {"eps": eps, "eps_in_sqrt": eps_in_sqrt}
+    hyper, slots = {"eps": eps, "eps_in_sqrt": eps_in_sqrt}, {"sum": initial_accumulator_value}
     _checks.check_nonnegative("adagrad", initial_accumulator_value=initial_accumulator_value)
-    slots = {"sum": initial_accumulator_value}
     return _make_optimizer("adagrad", _step_adagrad, learning_rate, slots, hyper, (spec, options))
 
 
