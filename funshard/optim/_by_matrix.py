@@ -25,10 +25,8 @@ from ._rules import adamw
 
 MatrixOptions = Mapping[str, Any]
 """Options of one matrix, such as its learning rate, its ``shape``, and the ``step``, which counts from 1, on the host."""
-Slots = dict[str, Tensor]
-"""State of one matrix by name."""
-Payload = tuple[Tensor, ...]
-"""The tensors of a matrix that are sent: the same number and dtypes for every matrix."""
+Slots = dict[str, Tensor]  # the state of one matrix by name
+Payload = tuple[Tensor, ...]  # what is sent of a matrix: the same number and dtypes for every matrix
 MAX_BATCHED_NUMEL = 1 << 20
 """Matrices of one shape are computed as one batch up to this many elements: for larger ones the copies cost more."""
 
@@ -83,10 +81,8 @@ def rule_from_update(init: MatrixInit, update: MatrixUpdate, chosen: Sequence[Ma
         new, *own = results
         return new, dict(zip(slots, own, strict=True))
 
-    def init_owned(param: Tensor) -> Slots:
-        return dict(init(param))
-
-    return MatrixRule(slots, init_owned, before_exchange, on_owner, after_exchange, 1 + len(slots), is_whole=True)
+    initialize = lambda param: dict(init(param))  # noqa: E731
+    return MatrixRule(slots, initialize, before_exchange, on_owner, after_exchange, 1 + len(slots), is_whole=True)
 
 
 def _try_init(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
@@ -97,9 +93,7 @@ def _try_init(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dt
     try:
         state = init(x)
     except (RuntimeError, NotImplementedError) as error:
-        raise TypeError(
-            f"by_matrix: init runs on a meta tensor first, for names and shapes: expected that to do, got: {error}"
-        ) from error
+        raise TypeError(f"by_matrix: init runs on a meta tensor first, for names and shapes: {error}") from error
     if not isinstance(state, Mapping) or not all(isinstance(t, Tensor) for t in state.values()):
         raise TypeError(f"by_matrix: init: expected a dict of tensors, got {state!r}")
     try:
@@ -161,9 +155,8 @@ class MatrixStep:
         """Return the state before the first step, by unit key: zeros, or what the rule returns for each matrix."""
         others = self._fallback_tensors(params)
         fallback = self.fallback[0](others)
-        if [*fallback] != [*others]:
-            expected = f"expected a state with the keys {[*others][:4]} that it is given"
-            raise ValueError(f"fallback: {expected}, got {[*fallback][:4]}")
+        if (keys := [*others]) != (got := [*fallback]):
+            raise ValueError(f"fallback: expected a state with the keys {keys[:4]} that it is given, got {got[:4]}")
         initial: dict[str, Slots] = {}
         parts: dict[str, Params] = {slot: {} for slot in self.rule.slots}
         for batch in self.known._batches_of(params):
@@ -273,8 +266,8 @@ class MatrixStep:
             waiting = [batch.spread(some, other) for other in following for some in results]
             results = results if plans[i + 2 :] else []
             for name, param in params.items():
-                chunk = plan.chunk if plan else (0, 1)
-                self._use_chunk(run, name, [some[name] for some in back], slots[name], param, options[name], chunk)
+                elements = chunk_slice(len(param), plan.chunk if plan else (0, 1))
+                self._use_chunk(run, name, tuple(some[name] for some in back), slots[name], param, options[name], elements)
             back = []
 
     def _send_batch(
@@ -294,23 +287,14 @@ class MatrixStep:
         return slots, [batch.collect(dict(zip(sent, some, strict=True))) for some in zip(*sent.values(), strict=True)]
 
     def _use_chunk(
-        self,
-        run: _Run,
-        name: str,
-        results: Sequence[Tensor],
-        slots: Slots,
-        param: Tensor,
-        options: MatrixOptions,
-        chunk: tuple[int, int],
+        self, run: _Run, name: str, results: Payload, slots: Slots, param: Tensor, options: MatrixOptions, elements: slice
     ) -> None:
         """Run the rule after the exchange on a chunk of a matrix's slice."""
-        elements = chunk_slice(len(param), chunk)
         part, own = param[elements], {slot: x[elements] for slot, x in slots.items()}
         new, after = self.rule.after_exchange(tuple(x.to(param.device) for x in results), own, part, options)
         made = run.parts.setdefault(name, {slot: [] for slot in ("", *after)})
-        made[""].append(self._store(part, new))
-        for slot, x in after.items():
-            made[slot].append(self._store(own[slot], x))
+        for slot, x in {"": new, **after}.items():
+            made[slot].append(self._store(own[slot] if slot else part, x))
 
     def _store(self, old: Tensor, new: Tensor) -> Tensor:
         return old.copy_(new) if self.donate and new is not old else new
@@ -346,7 +330,6 @@ class MatrixStep:
         ]
 
     def _join_unit(self, run: _Run, key: str, fallback: dict[str, tuple[Tensor, Any]]) -> tuple[Tensor, MatrixState]:
-        """Return, once, a unit's new shard and state."""
         param, state, names = run.params[key], run.state[key], self.known._names_in(key)
         others = {name: fallback.pop(name) for name in state.fallback}
         owned = {name: run.owned.pop(name) for name in names}
@@ -379,11 +362,10 @@ class _Run:
 
 # --- The optimizer: options, checks, and the default for parameters that are not matrices ---
 
-OwnedShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
-"""By matrix, the shapes of the state that its owner holds."""
+OwnedShapes = Mapping[str, Mapping[str, tuple[int, ...]]]  # by matrix and name, of the state that its owner holds
 
 
-def find_owned_shapes(rule: MatrixRule, known: Matrices) -> OwnedShapes:
+def _find_owned_shapes(rule: MatrixRule, known: Matrices) -> OwnedShapes:
     """Return the shapes of owners' state; ValueError if an update would mix a split stack, or a shape hides what is split."""
     sizes = dict(known.spec.bound_mesh.sizes)
     states: dict[object, Tensors] = {}
@@ -408,10 +390,9 @@ def find_owned_shapes(rule: MatrixRule, known: Matrices) -> OwnedShapes:
     return owned
 
 
-def check_state(
+def _check_state(
     state: Mapping[str, object], params: Tensors, known: Matrices, slots: Sequence[str], owned: OwnedShapes
 ) -> None:
-    """Raise ValueError or TypeError, naming the unit, unless the state fits the params and this rank's matrices."""
     for key, param in params.items():
         unit = state[key]
         if not isinstance(unit, MatrixState):
@@ -469,9 +450,8 @@ def by_matrix(
         tensor([-0.5000,  0.0000,  0.0000, -0.5000])
     """
     known = spec if isinstance(spec, Matrices) else matrices(spec)
-    return make_optimizer(
-        "by_matrix", rule_from_update(init, update, known.chosen), known, {}, fallback=fallback, donate=donate
-    )
+    rule = rule_from_update(init, update, known.chosen)
+    return make_optimizer("by_matrix", rule, known, {}, fallback=fallback, donate=donate)
 
 
 def make_optimizer(
@@ -502,10 +482,8 @@ def make_optimizer(
     shares_lr = shares_lr or fallback is None
     others = fallback or _fallback_adamw(known, defaults, options, donate=donate)
     if not _checks.is_pair(others):
-        raise TypeError(
-            f"fallback: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW) gives, got {others!r}"
-        )
-    owned = find_owned_shapes(rule, known)
+        raise TypeError(f"fallback: expected (init, update), such as fs.optim.from_torch(torch.optim.AdamW), got {others!r}")
+    owned = _find_owned_shapes(rule, known)
 
     def init(params: Tensors) -> dict[str, MatrixState]:
         known._check_slices(params)
@@ -521,7 +499,7 @@ def make_optimizer(
     ) -> tuple[Params, dict[str, MatrixState]]:
         known._check_slices(params)
         _checks.check_trees(params, grads, state, params)
-        check_state(state, params, known, rule.slots, owned)
+        _check_state(state, params, known, rule.slots, owned)
         _checks.check_rate(lr, "lr")
         _checks.check_rate(fallback_lr, "fallback_lr")
         if lr is not None and fallback_lr is None and not shares_lr:
@@ -529,7 +507,10 @@ def make_optimizer(
                 "lr= is the matrices': expected fallback_lr= with it, the learning rate of the fallback= that was given"
             )
         rates = {"lr": lr if fallback_lr is None else fallback_lr} if lr is not None or fallback_lr is not None else {}
-        now = every if lr is None else {name: _with_lr(own, lr, defaults.get("lr")) for name, own in every.items()}
+        now = every
+        if lr is not None:
+            rates_of = {name: _checks.scale_lr(lr, own.get("lr"), defaults.get("lr")) for name, own in every.items()}
+            now = {name: {**own, "lr": rates_of[name]} for name, own in every.items()}
         given = [x for x in pytree.tree_leaves((grads, state, params, lr, fallback_lr)) if isinstance(x, Tensor)]
         if not _torch.is_eager() or _torch.any_tracked(given):
             shared, mesh_axes = SharedOptions(known.spec), known.spec.bound_mesh.names
@@ -545,12 +526,6 @@ def make_optimizer(
 
     broken = _torch.disable_in_graph(_checks.break_message(who, breaks_graph))(update) if breaks_graph else update
     return Optimizer(init, broken)
-
-
-def _with_lr(options: MatrixOptions, lr: float | Tensor, default: float | None) -> MatrixOptions:
-    """Return a matrix's options in a step with its own ``lr``; a parameter keeps its ratio to the default."""
-    own = options.get("lr")
-    return {**options, "lr": lr if default is None or own == default else _checks.scale_lr(lr, own, default)}
 
 
 def _fallback_adamw(known: Matrices, defaults: Mapping[str, Any], options: ParamOptions | None, *, donate: bool) -> Fallback:

@@ -23,10 +23,8 @@ from .._slices.pieces import padding_mask, param_ranges
 from .._spec.codec import check_trainable
 from ..collectives._functions import vary
 
-Tensors = Mapping[str, Tensor]
-"""A tree that is only read: by unit key or parameter name."""
-StateMapping = Mapping[str, Tensors]
-"""An elementwise state that is only read: by unit key and name."""
+Tensors = Mapping[str, Tensor]  # a tree that is only read: by unit key or parameter name
+StateMapping = Mapping[str, Tensors]  # an elementwise state that is only read: by unit key and name
 
 
 def check_rate(lr: object, what: str, *, optional: bool = True) -> None:
@@ -38,8 +36,7 @@ def check_rate(lr: object, what: str, *, optional: bool = True) -> None:
         )
 
 
-State = dict[str, dict[str, Any]]
-"""By unit key, then by torch's name: slices like the shard, and numbers. The structure never changes."""
+State = dict[str, dict[str, Any]]  # by unit key, then by torch's name: slices like the shard, and numbers
 
 
 class Optimizer(NamedTuple):
@@ -200,8 +197,7 @@ def is_slice(tensor: Tensor, unit: Unit, spec: PartitionSpec) -> bool:
 
 # --- Options of single parameters, as ranges of the shards that they lie in ---
 
-ParamOptions = Callable[[str, Param], Mapping[str, Any]]
-"""``options(name, param)``: the parameter's own options, which replace the defaults."""
+ParamOptions = Callable[[str, Param], Mapping[str, Any]]  # ``options(name, param)``, which replace the defaults
 
 
 def check_options(what: str, given: Mapping[str, Any], known: Collection[str]) -> None:
@@ -213,6 +209,8 @@ def check_options(what: str, given: Mapping[str, Any], known: Collection[str]) -
 
 def scale_lr(lr: float | Tensor, own: Any, default: Any, who: str = "") -> Any:
     """Return a step's lr for a parameter with its own lr, whose ratio to the default stays. ValueError unless that is > 0."""
+    if own is default:
+        return lr
     if not default:
         raise ValueError(f"{who}an lr among the options keeps its ratio to the default one: expected that positive")
     return lr * (own / default)
@@ -222,15 +220,9 @@ class OptionRanges(NamedTuple):
     """The ranges of a shard whose parameters have the same options. Without ranges it is one piece, of any shape."""
 
     numel: int | None = None
-    ranges: tuple[tuple[int, slice], ...] = ()
-    """``(group, range)``: the same groups on every rank, perhaps with an empty range."""
+    ranges: tuple[tuple[int, slice], ...] = ()  # ``(group, range)``: the same groups on every rank, perhaps empty ranges
     groups: tuple[int, ...] = (0,)
-    frozen_unit: Unit | None = None
-    """The unit, if its shard is bytes of a codec."""
-
-    def without_cuts(self) -> OptionRanges:
-        """Return one piece, with the padding, where all parameters have the same options."""
-        return self if len(self.groups) > 1 else self._replace(ranges=())
+    frozen_unit: Unit | None = None  # the unit, if its shard is bytes of a codec
 
 
 Check = Callable[[str, Mapping[str, Any]], None]

@@ -33,8 +33,7 @@ from . import _owners
 from ._checks import Tensors, check_tensors
 from ._owners import Coords, Matrix, Select
 
-Chunk = tuple[int, int]
-"""``(number, count)``: which of ``count`` chunks of some elements."""
+Chunk = tuple[int, int]  # ``(number, count)``: which of ``count`` chunks of some elements
 
 
 def chunk_slice(numel: int, chunk: Chunk) -> slice:
@@ -43,12 +42,12 @@ def chunk_slice(numel: int, chunk: Chunk) -> slice:
     return slice(numel * number // count, numel * (number + 1) // count)
 
 
-def concat_flat(tensors: Sequence[Tensor]) -> Tensor:
+def _concat_flat(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate 1-D tensors through 2-D: torch.cat drops empty 1-D ones, and with them their vmap level, which is sent."""
     return torch.cat([x[:, None] for x in tensors])[:, 0]
 
 
-def split_flat(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def _split_flat(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Split a flat tensor into pieces of these sizes. Through 2-D, so that derivatives go the way of `concat_flat`."""
     return [x[:, 0] for x in flat[:, None].split_with_sizes(list(sizes))]
 
@@ -82,7 +81,7 @@ def start_plan(tensors: Sequence[Tensor], plan: ExchangePlan) -> Callable[[], li
         flat = finish()
         for step in plan.steps[1:]:
             flat = _send([flat], step)()
-        return split_flat(flat, plan.end)
+        return _split_flat(flat, plan.end)
 
     return wait
 
@@ -179,7 +178,6 @@ def plan_exchange(
 
 
 def _count_overlap(matrix: Matrix, number: int, length: int) -> int:
-    """Return how many of a matrix's elements lie in one slice of its unit."""
     low, high = number * length, (number + 1) * length
     return max(0, min(matrix.begin + matrix.param.numel, high) - max(matrix.begin, low))
 
@@ -255,7 +253,7 @@ class MatrixBatch(NamedTuple):
     def _start(self, tensors: Sequence[Tensor], plan: ExchangePlan, inverse: ExchangePlan) -> Callable[[], list[Tensor]]:
         if _torch.is_eager() and not _torch.any_tracked(tensors):
             return start_plan(tensors, plan)
-        arrived = split_flat(_exchange(concat_flat(tensors), plan, inverse), plan.end)
+        arrived = _split_flat(_exchange(_concat_flat(tensors), plan, inverse), plan.end)
         return lambda: arrived
 
     def select_owner_result(self, matrix: Matrix, new: Tensor, old: Tensor) -> Tensor:
@@ -344,7 +342,6 @@ class Matrices:
         return tuple(matrix.name for matrix in self._of_unit.get(key, ()))
 
     def _is_owner(self, name: str) -> bool:
-        """Return whether this rank owns a matrix. Simulated ranks own all."""
         mesh = self.spec.bound_mesh
         return mesh.is_simulated or self.by_name[name].is_owned_by(rank_coords(mesh, None))
 
@@ -369,7 +366,7 @@ class Matrices:
             if name in parts:  # an empty one as well: derivatives of what it was made of are sent back by all ranks or none
                 tensors += [others[end:low], *parts[name]]
                 end = high
-        return concat_flat([*tensors, others[end:]])
+        return _concat_flat([*tensors, others[end:]])
 
     def _check_slices(self, tree: Mapping[str, Tensor]) -> None:
         """Raise ValueError or TypeError, naming the unit, unless these are slices of the spec that can be sent together."""
@@ -379,9 +376,7 @@ class Matrices:
             if not isinstance(unit, Unit):
                 raise ValueError(f"'{key}' is a parameter of the spec: expected units, such as {[*self.spec.by_key][:8]}")
             check_slice(piece, unit, self.spec, "update")
-        self._check_sent_together({name: piece for key, piece in tree.items() for name in self._names_in(key)})
-
-    def _check_sent_together(self, tensors: Mapping[str, Tensor]) -> None:
+        tensors = {name: piece for key, piece in tree.items() for name in self._names_in(key)}
         for names in self.groups:
             some = [name for name in names if name in tensors]
             for name in some[1:]:

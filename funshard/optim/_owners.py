@@ -29,8 +29,7 @@ MULTIPLICATIONS_PER_ELEMENT_SENT = 512
 second, 2 bytes an element, for a Newton-Schulz iteration of 5 steps. Only its order of magnitude matters.
 """
 
-Coords = tuple[int, ...]
-"""A rank's coordinates on the mesh."""
+Coords = tuple[int, ...]  # of a rank on the mesh
 Owner = tuple[int | None, ...]
 """The owner's coordinates on the mesh; None on an axis over which each rank owns its part of a stack of matrices."""
 

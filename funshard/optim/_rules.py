@@ -16,8 +16,7 @@ from .._torch.tracing import phase
 from . import _checks
 from ._checks import Optimizer, ParamOptions, SharedOptions, State, StateMapping, Tensors
 
-Rate = float | Tensor | Callable[[Tensor], float | Tensor]
-"""A learning rate, or a function of the step, which counts from 0."""
+Rate = float | Tensor | Callable[[Tensor], float | Tensor]  # a learning rate, or a function of the step, from 0 on
 Slots = dict[str, Tensor]
 Rule = Callable[..., tuple[Tensor, Slots]]
 """``rule(grad, param, slots, step, lr, **options) -> (new param, new slots)``: step counts from 1, a 0-D float64 tensor."""
@@ -66,7 +65,8 @@ def _make_optimizer(
         _checks.check_rate(lr, "lr")
         if _torch.is_in_dynamo() and isinstance(lr, float):
             lr = torch.ones((), dtype=torch.float64) * lr  # a value of the graph, and no constant
-        updated = {key: found.without_cuts() for key, found in _checks.find_updated(ranges, params).items()}
+        found = _checks.find_updated(ranges, params)  # in one piece, with the padding, where all options are the same
+        updated = {key: x if len(x.groups) > 1 else x._replace(ranges=()) for key, x in found.items()}
         _checks.check_trees(params, grads, state, updated)
         _checks.check_slots(params, state, updated, names, numbers)
         if spec is None and not _torch.is_in_dynamo():
