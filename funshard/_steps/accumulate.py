@@ -119,19 +119,11 @@ def pad_microbatches(
             nor a stand-in where another one has micro-batches. For a tensor or a mapping.
 
     Example:
-        >>> import itertools, torch, funshard as fs
-        >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> spec = fs.policies.whole()(model)
-        >>> params = fs.shard(model, spec)
-        >>> loss = lambda params, x: fs.functional_call(model, params, x, spec=spec).sum()
-        >>> example, batches = torch.zeros(1, 2), iter(torch.ones(3, 1, 2))
-        >>> def next_step():
-        ...     return fs.pad_microbatches(itertools.islice(batches, 2), spec=spec, stand_in=example)
-        >>> while (step := next_step()).microbatches:
-        ...     grads, value = fs.accumulate(loss, params, step.microbatches, spec=spec, weights=step.weights)
-        ...     print(len(step.microbatches), step.weights)
-        2 [1.0, 1.0]
-        1 [1.0]
+        >>> import torch, funshard as fs
+        >>> spec = fs.policies.whole()(torch.nn.Linear(2, 1))
+        >>> microbatches, weights = fs.pad_microbatches(torch.ones(2, 1, 2).unbind(), spec=spec, stand_in=torch.zeros(1, 2))
+        >>> len(microbatches), weights  # more, of weight 0, if another rank has more
+        (2, [1.0, 1.0])
 
     Source: the ``Join`` context manager of torch.distributed.algorithms.
     """
@@ -322,11 +314,11 @@ class AccumulationPlan:
         loss, aux = run_loss(f, self.has_aux, dict(given), self.batches[i])
         if not _torch.is_in_graph():
             _check_aux(aux)
-        if not _torch.is_in_graph() and (hooked := [key for key, x in given.items() if _torch.has_hooks(x)]):
-            raise ValueError(
-                f"unit '{hooked[0]}': the loss has called register_hook on its shard, which does not see the "
-                "gradients of functional_call here: expected no hook; change the gradients that come back, or in the update"
-            )
+            for key in (key for key, x in given.items() if _torch.has_hooks(x)):
+                raise ValueError(
+                    f"unit '{key}': the loss has called register_hook on its shard, which does not see the gradients of "
+                    "functional_call here: expected no hook; change the gradients that come back, or in the update"
+                )
         return (loss if self.scales is None else drop_unweighted(loss, self.scales[i]) * self.scales[i]), loss, aux
 
     def combine_values(self, sums: GradSums) -> Any:
@@ -341,13 +333,8 @@ class AccumulationPlan:
         value = (each.sum() / count).to(sums.values[0].dtype)
         return (value, sums.auxes) if self.has_aux else value
 
-    def finish_grads(self, sums: GradSums) -> Params:
-        """Reduce what is left, and return the gradients of the shards. The sums are freed."""
-        out = {unit.key: self.finish_grad(unit, sums) for unit in self.units}
-        return {key: out[key] for key in self.params}
-
     def finish_grad(self, unit: Unit, sums: GradSums) -> Tensor:
-        """Return the gradient of one unit's shard after all micro-batches."""
+        """Reduce what is left, and return the gradient of one unit's shard after all micro-batches. Its sums are freed."""
         count = len(self.batches) if self.reduction.by == "mean" else 1
         shard = self.params[unit.key]
         grad = self._reduce(unit, sums.through, shard, count)
@@ -518,7 +505,8 @@ def add_up(f: Callable[..., Any], plan: AccumulationPlan) -> tuple[Params, Any]:
     sums = GradSums()
     (run_in_place if plan.in_place else _run_recorded)(f, plan, sums)
     value = plan.combine_values(sums)
-    return plan.finish_grads(sums), value
+    grads = {unit.key: plan.finish_grad(unit, sums) for unit in plan.units}
+    return {key: grads[key] for key in plan.params}, value
 
 
 # --- accumulate ---

@@ -23,8 +23,7 @@ from ._schedules import read_count
 
 Pair = tuple[Callable[[Any], Any], Callable[..., tuple[Mapping[str, Tensor], Any]]]
 """``(init, update)``: an `Optimizer`, or such functions of yours."""
-Link = Callable[[Pair], Optimizer]
-"""A function from an optimizer to one around it."""
+Link = Callable[[Pair], Optimizer]  # a function from an optimizer to one around it
 
 
 def check_optimizer(who: str, optimizer: object) -> None:
@@ -212,11 +211,8 @@ def accumulate_steps(k: int) -> Link:
         return AccumulationState(inner, torch.zeros((), dtype=torch.int64), sums)
 
     def step(update: Any, grads: Tensors, state: AccumulationState, params: Tensors, **rates: Any) -> tuple[Tensors, Any]:
-        for key in state.sums:
-            if key not in grads:
-                raise ValueError(
-                    f"accumulate_steps: unit '{key}' has no gradient: expected those of all units, got {[*grads][:8]}"
-                )
+        for key in (key for key in state.sums if key not in grads):
+            raise ValueError(f"accumulate_steps: unit '{key}' has no gradient: expected those of all units, got {[*grads][:8]}")
         count = read_count(state.num_summed, "accumulate_steps", planned=k - 1) + 1
         if count > k:
             raise ValueError(f"accumulate_steps: the state has {count - 1} gradients of a larger k: expected less than k={k}")
@@ -340,10 +336,7 @@ def apply_if_finite(spec: PartitionSpec, *, max_consecutive: int | None = None) 
 def _select_step(
     update: Any, finite: Tensor, grads: Tensors, state: FiniteState, params: Tensors, rates: Mapping[str, Any]
 ) -> tuple[Params, FiniteState]:
-    """Return the step's result if ``finite``, else what was given, without a branch on the host.
-
-    A dropped step gets ones as gradients, because NaN and zeros may reach derivatives, and copies of the rest: it may donate.
-    """
+    # a dropped step gets ones as gradients, because NaN and zeros may reach derivatives, and copies of the rest: it may donate
     safe = {key: torch.where(finite.to(g.device), g, torch.ones_like(g)) for key, g in grads.items()}
     given = dict(params), state.inner
     copied, inner = pytree.tree_map_only(Tensor, torch.clone, given)
@@ -397,13 +390,11 @@ def schedule_lr(rate: Callable[[Tensor], float | Tensor]) -> Link:
         ({'': tensor([0.5000, 0.5000])}, tensor(1))
     """
 
-    def begin(inner: Any, params: Tensors) -> ScheduleState:
-        return ScheduleState(inner, torch.zeros((), dtype=torch.int64))
-
     def step(update: Any, grads: Tensors, state: ScheduleState, params: Tensors, **rates: Any) -> tuple[Tensors, Any]:
         if "lr" in rates:
             raise TypeError("schedule_lr: its schedule gives lr=: expected no other one, or the optimizer without schedule_lr")
         new, inner = update(grads, state.inner, params, lr=rate(state.step), **rates)
         return new, ScheduleState(inner, state.step + 1)
 
+    begin = lambda inner, params: ScheduleState(inner, torch.zeros((), dtype=torch.int64))  # noqa: E731
     return _make_link("schedule_lr", ScheduleState, begin, step)

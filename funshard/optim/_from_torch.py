@@ -19,8 +19,7 @@ from .._torch.tracing import phase
 from . import _checks
 from ._checks import Optimizer, OptionRanges, ParamOptions, State, StateMapping, Tensors
 
-InitialState = Callable[[Tensor], Tensors]
-"""A function from a vector to its state before the first step."""
+InitialState = Callable[[Tensor], Tensors]  # from a vector to its state before the first step
 
 ELEMENTWISE_CLASSES = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
 """The elementwise optimizers of torch.optim. Pinned by ``test_every_optimizer_is_right_or_refused``."""
@@ -137,7 +136,6 @@ def from_torch(
 
 
 def _check_class(cls: object, initial: InitialState | None) -> None:
-    """Raise ValueError for an optimizer not known to be elementwise, TypeError for what is not an optimizer class."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(f"from_torch: expected a class of optimizers such as torch.optim.AdamW, got {cls!r}")
     if instead := WHOLE.get(cls):
@@ -237,7 +235,6 @@ def _update(
 
 
 def _build_optimizer(config: _Config, lr: float | Tensor | None) -> torch.optim.Optimizer:
-    """Return torch's optimizer with its param groups, without parameters."""
     groups = [{"params": [torch.empty(0)], **group} for group in config.groups]
     optimizer = config.cls(groups, **(config.defaults if lr is None else {**config.defaults, "lr": lr}))
     optimizer.state.clear()

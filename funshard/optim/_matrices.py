@@ -201,11 +201,9 @@ class MatrixBatch(NamedTuple):
 
     matrices: tuple[Matrix, ...]
     spec: PartitionSpec
-    to_owners: ExchangePlan | None
-    """None for simulated ranks, as the next one."""
+    to_owners: ExchangePlan | None  # None for simulated ranks, as the next one
     from_owners: ExchangePlan | None
-    chunks: tuple[ExchangePlan, ...] = ()
-    """``from_owners`` chunk by chunk, where all of it is too much at once."""
+    chunks: tuple[ExchangePlan, ...] = ()  # ``from_owners`` chunk by chunk, where all of it is too much at once
 
     @staticmethod
     def plan(some: Sequence[Matrix], spec: PartitionSpec, max_numel: int) -> MatrixBatch:
@@ -318,13 +316,10 @@ class MatrixBatch(NamedTuple):
 class Matrices:
     """The matrices of a spec's parameters and their owners on a mesh, as `matrices` returns them. Prints as a table."""
 
-    spec: PartitionSpec
-    """Bound to its mesh."""
+    spec: PartitionSpec  # bound to its mesh
     chosen: tuple[Matrix, ...]
-    groups: tuple[tuple[str, ...], ...] = field(repr=False)
-    """Names of the matrices that are sent together."""
+    groups: tuple[tuple[str, ...], ...] = field(repr=False)  # names of the matrices that are sent together
     by_name: Mapping[str, Matrix] = field(init=False, compare=False, repr=False)
-    """The matrices by parameter name."""
     _of_unit: Mapping[str, list[Matrix]] = field(init=False, compare=False, repr=False)
     _batches: dict[tuple[str, ...], MatrixBatch] = field(default_factory=dict, init=False, compare=False, repr=False)
 

@@ -30,8 +30,7 @@ second, 2 bytes an element, for a Newton-Schulz iteration of 5 steps. Only its o
 """
 
 Coords = tuple[int, ...]  # of a rank on the mesh
-Owner = tuple[int | None, ...]
-"""The owner's coordinates on the mesh; None on an axis over which each rank owns its part of a stack of matrices."""
+Owner = tuple[int | None, ...]  # coordinates; None on an axis over which each rank owns its part of a stack of matrices
 
 
 class Matrix(NamedTuple):
@@ -39,12 +38,9 @@ class Matrix(NamedTuple):
 
     unit: Unit
     param: Param
-    shape: tuple[int, ...]
-    """As an owner has it: [n, m] or [batch, n, m]. A selection of everything has vectors as well."""
-    begin: int
-    """Offset in the unit's buffer, in elements."""
-    stack: LocalDims = ()
-    """The local axes over which each rank owns its part of a stack, and the dimension that each splits."""
+    shape: tuple[int, ...]  # as an owner has it: [n, m] or [batch, n, m]; a selection of everything has vectors as well
+    begin: int  # offset in the unit's buffer, in elements
+    stack: LocalDims = ()  # the local axes over which each rank owns its part of a stack, and the dimension that each splits
     owner: Owner = ()
 
     @property
@@ -170,8 +166,7 @@ def _matrix_shape(unit: Unit, param: Param, select: Select | None) -> tuple[int,
 
 # --- Which rank owns each matrix, and which matrices are sent together: arithmetic with the same result on every rank ---
 
-WORKSPACE_FACTOR = 3
-"""A batch needs up to this many times its size while its owners compute, because of the iteration's products."""
+WORKSPACE_FACTOR = 3  # a batch needs up to so many times its size while its owners compute, because of the products
 
 
 def all_coords(spec: PartitionSpec) -> list[Coords]:
@@ -200,7 +195,6 @@ def assign_owners(found: Sequence[Matrix], batches: Sequence[Sequence[int]], spe
 
 
 def _map_owners_to_ranks(stack_axes: tuple[str, ...], spec: PartitionSpec) -> dict[Owner, list[Coords]]:
-    """Return the ranks of each possible owner of a matrix: several ranks if its stack is split over axes."""
     out: dict[Owner, list[Coords]] = {}
     for rank in all_coords(spec):
         owner = tuple(None if name in stack_axes else at for name, at in zip(spec.bound_mesh.names, rank, strict=True))

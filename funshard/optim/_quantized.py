@@ -22,8 +22,6 @@ from ._compose import Pair, check_optimizer
 
 CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 22
 """The number of elements that are encoded or decoded at once, some 30 bytes each: in a CPU's cache, and on a device."""
-ROUNDING = "rounding_step"
-"""A number in older states, which counted stochastic roundings."""
 
 
 # --- A slice in a codec ---
@@ -139,7 +137,7 @@ def _encode_unit(
 
 def _decode_unit(unit: Unit, values: Mapping[str, Any], spec: PartitionSpec, codec: Codec) -> UnitState:
     bound = bind_spec(spec)
-    out: dict[str, Any] = {name: x for name, x in values.items() if name != ROUNDING}
+    out: dict[str, Any] = {name: x for name, x in values.items() if name != "rounding_step"}  # a number in older states
     for name, x in out.items():
         if not isinstance(x, QuantizedSlice):
             continue
