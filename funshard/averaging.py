@@ -110,9 +110,6 @@ def periodic(
         axes: The mesh axes of a single period, as for `average`, whose errors every step raises.
         warmup_steps: The first step that may average.
 
-    Raises:
-        ValueError: For periods, axes or steps out of these ranges.
-
     Example:
         >>> import torch, funshard as fs
         >>> spec = fs.policies.whole(fs.P())(torch.nn.Linear(4, 2)).on({"node": 1, "gpu": 1})

@@ -58,9 +58,6 @@ def dynamic(
         backoff_factor: Its factor after a bad step, between 0 and 1.
         growth_interval: A number of steps, at least 1.
 
-    Raises:
-        ValueError: For a number out of these ranges.
-
     Example:
         >>> import torch, funshard as fs
         >>> init, update = fs.loss_scale.dynamic(fs.policies.whole()(torch.nn.Linear(2, 1, bias=False)), scale=4.0)

@@ -115,8 +115,7 @@ def pad_microbatches(
         ``(microbatches, weights)``, both empty if no rank has a micro-batch.
 
     Raises:
-        ValueError, TypeError: On every rank, if one has other numbers of weights and micro-batches, or neither a micro-batch
-            nor a stand-in where another one has micro-batches. For a tensor or a mapping.
+        ValueError: On every rank, if one has other numbers of weights and micro-batches, or nothing to repeat.
 
     Example:
         >>> import torch, funshard as fs
@@ -509,9 +508,6 @@ def add_up(f: Callable[..., Any], plan: AccumulationPlan) -> tuple[Params, Any]:
     return {key: grads[key] for key in plan.params}, value
 
 
-# --- accumulate ---
-
-
 def accumulate(
     f: Callable[..., Any],
     params: Mapping[str, Tensor],
@@ -549,9 +545,7 @@ def accumulate(
         value, reduced alike, and a list.
 
     Raises:
-        ValueError, TypeError: For arguments that do not fit the spec or each other, other numbers of micro-batches on other
-            ranks, weights that are negative or not finite, a functional_call of these shards with another spec or its own
-            reduction, and as `grad_and_value`.
+        ValueError, TypeError: For arguments that do not fit each other or those of other ranks, and as `grad_and_value`.
 
     Example:
         >>> import torch, funshard as fs

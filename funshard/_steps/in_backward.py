@@ -71,8 +71,7 @@ def update_in_backward(
         norm: The norm that the step before returned, or None in the first step, which does not clip.
 
     Raises:
-        ValueError, TypeError: As `accumulate`, and for a unit without state, an update that does not return its unit, and
-            arguments of clipping that do not fit.
+        ValueError, TypeError: As `accumulate`, and for a state, an update or arguments of clipping that do not fit.
 
     Example:
         >>> import torch, funshard as fs

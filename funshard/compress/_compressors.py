@@ -10,8 +10,7 @@ Without compression, by `exact`, that is ``grad(lambda p: loss(unshard(p, spec))
 those of the whole mesh, also where it is split over one axis and replicated over another. A unit with local axes has its
 pieces' gradients, by ``unshard(params, spec, whole=False)``: over these axes nothing is sent, and the mean divides.
 ``axes=`` names the ones to compress over; over the others gradients are reduced exactly, and first, so that
-``axes="replicate"`` on HSDP compresses slices, on the slow wires alone. As the communication hooks of
-DistributedDataParallel and FSDP.
+``axes="replicate"`` on HSDP compresses slices, on the slow wires alone. As DDP's and FSDP's communication hooks.
 """
 
 from __future__ import annotations
@@ -53,8 +52,7 @@ class Compressor(Generic[S]):
     reduce: Callable[[Mapping[str, Tensor], S, PartitionSpec], tuple[Params, S]]
     """``reduce(grads, state, spec)``: the mean over ranks of their full gradients by parameter name, or about that, as
     `shard` slices it, in the gradients' own dtypes and with zeros for padding; and the next state. Units without
-    gradients are left out. Raises ValueError or TypeError, naming the parameter, before any communication, for one that
-    is not of the spec, is missing from its unit, or has another shape or dtype."""
+    gradients are left out. Raises ValueError or TypeError before any communication for a gradient that does not fit."""
 
 
 def exact(axes: Axes = None) -> Compressor[tuple[()]]:
@@ -296,8 +294,7 @@ def powersgd(
     ``P = orthogonal(sum over ranks of M @ Q)``, ``Q = mean over ranks of M.T @ P``: one all-reduce of every unit's P, together
     with gradients that are not compressed, and one of every Q, over each axis and for each dtype. Frozen units are not
     compressed; units with local axes are reduced exactly, because a piece has another approximation than the whole. Keep the
-    old state after a step with gradients that are not finite (`loss_scale.select`). A state of other options, spec or mesh is
-    a ValueError that names the parameter, before any communication.
+    old state after a step with gradients that are not finite (`loss_scale.select`).
 
     Vogels, Karimireddy and Jaggi, PowerSGD, 2019; as powerSGD_hook and batched_powerSGD_hook after their first
     ``start_powerSGD_iter`` steps, for which there is ``switch(1000, exact(), powersgd())``.

@@ -309,9 +309,6 @@ class MatrixBatch(NamedTuple):
         return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-# --- All matrices of a spec ---
-
-
 @dataclass(frozen=True)
 class Matrices:
     """The matrices of a spec's parameters and their owners on a mesh, as `matrices` returns them. Prints as a table."""

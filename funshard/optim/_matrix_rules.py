@@ -115,9 +115,6 @@ def orthogonal(
         coefficients: ``(a, b, c)``.
         eps: The smallest norm to divide by.
 
-    Returns:
-        A tensor like ``x``.
-
     Example:
         >>> import torch
         >>> u = orthogonal(torch.diag(torch.tensor([3.0, 4.0])), steps=20, coefficients=(15 / 8, -10 / 8, 3 / 8))
@@ -386,9 +383,6 @@ def _power_iteration(square: Tensor, factors: list[Tensor], bases: list[Tensor],
         basis = basis.gather(-1, order[..., None, :].expand_as(basis))
         out.append(torch.linalg.qr(factor @ basis).Q)
     return [square, *out]
-
-
-# --- Adafactor ---
 
 
 def adafactor(

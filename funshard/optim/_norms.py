@@ -303,9 +303,6 @@ def _root(squares: list[Tensor], dtypes: list[torch.dtype]) -> Tensor:
     return torch.where(is_zero, 0, torch.where(is_zero, 1, total).sqrt()).to(dtype)
 
 
-# --- Arithmetic of trees: the vectors of optimizers and of linear algebra ---
-
-
 def axpy(a: float | Tensor, x: Mapping[str, Tensor], y: Mapping[str, Tensor]) -> Params:
     """Return ``a * x + y``.
 

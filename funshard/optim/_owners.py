@@ -94,9 +94,6 @@ def hidden(model: nn.Module, *heads: str) -> Select:
         model: The model, of which only names and module types are read.
         *heads: Paths of modules to leave out.
 
-    Returns:
-        A function for ``matrices(spec, select=...)``.
-
     Example:
         >>> import torch, funshard as fs
         >>> model = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))

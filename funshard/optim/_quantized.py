@@ -24,9 +24,6 @@ CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 22
 """The number of elements that are encoded or decoded at once, some 30 bytes each: in a CPU's cache, and on a device."""
 
 
-# --- A slice in a codec ---
-
-
 def _encode_slice(x: Tensor, codec: Codec) -> QuantizedSlice:
     parts = [codec._encode_slice(part)[:2] for part in x.split(_chunk_length(len(x), codec, x.device))]
     codes, scales = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
@@ -59,9 +56,6 @@ def _chunk_length(numel: int, codec: Codec, device: torch.device) -> int:
     """Return how many elements to encode at once: whole blocks, or all elements if operators are recorded or batched."""
     length = max((CHUNK if device.type == "cpu" else DEVICE_CHUNK) // codec.block, 1) * codec.block
     return length if length < numel and _torch.is_eager() else numel
-
-
-# --- The state of a unit ---
 
 
 def _check_arguments(who: str, codec: object, spec: PartitionSpec, at_least: int | None = None) -> None:
@@ -152,9 +146,6 @@ def _decode_unit(unit: Unit, values: Mapping[str, Any], spec: PartitionSpec, cod
             )
         out[name] = zero_padding(_decode_slice(x, codec), unit, bound)
     return UnitState(out, [name for name in getattr(values, "numbers", ()) if name in out])
-
-
-# --- States, and the optimizer ---
 
 
 def encode_state(

@@ -141,9 +141,6 @@ def warmup(schedule: Schedule, steps: int, init_value: float = 0.0) -> Schedule:
     return join([linear(init_value, float(schedule(0)), steps), schedule], [steps])
 
 
-# --- torch's schedulers, by a table of their rates ---
-
-
 def schedule(scheduler: Callable[..., Any], lr: float, **options: Any) -> Callable[[int | Tensor], float]:
     """Return the learning rates of a torch scheduler as a function of the step, which counts from 0.
 
