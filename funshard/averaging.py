@@ -28,8 +28,7 @@ __getattr__ = raise_gone(__name__)
 class Averaging(NamedTuple):
     """The state of `periodic`: a pytree of one scalar, the same on every rank."""
 
-    step: Tensor
-    """The number of steps taken: int64, on the CPU, so that no rank waits for a device to read it."""
+    step: Tensor  # the number of steps taken: int64, on the CPU, so that no rank waits for a device to read it
 
 
 def average(params: Mapping[str, Tensor], spec: PartitionSpec, *, axes: Axes = None) -> Params:

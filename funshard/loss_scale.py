@@ -27,12 +27,10 @@ Tree = TypeVar("Tree")
 class LossScale(NamedTuple):
     """The state of dynamic loss scaling: a pytree of scalars, the same on every rank."""
 
-    scale: Tensor
-    """The factor of losses, float32."""
-    good_steps: Tensor
-    """The number of steps with finite gradients since the scale last changed, int32."""
-    finite: Tensor = True  # pyright: ignore[reportAssignmentType] - a state of 0.2 has none
-    """Whether all gradients of the last step were finite, on every rank."""
+    scale: Tensor  # the factor of losses, float32
+    good_steps: Tensor  # the number of steps with finite gradients since the scale last changed, int32
+    # Whether all gradients of the last step were finite, on every rank: a state of 0.2 has none.
+    finite: Tensor = True  # pyright: ignore[reportAssignmentType]
 
 
 def dynamic(

@@ -90,10 +90,8 @@ def _to_sum_dtype(x: Tensor) -> Tensor:
 class PaddedMicrobatches(NamedTuple):
     """Micro-batches, as many as on every other rank, and their weights."""
 
-    microbatches: list[Any]
-    """This rank's own micro-batches, then repeated ones."""
-    weights: list[float | Tensor]
-    """The weight of each: 0 for a repeated one."""
+    microbatches: list[Any]  # this rank's own micro-batches, then repeated ones
+    weights: list[float | Tensor]  # the weight of each: 0 for a repeated one
 
 
 def pad_microbatches(

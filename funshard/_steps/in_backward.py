@@ -19,20 +19,15 @@ from ..optim._norms import check_max_norm, global_norm_from_squares, scale_to_no
 from .accumulate import AccumulationPlan, GradSums, add_up, replacement_key, run_in_place
 
 UnitUpdateFn = Callable[[Params, dict[str, Any], Params], tuple[Mapping[str, Tensor], Mapping[str, Any]]]
-"""``update(grads, state, params) -> (new params, new state)``, of some units or all, each by itself."""
 
 
 class StepResult(NamedTuple):
     """The results of a step: params, state, the value of the loss, and the gradient's norm."""
 
-    params: Params
-    """The new shards, by unit key."""
-    state: dict[str, Any]
-    """The new state, by unit key."""
-    value: Any
-    """The value of the loss, as `accumulate` returns it; with ``has_aux`` ``(value, auxes)``."""
-    norm: Tensor | None
-    """The norm of the whole gradient before it was clipped; None without ``max_norm``."""
+    params: Params  # the new shards, by unit key
+    state: dict[str, Any]  # the new state, by unit key
+    value: Any  # the value of the loss, as `accumulate` returns it; with ``has_aux`` ``(value, auxes)``
+    norm: Tensor | None  # the norm of the whole gradient before it was clipped; None without ``max_norm``
 
 
 def update_in_backward(

@@ -271,12 +271,9 @@ def _scatter_axes(buffer: Tensor, unit: Unit, spec: PartitionSpec, axes: tuple[s
 class PowerSGD(NamedTuple):
     """The state of `powersgd`, by parameter name; by unit key where the matrix is a unit's buffer."""
 
-    step: Tensor
-    """int64 scalar: how many were taken. With the seed it says what is drawn."""
-    q: Params
-    """[columns, rank]: what the next step starts from, the same on all ranks that compress together."""
-    error: Params
-    """[rows, columns]: what this rank has not sent yet, another one on each; {} without error feedback."""
+    step: Tensor  # int64 scalar: how many were taken; with the seed it says what is drawn
+    q: Params  # [columns, rank]: what the next step starts from, the same on all ranks that compress together
+    error: Params  # [rows, columns]: what this rank has not sent yet, another one on each; {} without error feedback
 
 
 def powersgd(

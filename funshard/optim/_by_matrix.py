@@ -35,21 +35,17 @@ MAX_BATCHED_NUMEL = 1 << 20
 class MatrixRule:
     """An optimizer of matrices: elementwise on slices, then on owners, then elementwise on slices."""
 
-    slots: tuple[str, ...]
-    """Names of the elementwise state, which is kept in slices."""
-    init_owned: Callable[[Tensor], Slots]
-    """Returns the owner's initial state from a tensor like the matrix; with ``is_whole``, all state from the matrix."""
+    slots: tuple[str, ...]  # names of the elementwise state, which is kept in slices
+    init_owned: Callable[[Tensor], Slots]  # from a tensor like the matrix; with ``is_whole`` all state, from the matrix
+    # ``before_exchange(grad, slots, param, options) -> (payload, new slots)``
     before_exchange: Callable[[Tensor, Slots, Tensor, MatrixOptions], tuple[Payload, Slots]]
-    """``before_exchange(grad, slots, param, options) -> (payload, new slots)``."""
+    # ``on_owner(payload, owned, options) -> (results, new owned)``; a result has the dtype at its place in the payload
     on_owner: Callable[[Payload, Slots, MatrixOptions], tuple[Payload, Slots]]
-    """``on_owner(payload, owned, options) -> (results, new owned)``; a result has the dtype at its place in the payload."""
+    # ``after_exchange(results, slots, param, options) -> (new param, new slots)``
     after_exchange: Callable[[Payload, Slots, Tensor, MatrixOptions], tuple[Tensor, Slots]]
-    """``after_exchange(results, slots, param, options) -> (new param, new slots)``."""
     result_count: int = 1
-    takes_batches: bool = False
-    """Whether ``on_owner``, which has no state, also takes a stack of matrices."""
-    is_whole: bool = False
-    """Whether it is a `MatrixUpdate`, which may mix a batch and only owners give options; else slices use these."""
+    takes_batches: bool = False  # whether ``on_owner``, which has no state, also takes a stack of matrices
+    is_whole: bool = False  # it is a `MatrixUpdate`, which may mix a batch and only owners give options; else slices use these
 
 
 MatrixInit = Callable[[Tensor], Tensors]
@@ -127,14 +123,10 @@ Fallback = tuple[Callable[[Tensors], Mapping[str, Any]], Callable[..., tuple[Ten
 class MatrixState(NamedTuple):
     """The state of one unit, as an optimizer of matrices keeps it."""
 
-    step: Tensor
-    """The number of steps taken: int64, on the host, the same on all ranks."""
-    slices: dict[str, Tensor]
-    """Elementwise state of the matrices, such as momentum: slices like the shard. {} for a unit without matrices."""
-    owned: dict[str, dict[str, Tensor]]
-    """By matrix, its owner's state, such as preconditioners. Other ranks hold empty tensors, [0, *shape]."""
-    fallback: dict[str, Any]
-    """The state of ``fallback``: by unit key if the unit has no matrix, else by parameter name."""
+    step: Tensor  # the number of steps taken: int64, on the host, the same on all ranks
+    slices: dict[str, Tensor]  # elementwise state of the matrices, such as momentum: slices like the shard, {} without any
+    owned: dict[str, dict[str, Tensor]]  # by matrix, its owner's state; other ranks hold empty tensors, [0, *shape]
+    fallback: dict[str, Any]  # the state of ``fallback``: by unit key if the unit has no matrix, else by parameter name
 
 
 @dataclass(frozen=True)

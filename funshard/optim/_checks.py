@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
@@ -19,7 +18,7 @@ from .._core.mesh import Simulated
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
-from .._slices.pieces import padding_mask, param_ranges
+from .._slices.pieces import param_ranges
 from .._spec.codec import check_trainable
 from ..collectives._functions import vary
 
@@ -113,10 +112,8 @@ class QuantizedSlice(NamedTuple):
     No block straddles two parameters or two ranks, so a checkpoint has each parameter's bytes, for any mesh and policy.
     """
 
-    codes: Tensor
-    """1-D, as long as the slice or, where a code stands for several elements, that much shorter."""
-    scales: Tensor
-    """One for each block, in the dtype that the slice has when it is decoded."""
+    codes: Tensor  # 1-D, as long as the slice or, where a code stands for several elements, that much shorter
+    scales: Tensor  # one for each block, in the dtype that the slice has when it is decoded
 
 
 torch.serialization.add_safe_globals([QuantizedSlice])
@@ -326,7 +323,7 @@ def find_updated(ranges: Mapping[str, OptionRanges] | None, params: Tensors) -> 
     return {key: ranges[key] for key in updated}
 
 
-# --- Derivatives of an update: which ranks share an option, and which elements are padding, by the spec ---
+# --- Derivatives of an update: which ranks share an option, by the spec ---
 
 
 def vary_over(x: Tensor, axes: Iterable[str], spec: PartitionSpec) -> Tensor:
@@ -360,33 +357,3 @@ class SharedOptions:
                     entered = entered + 0 * axis.rank
             self._entered[key] = option, entered.to(option.device)
         return self._entered[key][1]
-
-
-def split_axes(spec: PartitionSpec | None, key: str) -> tuple[str, ...]:
-    """Return the mesh axes over which a unit, or a parameter's unit, is split; none without a spec."""
-    if spec is None:
-        return ()
-    unit = spec.by_key.get(key) or spec.by_name[key][0]
-    return unit.distinct_axes
-
-
-def padding_masks(spec: PartitionSpec, params: Tensors) -> dict[str, Tensor]:
-    """Return the masks of padding by key, for whole slices that have padding."""
-    masks: dict[str, Tensor] = {}
-    for key, tensor in params.items():
-        unit = spec.by_key.get(key) or spec.by_name[key][0]
-        if unit.numel < spec.padded_numel(unit) and tensor.shape == (spec.shard_numel(unit),):
-            masks[key] = padding_mask(unit, spec, tensor.device)
-    return masks
-
-
-def refuse_without_spec(name: str, rate: object, params: Tensors) -> None:
-    """Raise RuntimeError for a differentiated rate on several ranks, unless tensors have several dimensions: no shards."""
-    if not (isinstance(rate, Tensor) and dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
-    if all(x.dim() == 1 for x in params.values()) and _torch.has_derivative(rate):
-        raise RuntimeError(
-            f"{name}: lr is differentiated on {dist.get_world_size()} ranks, of which each has a part of the derivative where "
-            "a unit is split, and all of it where it is replicated: expected spec=, by which it is the whole one for every "
-            "unit, or a number"
-        )

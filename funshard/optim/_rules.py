@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch
 from .._core.layout import Params
 from .._core.spec import PartitionSpec
+from .._core.unit import Unit
+from .._slices.pieces import padding_mask
 from .._spec.unit_state import UnitState, replace_values
 from .._torch.tracing import phase
 from . import _checks
@@ -70,17 +73,16 @@ def _make_optimizer(
         _checks.check_trees(params, grads, state, updated)
         _checks.check_slots(params, state, updated, names, numbers)
         if spec is None and not _torch.is_in_dynamo():
-            _checks.refuse_without_spec(name, lr if lr is not None else learning_rate, params)
+            _refuse_without_spec(name, lr if lr is not None else learning_rate, params)
         shared = SharedOptions(spec)
         is_derived = not _torch.is_in_dynamo() and any(map(_torch.has_derivative, grads.values()))
-        masks = _checks.padding_masks(spec, {key: params[key] for key in updated}) if is_derived and spec is not None else {}
         new_params, new_state = dict(params), {key: dict(values) for key, values in state.items()}
         for key, unit_ranges in updated.items():
-            values = state[key]
-            is_masked = key in masks  # the root of a zero has no derivative
-            grad = torch.where(masks[key], 1, grads[key]) if is_masked else grads[key]
+            values, unit = state[key], None if spec is None else spec.by_key.get(key) or spec.by_name[key][0]
+            mask = _find_padding(spec, unit, params[key]) if is_derived and spec is not None and unit is not None else None
+            grad = grads[key] if mask is None else torch.where(mask, 1, grads[key])  # the root of a zero has no derivative
             rate = lr if lr is not None else learning_rate(values["step"]) if callable(learning_rate) else learning_rate
-            rate = shared.over_axes(rate, _checks.split_axes(spec, key))
+            rate = shared.over_axes(rate, () if unit is None else unit.distinct_axes)
             count = values["step"] + 1 if counts else torch.ones(())
             olds = {"": params[key], **{slot: values[slot] for slot in slots}}
             cuts = {slot: _checks.split_by_options(x, unit_ranges) for slot, x in olds.items()}
@@ -92,7 +94,7 @@ def _make_optimizer(
                 for slot, x in {"": new, **after}.items():
                     parts[slot].append(x.to(olds[slot].dtype))
             made = {slot: _checks.join_ranges(old, unit_ranges, parts[slot]) for slot, old in olds.items()}
-            made |= {slot: torch.where(masks[key], old, made[slot]) for slot, old in olds.items() if is_masked}
+            made |= {} if mask is None else {slot: torch.where(mask, old, made[slot]) for slot, old in olds.items()}
             new_params[key] = made.pop("")
             new_state[key] |= made | ({"step": count} if counts else {})
         return new_params, {key: replace_values(state[key], values) for key, values in new_state.items()}
@@ -102,6 +104,22 @@ def _make_optimizer(
             return update(*args, **kwargs)
 
     return Optimizer(init, update_in_phase)
+
+
+def _find_padding(spec: PartitionSpec, unit: Unit, tensor: Tensor) -> Tensor | None:
+    is_padded = unit.numel < spec.padded_numel(unit) and tensor.shape == (spec.shard_numel(unit),)
+    return padding_mask(unit, spec, tensor.device) if is_padded else None
+
+
+def _refuse_without_spec(name: str, rate: object, params: Tensors) -> None:
+    if not (isinstance(rate, Tensor) and dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    if all(x.dim() == 1 for x in params.values()) and _torch.has_derivative(rate):
+        raise RuntimeError(
+            f"{name}: lr is differentiated on {dist.get_world_size()} ranks, of which each has a part of the derivative where "
+            "a unit is split, and all of it where it is replicated: expected spec=, by which it is the whole one for every "
+            "unit, or a number"
+        )
 
 
 def _number(x: Any) -> Any:
