@@ -343,14 +343,12 @@ def test_what_does_not_fit() -> None:
         (lambda: init({"1.0.weight": params[key]}), "'1.0.weight' is a parameter of the spec: expected units"),
         (lambda: init({**params, key: params[key][1:]}), f"unit '{key}': expected this rank's slice of"),
     ]
-    layers = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
-    two = fs.optim.matrices(fs.policies.whole(P("shard", align=1))(layers).on({"shard": ProcessAxis(2, 0)}))
+    first, *others = (nn.Linear(2, 2, bias=False) for _ in range(5))
+    two_units = fs.by_path({"*": P("shard", align=1)})(nn.Sequential(first, nn.Sequential(*others)))
+    two = fs.optim.matrices(two_units.on({"shard": ProcessAxis(2, 0)}))
     bad += [
-        (
-            lambda: two._check_sent_together({"0.weight": torch.ones(1), "1.weight": torch.ones(1).half()}),
-            "'1.weight' is sent tog",
-        ),
-        (lambda: collect(two, {"": torch.ones(two.spec.shard_numel(two.spec.by_key[""]))}), "cannot communicate"),
+        (lambda: two._check_slices({"0": torch.ones(2), "1": torch.ones(8).half()}), "'1.0.weight' is sent together"),
+        (lambda: collect(two, {"0": torch.ones(2), "1": torch.ones(8)}), "cannot communicate"),
     ]
     for call, match in bad:
         with pytest.raises(ValueError, match=match):
