@@ -70,7 +70,7 @@ class RecomputedFunction:
         self._names = [*roots]
         parameters: Iterable[Any] = (vars(module).get("_parameters") or {} for module in modules)
         self._constants = {id(x) for own in parameters for x in dict.values(own)}  # nn.GRU lists its own; nothing is gathered
-        self._before = self._freeze([*roots.values()])
+        self._before = self._freeze(roots)
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         self._attention = _torch.current_attention()
         tensors, level, is_tracing = self._before.tensors, _torch.current_level(), _torch.is_tracing()
@@ -106,20 +106,20 @@ class RecomputedFunction:
         """Return the modules that run, and all those that the arguments reach."""
         return (m for top in (*self._modules, *self._before.others) if isinstance(top, nn.Module) for m in top.modules())
 
-    def _freeze(self, roots: list[Any]) -> Snapshot:
+    def _freeze(self, roots: dict[str, Any]) -> Snapshot:
         """Return the snapshot of the arguments; raise TypeError for one that cannot be copied."""
         with contextlib.suppress(Exception):
-            return Snapshot(roots, constants=self._constants, start=len(roots) - 1)
-        for own in roots[-1].values() if self._modules else ():
+            return Snapshot(roots.values(), constants=self._constants, start=len(roots) - 1)
+        for own in roots["attribute"].values() if self._modules else ():
             for key in [key for key, value in own.items() if _find_error(value)]:
                 del own[key]  # as a list of locks
-        for name, value in zip(self._names, roots, strict=True):
+        for name, value in roots.items():
             if error := _find_error(value):
                 raise TypeError(
                     f"{self.name} was given an object that cannot be copied for another run, {name} ({error}): expected "
                     "tensors, and containers of them"
                 )
-        return Snapshot(roots, constants=self._constants, start=len(roots) - 1)
+        return Snapshot(roots.values(), constants=self._constants, start=len(roots) - 1)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -5,6 +5,7 @@ Loaded with other tensors, the bytes give each run objects of its own. Runs that
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copyreg
 import functools
@@ -35,6 +36,7 @@ ATOMS = frozenset(
 _SHARED = (nn.Module, types.FunctionType, weakref.ref, contextvars.ContextVar, *ATOMS - {type(None), type(...)})
 _CONTAINERS = (tuple, list, dict, set, Mesh, ProcessAxis, Simulated)
 _COPIED = (Tensor, tuple, list, dict, set, deque, functools.partial, torch.Generator, random.Random)
+_FILLED = (list, dict, set, deque, types.CellType)
 _IMMUTABLE = (Tensor, tuple, frozenset, functools.partial, types.MethodType, torch.Generator, *ATOMS - {type(...)})
 
 
@@ -72,8 +74,8 @@ def is_watched(value: Any) -> bool:
 class Snapshot:
     """Objects as bytes, each a part that knows the objects of those before; tensors and what all runs share, by number.
 
-    ``tensors`` and shared objects ``others`` have the first numbers. The parts from ``start`` on share the tensors whose ids
-    are in ``constants``, too. Errors are those of pickle, for what it cannot copy.
+    ``tensors`` and shared objects ``others`` have the first numbers; what ``placed`` has by the id of an object is shared in
+    its place. The parts from ``start`` on share the tensors whose ids are in ``constants``, too. Errors are pickle's.
     """
 
     def __init__(
@@ -83,11 +85,14 @@ class Snapshot:
         others: Iterable[Any] = (),
         constants: Container[int] = (),
         start: int = 0,
+        *,
+        placed: Mapping[int, Any] | None = None,
     ) -> None:
         self.parts: list[bytes] = []
         self.ends: list[int] = []  # the numbers of tensors in the parts up to each
         self.tensors, self.others = list(tensors), list(others)
-        self.pickler: Any = _Pickler(file := io.BytesIO(), self)
+        file = io.BytesIO()
+        self.pickler: Any = _Pickler(file, self) if placed is None else _Placer(file, self, placed)
         for i, part in enumerate(parts):
             if i == start:
                 self.pickler.constants = constants
@@ -119,14 +124,14 @@ class _Pickler(pickle.Pickler):
             if id(obj) in self._tensor_numbers or (id(obj) not in self.constants and id(obj) not in self._numbers):
                 return _tensor, (self._number_tensor(obj),)
             return _shared, (self.number(obj),)
-        if cls is types.FunctionType and (obj.__module__ == __name__ or _has_own_state(obj)):
-            if obj.__module__ == __name__:
-                return NotImplemented
+        if cls is types.FunctionType and obj.__module__ == __name__:
+            return NotImplemented
+        if cls is types.FunctionType and _has_own_state(obj):
             return _function, (self.number(obj), obj.__closure__, obj.__defaults__, obj.__kwdefaults__)
         if cls is types.MethodType:  # pickle would look it up by its name, and super().f is another one
             return types.MethodType, (obj.__func__, obj.__self__)
         if cls is types.CellType:
-            return types.CellType, (), _read_cell(obj), None, None, _fill_cell
+            return types.CellType, (), _read_attributes(obj), None, None, _fill_object
         if cls is PartitionSpec and any(isinstance(axis, Simulated) for _, axis in obj.bound_mesh.axes):
             return _spec, (self.number(obj), obj.bound_mesh)
         if _is_shared(cls):
@@ -164,32 +169,14 @@ def _key_of(obj: Any) -> Any:
 
 
 def _tensor(i: int) -> Any: ...
-
-
 def _shared(i: int) -> Any: ...
-
-
 def _function(i: int, closure: Any, defaults: Any, kwdefaults: Any) -> Any: ...
-
-
 def _spec(i: int, mesh: Any) -> Any: ...
-
-
-def _fill_cell(cell: Any, state: Any) -> None:
-    (cell.cell_contents,) = state
 
 
 def _fill_object(obj: Any, state: Any) -> None:
     for name, value in state.items():
         object.__setattr__(obj, name, value)
-
-
-def _read_cell(cell: Any) -> tuple[Any] | None:
-    """Return what is in a cell of a closure, None for an empty one."""
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -247,52 +234,41 @@ def write_back(before: Snapshot, loaded: _Unpickler, out: Any, tensors: dict[int
     copies: dict[int, Any] = loaded.memo.copy()
     pairs = [(obj, copies[i]) for i, obj in before.pickler.memo.copy().values()]  # pyright: ignore[reportAssignmentType]
     placed: dict[int, Any] = {id(copy): obj for obj, copy in pairs} | tensors
-    changed: list[Any] = []
-    contents: list[Any] = []
+    changed: list[tuple[Any, list[Any], dict[str, Any]]] = []
     for obj, copy in pairs if has_changes else ():
         if isinstance(obj, _IMMUTABLE) or _is_shared(type(obj)):
             continue
-        if (new := _read(copy)) is not None:
-            was, now = _flatten(*_read(obj) or ([], [], {})), [placed.get(id(x), x) for x in _flatten(*new)]
+        if isinstance(obj, _FILLED) or _is_plain(type(obj)):
+            items, attributes = _read_items(copy), _read_attributes(copy)
+            was = [*_read_items(obj), *itertools.chain(*_read_attributes(obj).items())]
+            now = [placed.get(id(x), x) for x in (*items, *itertools.chain(*attributes.items()))]
             if len(was) != len(now) or not all(a is b or (type(a) in ATOMS and a == b) for a, b in zip(was, now, strict=True)):
-                changed.append(obj)
-                contents.append(new)
+                changed.append((obj, items, attributes))
         elif Snapshot([obj]).parts != Snapshot([copy]).parts:
             raise TypeError(f"a {type(obj).__name__} that it changes")
-    placer = _Placer(file := io.BytesIO(), snapshot := Snapshot(()), placed)
-    placer.dump((contents, out))
-    contents, out = _Unpickler(file.getvalue(), snapshot.tensors, snapshot.others).load()
-    for obj, new in zip(changed, contents, strict=True):
-        _fill(obj, *new)
+    after = Snapshot([([x[1:] for x in changed], out)], placed=placed)
+    [(contents, out)], _ = after.load(after.tensors)
+    for (obj, *_), (items, attributes) in zip(changed, contents, strict=True):
+        _fill(obj, items, attributes)
     return out
 
 
-def _read(obj: Any) -> tuple[list[Any], list[tuple[Any, Any]], dict[str, Any]] | None:
-    """Return what `_fill` puts into an object: items, keys with values, and attributes; None if it cannot."""
-    if isinstance(obj, types.CellType):
-        return [*(_read_cell(obj) or ())], [], {}
-    items = [*obj] if isinstance(obj, list | deque | set) else []
+def _read_items(obj: Any) -> list[Any]:
+    """Return the items of a container, of a dict keys and values in turn."""
     if isinstance(obj, dict):
-        return items, [*dict.items(obj)], _read_attributes(obj)
-    return (items, [], _read_attributes(obj)) if items or isinstance(obj, list | deque | set) or _is_plain(type(obj)) else None
+        return [*itertools.chain(*dict.items(obj))]
+    return [*obj] if isinstance(obj, list | deque | set) else []
 
 
-def _flatten(items: list[Any], pairs: list[tuple[Any, Any]], attributes: dict[str, Any]) -> list[Any]:
-    return [*items, *itertools.chain(*pairs), *itertools.chain(*attributes.items())]
-
-
-def _fill(obj: Any, items: list[Any], pairs: list[tuple[Any, Any]], attributes: dict[str, Any]) -> None:
-    if isinstance(obj, types.CellType):
-        (obj.cell_contents,) = items
-        return
-    if isinstance(obj, list | deque | set):
-        obj.clear()
-        (obj.update if isinstance(obj, set) else obj.extend)(items)
-    elif isinstance(obj, dict):
+def _fill(obj: Any, items: list[Any], attributes: dict[str, Any]) -> None:
+    if isinstance(obj, dict):
         base: Any = OrderedDict if isinstance(obj, OrderedDict) else dict
         base.clear(obj)
-        for key, value in pairs:
+        for key, value in zip(items[::2], items[1::2], strict=True):
             base.__setitem__(obj, key, value)
+    elif isinstance(obj, list | deque | set):
+        obj.clear()
+        (obj.update if isinstance(obj, set) else obj.extend)(items)
     for name in _read_attributes(obj).keys() - attributes.keys():
         object.__delattr__(obj, name)
     _fill_object(obj, attributes)
@@ -307,6 +283,10 @@ def _is_plain(cls: Any) -> bool:
 
 
 def _read_attributes(obj: Any) -> dict[str, Any]:
-    """Return the attributes of an object, and its slots that are set."""
-    slots = {name: getattr(obj, name) for name in copyreg._slotnames(type(obj)) if hasattr(obj, name)}  # pyright: ignore
+    """Return the attributes of an object, and its slots that are set; of a closure's cell what is in it."""
+    names = ["cell_contents"] if isinstance(obj, types.CellType) else copyreg._slotnames(type(obj))  # pyright: ignore
+    slots: dict[str, Any] = {}
+    for name in names:
+        with contextlib.suppress(AttributeError, ValueError):
+            slots[name] = getattr(obj, name)
     return slots | getattr(obj, "__dict__", {})
