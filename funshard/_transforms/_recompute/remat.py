@@ -44,17 +44,24 @@ def make_vjp(fn: TensorFunction, wanted: tuple[bool, ...], given: tuple[bool, ..
     if not isinstance(fn, SlicedFunction):
         return Vjp(fn, wanted, given)
     in_dims = *fn.in_dims, *itertools.compress(fn.out_dims, given)
-    parts = [Vjp(part, wanted, given) for part in fn.parts]
-    return SlicedFunction(parts, fn.sizes, in_dims, tuple(itertools.compress(fn.in_dims, wanted)))
+    return fn.derive(lambda part: Vjp(part, wanted, given), in_dims, itertools.compress(fn.in_dims, wanted))
 
 
 def make_jvp(fn: TensorFunction, given: Sequence[bool], differentiable: Sequence[bool]) -> TensorFunction:
     """Return ``(*xs, *tangents) -> tangents`` of the differentiable results, from the tangents that are given."""
-    if not isinstance(fn, SlicedFunction):
-        return _make_jvp(fn, given, differentiable)
-    in_dims = *fn.in_dims, *itertools.compress(fn.in_dims, given)
-    parts = [_make_jvp(part, given, differentiable) for part in fn.parts]
-    return SlicedFunction(parts, fn.sizes, in_dims, tuple(itertools.compress(fn.out_dims, differentiable)))
+    if isinstance(fn, SlicedFunction):
+        in_dims = *fn.in_dims, *itertools.compress(fn.in_dims, given)
+        out_dims = itertools.compress(fn.out_dims, differentiable)
+        return fn.derive(lambda part: make_jvp(part, given, differentiable), in_dims, out_dims)
+
+    def jvp(*operands: Tensor) -> tuple[Tensor, ...]:
+        if not any(differentiable):  # torch.func.jvp asks for results
+            return ()
+        xs, tangents = operands[: len(given)], operands[len(given) :]
+        primals = tuple(itertools.compress(xs, given))
+        return torch.func.jvp(_restrict_arguments(fn, xs, given, differentiable), primals, tangents)[1]
+
+    return jvp
 
 
 def make_batched(fn: TensorFunction, dims: Dims, randomness: str) -> TensorFunction:
@@ -62,9 +69,9 @@ def make_batched(fn: TensorFunction, dims: Dims, randomness: str) -> TensorFunct
     if not isinstance(fn, SlicedFunction):
         return lambda *xs: torch.vmap(fn, dims, randomness=randomness)(*xs)
     pairs = zip(fn.in_dims, dims, strict=True)
-    in_dims = tuple(d if d is None or batch is None or d < batch else d + 1 for d, batch in pairs)
-    parts = [make_batched(part, dims, randomness) for part in fn.parts]
-    return SlicedFunction(parts, fn.sizes, in_dims, tuple(d if d is None else d + 1 for d in fn.out_dims))
+    in_dims = (d if d is None or batch is None or d < batch else d + 1 for d, batch in pairs)
+    out_dims = (d if d is None else d + 1 for d in fn.out_dims)
+    return fn.derive(lambda part: make_batched(part, dims, randomness), in_dims, out_dims)
 
 
 def _restrict_arguments(fn: TensorFunction, xs: Sequence[Tensor], free: Sequence[bool], out: Sequence[bool]) -> TensorFunction:
@@ -72,8 +79,9 @@ def _restrict_arguments(fn: TensorFunction, xs: Sequence[Tensor], free: Sequence
 
     def restricted(*free_xs: Tensor) -> tuple[Tensor, ...]:
         values = iter(free_xs)
-        results = fn(*(next(values) if is_free else x for x, is_free in zip(xs, free, strict=True)))
-        return tuple(result for result, is_wanted in zip(results, out, strict=True) if is_wanted)
+        return tuple(
+            itertools.compress(fn(*(next(values) if is_free else x for x, is_free in zip(xs, free, strict=True))), out)
+        )
 
     return restricted
 
@@ -88,10 +96,8 @@ class Vjp:
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         if not _torch.current_level() and not _torch.is_in_forward_ad():
-            xs = (x for x, wanted in zip(operands, self.wanted, strict=False) if wanted)
-            return tuple(
-                torch.zeros_like(x) if g is None else g for x, g in zip(xs, self.run_by_autograd(operands), strict=True)
-            )
+            pairs = zip(itertools.compress(operands, self.wanted), self.run_by_autograd(operands), strict=True)
+            return tuple(torch.zeros_like(x) if g is None else g for x, g in pairs)
         part, free, cotangents = self._split(operands)
         pullback = torch.func.vjp(part, *free)[1]
         # with gradients off, the backwards of SiLU and others are kernels without a forward-mode rule
@@ -114,19 +120,11 @@ class Vjp:
 
     def _split(self, operands: Sequence[Tensor]) -> tuple[TensorFunction, list[Tensor], tuple[Tensor, ...]]:
         xs, cotangents = operands[: len(self.wanted)], operands[len(self.wanted) :]
-        part = _restrict_arguments(self.fn, xs, self.wanted, self.given)
-        return part, [x for x, wanted in zip(xs, self.wanted, strict=True) if wanted], tuple(cotangents)
-
-
-def _make_jvp(fn: TensorFunction, given: Sequence[bool], differentiable: Sequence[bool]) -> TensorFunction:
-    def jvp(*operands: Tensor) -> tuple[Tensor, ...]:
-        if not any(differentiable):  # torch.func.jvp asks for results
-            return ()
-        xs, tangents = operands[: len(given)], operands[len(given) :]
-        primals = tuple(x for x, is_given in zip(xs, given, strict=True) if is_given)
-        return torch.func.jvp(_restrict_arguments(fn, xs, given, differentiable), primals, tangents)[1]
-
-    return jvp
+        return (
+            _restrict_arguments(self.fn, xs, self.wanted, self.given),
+            [*itertools.compress(xs, self.wanted)],
+            tuple(cotangents),
+        )
 
 
 class SlicedFunction:
@@ -143,6 +141,12 @@ class SlicedFunction:
 
     def __init__(self, parts: Sequence[TensorFunction], sizes: Sequence[int], in_dims: Dims, out_dims: Dims) -> None:
         self.parts, self.sizes, self.in_dims, self.out_dims = parts, sizes, in_dims, out_dims
+
+    def derive(
+        self, make: Callable[[TensorFunction], TensorFunction], in_dims: Iterable[int | None], out_dims: Iterable[int | None]
+    ) -> SlicedFunction:
+        """Return the function whose parts are made of the parts of this one."""
+        return SlicedFunction([*map(make, self.parts)], self.sizes, tuple(in_dims), tuple(out_dims))
 
     def __call__(self, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(self._combine(part(*given) for part, given in self._slices(xs)))

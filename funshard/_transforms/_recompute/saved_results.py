@@ -27,6 +27,8 @@ Call = tuple[_torch.OpTraits, int]
 class _Thread(threading.local):
     first_runs: tuple[_SavingRun, ...] = ()
     """The first runs that save results in this thread, the innermost last."""
+    regions: list[Remat] | None = None
+    """Where regions are collected now."""
 
 
 _THREAD = _Thread()
@@ -90,8 +92,7 @@ class SavedResults:
     @contextlib.contextmanager
     def run(self, ambient: AmbientState, *, is_first: bool) -> Generator[None]:
         """Save results within this context in the first run, reuse them in the last one; another one has none left."""
-        before = _THREAD.first_runs
-        run = _SavingRun(self, ambient) if is_first else _ReusingRun(self, ambient)
+        before, run = _THREAD.first_runs, (_SavingRun if is_first else _ReusingRun)(self, ambient)
         if isinstance(run, _SavingRun):
             _THREAD.first_runs = (*before, run)
         try:
@@ -126,9 +127,7 @@ class _Run(_torch.DispatchMode):
                 self.forget(x)
         return out
 
-    def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
-
+    def run_op(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def forget(self, x: Tensor) -> None: ...
 
 
@@ -235,29 +234,25 @@ REGION_PREFIX, NAME_KEY = "funshard_region_", "funshard_name"
 """Keys of annotations: the first, with a number, on all that a region traces; the second on a view of a named tensor."""
 
 
-_COLLECTING = threading.local()
-
-
 @contextlib.contextmanager
 def collect_regions(regions: list[Remat] | None) -> Generator[None]:
     """Collect regions of what is traced within this context, None for nowhere: inner ones have larger numbers."""
-    before = current_regions()
-    _COLLECTING.regions = regions
+    before, _THREAD.regions = _THREAD.regions, regions
     try:
         yield
     finally:
-        _COLLECTING.regions = before
+        _THREAD.regions = before
 
 
 def current_regions() -> list[Remat] | None:
     """Return where regions are collected now."""
-    return getattr(_COLLECTING, "regions", None)
+    return _THREAD.regions
 
 
 @_torch.assume_constant
 def is_collecting_regions() -> bool:
     """Return whether there is such a place."""
-    return current_regions() is not None
+    return _THREAD.regions is not None
 
 
 @contextlib.contextmanager
@@ -278,12 +273,12 @@ def mark_name(x: Tensor, name: str) -> Tensor:
 
 @_torch.assume_constant
 def _enter_region(save: Save | None) -> int:
-    if (regions := current_regions()) is None:
+    if _THREAD.regions is None:
         return -1
-    regions.append(Remat(save))
-    return len(regions) - 1
+    _THREAD.regions.append(Remat(save))
+    return len(_THREAD.regions) - 1
 
 
 @_torch.assume_constant
 def _is_name_saved(name: str) -> bool:
-    return any(name in remat.names for remat in current_regions() or ())
+    return any(name in remat.names for remat in _THREAD.regions or ())
