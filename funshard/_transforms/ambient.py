@@ -37,14 +37,13 @@ def _set_python_states(states: tuple[Any, Any]) -> None:
         numpy.random.set_state((kind, numpy.frombuffer(keys, "uint32"), *others))
 
 
-_ATTENTION = torch.backends.cuda
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (_ATTENTION.flash_sdp_enabled, _ATTENTION.enable_flash_sdp),
-    (_ATTENTION.mem_efficient_sdp_enabled, _ATTENTION.enable_mem_efficient_sdp),
-    (_ATTENTION.math_sdp_enabled, _ATTENTION.enable_math_sdp),
-    (_ATTENTION.cudnn_sdp_enabled, _ATTENTION.enable_cudnn_sdp),
+    *(
+        (getattr(torch.backends.cuda, f"{kernel}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{kernel}_sdp"))
+        for kernel in ("flash", "mem_efficient", "math", "cudnn")
+    ),
 )
 """Functions that get and set what every run is to find as the first one did."""
 

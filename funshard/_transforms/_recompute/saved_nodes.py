@@ -48,14 +48,10 @@ def find_saved(nodes: Iterable[Node], remat: Remat) -> Iterator[Node]:
 
 
 class UnitBackend:
-    """A backend of torch.compile, which saves for backward what a `Remat` saves, and whose code nobody differentiates twice.
+    """A backend of torch.compile, which saves for backward what a `Remat` saves; None for what torch chooses.
 
-    It refuses options of inductor for its own passes, by a ValueError.
-
-    Args:
-        backend: The backend, with ``options`` and other keyword arguments ``kwargs``, for another one than inductor.
-        remat: What to save; None for what torch chooses.
-        make_prehook: Returns, for a run of the code, what to call before its backward.
+    ``make_prehook`` returns, for a run of the code, what to call before its backward, which nobody differentiates. ValueError
+    for options of inductor for its own passes.
     """
 
     def __init__(
