@@ -70,19 +70,23 @@ def load(
         raise TypeError(f"checkpoint.load: only: expected the path of a part of the state, as 'params', got {only!r}")
     path = os.fsdecode(path)
     ranks = connect_ranks(spec, "checkpoint.load", timeout, only=only)
-    loader, found = ranks.run_and_exchange(
-        lambda: _Loader(open_path(path), spec, ranks, only, like, check),
-        "checkpoint.load",
-        lambda loader: (loader.identity, path),
-    )
-    if other := next((rank for rank, (identity, _) in enumerate(found) if identity != found[0][0]), 0):
-        raise ValueError(
-            f"checkpoint.load: expected one checkpoint and names of one like= on all ranks, got on rank 0 {found[0][1]!r}, on "
-            f"rank {other} {found[other][1]!r}, with other contents or names; latest(directory, spec) gives all ranks one path"
-        )
+
+    def open_checkpoint() -> tuple[_Loader, tuple[Any, str]]:
+        loader = _Loader(open_path(path), spec, ranks, only, like, check)
+        return loader, (loader.identity, path)
+
+    loader, _ = ranks.decide(open_checkpoint, _check_identities, "checkpoint.load")
     state = ranks.run(loader.read, "checkpoint.load")
     LOGGER.info("checkpoint.load: %s is read", path)
     return state
+
+
+def _check_identities(found: list[tuple[Any, str]]) -> None:
+    if other := next((rank for rank, (identity, _) in enumerate(found) if identity != found[0][0]), 0):
+        raise ValueError(
+            f"expected one checkpoint and names of one like= on all ranks, got on rank 0 {found[0][1]!r}, on rank {other} "
+            f"{found[other][1]!r}, with other contents or names; latest(directory, spec) gives all ranks one path"
+        )
 
 
 class _Loader:

@@ -66,18 +66,18 @@ def optimizer_state_dict(
     ranks = connect_ranks(spec, "checkpoint.optimizer_state_dict", timeout, rank0_only=bool(rank0_only))
     groups, group_of_param = group_by_options(spec, options)
 
-    def describe() -> list[StateDict]:
+    def describe() -> tuple[list[StateDict], list[str]]:
         _describe(state, spec)
         given = [{"params": [torch.empty(0)], **group} for group in groups]
-        return optimizer_class(given, **defaults).state_dict()["param_groups"]
-
-    def summarize(_: object) -> list[str]:
         slots = [(key, slot, x) for key, values in state.items() for slot, x in values.items()]
-        return [f"{key} {slot}: {x.dtype} {list(x.shape) if x.dim() else x.tolist()}" for key, slot, x in slots]
+        summary = [f"{key} {slot}: {x.dtype} {list(x.shape) if x.dim() else x.tolist()}" for key, slot, x in slots]
+        return optimizer_class(given, **defaults).state_dict()["param_groups"], summary
 
-    param_groups, summaries = ranks.run_and_exchange(describe, "checkpoint.optimizer_state_dict", summarize)
-    if any(summary != summaries[0] for summary in summaries):
-        raise ValueError("checkpoint.optimizer_state_dict: expected the same units, state and counts on all ranks, got others")
+    def compare(summaries: list[list[str]]) -> None:
+        if any(summary != summaries[0] for summary in summaries):
+            raise ValueError("expected the same units, state and counts on all ranks, got others")
+
+    param_groups, _ = ranks.decide(describe, compare, "checkpoint.optimizer_state_dict")
     out: dict[str, dict[str, Tensor]] = {}
     units = [unit for unit in spec if unit.key in state]
     with torch.no_grad():

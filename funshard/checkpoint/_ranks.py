@@ -1,244 +1,230 @@
-"""All ranks of a mesh, over a process group of their own: an error on one rank is raised on all."""
+"""All ranks of a mesh: they exchange values through the store of the process group, and raise the error of one on all."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
+import pickle
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from .. import _torch
+from .._core.layout import rank_along, rank_coords
 from .._core.mesh import Mesh, ProcessAxis
 from .._core.ops import announce
 from .._core.spec import PartitionSpec
-from ..collectives._agree import HostGroup, check_ranks_agree, hash_spec, host_groups
-from ..collectives._world import check_spans_world, has_peers
+from ..collectives._agree import check_ranks_agree, hash_spec
+from ..collectives._world import check_spans_world, process_axes
 from ._files import CheckpointError, SavedError
 
-# --- Exchange a few bytes between all ranks of a process group, through its store, within a time limit ---
+T = TypeVar("T")
+M = TypeVar("M")
+A = TypeVar("A")
+
+# --- Values of ranks in the store ---
 
 GRACE = 2.0
-"""Seconds that an exchange has to report its failure after the time limit."""
+"""Seconds that a wait has to report its failure after the time limit."""
+FAREWELL = 5.0
+"""The most seconds that the first rank, with which the store may end, waits until the others have read its answer."""
+MAX_PAUSE = 0.02
+PIECE = 4 << 20
+"""The bytes of a value in the store: torch's TCPStore takes at most 8 MiB."""
 
 
-def exchange_through_store(value: str, group: str, rank: int, size: int, timeout: timedelta) -> list[str]:
-    """Return the value of every rank of a process group. Raises RuntimeError if a rank did not call this in time.
+def exchange(prefix: str, rank: int, size: int, value: Any, decide: Callable[[list[Any]], A], timeout: float) -> A:
+    """Return on all ranks what the first one decides on the values of all. Raises CheckpointError if one does not come in time.
 
-    The function starts no collective, which would wait for a missing rank longer than ``timeout``. The first rank collects the
-    values and answers each rank under a name that this rank has just drawn. So a call that has failed on some ranks leaves
-    nothing that the next call could take for an answer. Groups have different names.
+    A rank sends its value under a name that it has just drawn, and is answered under it: what a failed call leaves in the store
+    is no answer to the next one.
     """
-    announce("exchange through the store", group, "for a checkpoint")
-    future: Future[list[str]] = Future()
+    store, name = _torch.default_store(), uuid.uuid4().hex
+    keys = [f"{prefix}/{i}" for i in range(size)]
+
+    def is_sent() -> bool:
+        return not store.check([name]) if rank else store.check(keys) and all(store.multi_get(keys))
+
+    def send() -> dict[str, Any]:
+        _put(store, name, value)
+        store.set(keys[rank], name)
+        try:
+            _poll(is_sent, timeout)
+        except RuntimeError:
+            store.compare_set(keys[rank], name, "")  # a late rank then waits for this rank's next call
+            raise
+        if rank:
+            return {}
+        names = [sender.decode() for sender in store.multi_get(keys)]
+        for key in keys:
+            store.delete_key(key)
+        return {f"{sender}/answer": _take(store, sender) for sender in names}
+
+    def answer(keys: list[str], decided: A) -> None:
+        for key in keys:
+            _put(store, key, decided)
+        with contextlib.suppress(RuntimeError):
+            _poll(lambda: not any(store.check([key]) for key in keys), FAREWELL)
+
+    def receive() -> A:
+        _poll(lambda: store.check([f"{name}/answer"]), timeout)
+        return _take(store, f"{name}/answer")
+
+    try:
+        values = _call_within(timeout, send)
+        if rank:
+            return _call_within(timeout, receive)
+        decided = decide([*values.values()])
+        _call_within(FAREWELL, lambda: answer([*values][1:], decided))
+        return decided
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"one of the {size} ranks was lost, or did not answer in time, while they agreed on a checkpoint: "
+            f"{str(error).splitlines()[0]}; every rank has to call this, also where one file is written"
+        ) from error
+
+
+def _put(store: Any, key: str, value: Any) -> None:
+    raw = pickle.dumps(value)
+    pieces = [raw[at : at + PIECE] for at in range(0, len(raw), PIECE)]
+    for i, piece in enumerate(pieces):
+        store.set(f"{key}/{i}", piece)
+    store.set(key, str(len(pieces)))
+
+
+def _take(store: Any, key: str) -> Any:
+    keys = [f"{key}/{i}" for i in range(int(store.get(key)))]
+    value = pickle.loads(b"".join(map(store.get, keys)))
+    for each in (*keys, key):
+        store.delete_key(each)
+    return value
+
+
+def _poll(is_done: Callable[[], bool], timeout: float) -> None:
+    """Wait without a lock on the store, which other threads use. Raises RuntimeError after the time limit."""
+    end, pause = time.monotonic() + timeout, 5e-4
+    while not is_done():
+        if time.monotonic() > end:
+            raise RuntimeError(f"nothing came within {timeout:g} s")
+        time.sleep(pause)
+        pause = min(1.5 * pause, MAX_PAUSE)
+
+
+def _call_within(timeout: float, function: Callable[[], T]) -> T:
+    """Return a function's result. A thread is left behind where the process that has the store is stopped."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            future.set_result(_run_exchange(value, group, rank, size, timeout))
+            future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
 
-    # a thread can be left behind: the store's own time limit does not end a wait for a stopped process that has the store
     threading.Thread(target=run, name="funshard.checkpoint.exchange", daemon=True).start()
     try:
-        return future.result(timeout.total_seconds() + GRACE)
+        return future.result(timeout + GRACE)
     except TimeoutError:
-        text = f"the store of the process group did not answer within {timeout.total_seconds():g} s"
-        raise RuntimeError(text) from None
-
-
-def _run_exchange(value: str, group: str, rank: int, size: int, timeout: timedelta) -> list[str]:
-    store, prefix, name = _torch.default_store(), f"funshard/checkpoint/{group}", uuid.uuid4().hex
-    requests, answer = [f"{prefix}/from/{i}" for i in range(size)], f"{prefix}/to/{name}"
-    own = json.dumps([name, value])
-    store.set(requests[rank], own)
-    try:
-        if rank == 0:
-            names, values = zip(*map(json.loads, _collect(store, requests, timeout)), strict=True)
-            for each in names:
-                store.set(f"{prefix}/to/{each}", json.dumps(values))
-        store.wait([answer], timeout)
-    except RuntimeError:
-        store.compare_set(requests[rank], own, "")  # a late rank then waits for this rank's next call
-        raise
-    values = json.loads(store.get(answer))
-    store.delete_key(answer)
-    return values
-
-
-def _collect(store: Any, keys: list[str], timeout: timedelta) -> list[bytes]:
-    """Wait until no key has an empty value, return the values, and set all keys to empty ones."""
-    end = time.monotonic() + timeout.total_seconds()
-    while True:
-        store.wait(keys, timedelta(seconds=max(0.001, end - time.monotonic())))
-        if all(found := store.multi_get(keys)):
-            break
-        if time.monotonic() > end:
-            raise RuntimeError(f"{sum(not value for value in found)} of {len(keys)} ranks did not come")
-        time.sleep(0.005)
-    for key in keys:
-        store.set(key, "")
-    return found
+        raise RuntimeError(f"the store of the process group did not answer within {timeout:g} s") from None
 
 
 # --- The ranks of a mesh ---
 
 TIMEOUT = 600.0
 MAX_TIMEOUT = 1e9
-"""The longest timeout in seconds, 30 years: threads and gloo wait for no longer one."""
+"""The longest timeout in seconds, 30 years: threads wait for no longer one."""
 MAX_SHOWN = 3
 _FILE_ERRORS = (OSError, FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError)
 SHARED_ERRORS = {cls.__name__: cls for cls in (ValueError, TypeError, ImportError, MemoryError, SavedError, *_FILE_ERRORS)}
 """The classes of errors that all ranks raise as one rank raised them; other errors become a CheckpointError."""
-
-T = TypeVar("T")
-M = TypeVar("M")
+DECISION = -1
+"""In the place of a rank: an error of what the first rank decides on the values of all."""
 
 
 class Ranks:
-    """The ranks of a mesh in its row-major order. ``group`` is None if there is only one.
+    """The ranks of a mesh in its row-major order, for one call of a function: its keys in the store have a name of their own.
 
-    They have a gloo group of their own, so that their messages do not come between the collectives of training. One that a
-    thread in the background may use has another one. A lost rank is an error on the others after ``timeout``, and one that
-    never calls after twice that time.
+    A lost rank is an error on the others after ``timeout``, and one that never calls after twice that time.
     """
 
-    _last: ClassVar[int] = 0
-    """The number of the last group that this process began to make: larger than those of all earlier groups of its members."""
-    _numbers: ClassVar[dict[object, int]] = {}
-    """The number of each key's group. A group is named by it: a failed attempt leaves its addresses under its name."""
+    def __init__(self, mesh: Mesh, timeout: float) -> None:
+        self.rank, self.size = rank_along(mesh.names, mesh, rank_coords(mesh, None))
+        self._mesh, self._timeout, self._prefix = mesh, timeout, ""
+        self._world = weakref.ref(dist.group.WORLD) if self.size > 1 else None
 
-    def __init__(self, spec: PartitionSpec, timeout: timedelta, call: Mapping[str, Any], *, in_background: bool) -> None:
-        mesh = spec.bound_mesh
-        self.rank, self.size = 0, 1
-        self._group_ref: weakref.ref[HostGroup] | None = None
-        if not has_peers(mesh):
-            return
-        self.size = math.prod(size for _, size in mesh.sizes)
-        groups, key = host_groups(), ("checkpoint", tuple(axis for _, axis in mesh.axes), timeout, in_background)
-        own = self._numbers[key] if key in groups else -1
-        digest = hash_spec(spec)
-        with self._explain_lost_rank():  # twice the time: a rank may be one timeout late that an earlier failure kept waiting
-            rows = _gather_rows([dist.get_rank(), self._last, own, call, digest], mesh, 2 * timeout)
-            members, lasts, numbers, calls, digests = map(list, zip(*rows, strict=True))
-            _check_calls(calls)
-            if any(other != digest for other in digests):
-                check_ranks_agree(spec)
-            self.rank = members.index(dist.get_rank())
-            if own < 0 or any(number != own for number in numbers):  # one rank has no group, or another one
-                Ranks._last = self._numbers[key] = 1 + max(lasts)
-                name = f"checkpoint/{in_background=}/{self._last}"
-                groups[key] = HostGroup(members, name, timeout, is_announced=not in_background)
-        self._group_ref = weakref.ref(groups[key])
+    def connect(self, spec: PartitionSpec, call: Mapping[str, Any]) -> None:
+        """Compare the specs and calls of all ranks. Raises ValueError if they differ."""
+        rows = [(call, hash_spec(spec), uuid.uuid4().hex)]
+        for axis in reversed(process_axes(self._mesh).values()):
+            announce("exchange through the store", axis.name, "for a checkpoint")
+            # twice the time: a rank may be one timeout late that an earlier failure kept waiting
+            found = exchange(f"funshard/checkpoint/{axis.name}", axis.rank or 0, axis.size, rows, list, 2 * self._timeout)
+            rows = [row for some in found for row in some]
+        calls, digests, names = zip(*rows, strict=True)
+        _check_calls(calls)
+        if any(digest != digests[0] for digest in digests):
+            check_ranks_agree(spec)
+        self._prefix = f"funshard/checkpoint/{names[0]}"
 
-    @property
-    def group(self) -> HostGroup | None:
-        """The process group. Raises CheckpointError after it was destroyed."""
-        if self._group_ref is None:
-            return None
-        if (group := self._group_ref()) is None:
+    def run(self, function: Callable[[], T], where: str) -> T:
+        """Return the function's result on this rank. If it raises on any rank, all ranks raise an error that names the rank."""
+        return self.decide(lambda: (function(), None), lambda _: None, where)[0]
+
+    def run_on_first(self, function: Callable[[], T], where: str) -> T:
+        """Return on all ranks the result of a function that only the first runs. Its error is raised on all ranks."""
+        return self.decide(lambda: (None, function() if self.rank == 0 else None), lambda values: values[0], where)[1]  # pyright: ignore[reportReturnType]
+
+    def decide(self, function: Callable[[], tuple[T, M]], decide: Callable[[list[M]], A], where: str) -> tuple[T, A]:
+        """Return the first part of a function's result, and what the first rank decides on the second parts of all.
+
+        The error of one rank is raised on all.
+        """
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as raised:
+            error = raised
+
+        def decide_unless_error(every: list[tuple[tuple[str, str] | None, M]]) -> tuple[dict[int, tuple[str, str]], A | None]:
+            nonlocal error
+            if errors := {rank: text for rank, (text, _) in enumerate(every) if text is not None}:
+                return errors, None
+            try:
+                return {}, decide([value for _, value in every])
+            except Exception as raised:
+                error = raised
+                return {DECISION: _error_text(raised)}, None
+
+        own = (error and _error_text(error), result and result[1])
+        if self._world is None:
+            errors, decided = decide_unless_error([own])
+        elif (world := self._world()) is None or world is not dist.group.WORLD:
             raise CheckpointError(
                 "the process groups were destroyed before the checkpoint was complete: call wait() of what save has returned "
                 "before torch.distributed.destroy_process_group"
             )
-        return group
-
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's value, on every rank."""
-        return self._exchange("all_gather_object", value, [value])
-
-    def _exchange(self, method: str, value: Any, alone: Any) -> Any:
-        if (group := self.group) is None:
-            return alone
-        with self._explain_lost_rank():
-            return getattr(group, method)(value)
-
-    def run(self, function: Callable[[], T], where: str) -> T:
-        """Return the function's result on this rank. If it raises on any rank, all ranks raise an error that names the rank."""
-        return self.run_and_exchange(function, where, lambda value: None)[0]
-
-    def run_on_first(self, function: Callable[[], T], where: str) -> T:
-        """Return on all ranks the result of a function that only the first runs. Its error is raised on all ranks."""
-        return self.run_and_exchange(lambda: function() if self.rank == 0 else None, where, lambda value: value)[1][0]  # pyright: ignore[reportReturnType]
-
-    def run_and_exchange(self, function: Callable[[], T], where: str, summarize: Callable[[T], M]) -> tuple[T, list[M]]:
-        """Return a function's result, and ``summarize(result)`` of all ranks. The error of one rank is raised on all."""
-        result, error = self._try(lambda: (value := function(), summarize(value)))
-        every = self.gather((_error_text(error), result and result[1]))
-        self._raise_errors([text for text, _ in every], where, error)
+        else:
+            errors, decided = exchange(self._prefix, self.rank, self.size, own, decide_unless_error, self._timeout)
+        if errors:
+            self._raise_errors(errors, where, error)
         assert result is not None
-        return result[0], [message for _, message in every]  # pyright: ignore[reportReturnType]
+        return result[0], decided
 
-    def run_and_finish(
-        self, function: Callable[[], T], finish: Callable[[list[T]], None], where: str, unless_saved: str
-    ) -> None:
-        """Run a function on all ranks, and ``finish`` with all results on the first; the error of one is raised on all.
-
-        ``unless_saved`` is a note for any error but a `SavedError`.
-        """
-        value, error = self._try(function)
-        every: list[Any] = self._exchange("gather_object", own := (_error_text(error), value), [own])
-        errors = [text for text, _ in every]
-        if self.rank == 0 and not any(errors):
-            _, error = self._try(lambda: finish([value for _, value in every]))
-            errors = [_error_text(error)]
-        errors = errors if any(errors) else []
-        texts = self._exchange("broadcast_object", errors, errors)
-        is_saved = any(text and text[0] == SavedError.__name__ for text in texts)
-        self._raise_errors(texts, where if is_saved else f"{where}: {unless_saved}", error)
-
-    def _try(self, function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        try:
-            return function(), None
-        except Exception as error:
-            return None, error
-        except BaseException:  # an interrupt, which the other ranks cannot hear of
-            self._forget_group()
-            raise
-
-    def _raise_errors(self, texts: list[tuple[str, str] | None], where: str, own: Exception | None) -> None:
-        errors = {rank: text for rank, text in enumerate(texts) if text is not None}
-        if not errors:
-            return
-        (kind, text), *_ = errors.values()
-        if len({*errors.values()}) == 1 and len(errors) == self.size and own is not None:
+    def _raise_errors(self, errors: dict[int, tuple[str, str]], where: str, own: Exception | None) -> None:
+        kind = next(iter(errors.values()))[0]
+        if own is not None and {*errors.values()} == {_error_text(own)} and len(errors) == self.size:
             raise own
-        cls = SHARED_ERRORS.get(kind, CheckpointError)
-        shown = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in list(errors.items())[:MAX_SHOWN])
+        ranks = [text if rank == DECISION else f"rank {rank}: {text}" for rank, (_, text) in errors.items()]
         more = f" (and {len(errors) - MAX_SHOWN} more ranks)" if len(errors) > MAX_SHOWN else ""
-        raise cls(f"{where}: {shown}{more}" if self.size > 1 else text) from own
-
-    @contextlib.contextmanager
-    def _explain_lost_rank(self) -> Generator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._forget_group()
-            if not isinstance(error, RuntimeError):
-                raise
-            raise CheckpointError(
-                f"one of the {self.size} ranks was lost, or did not answer in time, while they agreed on a checkpoint: "
-                f"{str(error).splitlines()[0]}; every rank has to call this, also where one file is written"
-            ) from error
-
-    def _forget_group(self) -> None:
-        """Use another group the next time, since a group that has failed once does not answer any more."""
-        failed = self._group_ref and self._group_ref()
-        if failed is not None and dist.is_initialized():
-            groups = host_groups()
-            for key in [key for key, group in groups.items() if group is failed]:
-                del groups[key]
+        where = where.partition(":")[0] if kind == SavedError.__name__ else where
+        raise SHARED_ERRORS.get(kind, CheckpointError)(f"{where}: {'; '.join(ranks[:MAX_SHOWN])}{more}") from own
 
 
-def connect_ranks(spec: PartitionSpec, where: str, timeout: float, *, in_background: bool = False, **options: object) -> Ranks:
+def connect_ranks(spec: PartitionSpec, where: str, timeout: float, **options: object) -> Ranks:
     """Return the ranks of a bound spec's mesh, all of which call this with the same ``where`` and options.
 
     Raises ValueError on simulated ranks, on sizes without groups, within a transform, if the ranks' specs, functions or options
@@ -250,10 +236,12 @@ def connect_ranks(spec: PartitionSpec, where: str, timeout: float, *, in_backgro
     if not is_connected or not _torch.is_eager():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
     check_spans_world(spec.bound_mesh, where)
-    return Ranks(spec, timedelta(seconds=timeout), {"function": where, **options}, in_background=in_background)
+    ranks = Ranks(spec.bound_mesh, timeout)
+    ranks.connect(spec, {"function": where, **options})
+    return ranks
 
 
-def _check_calls(calls: list[dict[str, Any]]) -> None:
+def _check_calls(calls: tuple[Mapping[str, Any], ...]) -> None:
     for name, first in calls[0].items():
         if other := next((rank for rank, call in enumerate(calls) if call.get(name) != first), 0):
             raise ValueError(
@@ -262,14 +250,5 @@ def _check_calls(calls: list[dict[str, Any]]) -> None:
             )
 
 
-def _gather_rows(own: list[Any], mesh: Mesh, timeout: timedelta) -> list[list[Any]]:
-    """Return the rows of all ranks of the mesh in its row-major order, by an exchange along each axis."""
-    rows = [own]
-    for axis in (axis for _, axis in reversed(mesh.axes) if isinstance(axis, ProcessAxis) and axis.size > 1):
-        texts = exchange_through_store(json.dumps(rows), axis.name, axis.rank or 0, axis.size, timeout)
-        rows = [row for text in texts for row in json.loads(text)]
-    return rows
-
-
-def _error_text(error: Exception | None) -> tuple[str, str] | None:
-    return None if error is None else (type(error).__name__, _torch.error_text(error))
+def _error_text(error: Exception) -> tuple[str, str]:
+    return type(error).__name__, _torch.error_text(error)

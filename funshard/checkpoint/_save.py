@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -145,13 +145,11 @@ def save(
     target = open_path(path) if "://" in path else Path(path).absolute()
     for earlier in list(_pending):
         earlier._join()  # before its process group is used again; `begin` raises its error on all ranks
-    ranks = connect_ranks(
-        spec, "checkpoint.save", timeout, path=path, asynchronous=bool(asynchronous), in_background=bool(asynchronous)
-    )
+    ranks = connect_ranks(spec, "checkpoint.save", timeout, path=path, asynchronous=bool(asynchronous))
     saving = Saving(target)
     undo = contextlib.ExitStack()  # called if the save fails
 
-    def begin() -> tuple[_StateSummary, RangeWriter, Target | None]:
+    def begin() -> tuple[tuple[_StateSummary, RangeWriter, Target | None], tuple[str, RankMessage]]:
         for earlier in list(_pending):
             earlier.wait()
         with phase("checkpoint plan"):
@@ -164,19 +162,23 @@ def save(
         if asynchronous:
             with phase("checkpoint copy"):
                 writer.stage()
-        return summary, writer, place
+        return (summary, writer, place), (place.suffix if place else "", summary.message())
 
     with undo:
-        (summary, writer, place), messages = ranks.run_and_exchange(
-            begin, "checkpoint.save", lambda begun: (begun[2] and begun[2].suffix, begun[0].message())
-        )
-        tree = summary.check_agreement([message for _, message in messages], ranks)
-        file = target / f"__{ranks.rank}_0{messages[0][0]}.distcp"
+        (summary, writer, place), (suffix, per_rank) = ranks.decide(begin, _compare_messages, "checkpoint.save")
+        if per_rank is None:
+            ranks.decide(lambda: (None, summary.common), _raise_difference, "checkpoint.save")
+        tree = summary.fill_tree(per_rank or [])
+        file = target / f"__{ranks.rank}_0{suffix}.distcp"
         undo_write = undo.pop_all()
+
+    def commit(every: list[list[WrittenBox]]) -> None:
+        assert place is not None
+        place.commit(tree, *pack_index([box for boxes in every for box in boxes]))
 
     def write() -> None:
         with undo_write, phase("checkpoint write"):
-            _write_checkpoint(writer, file, tree, place, ranks)
+            ranks.decide(lambda: (None, writer.write(file)), commit, "checkpoint.save: nothing was saved")
             undo_write.pop_all()
             writer.release()
         LOGGER.info("checkpoint.save: %s is complete", target)
@@ -186,16 +188,6 @@ def save(
     else:
         write()
     return saving
-
-
-def _write_checkpoint(writer: RangeWriter, file: AnyPath, tree: Any, place: Target | None, ranks: Ranks) -> None:
-    """Write this rank's file. The first rank then writes what describes all files."""
-
-    def commit(every: list[Any]) -> None:
-        assert place is not None
-        place.commit(tree, *pack_index([box for boxes in every for box in boxes]))
-
-    ranks.run_and_finish(lambda: writer.write(file), commit, "checkpoint.save", unless_saved="nothing was saved")
 
 
 # --- Summarize what a rank writes of a state, and check that all ranks agree on it ---
@@ -211,7 +203,7 @@ class _StateSummary:
         self._spec, self._tree = spec, Description(state, spec)
         self.ranges: list[TensorRange] = []
         """The ranges of stored tensors that this rank holds."""
-        self._common = dict(self._tree.containers)
+        self.common = dict(self._tree.containers)
         """A text for each name that must be equal on all ranks."""
         self._replicas: dict[str, tuple[str, int, int]] = {}
         """For each slice that several ranks hold, by name: the unit's key, the slice's number, and a digest of its values."""
@@ -227,27 +219,24 @@ class _StateSummary:
         return [leaf for leaf in self._tree.leaves if isinstance(leaf, ValueLeaf) and leaf.is_per_rank]
 
     def message(self) -> RankMessage:
-        digest = hashlib.sha256(json.dumps(self._common).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(self.common).encode()).hexdigest()
         return digest, [leaf.data["values"][0] for leaf in self._per_rank], self._replicas
 
-    def check_agreement(self, messages: list[RankMessage], ranks: Ranks) -> Any:
-        """Return the JSON tree of the state. Raises ValueError, on every rank, if the messages of the ranks disagree."""
-        if any(digest != messages[0][0] for digest, *_ in messages):
-            _raise_difference(ranks.gather(self._common))
-        _check_replicas([replicas for *_, replicas in messages])
+    def fill_tree(self, per_rank: list[list[Any]]) -> Any:
+        """Return the JSON tree of the state, with the values that are each rank's own, by rank."""
         for i, leaf in enumerate(self._per_rank):
-            leaf.data["values"] = [values[i] for _, values, _ in messages]
+            leaf.data["values"] = [values[i] for values in per_rank]
         return self._tree.json
 
     def _add(self, leaf: Leaf, value: Any, ranks: Ranks) -> None:
         name = leaf_names(leaf)[0]
         if isinstance(leaf, ValueLeaf):
-            self._common[name] = "each rank's own, no tensor" if leaf.is_per_rank else json.dumps(leaf.data["value"])
+            self.common[name] = "each rank's own, no tensor" if leaf.is_per_rank else json.dumps(leaf.data["value"])
             return
         check_storable(value, f"state '{name}'")
         match leaf:
             case SliceLeaf():
-                self._common[name] = f"slices {leaf.dtype} of unit '{leaf.unit.key}'"
+                self.common[name] = f"slices {leaf.dtype} of unit '{leaf.unit.key}'"
                 if leaf.is_encoded:
                     raise ValueError(
                         f"unit '{leaf.unit.key}' is at rest in {storage_codec(leaf.unit)}, encoded from the frozen model: "
@@ -258,12 +247,21 @@ class _StateSummary:
                 if slices < ranks.size:
                     self._replicas[name] = leaf.unit.key, index, int(hash_bits(value.detach()))
             case TensorLeaf(is_per_rank=True):
-                self._common[name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
+                self.common[name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
             case OwnedLeaf():
-                self._common[name] = f"of its owners, {list(leaf.shape)} {leaf.dtype}"
+                self.common[name] = f"of its owners, {list(leaf.shape)} {leaf.dtype}"
             case _:
-                self._common[name] = f"{list(value.shape)} {value.dtype} of digest {int(hash_bits(value.detach())):x}"
+                self.common[name] = f"{list(value.shape)} {value.dtype} of digest {int(hash_bits(value.detach())):x}"
         self.ranges.extend(leaf.ranges(value, self._spec, ranks.rank, ranks.size))
+
+
+def _compare_messages(found: list[tuple[str, RankMessage]]) -> tuple[str, list[list[Any]] | None]:
+    """Return the suffix of the files and the values that are each rank's own, or None for them if the states differ."""
+    digests, per_rank, replicas = zip(*(message for _, message in found), strict=True)
+    if any(digest != digests[0] for digest in digests):
+        return "", None
+    _check_replicas(replicas)
+    return found[0][0], [*per_rank]
 
 
 def _raise_difference(every: list[dict[str, str]]) -> None:
@@ -277,7 +275,7 @@ def _raise_difference(every: list[dict[str, str]]) -> None:
             )
 
 
-def _check_replicas(every: list[dict[str, tuple[str, int, int]]]) -> None:
+def _check_replicas(every: Sequence[dict[str, tuple[str, int, int]]]) -> None:
     """Check that replicas are equal, since each writes a part. Raises ValueError, naming the unit, otherwise."""
     for name in every[0]:
         first: dict[int, tuple[int, int]] = {}
