@@ -368,15 +368,15 @@ def _slowly(monkeypatch: pytest.MonkeyPatch, fail: bool = False) -> None:
 
     from funshard.checkpoint import _save
 
-    def write(*args: Any, **kwargs: Any) -> None:
+    def write(*args: Any, **kwargs: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             time.sleep(0.3)
             if fail:
                 raise OSError(28, "No space left on device")
-        real(*args, **kwargs)
+        return real(*args, **kwargs)
 
-    real = _save._write_checkpoint
-    monkeypatch.setattr(_save, "_write_checkpoint", write)
+    real = _save.RangeWriter.write
+    monkeypatch.setattr(_save.RangeWriter, "write", write)
 
 
 def test_a_second_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

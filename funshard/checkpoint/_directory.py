@@ -11,9 +11,9 @@ import re
 import reprlib
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -26,7 +26,6 @@ from ._files import (
     CheckpointError,
     DamagedError,
     NewerError,
-    RemotePath,
     SavedError,
     checksum,
     flush,
@@ -183,7 +182,7 @@ LEFT_NAME = re.compile(r"__\d+_0_[0-9a-f]{12}\.distcp|\.metadata|(\.metadata|fun
 
 def is_directory(path: AnyPath) -> bool:
     """Return whether a path is a directory and not a link to one, which belongs to whoever made it."""
-    return path.is_dir() and (isinstance(path, RemotePath) or not path.is_symlink())
+    return path.is_dir() and not (isinstance(path, Path) and path.is_symlink())
 
 
 def has_manifest(path: AnyPath) -> bool:
@@ -286,47 +285,33 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
     if keep < 1:
         raise ValueError(f"checkpoint.clean: expected to keep at least 1, got {keep}")
     directory = open_path(os.fsdecode(directory))
-    complete = [(found.path, found.files) for found in list_committed(directory) if not found.find_damage()]
-    removed: list[AnyPath] = []
-    for path, _ in complete[:-keep]:
+    complete = [found.path for found in list_committed(directory) if not found.find_damage()]
+    old, removed = {str(path) for path in complete[:-keep]}, list[AnyPath]()
+    for path in complete[:-keep]:
         try:
             remove(path / MANIFEST)  # first, so that no reader takes a half of it for a checkpoint
-        except PermissionError:
+        except PermissionError:  # noqa: PERF203 - of this one
             warnings.warn(f"checkpoint.clean: {path} stays, because this user may not remove it", stacklevel=2)
-            continue
-        with contextlib.suppress(OSError):
-            _remove_files(path)
-        removed += [] if path.exists() else [path]
-    files_of = {str(path): files for path, files in complete}
-    for path in list(directory.iterdir()) if directory.is_dir() else ():
-        named = files_of.get(str(path))
+    for path in sorted(directory.iterdir(), key=str) if directory.is_dir() else ():
         with contextlib.suppress(OSError):  # another process writes there or cleans too, or the user may not
-            left = _list_left(path, named or ()) if is_directory(path) and (named or not has_manifest(path)) else []
-            if left:
+            left, is_old = _list_left(path), str(path) in old
+            if (is_old or any(file.name != METADATA for file in left)) and not has_manifest(path):
                 _unlock(_lock(path))
-                for file in left if named else [path / METADATA, *left]:
-                    remove(file)
+                for file in sorted(path.iterdir() if is_old else left, key=lambda file: bool(LEFT_NAME.fullmatch(file.name))):
+                    remove(file)  # last what tells the next call that the rest is to go
                 if not any(path.iterdir()):
                     remove(path)
                     removed.append(path)
     return removed
 
 
-def _remove_files(path: AnyPath) -> None:
-    """Remove a directory, last the files that tell the next `clean` what is left of it."""
-    for file in sorted(path.iterdir(), key=lambda file: file.name != METADATA and bool(LEFT_NAME.fullmatch(file.name))):
-        remove(file)
-    remove(path)
-
-
-def _list_left(path: AnyPath, named: Iterable[str]) -> list[AnyPath]:
-    """Return the files of saves in a directory that its manifest does not name."""
-    return [file for file in path.iterdir() if LEFT_NAME.fullmatch(file.name) and file.name not in (METADATA, *named)]
+def _list_left(path: AnyPath) -> list[AnyPath]:
+    return [file for file in path.iterdir() if LEFT_NAME.fullmatch(file.name)] if is_directory(path) else []
 
 
 def _lock(path: AnyPath) -> int | None:
     """Lock a directory for the process that writes to it. Raises BlockingIOError if another one has the lock."""
-    if isinstance(path, RemotePath):
+    if not isinstance(path, Path):
         return None
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -394,9 +379,10 @@ class Target:
             ) from error
         finally:
             with contextlib.suppress(OSError):
-                old = [file for file in self.path.iterdir() if file.name.endswith(".distcp") and file.name not in sizes]
-                for file in {*old, *_list_left(self.path, sizes)}:
-                    remove(file)
+                for file in [*self.path.iterdir()]:  # of a damaged checkpoint, also of version 0.2, and of killed saves
+                    is_data = file.name.endswith(".distcp") or LEFT_NAME.fullmatch(file.name)
+                    if is_data and file.name not in (METADATA, *sizes):
+                        remove(file)
             self._release()
 
     def abandon(self) -> None:

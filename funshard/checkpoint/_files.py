@@ -42,7 +42,7 @@ class DamagedError(ValueError):
 # --- Paths of files, local ones and those in object stores, by fsspec, which torch requires ---
 
 
-class RemotePath(os.PathLike[str]):
+class _RemotePath(os.PathLike[str]):
     """A path in a file system of fsspec, such as ``s3://bucket/run/step1``, with the methods of pathlib that are needed."""
 
     def __init__(self, url: str) -> None:
@@ -58,58 +58,49 @@ class RemotePath(os.PathLike[str]):
     def __str__(self) -> str:
         return self._url
 
-    def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(f"{self._url}/{name}")
+    def __truediv__(self, name: str) -> _RemotePath:
+        return _RemotePath(f"{self._url}/{name}")
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return self._url.rpartition("/")[2]
 
     @property
-    def parent(self) -> RemotePath:
-        """The directory that the path is in."""
-        return RemotePath(self._url.rpartition("/")[0])
+    def parent(self) -> _RemotePath:
+        return _RemotePath(self._url.rpartition("/")[0])
 
     def open(self, mode: str, buffering: int = -1) -> Any:
-        """Open the file. One that is written is there when it is closed, as a whole."""
-        return self._fs.open(self._path, mode)
+        return self._fs.open(self._path, mode)  # what is written is there when it is closed, as a whole
 
     def is_file(self) -> bool:
-        """Return whether a file is there."""
         return self._fs.isfile(self._path)
 
     def is_dir(self) -> bool:
-        """Return whether files are below the path."""
         return self._fs.isdir(self._path)
 
     def exists(self) -> bool:
-        """Return whether anything is there."""
         return self._fs.exists(self._path)
 
     def stat(self) -> Any:
-        """Return the size, and no time: checkpoints of one number are ordered by their names."""
+        # no time: checkpoints of one number are ordered by their names
         return types.SimpleNamespace(st_size=self._fs.size(self._path), st_mtime_ns=0)
 
-    def iterdir(self) -> Iterator[RemotePath]:
-        """Yield what is in the directory."""
+    def iterdir(self) -> Iterator[_RemotePath]:
         return (self / path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._path, detail=False))
 
     def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:
-        """Make the directory, in a file system that has any, if it is not there."""
         self._fs.makedirs(self._path, exist_ok=exist_ok)
 
     def remove(self) -> None:
-        """Remove a file, or all below the path."""
         self._fs.rm(self._path, recursive=True)
 
 
-AnyPath: TypeAlias = Path | RemotePath
+AnyPath: TypeAlias = Path | _RemotePath
 
 
 def open_path(path: str) -> AnyPath:
     """Return a path, which is in an object store if it has a scheme."""
-    return RemotePath(path) if "://" in path else Path(path)
+    return _RemotePath(path) if "://" in path else Path(path)
 
 
 def flush(path: AnyPath) -> None:
@@ -125,7 +116,7 @@ def flush(path: AnyPath) -> None:
 def remove(path: AnyPath) -> None:
     """Remove a file, as much as possible of a directory and all in it, or nothing if nothing is there."""
     with contextlib.suppress(FileNotFoundError):
-        if isinstance(path, RemotePath):
+        if isinstance(path, _RemotePath):
             path.remove()
         elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -135,7 +126,7 @@ def remove(path: AnyPath) -> None:
 
 def replace(path: AnyPath, raw: bytes, suffix: str) -> None:
     """Write a file that is there as a whole or not at all, also where another one is; flush it and its directory before."""
-    if isinstance(path, RemotePath):
+    if isinstance(path, _RemotePath):
         with path.open("wb") as file:
             file.write(raw)
         return
@@ -156,7 +147,7 @@ SIZE_LIMIT = 1 << 63
 
 def open_regular(path: AnyPath) -> BinaryIO:
     """Open a regular file without a buffer. Raises DamagedError for a FIFO or a device, whose reading may never end."""
-    if isinstance(path, RemotePath):
+    if isinstance(path, _RemotePath):
         return path.open("rb")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, BinaryIO
 
 import torch
@@ -101,11 +101,14 @@ class _Loader:
         path, units = tuple(only.split(".")) if only else (), None
         saved: dict[str, Any] = {}
         if manifest.state:
-            with _explain_bad_tree(directory):
+            try:
                 saved = dict(iter_plain_values(manifest.state, ranks.rank))
                 if like is None:
                     template = Template(select_part(manifest.state, only or ""), spec, ranks.rank, ranks.size, path)
                     like, units = template.state, template.units
+            except (DamagedError, LookupError, TypeError, AttributeError, RuntimeError) as error:  # `save` wrote no such tree
+                text = f"{directory}: the state in its file '{MANIFEST}' is damaged: {type(error).__name__}: {error}"
+                raise CheckpointError(text) from error
         elif like is None:  # another program's state_dict
             stored = {unit.key: spec.stored(unit) for unit in spec}
             like, units = {key: without_memory((n,), dtype) for key, (n, dtype) in stored.items()}, {path}
@@ -151,13 +154,12 @@ def _find_value(leaf: ValueLeaf, saved: Mapping[str, Any]) -> Any:
         if not found:
             raise ValueError(f"state '{own}' is no plain value in the checkpoint: expected like= without it")
         values[own] = found[0]
-    (first, value), *others = values.items()
-    for own, other in others:
-        if repr(other) != repr(value):
-            raise ValueError(
-                f"state '{own}': expected the same as '{first}', which is in one unit with it, {value!r}, got {other!r}; "
-                "choose units whose parameters have the same"
-            )
+    (first, value), *_ = values.items()
+    if differing := next((own for own, other in values.items() if repr(other) != repr(value)), None):
+        raise ValueError(
+            f"state '{differing}': expected the same as '{first}', which is in one unit with it, {value!r}, got "
+            f"{values[differing]!r}; choose units whose parameters have the same"
+        )
     return value
 
 
@@ -169,9 +171,8 @@ class _StoredTensors:
 
     def __init__(self, directory: AnyPath, tensors: dict[str, StoredTensor], check: bool) -> None:
         self._directory, self._tensors, self._check = directory, tensors, check
-        cleaned = Counter(map(clean_name, self._tensors))
-        keys = {clean_name(key): key for key in self._tensors if cleaned[clean_name(key)] == 1}
-        self._keys = keys | {key: key for key in self._tensors}
+        cleaned = Counter(map(clean_name, tensors))
+        self._keys = {name: key for key in tensors if cleaned[name := clean_name(key)] == 1} | {key: key for key in tensors}
 
     def find_key(self, names: Sequence[str]) -> str | None:
         """Return the key of the tensor that has one of these names."""
@@ -194,23 +195,30 @@ class _StoredTensors:
 
     def read(self, parts: Sequence[TensorRange]) -> None:
         """Read ranges of tensors into their memory."""
-        wanted: dict[tuple[RecordPlace, str, Box], list[_Read]] = defaultdict(list)
+        wanted: dict[tuple[RecordPlace, str, Box], list[tuple[tuple[slice, ...], Tensor]]] = defaultdict(list)
         for part in parts:
             key = self.find_key(part.names) or ""
             boxes = self._tensors[key].boxes
             for box, at, target in plan_reads(part, boxes):
                 wanted[boxes[box], key, box].append((at, target))
-        file, opened = None, ""
+        file, opened, key = None, "", ""
         with ExitStack() as stack:
-            for (place, key, box), reads in sorted(wanted.items(), key=lambda pair: pair[0]):
-                with _explain_damage(key, place.file):
+            try:
+                for (place, key, box), reads in sorted(wanted.items(), key=lambda pair: pair[0]):
                     if file is None or place.file != opened:  # one open file at a time
                         stack.close()
-                        file, opened = stack.enter_context(open_regular(self._directory / place.file)), place.file
+                        opened = place.file
+                        file = stack.enter_context(open_regular(self._directory / opened))
                     self._read_box(file, place, box, self._tensors[key].dtype, reads)
+            except FileNotFoundError as error:
+                raise CheckpointError(f"tensor '{key}': file '{opened}' of the checkpoint is missing") from error
+            except (DamagedError, OSError) as error:
+                raise CheckpointError(f"tensor '{key}' in file '{opened}' of the checkpoint is damaged: {error}") from error
 
-    def _read_box(self, file: BinaryIO, place: RecordPlace, box: Box, dtype: torch.dtype, reads: list[_Read]) -> None:
-        """Read the parts of one box that are wanted."""
+    def _read_box(
+        self, file: BinaryIO, place: RecordPlace, box: Box, dtype: torch.dtype, reads: list[tuple[tuple[slice, ...], Tensor]]
+    ) -> None:
+        """Read parts of one box, each given by its place in the box and the memory to read into."""
         nbytes, target = box.numel * dtype.itemsize, reads[0][1]
         if place.offset + nbytes > file.seek(0, os.SEEK_END):
             raise DamagedError("it was cut short")
@@ -224,21 +232,6 @@ class _StoredTensors:
             values = memory.view(dtype).view(box.sizes)
             for part, target in reads:
                 target.copy_(values[part])
-
-
-_Read = tuple[tuple[slice, ...], Tensor]
-"""A part of a stored box to read: its place in the box, and the memory to read into."""
-
-
-@contextmanager
-def _explain_bad_tree(directory: AnyPath) -> Generator[None]:
-    """Raise CheckpointError for a tree in the manifest that `save` did not write, as only other programs do."""
-    try:
-        yield
-    except (DamagedError, LookupError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{directory}: the state in its file '{MANIFEST}' is damaged: {type(error).__name__}: {error}"
-        ) from error
 
 
 def plan_reads(part: TensorRange, stored: Iterable[Box]) -> Iterator[tuple[Box, tuple[slice, ...], Tensor]]:
@@ -265,13 +258,3 @@ def _read_into(file: BinaryIO, offset: int, memory: memoryview, *, check: bool) 
     if at < len(memory):
         raise DamagedError("it was cut short")
     return crc32 if check else None
-
-
-@contextmanager
-def _explain_damage(tensor: str, file: str) -> Generator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CheckpointError(f"tensor '{tensor}': file '{file}' of the checkpoint is missing") from error
-    except (DamagedError, OSError) as error:
-        raise CheckpointError(f"tensor '{tensor}' in file '{file}' of the checkpoint is damaged: {error}") from error

@@ -9,14 +9,14 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent import futures
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from .. import _torch
 from .._core.layout import rank_along, rank_coords
-from .._core.mesh import Mesh, ProcessAxis
+from .._core.mesh import ProcessAxis
 from .._core.ops import announce
 from .._core.spec import PartitionSpec
 from ..collectives._agree import check_ranks_agree, hash_spec
@@ -117,7 +117,7 @@ def _poll(is_done: Callable[[], bool], timeout: float) -> None:
 
 def _call_within(timeout: float, function: Callable[[], T]) -> T:
     """Return a function's result. A thread is left behind where the process that has the store is stopped."""
-    future: Future[T] = Future()
+    future: futures.Future[T] = futures.Future()
 
     def run() -> None:
         try:
@@ -128,7 +128,7 @@ def _call_within(timeout: float, function: Callable[[], T]) -> T:
     threading.Thread(target=run, name="funshard.checkpoint.exchange", daemon=True).start()
     try:
         return future.result(timeout + GRACE)
-    except TimeoutError:
+    except futures.TimeoutError:
         raise RuntimeError(f"the store of the process group did not answer within {timeout:g} s") from None
 
 
@@ -151,18 +151,15 @@ class Ranks:
     A lost rank is an error on the others after ``timeout``, and one that never calls after twice that time.
     """
 
-    def __init__(self, mesh: Mesh, timeout: float) -> None:
+    def __init__(self, spec: PartitionSpec, timeout: float, call: Mapping[str, Any]) -> None:
+        mesh = spec.bound_mesh
         self.rank, self.size = rank_along(mesh.names, mesh, rank_coords(mesh, None))
-        self._mesh, self._timeout, self._prefix = mesh, timeout, ""
-        self._world = weakref.ref(dist.group.WORLD) if self.size > 1 else None
-
-    def connect(self, spec: PartitionSpec, call: Mapping[str, Any]) -> None:
-        """Compare the specs and calls of all ranks. Raises ValueError if they differ."""
+        self._timeout, self._world = timeout, weakref.ref(dist.group.WORLD) if self.size > 1 else None
         rows = [(call, hash_spec(spec), uuid.uuid4().hex)]
-        for axis in reversed(process_axes(self._mesh).values()):
+        for axis in reversed(process_axes(mesh).values()):
             announce("exchange through the store", axis.name, "for a checkpoint")
             # twice the time: a rank may be one timeout late that an earlier failure kept waiting
-            found = exchange(f"funshard/checkpoint/{axis.name}", axis.rank or 0, axis.size, rows, list, 2 * self._timeout)
+            found = exchange(f"funshard/checkpoint/{axis.name}", axis.rank or 0, axis.size, rows, list, 2 * timeout)
             rows = [row for some in found for row in some]
         calls, digests, names = zip(*rows, strict=True)
         _check_calls(calls)
@@ -236,9 +233,7 @@ def connect_ranks(spec: PartitionSpec, where: str, timeout: float, **options: ob
     if not is_connected or not _torch.is_eager():
         raise ValueError(f"{where}: expected process groups, outside of transforms: simulated ranks are one process")
     check_spans_world(spec.bound_mesh, where)
-    ranks = Ranks(spec.bound_mesh, timeout)
-    ranks.connect(spec, {"function": where, **options})
-    return ranks
+    return Ranks(spec, timeout, {"function": where, **options})
 
 
 def _check_calls(calls: tuple[Mapping[str, Any], ...]) -> None:

@@ -116,14 +116,18 @@ def rebuild(like: Any, values: Iterator[Any]) -> Any:
     return build([rebuild(child, values) for _, child in children])
 
 
-def file_entries(data: Any) -> Children | None:
-    """Return the children of a container in JSON data, or None if the data is a leaf."""
+def file_entries(data: Any) -> Children:
+    """Return the children of a container in JSON data, of sharded ones by each name of a parameter; none of a leaf."""
     (kind, content), *_ = data.items()
+    if kind == "units":
+        return [(name, slot) for names, _, slot in content["params"] for name in names] + file_entries(
+            {"other": content["rest"]}
+        )
     if kind in SEQUENCES:
         return list(enumerate(content))
     if kind in READ_CLASSES or kind == "other":
         return [(plain_from_json(entry), child) for entry, child in content]
-    return None
+    return []
 
 
 @dataclass(frozen=True)
@@ -386,10 +390,9 @@ class Template:
     def _build(self, data: Any, at: Place) -> Any:
         (kind, content), *_ = data.items()
         if kind == "other":
-            text = f"state '{at.where}': a container of the caller's own: expected like=, a state of the same structure"
-            raise ValueError(text)
-        if (inside := file_entries(data)) is not None:
-            children = [(entry, self._build(child, at.child(entry))) for entry, child in inside]
+            raise ValueError(f"state '{at.where}': a container of the caller's own: expected like=, a state of its structure")
+        if kind in READ_CLASSES:
+            children = [(entry, self._build(child, at.child(entry))) for entry, child in file_entries(data)]
             return build_container(kind, data.get("of"), children)
         if kind == "value":
             return plain_from_json(content)
@@ -462,8 +465,7 @@ class Template:
                 f"parameter '{min(unread)}' is in {where} of the checkpoint and not in the spec: expected the model that was "
                 "saved"
             )
-        for entry, child in content["rest"]:
-            out.append((key := plain_from_json(entry), self._build(child, at.child(key))))
+        out += [(key, self._build(child, at.child(key))) for key, child in file_entries({"other": content["rest"]})]
         return build_container(content.get("kind", "dict"), content.get("of"), out)
 
     def _find_matrices(self, saved: Mapping[str, Any]) -> Matrices:
@@ -473,7 +475,7 @@ class Template:
         """
 
         def has_parts(matrix: Matrix) -> bool:
-            entries = file_entries(saved[matrix.name][MATRIX][2]) or ()
+            entries = file_entries(saved[matrix.name][MATRIX][2])
             stacked = global_shape(matrix.param, self._sizes)[:-2]
             return all(tuple(child["owned"][0][: len(stacked)]) == stacked for _, child in entries)
 
@@ -499,7 +501,7 @@ class Template:
 
     def _build_owned(self, data: Any, matrix: Matrix, known: Matrices) -> dict[str, Tensor]:
         out: dict[str, Tensor] = {}
-        for slot, child in file_entries(data) or ():
+        for slot, child in file_entries(data):
             (*shape,), dtype, is_accelerated = child["owned"]
             for axis, dim in matrix.stack:
                 shape[dim] //= self._sizes[axis]
@@ -526,7 +528,7 @@ def select_part(data: Any, only: str) -> Any:
     """Return the part of a JSON tree at a path. Raises ValueError, with the names that exist, if there is none."""
     remaining, path = only, ""
     while remaining:
-        names = {str(entry): child for entry, child in file_entries(data) or ()}
+        names = {} if "units" in data else {str(entry): child for entry, child in file_entries(data)}
         found = [name for name in names if remaining == name or remaining.startswith(f"{name}.")]
         if not found:
             raise ValueError(
@@ -545,11 +547,5 @@ def iter_plain_values(data: Any, rank: int, path: tuple[str, ...] = ()) -> Itera
         yield ".".join(path), plain_from_json(content)
     elif kind == "values" and rank < len(content):
         yield ".".join(path), plain_from_json(content[rank])
-    elif kind == "units":
-        for names, _, slot in content["params"]:
-            for name in names:
-                yield from iter_plain_values(slot, rank, (*path, name))
-        for entry, child in content["rest"]:
-            yield from iter_plain_values(child, rank, (*path, str(plain_from_json(entry))))
-    for entry, child in file_entries(data) or ():
+    for entry, child in file_entries(data):
         yield from iter_plain_values(child, rank, (*path, str(entry)))
