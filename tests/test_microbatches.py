@@ -295,15 +295,6 @@ def test_one_rank_of_a_mesh_differs(gloo4: Pool) -> None:
 
 
 @real_ranks(2)
-def test_a_list_on_one_rank_and_a_generator_on_another(rank: int) -> None:
-    """A generator is read first."""
-    model, spec, loss = make()
-    params, batches = fs.shard(model, spec), [batch_of(rank, i) for i in range(2)]
-    got = fs.accumulate(loss, params, iter(batches) if rank else batches, spec=spec)
-    close(got[0], fs.accumulate(loss, params, batches, spec=spec)[0])
-
-
-@real_ranks(2)
 def test_batches_that_are_none_or_no_list(rank: int) -> None:
     _, spec, loss = make()
     assert fs.pad_microbatches([None] * (1 + rank), spec=spec).microbatches == [None, None]

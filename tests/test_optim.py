@@ -286,15 +286,6 @@ def test_vdot_is_torchs(policy: fs.Policy, sizes: dict[str, int], values: Any) -
     assert_close(fs.testing.spmd(rank, sizes)(torch.zeros(ranks)), dotted(a, b).expand(ranks))
 
 
-@real_ranks(2)
-def test_vdot_on_real_ranks(rank: int) -> None:
-    for values in (dict, complex_like):
-        a, b = values(GRADIENTS), values(gradients(1))
-        for policy in POLICIES.values():
-            spec = policy(MODEL)
-            assert_close(vdot(fs.shard(a, spec), fs.shard(b, spec), spec), dotted(a, b))
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_vdot_is_differentiable(policy: str) -> None:
     """The gradient of a function of it in both arguments, and a Hessian-vector product, are the shards of the whole's."""
