@@ -92,10 +92,9 @@ if _typing.TYPE_CHECKING:
     from ._sharding.random_like import random_like
     from ._steps.in_backward import update_in_backward
     from ._steps.scan import scan
-    from ._transforms.attention import transforms_attention
-    from ._transforms.chunked import chunked
     from ._transforms.per_sample import per_sample_grads
     from ._transforms.products import hvp
+    from ._transforms.sliced import chunked, transforms_attention
 
 __all__ = [
     "Codec", "Compile", "Hardware", "ModuleTree", "P", "Param", "Params", "PartitionSpec", "Policy", "Precision", "Remat",
@@ -109,9 +108,9 @@ __all__ = [
 
 
 _LAZY = {
-    "Hardware": "_plan.costs", "chunked": "_transforms.chunked", "compile": "_compiled.step", "hvp": "_transforms.products",
+    "Hardware": "_plan.costs", "chunked": "_transforms.sliced", "compile": "_compiled.step", "hvp": "_transforms.products",
     "init": "_init.init", "init_buffers": "_init.init", "per_sample_grads": "_transforms.per_sample", "plan": "_plan.plan",
-    "random_like": "_sharding.random_like", "scan": "_steps.scan", "transforms_attention": "_transforms.attention",
+    "random_like": "_sharding.random_like", "scan": "_steps.scan", "transforms_attention": "_transforms.sliced",
     "update_in_backward": "_steps.in_backward", "visualize": "_plan.costs",
 }  # fmt: skip
 """The public names of modules that a step of training may do without, by module."""

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import funshard as fs
 from funshard import P, _torch
-from funshard._transforms import attention
+from funshard._transforms import sliced
 
 LENGTH, BLOCK = 11, 4
 Function = Callable[..., Any]
@@ -175,16 +175,16 @@ def test_memory_is_linear_in_the_length(order: str) -> None:
 def blocks_seen(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The lengths of the queries of each call by blocks."""
     seen: list[int] = []
-    original = attention._attend_by_blocks
+    original = sliced._attend_by_blocks
 
     def counted(block: int, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         seen.append(block)
         return original(block, query, *args, **kwargs)
 
-    monkeypatch.setattr(attention, "_attend_by_blocks", counted)
-    attention._make_attention.cache_clear()
+    monkeypatch.setattr(sliced, "_attend_by_blocks", counted)
+    sliced._make_attention.cache_clear()
     yield seen
-    attention._make_attention.cache_clear()
+    sliced._make_attention.cache_clear()
 
 
 def attend(x: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ def test_tests_stay_within_their_budget() -> None:
 OPTIONS = {
     "compil": (r"_compiled/|_call/compiled_|_torch/|_spec/options|^__init__|_recompute/saved_nodes", 14),
     "remat|recompu": (
-        r"_recompute/|recompute.py|_spec/options|^__init__|_compiled/|_call/compiled_|scan.py|chunked.py|attention.py",
+        r"_recompute/|recompute.py|_spec/options|^__init__|_compiled/|_call/compiled_|scan.py|sliced.py",
         4,
     ),
     "offload(?!_to_cpu)": (r"offload.py|_wire/host|_spec/options|^__init__", 5),
