@@ -22,7 +22,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._spec.options import RECOMPUTE_ALL, inner_calls, remat_of
 from .._torch.tracing import phase
-from .._transforms._recompute.function import is_copied
+from .._transforms._recompute.function import BeginGraph, is_copied
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms.ambient import run_unrecorded
 from .buffers import copy_buffer
@@ -35,6 +35,10 @@ from .schedule import GatheredUnit
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _Inside = tuple[BoundModule, PartitionSpec]
+_Names = tuple[tuple[str, str], ...]
+"""Where a buffer is, as paths of modules and attributes."""
+_Written = tuple[_Names, Tensor, bool]
+_Changes = tuple[str, dict[str, Any], list[str]]
 _Own = Mapping[str, dict[str, Any]]
 """By a module's path, the attributes of which each run has its own copies."""
 
@@ -97,25 +101,21 @@ def _recompute_module(
         },
     }
     remat = remat_of(outer.spec.by_path[bound.path]) or RECOMPUTE_ALL
-    out, written, changes = call_recomputed(
-        run, f"module '{bound.path}' with P(remat=True)", roots, [*bound.distinct.values()], remat=remat
-    )
+    out, written, changes = call_recomputed(run, run.name, roots, [*bound.distinct.values()], remat=remat)
     for path, values, removed in changes:
         own = vars(bound.distinct[path])
         own.update(values)
         for name in removed:
             del own[name]
     for names, buffer, is_new in written:
-        path, _, attr = names[0].rpartition(".")
-        own_buffer = bound.modules[path]._buffers[attr]
+        own_buffer = bound.modules[names[0][0]]._buffers[names[0][1]]
         # a vmap around has batched all results, and can only write those into what it has batched
         if not is_new and own_buffer is not None and _torch.is_batched(own_buffer) >= _torch.is_batched(buffer):
             _torch.overwrite(own_buffer, buffer)
             continue
-        for name in names:
-            path, _, attr = name.rpartition(".")
-            # a graph would be handed on with the buffers, from one step to the next; one that is written to has no derivative
-            kept = buffer if is_new and _torch.current_level() else buffer.detach()
+        # a graph would be handed on with the buffers, from one step to the next; one that is written to has no derivative
+        kept = buffer if is_new and _torch.current_level() else buffer.detach()
+        for path, attr in names:
             with torch.no_grad():
                 bound.modules[path]._buffers[attr] = kept.clone() if _torch.has_internal_overlap(kept) else kept
     for (path, attr), tensor in replaced.items():
@@ -131,11 +131,12 @@ class _RecomputedModule:
         self, outer: Call, bound: BoundModule, before: ModuleAttributes, units: Sequence[GatheredUnit], arguments: Args
     ) -> None:
         self._outer, self._bound, self._gathered_units, self._arguments = outer, bound, units, arguments
-        buffers: dict[Tensor, list[str]] = {}
+        self.name = f"module '{bound.path}' with P(remat=True)"
+        buffers: dict[Tensor, list[tuple[str, str]]] = {}
         for path, module in bound.modules.items():
             for attr, buffer in module._buffers.items():
                 if buffer is not None:
-                    buffers.setdefault(buffer, []).append(join_path(path, attr))
+                    buffers.setdefault(buffer, []).append((path, attr))
         self.buffers = [*buffers]
         self._buffer_names = [*map(tuple, buffers.values())]
         # functional_call has replaced their forwards
@@ -145,17 +146,17 @@ class _RecomputedModule:
         # a backward that nobody comes back to runs it with these
         self._leases = [one.hold_for_inner_run() for one in units]
         self._read = set[str]()
-        self._written: set[tuple[str, ...]] = set()  # the buffers that a run has written
+        self._written: set[_Names] = set()  # the buffers that a run has written
 
     def __call__(
         self, params: Params, given: Sequence[Tensor], spec: PartitionSpec, replaced: Replaced, *arguments: Any
-    ) -> tuple[Any, tuple[tuple[tuple[str, ...], Tensor, bool], ...], tuple[tuple[str, dict[str, Any], list[str]], ...]]:
+    ) -> tuple[Any, tuple[_Written, ...], tuple[_Changes, ...]]:
         """Return the result; written buffers by names, and whether each is new; and by path set and deleted attributes."""
         bound, (count, *keys), own = self._bound, self._arguments, arguments[-1]
         copies = [copy_buffer(buffer, buffer.dtype) for buffer in given]
         versions = [_torch.version(copy) for copy in copies]
-        now = {name: copy for copy, names in zip(copies, self._buffer_names, strict=True) for name in names}
-        changes: list[tuple[str, dict[str, Any], list[str]]] = []
+        now = {join_path(*name): copy for copy, names in zip(copies, self._buffer_names, strict=True) for name in names}
+        changes: list[_Changes] = []
         with phase("run" if self._first else "recompute", bound.path):
             params, gathered = self._insert_gathered(params)
             call = self._outer.make_inner(bound, params, spec, gathered)
@@ -171,9 +172,9 @@ class _RecomputedModule:
                     if old.keys() != new.keys() or not all(map(operator.is_, old.values(), map(new.__getitem__, old))):
                         changed = {name: value for name, value in new.items() if old.get(name, old) is not value}
                         changes.append((path, changed, sorted(old.keys() - new.keys())))
-        written: list[tuple[tuple[str, ...], Tensor, bool]] = []
+        written: list[_Written] = []
         for names, copy, buffer, version in zip(self._buffer_names, copies, given, versions, strict=True):
-            new = now[names[0]]
+            new = now[join_path(*names[0])]
             # kernels write running statistics without telling the version; those that vmap does not batch they refuse
             is_quiet = self._first and copy.is_floating_point() and _may_be_written(buffer, copy)
             if new is not copy or _torch.version(copy) != version or is_quiet or names in self._written:
@@ -181,15 +182,15 @@ class _RecomputedModule:
                 written.append((names, new, new is not copy))
             if (new.requires_grad and not (new is not copy and self._level)) or (new is copy and _torch.has_tangent(new)):
                 raise RuntimeError(
-                    f"module '{bound.path}' with P(remat=True) puts a tensor into its buffer '{names[0]}' that has a "
-                    "derivative, which would be lost: expected it detached, or in the result of the module"
+                    f"{self.name} puts a tensor into its buffer '{join_path(*names[0])}' that has a derivative, which would be "
+                    "lost: expected it detached, or in the result of the module"
                 )
         used = call.used_parameters or set()
         self._read, self._first = used if self._first else self._read, False
         if used != self._read:
             raise RuntimeError(
-                f"module '{bound.path}' with P(remat=True) reads other parameters in one of its runs than in the first one: "
-                f"{min(used ^ self._read)!r} in one of them only; expected the same control flow in each run"
+                f"{self.name} reads other parameters in one of its runs than in the first one: {min(used ^ self._read)!r} in "
+                "one of them only; expected the same control flow in each run"
             )
         return out, tuple(written), tuple(changes)
 
@@ -218,7 +219,7 @@ class _RecomputedModule:
             else:
                 views = run_unrecorded(gathered.route.unflatten, gathered.buffer, gathered.unit)
                 if shard.requires_grad:  # the first run has a graph, which the parameters are to be asked for as well
-                    views = _LinkToShard.apply(shard, *views)
+                    _, *views = BeginGraph.apply(self.name, shard, *views)
             names = (param.name for param in gathered.unit.params)
             params |= zip(names, views, strict=True)
             buffers[gathered.unit.key] = gathered.buffer
@@ -233,18 +234,6 @@ class _RecomputedModule:
                 yield
         finally:
             self._last = False
-
-
-class _LinkToShard(_torch.Function):
-    """Gathered parameters in a graph that begins with their shard, and that nobody goes back through."""
-
-    @staticmethod
-    def forward(shard: Tensor, *views: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tuple(view.view_as(view) for view in views)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
 
 
 def _may_be_written(buffer: Tensor, copy: Tensor) -> bool:

@@ -198,32 +198,31 @@ class Committed(NamedTuple):
     checkpoints one number."""
     path: Any
     files: Mapping[str, int]
-    error: str = ""
+    error: Exception | None = None
 
     def find_damage(self) -> str:
         """Return what is wrong with the manifest or the sizes of the files, or ""."""
-        return self.error or _find_wrong_file(self.path, self.files)
+        for name, size in self.files.items():
+            file = self.path / name
+            if not file.is_file() or file.stat().st_size != size:
+                return f"{self.path}: its file '{name}' is {'cut short' if file.is_file() else 'missing'}"
+        return str(self.error or "")
+
+
+def _find_committed(path: AnyPath) -> Committed | None:
+    """Return the checkpoint at a path, None if no manifest is there."""
+    try:
+        if is_directory(path) and (manifest := read_manifest(path)):
+            return Committed((manifest.sequence, (path / MANIFEST).stat().st_mtime_ns), path, manifest.files)
+    except (CheckpointError, OSError) as error:
+        return Committed((math.inf, 0), path, {}, error) if has_manifest(path) else None
+    return None
 
 
 def list_committed(directory: AnyPath) -> list[Committed]:
     """Return the checkpoints that `save` has put into a directory, the oldest first. Only manifests are read."""
-    found: list[Committed] = []
-    for path in directory.iterdir() if directory.is_dir() else ():
-        try:
-            if is_directory(path) and (manifest := read_manifest(path)):
-                found.append(Committed((manifest.sequence, (path / MANIFEST).stat().st_mtime_ns), path, manifest.files))
-        except (CheckpointError, OSError) as error:  # noqa: PERF203 - of this one
-            if has_manifest(path):
-                found.append(Committed((math.inf, 0), path, {}, str(error)))
-    return sorted(found, key=lambda entry: (entry.order, str(entry.path)))
-
-
-def _find_wrong_file(path: AnyPath, sizes: Mapping[str, int]) -> str:
-    for name, size in sizes.items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != size:
-            return f"{path}: its file '{name}' is {'cut short' if file.is_file() else 'missing'}"
-    return ""
+    found = [_find_committed(path) for path in directory.iterdir()] if directory.is_dir() else []
+    return sorted((entry for entry in found if entry), key=lambda entry: (entry.order, str(entry.path)))
 
 
 def latest(directory: str | os.PathLike[str], spec: PartitionSpec | None = None) -> AnyPath | None:
@@ -292,7 +291,8 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
             remove(path / MANIFEST)  # first, so that no reader takes a half of it for a checkpoint
         except PermissionError:  # noqa: PERF203 - of this one
             warnings.warn(f"checkpoint.clean: {path} stays, because this user may not remove it", stacklevel=2)
-    for path in sorted(directory.iterdir(), key=str) if directory.is_dir() else ():
+    others = [path for path in directory.iterdir() if str(path) not in old] if directory.is_dir() else []
+    for path in (*complete[:-keep], *others):
         with contextlib.suppress(OSError):  # another process writes there or cleans too, or the user may not
             left, is_old = _list_left(path), str(path) in old
             if (is_old or any(file.name != METADATA for file in left)) and not has_manifest(path):
@@ -404,21 +404,13 @@ class Target:
 
 def _check_free(path: AnyPath) -> str:
     """Return the damage of a checkpoint that may be replaced, or "" if there is none."""
-    if is_directory(path) and has_manifest(path):
-        try:
-            damage = _find_wrong_file(path, manifest.files) if (manifest := read_manifest(path)) else ""
-        except (NewerError, OSError):
-            damage = ""
-        except CheckpointError as error:
-            damage = str(error)
-        if damage:
-            return damage
-    elif is_directory(path):
-        if all(LEFT_NAME.fullmatch(file.name) for file in path.iterdir()):
-            return ""
-    elif not os.path.lexists(path) and not path.exists():
-        return ""
-    raise FileExistsError(
-        f"{path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint "
-        "that is whole is never written over"
-    )
+    found = _find_committed(path)
+    if found and not isinstance(found.error, NewerError | OSError) and (damage := found.find_damage()):
+        return damage
+    is_left = is_directory(path) and all(LEFT_NAME.fullmatch(file.name) for file in path.iterdir())
+    if found or not (is_left or not (os.path.lexists(path) or path.exists())):
+        raise FileExistsError(
+            f"{path}: expected a path where nothing is, such as one with the number of the step in its name; a checkpoint "
+            "that is whole is never written over"
+        )
+    return ""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
-import stat
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,18 +145,14 @@ SIZE_LIMIT = 1 << 63
 
 def open_regular(path: AnyPath) -> BinaryIO:
     """Open a regular file without a buffer. Raises DamagedError for a FIFO or a device, whose reading may never end."""
-    if isinstance(path, _RemotePath):
-        return path.open("rb")
-    try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise DamagedError(f"expected a regular file as '{path.name}', got a link that leads to itself") from error
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise DamagedError(f"expected a regular file as '{path.name}', got a directory, a device or a FIFO")
-    return os.fdopen(handle, "rb", buffering=0)
+    if isinstance(path, Path) and os.path.lexists(path) and not path.is_file():
+        kind = (
+            "a link that leads to itself or nowhere"
+            if path.is_symlink() and not path.exists()
+            else "a directory, a device or a FIFO"
+        )
+        raise DamagedError(f"expected a regular file as '{path.name}', got {kind}")
+    return path.open("rb", buffering=0)
 
 
 def read_regular(path: AnyPath) -> bytes:

@@ -348,11 +348,6 @@ def _flatten_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def leaf_names(leaf: Leaf) -> list[str]:
-    """Return all names under which a leaf is stored."""
-    return [name for names in leaf.names for name in names]
-
-
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -363,16 +358,12 @@ def clean_name(key: str) -> str:
     return re.sub(r"(^|\.)module\.", r"\1", key, count=1)
 
 
-def check_storable(value: object, what: str) -> None:
+def check_storable(value: Any, what: str) -> None:
     """Check that files can hold a value. Raises TypeError or ValueError, beginning with ``what``, otherwise."""
-    if (
-        not isinstance(value, Tensor)
-        or type(value) not in (Tensor, nn.Parameter)
-        or value.layout != torch.strided
-        or value.is_quantized
-    ):
-        got = f"{type(value).__name__} {value.dtype} {value.layout}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{what}: expected a plain, dense tensor, got {got}")
+    is_plain = isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter)
+    if not is_plain or value.layout != torch.strided or value.is_quantized:
+        got = f" {value.dtype} {value.layout}" if isinstance(value, Tensor) else ""
+        raise TypeError(f"{what}: expected a plain, dense tensor, got {type(value).__name__}{got}")
     if value.dim() > MAX_DIMS:
         raise ValueError(f"{what}: expected at most {MAX_DIMS} dimensions, got {value.dim()}")
     if value.is_meta:

@@ -225,8 +225,15 @@ class _StoredTensors:
         is_whole = len(reads) == 1 and tuple(target.shape) == box.sizes
         is_direct = is_whole and target.is_contiguous() and target.device.type == "cpu"
         memory = target if is_direct else torch.empty(nbytes, dtype=torch.uint8)
-        expected = place.checksum if self._check else None
-        if _read_into(file, place.offset, _torch.host_bytes(memory), check=self._check) != expected:
+        raw = _torch.host_bytes(memory)
+        file.seek(place.offset)
+        at = crc32 = 0
+        while at < nbytes and (read := file.readinto(raw[at : at + PIECE_BYTES])):  # pyright: ignore[reportAttributeAccessIssue]
+            crc32 = checksum(raw[at : at + read], crc32) if self._check else place.checksum
+            at += read
+        if at < nbytes:
+            raise DamagedError("it was cut short")
+        if crc32 != place.checksum:
             raise DamagedError("its checksum is not that in 'funshard.json': expected the file of this save, is it another's?")
         if not is_direct:
             values = memory.view(dtype).view(box.sizes)
@@ -246,15 +253,3 @@ def plan_reads(part: TensorRange, stored: Iterable[Box]) -> Iterator[tuple[Box, 
                     for start in (other.offsets, box.offsets)
                 )
                 yield other, at, view[here]
-
-
-def _read_into(file: BinaryIO, offset: int, memory: memoryview, *, check: bool) -> int | None:
-    """Read bytes of a file into memory, and return their checksum, or None without ``check``."""
-    file.seek(offset)
-    at = crc32 = 0
-    while at < len(memory) and (read := file.readinto(memory[at : at + PIECE_BYTES])):  # pyright: ignore[reportAttributeAccessIssue]
-        crc32 = checksum(memory[at : at + read], crc32) if check else 0
-        at += read
-    if at < len(memory):
-        raise DamagedError("it was cut short")
-    return crc32 if check else None

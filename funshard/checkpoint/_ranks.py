@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -180,13 +180,14 @@ class Ranks:
 
         The error of one rank is raised on all.
         """
-        result, error = None, None
+        result: Any = (None, None)
+        error: Exception | None = None
         try:
             result = function()
         except Exception as raised:
             error = raised
 
-        def decide_unless_error(every: list[tuple[tuple[str, str] | None, M]]) -> tuple[dict[int, tuple[str, str]], A | None]:
+        def decide_unless_error(every: list[Any]) -> tuple[dict[int, tuple[str, str]], Any]:
             nonlocal error
             if errors := {rank: text for rank, (text, _) in enumerate(every) if text is not None}:
                 return errors, None
@@ -196,7 +197,7 @@ class Ranks:
                 error = raised
                 return {DECISION: _error_text(raised)}, None
 
-        own = (error and _error_text(error), result and result[1])
+        own = error and _error_text(error), result[1]
         if self._world is None:
             errors, decided = decide_unless_error([own])
         elif (world := self._world()) is None or world is not dist.group.WORLD:
@@ -208,10 +209,9 @@ class Ranks:
             errors, decided = exchange(self._prefix, self.rank, self.size, own, decide_unless_error, self._timeout)
         if errors:
             self._raise_errors(errors, where, error)
-        assert result is not None
         return result[0], decided
 
-    def _raise_errors(self, errors: dict[int, tuple[str, str]], where: str, own: Exception | None) -> None:
+    def _raise_errors(self, errors: dict[int, tuple[str, str]], where: str, own: Exception | None) -> NoReturn:
         kind = next(iter(errors.values()))[0]
         if own is not None and {*errors.values()} == {_error_text(own)} and len(errors) == self.size:
             raise own

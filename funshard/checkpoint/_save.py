@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from ._leaves import (
     TensorRange,
     ValueLeaf,
     check_storable,
-    leaf_names,
     share_range,
     split_range,
 )  # fmt: skip
@@ -63,15 +62,12 @@ class Saving:
 
     def wait(self) -> AnyPath:
         """Return the checkpoint's path once the save has ended. Raises the error of the save, on every rank."""
-        self._join()
+        if self._thread is not None:
+            self._thread.join()
         _pending.discard(self)
         if self._error is not None:
             raise self._error
         return self.path
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
 
     def _start(self, write: Callable[[], None]) -> None:
 
@@ -143,13 +139,11 @@ def save(
     spec = bind_spec(spec)
     path = os.fsdecode(path)
     target = open_path(path) if "://" in path else Path(path).absolute()
-    for earlier in list(_pending):
-        earlier._join()  # before its process group is used again; `begin` raises its error on all ranks
     ranks = connect_ranks(spec, "checkpoint.save", timeout, path=path, asynchronous=bool(asynchronous))
     saving = Saving(target)
     undo = contextlib.ExitStack()  # called if the save fails
 
-    def begin() -> tuple[tuple[_StateSummary, RangeWriter, Target | None], tuple[str, RankMessage]]:
+    def begin() -> tuple[tuple[_StateSummary, RangeWriter, Target | None], tuple[Any, ...]]:
         for earlier in list(_pending):
             earlier.wait()
         with phase("checkpoint plan"):
@@ -162,7 +156,7 @@ def save(
         if asynchronous:
             with phase("checkpoint copy"):
                 writer.stage()
-        return (summary, writer, place), (place.suffix if place else "", summary.message())
+        return (summary, writer, place), (place and place.suffix, *summary.message())
 
     with undo:
         (summary, writer, place), (suffix, per_rank) = ranks.decide(begin, _compare_messages, "checkpoint.save")
@@ -192,9 +186,6 @@ def save(
 
 # --- Summarize what a rank writes of a state, and check that all ranks agree on it ---
 
-RankMessage: TypeAlias = tuple[str, list[Any], dict[str, tuple[str, int, int]]]
-"""What a rank sends of its summary: a digest of what is common, the values that are its own, and the replicas."""
-
 
 class _StateSummary:
     """The parts of a state that this rank can write, and what the ranks compare of the state."""
@@ -207,18 +198,16 @@ class _StateSummary:
         """A text for each name that must be equal on all ranks."""
         self._replicas: dict[str, tuple[str, int, int]] = {}
         """For each slice that several ranks hold, by name: the unit's key, the slice's number, and a digest of its values."""
+        self._per_rank = [leaf for leaf in self._tree.leaves if isinstance(leaf, ValueLeaf) and leaf.is_per_rank]
         with torch.no_grad():
             for leaf, value in zip(self._tree.leaves, self._tree.values, strict=True):
                 self._add(leaf, value, ranks)
-        names = Counter(name for leaf in self._tree.leaves for name in leaf_names(leaf))
+        names = Counter(name for leaf in self._tree.leaves for names in leaf.names for name in names)
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"state '{twice[0]}': two of its leaves have this name: expected names without such dots")
 
-    @property
-    def _per_rank(self) -> list[ValueLeaf]:
-        return [leaf for leaf in self._tree.leaves if isinstance(leaf, ValueLeaf) and leaf.is_per_rank]
-
-    def message(self) -> RankMessage:
+    def message(self) -> tuple[str, list[Any], dict[str, tuple[str, int, int]]]:
+        """Return a digest of what is common, the values that are this rank's own, and the replicas."""
         digest = hashlib.sha256(json.dumps(self.common).encode()).hexdigest()
         return digest, [leaf.data["values"][0] for leaf in self._per_rank], self._replicas
 
@@ -229,7 +218,7 @@ class _StateSummary:
         return self._tree.json
 
     def _add(self, leaf: Leaf, value: Any, ranks: Ranks) -> None:
-        name = leaf_names(leaf)[0]
+        name = leaf.names[0][0]
         if isinstance(leaf, ValueLeaf):
             self.common[name] = "each rank's own, no tensor" if leaf.is_per_rank else json.dumps(leaf.data["value"])
             return
@@ -255,13 +244,13 @@ class _StateSummary:
         self.ranges.extend(leaf.ranges(value, self._spec, ranks.rank, ranks.size))
 
 
-def _compare_messages(found: list[tuple[str, RankMessage]]) -> tuple[str, list[list[Any]] | None]:
+def _compare_messages(found: list[tuple[Any, ...]]) -> tuple[str, list[list[Any]] | None]:
     """Return the suffix of the files and the values that are each rank's own, or None for them if the states differ."""
-    digests, per_rank, replicas = zip(*(message for _, message in found), strict=True)
+    suffixes, digests, per_rank, replicas = zip(*found, strict=True)
     if any(digest != digests[0] for digest in digests):
         return "", None
     _check_replicas(replicas)
-    return found[0][0], [*per_rank]
+    return suffixes[0], [*per_rank]
 
 
 def _raise_difference(every: list[dict[str, str]]) -> None:

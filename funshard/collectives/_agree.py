@@ -231,7 +231,11 @@ class OrderCheck:
     def _start(self) -> None:
         self.finish()
         started, self._started = self._started, {}
-        self._pending = [Comparison(names, [get_host_group(group)], make_order_error) for group, names in started.items()]
+        self._pending = [_compare_order(names, group) for group, names in started.items()]
+
+
+def _compare_order(names: Sequence[str], group: str, **words: str) -> Comparison:
+    return Comparison(names, [get_host_group(group)], functools.partial(make_order_error, **words))
 
 
 def check_sequence(
@@ -244,8 +248,7 @@ def check_sequence(
     """Compare the names of the collectives that each rank of a process group is about to start, unless nothing is sent."""
     if not (_torch.is_tracing() or _torch.is_fake(sent)) and is_comparable(group):
         _finish_earlier_comparisons()
-        make_error = functools.partial(make_order_error, error=error, remedy=remedy)
-        Comparison(names, [get_host_group(group)], make_error).finish()
+        _compare_order(names, group, error=error, remedy=remedy).finish()
 
 
 _UNFINISHED: deque[Comparison] = deque()
@@ -254,8 +257,7 @@ _UNFINISHED: deque[Comparison] = deque()
 
 def leave_to_next_call(line: str, groups: Iterable[str], error: str, remedy: str) -> None:
     """Start to compare a line on these process groups, and have the next call of this rank wait for it."""
-    make_error = functools.partial(make_order_error, error=error, remedy=remedy)
-    _UNFINISHED.extend(Comparison([line], [get_host_group(group)], make_error) for group in groups if is_comparable(group))
+    _UNFINISHED.extend(_compare_order([line], group, error=error, remedy=remedy) for group in groups if is_comparable(group))
 
 
 def _finish_earlier_comparisons() -> None:

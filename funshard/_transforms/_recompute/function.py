@@ -323,8 +323,8 @@ _SEEN_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules whose first call in a transform has shown which tensors they read."""
 
 
-class _BeginGraph(_torch.Function):
-    """The operands of the first run, whose graph begins here and answers queries as the last run's: it has no derivative."""
+class BeginGraph(_torch.Function):
+    """Tensors whose graph begins here and has no derivative: it answers queries in the first run as that of the last one."""
 
     @staticmethod
     def forward(name: str, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -453,7 +453,7 @@ class RecomputedFunction:
         with torch.enable_grad():
             given = zip(xs, self._before.tensors, self._flags, strict=True)
             sources = [x.detach().requires_grad_() if _torch.is_wrapped(t) else t for x, t, flag in given if flag]
-            begun = iter(_BeginGraph.apply(self.name, *sources))
+            begun = iter(BeginGraph.apply(self.name, *sources))
         return tuple(next(begun) if flag else x for x, flag in zip(xs, self._flags, strict=True))
 
     def _run(self, roots: Sequence[Any], xs: Sequence[Tensor]) -> Any:
