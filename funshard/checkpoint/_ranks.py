@@ -33,7 +33,8 @@ GRACE = 2.0
 """Seconds that a wait has to report its failure after the time limit."""
 FAREWELL = 5.0
 """The most seconds that the first rank, with which the store may end, waits until the others have read its answer."""
-MAX_PAUSE = 0.02
+MAX_PAUSE = 0.5
+"""The most seconds between two looks at the store, which all ranks ask while the slowest one writes; at first 2% of the wait."""
 PIECE = 4 << 20
 """The bytes of a value in the store: torch's TCPStore takes at most 8 MiB."""
 
@@ -107,12 +108,11 @@ def _take(store: Any, key: str) -> Any:
 
 def _poll(is_done: Callable[[], bool], timeout: float) -> None:
     """Wait without a lock on the store, which other threads use. Raises RuntimeError after the time limit."""
-    end, pause = time.monotonic() + timeout, 5e-4
+    begin = time.monotonic()
     while not is_done():
-        if time.monotonic() > end:
+        if (waited := time.monotonic() - begin) > timeout:
             raise RuntimeError(f"nothing came within {timeout:g} s")
-        time.sleep(pause)
-        pause = min(1.5 * pause, MAX_PAUSE)
+        time.sleep(min(5e-4 + waited / 50, MAX_PAUSE))
 
 
 def _call_within(timeout: float, function: Callable[[], T]) -> T:
