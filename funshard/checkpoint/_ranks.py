@@ -34,7 +34,7 @@ GRACE = 2.0
 FAREWELL = 5.0
 """The most seconds that the first rank, with which the store may end, waits until the others have read its answer."""
 MAX_PAUSE = 0.5
-"""The most seconds between two looks at the store, which all ranks ask while the slowest one writes; at first 2% of the wait."""
+"""The most seconds between two looks at the store, which all ranks ask while the slowest one writes; at first 2% of a wait."""
 PIECE = 4 << 20
 """The bytes of a value in the store: torch's TCPStore takes at most 8 MiB."""
 
