@@ -21,7 +21,6 @@ from .casting import module_overrides, wrap_in_casts
 from .compiled_unit import compiled_forwards
 from .entry import check_call
 from .guards import AttributeWrites, BackwardGuard, BufferChanges, OwnParameters
-from .modes import Overlapped
 from .module_state import BoundModule, ModuleAttributes, find_instances
 from .recompute import recomputed_forwards
 from .running import Call, ForwardRun, Guard, Override, Wrapper, scoped_forwards
@@ -189,8 +188,8 @@ def trace_order(
         positional, keywords = pytree.tree_map_only(Tensor, fake, given)
         options = CallOptions(prefetch=0, check_order=False)
         call = Call(BoundModule.bind(model, spec), params, spec, Reduction(), options, wrappers=_WRAPPERS)
-        assert isinstance(call.mode, Overlapped)
         schedule = call.mode.schedule
+        assert schedule is not None
         try:
             _run_call(call, positional, keywords, {name: fake(b) for name, b in model.named_buffers()}, method)
         except RuntimeError as error:

@@ -3,7 +3,7 @@
 | mode | when | gathers | what autograd keeps of a weight | reductions |
 |---|---|---|---|---|
 | `Overlapped` | process groups; no transform, or one torch.func.grad | ahead of use | how to have it again | behind backward |
-| `RegatherInTransforms` | several of grad, vjp, jvp | where used | the same, for each level | where the gradient is |
+| `Inline`, `PerLevelGathers` | several of grad, vjp, jvp | where used | the same, for each level | where the gradient is |
 | `Inline` | vmap, simulated ranks, forward mode, recording | where used | the weight | where the gradient is |
 | compiled_call.py | inside torch.compile | the whole tree at once | what the compiler likes | where the compiler likes |
 
@@ -164,7 +164,7 @@ def choose_mode(
     *,
     is_inner: bool,
     replaces: bool,
-) -> Mode:
+) -> Inline:
     """Return the mode of an uncompiled call: scheduled, gathered again by each level of transforms, or plain data flow.
 
     Args:
@@ -177,11 +177,20 @@ def choose_mode(
         replaces: Whether saved weights are replaced. A checkpoint around the call would do that itself.
     """
     if _is_schedulable(params, spec):
-        schedule = Schedule(params, _sharded_part(params, spec), reduction, options, receiver)
-        return Overlapped(schedule, params, spec, reduction, replaces)
-    if not is_inner and replaces and torch.is_grad_enabled() and _can_regather_per_level(spec):
-        return RegatherInTransforms(params, spec, reduction, options)
-    return Inline(params, spec, reduction, options)
+        keys = spec.by_key.keys() & params.keys()
+        sharded = spec if len(keys) == len(spec) else spec._restrict_to_units("", keys)
+        schedule = Schedule(params, sharded, reduction, options, receiver)
+        return Overlapped(schedule, params, spec, reduction, options, replaces=replaces)
+    regathers = (
+        not is_inner
+        and replaces
+        and torch.is_grad_enabled()
+        and _torch.current_level() > 0
+        and not spec.bound_mesh.is_simulated
+        and _torch.has_only_derivatives()
+        and not _torch.is_tracing()
+    )
+    return Inline(params, spec, reduction, options, PerLevelGathers() if regathers else None)
 
 
 def _is_schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
@@ -193,22 +202,6 @@ def _is_schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
     return not _torch.current_level() or not any(
         _torch.unwrap(params[unit.key]).requires_grad for unit in spec if unit.key in params
     )
-
-
-def _can_regather_per_level(spec: PartitionSpec) -> bool:
-    """Return whether each of the transforms that run can gather again what it saves."""
-    return (
-        _torch.current_level() > 0
-        and not spec.bound_mesh.is_simulated
-        and _torch.has_only_derivatives()
-        and not _torch.is_tracing()
-    )
-
-
-def _sharded_part(params: Mapping[str, Tensor], spec: PartitionSpec) -> PartitionSpec:
-    """Return the part of the spec whose units ``params`` holds as shards."""
-    keys = spec.by_key.keys() & params.keys()
-    return spec if len(keys) == len(spec) else spec._restrict_to_units("", keys)
 
 
 def units_given_full(params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]) -> dict[str, UnitInUse]:
@@ -229,25 +222,40 @@ def units_given_full(params: Mapping[str, Tensor], spec: PartitionSpec, buffers:
     }
 
 
-def _forget_buffers(restorable: dict[int, RestorableBuffer] | None, in_use: UnitInUse) -> None:
-    """Replace saved views of a unit's buffers no more: what is saved from now on is of other tensors."""
-    if restorable:
-        for storage in in_use.storages:
-            restorable.pop(storage, None)
-
-
 class Inline:
-    """Gathers as nodes of the graph, where a unit is used."""
+    """Gathers as nodes of the graph, where a unit is used; with ``gathers`` the backwards of transforms repeat them."""
 
-    restorable: dict[int, RestorableBuffer] | None = None
-    """The buffers whose saved views are replaced, by storage; None where autograd keeps what it saves."""
+    schedule: Schedule | None = None
+    """The gathers and reductions that are ahead and behind of their use, if there are such."""
 
-    def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, options: CallOptions) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        spec: PartitionSpec,
+        reduction: Reduction,
+        options: CallOptions,
+        gathers: PerLevelGathers | None = None,
+    ) -> None:
         self.params, self.spec, self._reduction, self._options = params, spec, reduction, options
+        self._level, self._gathers = _torch.current_level(), gathers
+        # the buffers whose saved views are replaced, by storage; None where autograd keeps what it saves
+        self.restorable = gathers.restorable if gathers else None
+
+    def is_at_call_level(self) -> bool:
+        """Return whether the running code is in the transforms of the call, and in no other."""
+        return _torch.current_level() == self._level
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow."""
-        return self._make_unit_in_use(unit, self._gather_buffers(unit, self._gather_function(unit)))
+        gather, shard = self._gather_function(unit), self.params[unit.key]
+        buffers = gather(shard)
+        if _torch.is_in_forward_ad() and self.spec.size(unit) == 1:
+            buffers = [x.clone() for x in buffers]  # forward may write to it, and so to its tangent, which is the caller's
+        watch, views = WriteWatch(unit, buffers), view_by_dtype(buffers, unit, shard.dtype)
+        in_use = UnitInUse(unit, views, watch, reshard=bool(unit.p.reshard), level=_torch.current_level())
+        if self._gathers and in_use.reshard and not _torch.shares_storage(buffers[0], shard) and self.is_at_call_level():
+            in_use.storages = self._gathers.add(unit.key, shard, buffers, gather)
+        return in_use
 
     def _gather_function(self, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
         """Return the differentiable function from the unit's shard to its buffer, or to one for each dtype."""
@@ -260,50 +268,14 @@ class Inline:
 
         return gather
 
-    def _gather_buffers(self, unit: Unit, gather: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Gather a unit's buffers, copies where forward-mode AD could write to the caller's tangent."""
-        buffers = gather(self.params[unit.key])
-        if _torch.is_in_forward_ad() and self.spec.size(unit) == 1:
-            buffers = [x.clone() for x in buffers]  # forward may write to it, and so to its tangent, which is the caller's
-        return buffers
-
-    def _make_unit_in_use(self, unit: Unit, buffers: Sequence[Tensor]) -> UnitInUse:
-        """Return the unit in use, with a watch for writes to its buffers."""
-        watch, views = WriteWatch(unit, buffers), view_by_dtype(buffers, unit, self.params[unit.key].dtype)
-        return UnitInUse(unit, views, watch, reshard=bool(unit.p.reshard), level=_torch.current_level())
-
     def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
-        """Forget the buffer; whoever still holds it decides how long it lives."""
-        _forget_buffers(self.restorable, in_use)
-
-    def check_forward(self) -> None:
-        """Do nothing: every gather was compared before it started."""
-
-    def end_forward(self) -> None:
-        """Do nothing: no gather is under way."""
+        """End the use of a unit: what is saved from now on is of other tensors. Whoever holds its buffer keeps it."""
+        if self.restorable:
+            for storage in in_use.storages:
+                self.restorable.pop(storage, None)
 
 
-class RegatherInTransforms(Inline):
-    """Data flow where each level of transforms saves how to gather a weight again, instead of the weight."""
-
-    def __init__(self, params: Mapping[str, Tensor], spec: PartitionSpec, reduction: Reduction, options: CallOptions) -> None:
-        super().__init__(params, spec, reduction, options)
-        self._level = _torch.current_level()
-        self._gathers = PerLevelGathers()
-        self.restorable = self._gathers.restorable
-
-    def gather(self, unit: Unit) -> UnitInUse:
-        """Return the unit, gathered as data flow and known to the levels' graphs."""
-        gather = self._gather_function(unit)
-        buffers = self._gather_buffers(unit, gather)
-        gathered = self._make_unit_in_use(unit, buffers)
-        shard = self.params[unit.key]
-        if unit.p.reshard and not _torch.shares_storage(buffers[0], shard) and _torch.current_level() == self._level:
-            gathered.storages = self._gathers.add(unit.key, shard, buffers, gather)
-        return gathered
-
-
-class Overlapped:
+class Overlapped(Inline):
     """Gathers ahead of their use, in forward and in backward, and reductions behind it."""
 
     def __init__(
@@ -312,19 +284,19 @@ class Overlapped:
         params: Mapping[str, Tensor],
         spec: PartitionSpec,
         reduction: Reduction,
+        options: CallOptions,
+        *,
         replaces: bool,
     ) -> None:
-        self.schedule, self._level = schedule, _torch.current_level()
-        self.params = schedule.enter(params) if torch.is_grad_enabled() else params
-        self.restorable: dict[int, RestorableBuffer] | None = None
-        if torch.is_grad_enabled() and schedule.routes.has_resharded_units and replaces:
-            self.restorable = {}
-        self._flow = Inline(self.params, spec, reduction, CallOptions(check_order=schedule.check_order, weight=schedule.weight))
+        is_recorded = torch.is_grad_enabled()
+        super().__init__(schedule.enter(params) if is_recorded else params, spec, reduction, options)
+        self.schedule = schedule
+        self.restorable = {} if is_recorded and schedule.routes.has_resharded_units and replaces else None
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, with the next ones under way; inside a transform that began in forward, gather it as data flow."""
-        if not self.is_at_call_level():
-            return self._flow.gather(unit)
+        if self.schedule is None or not self.is_at_call_level():
+            return super().gather(unit)
         gathered = self.schedule.gather(unit)
         watch = WriteWatch(unit, (gathered.buffer,), layout=gathered.route.layout)
         views = gathered.parameters(self.params[unit.key])
@@ -335,24 +307,8 @@ class Overlapped:
             self.restorable[storage] = gathered
         return in_use
 
-    def is_at_call_level(self) -> bool:
-        """Return whether the running code is in the transforms of the call, and in no other."""
-        return _torch.current_level() == self._level
-
     def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
         """End the use of a unit: free its buffer, or hand it to backward where that may ask for it."""
-        _forget_buffers(self.restorable, in_use)
+        super().leave(in_use, keep=keep)
         if in_use.gathered_unit:
             in_use.gathered_unit.reshard(keep_for_backward=keep and bool(in_use.storages))
-
-    def check_forward(self) -> None:
-        """Have ranks compare what forward has gathered."""
-        self.schedule.check_forward()
-
-    def end_forward(self) -> None:
-        """Free what was gathered and not used."""
-        self.schedule.end_forward()
-
-
-Mode = Inline | Overlapped
-"""The way in which a call gathers and frees its units."""

@@ -93,7 +93,7 @@ class Call:
         self.offload = choose_offload(params, spec, outer, is_inner=is_inner)
         replaces = outer is None or self.offload is not None
         self.mode = choose_mode(params, spec, reduction, options, receiver, is_inner=is_inner, replaces=replaces)
-        self.scopes = UnitScopes(self.mode, params, spec, self.offload and self.offload.exclude, buffers or {})
+        self.scopes = UnitScopes(self.mode, self.offload and self.offload.exclude, buffers or {})
         self.is_inference = torch.is_inference_mode_enabled()
         self.used_parameters: set[str] | None = set() if is_inner else None  # what the module has read
 
@@ -139,9 +139,11 @@ class Call:
                     for unit in () if self.bound.path in inner_calls(self.spec) else self.units_at(self.bound.path):
                         self.scopes.gather(unit)
                     yield run
-                self.mode.check_forward()
+                if self.mode.schedule:
+                    self.mode.schedule.check_forward()
             finally:
-                self.mode.end_forward()
+                if self.mode.schedule:
+                    self.mode.schedule.end_forward()
                 if buffers is not None:
                     buffers.update(run.buffers.updated())
             for guard in run.guards:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._transforms.ambient import RUNNING, run_unrecorded
-from .modes import Mode, UnitInUse, units_given_full
+from .modes import Inline, UnitInUse, units_given_full
 from .write_watch import write_error
 
 _VIEW_ERRORS = ("is a view and is being modified inplace", "another view of its base has been modified inplace")
@@ -29,20 +28,13 @@ class UnitScopes:
     After a run, units with ``reshard=True`` are freed at the next gather, and others at the end of the call.
     """
 
-    def __init__(
-        self,
-        mode: Mode,
-        params: Mapping[str, Tensor],
-        spec: PartitionSpec,
-        exclude: Callable[[Sequence[Tensor]], None] | None,
-        buffers: Mapping[str, Tensor],
-    ) -> None:
+    def __init__(self, mode: Inline, exclude: Callable[[Sequence[Tensor]], None] | None, buffers: Mapping[str, Tensor]) -> None:
         self._mode, self._exclude = mode, exclude  # the latter takes parameters that stay gathered
         self._differentiable, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self.hook = self._outer = _torch.current_pack_hook()  # the first is what replaces saved tensors while forward runs
         self._outer_reentrant = _torch.count_reentrant_checkpoints()
         self._inside = RUNNING.names
-        self.active = units_given_full(params, spec, buffers)
+        self.active = units_given_full(mode.params, mode.spec, buffers)
         self._scopes: list[list[UnitInUse]] = [[]]
         self._pending: list[UnitInUse] = []  # left, but not freed before the next gather, in case the forward ends here
         self._written: tuple[Unit, str] | None = None  # a parameter that forward has written to
