@@ -122,18 +122,16 @@ class Mesh:
         """
         if self.sizes != other.sizes:
             raise ValueError(f"reductions: expected a mesh of the same axes {dict(self.sizes)}, got {dict(other.sizes)}")
+        axes: list[tuple[str, Axis]] = []
         for (name, axis), (_, second) in zip(self.axes, other.axes, strict=True):
-            if isinstance(axis, ProcessAxis) and axis.size > 1 and axis == second:
-                raise ValueError(
-                    f"reductions: expected other process groups, got the same one for axis '{name}' (init_device_mesh gives "
-                    "one for the same ranks); make it by DeviceMesh.from_group(torch.distributed.new_group(...), ...)"
-                )
-        axes = [
-            (name, replace(axis, reduction_name=second.name if isinstance(second, ProcessAxis) else axis.reduction_name))
-            if isinstance(axis, ProcessAxis)
-            else (name, axis)
-            for (name, axis), (_, second) in zip(self.axes, other.axes, strict=True)
-        ]
+            if isinstance(axis, ProcessAxis) and isinstance(second, ProcessAxis):
+                if axis.size > 1 and axis == second:
+                    raise ValueError(
+                        f"reductions: expected other process groups, got the same one for axis '{name}' (init_device_mesh "
+                        "gives one for the same ranks); make it by DeviceMesh.from_group(torch.distributed.new_group(...), ...)"
+                    )
+                axis = replace(axis, reduction_name=second.name)
+            axes.append((name, axis))
         return replace(self, axes=tuple(axes))
 
     @staticmethod

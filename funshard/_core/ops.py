@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -130,15 +131,11 @@ def _all_gather_stack(x: Tensor, root: int) -> Tensor:
     return x.flatten(0, 1).unsqueeze(0).expand(len(x), *(-1,) * (x.dim() - 1))
 
 
-def _make_scatter(mean: bool) -> Callable[[Tensor, OpContext, Tensor | None], PendingResult]:
-    def group(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
-        if _torch.backend_name(context.name, x.device) == "gloo":
-            return _scatter_by_exchange(x, context, mean)
-        op = "avg" if mean else "sum"
-        result = torch.ops._c10d_functional.reduce_scatter_tensor.default(x.contiguous(), op, context.size, context.name)
-        return PendingResult((result,), _return_output)
-
-    return group
+def _reduce_scatter(op: str, x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
+    if _torch.backend_name(context.name, x.device) == "gloo":
+        return _scatter_by_exchange(x, context, mean=op == "avg")
+    result = torch.ops._c10d_functional.reduce_scatter_tensor.default(x.contiguous(), op, context.size, context.name)
+    return PendingResult((result,), _return_output)
 
 
 def _scatter_by_exchange(x: Tensor, context: OpContext, mean: bool) -> PendingResult:
@@ -174,18 +171,14 @@ def _slice_stack(x: Tensor, root: int) -> Tensor:
     return _split_rows(x).diagonal(dim1=0, dim2=1).movedim(-1, 0)
 
 
-def _scatter_stack(mean: bool) -> Callable[[Tensor, int], Tensor]:
-    return lambda x, root: _slice_stack((_mean_stack if mean else _sum_stack)(x, root), root)
+def _reduce_scatter_stack(reduce: Callable[[Tensor, int], Tensor], x: Tensor, root: int) -> Tensor:
+    return _slice_stack(reduce(x, root), root)
 
 
-def _make_all_reduce(op: str) -> Callable[[Tensor, OpContext, Tensor | None], PendingResult]:
-    def group(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
-        reduce = (
-            torch.ops._c10d_functional.all_reduce.default if out is None else torch.ops._c10d_functional.all_reduce_.default
-        )
-        return PendingResult((reduce(x.contiguous(), op, context.name),), _return_output)
-
-    return group
+def _all_reduce(op: str, x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
+    ops = torch.ops._c10d_functional
+    reduce = ops.all_reduce.default if out is None else ops.all_reduce_.default
+    return PendingResult((reduce(x.contiguous(), op, context.name),), _return_output)
 
 
 def _identity(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
@@ -207,7 +200,7 @@ def _broadcast_stack(x: Tensor, root: int) -> Tensor:
 
 def _sum_to(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
     """Start a sum over ranks that only the root gets: the others get zeros."""
-    total = _make_all_reduce("sum")(x, context, out)
+    total = _all_reduce("sum", x, context, out)
     is_root = _torch.resolve_group(context.name).rank() == context.root
     return total if is_root else total.then(torch.zeros_like)
 
@@ -259,17 +252,17 @@ class _Op:
 
 OPS: dict[str, _Op] = {
     "gather_mean": _Op(_all_gather, _all_gather_stack, "scatter_mean"),
-    "scatter_mean": _Op(_make_scatter(mean=True), _scatter_stack(mean=True), "gather_mean"),
+    "scatter_mean": _Op(partial(_reduce_scatter, "avg"), partial(_reduce_scatter_stack, _mean_stack), "gather_mean"),
     "gather_sum": _Op(_all_gather, _all_gather_stack, "scatter_sum"),
-    "scatter_sum": _Op(_make_scatter(mean=False), _scatter_stack(mean=False), "gather_sum"),
-    "reduce_mean": _Op(_make_all_reduce("avg"), _mean_stack, "reduce_mean"),
-    "reduce_sum": _Op(_make_all_reduce("sum"), _sum_stack, "reduce_sum"),
-    "shards_to_sum": _Op(_make_all_reduce("sum"), _sum_stack, "sum_to_shards"),
-    "sum_to_shards": _Op(_make_all_reduce("avg"), _mean_stack, "shards_to_sum"),
+    "scatter_sum": _Op(partial(_reduce_scatter, "sum"), partial(_reduce_scatter_stack, _sum_stack), "gather_sum"),
+    "reduce_mean": _Op(partial(_all_reduce, "avg"), _mean_stack, "reduce_mean"),
+    "reduce_sum": _Op(partial(_all_reduce, "sum"), _sum_stack, "reduce_sum"),
+    "shards_to_sum": _Op(partial(_all_reduce, "sum"), _sum_stack, "sum_to_shards"),
+    "sum_to_shards": _Op(partial(_all_reduce, "avg"), _mean_stack, "shards_to_sum"),
     "vary_mean": _Op(_identity, _identity_stack, "unvary_mean", sends=False),
-    "unvary_mean": _Op(_make_all_reduce("avg"), _mean_stack, "vary_mean"),
+    "unvary_mean": _Op(partial(_all_reduce, "avg"), _mean_stack, "vary_mean"),
     "vary_sum": _Op(_identity, _identity_stack, "unvary_sum", sends=False),
-    "unvary_sum": _Op(_make_all_reduce("sum"), _sum_stack, "vary_sum"),
+    "unvary_sum": _Op(partial(_all_reduce, "sum"), _sum_stack, "vary_sum"),
     "broadcast": _Op(_broadcast, _broadcast_stack, "sum_to"),
     "sum_to": _Op(_sum_to, _sum_to_stack, "broadcast"),
     "all_to_all": _Op(_all_to_all, _all_to_all_stack, "all_to_all"),
