@@ -24,6 +24,7 @@ from .._wire.mixed_layout import cast_views
 from .buffers import changes_statistics, warn_discarded, write_buffer
 from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
 from .entry import CallInputs
+from .module_state import find_modules
 
 ReplacedBuffer = tuple[bool, dict[str, Any], str, Tensor, Tensor]
 """Whether its module changes it in place, the module's dict and the name in it, and the tensor before the call and in it."""
@@ -40,7 +41,7 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
     spec = inputs.spec
     _check_casts_inside(spec)  # not on entering the context: Dynamo of torch 2.11 loses the error
     tensors = _gather_full_params(inputs)
-    modules = _modules_by_path(model)
+    modules = find_modules(model, "", {})
     swaps: list[tuple[dict[str, Any], dict[str, Tensor]]] = []
     for path, now in tensors.items():
         if path in modules:
@@ -115,20 +116,6 @@ def _gather_views(shard: Tensor, graph_key: str, key: str, by: ReduceBy, over: t
     """Return the parameters of a unit as views of its gathered buffer, as one node for Dynamo."""
     spec: PartitionSpec = _torch.find_by_graph_key(graph_key)
     return tuple(_gather_unit_views(shard, spec, spec.by_key[key], Reduction.make(by, over)))
-
-
-def _modules_by_path(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's modules by all their paths: ``named_modules`` without its generators."""
-    found, queue = {"": model}, [("", model)]
-    while queue:
-        prefix, module = queue.pop()
-        for name, child in module._modules.items():
-            if child is not None:
-                path = prefix + name
-                found[path] = child
-                if child._modules:
-                    queue.append((path + ".", child))
-    return found
 
 
 def _replace_buffers(

@@ -234,7 +234,7 @@ class BoundModule:
     def bind(cls, model: nn.Module, spec: PartitionSpec) -> BoundModule:
         """Return a whole model. Raise ValueError unless the spec was made for it, TypeError for a ScriptModule in it."""
         with MODEL_LOCK:
-            modules = _find_modules(model, "", {})
+            modules = find_modules(model, "", {})
             for path in find_instances(modules, torch.jit.ScriptModule):
                 raise TypeError(
                     f"module '{path}' is a ScriptModule, whose code reads its own parameters and not those of a call: expected "
@@ -248,7 +248,7 @@ class BoundModule:
 
     def submodule(self, path: str) -> BoundModule:
         """Return one of its modules. Raise RuntimeError if forward has put other modules into it."""
-        modules = _find_modules(self.modules[path], path, {})
+        modules = find_modules(self.modules[path], path, {})
         if new := [name for name, module in modules.items() if module not in self.owned]:
             raise RuntimeError(
                 f"module '{new[0]}' ({type(modules[new[0]]).__name__}) was put there in forward, and P(remat=...) of '{path}' "
@@ -259,7 +259,7 @@ class BoundModule:
 
     def modules_inside(self, path: str) -> list[nn.Module]:
         """Return the modules in one of its modules, that one first."""
-        return [*_find_modules(self.modules[path], path, {}).values()]
+        return [*find_modules(self.modules[path], path, {}).values()]
 
     def params_of(self, spec: PartitionSpec, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the shards, or full parameters, of these units, and the ignored parameters of the module."""
@@ -281,13 +281,13 @@ class BoundModule:
         return out
 
 
-def _find_modules(module: nn.Module, path: str, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return ``dict(module.named_modules(prefix=path, remove_duplicate=False))``, without a chain of generators for each."""
+def find_modules(module: nn.Module, path: str, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return ``dict(module.named_modules(prefix=path, remove_duplicate=False))``, without generators: Dynamo traces it, too."""
     found[path] = module
     prefix = f"{path}." if path else ""
     for name, child in module._modules.items():
         if child is not None and child._modules:
-            _find_modules(child, prefix + name, found)
+            find_modules(child, prefix + name, found)
         elif child is not None:
             found[prefix + name] = child
     return found
