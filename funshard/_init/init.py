@@ -50,7 +50,7 @@ class _Slot:
     places: list[tuple[nn.Module, str, str]] = field(default_factory=list)
     """Each module that has it, the dict in the module, and the name in the dict."""
     owner: nn.Module | None = None
-    """The first of these modules whose initialiser writes to it; those of the others do not, as if it was tied after them."""
+    """The first of these modules that is initialised; the others' initialisers do not write to it, as if it was tied later."""
     scope: tuple[str, ...] = ()
 
     @property
@@ -143,9 +143,11 @@ class _InitialValues:
         resets = {x: find_reset(x) if init_fn is None else partial(init_fn, x) for x in dict.fromkeys(children_first)}
         inside = {x: [*dict.fromkeys(slot for one in x.modules() for slot in own[one])] for x, reset in resets.items() if reset}
         self._runs = [_Initialiser(paths[x], x, reset, inside[x]) for x, reset in resets.items() if reset is not None]
+        order = {one.module: i for i, one in enumerate(self._runs)}
         self._storages = {_torch.storage_id(slot.tensor): slot for slot in self.tensors}
         unit_paths = {path: unit.paths for unit in spec for path in unit.paths}
         for slot in self.tensors:
+            slot.owner = min({place[0] for place in slot.places} & order.keys(), key=order.__getitem__, default=None)
             path = paths[slot.places[0][0]]
             while path and path not in unit_paths:
                 path = path.rpartition(".")[0]
@@ -207,13 +209,8 @@ class _InitialValues:
 
         What it puts in the place of a tensor is copied. Raise ValueError if it touches slots of this scope and others.
         """
-        tied = [
-            (slot, *place) for slot in one.inside if len(slot.places) > 1 for place in slot.places if place[0] is one.module
-        ]
-        others: list[tuple[_Slot, dict[str, Tensor], str]] = []  # that another module initialises
-        for slot, module, kind, attr in tied:
-            if slot.owner not in (None, module) if slot in values else slot.places[0][0] is not module:
-                others.append((slot, vars(module)[kind], attr))
+        tied = ((slot, *place) for slot in one.inside for place in slot.places if place[0] is one.module is not slot.owner)
+        others = [(slot, vars(module)[kind], attr) for slot, module, kind, attr in tied]  # that another module initialises
         for slot, tensors, attr in others:
             tensors[attr] = slot.make_tensor(slot.empty(META))
         versions = {slot: _torch.version(self.tensors[slot]) for slot in one.inside}
@@ -233,9 +230,6 @@ class _InitialValues:
             is_around = not values.keys() >= {*one.inside}
             hint = "; parameters of other units are on the meta device then: " + _REMEDY if is_around else ""
             raise RuntimeError(f"init: {one} failed: {type(error).__name__}: {error}{hint}") from error
-        for slot in (slot for slot, *_ in tied if slot.owner is None and slot in values):
-            is_new = slot.has_nan and not _torch.is_fake(values[slot]) and not values[slot].isnan().all()
-            slot.owner = one.module if is_new or slot in written else None
         reach = touched.slots | written  # a function of C++ or of TorchScript is not seen, but what it writes
         if not values.keys().isdisjoint(reach) and not values.keys() >= reach:
             names = sorted(slot.name for slot in reach)
