@@ -215,6 +215,10 @@ class GradSums(GradReceiver):
         self.check(key)
         _add_grad(self.through, key, grad)
 
+    def watch_last(self, loss: Tensor, given: Params) -> contextlib.AbstractContextManager[None]:
+        """Return a context for the backward of the last micro-batch, of its loss and the shards that this got."""
+        return contextlib.nullcontext()
+
 
 def _add_grad(sums: Params, key: str, grad: Tensor, *, owned: bool = True) -> None:
     """Add a gradient to the unit's sum, in float32 or wider. The first becomes the sum, unless it is cast or not ``owned``."""
@@ -394,16 +398,8 @@ def _pop_sum(sums: Params, key: str, like: Tensor, shape: Sequence[int]) -> Tens
 # --- Micro-batches one after the other: by plain autograd, whose gradients are added up as they arrive, or as data flow ---
 
 
-def run_in_place(
-    f: Callable[..., Any],
-    plan: AccumulationPlan,
-    sums: GradSums,
-    watch: Callable[[Tensor, Params], contextlib.AbstractContextManager[Any]] | None = None,
-) -> None:
-    """Add up values and gradients by plain autograd, which nothing differentiates.
-
-    The last micro-batch's backward is within ``watch(loss, the shards that the loss got)``.
-    """
+def run_in_place(f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums) -> None:
+    """Add up values and gradients by plain autograd, which nothing differentiates."""
     check_recorded("accumulate or update_in_backward", plan.params)
     with torch.no_grad():
         shards = {key: p.detach() for key, p in plan.params.items()}
@@ -413,12 +409,11 @@ def run_in_place(
         first = next(iter(given.values()), None)
         entered = {key: _Replacement.apply(given.get(key, first), x, sums, key) for key, x in entered.items()}
     for i in range(len(plan.batches)):
-        watched = watch if i + 1 == len(plan.batches) else None
-        _run_microbatch(f, plan, sums, given, entered, i, watched)
+        _run_microbatch(f, plan, sums, given, entered, i)
 
 
 def _run_microbatch(
-    f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums, given: Params, entered: Params, i: int, watch: Any
+    f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums, given: Params, entered: Params, i: int
 ) -> None:
     weight = plan.possible_zero(i)
     sums.weight = weight if plan.full else None  # what is reduced has parts of other ranks
@@ -431,7 +426,7 @@ def _run_microbatch(
         if not given or not loss.requires_grad:
             return
         del value, aux
-        with watch(loss, given) if watch else contextlib.nullcontext():
+        with sums.watch_last(loss, given) if i + 1 == len(plan.batches) else contextlib.nullcontext():
             try:
                 loss.backward(inputs=[*given.values()])
             except RuntimeError as error:

@@ -115,7 +115,7 @@ def update_in_backward(
 
     if plan.in_place:
         sums = _UpdatingSums(plan, step)
-        run_in_place(f, plan, sums, sums.watch)
+        run_in_place(f, plan, sums)
         value = plan.combine_values(sums)
         with torch.no_grad():
             for unit in [*sums.remaining.values()]:
@@ -141,7 +141,7 @@ class _UpdatingSums(GradSums):
         self.remaining = {unit.key: unit for unit in plan.units}
 
     @contextlib.contextmanager
-    def watch(self, loss: Tensor, given: Params) -> Generator[None]:
+    def watch_last(self, loss: Tensor, given: Params) -> Generator[None]:
         """Hand gradients on meanwhile: in the backward of the last micro-batch's loss, of these shards."""
         self._in_flight.clear()
         handles = list(self._hook_uses(loss, {id(x): key for key, x in given.items()}))
