@@ -24,7 +24,7 @@ from .guards import AttributeWrites, BackwardGuard, BufferChanges, OwnParameters
 from .module_state import BoundModule, ModuleAttributes, find_instances
 from .recompute import recomputed_forwards
 from .running import Call, ForwardRun, Guard, Override, Wrapper, scoped_forwards
-from .schedule import CallOptions
+from .schedule import CallInputs, CallOptions
 
 
 def functional_call(
@@ -86,17 +86,16 @@ def functional_call(
         tensor([6.])
     """
     options = CallOptions(prefetch, in_flight, check_order)
-    inputs = check_call(model, params, args, kwargs, spec, reduce, reduce_axes, options, stacklevel=2)
+    bound, inputs, positional, keywords = check_call(model, params, args, kwargs, spec, reduce, reduce_axes, options, 2)
     returned = (attributes,) if isinstance(attributes, str) else tuple(attributes or ())
-    if inputs.bound is None:
+    if bound is None:
         if returned:
             raise NotImplementedError(
                 "functional_call: attributes= inside torch.compile: expected them in the result of forward"
             )
-        return compiled_call.run(model, inputs, buffers, method)
-    given = inputs.bound, inputs.params, inputs.spec, inputs.reduction, inputs.options, inputs.receiver
+        return compiled_call.run(model, inputs, positional, keywords, buffers, method)
     try:
-        run = _run_call(Call(*given, wrappers=_WRAPPERS), inputs.args, inputs.kwargs, buffers, method, returned)
+        run = _run_call(Call(bound, inputs, wrappers=_WRAPPERS), positional, keywords, buffers, method, returned)
     except (TypeError, RuntimeError) as error:
         raise add_cast_hint(add_hints(error, model), model, inputs.spec)  # noqa: B904 - the same one
     for guard in run.guards:
@@ -123,7 +122,7 @@ def _run_call(
 
 def _cast_forwards(call: Call, _: ModuleAttributes) -> Iterator[Override]:
     bound, norms = call.bound, find_instances(call.bound.modules, SyncBatchNorm)
-    return module_overrides(bound.modules, call.spec, bound.path, call.options.weight, norms)
+    return module_overrides(bound.modules, call.spec, bound.path, call.inputs.options.weight, norms)
 
 
 def _offloaded_forwards(call: Call, _: ModuleAttributes) -> Iterable[Override]:
@@ -186,8 +185,8 @@ def trace_order(
         named = dict(model.named_parameters(remove_duplicate=False))
         params |= {name: fake(named[name]) for name in spec.ignored if name in named}
         positional, keywords = pytree.tree_map_only(Tensor, fake, given)
-        options = CallOptions(prefetch=0, check_order=False)
-        call = Call(BoundModule.bind(model, spec), params, spec, Reduction(), options, wrappers=_WRAPPERS)
+        inputs = CallInputs(params, spec, Reduction(), CallOptions(prefetch=0, check_order=False))
+        call = Call(BoundModule.bind(model, spec), inputs, wrappers=_WRAPPERS)
         schedule = call.mode.schedule
         assert schedule is not None
         try:

@@ -23,8 +23,8 @@ from .._wire.flow import unshard_unit, weigh_grad
 from .._wire.mixed_layout import cast_views
 from .buffers import changes_statistics, warn_discarded, write_buffer
 from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
-from .entry import CallInputs
 from .module_state import find_modules
+from .schedule import CallInputs
 
 ReplacedBuffer = tuple[bool, dict[str, Any], str, Tensor, Tensor]
 """Whether its module changes it in place, the module's dict and the name in it, and the tensor before the call and in it."""
@@ -33,7 +33,14 @@ _Run = tuple[str, tuple[str, ...], int, int]
 """A module's path, names of its parameters, and the part of its unit's parameters that these are: begin and end."""
 
 
-def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None, method: str | None) -> Any:
+def run(
+    model: nn.Module,
+    inputs: CallInputs,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    buffers: dict[str, Tensor] | None,
+    method: str | None,
+) -> Any:
     """Run `functional_call` where torch.compile traces it.
 
     Dynamo takes about a millisecond for each call and each comprehension in here: plain loops over the modules, once.
@@ -56,7 +63,7 @@ def run(model: nn.Module, inputs: CallInputs, buffers: dict[str, Tensor] | None,
         _drop_new_entries(modules),
     ):
         run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""])
-        out = _wrap_in_region(run, "", spec)(*inputs.args, **inputs.kwargs)
+        out = _wrap_in_region(run, "", spec)(*args, **kwargs)
         after = {name: own[attr] for name, (_, own, attr, _, _) in replaced.items()}
     _keep_buffers(model, replaced, after, buffers)
     return out

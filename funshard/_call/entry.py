@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,31 +12,15 @@ from torch.utils import _pytree as pytree  # the tree of what models take and re
 
 from .. import _torch
 from .._core.checks import bind_spec, check_params, find_full_params
-from .._core.flow import ReduceBy, Reduction, resolve_reduction
+from .._core.flow import ReduceBy, resolve_reduction
 from .._core.spec import PartitionSpec, abridge
-from .._units.accumulation import GradReceiver, find_accumulation
+from .._units.accumulation import find_accumulation
 from .._wire.flow import refuse_reduce_codec_in_graph
 from .._wire.host import check_host_resident
 from ..collectives._world import has_peers
 from .buffers import is_first_warning
 from .module_state import BoundModule
-from .schedule import CallOptions
-
-
-class CallInputs(NamedTuple):
-    """The arguments of a functional_call that fit the model and each other."""
-
-    spec: PartitionSpec
-    """The spec, bound to a mesh."""
-    params: Mapping[str, Tensor]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    reduction: Reduction
-    receiver: GradReceiver | None
-    """The accumulation that takes gradients while backward runs."""
-    options: CallOptions
-    bound: BoundModule | None
-    """The model's modules; None inside torch.compile."""
+from .schedule import CallInputs, CallOptions
 
 
 def check_call(
@@ -49,11 +33,8 @@ def check_call(
     reduce_axes: Iterable[str] | None,
     options: CallOptions,
     stacklevel: int,
-) -> CallInputs:
-    """Check the arguments of a functional_call, and return what it runs on.
-
-    Inside torch.compile the model is not compared with the spec.
-    """
+) -> tuple[BoundModule | None, CallInputs, tuple[Any, ...], dict[str, Any]]:
+    """Check the arguments of a functional_call. Return the modules, None inside torch.compile, and what it runs on."""
     spec = bind_spec(spec)
     check_params(params, spec)
     check_host_resident(params, spec)
@@ -71,7 +52,7 @@ def check_call(
         bound = BoundModule.bind(model, spec)
         _check_materialized(model, params, spec, given)
         _check_reduced(model, params, spec, stacklevel + 1)
-    return CallInputs(spec, params, *given, reduction, receiver, options, bound)
+    return bound, CallInputs(params, spec, reduction, options, receiver), *given
 
 
 def _check_count(name: str, value: object, least: int) -> None:

@@ -22,15 +22,13 @@ from torch import Tensor
 
 from .. import _torch
 from .._core.checks import find_full_params
-from .._core.flow import Reduction
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._transforms.saved_tensors import RestorableBuffer, TensorRestorer, hook_running_node
-from .._units.accumulation import GradReceiver
 from .._wire.flow import unshard_unit, weigh_grad
 from .._wire.mixed_layout import split_by_dtype, view_by_dtype
 from .casting import cast_params
-from .schedule import MAX_UNSHARDED_IN_BACKWARD, CallOptions, GatheredUnit, Schedule, check_unmodified
+from .schedule import MAX_UNSHARDED_IN_BACKWARD, CallInputs, GatheredUnit, Schedule, check_unmodified
 from .write_watch import WriteWatch
 
 
@@ -155,42 +153,26 @@ class UnitInUse:
         self.storages: tuple[int, ...] = ()  # of the buffers, where saved tensors in them are to be replaced
 
 
-def choose_mode(
-    params: Mapping[str, Tensor],
-    spec: PartitionSpec,
-    reduction: Reduction,
-    options: CallOptions,
-    receiver: GradReceiver | None,
-    *,
-    is_inner: bool,
-    replaces: bool,
-) -> Inline:
+def choose_mode(inputs: CallInputs, *, is_inner: bool, replaces: bool) -> Inline:
     """Return the mode of an uncompiled call: scheduled, gathered again by each level of transforms, or plain data flow.
 
     Args:
-        params: The parameters of the call.
-        spec: Their spec.
-        reduction: How gradients are reduced.
-        options: How far gathers and reductions may be ahead and behind.
-        receiver: Takes gradients as they are reduced.
+        inputs: What the call gathers.
         is_inner: Whether this is a call inside of another that backward runs: it need keep nothing for derivatives.
         replaces: Whether saved weights are replaced. A checkpoint around the call would do that itself.
     """
-    if _is_schedulable(params, spec):
-        keys = spec.by_key.keys() & params.keys()
-        sharded = spec if len(keys) == len(spec) else spec._restrict_to_units("", keys)
-        schedule = Schedule(params, sharded, reduction, options, receiver)
-        return Overlapped(schedule, params, spec, reduction, options, replaces=replaces)
+    if _is_schedulable(inputs.params, inputs.spec):
+        return Overlapped(inputs, Schedule(inputs), replaces=replaces)
     regathers = (
         not is_inner
         and replaces
         and torch.is_grad_enabled()
         and _torch.current_level() > 0
-        and not spec.bound_mesh.is_simulated
+        and not inputs.spec.bound_mesh.is_simulated
         and _torch.has_only_derivatives()
         and not _torch.is_tracing()
     )
-    return Inline(params, spec, reduction, options, PerLevelGathers() if regathers else None)
+    return Inline(inputs, PerLevelGathers() if regathers else None)
 
 
 def _is_schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
@@ -228,15 +210,8 @@ class Inline:
     schedule: Schedule | None = None
     """The gathers and reductions that are ahead and behind of their use, if there are such."""
 
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        spec: PartitionSpec,
-        reduction: Reduction,
-        options: CallOptions,
-        gathers: PerLevelGathers | None = None,
-    ) -> None:
-        self.params, self.spec, self._reduction, self._options = params, spec, reduction, options
+    def __init__(self, inputs: CallInputs, gathers: PerLevelGathers | None = None) -> None:
+        self.params, self.spec, self._reduction, self._options, _ = inputs
         self._level, self._gathers = _torch.current_level(), gathers
         # the buffers whose saved views are replaced, by storage; None where autograd keeps what it saves
         self.restorable = gathers.restorable if gathers else None
@@ -278,20 +253,12 @@ class Inline:
 class Overlapped(Inline):
     """Gathers ahead of their use, in forward and in backward, and reductions behind it."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        params: Mapping[str, Tensor],
-        spec: PartitionSpec,
-        reduction: Reduction,
-        options: CallOptions,
-        *,
-        replaces: bool,
-    ) -> None:
-        is_recorded = torch.is_grad_enabled()
-        super().__init__(schedule.enter(params) if is_recorded else params, spec, reduction, options)
+    def __init__(self, inputs: CallInputs, schedule: Schedule, *, replaces: bool) -> None:
+        super().__init__(inputs)
         self.schedule = schedule
-        self.restorable = {} if is_recorded and schedule.routes.has_resharded_units and replaces else None
+        if torch.is_grad_enabled():
+            self.params = schedule.enter(inputs.params)
+            self.restorable = {} if schedule.routes.has_resharded_units and replaces else None
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, with the next ones under way; inside a transform that began in forward, gather it as data flow."""

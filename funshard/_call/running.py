@@ -17,16 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._core.flow import Reduction
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.options import inner_calls
 from .._transforms.offload import choose_hooks, choose_offload
-from .._units.accumulation import GradReceiver
 from .buffers import CallBuffers
 from .modes import choose_mode
 from .module_state import MODEL_LOCK, BoundModule, GatheringParameters, ModuleAttributes, calling_thread, restore_modules
-from .schedule import CallOptions
+from .schedule import CallInputs
 from .scopes import UnitScopes
 
 Override = tuple[nn.Module, str, Any]
@@ -73,26 +71,20 @@ class Call:
     def __init__(
         self,
         bound: BoundModule,
-        params: Mapping[str, Tensor],
-        spec: PartitionSpec,
-        reduction: Reduction,
-        options: CallOptions,
-        receiver: GradReceiver | None = None,
+        inputs: CallInputs,
         *,
         buffers: Mapping[str, Tensor] | None = None,
         is_inner: bool = False,
         thread: int | None = None,
         wrappers: Sequence[Wrapper] = (),
     ) -> None:
-        self.bound, self.params, self.spec, self.wrappers = bound, params, spec, wrappers
-        self.has_values = not any(tensor.is_meta for tensor in params.values())
-        self.reduction = reduction
+        self.bound, self.inputs, self.params, self.spec, self.wrappers = bound, inputs, inputs.params, inputs.spec, wrappers
+        self.has_values = not any(tensor.is_meta for tensor in inputs.params.values())
         self.thread = calling_thread(thread)
-        self.options = options
         outer = _torch.current_pack_hook()  # a checkpoint around the call recomputes it whole: leave that alone
-        self.offload = choose_offload(params, spec, outer, is_inner=is_inner)
+        self.offload = choose_offload(inputs.params, inputs.spec, outer, is_inner=is_inner)
         replaces = outer is None or self.offload is not None
-        self.mode = choose_mode(params, spec, reduction, options, receiver, is_inner=is_inner, replaces=replaces)
+        self.mode = choose_mode(inputs, is_inner=is_inner, replaces=replaces)
         self.scopes = UnitScopes(self.mode, self.offload and self.offload.exclude, buffers or {})
         self.is_inference = torch.is_inference_mode_enabled()
         self.used_parameters: set[str] | None = set() if is_inner else None  # what the module has read
@@ -180,8 +172,8 @@ class Call:
         self, bound: BoundModule, params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]
     ) -> Call:
         """Return the call in which a module of this one is recomputed; ``buffers`` are those of units given in full."""
-        given = bound, params, spec, self.reduction, self.options
-        return Call(*given, buffers=buffers, is_inner=True, thread=self.thread, wrappers=self.wrappers)
+        inputs = self.inputs._replace(params=params, spec=spec, receiver=None)
+        return Call(bound, inputs, buffers=buffers, is_inner=True, thread=self.thread, wrappers=self.wrappers)
 
     def is_view(self, unit: Unit, i: int, tensor: object) -> bool:
         """Return whether a tensor is the unit's i-th parameter as it is gathered now."""

@@ -228,17 +228,25 @@ class CallOptions(NamedTuple):
     """The weight of the micro-batch that the call is part of, if it may be 0: its gradients are then left out."""
 
 
-class Schedule:
-    """The gathers and reductions of one call and of its backward."""
+class CallInputs(NamedTuple):
+    """What a call gathers, and how it reduces gradients."""
 
-    def __init__(
-        self,
-        shards: Mapping[str, Tensor],
-        spec: PartitionSpec,
-        reduction: Reduction,
-        options: CallOptions,
-        receiver: GradReceiver | None,
-    ) -> None:
+    params: Mapping[str, Tensor]
+    spec: PartitionSpec
+    """The spec of the parameters, bound to a mesh."""
+    reduction: Reduction
+    options: CallOptions
+    receiver: GradReceiver | None = None
+    """The accumulation that takes gradients while backward runs."""
+
+
+class Schedule:
+    """The gathers and reductions of one call and of its backward; of its units those that are given as shards."""
+
+    def __init__(self, inputs: CallInputs) -> None:
+        shards, spec, reduction, options, receiver = inputs
+        if len(keys := spec.by_key.keys() & shards.keys()) < len(spec):
+            spec = spec._restrict_to_units("", keys)
         self.shards = {key: _torch.unwrap(shards[key]).detach() for key in spec.by_key}
         self.witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
         self.spec, self.reduction, self.check_order, self.weight = spec, reduction, options.check_order, options.weight
