@@ -21,8 +21,6 @@ from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
 from ._side_by_side import BUFFER, GRADIENT, LOSS, PRODUCT, Case, Loss, Order, Outcome
 
-MODEL_SEED_HINT = "call torch.manual_seed with one seed on all ranks before the model is built"
-
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -77,7 +75,7 @@ def assert_exact(
     if not case.simulated and has_peers(case.spec.bound_mesh):  # before anything that ranks with other models would wait in
         with report_to_ranks(case.spec, together=True):
             values = hash_params(collect_full_params(model, case.spec), case.spec)
-        check_ranks_agree(case.spec, values, hint=MODEL_SEED_HINT)
+        check_ranks_agree(case.spec, values, hint="call torch.manual_seed with one seed on all ranks before the model is built")
     _check_batch_is_stacked(case)
     tolerance = _choose_tolerance(case.spec) if tolerance is None else tolerance
     once = case.run_plain(seed)

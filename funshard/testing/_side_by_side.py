@@ -18,7 +18,8 @@ from .. import _torch
 from .._batchnorm import MESH, SyncBatchNorm
 from .._call.call import functional_call
 from .._call.module_state import calling_thread, own_tensors, restore_modules
-from .._core.layout import Params, rank_coords
+from .._core.flow import count_ranks
+from .._core.layout import Params, rank_along, rank_coords
 from .._core.mesh import Axis, Mesh
 from .._core.spec import PartitionSpec
 from .._core.tree import join_path
@@ -213,12 +214,10 @@ class Case:
     @functools.cached_property
     def ranks(self) -> range:
         """The ranks of the mesh, counted row by row, that run in this process."""
-        sizes = [size for _, size in self.spec.bound_mesh.sizes]
+        mesh = self.spec.bound_mesh
         if self.simulated:
-            return range(torch.Size(sizes).numel())
-        here = 0
-        for size, at in zip(sizes, rank_coords(self.spec.bound_mesh, None), strict=True):
-            here = here * size + at
+            return range(count_ranks(mesh.names, mesh))
+        here, _ = rank_along(mesh.names, mesh, rank_coords(mesh, None))
         return range(here, here + 1)
 
     @functools.cached_property
