@@ -13,13 +13,12 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.fx.node import has_side_effect
 
 from .. import _torch
 from .._core.spec import PartitionSpec, abridge
 from .._core.tree import join_path
 from .._torch.modules import NormWithStatistics
-from .casting import buffer_dtypes, cast_back, cast_floats
+from .casting import buffer_dtype, cast_back, cast_floats
 from .module_state import own_tensors
 
 _WARNED: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
@@ -52,21 +51,6 @@ def warn_discarded(names: tuple[str, ...], stacklevel: int) -> None:
     )
 
 
-def changes_statistics(module: nn.Module) -> bool:
-    """Return whether a module is a normalisation layer that changes its buffers in forward."""
-    return isinstance(module, NormWithStatistics) and module.training and module.track_running_stats
-
-
-@_torch.allow_in_graph
-@has_side_effect
-def write_buffer(given: Tensor, now: Tensor) -> None:
-    """Write a buffer's new values into the given one, inside torch.compile, where torch.func refuses ``add_`` to it.
-
-    Pinned by ``test_buffers_from_outside``.
-    """
-    _torch.overwrite(given, now)
-
-
 def copy_buffer(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a copy of a buffer that costs nothing until forward writes to it, but for one that vmap or tracing sees.
 
@@ -87,18 +71,12 @@ class CallBuffers:
     """
 
     def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        buffers: Mapping[str, Tensor] | None,
-        spec: PartitionSpec | None = None,
-        *,
-        valued: bool = True,
+        self, modules: Mapping[str, nn.Module], buffers: Mapping[str, Tensor] | None, spec: PartitionSpec | None, valued: bool
     ) -> None:
         self.given = dict(buffers or {})
         self._placed: list[tuple[str, nn.Module, str, Tensor, Tensor]] = []
         self._copied: list[tuple[str, nn.Module, str, Tensor]] = []
         self.normalized: dict[str, nn.Module] = {}  # the normalisation layers that have buffers, by path
-        dtypes = buffer_dtypes(spec) if spec else None
         copies: dict[tuple[Tensor, torch.dtype], Tensor] = {}
         fresh: dict[nn.Module, dict[str, Tensor | None]] = {}
         empty: dict[str, Tensor] = {}
@@ -110,7 +88,7 @@ class CallBuffers:
             if isinstance(module, NormWithStatistics):
                 self.normalized[path] = module
             mine = fresh.setdefault(module, dict(own))
-            cast = dtypes(path) if dtypes else None
+            cast = buffer_dtype(spec, path) if spec else None
             for attr, original in own.items():
                 name = join_path(path, attr)
                 if name in left:

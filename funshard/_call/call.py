@@ -90,17 +90,20 @@ def functional_call(
         >>> fs.functional_call(model, params, (torch.ones(2),), spec=spec)
         tensor([6.])
     """
-    options = CallOptions(prefetch, in_flight, check_order)
-    bound, inputs, positional, keywords = _check_call(model, params, args, kwargs, spec, reduce, reduce_axes, options, 2)
+    inputs = _check_inputs(params, spec, reduce, reduce_axes, CallOptions(prefetch, in_flight, check_order))
+    given = args if isinstance(args, tuple) else (args,), dict(kwargs or {})
     returned = (attributes,) if isinstance(attributes, str) else tuple(attributes or ())
-    if bound is None:
+    if _torch.is_in_graph():
         if returned:
             raise NotImplementedError(
                 "functional_call: attributes= inside torch.compile: expected them in the result of forward"
             )
-        return compiled_call.run(model, inputs, positional, keywords, buffers, method)
+        return compiled_call.run(model, inputs, *given, buffers, method)
+    bound = BoundModule.bind(model, inputs.spec)
+    _check_materialized(model, inputs, given)
+    _check_reduced(model, inputs)
     try:
-        run = _run_call(Call(bound, inputs, wrappers=_WRAPPERS), positional, keywords, buffers, method, returned)
+        run = _run_call(Call(bound, inputs, wrappers=_WRAPPERS), *given, buffers, method, returned)
     except (TypeError, RuntimeError) as error:
         raise add_cast_hint(add_hints(error, model), model, inputs.spec)  # noqa: B904 - the same one
     for guard in run.guards:
@@ -113,18 +116,10 @@ def functional_call(
 # --- The checks of the arguments, before anything is communicated or computed ---
 
 
-def _check_call(
-    model: nn.Module,
-    params: Mapping[str, Tensor],
-    args: object,
-    kwargs: Mapping[str, object] | None,
-    spec: PartitionSpec,
-    reduce: ReduceBy,
-    reduce_axes: Iterable[str] | None,
-    options: CallOptions,
-    stacklevel: int,
-) -> tuple[BoundModule | None, CallInputs, tuple[Any, ...], dict[str, Any]]:
-    """Check the arguments of a functional_call. Return the modules, None inside torch.compile, and what it runs on."""
+def _check_inputs(
+    params: Mapping[str, Tensor], spec: PartitionSpec, reduce: ReduceBy, reduce_axes: Iterable[str] | None, options: CallOptions
+) -> CallInputs:
+    """Return what a functional_call gathers, after checks that need no model: inside torch.compile there are no others."""
     spec = bind_spec(spec)
     check_params(params, spec)
     check_host_resident(params, spec)
@@ -137,12 +132,7 @@ def _check_call(
         reduction = resolve_reduction(reduce, reduce_axes, spec.bound_mesh, (unit for unit in spec if unit.key in params))
     _check_count("prefetch", options.prefetch, 0)
     _check_count("in_flight", options.in_flight, 1)
-    given, bound = (args if isinstance(args, tuple) else (args,), dict(kwargs or {})), None
-    if not _torch.is_in_graph():
-        bound = BoundModule.bind(model, spec)
-        _check_materialized(model, params, spec, given)
-        _check_reduced(model, params, spec, stacklevel + 1)
-    return bound, CallInputs(params, spec, reduction, options, receiver), *given
+    return CallInputs(params, spec, reduction, options, receiver)
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -152,8 +142,9 @@ def _check_count(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
 
 
-def _check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, given: object) -> None:
+def _check_materialized(model: nn.Module, inputs: CallInputs, given: object) -> None:
     """Raise ValueError for parameters on the meta device, in ``params`` or ignored, where the other tensors have values."""
+    params, spec, *_ = inputs
     empty = {key: tensor for key, tensor in params.items() if tensor.is_meta}
     ignored = {} if empty else {name: model.get_parameter(name) for name in spec.ignored if name not in params}
     if left := {name: tensor for name, tensor in ignored.items() if tensor.is_meta}:
@@ -170,13 +161,14 @@ def _check_materialized(model: nn.Module, params: Mapping[str, Tensor], spec: Pa
         )
 
 
-def _check_reduced(model: nn.Module, params: Mapping[str, Tensor], spec: PartitionSpec, stacklevel: int) -> None:
+def _check_reduced(model: nn.Module, inputs: CallInputs) -> None:
     """Refuse the model's own parameters where they are differentiated on several ranks; warn, once, of copies of them.
 
     Nothing reduces the gradients of full parameters, so each rank would train alone. `unshard` gives neither: there the
     caller has said who reduces. Its results are known by their layout, since all parameters of a unit are views of one
     buffer. A unit of a single parameter does not tell, and is passed over; so is what was computed, as by an inner step.
     """
+    params, spec, *_ = inputs
     ranks = torch.Size(size for _, size in spec.bound_mesh.sizes).numel()
     full = [] if ranks == 1 else [unit for unit in spec if unit.key not in params and unit.requires_grad]
     named = dict(model.named_parameters(remove_duplicate=False)) if full else {}
@@ -200,7 +192,7 @@ def _check_reduced(model: nn.Module, params: Mapping[str, Tensor], spec: Partiti
                 f"full parameters is reduced: each of {ranks} ranks would train alone; expected fs.shard(model, spec), or "
                 "fs.unshard(params, spec) with fs.reduce_grads on the gradients; filter this warning if your own code "
                 "reduces them",
-                stacklevel=stacklevel + 1,
+                stacklevel=3,
             )
 
 
@@ -224,7 +216,7 @@ def _run_call(
 
 def _cast_forwards(call: Call, _: ModuleAttributes) -> Iterator[Override]:
     bound, norms = call.bound, find_instances(call.bound.modules, SyncBatchNorm)
-    return module_overrides(bound.modules, call.spec, bound.path, call.inputs.options.weight, norms)
+    return module_overrides(bound.modules, norms, call.spec, bound.path, call.inputs.options.weight)
 
 
 def _offloaded_forwards(call: Call, _: ModuleAttributes) -> Iterable[Override]:

@@ -89,16 +89,12 @@ def cast_params(tensors: Sequence[Tensor], unit: Unit) -> Sequence[Tensor]:
     return [x.to(dtype or precision._resolve(x.dtype).param) for x, dtype in zip(tensors, kept, strict=True)]
 
 
-def buffer_dtypes(spec: PartitionSpec) -> Callable[[str], torch.dtype | None]:
-    """Return a function from a module's path to the dtype of its floating point buffers, which the nearest unit says."""
-
-    def dtype(path: str) -> torch.dtype | None:
-        while path not in spec.by_path:
-            path = path.rpartition(".")[0]
-        p = spec.by_path[path]
-        return precision.buffer if p.precision and (precision := precision_of(p)) else None
-
-    return dtype
+def buffer_dtype(spec: PartitionSpec, path: str) -> torch.dtype | None:
+    """Return the dtype of a module's floating point buffers, which the nearest unit says."""
+    while path not in spec.by_path:
+        path = path.rpartition(".")[0]
+    p = spec.by_path[path]
+    return precision.buffer if p.precision and (precision := precision_of(p)) else None
 
 
 def cast_back(now: Tensor, before: Tensor, cast: Tensor) -> Tensor:
@@ -110,18 +106,14 @@ def cast_back(now: Tensor, before: Tensor, cast: Tensor) -> Tensor:
 
 
 def module_overrides(
-    modules: Mapping[str, nn.Module],
-    spec: PartitionSpec,
-    path: str,
-    weight: Tensor | None,
-    norms: Mapping[str, nn.Module] | None = None,
+    modules: Mapping[str, nn.Module], norms: Mapping[str, nn.Module], spec: PartitionSpec, path: str, weight: Tensor | None
 ) -> Iterator[tuple[nn.Module, str, Any]]:
     """Yield what a call sets in modules beside parameters and buffers: the module, an attribute's name, and the value.
 
-    Casts around forward, and the mesh and weight of layers that take statistics over ranks. Each is to be set before the next
-    is asked for. The casts around the module at ``path`` are left to its caller. ``norms`` are such layers, if they are known.
+    Casts around forward, and the mesh and weight of layers that take statistics over ranks, which are among ``norms``. Each is
+    to be set before the next is asked for. The casts around the module at ``path`` are left to its caller.
     """
-    for at, module in (modules if norms is None else norms).items():
+    for at, module in norms.items():
         if isinstance(module, SyncBatchNorm):
             if module.training:
                 check_axes_are_given(module.axes, spec, f"SyncBatchNorm '{at}'")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import has_side_effect
 
 from .. import _torch
 from .._core.checks import find_full_params
@@ -18,11 +19,12 @@ from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._core.unit import Unit
 from .._spec.options import RECOMPUTE_ALL, inner_calls, remat_of
+from .._torch.modules import NormWithStatistics
 from .._transforms._recompute.saved_results import is_collecting_regions, mark_region
 from .._wire.flow import unshard_unit, weigh_grad
 from .._wire.mixed_layout import cast_views
-from .buffers import changes_statistics, warn_discarded, write_buffer
-from .casting import buffer_dtypes, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
+from .buffers import warn_discarded
+from .casting import buffer_dtype, cast_back, cast_floats, cast_params, has_casts, module_overrides, wrap_in_casts
 from .module_state import find_modules
 from .schedule import CallInputs
 
@@ -65,7 +67,7 @@ def run(
         run = wrap_in_casts(getattr(model, method) if method else model, spec.by_path[""])
         out = _wrap_in_region(run, "", spec)(*args, **kwargs)
         after = {name: own[attr] for name, (_, own, attr, _, _) in replaced.items()}
-    _keep_buffers(model, replaced, after, buffers)
+    _keep_buffers(replaced, after, buffers)
     return out
 
 
@@ -132,7 +134,6 @@ def _replace_buffers(
 
     A given one that a normalisation layer changes in place is a copy as well, which `_keep_buffers` writes back.
     """
-    dtypes = buffer_dtypes(spec)
     copies: dict[Tensor, Tensor] = {}
     seen: set[nn.Module] = set()
     replaced: dict[str, ReplacedBuffer] = {}
@@ -140,7 +141,7 @@ def _replace_buffers(
         own_buffers = module._buffers
         if not own_buffers:
             continue
-        moves = changes_statistics(module)
+        moves = isinstance(module, NormWithStatistics) and module.training and module.track_running_stats
         for attr, own in own_buffers.items():
             name = join_path(path, attr)
             is_given = buffers is not None and name in buffers
@@ -149,7 +150,7 @@ def _replace_buffers(
                 continue
             if (moves or not is_given) and before not in copies:
                 copies[before] = before.clone()
-            replaced[name] = moves, own_buffers, attr, before, cast_floats(copies.get(before, before), dtypes(path))
+            replaced[name] = moves, own_buffers, attr, before, cast_floats(copies.get(before, before), buffer_dtype(spec, path))
         seen.add(module)
     for name in buffers or ():
         if name not in replaced:
@@ -158,7 +159,7 @@ def _replace_buffers(
 
 
 def _keep_buffers(
-    model: nn.Module, replaced: Mapping[str, ReplacedBuffer], after: Mapping[str, Tensor], buffers: dict[str, Tensor] | None
+    replaced: Mapping[str, ReplacedBuffer], after: Mapping[str, Tensor], buffers: dict[str, Tensor] | None
 ) -> None:
     lost: list[str] = []
     for name, (moves, _, _, before, now) in replaced.items():
@@ -171,6 +172,16 @@ def _keep_buffers(
             buffers[name] = cast_back(after[name], before, now)
     if lost:
         warn_discarded(tuple(lost), 2)
+
+
+@_torch.allow_in_graph
+@has_side_effect
+def write_buffer(given: Tensor, now: Tensor) -> None:
+    """Write a buffer's new values into the given one, inside torch.compile, where torch.func refuses ``add_`` to it.
+
+    Pinned by ``test_buffers_from_outside``.
+    """
+    _torch.overwrite(given, now)
 
 
 @contextlib.contextmanager
@@ -244,7 +255,8 @@ def _wrap_in_region(forward: Callable[..., Any], path: str, spec: PartitionSpec)
 def _override_modules(modules: Mapping[str, nn.Module], spec: PartitionSpec, weight: Tensor | None) -> Generator[None]:
     """Set the modules' `module_overrides`, and make regions of recomputed modules; restore all of them afterwards."""
     before: list[tuple[nn.Module, str, Any]] = []
-    for module, name, value in itertools.chain(module_overrides(modules, spec, "", weight), _forward_overrides(modules, spec)):
+    overrides = module_overrides(modules, modules, spec, "", weight)
+    for module, name, value in itertools.chain(overrides, _forward_overrides(modules, spec)):
         before.append((module, name, module.__dict__.get(name)))
         setattr(module, name, value)
     try:

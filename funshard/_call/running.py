@@ -251,7 +251,7 @@ class Call:
                     vars(module).clear()
                     vars(module).update(others)
                 cast_by = None if attributes else self.spec  # a run inside finds them cast
-                of_call = CallBuffers(self.bound.modules, buffers, cast_by, valued=self.has_values)
+                of_call = CallBuffers(self.bound.modules, buffers, cast_by, self.has_values)
                 run = ForwardRun(self, of_call, returned, before)
                 self._install_parameters()
                 for wrapper in self.wrappers:
