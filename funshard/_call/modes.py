@@ -16,6 +16,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -49,14 +50,11 @@ class PerLevelGathers:
     def add(
         self, key: str, shard: Tensor, buffers: Sequence[Tensor], gather: Callable[[Tensor], list[Tensor]]
     ) -> tuple[int, ...]:
-        """Add the gathered buffers, one for each dtype, of the unit of this key.
-
-        Returns:
-            Their storages, by which they are removed from ``restorable``.
-        """
+        """Add the gathered buffers, one for each dtype, of the unit of this key. Return their storages."""
         dtypes = tuple(buffer.dtype for buffer in buffers)
         storages = tuple(_torch.storage_id(_torch.unwrap(buffer)) for buffer in buffers)
-        self.restorable |= dict.fromkeys(storages, _RepeatableGather(self, key, next(self._count), shard, dtypes, gather))
+        repeatable = _RepeatableGather(self, key, next(self._count), shard, _torch.version(shard), dtypes, gather)
+        self.restorable |= dict.fromkeys(storages, repeatable)
         return storages
 
     def recent_buffer(self, gather: _RepeatableGather, level: int, dtype: torch.dtype) -> Tensor:
@@ -73,27 +71,24 @@ class PerLevelGathers:
         return level > 0 and _torch.is_dead(self._levels[level - 1])
 
 
+@dataclass(eq=False)
 class _RepeatableGather:
     """A gather that can be repeated as any level sees it."""
 
-    def __init__(
-        self,
-        call: PerLevelGathers,
-        key: str,
-        number: int,
-        shard: Tensor,
-        dtypes: tuple[torch.dtype, ...],
-        gather: Callable[[Tensor], list[Tensor]],
-    ) -> None:
-        self._key, self.number, self.dtypes = key, number, dtypes
-        self._call, self._shard, self._gather = call, shard, gather
-        self._version = _torch.version(shard)
+    call: PerLevelGathers
+    key: str
+    number: int
+    shard: Tensor
+    version: int
+    """The shard's, when it was gathered."""
+    dtypes: tuple[torch.dtype, ...]
+    gather: Callable[[Tensor], list[Tensor]]
 
     def unshard_again(self, level: int) -> list[Tensor]:
         """Gather the buffers as a level sees them. Raise RuntimeError if the shard was modified in place since."""
-        check_unmodified(self._key, self._shard, self._version)
+        check_unmodified(self.key, self.shard, self.version)
         with _torch.at_level(level), torch.set_grad_enabled(level >= 0):
-            return self._gather(_torch.unwrap_to_level(self._shard, level))
+            return self.gather(_torch.unwrap_to_level(self.shard, level))
 
     def make_restorer(self, tensor: Tensor, *, by_backward: bool) -> TensorRestorer | None:
         """Return what the graph of a level keeps instead of this view of the buffer, None to keep the view."""
@@ -101,7 +96,7 @@ class _RepeatableGather:
         if level < 0:
             return None
         view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        return functools.partial(self._restore_view, level, _torch.tracking_levels(tensor, self._call.keys), *view)
+        return functools.partial(self._restore_view, level, _torch.tracking_levels(tensor, self.call.keys), *view)
 
     def _restore_view(
         self,
@@ -113,44 +108,38 @@ class _RepeatableGather:
         offset: int | torch.SymInt,
     ) -> Tensor:
         """Return the view as its level saw it, of the buffer gathered again."""
-        over = self._call.is_over(level)
+        over = self.call.is_over(level)
         below = max(followed, default=-1)
-        buffer = self._call.recent_buffer(self, below, dtype)
+        buffer = self.call.recent_buffer(self, below, dtype)
         if torch.is_grad_enabled():
             hook_running_node({_torch.storage_id(_torch.unwrap(buffer)): self}, 0 if over else level)
         with _torch.at_level(below), torch.set_grad_enabled(below >= 0):
             view = buffer.as_strided(shape, stride, offset)
         view = _torch.wrap_for_ended_level(view) if over else _torch.wrap_at_level(view, level)
-        now = _torch.tracking_levels(view, self._call.keys)
+        now = _torch.tracking_levels(view, self.call.keys)
         if now != followed:
             raise RuntimeError(
-                f"unit '{self._key}': a weight that forward saved is followed by derivatives of levels {sorted(followed)}, "
+                f"unit '{self.key}': a weight that forward saved is followed by derivatives of levels {sorted(followed)}, "
                 f"gathered again by those of {sorted(now)}: expected the same; give the unit P(reshard=False)"
             )
         return view
 
 
+@dataclass(slots=True, eq=False)
 class UnitInUse:
     """A unit whose parameters forward may read: a mode of the call has gathered it, or the caller gave it in full."""
 
-    __slots__ = ("gathered_unit", "level", "reshard", "storages", "unit", "views", "watch")
-
-    def __init__(
-        self,
-        unit: Unit,
-        views: Sequence[Tensor],
-        watch: WriteWatch,
-        *,
-        reshard: bool,
-        level: int,
-        gathered_unit: GatheredUnit | None = None,
-    ) -> None:
-        self.unit, self.watch = unit, watch
-        self.views = views  # the parameters, in the order of unit.params
-        self.reshard = reshard
-        self.level = level  # of transforms that it was gathered under
-        self.gathered_unit = gathered_unit  # where the schedule has gathered it
-        self.storages: tuple[int, ...] = ()  # of the buffers, where saved tensors in them are to be replaced
+    unit: Unit
+    views: Sequence[Tensor]
+    """The parameters, in the order of ``unit.params``."""
+    watch: WriteWatch
+    reshard: bool
+    level: int
+    """The level of transforms that it was gathered under."""
+    gathered_unit: GatheredUnit | None = None
+    """The unit where the schedule has gathered it."""
+    storages: tuple[int, ...] = ()
+    """The buffers, where saved tensors in them are to be replaced."""
 
 
 def choose_mode(inputs: CallInputs, *, is_inner: bool, replaces: bool) -> Inline:
@@ -161,29 +150,15 @@ def choose_mode(inputs: CallInputs, *, is_inner: bool, replaces: bool) -> Inline
         is_inner: Whether this is a call inside of another that backward runs: it need keep nothing for derivatives.
         replaces: Whether saved weights are replaced. A checkpoint around the call would do that itself.
     """
-    if _is_schedulable(inputs.params, inputs.spec):
-        return Overlapped(inputs, Schedule(inputs), replaces=replaces)
-    regathers = (
-        not is_inner
-        and replaces
-        and torch.is_grad_enabled()
-        and _torch.current_level() > 0
-        and not inputs.spec.bound_mesh.is_simulated
-        and _torch.has_only_derivatives()
-        and not _torch.is_tracing()
-    )
+    params, spec, *_ = inputs
+    level, is_simulated = _torch.current_level(), spec.bound_mesh.is_simulated
+    if _torch.can_replace_saved_tensors() and not is_simulated and not _torch.is_in_forward_ad():
+        shards = (params[key] for key in spec.by_key if key in params)
+        if not level or not any(_torch.unwrap(shard).requires_grad for shard in shards):  # which would be differentiated twice
+            return Overlapped(inputs, Schedule(inputs), replaces=replaces)
+    keeps_weights = is_inner or not replaces or not torch.is_grad_enabled() or is_simulated or _torch.is_tracing()
+    regathers = level > 0 and not keeps_weights and _torch.has_only_derivatives()
     return Inline(inputs, PerLevelGathers() if regathers else None)
-
-
-def _is_schedulable(params: Mapping[str, Tensor], spec: PartitionSpec) -> bool:
-    """Return whether gathers and reductions may run ahead and behind: nothing batches them or differentiates them twice."""
-    if _torch.is_in_forward_ad() or not _torch.can_replace_saved_tensors():
-        return False
-    if spec.bound_mesh.is_simulated:
-        return False
-    return not _torch.current_level() or not any(
-        _torch.unwrap(params[unit.key]).requires_grad for unit in spec if unit.key in params
-    )
 
 
 def units_given_full(params: Mapping[str, Tensor], spec: PartitionSpec, buffers: Mapping[str, Tensor]) -> dict[str, UnitInUse]:
@@ -222,8 +197,13 @@ class Inline:
 
     def gather(self, unit: Unit) -> UnitInUse:
         """Return the unit, gathered as data flow."""
-        gather, shard = self._gather_function(unit), self.params[unit.key]
-        buffers = gather(shard)
+        mesh, reduction, options = self.spec.bound_mesh, self._reduction, self._options
+
+        def gather(shard: Tensor) -> list[Tensor]:  # without this mode, which what is in a graph would hold
+            buffer = unshard_unit(shard, unit, mesh, reduction, check_order=options.check_order)
+            return split_by_dtype(weigh_grad(buffer, options.weight), unit, shard.dtype)
+
+        buffers = gather(shard := self.params[unit.key])
         if _torch.is_in_forward_ad() and self.spec.size(unit) == 1:
             buffers = [x.clone() for x in buffers]  # forward may write to it, and so to its tangent, which is the caller's
         watch, views = WriteWatch(unit, buffers), view_by_dtype(buffers, unit, shard.dtype)
@@ -231,17 +211,6 @@ class Inline:
         if self._gathers and in_use.reshard and not _torch.shares_storage(buffers[0], shard) and self.is_at_call_level():
             in_use.storages = self._gathers.add(unit.key, shard, buffers, gather)
         return in_use
-
-    def _gather_function(self, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
-        """Return the differentiable function from the unit's shard to its buffer, or to one for each dtype."""
-        # not this mode, which what is in a graph would hold
-        mesh, reduction, options = self.spec.bound_mesh, self._reduction, self._options
-
-        def gather(shard: Tensor) -> list[Tensor]:
-            buffer = unshard_unit(shard, unit, mesh, reduction, check_order=options.check_order)
-            return split_by_dtype(weigh_grad(buffer, options.weight), unit, shard.dtype)
-
-        return gather
 
     def leave(self, in_use: UnitInUse, *, keep: bool) -> None:
         """End the use of a unit: what is saved from now on is of other tensors. Whoever holds its buffer keeps it."""
