@@ -537,17 +537,26 @@ class GatheredUnit:
             backward_buffer.buffer = None
 
     def reduce_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Free the buffer and reduce the gradients of the parameters.
-
-        Returns:
-            The shard's gradient where it may be differentiated again; None where the schedule reduces it behind backward.
-
-        """
+        """Free the buffer and reduce the gradients. Return that of the shard where it may be differentiated again."""
         self.release()
-        if (weight := self.schedule.weight) is not None:
+        schedule, route = self.schedule, self.route
+        if (weight := schedule.weight) is not None:
             grads = [grad if grad is None else drop_unweighted(grad, weight) for grad in grads]
         with phase("reduce", self.unit.key):
-            return self._reduce_grads(grads)
+            own = [_torch.unwrap_level(g) if g is not None else None for g in grads] if schedule.is_last_backward() else grads
+            if not _torch.any_tracked(own):
+                schedule.reduce(self.unit, own)
+                return None
+            zeros = self.shard.new_zeros(route.longest_padding, dtype=route.dtypes.param, device=route.device)
+            pieces = flat_pieces(self.unit, grads, route, self.shard, zeros)
+            return reduce_unit(
+                torch.cat([piece.reshape(-1) for piece in pieces]),
+                self.unit,
+                schedule.spec.bound_mesh,
+                schedule.reduction,
+                self.shard.dtype,
+                check_order=schedule.check_order,
+            )
 
     def add_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Do as `reduce_grads`, where backward runs several modules again with this buffer: once, after the last of them."""
@@ -555,25 +564,6 @@ class GatheredUnit:
             return self.reduce_grads(grads)
         self.schedule.run_gradients.add(self, grads, self.schedule.backward.run_number())
         return None
-
-    def _reduce_grads(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Start to reduce the gradients and return None; return the reduced gradient at once where a transform tracks them."""
-        schedule = self.schedule
-        own = [_torch.unwrap_level(g) if g is not None else None for g in grads] if schedule.is_last_backward() else grads
-        if not _torch.any_tracked(own):
-            schedule.reduce(self.unit, own)
-            return None
-        route = self.route
-        zeros = self.shard.new_zeros(route.longest_padding, dtype=route.dtypes.param, device=route.device)
-        pieces = flat_pieces(self.unit, grads, route, self.shard, zeros)
-        return reduce_unit(
-            torch.cat([piece.reshape(-1) for piece in pieces]),
-            self.unit,
-            schedule.spec.bound_mesh,
-            schedule.reduction,
-            self.shard.dtype,
-            check_order=schedule.check_order,
-        )
 
 
 class _Unflatten(_torch.LevelFunction):
