@@ -72,10 +72,6 @@ def _make_loss_scales(
     return torch.where(total == 0, 0, each * (ranks * len(weights)) / total)
 
 
-def _are_positive(weights: Sequence[float | Tensor]) -> tuple[bool, ...]:
-    return tuple(_is_readable(weight) and bool(weight > 0) for weight in weights)
-
-
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -239,7 +235,7 @@ class AccumulationPlan:
     reduction: Reduction
     batches: Sequence[Any]
     scales: Tensor | None  # the factor of each micro-batch's loss, if there are weights
-    positive: Sequence[bool]  # for each weight, whether it is known not to be 0
+    possible_zeros: Sequence[Tensor | None]  # of these factors those that may be 0
     in_place: bool  # nothing around the accumulation differentiates it
 
     @classmethod
@@ -268,8 +264,10 @@ class AccumulationPlan:
         batches = _list_microbatches(microbatches, weights, mesh, full=full)
         scales = None if weights is None else _make_loss_scales(weights, params, mesh, reduction)
         in_place = not is_differentiated_outside((params, weights, batches))
-        positive = () if weights is None else _are_positive(weights)
-        return cls(dict(params), spec, full, has_aux, reduction, batches, scales, positive, in_place)
+        zeros: list[Tensor | None] = [None] * len(batches)
+        if weights is not None and scales is not None:
+            zeros = [None if _is_readable(weight) and weight > 0 else scales[i] for i, weight in enumerate(weights)]
+        return cls(dict(params), spec, full, has_aux, reduction, batches, scales, zeros, in_place)
 
     @property
     def is_deferred(self) -> bool:
@@ -291,10 +289,6 @@ class AccumulationPlan:
             views = cast_views(buffer, unit, shards[unit.key].dtype)
             out |= zip((param.name for param in unit.params), views, strict=True)
         return out
-
-    def possible_zero(self, i: int) -> Tensor | None:
-        """Return the scale of micro-batch ``i`` if it may be 0."""
-        return None if self.scales is None or self.positive[i] else self.scales[i]
 
     def make_context(
         self, given: Params, entered: Params, weight: Tensor | None, receiver: GradReceiver | None = None
@@ -415,7 +409,7 @@ def run_in_place(f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums) 
 def _run_microbatch(
     f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums, given: Params, entered: Params, i: int
 ) -> None:
-    weight = plan.possible_zero(i)
+    weight = plan.possible_zeros[i]
     sums.weight = weight if plan.full else None  # what is reduced has parts of other ranks
     with plan.make_context(given, entered, weight, sums), torch.enable_grad():
         sums.in_loss = True
@@ -482,7 +476,7 @@ def _run_recorded(f: Callable[..., Any], plan: AccumulationPlan, sums: GradSums)
 
     entered = plan.make_replacements(plan.params)
     for i in range(len(plan.batches)):
-        weight = plan.possible_zero(i)
+        weight = plan.possible_zeros[i]
         grads, (_, (value, *aux)) = torch.func.grad_and_value(run, (0, 1), has_aux=True)(plan.params, entered, i)
         if plan.full:
             grads = grads[0], {name: drop_unweighted(grad, weight) for name, grad in grads[1].items()}
