@@ -240,7 +240,6 @@ _SORTING_OPTIONS = {
 
 def _check_donated(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> Counter[int]:
     """Return the number of donated tensors in each storage, or raise for an argument that cannot be donated."""
-    seen: set[int] = set()
     storages: Counter[int] = Counter()
     tensors: list[tuple[str, Tensor]] = []
     for i in donate_argnums:
@@ -252,9 +251,6 @@ def _check_donated(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> Co
             where = f"donated argument {i}{pytree.keystr(path)}"
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"compile: {where}: expected a tensor, got {type(leaf).__name__}")
-            if id(leaf) in seen:
-                raise ValueError(f"compile: {where}: expected a tensor of its own, got one that is given away before")
-            seen.add(id(leaf))
             storages[_torch.storage_id(leaf)] += 1
             tensors.append((f"compile: {where}", leaf))
     refuse_shared_memory(tensors, f"donate_argnums={donate_argnums}")
