@@ -538,6 +538,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         ValueError,
         LEFT,
     ),
+    "tied": (Tied, {"init_fn": lambda m: isinstance(m, nn.Embedding) or reset(m)}, ValueError, r"'embed\.weight' .* was left"),
     "another shape": (one(Other), {}, RuntimeError, r"\(Other\) failed: ValueError: expected \[3\].*of '0\.weight', got \[4\]"),
     "a root that resets all": (three(ResetsAll), {}, ValueError, rf"module '' \(ResetsAll\) touches {ALL}, in other units"),
     "out of sight": (three(ByNumpy), {}, RuntimeError, r"module '' \(ByNumpy\) failed: TypeError: can't convert meta"),
