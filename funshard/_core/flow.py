@@ -138,7 +138,6 @@ def unshard_unit(piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction = R
 
 
 def _divide_grad(x: Tensor, divisor: float) -> Tensor:
-    """Return the tensor, whose gradient is divided."""
     return x if divisor == 1 else LinearFunction.apply(x, None, linear_map(lambda x: x, lambda grad: grad / divisor))
 
 

@@ -100,7 +100,6 @@ def _return_output(out: Tensor) -> Tensor:
 
 
 def _all_gather(x: Tensor, context: OpContext, out: Tensor | None) -> PendingResult:
-    """Start to gather from all ranks, into ``out`` if given."""
     if out is not None and out.itemsize == 1:
         x = x.to(out.dtype)
     if x.dtype != torch.uint8 and (not x.is_floating_point() or x.itemsize == 1):  # gloo lacks int16 and 8-bit floats

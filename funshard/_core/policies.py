@@ -141,7 +141,6 @@ def by_type(*classes: type[nn.Module], p: P = SHARD) -> Policy:
 
 
 def _build_by_type(classes: tuple[type[nn.Module], ...], p: P, tree: ModuleTree) -> PartitionSpec:
-    """Build the spec with every module of these classes as a unit."""
     chosen = {node.path: p for node in tree.nodes() if issubclass(node.cls, classes)}
     if not chosen:
         names = list(dict.fromkeys(node.cls.__name__ for node in tree.nodes()))

@@ -235,7 +235,6 @@ class PartitionSpec:
         return self._all_stored()[unit.key] if self.by_key.get(unit.key) is unit else _stored_of(unit, self.bound)
 
     def _all_stored(self) -> dict[str, tuple[int, torch.dtype]]:
-        """Return `stored` of all units, by key."""
         return self.bound._compute_once(_stored_by_key)
 
     def padded_numel(self, unit: Unit) -> int:

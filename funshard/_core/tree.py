@@ -167,7 +167,6 @@ class ModuleTree:
 
 
 def _prune(node: ModuleTree, gone: set[str], cut: set[str]) -> ModuleTree:
-    """Return the tree without the parameters ``gone`` and the modules ``cut``."""
     return dataclasses.replace(
         node,
         params=tuple(p for p in node.params if p.name not in gone),
@@ -271,7 +270,6 @@ def check_not_compiled(path: str, module: nn.Module, *, in_place: bool = False) 
 
 
 def _describe_param(tensor: torch.Tensor, names: list[str]) -> Param:
-    """Return a tensor's `Param`: names, shape, dtype and order in memory."""
     order = tuple(sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d)))
     if not tensor.permute(order).is_contiguous():  # expanded or strided with gaps: no dense format to keep
         order = tuple(range(tensor.dim()))

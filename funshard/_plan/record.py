@@ -188,7 +188,6 @@ class StepRecorder(_torch.DispatchMode):
             weakref.finalize(storage, self._free, at).atexit = False
 
     def _free(self, at: int) -> None:
-        """Add the release of a storage."""
         if (storage := self._storages.pop(at, None)) and storage.nbytes:
             self.add("memory", {storage.category: -storage.nbytes})
 
