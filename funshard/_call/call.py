@@ -293,4 +293,4 @@ def trace_order(
                 f"trace_order: expected a forward that runs on shapes alone, got {type(error).__name__}: {error}; "
                 "if it depends on the values of tensors, give the order of the units to spec.ordered by hand"
             ) from error
-    return tuple(key for key in schedule.gathered_keys if schedule.routes.by_key[key].split_axes)
+    return tuple(key for key in schedule.gathered_keys if schedule.routes.steps[key].route.split_axes)

@@ -39,7 +39,7 @@ from .._core.unit import Unit
 from .._torch.tracing import phase
 from .._transforms.saved_tensors import hook_running_node, mark_graph_freed
 from .._units.accumulation import GradReceiver, drop_unweighted
-from .._wire.chain import BufferPool, CollectiveChain, copy_secondary_slice, forgetting_on_error, make_route_table
+from .._wire.chain import BufferPool, CollectiveChain, RouteTable, copy_secondary_slice, forgetting_on_error
 from .._wire.flow import reduce_unit
 from .._wire.mixed_layout import view_whole_elements
 from .._wire.reductions import ReductionQueue, flat_pieces
@@ -251,7 +251,7 @@ class Schedule:
         self.witness = next((shard for shard in shards.values() if _torch.is_wrapped(shard)), None)
         self.spec, self.reduction, self.check_order, self.weight = spec, reduction, options.check_order, options.weight
         dtypes = tuple(shard.dtype for shard in self.shards.values())
-        self.routes = spec._compute_once(make_route_table, dtypes, reduction, options.check_order)
+        self.routes = spec._compute_once(RouteTable, dtypes, reduction, options.check_order)
         has_values = not (_torch.is_tracing() or any(map(_torch.is_fake, self.shards.values())))
         self.order_check = OrderCheck(is_on=self.routes.needs_order_check and has_values)
         self._has_backward = False  # whether a backward will end in the call's shards
@@ -401,7 +401,7 @@ class GatheredUnit:
     def __init__(self, schedule: Schedule, unit: Unit) -> None:
         self.schedule, self.unit = schedule, unit
         self.shard = schedule.shards[unit.key]
-        self.route = schedule.routes.by_key[unit.key]
+        self.route = schedule.routes.steps[unit.key].route
         self.dtypes = self.route.view_dtypes
         self.index = -1  # its place among the units that forward has resharded
         self.forward_buffer: Tensor | None = None
@@ -424,9 +424,9 @@ class GatheredUnit:
             secondary, steps = backward_buffer and backward_buffer.secondary, schedule.routes.steps[self.unit.key]
             with phase("gather", self.unit.key), _torch.below_transforms():
                 if secondary is None:
-                    self.chain = steps.gather.start(self.shard, schedule.buffers)
+                    self.chain = steps.start(self.shard, schedule.buffers)
                 else:
-                    self.chain = steps.gather.start_from_secondary(secondary, schedule.buffers)
+                    self.chain = steps.start_from_secondary(secondary, schedule.buffers)
                 groups = steps.gather_groups if secondary is None else steps.gather_secondary_groups
                 schedule.order_check.record(groups, f"the gather of unit '{self.unit.key}'")
 

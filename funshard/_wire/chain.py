@@ -8,8 +8,6 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,39 +132,54 @@ class CollectiveChain:
             unwanted.extend(self._finish.outs)
 
 
-class GatherChain:
-    """The stages of a unit's gather, folded to the steps of a chain.
+class RouteSteps:
+    """A unit's route as the steps of its chains: those that gather it, and those that reduce its gradient.
 
     Stages that send nothing run before the first collective or after the last one.
     """
 
-    def __init__(self, route: Route, names: Names, *, has_groups: bool) -> None:
-        self._route, self._key, self._has_groups = route, names.key, has_groups
-        self._before: list[Stage] = []
-        self._after: list[Stage] = []
+    def __init__(self, key: str, route: Route, *, has_groups: bool) -> None:
+        names = Names(key, f"unit '{key}'" if route.split_axes else f"the bucket that ends with unit '{key}'")
+        gathers = [stage for stage in route.stages if isinstance(stage, AllGather)]
+        over = [stage for stage in reversed(route.stages) if isinstance(stage, AllGather | Replicas)]
+        self.route, self._key, self._has_groups = route, key, has_groups
+        self.gather_groups = tuple(stage.group or "" for stage in reversed(gathers))
+        self.reduce_groups = tuple(stage.reduction_group for stage in over)
+        self.gather_secondary_groups = tuple(x.group or "" for x in reversed(gathers) if x.axis in route.secondary_axes)
+        self.codec_label = "".join(stage.codec_label for stage in gathers)  # how gradients are encoded; empty if they are not
+
+        self._gathers = tuple(stage.start(names) for stage in gathers)
+        self._gathers_of_secondary = tuple(stage.start(names) for stage in gathers if stage.axis in route.secondary_axes)
+        self._before_gathers: list[Stage] = []
+        self._after_gathers: list[Stage] = []
         self._gathered: Wire | None = None  # what leaves the last gather, if that goes to a buffer of the pool
-        gathers: list[StartStep] = []
-        secondary: list[StartStep] = []
-        decodes = any(isinstance(stage, Decode) for stage in route.stages)
         wire = Wire(route.slice_numel, route.shard_dtype)
         for stage in route.stages:
             wire = stage.out(wire)
             if isinstance(stage, AllGather):
-                assert not self._after
-                gathers.append(step := stage.start(names))
-                secondary += [step] if stage.axis in route.secondary_axes else []
-                self._gathered = None if decodes else wire  # a chain decodes what it has gathered, and drops it
-            elif gathers or self._after or isinstance(stage, Decode | Join):
-                self._after += [stage] if stage.changes_values else []
+                self._gathered = wire
             elif stage.changes_values:
-                self._before.append(stage)
-        self._gathers, self._gathers_of_secondary = tuple(gathers), tuple(secondary)
-        self._move = next((stage for stage in self._before if isinstance(stage, Move)), None)
+                is_after = self._gathered or self._after_gathers or isinstance(stage, Decode | Join)
+                (self._after_gathers if is_after else self._before_gathers).append(stage)
+        if any(isinstance(stage, Decode) for stage in self._after_gathers):
+            self._gathered = None  # a chain decodes what it has gathered, and drops it
+        self._move = next((stage for stage in self._before_gathers if isinstance(stage, Move)), None)
+
+        reduce: list[StartStep] = []
+        self._before_reduce: list[Stage] = []
+        for stage in reversed(route.stages):
+            if stage.changes_grads and reduce:
+                reduce[-1] = _append(reduce[-1], stage)
+            elif stage.changes_grads:
+                self._before_reduce.append(stage)
+            if (step := stage.start_transpose(names)) is not None:
+                reduce.append(step)
+        self.reduce = tuple(reduce)
 
     def start(self, shard: Tensor, buffers: BufferPool) -> CollectiveChain:
         """Start to gather the unit from this rank's slice. To be called below all transforms."""
         if not self._has_groups and _torch.is_fake(shard):  # shapes can be computed
-            return CollectiveChain(self._route.allocate(shard), ())
+            return CollectiveChain(self.route.allocate(shard), ())
         if (move := self._move) is None or move.device is None:
             return self._start_gathers(shard, buffers)
         piece, copy = start_copy_to_device(shard, self._key, move.device, move.dtype)
@@ -177,7 +190,7 @@ class GatherChain:
 
     def start_from_secondary(self, secondary: Tensor, buffers: BufferPool) -> CollectiveChain:
         """Start to gather the unit from the slices of its buffer that forward kept. As `start`."""
-        route = self._route
+        route = self.route
         if not self._has_groups and _torch.is_fake(secondary):
             return CollectiveChain(route.allocate(secondary), ())
         numel, length = route.num_secondary * len(secondary), route.buffer_bytes // secondary.itemsize
@@ -192,67 +205,25 @@ class GatherChain:
         out = None
         if self._gathered is not None and not _torch.is_tracing():
             out = buffers.take(*self._gathered, x)
-        if not self._before and not self._after:
+        if not self._before_gathers and not self._after_gathers:
             return CollectiveChain(x, self._gathers, out)
         transit = Transit(buffers=buffers)
-        for i, stage in enumerate(self._before, 1):
-            x = stage.apply_out(x, transit, out if i == len(self._before) and len(self._gathers) == 1 else None)
+        for i, stage in enumerate(self._before_gathers, 1):
+            x = stage.apply_out(x, transit, out if i == len(self._before_gathers) and len(self._gathers) == 1 else None)
         chain = CollectiveChain(x, self._gathers, out)
-        if self._after:
+        if self._after_gathers:
             chain.decode = functools.partial(self._finish, transit)
         return chain
 
     def _finish(self, transit: Transit, x: Tensor) -> Tensor:
         """Return the buffer from the result of the last gather."""
-        for stage in self._after:
+        for stage in self._after_gathers:
             x = stage.apply_out(x, transit, None)
         return x
 
-
-class RouteSteps(NamedTuple):
-    """A unit's route as the steps of its chains."""
-
-    gather: GatherChain
-    before: tuple[Stage, ...]
-    """The stages that a joined gradient passes before the first of ``reduce``."""
-    reduce: tuple[StartStep, ...]
-    gather_groups: tuple[str, ...]
-    """The names of the process groups of ``gather``."""
-    reduce_groups: tuple[str, ...]
-    gather_secondary_groups: tuple[str, ...]
-    """The names of the process groups that gather its buffer from the slices that forward has kept of it."""
-    codec_label: str
-    """Says how its gradients are encoded; empty if they are not."""
-
-    @classmethod
-    def for_route(cls, key: str, route: Route, *, has_groups: bool) -> RouteSteps:
-        """Return the steps of a unit over the mesh's process groups."""
-        label = f"unit '{key}'" if route.split_axes else f"the bucket that ends with unit '{key}'"
-        names = Names(key, label)
-        before: list[Stage] = []
-        steps: list[StartStep] = []
-        for stage in reversed(route.stages):
-            if stage.changes_grads and steps:
-                steps[-1] = _append(steps[-1], stage)
-            elif stage.changes_grads:
-                before.append(stage)
-            if (step := stage.start_transpose(names)) is not None:
-                steps.append(step)
-        over = [stage for stage in reversed(route.stages) if isinstance(stage, AllGather | Replicas)]
-        gathers = [stage for stage in over if isinstance(stage, AllGather)]
-        return cls(
-            GatherChain(route, names, has_groups=has_groups),
-            tuple(before),
-            tuple(steps),
-            tuple(stage.group or "" for stage in gathers),
-            tuple(stage.reduction_group for stage in over),
-            tuple(stage.group or "" for stage in gathers if stage.axis in route.secondary_axes),
-            "".join(stage.codec_label for stage in gathers),
-        )
-
     def prepare(self, grad: Tensor) -> Tensor:
         """Return what is reduced of a unit's joined gradient, which may be written to."""
-        for stage in self.before:
+        for stage in self._before_reduce:
             grad = stage.transpose_(grad)
         return grad
 
@@ -273,51 +244,30 @@ def copy_secondary_slice(buffer: Tensor, route: Route, mesh: Mesh) -> Tensor:
         return secondary
 
 
-@dataclass(frozen=True)
 class RouteTable:
-    """Every unit's route by its key, and the steps of its chains."""
+    """Every unit's route by its key, as the steps of its chains on a spec's process groups; the shards have these dtypes."""
 
-    by_key: dict[str, Route]
-    steps: dict[str, RouteSteps]
-    gather_positions: tuple[int, ...]
-    """The positions in ``spec.order`` of units that are gathered or copied, except those in `inner_calls`."""
-    has_groups: bool
-    """Whether every axis has a process group."""
-    needs_order_check: bool
-    """Whether ranks compare the order of their collectives: it is asked for, and there are other ranks."""
-    gather_groups: tuple[str, ...]
-    """The names of the process groups of all gathers."""
-    groups: tuple[str, ...]
-    """The names of the process groups of all gathers and reductions."""
-    has_resharded_units: bool
-    """Whether the buffer of any unit is freed between forward and backward."""
+    def __init__(self, spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction, check_order: bool) -> None:
+        mesh, inner = spec.bound_mesh, {*inner_calls(spec)}
+        groups = [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis)]
+        connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)
+        routes = {unit.key: Route.for_unit(unit, mesh, reduction, dtype) for unit, dtype in zip(spec, dtypes, strict=True)}
+        self.steps = {key: RouteSteps(key, route, has_groups=connected) for key, route in routes.items()}
 
+        def is_inside(key: str) -> bool:
+            paths = spec.by_key[key].paths
+            parts = [path.split(".") for path in paths]
+            around = {".".join(names[:i]) for names in parts for i in range(len(names) + 1)}
+            return not inner.isdisjoint(around.difference(paths))
 
-def make_route_table(
-    spec: PartitionSpec, dtypes: tuple[torch.dtype, ...], reduction: Reduction, check_order: bool
-) -> RouteTable:
-    """Return the routes of a spec's units, whose shards have these dtypes, on its process groups."""
-    mesh, inner = spec.bound_mesh, {*inner_calls(spec)}
-    routes = {unit.key: Route.for_unit(unit, mesh, reduction, dtype) for unit, dtype in zip(spec, dtypes, strict=True)}
-
-    def inside(key: str) -> bool:
-        paths = spec.by_key[key].paths
-        parts = [path.split(".") for path in paths]
-        around = {".".join(names[:i]) for names in parts for i in range(len(names) + 1)}
-        return not inner.isdisjoint(around.difference(paths))
-
-    groups = [axis for _, axis in mesh.axes if isinstance(axis, ProcessAxis)]
-    connected = len(groups) == len(mesh.axes) and all(axis.name or axis.size == 1 for axis in groups)
-    compares = check_order and connected and all(is_comparable(axis.name) for axis in groups if axis.size > 1)
-    steps = {key: RouteSteps.for_route(key, route, has_groups=connected) for key, route in routes.items()}
-    gather_groups = dict.fromkeys(group for unit in steps.values() for group in unit.gather_groups)
-    return RouteTable(
-        routes,
-        steps,
-        tuple(i for i, key in enumerate(spec.order) if (routes[key].split_axes or routes[key].device) and not inside(key)),
-        connected,
-        compares,
-        tuple(gather_groups),
-        tuple(dict.fromkeys([*gather_groups, *(group for unit in steps.values() for group in unit.reduce_groups)])),
-        any(route.reshard_after_forward for route in routes.values()),
-    )
+        self.gather_positions = tuple(  # in spec.order, of units that are gathered or copied, except those in `inner_calls`
+            i for i, key in enumerate(spec.order) if (routes[key].split_axes or routes[key].device) and not is_inside(key)
+        )
+        self.needs_order_check = (  # that ranks compare the order of their collectives: it is asked for, and there are others
+            check_order and connected and all(is_comparable(axis.name) for axis in groups if axis.size > 1)
+        )
+        gathers = [group for unit in self.steps.values() for group in unit.gather_groups]
+        self.gather_groups = tuple(dict.fromkeys(gathers))
+        self.groups = tuple(dict.fromkeys([*gathers, *(group for unit in self.steps.values() for group in unit.reduce_groups)]))
+        self.has_resharded_units = any(route.reshard_after_forward for route in routes.values())
+        self.longest_padding = max((route.longest_padding for route in routes.values()), default=0)

@@ -49,7 +49,8 @@ class ReductionQueue:
 
     def reduce(self, unit: Unit, grads: Sequence[Tensor | None], shard: Tensor, routes: RouteTable) -> None:
         """Start to reduce a unit's gradient, given by parameter. To be called below all transforms."""
-        route, steps = routes.by_key[unit.key], routes.steps[unit.key]
+        steps = routes.steps[unit.key]
+        route = steps.route
         zeros = self._padding_zeros(route, shard, routes) if route.longest_padding else shard
         pieces = flat_pieces(unit, grads, route, shard, zeros)
         if route.split_axes:
@@ -63,8 +64,7 @@ class ReductionQueue:
     def _padding_zeros(self, route: Route, like: Tensor, routes: RouteTable) -> Tensor:
         at = route.device or like.device, route.dtypes.param
         if at not in self._zeros:
-            longest = max(route.longest_padding for route in routes.by_key.values())
-            self._zeros[at] = like.new_zeros(longest, dtype=route.dtypes.param, device=route.device)
+            self._zeros[at] = like.new_zeros(routes.longest_padding, dtype=route.dtypes.param, device=route.device)
         return self._zeros[at]
 
     def reduce_split(self, key: str, pieces: Sequence[Tensor], route: Route, steps: RouteSteps) -> None:
