@@ -258,14 +258,13 @@ def test_a_gradient_that_was_handed_on_is_let_go(collectives: int) -> None:
     host, dtype = torch.device("cpu"), torch.float64
     dtypes = SimpleNamespace(reduce=dtype)
     route: Any = SimpleNamespace(device=host, padded_numel=4, shard_dtype=dtype, dtypes=dtypes, reduce_codec=None)
-    steps: Any = SimpleNamespace(
-        prepare=lambda grad: grad, reduce=[lambda x, own: PendingResult((), lambda: x.clone())] * (collectives + 1)
-    )
+    reduce = [lambda x, own: PendingResult((), lambda: x.clone())] * (collectives + 1)
+    steps: Any = SimpleNamespace(route=route, prepare=lambda grad: grad, reduce=reduce)
     reductions = ReductionQueue(1, BufferPool(), cast("Any", receiver))
     reductions.begin_backward(0)
     with no_collector():
         for i in range(6):
-            reductions.reduce_split(str(i), [torch.ones(4, dtype=dtype)], route, steps)
+            reductions.reduce_split(str(i), [torch.ones(4, dtype=dtype)], steps)
             assert len(handed) >= i - 1
             assert not any(one() is not None for one in handed)
         assert all(torch.equal(g, torch.ones(4, dtype=dtype)) for g in reductions.wait_all().values())

@@ -118,6 +118,11 @@ class CollectiveChain:
         """Whether a collective is running."""
         return self._finish is not None
 
+    @property
+    def holds_input(self) -> bool:
+        """Whether waiting for the running collective frees its input, or starts the next: not of the last one in place."""
+        return self._finish is not None and (bool(self._steps) or all(out is not self._x for out in self._finish.outs))
+
     def result(self) -> Tensor:
         """Wait for all of them and return the result."""
         while self._finish is not None:
@@ -153,12 +158,16 @@ class RouteSteps:
         self._before_gathers: list[Stage] = []
         self._after_gathers: list[Stage] = []
         self._gathered: Wire | None = None  # what leaves the last gather, if that goes to a buffer of the pool
+        self._joined: Wire | None = None  # what is then joined in another one
         wire = Wire(route.slice_numel, route.shard_dtype)
         for stage in route.stages:
             wire = stage.out(wire)
             if isinstance(stage, AllGather):
                 self._gathered = wire
-            elif stage.changes_values:
+                continue
+            if isinstance(stage, Join) and stage.layout.is_padded:
+                self._joined = wire
+            if stage.changes_values:
                 is_after = self._gathered or self._after_gathers or isinstance(stage, Decode | Join)
                 (self._after_gathers if is_after else self._before_gathers).append(stage)
         if any(isinstance(stage, Decode) for stage in self._after_gathers):
@@ -207,18 +216,21 @@ class RouteSteps:
             out = buffers.take(*self._gathered, x)
         if not self._before_gathers and not self._after_gathers:
             return CollectiveChain(x, self._gathers, out)
-        transit = Transit(buffers=buffers)
+        transit = Transit()
         for i, stage in enumerate(self._before_gathers, 1):
             x = stage.apply_out(x, transit, out if i == len(self._before_gathers) and len(self._gathers) == 1 else None)
         chain = CollectiveChain(x, self._gathers, out)
         if self._after_gathers:
-            chain.decode = functools.partial(self._finish, transit)
+            chain.decode = functools.partial(self._finish, transit, buffers)
         return chain
 
-    def _finish(self, transit: Transit, x: Tensor) -> Tensor:
+    def _finish(self, transit: Transit, buffers: BufferPool, x: Tensor) -> Tensor:
         """Return the buffer from the result of the last gather."""
         for stage in self._after_gathers:
-            x = stage.apply_out(x, transit, None)
+            takes = self._joined if isinstance(stage, Join) and not _torch.is_tracing() else None
+            gathered, x = x, stage.apply_out(x, transit, None if takes is None else buffers.take(*takes, x))
+            if takes is not None:
+                buffers.give(gathered)
         return x
 
     def prepare(self, grad: Tensor) -> Tensor:

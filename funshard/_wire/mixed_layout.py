@@ -89,15 +89,6 @@ class MixedLayout:
         parts = [view_as_bytes(part.to(dtype)) for part, (_, dtype) in zip(pieces, own.runs, strict=True)]
         return torch.cat([*parts, parts[0].new_zeros((self.sent_bytes - own.nbytes) * piece[0].numel())])
 
-    def encode_into(self, piece: Tensor, out: Tensor) -> Tensor:
-        """Write the bytes to send of this rank's slice to ``out``; what is behind them stays. Return ``out``."""
-        start, begin = 0, 0
-        for numel, dtype in self._own_slice().runs:
-            end = begin + numel * dtype.itemsize
-            out[begin:end].view(dtype).copy_(piece[start : start + numel])
-            start, begin = start + numel, end
-        return out
-
     def join(self, raw: Tensor, batch: int = 1) -> Tensor:
         """Return the buffer's bytes from those that all ranks have sent, perhaps batched."""
         rows, parts, first = raw.view(self.num_slices, -1), list[Tensor](), 0

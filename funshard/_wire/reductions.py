@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from .._units.accumulation import GradReceiver
 from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
 from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable
 from .route import BucketKind, Route
+
+Split = Callable[[Tensor], Iterable[tuple[str, Tensor]]]
+"""A function from what is reduced as one to the gradients in it, by unit key."""
 
 
 class ReductionQueue:
@@ -31,12 +34,11 @@ class ReductionQueue:
 
     def reset(self) -> None:
         """Forget all that is under way."""
-        self._unscattered: list[tuple[CollectiveChain, Tensor, int]] = []  # whole gradients not yet reduced to slices, and axes
-        self._partly_scattered: list[tuple[CollectiveChain, int]] = []  # and those on their way over a second axis, or more
-        self._host_copies: list[CollectiveChain] = []  # slices, and buckets, on their way to the host
+        self._unscattered: list[tuple[CollectiveChain, Tensor]] = []  # whole gradients not yet reduced to slices
+        self._on_their_way: list[CollectiveChain] = []  # slices and buckets that a second axis, or the host, is to get
         self._on_host: dict[str, Route] = {}  # of whose units gradients go there
-        self._slices: list[tuple[str, CollectiveChain]] = []
-        self._full_buckets: list[tuple[Bucket, CollectiveChain]] = []
+        self._slices: list[tuple[Split, CollectiveChain]] = []
+        self._full_buckets: list[tuple[Split, CollectiveChain]] = []
         self._open_buckets: OpenBuckets[BucketKind] = OpenBuckets()
         self._steps: dict[BucketKind, RouteSteps] = {}  # which replicated units of a kind share
         self._zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # padding for all units, as nobody writes to it
@@ -51,12 +53,14 @@ class ReductionQueue:
         """Start to reduce a unit's gradient, given by parameter. To be called below all transforms."""
         steps = routes.steps[unit.key]
         route = steps.route
+        if route.device is not None:
+            self._on_host[unit.key] = route
         zeros = self._padding_zeros(route, shard, routes) if route.longest_padding else shard
         pieces = flat_pieces(unit, grads, route, shard, zeros)
         if route.split_axes:
-            self.reduce_split(unit.key, pieces, route, steps)
+            self.reduce_split(unit.key, pieces, steps)
         elif steps.reduce:
-            self.reduce_replicated(unit.key, pieces, route, steps)
+            self.reduce_replicated(unit.key, pieces, steps)
         else:
             buffer = _torch.concat_into(pieces, pieces[0].new_empty(route.padded_numel, dtype=route.dtypes.reduce))
             self.add_unreduced(unit.key, steps.prepare(buffer))
@@ -67,15 +71,15 @@ class ReductionQueue:
             self._zeros[at] = like.new_zeros(routes.longest_padding, dtype=route.dtypes.param, device=route.device)
         return self._zeros[at]
 
-    def reduce_split(self, key: str, pieces: Sequence[Tensor], route: Route, steps: RouteSteps) -> None:
+    def reduce_split(self, key: str, pieces: Sequence[Tensor], steps: RouteSteps) -> None:
         """Start to reduce a unit's gradient, given in pieces, to slices. Older ones move on by a step."""
-        self._advance_host_copies(key, route)
-        self._advance_partly_scattered()
+        route = steps.route
+        self._advance_on_their_way()
         while len(self._unscattered) >= self._in_flight:
-            chain, buffer, axes = self._unscattered.pop(0)
+            chain, buffer = self._unscattered.pop(0)
             chain.advance()
-            if axes > 1:
-                self._partly_scattered.append((chain, axes - 1))
+            if chain.holds_input:
+                self._on_their_way.append(chain)
             self._buffers.give(buffer)
             del buffer
         self._report_finished(self._in_flight)
@@ -86,28 +90,14 @@ class ReductionQueue:
             buffer = sent
         chain = CollectiveChain(sent, steps.reduce)
         del sent
-        self._unscattered.append((chain, buffer, len(route.split_axes) if route.device is None else 1))
+        self._unscattered.append((chain, buffer))
         self._add_chain(key, chain)
-        if route.device is not None:
-            self._host_copies.append(chain)
 
-    def _advance_host_copies(self, key: str, route: Route) -> None:
-        """Advance the chains that copy to the host, so that no more than the last gradients are still on the device."""
-        if route.device is not None:
-            self._on_host[key] = route
-        if not self._host_copies:
-            return
-        whole = {id(chain) for chain, *_ in self._unscattered}
-        for chain in self._host_copies:
-            if id(chain) not in whole:
-                chain.advance()
-        self._host_copies = [chain for chain in self._host_copies if chain.is_pending]
-
-    def _advance_partly_scattered(self) -> None:
-        """Advance the chains that reduce to slices over more axes: each holds what it has reduced over the ones before."""
-        for chain, _ in self._partly_scattered:
+    def _advance_on_their_way(self) -> None:
+        """Advance these chains, so that no more than those of the last gradients hold what they are made of."""
+        for chain in self._on_their_way:
             chain.advance()
-        self._partly_scattered = [(chain, axes - 1) for chain, axes in self._partly_scattered if axes > 1]
+        self._on_their_way = [chain for chain in self._on_their_way if chain.holds_input]
 
     def add_unreduced(self, key: str, grad: Tensor) -> None:
         """Add a unit's gradient that no other rank has a part of."""
@@ -115,30 +105,20 @@ class ReductionQueue:
         self._add_chain(key, CollectiveChain(grad, ()))
 
     def _add_chain(self, key: str, chain: CollectiveChain) -> None:
-        self._slices.append((key, chain))
+        self._slices.append((lambda grad: [(key, grad)], chain))
         if self._receiver:
             self._receiver.expect(key)
 
     def _report_finished(self, most: int) -> None:
         """Hand what is finished to the receiver, if any, and wait until at most so many units and buckets are under way."""
-        if not self._receiver:
+        if (receiver := self._receiver) is None:
             return
-        while self._slices and (len(self._slices) > most or not self._slices[0][1].is_pending):
-            key, chain = self._slices.pop(0)
-            self._report([(key, self._wait_chain(chain))], self._receiver)
-        while len(self._full_buckets) > most:
-            bucket, chain = self._full_buckets.pop(0)
-            self._report(bucket.split(self._wait_chain(chain)), self._receiver)
-
-    def _wait_chain(self, chain: CollectiveChain) -> Tensor:
-        """Wait for a result, and hold it no longer."""
-        self._host_copies = [other for other in self._host_copies if other is not chain]
-        self._partly_scattered = [(other, axes) for other, axes in self._partly_scattered if other is not chain]
-        return chain.result()
-
-    def _report(self, parts: Iterable[tuple[str, Tensor]], receiver: GradReceiver) -> None:
-        for key, grad in self._move_to_final_device([*parts]):
-            receiver.receive(key, grad)
+        for running in (self._slices, self._full_buckets):
+            while running and (len(running) > most or not running[0][1].is_pending):
+                split, chain = running.pop(0)
+                self._on_their_way = [other for other in self._on_their_way if other is not chain]
+                for key, grad in self._move_to_final_device([*split(chain.result())]):
+                    receiver.receive(key, grad)
 
     def _move_to_final_device(self, parts: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Return reduced gradients in the shards' dtypes; wait once for those that are copied to the host."""
@@ -147,9 +127,10 @@ class ReductionQueue:
             _torch.synchronize_copies(device)
         return [(key, grad.to(routes[key].shard_dtype) if key in routes else grad) for key, grad in parts]
 
-    def reduce_replicated(self, key: str, pieces: Sequence[Tensor], route: Route, steps: RouteSteps) -> None:
+    def reduce_replicated(self, key: str, pieces: Sequence[Tensor], steps: RouteSteps) -> None:
         """Put the gradient of a unit that every rank keeps whole into the bucket of its kind; reduce a full bucket."""
-        self._advance_host_copies(key, route)
+        route = steps.route
+        self._advance_on_their_way()
         kind = route.bucket_kind
         self._steps[kind] = steps
         if self._receiver:
@@ -164,9 +145,9 @@ class ReductionQueue:
             buffer = _torch.concat_into(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind.reduce))
             bucket.pieces.clear()
             chain = CollectiveChain(self._steps[kind].prepare(buffer), self._steps[kind].reduce)
-        self._full_buckets.append((bucket, chain))
+        self._full_buckets.append((bucket.split, chain))
         if kind.device is not None:
-            self._host_copies.append(chain)
+            self._on_their_way.append(chain)
 
     def wait_all(self) -> dict[str, Tensor]:
         """Wait for everything that this run of backward started. Return gradients by unit key, summed over its gathers."""
@@ -174,9 +155,8 @@ class ReductionQueue:
             self._reduce_bucket(bucket, kind)
         self._report_finished(0)
         with phase("wait for reductions"):
-            parts = [(key, chain.result()) for key, chain in self._slices]
-            for bucket, chain in self._full_buckets:
-                parts += bucket.split(chain.result())
+            running = [*self._slices, *self._full_buckets]
+            parts = [part for split, chain in running for part in split(chain.result())]
         reduced = self._move_to_final_device(parts)
         self.reset()
         out: dict[str, Tensor] = {}

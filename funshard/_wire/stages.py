@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,27 +50,14 @@ class Names(NamedTuple):
     label: str
 
 
-class Buffers(Protocol):
-    """The memory of chains."""
-
-    def take(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """Return a buffer of so many elements, with anything in it."""
-        ...
-
-    def give(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
-        ...
-
-
 class Transit:
     """The state that stages share while a tensor passes them."""
 
-    __slots__ = ("buffers", "encoding", "label", "ranks", "shape")
+    __slots__ = ("encoding", "label", "ranks", "shape")
 
-    def __init__(self, label: str = "", ranks: Mapping[str, Tensor] | None = None, buffers: Buffers | None = None) -> None:
+    def __init__(self, label: str = "", ranks: Mapping[str, Tensor] | None = None) -> None:
         self.label = label  # of collectives in data flow, if ranks compare them
         self.ranks = ranks or {}  # of the simulated axes, by name
-        self.buffers = buffers  # of a chain
         self.encoding: Encoding | None = None  # of the slice that `Encode` has encoded
         self.shape: Sequence[int] | None = None  # of the slice that `Bytes` has encoded
 
@@ -98,7 +85,7 @@ class Stage:
         return type(self).apply is not Stage.apply
 
     def out(self, wire: Wire) -> Wire:
-        """Return the size of the tensor after the stage, up to the last gather."""
+        """Return the size of the tensor after the stage, up to the last gather and what joins its result."""
         return wire
 
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
@@ -116,7 +103,7 @@ class Stage:
     def apply_out(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
         """Return the value after the stage, in a chain.
 
-        If the one gather follows, ``out`` is its result, and the value may be written where that has it.
+        If the one gather follows, ``out`` is its result, which casts what it gathers; after the last one it is a buffer.
         """
         return self.apply(x, transit)
 
@@ -429,11 +416,7 @@ class Bytes(Stage):
         return self.layout.encode(x)
 
     def apply_out(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
-        if _torch.is_tracing():
-            return self.layout.encode(x)
-        if out is None:
-            return self.layout.encode_into(x, x.new_empty(self.layout.sent_bytes, dtype=torch.uint8))
-        return self.layout.encode_into(x, out.chunk(self.layout.num_slices)[self.layout.index or 0])
+        return self.layout.encode(x)  # also of one slice
 
 
 @dataclass(frozen=True)
@@ -442,18 +425,16 @@ class Join(Stage):
 
     layout: MixedLayout
 
+    def out(self, wire: Wire) -> Wire:
+        return Wire(self.layout.buffer_bytes, torch.uint8)
+
     def apply(self, x: Tensor, transit: Transit) -> Tensor:
         return x.to(self.layout.wide) if transit.shape is None else self.layout.widen(x, transit.shape)
 
     def apply_out(self, x: Tensor, transit: Transit, out: Tensor | None) -> Tensor:
-        if _torch.is_tracing():
-            return self.layout.join(x)
         if not self.layout.is_padded:
             return x
-        assert transit.buffers is not None
-        joined = self.layout.join_into(x, transit.buffers.take(self.layout.buffer_bytes, torch.uint8, x))
-        transit.buffers.give(x)
-        return joined
+        return self.layout.join(x) if out is None else self.layout.join_into(x, out)
 
 
 # --- Stages as constants: what a graph of Dynamo's holds of them ---
