@@ -20,7 +20,8 @@ from .._core.mesh import Mesh, Simulated
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.codec import check_trainable
-from .._wire.flow import apply_unit_options, unshard_unit, weigh_grad
+from .._wire.flow import unshard_unit, weigh_grad
+from .._wire.global_params import apply_options
 from .._wire.host import start_copy_to_host
 from ..collectives._functions import broadcast, sum_over
 from .ambient import REGISTER_HOOK, AmbientState, ForbiddenFunctions
@@ -113,7 +114,7 @@ def per_sample_grads(
 
     def probed_loss(probes: Mapping[str, Tensor], *sample: Any) -> Tensor:
         probed = {key: _attach_probe(buffer, probes[key]) for key, buffer in buffers.items()}
-        used = {unit.key: apply_unit_options(probed[unit.key], unit, mesh) for unit in units}
+        used = {unit.key: apply_options(probed[unit.key], unit, mesh) for unit in units}
         return f(_unflatten_units(used, units), *sample)
 
     buffers = _gather_buffers(params, units, mesh, as_stored=True)

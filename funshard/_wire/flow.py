@@ -8,7 +8,8 @@ transpose leads from shards to the buffer, and from the buffer's gradient to tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -62,13 +63,7 @@ def unshard_unit(
     route = Route.for_unit(unit, mesh, reduction, piece.dtype, casts=casts)
     if not unit.numel:  # nothing to send
         return piece.new_empty(0, dtype=route.dtypes.param, device=route.device)
-    return _flow(piece, route.choose(as_stored), mesh, unit.key if check_order else None, gathers=True)
-
-
-def apply_unit_options(buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
-    """Return what options compute with, from a unit's buffer as it is stored; differentiable."""
-    options = Route.for_unit(unit, mesh, REDUCE_MEAN, buffer.dtype, casts=False).options
-    return _flow(buffer, options, mesh, None, gathers=True) if options else buffer
+    return run_stages(piece, route.choose(as_stored), mesh, unit.key if check_order else None)
 
 
 def weigh_grad(buffer: Tensor, weight: Tensor | None) -> Tensor:
@@ -113,7 +108,7 @@ def reduce_unit(
     route = Route.for_unit(unit, mesh, reduction, dtype, casts=casts)
     if not unit.numel:
         return buffer.new_empty(0, dtype=dtype, device=route.device and HOST)
-    return _flow(buffer, route.choose(as_stored), mesh, unit.key if check_order else None, gathers=False)
+    return run_stages(buffer, route.choose(as_stored), mesh, unit.key if check_order else None, gathers=False)
 
 
 def reduce_slice(grad: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, dtype: torch.dtype | None = None) -> Tensor:
@@ -133,7 +128,9 @@ def reduce_along(
     return buffer
 
 
-def _flow(x: Tensor, stages: tuple[Stage, ...], mesh: Mesh, compared: str | None, *, gathers: bool) -> Tensor:
+def run_stages(
+    x: Tensor, stages: tuple[Stage, ...], mesh: Mesh, compared: str | None = None, *, gathers: bool = True
+) -> Tensor:
     """Return what leaves the stages, of a slice or, back through them, of a buffer's gradient; differentiable.
 
     With the key of the unit that is ``compared``, ranks compare their collectives.
@@ -144,10 +141,10 @@ def _flow(x: Tensor, stages: tuple[Stage, ...], mesh: Mesh, compared: str | None
     simulated = {name: axis.rank for name, axis in over if isinstance(axis, Simulated)}
     transit, value = Transit(label, simulated), None
     if all(type(stage) in (AllGather, Replicas) for stage in stages) or stages[-1].is_constant:
-        return _apply_stages(stages, x, transit) if gathers else _transpose_stages(stages, x, transit)
+        return _fold(stages, x, transit, gathers=gathers)
     linear = [stage.linear() for stage in stages]
     if any(one is not stage for one, stage in zip(linear, stages, strict=True)):
-        value = _apply_stages(stages, x.detach(), transit) if gathers else None
+        value = _fold(stages, x.detach(), transit, gathers=True) if gathers else None
         stages = tuple([stage for stage in linear if stage is not None])  # a list: Dynamo of torch 2.11 runs no generator here
     ranks = tuple(simulated.values())
     if _torch.is_in_graph():
@@ -155,16 +152,11 @@ def _flow(x: Tensor, stages: tuple[Stage, ...], mesh: Mesh, compared: str | None
     return _flow_as_node(x, value, stages, tuple(simulated), ranks, label, gathers)
 
 
-def _apply_stages(stages: Iterable[Stage], x: Tensor, transit: Transit) -> Tensor:
-    for stage in stages:
-        x = stage.apply(x, transit)
+def _fold(stages: Sequence[Stage], x: Tensor, transit: Transit, *, gathers: bool) -> Tensor:
+    """Return what leaves the stages, of a value or, back through them, of a gradient."""
+    for stage in stages if gathers else reversed(stages):
+        x = stage.apply(x, transit) if gathers else stage.transpose(x, transit)
     return x
-
-
-def _transpose_stages(stages: Sequence[Stage], grad: Tensor, transit: Transit) -> Tensor:
-    for stage in reversed(stages):
-        grad = stage.transpose(grad, transit)
-    return grad
 
 
 def _flow_as_node(
@@ -178,13 +170,11 @@ def _flow_as_node(
 ) -> Tensor:
     """Run linear stages as one node of autograd: between two, a gradient would be cast to the dtype of the value."""
 
-    def gather(x: Tensor, *ranks: Tensor) -> Tensor:
-        return _apply_stages(stages, x, Transit(label, dict(zip(axes, ranks, strict=True))))
+    def fold(x: Tensor, *ranks: Tensor, gathers: bool) -> Tensor:
+        return _fold(stages, x, Transit(label, dict(zip(axes, ranks, strict=True))), gathers=gathers)
 
-    def reduce(grad: Tensor, *ranks: Tensor) -> Tensor:
-        return _transpose_stages(stages, grad, Transit(label, dict(zip(axes, ranks, strict=True))))
-
-    return LinearFunction.apply(x, value, linear_map(*((gather, reduce) if gathers else (reduce, gather))), *ranks)
+    there, back = (functools.partial(fold, gathers=way) for way in (gathers, not gathers))
+    return LinearFunction.apply(x, value, linear_map(there, back), *ranks)
 
 
 @_torch.allow_in_graph

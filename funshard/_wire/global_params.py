@@ -6,7 +6,7 @@ first. Without local axes it is the unit's own buffer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.unit import LocalDims, Unit
 from ..collectives._functions import gather_slices, scatter
-from .flow import unshard_unit
+from .flow import run_stages, unshard_unit
 from .route import Route
-from .stages import Decode, Stage, Transit
+from .stages import Decode, Stage
 
 
 def flatten_global(params: Mapping[str, Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
@@ -81,20 +81,20 @@ def unshard_global(
 def decode_global(raw: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     """Return the global buffer of a unit, as stored, from the joined slices of all ranks, which may be bytes at rest."""
     stages = Route.for_unit(unit, mesh, Reduction(), raw.dtype, casts=False).stages if unit.at_rest else ()
-    return _apply_by_piece([stage for stage in stages if isinstance(stage, Decode)], raw, unit, mesh)
+    return _apply_by_piece(tuple(stage for stage in stages if isinstance(stage, Decode)), raw, unit, mesh)
 
 
 def apply_options(buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
-    """Return what is computed with, from the global buffer of a unit's parameters as they are stored."""
+    """Return what is computed with, from the global buffer of a unit's parameters as they are stored; differentiable."""
     return _apply_by_piece(Route.for_unit(unit, mesh, Reduction(), buffer.dtype, casts=False).options, buffer, unit, mesh)
 
 
-def _apply_by_piece(stages: Sequence[Stage], buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
+def _apply_by_piece(stages: tuple[Stage, ...], buffer: Tensor, unit: Unit, mesh: Mesh) -> Tensor:
     """Return a global buffer after these stages of each rank along its local axes."""
-    for stage in stages:
-        rows = [stage.apply(row, Transit()) for row in buffer.view(count_ranks(unit.local_axes, mesh), -1)]
-        buffer = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return buffer
+    if not stages:
+        return buffer
+    rows = [run_stages(row, stages, mesh) for row in buffer.view(count_ranks(unit.local_axes, mesh), -1)]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def transpose_options(grads: list[Tensor], unit: Unit, mesh: Mesh) -> list[Tensor]:
@@ -104,9 +104,7 @@ def transpose_options(grads: list[Tensor], unit: Unit, mesh: Mesh) -> list[Tenso
         return grads
     named = {param.name: grad for param, grad in zip(unit.params, grads, strict=True)}
     buffer = flatten_unit(named, unit, unit.padded_numel(count_ranks(unit.p.axes, mesh)))
-    for stage in reversed(stages):
-        buffer = stage.transpose(buffer, Transit())
-    return unflatten_unit(buffer, unit)
+    return unflatten_unit(run_stages(buffer, stages, mesh, gathers=False), unit)
 
 
 def scatter_global(buffer: Tensor, unit: Unit, mesh: Mesh, rank: int | None = None) -> Tensor:
