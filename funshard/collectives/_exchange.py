@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from .. import _torch
 from .._core.mesh import Axis, ProcessAxis, Simulated
@@ -237,8 +236,7 @@ def _exchange_simulated(
     fits = (send >= 0).all() & (send.sum() <= len(x)) & (ends[-1] <= size)
     if receive_counts is not None:
         fits = fits & (receive == torch.as_tensor(receive_counts, device=x.device)).all()
-    expected = f"at most {len(x)} rows to send, at most {size} to receive, and the counts of other ranks"
-    _Require.apply(fits, f"counts: expected {expected}")
+    _require(fits, f"at most {len(x)} rows to send, at most {size} to receive, and the counts of other ranks")
     rows = gather_values(x, axis)
     rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])  # the last one is the padding
     place = torch.arange(size, device=x.device)
@@ -247,22 +245,13 @@ def _exchange_simulated(
     return rows[torch.where(place < ends[-1], index, n * len(x))]
 
 
-class _Require(_torch.Function):
-    """The check of a condition whose values are those of all ranks together, below every transform."""
-
-    @staticmethod
-    def forward(fits: Tensor, message: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not _torch.is_tracing() and not _torch.is_fake(fits) and not fits.all():
-            raise ValueError(f"ragged_all_to_all: {message}")
-        return fits.clone()
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, fits: Tensor, message: str) -> tuple[Tensor, int]:  # pyright: ignore
-        return _Require.apply(fits, message), in_dims[0]
+def _require(fits: Tensor, expected: str) -> None:
+    """Raise ValueError unless a condition holds for all ranks together; a recorded graph does not check it."""
+    if _torch.is_in_graph() or _torch.is_tracing():
+        return
+    with _torch.below_transforms():
+        if not _torch.is_fake(fits := _torch.unwrap(fits)) and not fits.all():
+            raise ValueError(f"ragged_all_to_all: counts: expected {expected}")
 
 
 # --- Counts of the rows that ranks send each other, which they compare before they send anything ---
