@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
 from funshard._core import layout
-from funshard._slices.pieces import slice_index
 from funshard.optim import from_torch
 from funshard.optim._from_torch import ELEMENTWISE_CLASSES
 
@@ -100,7 +99,9 @@ def on_ranks(cls: Any, spec: fs.PartitionSpec, start: fs.Params, steps: int, **o
         trees.append(params)
     joined: fs.Params = {}
     for unit in spec:
-        slices = {slice_index(unit, spec.bound_mesh, layout.rank_coords(spec.bound_mesh, r)): r for r in range(ranks)}
+        slices = {
+            layout.rank_along(unit.p.axes, spec.bound_mesh, layout.rank_coords(spec.bound_mesh, r))[0]: r for r in range(ranks)
+        }
         joined[unit.key] = torch.cat([trees[slices[i]][unit.key] for i in range(spec.size(unit))])
         assert not joined[unit.key][~owned(unit, len(joined[unit.key]))].any()  # the padding
     return fs.unflatten(joined, spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -60,13 +61,11 @@ def gather_units(
     """
     pieces = {unit.key: shards[unit.key] for unit in units}
     if not _torch.is_eager() or mesh.is_simulated or any(map(_torch.is_fake, pieces.values())):
+        on_all = functools.partial(unshard_global, reduction=Reduction(), check_order=True, as_stored=True)
+        gather = gather_to_first if to_first else on_all
         for unit in units:
             with torch.no_grad():
-                piece = pieces[unit.key].detach().to(find_sent_dtype(pieces[unit.key], unit, dtype))
-                if to_first:
-                    buffer = gather_to_first(piece, unit, mesh)
-                else:
-                    buffer = unshard_global(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
+                buffer = gather(pieces[unit.key].detach().to(find_sent_dtype(pieces[unit.key], unit, dtype)), unit, mesh)
             yield unit, buffer
             del buffer
         return
@@ -154,13 +153,11 @@ def _check_unmodified(piece: Tensor, unit: Unit, versions: Mapping[str, int]) ->
 
 def _start_gather_on_all(piece: Tensor, dtype: torch.dtype, unit: Unit, mesh: Mesh) -> Callable[[], Tensor | None]:
     """Start to gather a unit on all ranks, in this dtype, into one buffer. Without it gloo allocates another of its size."""
-    axes = [(name, axis) for name in unit.distinct_axes if isinstance(axis := mesh[name], ProcessAxis) and axis.size > 1]
-    axes = axes if unit.numel else []
+    axes = [name for name in unit.distinct_axes if mesh[name].size > 1 and unit.numel]
     piece = move(piece, compute_device(unit, mesh), dtype if len(axes) != 1 else piece.dtype)
-    ranks = count_ranks((name for name, _ in axes), mesh)
-    buffer = piece.new_empty(len(piece) * ranks, dtype=dtype) if axes else None
+    buffer = piece.new_empty(len(piece) * count_ranks(axes, mesh), dtype=dtype) if axes else None
     names = Names(unit.key, f"unit '{unit.key}'")
-    steps = [AllGather.on_axis(name, mesh, "mean").start(names) for name, _ in reversed(axes)]
+    steps = [AllGather.on_axis(name, mesh, "mean").start(names) for name in reversed(axes)]
     chain = CollectiveChain(piece, steps, buffer)  # a single gather casts as it writes its own slice
     return lambda: decode_global(chain.result(), unit, mesh)
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from .._core.checks import bind_spec, check_buffers
 from .._core.flow import scatter_unit
 from .._core.layout import Params, rank_along, rank_coords
-from .._core.mesh import Mesh
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
@@ -70,18 +69,13 @@ class Piece(NamedTuple):
 def slice_pieces(unit: Unit, spec: PartitionSpec, at: Sequence[int]) -> Iterator[Piece]:
     """Yield the part of each of the unit's parameters in the slice of the rank at these coordinates of the spec's mesh."""
     length = spec.shard_numel(unit)
-    begin = slice_index(unit, spec.bound_mesh, at) * length
+    begin = rank_along(unit.p.axes, spec.bound_mesh, at)[0] * length
     start = 0
     for size, param in unit.parts:
         if param is not None:
             low, high = (min(max(x - begin, 0), length) for x in (start, start + size))
             yield Piece(param, low, high, min(max(begin - start, 0), size))
         start += size
-
-
-def slice_index(unit: Unit, mesh: Mesh, coordinates: Sequence[int]) -> int:
-    """Return which slice of the unit the rank at these mesh coordinates owns."""
-    return rank_along(unit.p.axes, mesh, coordinates)[0]
 
 
 # --- A slice without its padding: a sum over elements counts those of parameters alone ---
