@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import funshard as fs
+
 Params = dict[str, Tensor]
 Peer = Callable[[Tensor, Tensor, dict[str, Any], int], Tensor]
 """``peer(param, grad, state, t) -> the new param``; it keeps what it wants in the state. ``t`` counts from 1."""
@@ -108,3 +110,15 @@ def trained(params: Mapping[str, Tensor], grads: list[Params], peer: Peer, matri
         if optimizer:
             optimizer.step()
     return out
+
+
+def sharded(
+    spec: fs.PartitionSpec, pair: Any, full: Params, grads: list[Params], rates: Any = lambda t: {}
+) -> tuple[Params, Any]:
+    """The shards of these parameters, and the state, after a step of ``(init, update)`` with each of the gradients."""
+    init, update = pair
+    params = fs.shard(full, spec)
+    state = init(params)
+    for t, grad in enumerate(grads):
+        params, state = update(fs.shard(grad, spec), state, params, **rates(t))
+    return params, state

@@ -31,8 +31,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
 
 TIMEOUT = 120
 THREADS = 64
@@ -230,21 +233,35 @@ class Pool:
         self.workers = []
 
 
-def real_ranks(count: int, backend: str = "gloo") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test ``fn(rank, ...)`` is run by each of so many ranks, with what it is parametrized by and its fixtures, pickled."""
+def mesh_of(*sizes: int, **named: int) -> DeviceMesh:
+    """The mesh of all ranks on the CPU, of these sizes by name: the last of "replicate" and "shard" where none are given."""
+    from torch.distributed import init_device_mesh
+
+    named = named or dict(zip(("replicate", "shard")[-len(sizes) :], sizes, strict=True))
+    return init_device_mesh("cpu", tuple(named.values()), mesh_dim_names=tuple(named))
+
+
+def real_ranks(count: int | Callable[..., int], backend: str = "gloo") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test ``fn(rank, ...)`` is run by each of so many ranks, with what it is parametrized by and its fixtures, pickled.
+
+    A function of some of these says 2 or 4 for each case.
+    """
 
     def decorate(fn: Callable[..., None]) -> Callable[..., None]:
-        pool, names = f"{backend}{count}", list(inspect.signature(fn).parameters)[1:]
+        names = list(inspect.signature(fn).parameters)[1:]
+        asked = list(inspect.signature(count).parameters) if callable(count) else []
+        pools = [f"{backend}{n}" for n in ((2, 4) if callable(count) else (count,))]
 
         @functools.wraps(fn)
         def test(*of_a_rank: Any, **given: Any) -> None:
             if of_a_rank:
                 fn(*of_a_rank)
             else:
-                given[pool].run(test, *(given[name] for name in names))
+                ranks = count(*(given[name] for name in asked)) if callable(count) else count
+                given[f"{backend}{ranks}"].run(test, *(given[name] for name in names))
 
         del test.__wrapped__
-        test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in [pool, *names]])
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in [*pools, *names]])
         return test
 
     return decorate

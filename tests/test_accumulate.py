@@ -21,10 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import numbers
 from peer_models import MLP, Net, chain
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from test_memory import Alive, Peak, no_collector
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P, Precision
@@ -159,10 +158,9 @@ def policy(p: P, root: P | None = None) -> fs.Policy:
 
 def on_ranks(rank: int, shape: tuple[int, ...], strategy: str, keep: str, way: str) -> None:
     """Beside each micro-batch by itself, and beside plain autograd of all ranks' micro-batches."""
-    names = ("replicate", "shard")[-len(shape) :]
     p = STRATEGIES[strategy]
     model = Some()
-    spec = policy(p, P("shard"))(model).on(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    spec = policy(p, P("shard"))(model).on(mesh_of(*shape))
     params, size = fs.shard(model, spec), torch.Size(shape).numel()
     batches = [numbers(rank, i) for i in range(MICRO)]
     narrow = {"bf16": BF16, "fp16": F16}.get(strategy.removeprefix("replicated ").removesuffix(" reduced"))
@@ -259,8 +257,7 @@ def test_compiled(rank: int, keep: str) -> None:
 def test_of_a_compiled_loss(rank: int) -> None:
     """The graph is another one inside of accumulate, where replicas are reduced later and the sum is taken, than outside."""
     model = nn.Linear(5, 1).double()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    spec = fs.policies.whole()(model).on(mesh)
+    spec = fs.policies.whole()(model).on(mesh_of(2, 1))
     params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
     torch._dynamo.reset()
@@ -301,7 +298,7 @@ def test_replicas_are_reduced_once(count: int) -> None:
     """Over slices with each micro-batch; over replicas, and of replicated units over all, at the end."""
     with world(8):
         model = Net(blocks=3)
-        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of(4, 2)
         spec = fs.policies.override(fs.by_type(MLP), fs.by_path({"": P(), "blocks.2": P(("replicate", "shard"))}))(model).on(
             mesh
         )
@@ -320,8 +317,7 @@ def test_of_some_axes_only() -> None:
     """``reduce_axes`` is accumulate's: over the others gradients stay each rank's own."""
     with world(8):
         model = Net(blocks=2)
-        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
-        spec = fs.by_type(MLP)(model).on(mesh)
+        spec = fs.by_type(MLP)(model).on(mesh_of(4, 2))
         for keep in KEEPS:
             sent = sent_by(model, spec, keep=keep, reduce_axes="shard").all
             assert {s.op for s in sent} == {"all_gather", "reduce_scatter"}
@@ -490,8 +486,7 @@ def test_added_up_in_float32(dtype: torch.dtype, keep: str) -> None:
 @real_ranks(4)
 def test_float16_does_not_overflow(rank: int, keep: str) -> None:
     model = Total(1, 1, bias=False)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    spec = fs.policies.whole(P("shard", precision=Precision(param=F16)))(model).on(mesh)
+    spec = fs.policies.whole(P("shard", precision=Precision(param=F16)))(model).on(mesh_of(2, 2))
     loss = lambda p, x: fs.functional_call(model, p, torch.full((1, 1), x), spec=spec)  # noqa: E731
     grads, _ = fs.accumulate(loss, fs.shard(model, spec), [20480.0, 24576.0], spec=spec, keep=keep)
     assert float(fs.unshard(grads, spec)["weight"]) == 22528.0  # whose sum over ranks float16 does not hold
@@ -588,7 +583,7 @@ OTHERWISE += ["checkpoint", "remat", "a unit alone"]
 
 def computed_from(rank: int, keep: str, how: str) -> None:
     """Shards that the loss has changed, a gradient inside the loss, a teacher: nothing of this is reduced twice or never."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(2, 2)
     model, teacher = Net(blocks=2), Net(blocks=2 if how == "same architecture" else 1)
     spec, other = (policy(P("shard"))(m).on(mesh) for m in (model, teacher))
     params, taught = fs.shard(model, spec), fs.shard(teacher, other)
@@ -608,8 +603,7 @@ def computed_from(rank: int, keep: str, how: str) -> None:
 
 @at_most(1)
 @pytest.mark.parametrize(
-    "how",
-    mark_seldom([*OTHERWISE, "same architecture"], "changed", "twice", "step inside", "gradient of the input", "remat"),
+    "how", mark_seldom([*OTHERWISE, "same architecture"], "changed", "twice", "step inside", "gradient of the input", "remat")
 )
 def test_what_is_computed_from_shards(gloo4: Pool, how: str) -> None:
     for keep in KEEPS:

@@ -18,9 +18,8 @@ from depth import at_most, mark_seldom, seldom
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import numbers, plain_call, squared
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging import utils
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -193,8 +192,7 @@ class Many(nn.Module):
 def test_few_collectives() -> None:
     """Small tensors travel together by dtype until they are 4 MiB, large ones alone, once for every axis."""
     with world(8):
-        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("a", "b"))
-        spec = fs.policies.always(fs.P())(Many()).on(mesh)
+        spec = fs.policies.always(fs.P())(Many()).on(mesh_of(a=4, b=2))
         params = fs.shard(Many(), spec)
         with Collectives() as sent:
             av.average(params, spec)
@@ -289,8 +287,7 @@ def test_due_where_torchs_hierarchical_is(periods: set[int], warmup_steps: int, 
     """On how many ranks in each of 25 steps, for any periods, warm-up and step to start again from."""
     sizes = [2, 4, 8][-len(periods) :]
     with world(8):
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("all", "quad", "pair"))
-        spec = fs.policies.whole(fs.P())(nn.Linear(2, 1, bias=False)).on(mesh)
+        spec = fs.policies.whole(fs.P())(nn.Linear(2, 1, bias=False)).on(mesh_of(all=2, quad=2, pair=2))
         levels = [(period, AXES[size]) for period, size in zip(sorted(periods), sizes, strict=True)]
         peer = HierarchicalModelAverager(OrderedDict(zip(sorted(periods), sizes, strict=True)), warmup_steps)
         peer.step, state = start, at(start)
@@ -305,7 +302,7 @@ def test_due_where_torchs_hierarchical_is(periods: set[int], warmup_steps: int, 
 @real_ranks(4)
 def test_averagers_on_real_ranks(rank: int) -> None:
     """utils.average_parameters in a group, then the two averagers: parameters after each step that moves them apart."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(PAIRS))
+    mesh = mesh_of(**PAIRS)
     spec = REPLICATED(MODEL).on(mesh)
     mine = {"1.bias": torch.full((5,), float(rank % 2)).double()}
     peer = nn.Parameter(mine["1.bias"].clone())
@@ -372,7 +369,7 @@ def stored(state: av.Averaging) -> av.Averaging:
 @real_ranks(4)
 def test_post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: tuple[str, ...]) -> None:
     """Twenty steps of torch's optimizer over DDP with its hook, and ours, that both stop and start again at step 9."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=tuple(PAIRS))
+    mesh = mesh_of(**PAIRS)
     spec, start = REPLICATED(MODEL).on(mesh), 5
     model = copy.deepcopy(MODEL)
     ddp = nn.parallel.DistributedDataParallel(model)

@@ -11,9 +11,8 @@ from depth import at_most, depth, each, mark_seldom, seldom
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import unchanged
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 
@@ -150,7 +149,7 @@ def test_padded_micro_batches(rank: int, layout: str) -> None:
 @real_ranks(4)
 def test_two_axes(rank: int, axes: str | tuple[str, ...] | None) -> None:
     """With HSDP over all ranks, or over one axis alone: then the statistics are of the ranks along it."""
-    mesh = Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    mesh = Mesh.of(mesh_of(2, 2))
     model, xs = fs.SyncBatchNorm.convert_sync_batchnorm(PLAIN, axes=axes), batch(4, 4, 4, 4)
     got, spec = synced(mesh, xs[rank], fs.P("shard"), model=model), fs.by_type(Block)(model).on(mesh)
     groups = {None: [[0, 1, 2, 3]], ("shard",): [[0, 1], [2, 3]], "replicate": [[0, 2], [1, 3]]}[axes]
@@ -223,8 +222,7 @@ def test_compiled(rank: int) -> None:
     model = fs.SyncBatchNorm.convert_sync_batchnorm(
         copy.deepcopy(norm), axes=("replicate", "shard")
     )  # which the world does not have
-    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    spec, xs = fs.policies.whole()(model).on(grid), batch(4, 4)
+    spec, xs = fs.policies.whole()(model).on(mesh_of(1, 2)), batch(4, 4)
     full, statistics = dict(norm.named_parameters()), {name: b.clone() for name, b in norm.named_buffers()}
 
     def step(params: Tree, buffers: Tree) -> tuple[Tree, Tree]:

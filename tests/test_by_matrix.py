@@ -1,24 +1,36 @@
-"""Optimizers of matrices: equal to the unsharded ones on every mesh, each matrix worked on once."""
+"""Optimizers of matrices: equal to the unsharded ones on every mesh; owners and ways from the spec alone, linear, inverse."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import matrix_peers as peers
 import pytest
 import torch
-from depth import at_most, each, every, mark_seldom
-from ranks import Pool
+import torch.distributed as dist
+from depth import at_most, depth, each, every, mark_seldom
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 
 import funshard as fs
+from funshard import P
+from funshard._core.tree import Param
+from funshard._slices.pieces import Piece, slice_pieces
+from funshard.collectives import ProcessAxis
+from funshard.optim._matrices import ExchangePlan, plan_exchange
+from funshard.optim._owners import Matrix, assign_owners
 from funshard.testing import spmd
 
 STEPS = 10
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+REST = fs.optim.from_torch(torch.optim.AdamW)
 ADAMW: dict[str, float] = {"lr": 0.05, "weight_decay": 0.1}
 
 
@@ -76,6 +88,9 @@ def spec_on(mesh: Any, axis: Any) -> fs.PartitionSpec:
     return fs.by_type(nn.Sequential, nn.Linear, p=fs.P(axis))(MODEL).on(mesh)
 
 
+ALONE = spec_on({"shard": 1}, "shard")
+
+
 def matrices_on(spec: fs.PartitionSpec, optimizer: str) -> fs.optim._matrices.Matrices:
     hidden = fs.optim.hidden(MODEL, "3")
     return fs.optim.matrices(spec, select=lambda name, p: hidden(name, p) and name in wanted(optimizer))
@@ -104,21 +119,19 @@ def expected(optimizer: str) -> fs.Params:
     return peers.trained(PARAMS, GRADS, OPTIMIZERS[optimizer][1], wanted(optimizer), **ADAMW)
 
 
+def made(optimizer: str, spec: fs.PartitionSpec, **options: Any) -> Any:
+    return OPTIMIZERS[optimizer][0](matrices_on(spec, optimizer), **options)
+
+
 def ours(mesh: Any, axis: Any, optimizer: str, **options: Any) -> fs.Params:
     """Full parameters after all steps."""
     spec = spec_on(mesh, axis)
-    params = fs.shard(PARAMS, spec)
-    init, update = OPTIMIZERS[optimizer][0](matrices_on(spec, optimizer), **options)
-    state = init(params)
-    for grads in GRADS:
-        params, state = update(fs.shard(grads, spec), state, params)
-    return fs.unshard(params, spec)
+    return fs.unshard(peers.sharded(spec, made(optimizer, spec, **options), PARAMS, GRADS)[0], spec)
 
 
 def test_what_is_hidden() -> None:
     """Neither embeddings nor heads, nor what is tied to one; a wrong name is an error."""
-    found = fs.optim.matrices(spec_on({"shard": 1}, "shard"), select=fs.optim.hidden(MODEL, "3"))
-    assert set(found.by_name) == WANTED
+    assert set(fs.optim.matrices(ALONE, select=fs.optim.hidden(MODEL, "3")).by_name) == WANTED
     with pytest.raises(ValueError, match="hidden: 'lm_head' is no module of the model: expected paths such as"):
         fs.optim.hidden(MODEL, "lm_head")
     tied = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4, bias=False))
@@ -126,58 +139,46 @@ def test_what_is_hidden() -> None:
     assert set(fs.optim.matrices(fs.policies.whole()(tied), select=fs.optim.hidden(tied)).by_name) == {"1.weight"}
 
 
+def ranks_of(mesh: str) -> int:
+    return math.prod(MESHES[mesh][0].values())
+
+
 @at_most(1)
 @each(mesh=MESHES, optimizer=OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_equal_to_the_unsharded_one_on_simulated_ranks(optimizer: str, mesh: str) -> None:
     sizes, axis = MESHES[mesh]
-    ranks = math.prod(sizes.values())
-    run = spmd(lambda mesh, _: ours(mesh, axis, optimizer), sizes)
-    got = run(torch.zeros(ranks))
+    got = spmd(lambda mesh, _: ours(mesh, axis, optimizer), sizes)(torch.zeros(ranks_of(mesh)))
     for name, want in expected(optimizer).items():
-        for rank in range(ranks):
-            assert_close(got[name][rank], want, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def on_ranks(rank: int, sizes: dict[str, int], axis: Any, optimizer: str, options: dict[str, Any]) -> fs.Params:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return ours(mesh, axis, optimizer, **options)
+        assert_close(got[name], want.expand_as(got[name]), **CLOSE, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @at_most(1)
 @each(donate=[False, True], mesh=["fsdp", "ddp", "hsdp", "two axes"], optimizer=OPTIMIZERS)
-def test_equal_to_the_unsharded_one_on_real_ranks(gloo2: Pool, gloo4: Pool, optimizer: str, mesh: str, donate: bool) -> None:
+@real_ranks(ranks_of)
+def test_equal_to_the_unsharded_one_on_real_ranks(rank: int, optimizer: str, mesh: str, donate: bool) -> None:
+    """Also where the step writes into what it was given."""
     sizes, axis = MESHES[mesh]
-    pool = gloo4 if math.prod(sizes.values()) == 4 else gloo2
-    want = expected(optimizer)
-    for got in pool.run(on_ranks, sizes, axis, optimizer, {"donate": donate}):
-        assert_close(got, want, rtol=1e-9, atol=1e-9)
+    assert_close(ours(mesh_of(**sizes), axis, optimizer, donate=donate), expected(optimizer), **CLOSE)
 
 
-def saved_in_the_middle(rank: int, sizes: dict[str, int], axis: Any, optimizer: str, path: str) -> None:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    spec = spec_on(mesh, axis)
-    params = fs.shard(PARAMS, spec)
-    init, update = OPTIMIZERS[optimizer][0](matrices_on(spec, optimizer))
-    state = init(params)
-    for grads in GRADS[: STEPS // 2]:
-        params, state = update(fs.shard(grads, spec), state, params)
+def saved_in_the_middle(rank: int, mesh: str, optimizer: str, path: str) -> None:
+    sizes, axis = MESHES[mesh]
+    spec = spec_on(mesh_of(**sizes), axis)
+    params, state = peers.sharded(spec, made(optimizer, spec), PARAMS, GRADS[: STEPS // 2])
     fs.checkpoint.save(path, {"params": params, "opt": state}, spec)
 
 
-def loaded_in_the_middle(
-    rank: int, sizes: dict[str, int], axis: Any, policy: str, optimizer: str, path: str, like: bool
-) -> fs.Params:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    spec = POLICIES[policy](MODEL).on(mesh)
-    init, update = OPTIMIZERS[optimizer][0](matrices_on(spec, optimizer))
+def loaded_in_the_middle(rank: int, ranks: int, policy: str, optimizer: str, path: str, like: bool) -> None:
+    spec = POLICIES[policy](MODEL).on(mesh_of(ranks))
+    init, update = made(optimizer, spec)
     params = fs.shard({name: torch.zeros_like(p) for name, p in PARAMS.items()}, spec)
     state = fs.checkpoint.load(path, spec, like={"params": params, "opt": init(params)} if like else None)
     params, state = state["params"], state["opt"]
     assert all(isinstance(unit, fs.optim._by_matrix.MatrixState) for unit in state.values())
     for grads in GRADS[STEPS // 2 :]:
         params, state = update(fs.shard(grads, spec), state, params)
-    return fs.unshard(params, spec)
+    assert_close(fs.unshard(params, spec), expected(optimizer), **CLOSE)
 
 
 @at_most(1)
@@ -187,30 +188,12 @@ def test_another_world_size_in_the_middle(
     gloo2: Pool, gloo4: Pool, tmp_path: Path, optimizer: str, mesh: str, policy: str, like: bool
 ) -> None:
     """Saved on four ranks (or two), loaded on two (or four) with another policy: what was not interrupted, to rounding."""
-    sizes, axis = MESHES[mesh]
-    first, second = (gloo4, gloo2) if math.prod(sizes.values()) == 4 else (gloo2, gloo4)
-    path = str(tmp_path / "step_5")
-    first.run(saved_in_the_middle, sizes, axis, optimizer, path)
-    other = {"shard": 2} if second is gloo2 else {"shard": 4}
-    want = expected(optimizer)
-    for got in second.run(loaded_in_the_middle, other, "shard", policy, optimizer, path, like):
-        assert_close(got, want, rtol=1e-9, atol=1e-9)
+    first, second = (gloo4, gloo2) if ranks_of(mesh) == 4 else (gloo2, gloo4)
+    first.run(saved_in_the_middle, mesh, optimizer, str(tmp_path))
+    second.run(loaded_in_the_middle, second.size, policy, optimizer, str(tmp_path), like)
 
 
 # --- your own, and what goes wrong in it ---
-
-
-def test_other_state_of_vectors() -> None:
-    """What only some parameters have in their own shape stays with the owner: a column's too, as of torch's Adafactor."""
-    column = nn.Linear(1, 5).double()
-    spec = fs.policies.whole()(column).on({"shard": 1})
-    params, want = fs.shard(column, spec), torch.optim.Adafactor(column.parameters())
-    init, update = fs.optim.adafactor(0.01, spec)
-    new, _ = update(params, init(params), params)
-    for p in column.parameters():
-        p.grad = p.detach().clone()
-    want.step()
-    assert_close(fs.unshard(new, spec), {name: p.detach() for name, p in column.named_parameters()}, rtol=1e-12, atol=1e-12)
 
 
 def test_an_update_that_raises_in_the_middle() -> None:
@@ -223,13 +206,10 @@ def test_an_update_that_raises_in_the_middle() -> None:
             raise RuntimeError("the fourth")
         return param - grad, {"momentum": grad}
 
-    spec = spec_on({"shard": 1}, "shard")
-    everything = fs.optim.matrices(spec, select=lambda name, param: True)
-    rest = fs.optim.from_torch(torch.optim.AdamW)
+    spec, everything = ALONE, fs.optim.matrices(ALONE, select=lambda name, param: True)
     for donate in (False, True):
-        init, update = fs.optim.by_matrix(
-            lambda p: {"momentum": torch.zeros_like(p)}, step, everything, fallback=rest, donate=donate
-        )
+        begin = lambda p: {"momentum": torch.zeros_like(p)}  # noqa: E731
+        init, update = fs.optim.by_matrix(begin, step, everything, fallback=REST, donate=donate)
         params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
         state = init(params)
         calls.clear()
@@ -246,7 +226,7 @@ def test_an_update_that_raises_in_the_middle() -> None:
 
 def test_a_rest_that_writes_alone_is_refused() -> None:
     """The parameters that were given, and are to stay, would have new biases."""
-    spec = spec_on({"shard": 1}, "shard")
+    spec = ALONE
     for fused in (False, True):
         params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
         rest = fs.optim.from_torch(torch.optim.AdamW, donate=True, fused=fused)
@@ -257,29 +237,28 @@ def test_a_rest_that_writes_alone_is_refused() -> None:
 
 def test_memory_that_would_be_written_twice_is_refused() -> None:
     """With donate, before anything is sent: a gradient, a slot or a shard in the memory of another."""
-    spec = spec_on({"shard": 1}, "shard")
+    spec = ALONE
     init, update = fs.optim.muon(matrices_on(spec, "muon"), donate=True)
     params = fs.shard(PARAMS, spec)
     state, grads = init(params), fs.shard(GRADS[0], spec)
     key = next(key for key, unit in state.items() if unit.slices)
     slices = {"momentum_buffer": params[key]}
-    for given in ((params, state), (grads, {**state, key: state[key]._replace(slices=slices)})):
+    for both in ((params, state), (grads, {**state, key: state[key]._replace(slices=slices)})):
         with pytest.raises(ValueError, match=r"share memory, which donate=True writes: expected tensors of their own"):
-            update(*given, params)
+            update(*both, params)
     assert_close(fs.unshard(params, spec), PARAMS, rtol=0, atol=0)
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
     """Also where both have momentum alone in slices, and where it is of other matrices."""
-    spec = spec_on({"shard": 1}, "shard")
-    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
-    every = {name: make(matrices_on(spec, name)) for name, (make, _) in OPTIMIZERS.items()}
+    params, grads = fs.shard(PARAMS, ALONE), fs.shard(GRADS[0], ALONE)
+    every = {name: made(name, ALONE) for name in OPTIMIZERS}
     before = {key: x.clone() for key, x in params.items()}
     for mine, other in (("muon", "shampoo"), ("shampoo", "muon"), ("soap", "muon"), ("muon", "soap of one side")):
         with pytest.raises(ValueError, match=r"state of unit '.*expected .*was it made"):
             every[mine][1](grads, every[other][0](params), params)
     with pytest.raises(TypeError, match="expected a MatrixState, got UnitState; make it by init"):
-        every["muon"][1](grads, fs.optim.from_torch(torch.optim.AdamW)[0](params), params)
+        every["muon"][1](grads, REST[0](params), params)
     assert_close(params, before, rtol=0, atol=0)
 
 
@@ -300,40 +279,269 @@ def test_a_wrong_update_is_refused_where_it_is_made(wrong: str) -> None:
     init, update, message = WRONG[wrong]
     where = matrices_on(spec_on({"shard": 4}, "shard"), "muon")
     with pytest.raises((ValueError, TypeError), match=message):
-        fs.optim.by_matrix(init, update, where, fallback=fs.optim.from_torch(torch.optim.AdamW))
+        fs.optim.by_matrix(init, update, where, fallback=REST)
     with pytest.raises(TypeError, match=r"fallback: expected \(init, update\), such as"):
         fs.optim.muon(where, fallback=torch.optim.AdamW)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("mesh", ["alone", "ddp"])
-def test_an_update_that_writes_changes_nothing_of_the_callers(gloo2: Pool, mesh: str) -> None:
-    sizes, axis = MESHES[mesh]
-    if mesh == "ddp":
-        assert all(gloo2.run(written_by_an_update, sizes, axis))
-    else:
-        assert written_by_an_update(0, sizes, axis)
+def test_an_update_that_writes_changes_nothing_of_the_callers() -> None:
+    """Nor where the matrices are whole on the rank that has them."""
+    written_by_an_update(ALONE)
 
 
-def written_by_an_update(rank: int, sizes: dict[str, int], axis: Any) -> bool:
-    mesh = (
-        init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        if len(sizes) < sum(sizes.values())
-        else sizes
-    )
-    spec = spec_on(mesh, axis)
+@real_ranks(2)
+def test_an_update_that_writes_on_replicas(rank: int) -> None:
+    """The same where every rank has all matrices."""
+    written_by_an_update(spec_on(mesh_of(2), None))
 
+
+def written_by_an_update(spec: fs.PartitionSpec) -> None:
     def update(g: Tensor, s: Any, p: Tensor) -> tuple[Tensor, Any]:
         return p.sub_(g.mul_(2)), {"m": s["m"].add_(1)}
 
-    rest = fs.optim.from_torch(torch.optim.AdamW)
-    begin, update_all = fs.optim.by_matrix(
-        lambda p: {"m": torch.zeros_like(p)}, update, matrices_on(spec, "muon"), fallback=rest
-    )
+    known = matrices_on(spec, "muon")
+    begin, update_all = fs.optim.by_matrix(lambda p: {"m": torch.zeros_like(p)}, update, known, fallback=REST)
     params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
     state = begin(params)
     kept = [{key: x.clone() for key, x in tree.items()} for tree in (params, grads)]
     new, after = update_all(grads, state, params)
     assert_close([params, grads], kept, rtol=0, atol=0)
     assert not any(x.any() for unit in state.values() for x in unit.slices.values())
-    full, want = fs.unshard(new, spec), {name: PARAMS[name] - 2 * GRADS[0][name] for name in WANTED}
-    return all(torch.allclose(full[name], x) for name, x in want.items()) and any(x.slices for x in after.values())
+    full = fs.unshard(new, spec)
+    assert_close({name: full[name] for name in WANTED}, {name: PARAMS[name] - 2 * GRADS[0][name] for name in WANTED})
+    assert any(x.slices for x in after.values())
+
+
+# --- which ranks own whole matrices, and the ways there and back, walked in one process ---
+
+At = tuple[int, ...]
+SHAPES = [(), (3,), (1, 5), (4, 1), (1, 1), (2, 3), (5, 2), (3, 3), (2, 3, 2), (4, 2, 3, 1), (7, 11), (0, 3)]
+
+
+class Node(nn.Module):
+    """Parameters of any shapes, dtypes and memory orders."""
+
+    def __init__(self, params: list[tuple[tuple[int, ...], torch.dtype, bool]]) -> None:
+        super().__init__()
+        for i, (shape, dtype, turned) in enumerate(params):
+            tensor = torch.zeros(shape[::-1] if turned else shape, dtype=dtype)
+            tensor = tensor.permute([*range(len(shape))][::-1]) if turned else tensor
+            self.register_parameter(f"w{i}", nn.Parameter(tensor, requires_grad=dtype.is_floating_point))
+
+
+@st.composite
+def sharded(draw: st.DrawFn) -> fs.PartitionSpec:
+    """A spec of units that are split over any axes of a mesh, whose groups have the names of their axes."""
+    dtypes = st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.int32])
+    param = st.tuples(st.sampled_from(SHAPES), dtypes, st.booleans())
+    model = nn.ModuleList([Node(some) for some in draw(st.lists(st.lists(param, max_size=5), min_size=1, max_size=4))])
+    owners = [module for module in model if [*module.parameters()]]
+    assume(owners)
+    if len(owners) > 1 and draw(st.booleans()):
+        owners[-1].register_parameter("tied", next(owners[0].parameters()))
+    sizes = draw(st.lists(st.sampled_from([1, 2, 2, 3, 4, 8]), min_size=1, max_size=4).filter(lambda s: math.prod(s) <= 64))
+    names = [f"axis{i}" for i in range(len(sizes))]
+    axes = st.permutations(names).flatmap(lambda some: st.integers(0, len(some)).map(lambda n: tuple(some[:n])))
+    p = st.builds(P, axes, align=st.sampled_from([None, 1, 4]))
+    policy = fs.by_path({str(i): draw(p) for i in range(len(model)) if [*model[i].parameters()]}, draw(p))
+    return policy(model).on({name: ProcessAxis(size, 0, name) for name, size in zip(names, sizes, strict=True)})
+
+
+@pytest.fixture
+def groups_in_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent over them is followed by hand."""
+    monkeypatch.setattr(fs.collectives.Mesh, "check_groups", lambda mesh: None)
+
+
+def seen(name: str, param: Param) -> bool | tuple[int, ...]:
+    """Stacks as batches, and convolutions as matrices where their memory allows it."""
+    return (len(param.shape) == 4 and not param.permuted and (param.shape[0], -1)) or len(param.shape) > 1
+
+
+def walk(
+    ways: Mapping[At, ExchangePlan], spec: fs.PartitionSpec, parts: Mapping[At, list[Tensor]]
+) -> tuple[dict[At, list[Tensor]], int]:
+    """What becomes of every rank's parts, and how many elements went from one rank to another."""
+    names, moved = spec.bound_mesh.names, 0
+    flat = {at: torch.cat(some) for at, some in parts.items()}
+    assert len({len(way.steps) for way in ways.values()}) == 1
+    for hops in zip(*(way.steps for way in ways.values()), strict=True):
+        now = dict(zip(ways, hops, strict=True))
+        for at, hop in now.items():
+            held = flat[at].split([*hop.sizes])
+            flat[at] = torch.cat([flat[at][:0], *(held[i] for i in hop.order)])
+        assert len({hop.group for hop in hops}) == 1
+        if hops[0].group:
+            axis = names.index(hops[0].group)
+            sent = {at: flat[at].split([*hop.send]) for at, hop in now.items()}
+            for at, hop in now.items():
+                others = [(*at[:axis], j, *at[axis + 1 :]) for j in range(len(hop.receive))]
+                arrived = [sent[other][at[axis]] for other in others]
+                assert [len(x) for x in arrived] == [*hop.receive]
+                moved += sum(len(x) for other, x in zip(others, arrived, strict=True) if other != at)
+                flat[at] = torch.cat(arrived)
+    return {at: [*flat[at].split([*way.end])] for at, way in ways.items()}, moved
+
+
+def piece_of(matrix: Matrix, spec: fs.PartitionSpec, at: At) -> Piece:
+    return next(piece for piece in slice_pieces(matrix.unit, spec, at) if piece.param.name == matrix.name)
+
+
+@pytest.mark.usefixtures("groups_in_name_only")
+@settings(max_examples=depth(25, 2000), suppress_health_check=[*HealthCheck])
+@given(sharded())
+def test_the_ways_of_all_ranks_fit(spec: fs.PartitionSpec) -> None:
+    """Every rank gets what the others send it; matrices arrive whole at their owners, and slices at all replicas.
+
+    What is sent is at most each matrix once for each axis, each way, and once to each replica.
+    """
+    known = fs.optim.matrices(spec, select=seen)
+    ranks = [*itertools.product(*(range(size) for _, size in spec.bound_mesh.sizes))]
+    numbered = iter(range(1, 10**6))
+    for names in known.groups:
+        some = [known.by_name[name] for name in names]
+        full = {m.name: torch.tensor([next(numbered) for _ in range(m.param.numel)]) for m in some}
+        cut = {at: [piece_of(m, spec, at) for m in some] for at in ranks}
+        slices = {
+            at: [full[m.name][p.begin : p.begin + p.high - p.low] for m, p in zip(some, cut[at], strict=True)] for at in ranks
+        }
+        whole, collected = walk({at: plan_exchange(some, spec, at, to_owners=True) for at in ranks}, spec, slices)
+        for at in ranks:
+            for matrix, got in zip(some, whole[at], strict=True):
+                assert torch.equal(got, full[matrix.name] if matrix.owner == at else got[:0])
+        again, spread = walk({at: plan_exchange(some, spec, at, to_owners=False) for at in ranks}, spec, whole)
+        for at in ranks:
+            for want, got in zip(slices[at], again[at], strict=True):
+                assert torch.equal(got, want)
+        numel, axes = sum(m.param.numel for m in some), some[0].unit.p.axes
+        hops = sum(spec.bound_mesh[name].size > 1 for name in axes)
+        replicas = len(ranks) // spec.size(some[0].unit)
+        assert collected <= hops * numel
+        assert spread <= (hops + replicas - 1) * numel
+
+
+@pytest.mark.usefixtures("groups_in_name_only")
+@settings(max_examples=depth(10, 300), suppress_health_check=[*HealthCheck])
+@given(sharded())
+def test_all_ranks_agree(spec: fs.PartitionSpec) -> None:
+    """On the owners and the groups, whichever rank asks; each group is of one dtype and one way, each matrix in one."""
+    known = fs.optim.matrices(spec, select=seen)
+    last = spec.on({name: ProcessAxis(size, size - 1, name) for name, size in spec.bound_mesh.sizes})
+    other = fs.optim.matrices(last, select=seen)
+    assert (known.chosen, known.groups, str(known)) == (other.chosen, other.groups, str(other))
+    assert [name for names in known.groups for name in names] == [m.name for m in known.chosen]
+    for names in known.groups:
+        assert len({(known.by_name[name].unit.dtype, known.by_name[name].unit.p.axes) for name in names}) == 1
+
+
+def test_what_rests_on_the_host_is_sent_by_itself() -> None:
+    """Its gradients are there too, and those of others on the device: tensors of one group are of one device."""
+    layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    one, other = P("shard"), P("shard", offload="params")
+    for first, groups in ((other, (("0.weight", "1.weight"),)), (one, (("0.weight",), ("1.weight",)))):
+        known = fs.optim.matrices(fs.by_path({"0": first, "1": other})(layers).on({"shard": 8}))
+        assert known.groups == groups
+
+
+def test_ranks_work_on_a_group_at_the_same_time() -> None:
+    """Of ranks that have as much to do, the small matrix of a group is for the one that has not its large one."""
+    layers = nn.Sequential(*(nn.Linear(n, n, bias=False) for n in (8, 2, 8, 2)))
+    known = fs.optim.matrices(fs.policies.whole()(layers).on({"shard": 2}))
+    owners = [matrix.owner for matrix in assign_owners(known.chosen, [[0, 1], [2, 3]], known.spec)]
+    assert owners == [(0,), (1,), (1,), (0,)]
+
+
+# --- collect and spread ---
+
+LAWS = ["fsdp", "3 ranks", "8 ranks", "ddp", "hsdp", "two axes"]
+
+
+def trees(model: nn.Module) -> list[fs.Params]:
+    """Three of numbers in the shapes of the parameters."""
+    g = torch.Generator().manual_seed(0)
+    return [{name: torch.randn(p.shape, generator=g, dtype=p.dtype) for name, p in model.named_parameters()} for _ in range(3)]
+
+
+HALVES = nn.Sequential(nn.Linear(8, 2, bias=False), nn.Linear(4, 4, bias=False)).double()
+"""As one unit: of two ranks each has one of the matrices, and owns the other."""
+TREES = {False: trees(MODEL), True: trees(HALVES)}
+
+
+def of(mesh: Any, axis: Any, halves: bool) -> fs.optim._matrices.Matrices:
+    if halves:
+        return fs.optim.matrices(fs.policies.whole(P(axis))(HALVES).on(mesh))
+    return matrices_on(spec_on(mesh, axis), "muon")
+
+
+def derived(known: fs.optim._matrices.Matrices, trees: list[fs.Params]) -> dict[str, fs.Params]:
+    """Full trees: there and back; of a cube of the matrices in between tangent, pullback and second derivatives."""
+    spec = known.spec
+    x, v, c = (fs.shard(full, spec) for full in trees)
+
+    def cube(x: fs.Params) -> fs.Params:
+        return spread(known, {name: m**3 for name, m in collect(known, x).items()})
+
+    def dot(a: fs.Params, b: fs.Params) -> Tensor:
+        return sum((a[key] * b[key]).sum() for key in a)  # pyright: ignore[reportReturnType]
+
+    inner = {key: p for key, p in x.items() if known._names_in(key)}
+    others = {key: p for key, p in x.items() if key not in inner}
+    gradient = torch.func.grad(lambda x: dot(cube(x), c))
+    out = {
+        "there and back": spread(known, collect(known, x)),
+        "jvp": torch.func.jvp(cube, (x,), (v,))[1],
+        "vjp": torch.func.vjp(cube, x)[1]({key: c[key] for key in inner})[0],
+        "grad of grad": torch.func.grad(lambda x: dot(gradient(x), v))(x),
+        "jvp of grad": torch.func.jvp(gradient, (x,), (v,))[1],
+    }
+    batched = torch.func.vmap(cube)({key: torch.stack([p, v[key]]) for key, p in x.items()})
+    out |= {f"vmap {i}": {key: p[i] for key, p in batched.items()} for i in range(2)}
+    mapped = torch.func.vmap(torch.func.grad(lambda x, c: dot(cube(x), c)), in_dims=(None, 0))
+    out["vmap of grad"] = {key: p[1] for key, p in mapped(x, {key: torch.stack([v[key], c[key]]) for key in c}).items()}
+    zeros = {key: torch.zeros_like(p) for key, p in others.items()}
+    return {what: fs.unshard({**zeros, **got}, spec) for what, got in out.items()}
+
+
+def expected_derivatives(halves: bool) -> dict[str, fs.Params]:
+    matrices = {*dict(HALVES.named_parameters())} if halves else WANTED
+    x, v, c = ({name: x if name in matrices else 0 * x for name, x in full.items()} for full in TREES[halves])
+    of: dict[str, Any] = {
+        "there and back": lambda x, v, c: x,
+        "jvp": lambda x, v, c: 3 * x**2 * v,
+        "vjp": lambda x, v, c: 3 * x**2 * c,
+        "grad of grad": lambda x, v, c: 6 * x * v * c,
+        "jvp of grad": lambda x, v, c: 6 * x * v * c,
+        "vmap 0": lambda x, v, c: x**3,
+        "vmap 1": lambda x, v, c: v**3,
+        "vmap of grad": lambda x, v, c: 3 * x**2 * c,
+    }
+    return {what: {name: f(x[name], v[name], c[name]) for name in x} for what, f in of.items()}
+
+
+@at_most(1)
+@each(mesh=LAWS, halves=[False, True])
+def test_inverse_pair_and_derivatives_on_simulated_ranks(mesh: str, halves: bool) -> None:
+    """Each is the slices of the whole one, which is written out."""
+    sizes, axis = MESHES[mesh]
+    got = spmd(lambda mesh, _: derived(of(mesh, axis, halves), TREES[halves]), sizes)(torch.zeros(ranks_of(mesh)))
+    for what, want in expected_derivatives(halves).items():
+        same = {name: x.expand_as(got[what][name]) for name, x in want.items()}
+        assert_close(got[what], same, msg=lambda m, what=what: f"{what}: {m}")
+
+
+@at_most(1)
+@each(mesh=mark_seldom(["fsdp", "ddp", "hsdp", "two axes"], "fsdp", "hsdp"), halves=[True, False])
+@real_ranks(ranks_of)
+def test_inverse_pair_and_derivatives_on_real_ranks(rank: int, mesh: str, halves: bool) -> None:
+    """Also where a rank has no part of a matrix, or owns none of a group: it sends and receives what the others do."""
+    sizes, axis = MESHES[mesh]
+    known, full = of(mesh_of(**sizes), axis, halves), TREES[halves]
+    collected = collect(known, fs.shard(full[0], known.spec))
+    for name, got in collected.items():
+        assert_close(got, full[0][name] if known._is_owner(name) else got.new_empty(0))
+    got, want = derived(known, full), expected_derivatives(halves)
+    for what in want:
+        assert_close(got[what], want[what], msg=lambda m, what=what: f"{what}: {m}")
+    owners: list[Any] = [None] * ranks_of(mesh)
+    dist.all_gather_object(owners, {name: known.by_name[name].owner for name in collected})
+    assert all(of == owners[0] for of in owners)

@@ -12,7 +12,7 @@ from collective_log import world
 from depth import seldom
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh
 
@@ -49,8 +49,7 @@ name = st.sampled_from(sorted(OPS))
 
 def inputs(kind: str, n: int, seed: int, high: int = 5) -> Tensor:
     """Small whole numbers times n, so that means are whole as well: [n ranks, 2n, 3]."""
-    generator = torch.Generator().manual_seed(seed)
-    x = n * torch.randint(-high, high, (n, 2 * n, 3), generator=generator).double()
+    x = n * torch.randint(-high, high, (n, 2 * n, 3), generator=torch.Generator().manual_seed(seed)).double()
     return x[:1].expand_as(x) if kind == "one" else x
 
 
@@ -111,8 +110,7 @@ def test_g2_adjoint(op: str, n: int, seed: int) -> None:
     def transpose(mesh: Mesh, x: Tensor, y: Tensor) -> Tensor:
         return torch.func.vjp(lambda x: f(x, mesh["shard"]), x)[1](y)[0]
 
-    back = spmd(transpose, n)(x, y)
-    assert torch.equal(weigh(after, run(op, x), y), weigh(before, x, back))
+    assert torch.equal(weigh(after, run(op, x), y), weigh(before, x, spmd(transpose, n)(x, y)))
 
 
 @given(name, ranks, st.integers(0, 99))
@@ -253,7 +251,7 @@ def test_a_mesh_over_some_of_the_ranks() -> None:
 @real_ranks(4)
 def test_real_ranks(rank: int) -> None:
     """Torch's broadcast takes a rank of the world, ours one of the axis: the same tensor."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("quad", "pair"))
+    mesh = mesh_of(quad=2, pair=2)
     agree_with_torch(mesh)
     for name, axis in Mesh.of(mesh).axes:
         for src in range(2):

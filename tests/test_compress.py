@@ -12,9 +12,9 @@ import torch
 from depth import depth, each, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import mesh_of
 from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
-from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
@@ -76,8 +76,7 @@ def steps(compressor: Compressor[Any], layout: str, *grads: fs.Params) -> tuple[
 
 def on_real_ranks(rank: int, layout: str, name: str, size: int) -> tuple[list[fs.Params], Any]:
     policy, sizes = LAYOUTS[layout]
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    spec = policy(MODEL).on(mesh)
+    spec = policy(MODEL).on(mesh_of(**sizes))
     state, out = COMPRESSORS[name].init(spec), []
     for seed in range(3):
         grads = {n: g[rank] for n, g in gradients(size, seed).items()}
@@ -258,8 +257,7 @@ def test_a_gradient_of_zeros_is_one_and_does_not_last(rank: int) -> None:
 
 
 def test_drawn_numbers_are_normal_and_a_function_of_seed_and_step() -> None:
-    wide = nn.Linear(20000, 3, bias=False)
-    spec = fs.policies.whole()(wide)
+    spec = fs.policies.whole()(nn.Linear(20000, 3, bias=False))
     grads = {"weight": torch.randn(3, 20000, generator=torch.Generator().manual_seed(0))}
 
     def after(seed: int, count: int, warm_start: bool) -> Tensor:
@@ -286,8 +284,7 @@ def test_drawn_numbers_are_normal_and_a_function_of_seed_and_step() -> None:
 def test_warm_start_converges_to_the_best_approximation() -> None:
     """Steps on one gradient are subspace iterations: they end at its truncated singular value decomposition."""
     grads = gradients(3)
-    compressor = powersgd(2, min_compression_rate=0.5, error_feedback=False)
-    out, _ = steps(compressor, "replicated", *[grads] * 60)
+    out, _ = steps(powersgd(2, min_compression_rate=0.5, error_feedback=False), "replicated", *[grads] * 60)
     u, s, v = torch.linalg.svd(grads["0.weight"].mean(0), full_matrices=False)
     best = (u[:, :2] * s[:2]) @ v[:2]
     spec = LAYOUTS["replicated"][0](MODEL).on({"shard": 1})
@@ -334,8 +331,7 @@ def test_memory_order_and_mixed_dtypes() -> None:
         given = {n: g if to is None else g.to(to) for n, g in grads.items()}
         for c in (exact(), powersgd(99, min_compression_rate=0), quantize(4)):
             shards, state = c.reduce(given, c.init(spec), spec)
-            want = fs.flatten(given, spec)
-            assert_close(shards, want, rtol=0.05, atol=0.05)
+            assert_close(shards, fs.flatten(given, spec), rtol=0.05, atol=0.05)
             assert [x.dtype for x in pytree.tree_leaves(state)] == [x.dtype for x in pytree.tree_leaves(c.init(spec))]
 
 

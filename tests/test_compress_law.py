@@ -23,9 +23,8 @@ from collective_log import Collectives, Sent, world
 from depth import at_most, depth, each, every, mark_seldom
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -60,10 +59,7 @@ LOSSLESS: dict[str, Any] = {
     "nothing is worth it": lambda axes: powersgd(1, axes=axes, min_compression_rate=1e9),
     "switch": lambda axes: switch(0, exact(()), powersgd(99, axes=axes, min_compression_rate=0)),
 }
-OVER_SOME: dict[str, Any] = {
-    "exact": exact,
-    "local": lambda axes: switch(0, exact(()), exact(axes)),
-}
+OVER_SOME: dict[str, Any] = {"exact": exact, "local": lambda axes: switch(0, exact(()), exact(axes))}
 """The mean over the axes that they are given, and nothing over the others."""
 
 
@@ -229,7 +225,7 @@ def compressors(case: Case) -> dict[str, Any]:
 
 
 def on_real_ranks(rank: int, case: Case) -> dict[str, list[fs.Params]]:
-    spec = case.spec.on(init_device_mesh("cpu", tuple(case.sizes.values()), mesh_dim_names=tuple(case.sizes)))
+    spec = case.spec.on(mesh_of(**case.sizes))
     grads = [{n: g[rank] for n, g in case.gradients(seed).items()} for seed in range(2)]
     return {name: steps(make(case.axes), spec, *grads) for name, make in compressors(case).items()}
 
@@ -417,7 +413,7 @@ EIGHT = {"replicate": 2, "shard": 4}
 def sent(compressor: Compressor[Any], policy: fs.Policy, sizes: dict[str, int]) -> list[Sent]:
     """What one step sends, on eight ranks of which only this one is there."""
     with world(8):
-        spec = policy(BIG).on(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+        spec = policy(BIG).on(mesh_of(**sizes))
         grads = {n: torch.randn_like(p) for n, p in BIG.named_parameters()}
         log, state = Collectives(), compressor.init(spec)
         with log:

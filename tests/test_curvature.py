@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, depth, every, seldom
 from hypothesis import given
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 
 import funshard as fs
@@ -84,7 +83,7 @@ NAMES = ["hessian", "ggn", "fisher"]
 def everything(rank: int, sizes: dict[str, int] | None) -> dict[str, Any]:
     """What each function gives, as whole vectors and numbers, in the model's order."""
     if sizes:
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = mesh_of(**sizes)
         spec, world = POLICY(MODEL).on(mesh), mesh.size()
     else:
         spec, world = POLICY(MODEL).bound, 1

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from collective_log import meta_world
 from depth import every
+from ranks import mesh_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -165,7 +166,7 @@ def test_ignored_parameters_stay_where_they_are(world: dist.ProcessGroup, monkey
 
 def test_specs_on_one_mesh_share_its_groups(world: dist.ProcessGroup) -> None:
     """test_share_comm_context: calls of several models are on the same process groups, and so on NCCL's same streams."""
-    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    mesh = mesh_of(2)
     models = [nn.Linear(3, 4), nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 2))]
     groups = {fs.policies.whole()(model).on(mesh).bound_mesh["shard"].name for model in models}
     assert groups == {mesh.get_group("shard").group_name}
@@ -236,8 +237,7 @@ def test_trace_order_on_another_device(model_on: str, x_on: str, buffer: bool) -
     """
     with FakeTensorMode():
         model, x = Net(model_on, buffer), torch.ones(2, 3, device=x_on)
-    spec = fs.by_type(Matrix)(Net("meta"))
-    assert fs.trace_order(model, spec, (x,), {"scale": 2.0}) == ("second", "first")
+    assert fs.trace_order(model, fs.by_type(Matrix)(Net("meta")), (x,), {"scale": 2.0}) == ("second", "first")
 
 
 # --- what makes the host wait, or a kernel for nothing ---

@@ -10,10 +10,9 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed import init_device_mesh
 from torch.func import grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
@@ -292,7 +291,7 @@ def test_dtypes(gloo2: Pool) -> None:
 
 
 def on_grid(rank: int) -> list[Tensor]:
-    mesh = Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    mesh = Mesh.of(mesh_of(a=2, b=2))
     x = torch.tensor([float(rank), 10.0 + rank])
     return [c.permute(x, mesh["a"]), c.permute(x, mesh["b"], perm=[(1, 0)]), c.all_to_all(x, mesh["a"])]
 

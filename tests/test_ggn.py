@@ -67,10 +67,7 @@ def squared(t: Tensor) -> Loss:
 
 
 LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Loss], Callable[[Tensor, Tensor], Loss]]] = {
-    "cross-entropy": (
-        lambda y, t: curvature.cross_entropy(y),
-        lambda y, t: lambda z: F.cross_entropy(z, y),
-    ),
+    "cross-entropy": (lambda y, t: curvature.cross_entropy(y), lambda y, t: lambda z: F.cross_entropy(z, y)),
     "smoothed, divided": (
         lambda y, t: curvature.cross_entropy(y, label_smoothing=0.2, ignore_index=1, reduce=7.0),
         lambda y, t: lambda z: F.cross_entropy(z, y.clamp(0), label_smoothing=0.2, ignore_index=1, reduction="sum") / 7,
@@ -196,8 +193,7 @@ def test_outputs_may_be_a_tree_and_a_penalty_of_shards_counts_once(rank: int) ->
     got = products.ggnvp(
         outputs, lambda z: cross_entropy(z["logits"]) + sum((s**2).sum() for s in z["shards"].values()), params, v
     )
-    want = unflat(matrix("cross-entropy", 2) @ flat(V) + 2 * flat(V))
-    assert_close(got, fs.shard(want, spec), **CLOSE)
+    assert_close(got, fs.shard(unflat(matrix("cross-entropy", 2) @ flat(V) + 2 * flat(V)), spec), **CLOSE)
 
 
 def test_both_runs_draw_the_same_dropout() -> None:

@@ -20,11 +20,10 @@ from hosted import elsewhere
 from models import EXACT
 from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
 from peer_models import MLP, Block, Chunked, Net, Transformer
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from test_at_rest import CODECS, XS, Adapted, expected, model_of, quantized
 from test_memory import watched
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P
@@ -58,8 +57,7 @@ def test_modules_with_one_label_are_one_unit() -> None:
     model = Net()
     named = fs.by_path({"blocks.0": P("shard", unit="ends"), "head": P("shard", unit="ends")})
     assert keys(named(model)) == ["", "blocks.0+head"]
-    both = override(by_group([MLP], size=2), named)(model)
-    assert keys(both) == ["", "blocks.0+head", "blocks.1", "blocks.2"]
+    assert keys(override(by_group([MLP], size=2), named)(model)) == ["", "blocks.0+head", "blocks.1", "blocks.2"]
     low = by_group([MLP], size=2, p=P("shard", precision=fs.Precision(param=torch.bfloat16)))
     apart = [f"blocks.{i}.{name}_proj" for i in range(3) for name in ("in", "out")]
     assert keys(fs.policies.full_precision(low, nn.Linear)(model)) == [*apart, "first", "head"]
@@ -242,7 +240,7 @@ def parity(rank: int, name: str, way: str, shape: tuple[int, ...] = (2,), **opti
     model.layers[1].norm1.requires_grad_(name != "units inside")
     spec = SPECS[name]()(model)
     if len(shape) > 1:
-        spec = spec.on(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+        spec = spec.on(mesh_of(*shape))
     check_parity(rank, model, spec, tokens, next_token, way=way, **options)
 
 
@@ -295,8 +293,7 @@ def test_steps(rank: int, p: P, way: str) -> None:
         loss = lambda p, x, spec=spec: fs.functional_call(model, p, (x,), spec=spec).square().mean()  # noqa: E731
         init, update = fs.optim.from_torch(torch.optim.AdamW, lr=1e-2)
         if way == "accumulate":
-            grads = fs.accumulate(loss, params, x.unbind(), spec=spec)[0]
-            params = update(grads, init(params), params)[0]
+            params = update(fs.accumulate(loss, params, x.unbind(), spec=spec)[0], init(params), params)[0]
         else:
             params = fs.update_in_backward(update, loss, params, init(params), x.unbind(), spec=spec).params
         results.append(fs.unshard(params, spec))

@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import numbers
 from peer_models import MLP, Net
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from test_accumulate import OTHERWISE, STRATEGIES, Some, close, policy, used_otherwise
 from test_memory import no_collector
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P
@@ -88,8 +87,7 @@ def test_of_any_model_on_any_mesh(case: Any, count: int, clip: str) -> None:
 def on_ranks(rank: int, shape: tuple[int, ...], strategy: str, count: int, clip: str, donate: bool) -> None:
     p = STRATEGIES[strategy]
     model = Some()
-    names = ("replicate", "shard")[-len(shape) :]
-    spec = policy(p, P("shard"))(model).on(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    spec = policy(p, P("shard"))(model).on(mesh_of(*shape))
     init, update = fs.optim.from_torch(torch.optim.AdamW, donate=donate, **ADAM)
     params = fs.shard(model, spec)
     batches, options = [numbers(rank, i) for i in range(count)], {"spec": spec, **CLIPS[clip]}

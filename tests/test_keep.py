@@ -17,9 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import Collectives, Sent, world
 from depth import at_most, each, every, mark_seldom, seldom
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P, Precision
@@ -170,8 +169,7 @@ def compare_on_ranks(rank: int, strategy: str, transform: str, kind: str = "") -
     warnings.filterwarnings("ignore", "module .* runs without compilation")
     model = make_model(tied=kind == "tied")
     ours, theirs = TRANSFORMS[transform]
-    mesh = meshes(kind)
-    spec = units(STRATEGIES[strategy], tree=kind != "whole")(model).on(mesh)
+    spec = units(STRATEGIES[strategy], tree=kind != "whole")(model).on(meshes(kind))
     full = full_of(model)
     grads = fs.unshard(ours(lambda p: sharded_loss(model, spec, p, make_batch(rank)))(fs.shard(full, spec)), spec)
     assert_close(grads, mean_over_ranks(theirs, model, F32, full, dist.get_world_size()))
@@ -180,8 +178,8 @@ def compare_on_ranks(rank: int, strategy: str, transform: str, kind: str = "") -
 def meshes(kind: str = "") -> dist.DeviceMesh:
     size = dist.get_world_size()
     if kind in ("hybrid", "two axes"):
-        return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+        return mesh_of(2, size // 2)
+    return mesh_of(size)
 
 
 KINDS = [*((strategy, "") for strategy in STRATEGIES if strategy != "two axes"), ("shard", "tied"), ("shard", "whole")]
@@ -343,10 +341,10 @@ def test_one_gather_and_one_reduction_of_a_unit(size: int, axes: tuple[str, ...]
     """The bytes of the longest slice times the ranks, and what `plan` says."""
     net = make_llama_like()
     precision = Precision(param=BF16, reduce=F32, keep={"*norm.weight": F32})
-    shape = (size,) if len(axes) == 1 else (2, size)
     with world(2 * size if len(axes) == 2 else size, rank=0):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-        spec = fs.by_type(Block, p=P("shard", precision=precision))(net).on(mesh)
+        spec = fs.by_type(Block, p=P("shard", precision=precision))(net).on(
+            mesh_of(size) if len(axes) == 1 else mesh_of(2, size)
+        )
         params, sent = fs.shard(net, spec), Collectives()
 
         def loss(params: fs.Params) -> Tensor:

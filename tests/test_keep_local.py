@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, every, mark_seldom
 from parity import strategies
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from test_keep import TRANSFORMS
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P, Precision
@@ -150,6 +149,6 @@ CASES = [(name, sizes) for name, some in MESHES.items() for sizes in some]
 @pytest.mark.parametrize(("name", "sizes"), CASES, ids=str)
 @real_ranks(4)
 def test_real_ranks(rank: int, name: str, sizes: dict[str, int], strategy: str, transform: str) -> None:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = mesh_of(**sizes)
     case = Case(name, sizes, strategy)
     compare(case.run(mesh, case.xs[rank], transform), case.expected(transform))

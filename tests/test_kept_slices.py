@@ -15,10 +15,9 @@ from depth import at_most, each, every, mark_seldom
 from hosted import elsewhere
 from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
 from peer_models import MLP, Block, Net, Transformer, chain
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from test_memory import no_collector
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard import P
@@ -80,9 +79,8 @@ def test_backward_gathers_over_these_axes_alone(sizes: dict[str, int], kept: tup
     """Forward gathers over all axes; backward each unit that did not end the forward, over those of ``reshard``."""
     with world(torch.Size(sizes.values()).numel()):
         axes = tuple(sizes)
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=axes)
-        p = P(axes, reshard=kept, remat=remat)
-        spec = fs.by_type(MLP, p=p)(Net()).on(mesh)
+        mesh = mesh_of(**sizes)
+        spec = fs.by_type(MLP, p=P(axes, reshard=kept, remat=remat))(Net()).on(mesh)
         sent = step(Net(), spec, way)
         assert sent.forward == [one for key in ("", *BLOCKS) for one in gathers(spec, key, axes)]
         again = [one for one in sent.backward if one.op == "all_gather"]
@@ -93,14 +91,14 @@ def test_axes_of_one_rank() -> None:
     """What is kept over all axes that have ranks is the shard; over none of them, the whole buffer."""
     for shape, keeps in {(1, 8): False, (8, 1): True}.items():
         with world(8):
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=BOTH)
+            mesh = mesh_of(*shape)
             sent = [step(Net(), fs.by_type(MLP, p=P(BOTH, reshard=how))(Net()).on(mesh)) for how in ("shard", not keeps)]
             assert sent[0].all == sent[1].all
 
 
 def test_the_slice_has_the_dtype_of_the_parameters_in_use() -> None:
     with world(8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=BOTH)
+        mesh = mesh_of(2, 4)
         model = nn.Sequential(*(MLP(5) for _ in range(3))).float()
         spec = fs.by_type(MLP, p=P(BOTH, reshard="shard", precision=BF16))(model).on(mesh)
         sent = step(model, spec)
@@ -131,7 +129,7 @@ def test_slices_live_from_forward_to_the_backward_of_their_unit(way: str) -> Non
         return kept
 
     with world(8), mock.patch.object(schedule, "copy_secondary_slice", copied), no_collector():
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=BOTH)
+        mesh = mesh_of(2, 4)
         model = Net(blocks=6)
         spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh)
         params = fs.shard(model, spec)
@@ -166,7 +164,7 @@ def test_train_parity(rank: int, name: str, way: str) -> None:
     """Losses, gradients and parameters on four real ranks, with frozen and tied parameters."""
     model = Transformer(3, tied=name == "outer")
     model.layers[1].norm1.requires_grad_(False)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
+    mesh = mesh_of(2, 2)
     check_parity(rank, model, fs.by_type(Block, p=P(BOTH, **PS[name]))(model).on(mesh), tokens, next_token, way=way)
 
 
@@ -175,7 +173,7 @@ def test_train_parity(rank: int, name: str, way: str) -> None:
 def test_three_axes(rank: int, kept: tuple[str, ...]) -> None:
     axes = ("pod", "node", "gpu")
     model = Net()
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=axes)
+    mesh = mesh_of(pod=1, node=2, gpu=2)
     check_parity(rank, model, fs.by_type(MLP, p=P(axes, reshard=kept))(model).on(mesh))
 
 
@@ -195,7 +193,7 @@ def test_a_step_is_that_of_shards(rank: int, what: str) -> None:
         model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5)) for _ in range(3)))
     if what == "nf4":
         model[:2].requires_grad_(False)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
+    mesh = mesh_of(2, 2)
     xs = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(rank)).to(next(model.parameters()).dtype).unbind()
     options = {
         "bf16": {"precision": fs.Precision(param=torch.bfloat16, reduce=torch.float32, output=torch.float32)},
@@ -236,8 +234,7 @@ def test_a_step_is_that_of_shards(rank: int, what: str) -> None:
 def test_shards_in_host_memory(rank: int) -> None:
     with elsewhere():
         model = Net()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
-        spec = fs.by_type(MLP, p=P(BOTH, reshard="shard", offload="params"))(model).on(mesh)
+        spec = fs.by_type(MLP, p=P(BOTH, reshard="shard", offload="params"))(model).on(mesh_of(2, 2))
         check_parity(rank, model, spec, steps=2)
 
 
@@ -245,8 +242,7 @@ def test_shards_in_host_memory(rank: int) -> None:
 def test_shards_that_are_changed_between_forward_and_backward(rank: int) -> None:
     """As with every other reshard: an error."""
     model = Net()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=BOTH)
-    spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh)
+    spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh_of(2, 2))
     params = {key: p.requires_grad_() for key, p in fs.shard(model, spec).items()}
     value = fs.functional_call(model, params, (numbers(rank, 0),), spec=spec).sum()
     with torch.no_grad():

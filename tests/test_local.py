@@ -16,9 +16,8 @@ from collective_log import Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard.collectives import Axis, Mesh
@@ -161,8 +160,7 @@ def of_rank(mesh: Any, model: nn.Module, spec: fs.PartitionSpec, full: Tree, x: 
     found = derivatives(loss, params, lambda a, b: fs.optim.vdot(a, b, spec), direction)
     found["fs.grad"] = fs.grad(loss)(params)
     found["fs.hvp"] = fs.hvp(loss, params, direction)
-    pieces = fs.unshard(params, spec, whole=False)
-    found["reduced by hand"] = fs.reduce_grads(fs.grad(loss)(pieces), spec)
+    found["reduced by hand"] = fs.reduce_grads(fs.grad(loss)(fs.unshard(params, spec, whole=False)), spec)
     found["hvp of pieces"] = fs.hvp(lambda p: loss(fs.unshard(p, spec, whole=False)), params, direction)
     found["sum"] = fs.grad(lambda p: objective(fs.functional_call(model, p, (x, axes), spec=spec, reduce="sum")))(params)
     if eager:
@@ -272,7 +270,7 @@ def test_derivatives_on_real_ranks(rank: int, kinds: tuple[str, ...], sizes: dic
     sizes = full_sizes(sizes)
     torch.manual_seed(1)
     xs = batches(sizes)
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = mesh_of(**sizes)
     (model, spec), (_, full) = spec_of(kinds, sizes, options), whole_params(kinds)
     check(of_rank(mesh, model, spec, full, xs[rank], eager=True), kinds, xs)
 
@@ -320,7 +318,7 @@ def test_only_tokens_cross_an_axis_of_experts() -> None:
     """On 64 ranks: all_to_all of tokens over "expert", and of the weights only slices over the axis that splits them."""
     sizes = {"shard": 4, "expert": 16, "tensor": 1}
     with world(64):
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = mesh_of(**sizes)
         experts = Experts(1, 4)  # 3 of 48 on each rank
         axis = Mesh.of(mesh)["expert"]
 

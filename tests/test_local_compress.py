@@ -12,11 +12,10 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, each, mark_seldom
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from test_local import OPTIONS, batches, full_sizes, objective, spec_of, whole_params
 from test_local_training import KINDS, MESHES, Rank, Tree
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard.compress import Compressor, exact, powersgd, quantize, switch
@@ -32,8 +31,7 @@ TOLERANCES = {"quantize": {"rtol": 1e-5, "atol": 1e-6}}
 
 
 def reduced(compressor: Compressor[Any], spec: fs.PartitionSpec, loss: Callable[[Tree], Tensor], params: Tree) -> Tree:
-    own = fs.grad(loss)(fs.unshard(params, spec, whole=False))
-    return compressor.reduce(own, compressor.init(spec), spec)[0]
+    return compressor.reduce(fs.grad(loss)(fs.unshard(params, spec, whole=False)), compressor.init(spec), spec)[0]
 
 
 @at_most(1)
@@ -95,7 +93,7 @@ def test_sums_of_float16_do_not_overflow() -> None:
 def test_nothing_crosses_a_local_axis() -> None:
     """Of 64 ranks only those along the split axis exchange the gradient."""
     with world(64):
-        mesh = init_device_mesh("cpu", (16, 4), mesh_dim_names=("expert", "shard"))
+        mesh = mesh_of(expert=16, shard=4)
         model = torch.nn.ParameterDict({"w": torch.zeros(2, 32, 32)})
         spec = fs.policies.whole(fs.P("shard", local={"expert": 0}))(model).on(mesh)
         for compressor in (exact(), quantize(), powersgd()):

@@ -14,10 +14,9 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, each, every, mark_seldom, seldom
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from test_by_matrix import ADAMW, OPTIMIZERS, collect, spread
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 import funshard as fs
@@ -126,16 +125,12 @@ def test_equal_on_simulated_ranks(optimizer: str, mesh: str, gather_stacks: bool
     check(run(torch.zeros(math.prod(sizes.values()))), expected(optimizer), optimizer)
 
 
-def mesh_of(sizes: dict[str, int]) -> Any:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
 @at_most(1)
 @pytest.mark.parametrize("mesh", mark_seldom(ON_FOUR, "experts", "both"))
 @real_ranks(4)
 def test_equal_on_real_ranks(rank: int, mesh: str) -> None:
     sizes = all_axes(MESHES[mesh][0])
-    spec = spec_on(mesh_of(sizes), sizes, MESHES[mesh][1])
+    spec = spec_on(mesh_of(**sizes), sizes, MESHES[mesh][1])
     for optimizer in ("muon", "shampoo", "soap"):
         check(trained(spec, optimizer), expected(optimizer), optimizer)
     check(trained(spec, "shampoo", gather_stacks=True), expected("shampoo"))
@@ -168,14 +163,13 @@ def test_units_split_and_local_over_one_axis(rank: int, optimizer: str) -> None:
         shape = [n // (2 if i == local.get(name) else 1) for i, n in enumerate(SHAPES[name])]
         model[unit][name] = nn.Parameter(torch.zeros(shape, dtype=torch.float64))  # pyright: ignore[reportIndexIssue]
     by_path = {"first": P("tensor", align=1), "layer": P(local={"tensor": {f"*.{n}": dim for n, dim in local.items()}})}
-    spec = fs.by_path(by_path | {"other": P()})(model).on(mesh_of({"tensor": 2}))
+    spec = fs.by_path(by_path | {"other": P()})(model).on(mesh_of(tensor=2))
 
     def shard(tree: fs.Params) -> fs.Params:
         return fs.shard({f"{unit}.{name}": tree[name] for name, unit in units.items()}, spec)
 
     params = shard(PARAMS)
-    known = matrices_of(spec)
-    init, update = OPTIMIZERS[optimizer][0](known)
+    init, update = OPTIMIZERS[optimizer][0](matrices_of(spec))
     state = init(params)
     for grads in GRADS:
         params, state = update(shard(grads), state, params)
@@ -197,7 +191,7 @@ def test_state_goes_to_other_owners(rank: int, tmp_path: Path, optimizer: str, f
 
     def on(name: str) -> tuple[fs.PartitionSpec, Any, Any]:
         sizes = all_axes(MESHES[name][0])
-        spec = spec_on(mesh_of(sizes), sizes, MESHES[name][1])
+        spec = spec_on(mesh_of(**sizes), sizes, MESHES[name][1])
         return spec, *OPTIMIZERS[optimizer][0](matrices_of(spec))
 
     spec, init, update = on(first)
@@ -207,10 +201,7 @@ def test_state_goes_to_other_owners(rank: int, tmp_path: Path, optimizer: str, f
     to, init, update = on(then)
     now = fs.reshard(params, spec, to)
     like = {"params": now, "state": init(now)}
-    for saved in (
-        fs.checkpoint.load(tmp_path / "step", to),
-        fs.checkpoint.load(tmp_path / "step", to, like=like),
-    ):
+    for saved in (fs.checkpoint.load(tmp_path / "step", to), fs.checkpoint.load(tmp_path / "step", to, like=like)):
         check(fs.unshard(update(fs.shard(GRADS[1], to), saved["state"], saved["params"])[0], to), want, optimizer)
 
 
@@ -219,7 +210,7 @@ def test_state_goes_to_other_owners(rank: int, tmp_path: Path, optimizer: str, f
 def test_adafactor_of_whole_stacks(rank: int) -> None:
     """It scales by the norm of a whole parameter, of which no rank has it all: so it is sent to one owner."""
     sizes = all_axes(MESHES["both"][0])
-    spec = spec_on(mesh_of(sizes), sizes, MESHES["both"][1])
+    spec = spec_on(mesh_of(**sizes), sizes, MESHES["both"][1])
     init, update = fs.optim.adafactor(0.05, spec)
     params = fs.shard(PARAMS, spec)
     state = init(params)
@@ -297,7 +288,7 @@ def test_select_is_asked_about_whole_parameters() -> None:
 def test_bytes_of_experts() -> None:
     """On 64 ranks: a rank sends its slice to the owner of its experts, and an owner what it owns back, over 4 ranks."""
     with world(64):
-        mesh = init_device_mesh("cpu", (16, 4), mesh_dim_names=("expert", "shard"))
+        mesh = mesh_of(expert=16, shard=4)
         model = nn.ParameterDict({"experts": torch.zeros(8, 16, 16)})
         spec = fs.policies.whole(P("shard", local={"expert": 0}))(model).on(mesh)
         known = fs.optim.matrices(spec, select=lambda name, param: True)

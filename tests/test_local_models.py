@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, seldom
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from test_local import batches, check, full_sizes, objective, of_rank, spec_of, whole_params
 from test_local_training import Tree, norm
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 from funshard import P, averaging, policies
@@ -74,7 +73,7 @@ def test_dropout(rank: int, sizes: dict[str, int], options: dict[str, Any]) -> N
     local = Dropped(sizes["tensor"]).double()
     names = {"up.*": 0, "down.weight": 1}
     spec = fs.policies.by_path({"": fs.P(**options, local={"tensor": names})})(local)
-    spec = spec.on(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    spec = spec.on(mesh_of(**sizes))
     axis, at = spec.axis("tensor"), spec.bound_mesh["shard"].rank
     xs = torch.randn(sizes["shard"], ROWS, FEATURES, dtype=torch.float64)
     seeds = [([100 * group + part for part in range(sizes["tensor"])], 7 + group) for group in range(sizes["shard"])]
@@ -123,7 +122,7 @@ def test_dropout_and_buffers_of_shared_activations(rank: int, compile: Any) -> N
     whole, local = Layers().double(), Layers(2).double()
     full = {name: p.detach() for name, p in whole.named_parameters()}
     spec = fs.policies.whole(fs.P("shard", local={"tensor": {"up.*": 0, "down.weight": 1}}, compile=compile))(local)
-    spec = spec.on(init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor")))
+    spec = spec.on(mesh_of(shard=2, tensor=2))
     at, xs = spec.bound_mesh["shard"].rank, torch.randn(2, 6, 4, dtype=torch.float64)
 
     def run(model: nn.Module, shard: int, call: Callable[[Tree], Tensor]) -> tuple[Tensor, Tree]:
@@ -184,7 +183,7 @@ def test_buffers_of_experts(rank: int, sizes: dict[str, int], options: dict[str,
     full = {name: p.detach() for name, p in whole.named_parameters()}
     p = fs.P(**options)
     spec = fs.policies.by_path({"": fs.P(**options, local={"expert": {"weight": 0}}), "head": p})(local)
-    spec = spec.on(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+    spec = spec.on(mesh_of(**sizes))
     axis, at = spec.axis("expert"), {name: x.rank for name, x in spec.bound_mesh.axes}
     xs = torch.randn(sizes["shard"], group, experts * 3, FEATURES, dtype=torch.float64)
 
@@ -268,7 +267,7 @@ def of_all_ranks(f: Callable[[fs.PartitionSpec], Any]) -> Any:
 
 
 def on_four_ranks(rank: int, f: Callable[[fs.PartitionSpec], Any]) -> Any:
-    return f(SPEC.on(init_device_mesh("cpu", tuple(SIZES.values()), mesh_dim_names=tuple(SIZES))))
+    return f(SPEC.on(mesh_of(**SIZES)))
 
 
 def measures(spec: fs.PartitionSpec) -> Tensor:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, depth, each, every, mark_seldom
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from test_local import OPTIONS, batches, full_sizes, objective, spec_of, whole_params
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import funshard as fs
 
@@ -27,7 +26,7 @@ class Rank:
         self.sizes = full_sizes(sizes)
         torch.manual_seed(1)
         self.xs = torch.stack([batches(self.sizes) for _ in range(MICRO)], 1)  # [ranks, micro-batches, tokens, features]
-        mesh = init_device_mesh("cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+        mesh = mesh_of(**self.sizes)
         self.model, spec = spec_of(KINDS, self.sizes, {**options, **kwargs})
         self.spec = spec.on(mesh)
         self.whole, self.full = whole_params(KINDS)
@@ -112,8 +111,7 @@ def found_finite(case: Rank) -> None:
     if all(axis.rank == 0 for _, axis in case.spec.bound_mesh.axes):
         grads[key] = grads[key].clone().index_fill_(0, torch.tensor(0), float("inf"))
     init, unscale = fs.loss_scale.dynamic(case.spec, scale=4.0)
-    finite = unscale(grads, init())[1].finite
-    assert not finite
+    assert not unscale(grads, init())[1].finite
     init, update = fs.optim.apply_if_finite(case.spec)(fs.optim.from_torch(torch.optim.SGD))
     params, state = update(grads, init(case.params), case.params)
     assert state.total == 1
@@ -123,8 +121,7 @@ def found_finite(case: Rank) -> None:
 def averaged(case: Rank) -> None:
     """Averages never mix the pieces of ranks."""
     drift = {key: p + 0.25 for key, p in case.params.items()}
-    mean = fs.averaging.average(drift, case.spec)
-    case.check(mean, fs.unshard(drift, case.spec))
+    case.check(fs.averaging.average(drift, case.spec), fs.unshard(drift, case.spec))
 
 
 def check_training(case: Rank, want: Tree, theirs: torch.optim.Optimizer, update: Any, params: Tree, state: Any) -> Any:
@@ -255,8 +252,7 @@ def test_averages_of_replicas(rank: int, sizes: dict[str, int]) -> None:
         want = drifted(float(replica)) if step % 2 else mean
         for key, p in fs.shard(want, case.spec, check_values=False).items():
             torch.testing.assert_close(params[key], p)
-    average = fs.averaging.average(mine, case.spec, axes="replicate")
-    case.check(average, mean)
+    case.check(fs.averaging.average(mine, case.spec, axes="replicate"), mean)
 
 
 @at_most(1)

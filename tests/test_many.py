@@ -337,8 +337,7 @@ def test_hvp_names_what_is_wrong_before_anything_is_sent(v: Any, message: str) -
 
 def test_hvp_of_what_has_no_curvature() -> None:
     """Zeros, never None: a linear loss, one of part of the parameters, and a constant."""
-    spec = fs.by_type(nn.Linear)(CONVEX).bound
-    shards = fs.shard(CONVEX, spec)
+    shards = fs.shard(CONVEX, fs.by_type(nn.Linear)(CONVEX).bound)
     v = {k: torch.ones_like(p) for k, p in shards.items()}
     part = fs.hvp(lambda p: (p["direct"] ** 2).sum(), shards, v)
     agree(part, {"direct": 2 * v["direct"], "squares": 0 * v["squares"]})

@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from cases import slices
 from depth import at_most, depth, each, mark_seldom, seldom
 from offloaded import everywhere
-from ranks import Pool
+from ranks import Pool, mesh_of
 from test_at_rest import quantized
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.func import grad, grad_and_value, jvp, vjp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
@@ -272,8 +271,7 @@ class Reference:
         outputs = lambda p: square_rows(self.plain(p, x)) if rows else self.plain(p, x)  # noqa: E731
         y = outputs(self.full)
         pulled = lambda c: dot(gradient(lambda p: (outputs(p) * c["y"]).sum(), self.full), self.direction)  # noqa: E731
-        pushed = gradient(pulled, {"y": torch.zeros_like(y)})
-        cotangent = curve({"y": y.detach()}, detached(pushed))["y"].detach()
+        cotangent = curve({"y": y.detach()}, detached(gradient(pulled, {"y": torch.zeros_like(y)})))["y"].detach()
         return gradient(lambda p: (outputs(p) * cotangent).sum(), self.full)
 
     @functools.cached_property
@@ -440,70 +438,33 @@ def recorded(on: OnRanks, state: State) -> Any:
 
 
 TRANSFORMS = {
-    "`grad`": Transform(
-        inside(lambda loss, p, v: grad(loss)(p)),
-        lambda of, cut, rank: cut(of.gradient),
-    ),
+    "`grad`": Transform(inside(lambda loss, p, v: grad(loss)(p)), lambda of, cut, rank: cut(of.gradient)),
     "`grad_and_value`": Transform(
-        inside(lambda loss, p, v: grad_and_value(loss)(p)),
-        lambda of, cut, rank: (cut(of.gradient), of.values[rank]),
+        inside(lambda loss, p, v: grad_and_value(loss)(p)), lambda of, cut, rank: (cut(of.gradient), of.values[rank])
     ),
-    "`fs.grad`": Transform(
-        inside(lambda loss, p, v: fs.grad(loss)(p)),
-        lambda of, cut, rank: cut(of.gradient),
-    ),
-    "`vjp`": Transform(
-        pulled_back,
-        lambda of, cut, rank: (of.outputs[rank], cut(of.pulled_back)),
-    ),
+    "`fs.grad`": Transform(inside(lambda loss, p, v: fs.grad(loss)(p)), lambda of, cut, rank: cut(of.gradient)),
+    "`vjp`": Transform(pulled_back, lambda of, cut, rank: (of.outputs[rank], cut(of.pulled_back))),
     "`jvp`": Transform(
-        inside(lambda loss, p, v: jvp(loss, (p,), (v,))),
-        lambda of, cut, rank: (of.values[rank], of.tangents[rank]),
+        inside(lambda loss, p, v: jvp(loss, (p,), (v,))), lambda of, cut, rank: (of.values[rank], of.tangents[rank])
     ),
     "`jvp` of `grad`, `fs.hvp`": Transform(
         inside(lambda loss, p, v: (jvp(grad(loss), (p,), (v,)), fs.hvp(loss, p, v))),
         lambda of, cut, rank: ((cut(of.gradient), cut(of.hessian_product)), cut(of.hessian_product)),
     ),
     "`curvature.ggn`, `curvature.fisher`": Transform(
-        curved,
-        lambda of, cut, rank: (cut(of.gauss_newton_product), cut(of.fisher_product)),
+        curved, lambda of, cut, rank: (cut(of.gauss_newton_product), cut(of.fisher_product))
     ),
     "`grad` of `grad`": Transform(
-        inside(lambda loss, p, v: grad(lambda p: loss(p) + cubes(grad(loss)(p)))(p)),
-        lambda of, cut, rank: cut(of.penalised),
+        inside(lambda loss, p, v: grad(lambda p: loss(p) + cubes(grad(loss)(p)))(p)), lambda of, cut, rank: cut(of.penalised)
     ),
-    "`vmap` over parameters": Transform(
-        inside(of_many_models),
-        lambda of, cut, rank: stacked(cut(g) for g in of.elsewhere),
-    ),
-    "`fs.scan`": Transform(
-        inside(through_steps),
-        lambda of, cut, rank: cut(of.through_steps),
-    ),
-    "`per_sample_grads`": Transform(
-        of_each_sample(),
-        lambda of, cut, rank: stacked(of.samples[rank]),
-    ),
-    "`per_sample_grads(clip=)`": Transform(
-        of_each_sample(clip=CLIP),
-        lambda of, cut, rank: cut(of.private),
-    ),
-    "plain autograd": Transform(
-        by_plain_autograd(1),
-        lambda of, cut, rank: cut(of.gradient),
-    ),
-    "double backward": Transform(
-        by_plain_autograd(2),
-        lambda of, cut, rank: cut(of.penalised),
-    ),
-    "`torch.compile`": Transform(
-        compiled,
-        lambda of, cut, rank: (cut(of.gradient), of.values[rank]),
-    ),
-    "`make_fx`": Transform(
-        recorded,
-        lambda of, cut, rank: (cut(of.gradient), of.values[rank]),
-    ),
+    "`vmap` over parameters": Transform(inside(of_many_models), lambda of, cut, rank: stacked(cut(g) for g in of.elsewhere)),
+    "`fs.scan`": Transform(inside(through_steps), lambda of, cut, rank: cut(of.through_steps)),
+    "`per_sample_grads`": Transform(of_each_sample(), lambda of, cut, rank: stacked(of.samples[rank])),
+    "`per_sample_grads(clip=)`": Transform(of_each_sample(clip=CLIP), lambda of, cut, rank: cut(of.private)),
+    "plain autograd": Transform(by_plain_autograd(1), lambda of, cut, rank: cut(of.gradient)),
+    "double backward": Transform(by_plain_autograd(2), lambda of, cut, rank: cut(of.penalised)),
+    "`torch.compile`": Transform(compiled, lambda of, cut, rank: (cut(of.gradient), of.values[rank])),
+    "`make_fx`": Transform(recorded, lambda of, cut, rank: (cut(of.gradient), of.values[rank])),
 }
 
 
@@ -681,8 +642,7 @@ def on_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
 
 def on_real_ranks(rank: int, strategy: str, transforms: Iterable[str] = tuple(TRANSFORMS)) -> dict[str, Any]:
     """Of these transforms the result, or why there is none."""
-    sizes = STRATEGIES[strategy].sizes(STRATEGIES[strategy].real)
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = mesh_of(**STRATEGIES[strategy].sizes(STRATEGIES[strategy].real))
     network = STRATEGIES[strategy].network
     if strategy in OF_COMPILED_UNITS:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")

@@ -10,10 +10,9 @@ import matrix_peers as peers
 import pytest
 import torch
 from depth import at_most, depth, each, seldom
-from ranks import Pool
+from ranks import Pool, mesh_of
 from test_by_matrix import GRADS, MODEL, PARAMS, WANTED, collect, matrices_on, spec_on
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
@@ -60,8 +59,7 @@ def trained(spec: fs.PartitionSpec, pair: Any, dtype: torch.dtype, rates: Any = 
 
 
 def spec_of(mesh: Any, axis: Any, dtype: torch.dtype) -> fs.PartitionSpec:
-    model = copy.deepcopy(MODEL).to(dtype)
-    return fs.by_type(nn.Sequential, nn.Linear, p=P(axis))(model).on(mesh)
+    return fs.by_type(nn.Sequential, nn.Linear, p=P(axis))(copy.deepcopy(MODEL).to(dtype)).on(mesh)
 
 
 # --- torch's own ---
@@ -100,8 +98,7 @@ def test_torchs_muon(case: str, dtype: torch.dtype) -> None:
 def test_a_step_of_torchs_muon_is_not_rounded(dtype: torch.dtype, atol: float) -> None:
     """What comes back in bfloat16 is multiplied by the rate in float32, or in a parameter's wider dtype, as in torch."""
     spec = spec_of(ALONE, "shard", dtype)
-    known = matrices_on(spec, "muon")
-    init, update = fs.optim.muon(known, lr=0.02, weight_decay=0.0)
+    init, update = fs.optim.muon(matrices_on(spec, "muon"), lr=0.02, weight_decay=0.0)
     params = fs.shard(cast(PARAMS, dtype), spec)
     new, _ = update(fs.shard(cast(GRADS[0], dtype), spec), init(params), params)
     got = fs.unshard(new, spec)
@@ -136,7 +133,7 @@ def test_torchs_adafactor_on_real_ranks(gloo2: Pool, case: str, axis: Any) -> No
 
 
 def adafactor_on_ranks(rank: int, axis: Any, case: str) -> fs.Params:
-    spec = spec_on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), axis)
+    spec = spec_on(mesh_of(2), axis)
     return trained(spec, fs.optim.adafactor(spec=spec, **ADAFACTOR[case]), torch.float64)
 
 
@@ -166,7 +163,7 @@ def test_adafactor_of_a_frozen_unit_is_refused() -> None:
 def adafactor_without_a_bias(rank: int) -> str:
     """What a rank says that has nothing of the bias, and one that has."""
     layer = nn.Linear(3, 4)
-    spec = fs.policies.whole()(layer).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    spec = fs.policies.whole()(layer).on(mesh_of(2))
     init, _ = fs.optim.adafactor(0.01, fs.optim.matrices(spec))
     try:
         init(fs.shard(layer, spec))
@@ -432,7 +429,7 @@ def transformed(mesh: Any, axis: str | None, batched: bool) -> fs.Params:
 
 
 def transformed_on_ranks(rank: int, axis: str | None, batched: bool) -> fs.Params:
-    return transformed(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), axis, batched)
+    return transformed(mesh_of(2), axis, batched)
 
 
 @at_most(1)
@@ -453,7 +450,7 @@ def of_a_rate(rank: int, axis: str | None) -> tuple[Tensor, fs.Params]:
         momentum = 0.9 * state["momentum"] + grad
         return param - lr * momentum / momentum.norm(), {"momentum": momentum}
 
-    spec = spec_on(ALONE if rank < 0 else init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), axis)
+    spec = spec_on(ALONE if rank < 0 else mesh_of(2), axis)
     rest = lambda params: {key: {} for key in params}, lambda grads, state, params, lr: (params, state)
     begin = lambda p: {"momentum": torch.zeros_like(p)}  # noqa: E731
     init, update = fs.optim.by_matrix(begin, step, matrices_on(spec, "muon"), fallback=rest)
@@ -478,7 +475,7 @@ def test_derivatives_of_a_rate_that_owners_compute_with(gloo2: Pool, axis: str |
 
 def in_backward(rank: int, donate: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5)).double()
-    spec = fs.by_type(nn.Linear)(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    spec = fs.by_type(nn.Linear)(model).on(mesh_of(2))
     _, update = fs.optim.muon(spec, dtype=torch.float64)
     init, inside = fs.optim.muon(spec, dtype=torch.float64, donate=donate)
     params = fs.shard(model, spec)
@@ -520,8 +517,7 @@ def small() -> nn.Module:
 def by_a_loss(rank: int, ranks: int, strategy: str, donate: bool) -> tuple[fs.Params, list[fs.Params]]:
     """Full parameters after three steps with clipped gradients of a loss, and those gradients."""
     model = small()
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
-    spec = fs.by_type(nn.Sequential, p=STRATEGIES[strategy])(model).on(mesh)
+    spec = fs.by_type(nn.Sequential, p=STRATEGIES[strategy])(model).on(mesh_of(ranks))
     known = fs.optim.matrices(spec, select=fs.optim.hidden(model, "4"))
     init, update = fs.optim.muon(known, dtype=torch.float64, lr=0.05, weight_decay=0.1, donate=donate)
     params = fs.shard(model, spec)

@@ -11,9 +11,8 @@ import torch
 from depth import at_most, each, every, mark_seldom, seldom
 from parity import STRATEGIES, strategies
 from peer_models import MLP
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P
@@ -68,7 +67,7 @@ def close(got: fs.Params, expected: fs.Params) -> None:
 
 
 def padded(rank: int, strategy: str, counts: tuple[int, ...], step: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if len(counts) == 4 else None
+    mesh = mesh_of(2, 2) if len(counts) == 4 else None
     model, spec, loss = make(STRATEGIES[strategy], mesh)
     params, own = fs.shard(model, spec), batches_of(rank, counts)
     nonsense = (torch.full((4, 5), 7.0, dtype=torch.float64), torch.full((4,), -100))  # whose mean loss is NaN
@@ -252,7 +251,7 @@ def test_a_weight_of_0_has_its_derivative() -> None:
 
 
 def differ(rank: int, counts: tuple[int, ...], strategy: str, kind: str, step: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if len(counts) == 4 else None
+    mesh = mesh_of(2, 2) if len(counts) == 4 else None
     model, spec, loss = make(STRATEGIES[strategy], mesh)
     params, own = fs.shard(model, spec), [batch_of(rank, 0)] * counts[rank]
     ran = 0

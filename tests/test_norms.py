@@ -9,9 +9,8 @@ import pytest
 import torch
 from collective_log import Collectives
 from depth import every
-from ranks import Pool
+from ranks import Pool, mesh_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 import funshard as fs
@@ -79,7 +78,7 @@ def test_norms_of_the_gathered_tree(policy: str, sizes: dict[str, int]) -> None:
 
 def on_real_ranks(rank: int, sizes: tuple[int, int]) -> list[int]:
     """Compare, and return how many reductions there were for each policy."""
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(*sizes)
     tree, counts = full(), []
     for policy in POLICIES.values():
         spec = policy(MODEL).on(mesh)
@@ -171,8 +170,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def with_other_units(rank: int, sizes: tuple[int, int], policy: str) -> None:
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
-    spec = POLICIES[policy](MODEL).on(mesh)
+    spec = POLICIES[policy](MODEL).on(mesh_of(*sizes))
     shards = fs.shard(full(), spec)
     last, size = [*shards][-1], sizes[0] * sizes[1]
     lacking = {key: x for key, x in shards.items() if rank != size - 1 or key != last}

@@ -14,9 +14,8 @@ from collective_log import Collectives, world
 from depth import at_most, each, every
 from parity import numbers, same, sharded_call, squared
 from peer_models import MLP, Net
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -90,8 +89,7 @@ def test_derivatives_of_a_clipped_step(policy: str, p: float) -> None:
     def whole_loss(params: fs.Params) -> Tensor:
         return torch.func.functional_call(MODEL, params, (INPUT,)).sin().square().mean()
 
-    alone = POLICIES[policy](MODEL).on({"shard": 1})
-    whole = partial(outer, whole_loss, spec=alone)
+    whole = partial(outer, whole_loss, spec=POLICIES[policy](MODEL).on({"shard": 1}))
     expected = torch.func.grad(whole)(full), fs.hvp(whole, full, v)
 
     def rank(mesh: Any, _: Tensor) -> Any:
@@ -183,7 +181,7 @@ def test_ddp_parity(rank: int, strategy: str, p: float) -> None:
 @real_ranks(4)
 def test_clip_grad_norm_beside_fully_shard(rank: int, p: float) -> None:
     """On 2 x 2 the norm and the gradients are FSDP2's; all of them, and all slices, are within the bound after."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(2, 2)
     model = Net()
     peer, max_norm = copy.deepcopy(model), 0.01
     for block in peer.blocks:
@@ -216,8 +214,7 @@ def test_one_collective_of_a_scalar_for_each_axis(name: str, p: float) -> None:
     """For all units together, over the axes that they are split over: none over replicas, which FSDP2 asks too."""
     policy, ranks = COUNTS[name]
     with world(8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-        spec = policy(MODEL).on(mesh)
+        spec = policy(MODEL).on(mesh_of(2, 4))
         shards = fs.shard(GRADIENTS, spec)
         with Collectives() as sent:
             clip_by_global_norm(shards, spec, 1.0, p=p)

@@ -17,9 +17,8 @@ from collective_log import Collectives, gathers, reduce, scatters, world
 from depth import at_most, depth, each, every
 from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, squared
 from peer_models import MLP, chain
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing import assert_close
@@ -102,7 +101,7 @@ def test_gradient_accumulation_communication_count(where: Where, reshard: bool, 
     synced = [key for key in (ROOT, *MLPS) if key not in held]
     blocks = [key for key in synced if key != ROOT]
     with world(torch.Size(where.mesh).numel()):
-        mesh = init_device_mesh("cpu", where.mesh, mesh_dim_names=("replicate", "shard")[-len(where.mesh) :])
+        mesh = mesh_of(*where.mesh)
         model = sequence()
         spec = fs.by_type(MLP, p=P("shard", reshard=reshard))(model).on(mesh)
         batches = [numbers(0, step) for step in range(MICRO)]
@@ -163,7 +162,7 @@ def test_no_sync_gathered_for_each_micro_batch(way: str, reshard: bool) -> None:
 @real_ranks(4)
 def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, reshard: bool, partial: bool, way: str) -> None:
     """Losses of every micro-batch, gradients and parameters as FSDP2's in the same mode, and as plain autograd's."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = mesh_of(*shape)
     held = MODES[mode]
     model, peer = sequence(), sequence()
     peer.load_state_dict(model.state_dict())
@@ -333,8 +332,7 @@ def test_no_sync_correctness(rank: int, strategy: str, way: str) -> None:
 def test_no_sync_mixed_precision(rank: int) -> None:
     """Local gradients are in the dtype of the full parameters that you give: float16 as in FSDP1, or float32 to add up in."""
     model = sequence().float()
-    precision = Precision(param=F16, reduce=F32)
-    spec = fs.by_type(MLP, p=P("shard", precision=precision))(model).bound
+    spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=F16, reduce=F32)))(model).bound
     params, x = fs.shard(model, spec), numbers(rank, 0).float()
     loss = lambda p: squared(sharded_call(model, p, spec), x).float()  # noqa: E731
     full = fs.unshard(params, spec)
@@ -376,8 +374,7 @@ def test_native_accumulation_dtypes(
     The last contribution of torch's test is reduced together with what is pending, which is how it is done here.
     """
     model = Outputs(1, 2, bias=False)
-    precision = Precision(param=BF16)
-    spec = fs.policies.whole(P("shard", precision=precision, align=1))(model)
+    spec = fs.policies.whole(P("shard", precision=Precision(param=BF16), align=1))(model)
 
     def run(mesh: Mesh, _: Tensor) -> Tensor:
         bound = spec.on(mesh)
@@ -403,8 +400,7 @@ def test_native_storage_and_mutations(rank: int) -> None:
     """Pending gradients are read and changed without any collective, reduced as often as you like, and dropped."""
     model = Outputs(2, 4, bias=False)
     spec = fs.policies.whole()(model).bound
-    params = fs.shard(model, spec)
-    full = fs.unshard(params, spec)
+    full = fs.unshard(fs.shard(model, spec), spec)
     loss = lambda p, value: fs.functional_call(model, p, torch.full((1, 2), float(value)), spec=spec)  # noqa: E731
     expected = torch.zeros(4, 2)
     total = {"weight": torch.zeros(4, 2)}
@@ -447,8 +443,7 @@ def test_native_partial_ownership(rank: int) -> None:
     """HSDP: what is reduced, what is reduced over the slices only, and what is not at all, each by itself: seven together."""
     offsets = (-3.0, -1.0, 1.0, 3.0)
     model = TwoLinear()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    spec = fs.policies.whole(P("shard", precision=Precision(param=BF16)))(model).on(mesh)
+    spec = fs.policies.whole(P("shard", precision=Precision(param=BF16)))(model).on(mesh_of(2, 2))
     params = fs.shard(model, spec)
 
     def gradient(p: fs.Params, value: float, which: str, **options: Any) -> fs.Params:

@@ -12,8 +12,8 @@ from collective_log import Collectives, Sent, gather, gathers, reduce, scatter, 
 from depth import at_most, each, every
 from parity import WAYS, numbers, squared
 from peer_models import MLP, Net, Order, Outer, chain, frozen
+from ranks import mesh_of
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 
 import funshard as fs
 from funshard import P
@@ -122,8 +122,7 @@ def test_replicated_units_only_reduce(size: int, way: str) -> None:
 def test_fsdp_hybrid_shard_basic_setup(shape: tuple[int, int], way: str) -> None:
     """HSDP: as FSDP within the inner axis, and one all-reduce more for each unit, of the slice alone."""
     with world(shape[0] * shape[1]):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        spec = fs.by_type(MLP)(Net()).on(mesh)
+        spec = fs.by_type(MLP)(Net()).on(mesh_of(*shape))
         sent = step(Net(), spec, way)
         every = ("", *BLOCKS)
         assert sent.forward == gathers(spec, *every)
@@ -264,8 +263,7 @@ def test_c2_same_trace_on_every_rank(name: str, way: str) -> None:
         with world(8, rank):
             make, policy = MODELS[name]
             model = make()
-            mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-            spec = policy(model).on(mesh)
+            spec = policy(model).on(mesh_of(2, 4))
             first = step(model, spec, way).all
             assert step(model, spec, way).all == first
             return first
@@ -278,7 +276,6 @@ def test_c2_same_trace_on_every_rank(name: str, way: str) -> None:
 def test_c3_ten_thousand_ranks() -> None:
     """Counts do not depend on the size of the world, and slices are padded to it."""
     with world(10_000, rank=9_999):
-        spec = fs.by_type(MLP, p=P("shard", align=1))(Net()).bound
-        sent = step(Net(), spec)
+        sent = step(Net(), fs.by_type(MLP, p=P("shard", align=1))(Net()).bound)
         assert Counter(s.op for s in sent.all) == {"all_gather": 6, "reduce_scatter": 4}
         assert {s.numel for s in sent.all} == {1, 10_000}

@@ -16,7 +16,7 @@ from collective_log import step as sent_by
 from depth import at_most, depth, each, mark_seldom
 from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,18 +30,9 @@ NAMES = ("replicate", "shard")
 BOTH = P(NAMES)
 
 
-def grid() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
-
-
-def line() -> DeviceMesh:
-    return init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
-
-
 def uneven(dim: int) -> nn.Module:
     """The model of ``test_train_parity_hsdp``."""
-    norm = nn.LayerNorm(dim, bias=False).double()
-    return nn.Sequential(norm, MLP(dim, 3 * dim), MLP(dim, dim), MLP(dim, 3 * dim))
+    return nn.Sequential(nn.LayerNorm(dim, bias=False).double(), MLP(dim, 3 * dim), MLP(dim, dim), MLP(dim, 3 * dim))
 
 
 # --- parity ---
@@ -49,7 +40,7 @@ def uneven(dim: int) -> nn.Module:
 
 def hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
     model = uneven(dim)
-    spec = fs.by_type(MLP, p=p)(model).on(grid())
+    spec = fs.by_type(MLP, p=p)(model).on(mesh_of(2, 2))
     params, plain = fs.shard(model, spec), copy.deepcopy(model)
     ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
     axes = ["shard"] if at_last else None
@@ -105,9 +96,9 @@ def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tupl
 @real_ranks(4)
 def test_fsdp_hybrid_shard_parity(rank: int) -> None:
     """Losses of Adam iterations, and the parameters, are those of FSDP over the four ranks: by every P of the mesh."""
-    losses, full = trained(rank, line(), P("shard"))
+    losses, full = trained(rank, mesh_of(4), P("shard"))
     for p in (P("shard"), P("shard", reshard=False), BOTH, P(NAMES[::-1]), P("replicate"), P()):
-        hybrid_losses, hybrid = trained(rank, grid(), p)
+        hybrid_losses, hybrid = trained(rank, mesh_of(2, 2), p)
         for got, want in zip(hybrid_losses, losses, strict=True):
             assert_close(got, want)
         same(hybrid, full, f"{p}: parameters")
@@ -123,7 +114,7 @@ MIXED = {"tokens": P("shard"), "positions": P("shard", reshard=False), "layers.*
 def test_each_unit_its_own_strategy(rank: int, way: str, root: P) -> None:
     """FSDP blocks, a DDP head and an HSDP embedding of one model on one mesh."""
     model = Transformer(depth(1, 3))
-    spec = fs.by_path(MIXED, p=root)(model).on(grid())
+    spec = fs.by_path(MIXED, p=root)(model).on(mesh_of(2, 2))
     assert {unit.key: unit.p for unit in spec if "layers" not in unit.key} == {
         "": root,
         **{key: p for key, p in MIXED.items() if "layers" not in key},
@@ -135,7 +126,7 @@ def test_each_unit_its_own_strategy(rank: int, way: str, root: P) -> None:
 def test_what_each_strategy_sends() -> None:
     """On 2 x 4: blocks over all ranks in two stages, the embedding within four and as a slice over two, the head over all."""
     with world(8):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=NAMES)
+        mesh = mesh_of(2, 4)
         model = nn.Sequential(*(nn.Linear(5, 5, bias=False).double() for _ in range(3)))
         spec = fs.by_path({"0": P("shard"), "1": BOTH, "2": P()})(model).on(mesh)
         sent = sent_by(model, spec)
@@ -179,8 +170,7 @@ def test_three_axes(axis: Any) -> None:
 def test_three_axes_send(way: str) -> None:
     """HSDP with two axes of replicas: slices are all-reduced over each of them, innermost first."""
     with world(24):
-        mesh = init_device_mesh("cpu", (2, 3, 4), mesh_dim_names=tuple(CUBE))
-        spec = fs.policies.whole()(MLP(5)).on(mesh)
+        spec = fs.policies.whole()(MLP(5)).on(mesh_of(pod=2, replicate=3, shard=4))
         sent = sent_by(MLP(5), spec, way)
     assert sent.forward == [gather(spec, "")]
     assert sent.backward == [scatter(spec, ""), reduce(spec, "", 3), reduce(spec, "", 2)]
@@ -207,7 +197,7 @@ class Counting(Net):
 @real_ranks(4)
 def test_hsdp_broadcast_across_replicas(rank: int, src: int) -> None:
     """Replicas of two models, and buffers of four: after a broadcast over the replicas all train as one."""
-    mesh = grid()
+    mesh = mesh_of(2, 2)
     axes = Mesh.of(mesh)
     replica = mesh.get_local_rank("replicate")
     models = []
@@ -252,7 +242,7 @@ def test_hsdp_sync_module_state(rank: int) -> None:
             p.fill_(rank)
     full = {name: p.detach() for name, p in model.named_parameters()}
     for p in (P("shard"), BOTH, P()):
-        spec = fs.by_type(MLP, p=p)(model).on(grid())
+        spec = fs.by_type(MLP, p=p)(model).on(mesh_of(2, 2))
         for src in (0, 3):
             params = fs.shard(full if rank == src else None, spec, src=src)
             got = fs.unshard(params, spec)
@@ -295,10 +285,10 @@ def test_custom_hsdp_all_reduce_hook(rank: int) -> None:
         dist.all_reduce(g, group=inter, op=dist.ReduceOp.AVG)
     want = fs.shard(expected, within, rank=rank % 2)
     assert torch.equal(grads[""], want[""])
-    hybrid = fs.policies.whole()(model).on(grid())
+    hybrid = fs.policies.whole()(model).on(mesh_of(2, 2))
     assert torch.equal(fs.shard(model, hybrid, check_values=False)[""], params[""])  # the replicas' weights are their own
     assert torch.equal(fs.grad(lambda p: call(p, hybrid))(params)[""], want[""])
-    peer = fully_shard(copy.deepcopy(model), mesh=grid())
+    peer = fully_shard(copy.deepcopy(model), mesh=mesh_of(2, 2))
     peer(x).sum().backward()
     for name, p in peer.named_parameters():
         assert torch.equal(p.grad.full_tensor(), expected[name])
@@ -314,11 +304,11 @@ def test_process_group_init(rank: int, dims: int) -> None:
     """``test_1d_process_group_init``, ``test_2d_...``: a mesh of groups that exist trains bit for bit as a new one."""
     if dims == 1:
         made = DeviceMesh.from_group(dist.new_group(range(4)), "cpu", mesh_dim_names=("shard",))
-        mesh = line()
+        mesh = mesh_of(4)
     else:
         groups = [subgroups([[0, 2], [1, 3]], rank), subgroups([[0, 1], [2, 3]], rank)]
         made = DeviceMesh.from_group(groups, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=NAMES)
-        mesh = grid()
+        mesh = mesh_of(2, 2)
     assert Mesh.of(made).sizes == Mesh.of(mesh).sizes
     assert Mesh.of(made)["shard"].name != Mesh.of(mesh)["shard"].name
     for p in (P("shard"), P("shard", reshard=False), P()):
@@ -338,7 +328,7 @@ def test_hsdp_save_load_state_dict(rank: int, p: P) -> None:
     def make(seed: int, p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params]:
         torch.manual_seed(seed)
         model = Transformer(depth(1, 3))
-        spec = fs.by_type(Block, p=p)(model).on(grid())
+        spec = fs.by_type(Block, p=p)(model).on(mesh_of(2, 2))
         return model, spec, fs.shard(model, spec)
 
     def train(model: nn.Module, spec: fs.PartitionSpec, params: fs.Params, state: Any, steps: range) -> Any:
@@ -383,7 +373,7 @@ def test_invalid_meshes() -> None:
     model = Net()
     with world(8):
         unnamed = init_device_mesh("cpu", (2, 4))
-        one, named = init_device_mesh("cpu", (8,)), init_device_mesh("cpu", (2, 4), mesh_dim_names=NAMES)
+        one, named = init_device_mesh("cpu", (8,)), mesh_of(2, 4)
         with Collectives() as log:
             with pytest.raises(ValueError, match="mesh of 2 dimensions has no names: expected one for each axis; give mesh_"):
                 fs.by_type(MLP)(model).on(unnamed)

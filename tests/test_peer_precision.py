@@ -19,10 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
 from parity import MAIN_WAYS, WAYS
-from ranks import real_ranks
+from ranks import mesh_of, real_ranks
 from test_memory import Alive, no_collector
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,8 +48,7 @@ class Dtypes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
         if func.namespace == "_c10d_functional" and name != "wait_tensor":
-            gathers = name.startswith(("all_gather", "broadcast"))
-            (self.gathered if gathers else self.reduced).append(args[0].dtype)
+            (self.gathered if name.startswith(("all_gather", "broadcast")) else self.reduced).append(args[0].dtype)
             self.ops.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -170,7 +168,7 @@ def test_the_table(strategy: str, way: str) -> None:
     """On 8 ranks, by every derivative."""
     p, sizes = STRATEGIES[strategy]
     with world(8):
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = mesh_of(**sizes)
         for row in ROWS:
             ops = check_row(row, p, mesh, way)
             assert ("all_reduce" in {op.rstrip("_") for op in ops}) == (strategy != "shard"), row
@@ -186,7 +184,7 @@ PS = [P("shard"), P("shard", remat=True), P()]
 def test_the_table_on_real_ranks(rank: int, p: P) -> None:
     """Rows of it where numbers mean something, and are finite."""
     for row in depth(ROWS[PS.index(p) :: len(PS)], ROWS):
-        check_row(row, p, init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), "fs")
+        check_row(row, p, mesh_of(2), "fs")
 
 
 @pytest.mark.parametrize(("original", "fields"), [(F32, {"param": BF16}), (F64, {"param": F16, "reduce": F32})])

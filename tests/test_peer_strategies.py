@@ -16,9 +16,8 @@ from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom
 from parity import MAIN_WAYS, WAYS, average_gradients, next_token, numbers, same, sharded_call, squared, tokens
 from peer_models import MLP, Block, Net, Transformer, chain, frozen
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -80,10 +79,7 @@ PRECISIONS: dict[str, tuple[Precision | None, MixedPrecisionPolicy, float]] = {
     "float32, reduced in bf16": (Precision(reduce=BF16), MixedPrecisionPolicy(reduce_dtype=BF16), 1e-4),
     "bf16, output in float32": (Precision(param=BF16, reduce=F32, output=F32), MixedPrecisionPolicy(BF16, F32, F32), 0),
 }
-MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
-    "fsdp": ((4,), ("shard",)),
-    "hsdp": ((2, 2), ("replicate", "shard")),
-}
+MESHES = {"fsdp": (4,), "hsdp": (2, 2)}
 
 
 def compare(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding: float) -> None:
@@ -93,7 +89,7 @@ def compare(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding:
 
 
 def fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
-    mesh = init_device_mesh("cpu", MESHES[mesh_name][0], mesh_dim_names=MESHES[mesh_name][1])
+    mesh = mesh_of(*MESHES[mesh_name])
     precision, policy, rounding = PRECISIONS[name]
     reference = gpt()
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
@@ -126,7 +122,7 @@ def test_fsdp2_without_reshard(gloo4: Pool) -> None:
 @real_ranks(4)
 def test_ddp(rank: int, mesh_name: str) -> None:
     """P() over one axis or over two."""
-    mesh = init_device_mesh("cpu", MESHES[mesh_name][0], mesh_dim_names=MESHES[mesh_name][1])
+    mesh = mesh_of(*MESHES[mesh_name])
     reference = nn.parallel.DistributedDataParallel(gpt())
     losses = by_torch(reference, rank)
     model = gpt()
@@ -157,8 +153,7 @@ FSDP1: dict[str, tuple[P, ShardingStrategy, MixedPrecision | None]] = {
 @real_ranks(4)
 def test_fsdp1(rank: int, name: str) -> None:
     p, strategy, mixed = FSDP1[name]
-    shape, names = MESHES["hsdp" if "hybrid" in name else "fsdp"]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = mesh_of(*MESHES["hsdp" if "hybrid" in name else "fsdp"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated in favour of DDP
         reference = FullyShardedDataParallel(
@@ -230,8 +225,7 @@ def extend(module: nn.Module, codec: Codec) -> None:
 
 
 def by_extension(rank: int, name: str, mesh_name: str, reshard: bool, param: torch.dtype | None) -> None:
-    shape, names = MESHES[mesh_name]
-    mesh, codec = init_device_mesh("cpu", shape, mesh_dim_names=names), CODECS[name]
+    mesh, codec = mesh_of(*MESHES[mesh_name]), CODECS[name]
     model, peer = (chain(depth(2, 3)).float() for _ in range(2))
     peer.load_state_dict(model.state_dict())
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=F32)
@@ -284,7 +278,7 @@ def test_extensions_see_slices_of_the_shard_mesh(shape: tuple[int, ...]) -> None
 
     size = shape[-1]
     with world(8):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        mesh = mesh_of(*shape)
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).float()  # 20 and 18 elements: 18 is uneven over 4 and 8
         spec = fs.policies.always(P("shard", precision=Precision(codec=Codec(encode, decode)), align=1))(model).on(mesh)
         params = fs.shard(model, spec)

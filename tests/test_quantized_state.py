@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, every, seldom
-from ranks import Pool, at_rank, real_ranks
+from ranks import Pool, at_rank, mesh_of, real_ranks
 from test_compile import IMPORT
 from test_memory import Peak
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
@@ -107,7 +106,7 @@ USUAL = {"sharded": DONATED, "mixed": {}}
 
 
 def on_real_ranks(rank: int, shape: tuple[int, int], path: Path, policies: dict[str, dict[str, Any]]) -> None:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(*shape)
     alone = one_rank()
     for policy, options in policies.items():
         spec = POLICIES[policy](MODEL).on(mesh)
@@ -152,8 +151,7 @@ def test_four_real_ranks_and_checkpoints(gloo4: Pool, tmp_path: Path) -> None:
 @real_ranks(2)
 def test_local_units(rank: int, tmp_path: Path) -> None:
     """A unit local over an axis, beside the optimizer on decoded states of the same slices."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
-    spec = fs.policies.whole(sliced(None, local={"expert": 0}))(nn.Linear(8, 8, bias=False)).on(mesh)
+    spec = fs.policies.whole(sliced(None, local={"expert": 0}))(nn.Linear(8, 8, bias=False)).on(mesh_of(expert=2))
     params = fs.shard({"weight": torch.arange(128.0).view(16, 8)}, spec)
     init, update = quantized(spec)
     params, state = update({"": params[""].sin()}, init(params), params)
@@ -180,7 +178,7 @@ def test_blocks_of_other_pieces_are_refused(rank: int, tmp_path: Path) -> None:
     def spec_of(size: int, local: int | None, order: str = "rows") -> fs.PartitionSpec:
         shape = [16 // (size if local == dim else 1) for dim in range(2)]
         weight = torch.zeros(shape) if order == "rows" else torch.zeros(shape[::-1]).T
-        mesh = init_device_mesh("cpu", (2 // size, size), mesh_dim_names=("shard", "expert"))
+        mesh = mesh_of(shard=2 // size, expert=size)
         p = sliced("shard", local=None if local is None else {"expert": local})
         return fs.policies.whole(p)(nn.ParameterDict({"weight": weight})).on(mesh)
 
@@ -251,8 +249,7 @@ def test_units_that_join_encoded_and_other_state(tmp_path: Path) -> None:
 
 def test_blocks_of_another_policy_are_refused(tmp_path: Path) -> None:
     spec = one_rank()
-    optimizer = quantized(spec)
-    params, state = run_steps(spec, optimizer)
+    params, state = run_steps(spec, quantized(spec))
     fs.checkpoint.save(tmp_path / "a", {"opt": state}, spec).wait()
     other = fs.policies.always(P("shard", align=8))(MODEL).on({"shard": 1})
     with pytest.raises(ValueError, match=rf"unit '0' of state 'opt'.*blocks of {BLOCK} .* P\(align={BLOCK}\), .* got 8"):
@@ -391,8 +388,7 @@ def test_what_is_not_finite_stays_so(codec: Any, value: float) -> None:
     grads = torch.ones(512)
     grads[7] = value
     new, state = update({"": grads}, init(params), params)
-    moments = optim.decode_state(state, codec, spec=spec)[""]
-    assert not moments["exp_avg_sq"][7].isfinite()
+    assert not optim.decode_state(state, codec, spec=spec)[""]["exp_avg_sq"][7].isfinite()
     new, state = update({"": torch.ones(512)}, state, new)
     assert not new[""][7].isfinite()
     assert new[""][256:].isfinite().all()
@@ -496,10 +492,8 @@ def test_frozen_and_tied_units() -> None:
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     model[2].weight = model[0].weight
     model[1].requires_grad_(False)
-    p = sliced(at_rest=codecs.nf4(BLOCK))
-    spec = fs.policies.always(p)(model).on({"shard": 1})
-    params = fs.shard(model, spec)
-    trained, frozen = fs.partition(params, spec)
+    spec = fs.policies.always(sliced(at_rest=codecs.nf4(BLOCK)))(model).on({"shard": 1})
+    trained, frozen = fs.partition(fs.shard(model, spec), spec)
     init, update = quantized(spec)
     new, state = update({key: torch.ones_like(x) for key, x in trained.items()}, init(trained), trained)
     assert {*state} == {*trained}

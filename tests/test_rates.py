@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, depth, each, every, seldom, some
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.optim import lr_scheduler as theirs
 from torch.optim.swa_utils import SWALR
 from torch.testing import assert_close
@@ -51,8 +50,7 @@ def by_owners(spec: fs.PartitionSpec) -> Any:
 
 
 def muon(spec: fs.PartitionSpec) -> Any:
-    rest = adamw(0.05, weight_decay=0.01, spec=spec)
-    init, update = fs.optim.muon(spec, dtype=torch.float64, fallback=rest)
+    init, update = fs.optim.muon(spec, dtype=torch.float64, fallback=adamw(0.05, weight_decay=0.01, spec=spec))
     return init, lambda *args, lr: update(*args, lr=lr, fallback_lr=lr)
 
 
@@ -85,14 +83,12 @@ def after_two_steps(spec: fs.PartitionSpec, name: str, x: Tensor) -> Callable[[T
 
 def derivatives(spec: fs.PartitionSpec, name: str, x: Tensor) -> tuple[Tensor, ...]:
     f = after_two_steps(spec, name, x)
-    slope = torch.func.grad(f)(LR)
-    return slope, torch.func.grad(torch.func.grad(f))(LR)
+    return torch.func.grad(f)(LR), torch.func.grad(torch.func.grad(f))(LR)
 
 
 def wanted(name: str, ranks: int) -> tuple[Tensor, ...]:
     """On one rank, of all ranks' samples."""
-    spec = fs.policies.whole()(MODEL).on({"shard": 1})
-    return derivatives(spec, name, X[:ranks].flatten(0, 1))
+    return derivatives(fs.policies.whole()(MODEL).on({"shard": 1}), name, X[:ranks].flatten(0, 1))
 
 
 @at_most(1)
@@ -145,7 +141,7 @@ def test_update_in_backward(name: str, clips: bool, policy: str) -> None:
 
 
 def on_real_ranks(rank: int, sizes: dict[str, int], cases: list[tuple[str, str]]) -> None:
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = mesh_of(**sizes)
     for name, policy in cases:
         got = derivatives(POLICIES[policy](MODEL).on(mesh), name, X[rank])
         assert_close(got, wanted(name, mesh.size()), rtol=1e-7, atol=1e-9, msg=lambda m, at=(name, policy): f"{at}: {m}")

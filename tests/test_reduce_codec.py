@@ -15,9 +15,8 @@ import torch.distributed as dist
 from collective_log import Collectives, world
 from depth import at_most, every, mark_seldom
 from parity import WAYS
-from ranks import Pool, real_ranks
+from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,7 +106,7 @@ def encoded_mean(model: nn.Module, spec: fs.PartitionSpec, codec: Codec, batches
 
 
 def make_mesh(*sizes: int) -> dist.DeviceMesh:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    return mesh_of(*sizes)
 
 
 # --- values ---
@@ -136,8 +135,7 @@ def compare_by_hand(rank: int, name: str, way: str, *sizes: int) -> None:
     grads = WAYS[way](sharded_loss(model, spec, make_batch(rank)))(fs.shard(model, spec))[0]
     expected = encoded_mean(model, spec, codec, [make_batch(i) for i in range(math.prod(sizes))], sizes[-1])
     for key, grad in grads.items():
-        own = expected[key].chunk(sizes[-1])[rank % sizes[-1]]
-        assert_close(grad, own, rtol=1e-6, atol=1e-9)
+        assert_close(grad, expected[key].chunk(sizes[-1])[rank % sizes[-1]], rtol=1e-6, atol=1e-9)
 
 
 @every(way=mark_seldom(WAYS, "fs"), codec=CODECS)
@@ -179,8 +177,7 @@ def test_local_axes_send_nothing() -> None:
     def run(codec: Codec | None) -> fs.Params:
         def one(mesh: Any, x: Tensor) -> fs.Params:
             spec = fs.policies.whole(with_codec(P("shard", local={"expert": 0}), codec))(model).on(mesh)
-            loss = sharded_loss(model, spec, x)
-            return fs.unshard(fs.grad(loss)(fs.shard(full, spec)), spec)
+            return fs.unshard(fs.grad(sharded_loss(model, spec, x))(fs.shard(full, spec)), spec)
 
         return fs.testing.spmd(one, {"expert": 2, "shard": 2})(torch.stack([make_batch(i) for i in range(4)]))
 
@@ -209,8 +206,7 @@ def test_the_sum_is_wide() -> None:
 @every(bad=[math.inf, -math.inf, math.nan], codec=[name for name in CODECS if name != "by slice"])
 def test_what_is_not_finite_stays_so(codec: str, bad: float) -> None:
     """One element of one rank's gradient: it, or its block, is not finite, and other parameters are as they were."""
-    model = nn.Linear(64, 4)
-    spec = fs.policies.whole(with_codec(P("shard"), CODECS[codec]))(model).on({"shard": 2})
+    spec = fs.policies.whole(with_codec(P("shard"), CODECS[codec]))(nn.Linear(64, 4)).on({"shard": 2})
 
     def run(mesh: Any, grads: Mapping[str, Tensor]) -> fs.Params:
         return fs.unshard(fs.reduce_grads(grads, spec.on(mesh)), spec.on(mesh))
@@ -295,8 +291,7 @@ def test_steps(rank: int, codec: str) -> None:
     model, mesh = make_model(), make_mesh(2)
     spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[codec]))(model).on(mesh)
     params, x = fs.shard(model, spec), make_batch(rank)
-    loss = sharded_loss(model, spec, x)
-    expected = fs.grad(loss)(params)
+    expected = fs.grad(sharded_loss(model, spec, x))(params)
 
     by_batch = lambda p, x: sharded_loss(model, spec, x)(p)  # noqa: E731
     accumulated = {keep: fs.accumulate(by_batch, params, [x, x], spec=spec, keep=keep)[0] for keep in ("shards", "full")}
@@ -387,8 +382,7 @@ def error_of(loss: Callable[[fs.Params], Tensor], params: fs.Params, checked: bo
 def reduce_other_units(rank: int, checked: bool) -> str:
     """One forward on all ranks, and on one of them a loss that does not depend on what came last."""
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
-    p = with_codec(P("shard", reshard=False), CODECS["int8"])
-    spec = fs.by_type(nn.Linear, p=p)(model).on(make_mesh(2))
+    spec = fs.by_type(nn.Linear, p=with_codec(P("shard", reshard=False), CODECS["int8"]))(model).on(make_mesh(2))
     seen: list[Tensor] = []
     model[1].register_forward_hook(lambda module, args, out: seen.append(out))
 

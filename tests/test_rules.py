@@ -232,6 +232,5 @@ def test_state_is_a_pytree_of_the_same_structure() -> None:
     init, update = optim.adamw(0.1)
     params = {"": torch.ones(3)}
     state = init(params)
-    after = update(params, state, params)[1]
-    assert pytree.tree_structure(after) == pytree.tree_structure(state)
+    assert pytree.tree_structure(update(params, state, params)[1]) == pytree.tree_structure(state)
     assert not state[""]["exp_avg"].any()

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, mark_seldom, seldom
-from ranks import Pool
+from ranks import Pool, mesh_of
 from torch import Tensor, nn
-from torch.distributed import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
@@ -147,7 +146,7 @@ def wanted(ranks: int, *, seed: int = 1) -> Any:
 
 def law_on_rank(rank: int, cases: list[tuple[dict[str, int], str, dict[str, Any]]]) -> None:
     for sizes, policy, options in cases:
-        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        mesh = mesh_of(**sizes)
         want_weights, want_lr, want_params = wanted(mesh.size())
         MODEL.eval()
         weights, lr, params = metagradient(mesh, policy, X[rank], VALIDATION[rank], WEIGHTS[rank], fs.scan, **options)

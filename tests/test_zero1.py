@@ -261,8 +261,7 @@ def test_a_state_of_numbers_alone_is_stored_by_parameter(tmp_path: Path) -> None
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     one, other = (policy(model).on({"shard": 1}) for policy in (fs.policies.whole(), fs.by_type(nn.Linear)))
     fs.checkpoint.save(tmp_path / "a", {"": UnitState({"count": torch.tensor(3)}, ["count"])}, one)
-    found = fs.checkpoint.load(tmp_path / "a", other)
-    assert found == {key: {"count": torch.tensor(3)} for key in ("0", "1")}
+    assert fs.checkpoint.load(tmp_path / "a", other) == {key: {"count": torch.tensor(3)} for key in ("0", "1")}
 
 
 def test_a_group_of_torch_without_parameters() -> None:
