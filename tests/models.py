@@ -124,11 +124,11 @@ OF_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Callable[[int], dict[
 """The class, that of its blocks, the options of its config, and batches for so many ranks."""
 
 
-def of_transformers(name: str, ranks: int) -> Architecture:
+def of_transformers(name: str, ranks: int, **other: Any) -> Architecture:
     import transformers
 
     cls, block, options, batches = OF_TRANSFORMERS[name]
-    model = getattr(transformers, cls)(getattr(transformers, cls).config_class(**options))
+    model = getattr(transformers, cls)(getattr(transformers, cls).config_class(**options | other))
     blocks = next(type(module) for module in model.modules() if type(module).__name__ == block)
     return Architecture(model, batches(ranks), _labelled, (blocks,))
 

@@ -121,17 +121,14 @@ def trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard"
 
 
 @seldom
-@each
-@pytest.mark.parametrize("name", mark_seldom(OPTIMIZERS, "adamw"))
-@pytest.mark.parametrize("kind", depth(["tensor"], ["float", "tensor"]))
+@each(name=mark_seldom(OPTIMIZERS, "adamw"), kind=depth(["tensor"], ["float", "tensor"]))
 def test_updates_compile_with_the_step(gloo2: Pool, name: str, kind: str) -> None:
     """One graph for steps with other rates, two with floats: equal to eager, in the memory of the given tensors."""
     gloo2.run(trained, name, "aot_eager", kind)
 
 
 @seldom
-@each
-@pytest.mark.parametrize("policy", depth(["precision"], list(POLICIES)))
+@each(policy=depth(["precision"], list(POLICIES)))
 def test_updates_compile_with_every_policy(gloo2: Pool, policy: str, tmp_path: Path) -> None:
     """The state is saved as eager's is."""
     if policy == "precision" and not _torch.FORWARD_CAN_BE_REPLACED:

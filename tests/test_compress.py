@@ -213,8 +213,7 @@ def test_quantized_near_the_largest_number_is_finite(layout: str, dtype: torch.d
         assert (shard.double() / 2 - want[key]).abs().amax() <= 0.51 * (2 * most / 255) / 2
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["exact", "quantize", "chunks", "powersgd", "rank 2", "batched"])
+@every(bad=[math.nan, math.inf, -math.inf], name=["exact", "quantize", "chunks", "powersgd", "rank 2", "batched"])
 def test_what_is_not_finite_shows(name: str, bad: float) -> None:
     """On whichever rank: loss_scale has to see it."""
     grads = gradients(4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collective_log import world
-from depth import each, seldom
+from depth import each, every, seldom
 from ranks import real_ranks
 from test_hvp import Cube, text
 from test_memory import Peak, no_collector
@@ -138,8 +138,7 @@ def check(got: fs.Params, name: str, spec: fs.PartitionSpec, ranks: int, rank: i
 @each
 @pytest.mark.parametrize("model", [MODEL, WITHOUT_RULE], ids=["", "no forward rule"])
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=["shard", "hsdp"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", [*LOSSES, "fisher"])
+@every(policy=POLICIES, name=[*LOSSES, "fisher"])
 def test_simulated_ranks_have_the_explicit_matrix(name: str, policy: str, sizes: dict[str, int], model: nn.Module) -> None:
     on = POLICIES[policy](model)
     ranks = 4 if "replicate" in sizes else 2

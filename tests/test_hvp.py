@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most, each, pairs, some
+from depth import at_most, each, every, pairs, some
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.func import grad, jvp
@@ -117,10 +117,7 @@ THIRD = {
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("axis", ["shard", "replicate", ("shard", "replicate"), None], ids=str)
-@pytest.mark.parametrize("transform", THIRD)
+@each(remat=[False, True], axis=["shard", "replicate", ("shard", "replicate"), None], transform=THIRD)
 def test_codecs_on_simulated_meshes(transform: str, axis: Any, remat: bool) -> None:
     """Tangents of what was sent, also where all ranks of an axis have the same shards."""
     policy = fs.by_type(nn.Linear, p=P(axis, precision=POLICIES["sent"](PLAIN).by_path["0"].precision, remat=remat))
@@ -317,8 +314,7 @@ CONSTANTS: dict[str, Callable[[Any, Tensor], Any]] = {
 @at_most(11)
 @pairs
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-@pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True)], ids=str)
-@pytest.mark.parametrize("what", CONSTANTS)
+@every(p=[P("shard"), P("shard", reshard=False), P("shard", remat=True)], what=CONSTANTS)
 def test_no_grad_in_forward(what: str, p: P, remat: bool) -> None:
     """As for a gradient of a gradient, also where the caller wants none himself; torch's own jvp differentiates it."""
     torch.manual_seed(0)

@@ -247,13 +247,10 @@ def lived(p: P, in_flight: int, count: int, **options: Any) -> tuple[list[str], 
         return events, most[0], now
 
 
-@each
-@pytest.mark.parametrize(
-    "p",
-    mark_seldom([P("shard"), P("shard", reshard=False), P("shard", remat=True)], P("shard"), P("shard", remat=True)),
-    ids=str,
+@each(
+    p=mark_seldom([P("shard"), P("shard", reshard=False), P("shard", remat=True)], P("shard"), P("shard", remat=True)),
+    in_flight=[1, 2],
 )
-@pytest.mark.parametrize("in_flight", [1, 2])
 def test_updates_run_in_backward(p: P, in_flight: int) -> None:
     """A unit's update follows the backward of ``in_flight`` units before it, and its gradient goes with it."""
     events, most, _ = lived(p, in_flight, 1)

@@ -39,6 +39,7 @@ LOCAL: dict[str, Any] = {
     "other": {"twice": 1},
 }
 STACKS = ("both", "experts")
+SGD = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
 STEPS = 2
 MESHES: dict[str, tuple[dict[str, int], Any]] = {
     "experts": ({"expert": 2, "shard": 2}, "shard"),
@@ -79,6 +80,11 @@ def spec_on(mesh: Any, sizes: dict[str, int], axis: Any, dtype: torch.dtype = to
     return fs.policies.whole(P(axis, local=LOCAL, align=1))(model).on(mesh)
 
 
+def on_ranks(mesh: str) -> tuple[dict[str, int], fs.PartitionSpec]:
+    sizes = all_axes(MESHES[mesh][0])
+    return sizes, spec_on(mesh_of(**sizes), sizes, MESHES[mesh][1])
+
+
 def matrices_of(spec: fs.PartitionSpec, **options: Any) -> fs.optim._matrices.Matrices:
     return fs.optim.matrices(spec, select=lambda name, param: len(param.shape) > 1, **options)
 
@@ -98,12 +104,7 @@ def expected(optimizer: str) -> fs.Params:
 
 def trained(spec: fs.PartitionSpec, optimizer: str, **options: Any) -> fs.Params:
     """Whole parameters after all steps."""
-    params = fs.shard(PARAMS, spec)
-    init, update = OPTIMIZERS[optimizer][0](matrices_of(spec, **options))
-    state = init(params)
-    for grads in GRADS:
-        params, state = update(fs.shard(grads, spec), state, params)
-    return fs.unshard(params, spec)
+    return fs.unshard(peers.sharded(spec, OPTIMIZERS[optimizer][0](matrices_of(spec, **options)), PARAMS, GRADS)[0], spec)
 
 
 def check(found: fs.Params, want: fs.Params, optimizer: str = "muon") -> None:
@@ -129,8 +130,7 @@ def test_equal_on_simulated_ranks(optimizer: str, mesh: str, gather_stacks: bool
 @pytest.mark.parametrize("mesh", mark_seldom(ON_FOUR, "experts", "both"))
 @real_ranks(4)
 def test_equal_on_real_ranks(rank: int, mesh: str) -> None:
-    sizes = all_axes(MESHES[mesh][0])
-    spec = spec_on(mesh_of(**sizes), sizes, MESHES[mesh][1])
+    sizes, spec = on_ranks(mesh)
     for optimizer in ("muon", "shampoo", "soap"):
         check(trained(spec, optimizer), expected(optimizer), optimizer)
     check(trained(spec, "shampoo", gather_stacks=True), expected("shampoo"))
@@ -165,15 +165,10 @@ def test_units_split_and_local_over_one_axis(rank: int, optimizer: str) -> None:
     by_path = {"first": P("tensor", align=1), "layer": P(local={"tensor": {f"*.{n}": dim for n, dim in local.items()}})}
     spec = fs.by_path(by_path | {"other": P()})(model).on(mesh_of(tensor=2))
 
-    def shard(tree: fs.Params) -> fs.Params:
-        return fs.shard({f"{unit}.{name}": tree[name] for name, unit in units.items()}, spec)
-
-    params = shard(PARAMS)
-    init, update = OPTIMIZERS[optimizer][0](matrices_of(spec))
-    state = init(params)
-    for grads in GRADS:
-        params, state = update(shard(grads), state, params)
-    check({name.split(".")[1]: x for name, x in fs.unshard(params, spec).items()}, expected(optimizer), optimizer)
+    pair = OPTIMIZERS[optimizer][0](matrices_of(spec))
+    named = [{f"{unit}.{name}": tree[name] for name, unit in units.items()} for tree in (PARAMS, *GRADS)]
+    got = fs.unshard(peers.sharded(spec, pair, named[0], named[1:])[0], spec)
+    check({name.split(".")[1]: x for name, x in got.items()}, expected(optimizer), optimizer)
 
 
 # --- the state ---
@@ -190,8 +185,7 @@ def test_state_goes_to_other_owners(rank: int, tmp_path: Path, optimizer: str, f
     want = expected(optimizer)
 
     def on(name: str) -> tuple[fs.PartitionSpec, Any, Any]:
-        sizes = all_axes(MESHES[name][0])
-        spec = spec_on(mesh_of(**sizes), sizes, MESHES[name][1])
+        _, spec = on_ranks(name)
         return spec, *OPTIMIZERS[optimizer][0](matrices_of(spec))
 
     spec, init, update = on(first)
@@ -209,8 +203,7 @@ def test_state_goes_to_other_owners(rank: int, tmp_path: Path, optimizer: str, f
 @real_ranks(4)
 def test_adafactor_of_whole_stacks(rank: int) -> None:
     """It scales by the norm of a whole parameter, of which no rank has it all: so it is sent to one owner."""
-    sizes = all_axes(MESHES["both"][0])
-    spec = spec_on(mesh_of(**sizes), sizes, MESHES["both"][1])
+    _, spec = on_ranks("both")
     init, update = fs.optim.adafactor(0.05, spec)
     params = fs.shard(PARAMS, spec)
     state = init(params)
@@ -237,16 +230,15 @@ def test_an_update_that_may_mix_a_stack() -> None:
         return param - grad / grad.norm(), {}
 
     sizes = all_axes({"expert": 2, "shard": 2})
-    fallback = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
 
     def rank(mesh: Any, _: Tensor) -> fs.Params:
         spec = spec_on(mesh, sizes, "shard")
         with pytest.raises(
             ValueError, match=r"matrix 'experts': its stack is local over axis 'expert', of which a rank has a part"
         ):
-            fs.optim.by_matrix(lambda param: {}, normalized, matrices_of(spec), fallback=fallback)
+            fs.optim.by_matrix(lambda param: {}, normalized, matrices_of(spec), fallback=SGD)
         known = matrices_of(spec, gather_stacks=True)
-        init, update = fs.optim.by_matrix(lambda param: {}, normalized, known, fallback=fallback)
+        init, update = fs.optim.by_matrix(lambda param: {}, normalized, known, fallback=SGD)
         params = fs.shard(PARAMS, spec)
         return fs.unshard(update(fs.shard(GRADS[0], spec), init(params), params)[0], spec)
 
@@ -258,10 +250,9 @@ def test_an_update_that_may_mix_a_stack() -> None:
 def test_a_state_that_looks_like_a_part_of_a_stack() -> None:
     """A checkpoint tells parts by shape: of a whole stack no state may begin as a part does."""
     spec = spec_on(all_axes({"expert": 2}), all_axes({"expert": 2}), "shard")
-    fallback = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
     step = lambda grad, state, param: (param, state)  # noqa: E731
     with pytest.raises(ValueError, match=r"matrix 'experts': state 'two' \[2\] of the matrix \[4, 3, 3\]: expected"):
-        fs.optim.by_matrix(lambda p: {"two": p.new_zeros(2)}, step, matrices_of(spec, gather_stacks=True), fallback=fallback)
+        fs.optim.by_matrix(lambda p: {"two": p.new_zeros(2)}, step, matrices_of(spec, gather_stacks=True), fallback=SGD)
 
 
 def test_select_is_asked_about_whole_parameters() -> None:

@@ -231,10 +231,7 @@ def test_optimizers(rank: int, sizes: dict[str, int], options: dict[str, Any], n
         case.check(slices, {name: theirs.state[p][of_torch] for name, p in want.items()}, rtol=1e-6, atol=1e-8)
 
 
-@each
-@pytest.mark.parametrize(
-    "sizes", [{"replicate": 2, "expert": 2, "shard": 1}, {"tensor": 2, "replicate": 2, "shard": 1}], ids=str
-)
+@each(sizes=[{"replicate": 2, "expert": 2, "shard": 1}, {"tensor": 2, "replicate": 2, "shard": 1}])
 @real_ranks(4)
 def test_averages_of_replicas(rank: int, sizes: dict[str, int]) -> None:
     """Replicas drift apart, average sometimes, and never with ranks that hold other pieces."""

@@ -609,8 +609,7 @@ QUIET = pytest.mark.filterwarnings(
 
 
 @QUIET
-@each
-@pytest.mark.parametrize("ranks", SIMULATED)
+@each(ranks=SIMULATED)
 @pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, *MAIN, "`Remat(save=)`", "`by_group`"), ids=without_ticks)
 @pytest.mark.parametrize("transform", NOT_BY_DYNAMO, ids=without_ticks)
 def test_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
@@ -619,8 +618,7 @@ def test_simulated_ranks(transform: str, strategy: str, ranks: int) -> None:
 
 
 @seldom
-@each
-@pytest.mark.parametrize("ranks", mark_seldom(SIMULATED, 2))
+@each(ranks=mark_seldom(SIMULATED, 2))
 @pytest.mark.parametrize("strategy", mark_seldom(COMPILED_SIMULATED, "`codec=`"), ids=without_ticks)
 def test_compiled_on_simulated_ranks(strategy: str, ranks: int) -> None:
     """So does the compiler."""

@@ -6,13 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import matrix_peers as peers
 import pytest
 import torch
+import torch.distributed as dist
 from collective_log import Collectives, Sent, world
-from depth import at_most, depth, each, seldom
-from ranks import Pool, mesh_of
-from test_by_matrix import piece_of
+from depth import at_most, depth, each, every, seldom
+from ranks import mesh_of, real_ranks
+from test_by_matrix import MESHES, piece_of
 from test_memory import Peak, no_collector
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -63,10 +66,7 @@ def slices_of(matrix: Any, spec: fs.PartitionSpec) -> list[int]:
 
 
 @at_most(1)
-@pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("ranks", [8, 64])
-@pytest.mark.parametrize("axes", AXES)
-@each
+@each(axes=AXES, ranks=[8, 64], rank=[0, 3])
 def test_what_is_sent(axes: str, ranks: int, rank: int) -> None:
     """One all-to-all each way for each group and axis; each matrix goes once to its owner, and back once to each replica.
 
@@ -123,8 +123,7 @@ class Llama(nn.Module):
 
 
 @at_most(3)
-@pytest.mark.parametrize("ranks", [8, 64])
-@pytest.mark.parametrize("axes", AXES)
+@every(axes=AXES, ranks=[8, 64])
 def test_ranks_work_at_the_same_time(axes: str, ranks: int) -> None:
     """Although a rank begins a group when all have done the last but one: within an eighth of what nobody can go below."""
     with world(ranks):
@@ -140,8 +139,14 @@ def test_ranks_work_at_the_same_time(axes: str, ranks: int) -> None:
     assert last <= 1.125 * sum(m.cost for m in known.chosen) / ranks
 
 
-def worked(rank: int, sizes: dict[str, int], axis: Any) -> list[tuple[int, ...]]:
-    """The shapes of what a rank has made orthogonal in two steps."""
+ON = MESHES | {"4 ranks": ({"shard": 4}, "shard")}
+
+
+@at_most(1)
+@each(mesh=["fsdp", "ddp", "hsdp", "4 ranks"])
+@real_ranks(lambda mesh: math.prod(ON[mesh][0].values()))
+def test_each_matrix_is_worked_on_once(rank: int, mesh: str) -> None:
+    """In the whole mesh, by each rank some: the shapes of what ranks have made orthogonal in two steps."""
     done: list[tuple[int, ...]] = []
     plain = muon_module.orthogonal
 
@@ -149,30 +154,16 @@ def worked(rank: int, sizes: dict[str, int], axis: Any) -> list[tuple[int, ...]]
         done.extend([tuple(x.shape[-2:])] * x.shape[:-2].numel())
         return plain(x, **options)
 
+    sizes, axis = ON[mesh]
     model = nn.Sequential(*(nn.Linear(i + 2, 3) for i in range(5)), nn.Linear(2, 3))
     spec = fs.policies.always(P(axis))(model).on(mesh_of(**sizes))
-    params = fs.shard(model, spec)
-    muon_module.orthogonal = orthogonal
-    try:
-        init, update = fs.optim.muon(spec)
-        state = init(params)
-        for _ in range(2):
-            params, state = update(params, state, params)
-    finally:
-        muon_module.orthogonal = plain
-    return done
-
-
-@at_most(1)
-@each
-@pytest.mark.parametrize("mesh", ["fsdp", "ddp", "hsdp", "4"])
-def test_each_matrix_is_worked_on_once(gloo2: Pool, gloo4: Pool, mesh: str) -> None:
-    """In the whole mesh, by each rank some."""
-    of = {"fsdp": ({"shard": 2}, "shard"), "ddp": ({"shard": 2}, None), "4": ({"shard": 4}, "shard")}
-    sizes, axis = of.get(mesh, ({"replicate": 2, "shard": 2}, "shard"))
-    done = (gloo2 if len(sizes) == 1 and sizes["shard"] == 2 else gloo4).run(worked, sizes, axis)
-    assert Counter(shape for some in done for shape in some) == {**{(3, i + 2): 2 for i in range(1, 5)}, (3, 2): 4}
-    assert all(done)
+    full = {name: p.detach() for name, p in model.named_parameters()}
+    with mock.patch.object(muon_module, "orthogonal", orthogonal):
+        peers.sharded(spec, fs.optim.muon(spec), full, [full] * 2)
+    of_all: list[Any] = [None] * math.prod(sizes.values())
+    dist.all_gather_object(of_all, done)
+    assert Counter(shape for some in of_all for shape in some) == {**{(3, i + 2): 2 for i in range(1, 5)}, (3, 2): 4}
+    assert done
 
 
 # --- what is alive ---
@@ -202,9 +193,7 @@ def test_no_more_than_an_elementwise_step(axes: str) -> None:
 
 
 @seldom
-@each
-@pytest.mark.parametrize("rank", [0, 7])
-@pytest.mark.parametrize("axes", AXES)
+@each(axes=AXES, rank=[0, 7])
 def test_at_most_two_units_beyond_a_donated_elementwise_step(axes: str, rank: int) -> None:
     """Which makes nothing: so this is what is under way, however many units there are."""
     with world(8, rank):
@@ -263,10 +252,7 @@ def stepped(name: str, grads: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(out).double()
 
 
-@each
-@pytest.mark.parametrize("scale", [1.0, 2.0**-40, 2.0**40], ids=["", "tiny", "huge"])
-@pytest.mark.parametrize("kind", GRADIENTS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@each(name=OPTIMIZERS, kind=GRADIENTS, scale=[1.0, 2.0**-40, 2.0**40])
 def test_float32_does_what_float64_does(name: str, kind: str, scale: float) -> None:
     """Where a gradient has nothing, rounding errors do not become steps: Shampoo's were 4e12 where 2 is due."""
     for shape in SHAPES if (name, kind) != ("soap", "whole") else SHAPES[:1]:  # SOAP: the null space has no basis of its own
@@ -286,8 +272,7 @@ def test_muon_of_gradients_whose_squares_overflow() -> None:
 
 
 @at_most(8)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every(name=OPTIMIZERS, dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_a_gradient_whose_square_overflows_leaves_state_finite(name: str, dtype: torch.dtype) -> None:
     """Of Shampoo and SOAP it was NaN for good, at the first step or later, and `apply_if_finite` saw a finite gradient."""
     module = nn.Linear(6, 8, bias=False, dtype=dtype)
@@ -301,12 +286,8 @@ def test_a_gradient_whose_square_overflows_leaves_state_finite(name: str, dtype:
         assert all(x.isfinite().all() for x in pytree.tree_leaves((params, state)) if isinstance(x, Tensor)), t
         assert params[""].abs().max() < 100
     assert state.total == 0
-    assert (
-        OPTIMIZERS[name](spec, torch.float32)
-        .update({"": torch.full((48,), torch.inf, dtype=dtype)}, state.inner, params)[0][""]
-        .isnan()
-        .any()
-    ), "what is not finite stays visible"
+    bare, infinite = OPTIMIZERS[name](spec, torch.float32), {"": torch.full((48,), torch.inf, dtype=dtype)}
+    assert bare.update(infinite, state.inner, params)[0][""].isnan().any(), "what is not finite stays visible"
 
 
 def test_relative_eps_is_of_the_largest_eigenvalue(monkeypatch: pytest.MonkeyPatch) -> None:

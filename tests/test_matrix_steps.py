@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,8 +11,10 @@ import matrix_peers as peers
 import pytest
 import torch
 from depth import at_most, depth, each, seldom
-from ranks import Pool, mesh_of
-from test_by_matrix import GRADS, MODEL, PARAMS, WANTED, collect, matrices_on, spec_on
+from models import of_transformers
+from ranks import Pool, mesh_of, real_ranks
+from test_by_matrix import ALONE as ON_ONE
+from test_by_matrix import GRADS, MODEL, PARAMS, REST, WANTED, collect, matrices_on, spec_on
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
@@ -50,12 +53,8 @@ def by_torch(
 
 def trained(spec: fs.PartitionSpec, pair: Any, dtype: torch.dtype, rates: Any = lambda t: {}) -> fs.Params:
     """Full parameters after all steps of ours."""
-    init, update = pair
-    params = fs.shard(cast(PARAMS, dtype), spec)
-    state = init(params)
-    for t, grads in enumerate(GRADS):
-        params, state = update(fs.shard(cast(grads, dtype), spec), state, params, **rates(t))
-    return fs.unshard(params, spec)
+    grads = [cast(tree, dtype) for tree in GRADS]
+    return fs.unshard(peers.sharded(spec, pair, cast(PARAMS, dtype), grads, rates)[0], spec)
 
 
 def spec_of(mesh: Any, axis: Any, dtype: torch.dtype) -> fs.PartitionSpec:
@@ -109,48 +108,46 @@ def test_a_step_of_torchs_muon_is_not_rounded(dtype: torch.dtype, atol: float) -
         assert_close(got[name], weight, rtol=0, atol=atol)
 
 
-ADAFACTOR: dict[str, dict[str, Any]] = {
-    "default": {"learning_rate": 0.01},
-    "of its own": {
-        "learning_rate": 0.1, "decay_rate": 0.5, "eps": 1e-6, "min_scale": 1e-2, "clipping_threshold": 1.5, "weight_decay": 0.1
-    },
+ADAFACTOR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({"learning_rate": 0.01}, {}),
+    "of its own": (
+        {"learning_rate": 0.1, "decay_rate": 0.5, "eps": 1e-6, "min_scale": 1e-2, "clipping_threshold": 1.5,
+         "weight_decay": 0.1},
+        {"lr": 0.1, "beta2_decay": -0.5, "eps": (1e-6, 1e-2), "d": 1.5, "weight_decay": 0.1},
+    ),
 }  # fmt: skip
-OF_TORCH: dict[str, dict[str, Any]] = {
-    "default": {},
-    "of its own": {"lr": 0.1, "beta2_decay": -0.5, "eps": (1e-6, 1e-2), "d": 1.5, "weight_decay": 0.1},
-}
+"""Options of ours, and of torch's."""
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("case", ADAFACTOR)
-@pytest.mark.parametrize("axis", ["shard", None])
-def test_torchs_adafactor_on_real_ranks(gloo2: Pool, case: str, axis: Any) -> None:
+@each(axis=["shard", None], case=ADAFACTOR)
+@real_ranks(2)
+def test_torchs_adafactor_on_real_ranks(rank: int, case: str, axis: Any) -> None:
     """Every parameter, vectors as well."""
-    want = by_torch([(torch.optim.Adafactor, {*PARAMS}, OF_TORCH[case])], torch.float64)
-    for got in gloo2.run(adafactor_on_ranks, axis, case):
-        assert_close(got, want, rtol=1e-9, atol=1e-9)
+    spec, (options, of_torch) = spec_on(mesh_of(2), axis), ADAFACTOR[case]
+    got = trained(spec, fs.optim.adafactor(spec=spec, **options), torch.float64)
+    assert_close(got, by_torch([(torch.optim.Adafactor, {*PARAMS}, of_torch)], torch.float64), rtol=1e-9, atol=1e-9)
 
 
-def adafactor_on_ranks(rank: int, axis: Any, case: str) -> fs.Params:
-    spec = spec_on(mesh_of(2), axis)
-    return trained(spec, fs.optim.adafactor(spec=spec, **ADAFACTOR[case]), torch.float64)
+ODD: dict[str, dict[str, Tensor]] = {
+    "a scalar": {"scalar": torch.tensor(2.0), "other": torch.ones(3, 2, 2)},
+    "a column": {"weight": torch.linspace(-1, 1, 5)[:, None], "bias": torch.linspace(1, 2, 5)},
+}
 
 
-def test_adafactor_of_a_scalar() -> None:
-    model = nn.Module()
-    model.scalar, model.other = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(3, 2, 2))
-    spec = fs.policies.whole()(model).on(ALONE)
-    init, update = fs.optim.adafactor(0.01, spec)
-    params = fs.shard(model, spec)
-    state, want = init(params), torch.optim.Adafactor(model.parameters())
-    for t in range(3):
-        grads = {name: torch.full_like(p, t - 1.5) for name, p in model.named_parameters()}
-        params, state = update(fs.shard(grads, spec), state, params)
-        for name, p in model.named_parameters():
-            p.grad = grads[name]
+@pytest.mark.parametrize("what", ODD)
+def test_adafactor_of_odd_shapes(what: str) -> None:
+    """What only some parameters have in their own shape stays with the owner."""
+    model = nn.ParameterDict({name: x.double() for name, x in ODD[what].items()})
+    spec, params = fs.policies.whole()(model).on(ALONE), dict(model.named_parameters())
+    grads = [{name: (p + t - 1.5).detach() for name, p in params.items()} for t in range(3)]
+    got, _ = peers.sharded(spec, fs.optim.adafactor(0.01, spec), {name: p.detach() for name, p in params.items()}, grads)
+    want = torch.optim.Adafactor(params.values())
+    for tree in grads:
+        for name, p in params.items():
+            p.grad = tree[name]
         want.step()
-    assert_close(fs.unshard(params, spec), {name: p.detach() for name, p in model.named_parameters()})
+    assert_close(fs.unshard(got, spec), {name: p.detach() for name, p in params.items()}, rtol=1e-12, atol=1e-12)
 
 
 def test_adafactor_of_a_frozen_unit_is_refused() -> None:
@@ -160,21 +157,12 @@ def test_adafactor_of_a_frozen_unit_is_refused() -> None:
         init({"": torch.zeros(16)})
 
 
-def adafactor_without_a_bias(rank: int) -> str:
-    """What a rank says that has nothing of the bias, and one that has."""
-    layer = nn.Linear(3, 4)
-    spec = fs.policies.whole()(layer).on(mesh_of(2))
-    init, _ = fs.optim.adafactor(0.01, fs.optim.matrices(spec))
-    try:
-        init(fs.shard(layer, spec))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_adafactor_refuses_on_all_ranks(gloo2: Pool) -> None:
-    for said in gloo2.run(adafactor_without_a_bias):
-        assert "Adafactor: 'bias' is frozen, or none of the matrices given" in said
+@real_ranks(2)
+def test_adafactor_refuses_on_all_ranks(rank: int) -> None:
+    """The rank that has nothing of the bias, and one that has."""
+    spec = fs.policies.whole()(nn.Linear(3, 4)).on(mesh_of(2))
+    with pytest.raises(ValueError, match="Adafactor: 'bias' is frozen, or none of the matrices given"):
+        fs.optim.adafactor(0.01, fs.optim.matrices(spec))[0](fs.shard(nn.Linear(3, 4), spec, check_values=False))
 
 
 # --- options and learning rates ---
@@ -182,7 +170,7 @@ def test_adafactor_refuses_on_all_ranks(gloo2: Pool) -> None:
 
 def test_options_of_parameters_and_rates_of_steps() -> None:
     """As torch's groups, whose learning rates follow the schedule in their ratio; a number or a tensor."""
-    spec = spec_on(ALONE, "shard")
+    spec = ON_ONE
     lrs = [0.1 / (t + 1) for t in range(len(GRADS))]
     plain: dict[str, Any] = {"dtype": torch.float64, "lr": 0.05, "weight_decay": 0.1}
     muon = fs.optim.muon(matrices_on(spec, "muon"), options=lambda name, p: OWN.get(name, {}), **plain)
@@ -201,11 +189,11 @@ def test_options_of_parameters_and_rates_of_steps() -> None:
 
 
 def test_rates_and_options_that_do_not_fit() -> None:
-    spec = spec_on(ALONE, "shard")
+    spec = ON_ONE
     with pytest.raises(ValueError, match=r"options of matrix '1\.0\.weight': expected some of .*, got 'beta'"):
         fs.optim.muon(spec, options=lambda name, p: {"beta": 1} if name == "1.0.weight" else {})
     params = fs.shard(PARAMS, spec)
-    init, update = fs.optim.muon(spec, fallback=fs.optim.from_torch(torch.optim.AdamW))
+    init, update = fs.optim.muon(spec, fallback=REST)
     with pytest.raises(ValueError, match="expected fallback_lr= with it"):
         update(params, init(params), params, lr=0.1)
     init, update = fs.optim.muon(spec, lr=0.0)  # of a warmup
@@ -226,7 +214,7 @@ def test_rates_and_options_that_do_not_fit() -> None:
 
 def test_donated() -> None:
     """The same numbers in the memory of what was given, which is dead."""
-    spec = spec_on(ALONE, "shard")
+    spec = ON_ONE
     muon = {donate: fs.optim.muon(matrices_on(spec, "muon"), dtype=torch.float64, donate=donate) for donate in (False, True)}
     params = fs.shard(PARAMS, spec)
     grads, state = fs.shard(GRADS[0], spec), muon[True].init(params)
@@ -244,11 +232,8 @@ def test_donated() -> None:
 
 def test_donated_beside_a_rest_that_does_not() -> None:
     """What the rest makes in new memory is written into that of the parameters."""
-    spec = spec_on(ALONE, "shard")
-    rest = fs.optim.from_torch(torch.optim.AdamW)
-    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
-    steps = [fs.optim.muon(matrices_on(spec, "muon"), fallback=rest, donate=donate) for donate in (False, True)]
-    want, got = (step.update(grads, step.init(params), params)[0] for step in steps)
+    steps = [fs.optim.muon(matrices_on(ON_ONE, "muon"), fallback=REST, donate=donate) for donate in (False, True)]
+    want, got = (peers.sharded(ON_ONE, pair, PARAMS, GRADS[:1])[0] for pair in steps)
     assert_close(got, want, rtol=0, atol=0)
 
 
@@ -260,12 +245,11 @@ def test_state_of_another_dtype_than_the_parameters() -> None:
         return (param.float() - momentum).to(param.dtype), {"momentum": momentum}
 
     begin = lambda p: {"momentum": p.new_zeros(p.shape, dtype=torch.float32)}  # noqa: E731
-    rest = fs.optim.from_torch(torch.optim.AdamW)
     for dtype in (torch.bfloat16, torch.float64):
         spec = spec_of(ALONE, "shard", dtype)
         params, grads = (fs.shard(cast(tree, dtype), spec) for tree in (PARAMS, GRADS[0]))
         known = matrices_on(spec, "muon")
-        init, update = fs.optim.by_matrix(begin, step, known, fallback=rest)
+        init, update = fs.optim.by_matrix(begin, step, known, fallback=REST)
         _, state = update(grads, init(params), params)
         momenta = collect(known, {key: unit.slices["momentum"] for key, unit in state.items() if unit.slices})
         assert_close(momenta, {name: GRADS[0][name].to(dtype).float() / 3 for name in momenta}, rtol=0, atol=0)
@@ -288,7 +272,7 @@ def test_derivatives_through_two_steps(make: Any) -> None:
 @pytest.mark.parametrize("make", [fs.optim.shampoo, fs.optim.soap])
 def test_gradients_that_are_not_finite(make: Any) -> None:
     """NaN, as of any optimizer: an error of one owner would leave the others waiting, and a step may be left out afterwards."""
-    spec = spec_on(ALONE, "shard")
+    spec = ON_ONE
     params, grads = fs.shard(PARAMS, spec), {**GRADS[0]}
     grads["2.weight"] = grads["2.weight"].clone()
     grads["2.weight"][1, 1] = torch.inf
@@ -332,7 +316,7 @@ def test_frozen_integer_and_missing() -> None:
 
 def test_what_does_not_fit() -> None:
     """Named before anything is sent."""
-    spec = spec_on(ALONE, "shard")
+    spec = ON_ONE
     known = fs.optim.matrices(spec)
     params = fs.shard(PARAMS, spec)
     init, _ = fs.optim.muon(known)
@@ -380,7 +364,7 @@ def test_what_does_not_fit() -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_derivatives_of_a_step() -> None:
     """Of a loss after it, with respect to params, gradients and the learning rate: those of the plain step."""
-    want = derivatives(spec_on(ALONE, "shard"))
+    want = derivatives(ON_ONE)
     for sizes in ({"shard": 2}, {"replicate": 2, "shard": 2}):
         ranks = torch.Size(sizes.values()).numel()
         got = spmd(lambda mesh, _: derivatives(spec_on(mesh, "shard")), sizes)(torch.zeros(ranks))
@@ -402,84 +386,58 @@ def derivatives(spec: fs.PartitionSpec) -> Any:
     return fs.unshard(of_params, spec), fs.unshard(of_grads, spec), of_lr
 
 
-def transformed(mesh: Any, axis: str | None, batched: bool) -> fs.Params:
-    """Of a second step after one, with respect to the first one's gradients: derivatives, or new parameters for two of them."""
+def of_your_own(mesh: Any, axis: str | None, what: str) -> Any:
+    """Of two steps: derivatives with respect to the first one's gradients, or new parameters for a batch of two of these;
+    of one step the derivative with respect to its learning rate, which owners alone compute with, and its tangents."""
 
-    def step(grad: Tensor, state: Any, param: Tensor) -> tuple[Tensor, Any]:
+    def step(grad: Tensor, state: Any, param: Tensor, *, lr: Any = 0.1) -> tuple[Tensor, Any]:
         momentum = 0.9 * state["momentum"] + grad
         new = {"momentum": momentum, "length": state["length"] + grad.norm()}
-        return param - 0.1 * momentum / new["length"], new
+        return param - lr * momentum / new["length"], new
 
     spec = spec_on(mesh, axis)
-    rest = lambda params: {key: {} for key in params}, lambda grads, state, params: (params, state)
+    rest = lambda params: {key: {} for key in params}, lambda grads, state, params, lr=0.1: (params, state)
     begin = lambda p: {"momentum": torch.zeros_like(p), "length": p.new_zeros(())}  # noqa: E731
     init, update = fs.optim.by_matrix(begin, step, matrices_on(spec, "muon"), fallback=rest)
     params, grads, later = (fs.shard(tree, spec) for tree in (PARAMS, GRADS[0], GRADS[1]))
     state = init(params)
+    squares = lambda tree: sum((x**2).sum() for x in tree.values())  # noqa: E731
 
     def stepped(grads: fs.Params) -> fs.Params:
         """The parameters do not take part in the second step's derivative: on other ranks than the owner nothing does."""
         return update(later, update(grads, state, params)[1], params)[0]
 
-    if batched:
-        new = torch.func.vmap(stepped)({key: torch.stack([g, 2 * g]) for key, g in grads.items()})
-        return fs.unshard({key: x[1] for key, x in new.items()}, spec)
-    loss = lambda grads: sum((x**2).sum() for x in stepped(grads).values())  # noqa: E731
-    return fs.unshard(torch.func.grad(loss)(grads), spec)
-
-
-def transformed_on_ranks(rank: int, axis: str | None, batched: bool) -> fs.Params:
-    return transformed(mesh_of(2), axis, batched)
-
-
-@at_most(1)
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("axis", ["shard", None])
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_transforms_of_an_update_of_your_own(gloo2: Pool, axis: str | None, batched: bool) -> None:
-    """Ranks that own a matrix and ranks that do not send the same things, whatever the update makes of what."""
-    want = transformed(ALONE, axis, batched)
-    for got in gloo2.run(transformed_on_ranks, axis, batched):
-        assert_close(got, want, rtol=1e-9, atol=1e-9)
-
-
-def of_a_rate(rank: int, axis: str | None) -> tuple[Tensor, fs.Params]:
-    """The derivative of a step with respect to its learning rate, which owners alone compute with, and its tangents."""
-
-    def step(grad: Tensor, state: Any, param: Tensor, *, lr: Any) -> tuple[Tensor, Any]:
-        momentum = 0.9 * state["momentum"] + grad
-        return param - lr * momentum / momentum.norm(), {"momentum": momentum}
-
-    spec = spec_on(ALONE if rank < 0 else mesh_of(2), axis)
-    rest = lambda params: {key: {} for key in params}, lambda grads, state, params, lr: (params, state)
-    begin = lambda p: {"momentum": torch.zeros_like(p)}  # noqa: E731
-    init, update = fs.optim.by_matrix(begin, step, matrices_on(spec, "muon"), fallback=rest)
-    params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
-    state, lr = init(params), torch.tensor(0.1).double()
-
-    def stepped(lr: Tensor) -> fs.Params:
+    def rated(lr: Tensor) -> fs.Params:
         return update(grads, state, params, lr=lr, fallback_lr=0.1)[0]
 
-    slope = torch.func.grad(lambda lr: sum((x**2).sum() for x in stepped(lr).values()))(lr)
-    return slope, fs.unshard(torch.func.jvp(stepped, (lr,), (torch.ones_like(lr),))[1], spec)
+    if what == "rate":
+        lr = torch.tensor(0.1).double()
+        tangents = torch.func.jvp(rated, (lr,), (torch.ones_like(lr),))[1]
+        return torch.func.grad(lambda lr: squares(rated(lr)))(lr), fs.unshard(tangents, spec)
+    if what == "batch":
+        new = torch.func.vmap(stepped)({key: torch.stack([g, 2 * g]) for key, g in grads.items()})
+        return fs.unshard({key: x[1] for key, x in new.items()}, spec)
+    return fs.unshard(torch.func.grad(lambda grads: squares(stepped(grads)))(grads), spec)
 
 
-@at_most(1)
-@pytest.mark.parametrize("axis", ["shard", None])
-def test_derivatives_of_a_rate_that_owners_compute_with(gloo2: Pool, axis: str | None) -> None:
-    """Whole on every rank, though each has only what its own matrices contribute."""
-    want = of_a_rate(-1, axis)
-    for got in gloo2.run(of_a_rate, axis):
-        assert_close(got, want, rtol=1e-9, atol=1e-9)
+@at_most(3)
+@each(what=["gradients", "batch", "rate"], axis=["shard", None])
+@real_ranks(2)
+def test_transforms_of_an_update_of_your_own(rank: int, axis: str | None, what: str) -> None:
+    """Ranks that own a matrix and ranks that do not send the same things, whatever the update makes of what."""
+    warnings.filterwarnings("ignore", "There is a performance drop")
+    assert_close(of_your_own(mesh_of(2), axis, what), of_your_own(ALONE, axis, what), rtol=1e-9, atol=1e-9)
 
 
-def in_backward(rank: int, donate: bool) -> None:
+@pytest.mark.parametrize("donate", [False, True])
+@real_ranks(2)
+def test_in_backward(rank: int, donate: bool) -> None:
+    """The step of all units at once."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5)).double()
     spec = fs.by_type(nn.Linear)(model).on(mesh_of(2))
-    _, update = fs.optim.muon(spec, dtype=torch.float64)
-    init, inside = fs.optim.muon(spec, dtype=torch.float64, donate=donate)
+    update, inside = (fs.optim.muon(spec, dtype=torch.float64, donate=donate).update for donate in (False, donate))
     params = fs.shard(model, spec)
-    state = init(params)
+    state = fs.optim.muon(spec, dtype=torch.float64).init(params)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)).double()
 
     def loss(params: fs.Params, x: Tensor) -> Tensor:
@@ -490,12 +448,6 @@ def in_backward(rank: int, donate: bool) -> None:
         got = fs.update_in_backward(inside, loss, params, state, [x], spec=spec)
         assert_close((got.params, got.state), want, rtol=1e-9, atol=1e-9)
         params, state = got.params, got.state
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_in_backward(gloo2: Pool, donate: bool) -> None:
-    """The step of all units at once."""
-    gloo2.run(in_backward, donate)
 
 
 STRATEGIES: dict[str, Any] = {
@@ -543,10 +495,7 @@ def gloo3() -> Iterator[Pool]:
 
 
 @at_most(1)
-@each
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@each(strategy=STRATEGIES, ranks=[2, 3], donate=[False, True])
 def test_steps_of_a_loss(gloo2: Pool, gloo3: Pool, strategy: str, ranks: int, donate: bool) -> None:
     """The plain optimizer's with the gradients that there were, however they were made."""
     results = {2: gloo2, 3: gloo3}[ranks].run(by_a_loss, ranks, strategy, donate)
@@ -560,7 +509,7 @@ def test_steps_of_a_loss(gloo2: Pool, gloo3: Pool, strategy: str, ranks: int, do
 @seldom
 def test_compiled() -> None:
     """As one graph the same numbers. The rest is plain: what `from_torch` asks of its tensors torch.compile cannot trace."""
-    spec = spec_on(ALONE, "shard")
+    spec = ON_ONE
     rest = lambda params: {key: {} for key in params}, lambda grads, state, params: ({k: -g for k, g in grads.items()}, state)
     init, update = fs.optim.muon(matrices_on(spec, "muon"), dtype=torch.float64, fallback=rest, steps=depth(2, 5))
     params, grads = fs.shard(PARAMS, spec), fs.shard(GRADS[0], spec)
@@ -569,31 +518,13 @@ def test_compiled() -> None:
     assert_close(got, update(grads, state, params), rtol=1e-9, atol=1e-9)
 
 
-# --- models of transformers ---
-
-
-def llama(tied: bool) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=13, num_key_value_heads=1, tie_word_embeddings=tied, **sizes))
-
-
-def gpt2(tied: bool) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=13, n_positions=8, n_embd=8, n_layer=2, n_head=2, tie_word_embeddings=tied)
-    return GPT2LMHeadModel(config)
-
-
-MODELS = {"llama": llama, "gpt2": gpt2}
-
-
-@pytest.mark.parametrize(("name", "tied"), [("llama", False), ("llama", True), ("gpt2", True)])
-def test_hidden_matrices_of_transformers(name: str, tied: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama_tied", {"tie_word_embeddings": False}), ("llama_tied", {}), ("gpt2", {})]
+)
+def test_hidden_matrices_of_transformers(name: str, options: dict[str, Any]) -> None:
     """Those of the layers and no others, tied embeddings and heads neither."""
-    model = MODELS[name](tied)
-    spec = fs.by_path({"model.layers.*" if name == "llama" else "transformer.h.*": P("shard")})(model).on(ALONE)
-    layers = {n for n, p in model.named_parameters() if p.dim() == 2 and (".layers." in n or ".h." in n)}
+    made = of_transformers(name, 1, **options)
+    spec = fs.by_type(*made.blocks)(made.model).on(ALONE)
+    layers = {n for n, p in made.model.named_parameters() if p.dim() == 2 and (".layers." in n or ".h." in n)}
     assert layers
-    assert set(fs.optim.matrices(spec, select=fs.optim.hidden(model)).by_name) == layers
+    assert set(fs.optim.matrices(spec, select=fs.optim.hidden(made.model)).by_name) == layers

@@ -464,8 +464,7 @@ KINDS = [*((kind, False) for kind in STRUCTURES), *((kind, True) for kind in ("n
 
 
 @at_most(8)
-@each(way=MAIN_WAYS)
-@pytest.mark.parametrize("precision", WHOLE_PRECISIONS, ids=str)
+@each(way=MAIN_WAYS, precision=WHOLE_PRECISIONS)
 @pytest.mark.parametrize(("kind", "remat"), KINDS)
 @real_ranks(2)
 def test_structured_input_and_output(rank: int, kind: str, remat: bool, precision: Precision | None, way: str) -> None:
