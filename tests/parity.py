@@ -53,6 +53,34 @@ GRADIENTS: dict[str, Callable[..., Any]] = {way: lambda f, way=way: lambda param
 """The same without the value."""
 
 
+def along(params: fs.Params) -> fs.Params:
+    """A direction for them."""
+    return {key: p.detach().cos() for key, p in params.items()}
+
+
+def _squared_gradient(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], Tensor]:
+    return lambda params: torch.stack([g.double().square().sum() for g in torch.func.grad(f)(params).values()]).sum()
+
+
+def _double_backward(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], fs.Params]:
+    def run(params: fs.Params) -> fs.Params:
+        leaves = {key: p.detach().requires_grad_() for key, p in params.items()}
+        grads = torch.autograd.grad(f(leaves), list(leaves.values()), create_graph=True)
+        value = torch.stack([g.double().square().sum() for g in grads]).sum()
+        return dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
+
+    return run
+
+
+HIGHER: dict[str, Callable[..., Any]] = {
+    "hvp": lambda f: lambda params: fs.hvp(f, params, along(params)),
+    "jvp of grad": lambda f: lambda params: torch.func.jvp(torch.func.grad(f), (params,), (along(params),))[1],
+    "grad of grad": lambda f: torch.func.grad(_squared_gradient(f)),
+    "double backward": _double_backward,
+}
+"""Derivatives of the second order: products with the Hessian along a direction, and with the gradient."""
+
+
 def strategies(*names: str, **more: fs.P) -> dict[str, fs.P]:
     """The options of a unit that almost every suite tries, by their names, and more of a suite's own."""
     usual = {
@@ -103,6 +131,14 @@ def average_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def step_with(grads: fs.Params, params: fs.Params, *optimizers: torch.optim.Optimizer) -> None:
+    """Gives these parameters their gradients, and each optimizer a step."""
+    for key, p in params.items():
+        p.grad = grads[key]
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
     assert got.keys() == expected.keys(), f"{what}: expected {sorted(expected)}, got {sorted(got)}"
     for key in got:
@@ -142,10 +178,7 @@ def check_parity(
             grads, value = WAYS[way](f)(trainable)
             assert_close(value, expected.detach(), msg=lambda m, step=step: f"loss of step {step}: {m}")
             same(grads, fs.partition(fs.shard(mean, spec, rank=rank), spec)[0], f"gradient at step {step}")
-            for key, shard in trainable.items():
-                shard.grad = grads[key]
-            ours.step()
-            theirs.step()
+            step_with(grads, trainable, ours, theirs)
             full = {name: p.detach() for name, p in reference.named_parameters()}
             same(fs.combine(trainable, frozen), fs.shard(full, spec, rank=rank), f"parameters after step {step}")
     return fs.unshard(fs.combine(trainable, frozen), spec)

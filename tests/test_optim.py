@@ -12,7 +12,7 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, each, every
-from parity import numbers, same, sharded_call, squared
+from parity import numbers, same, sharded_call, squared, step_with
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -169,10 +169,7 @@ def test_ddp_parity(rank: int, strategy: str, p: float) -> None:
         assert (norm > max_norm) == (step == 0)
         full = {name.removeprefix("module."): q for name, q in peer.named_parameters()}
         same(clipped, fs.shard({name: q.grad for name, q in full.items()}, spec, rank=rank), "clipped")
-        for key, shard in params.items():
-            shard.grad = clipped[key]
-        ours.step()
-        theirs.step()
+        step_with(clipped, params, ours, theirs)
         same(params, fs.shard({name: q.detach() for name, q in full.items()}, spec, rank=rank), "parameters")
 
 

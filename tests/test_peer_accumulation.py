@@ -15,7 +15,7 @@ import pytest
 import torch
 from collective_log import Collectives, gathers, reduce, scatters, world
 from depth import at_most, depth, each, every
-from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, squared
+from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, squared, step_with
 from peer_models import MLP, chain
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -196,11 +196,7 @@ def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, res
         full = fs.unshard(got.grads, spec)
         same(full, expected, f"gradient at step {step}")
         same(full, {name: p.grad for name, p in plain.named_parameters()}, f"gradient by hand at step {step}")
-        for key, shard in params.items():
-            shard.grad = got.grads[key]
-        ours.step()
-        theirs.step()
-        by_hand.step()
+        step_with(got.grads, params, ours, theirs, by_hand)
     same(fs.unshard(params, spec), {name: p.full_tensor() for name, p in peer.named_parameters()}, "parameters")
 
 
@@ -236,10 +232,7 @@ def test_1f1b_microbatching(rank: int) -> None:
         for i, x in enumerate(batches):
             assert_close(losses[i], squared(plain, x).detach())
         same(reduced, fs.shard({name: p.grad for name, p in plain.named_parameters()}, spec, rank=rank), "gradient")
-        for key, shard in params.items():
-            shard.grad = reduced[key]
-        ours.step()
-        theirs.step()
+        step_with(reduced, params, ours, theirs)
 
 
 # --- FSDP1's no_sync ---

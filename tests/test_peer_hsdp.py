@@ -14,7 +14,7 @@ import torch.distributed as dist
 from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
 from depth import at_most, depth, each, mark_seldom
-from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, tokens
+from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, step_with, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
@@ -58,10 +58,7 @@ def hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
         for micro in range(3):
             squared(plain, torch.cat([numbers(r, 10 * step + micro, dim) for r in range(4)])).backward()
         same(total, fs.shard({name: q.grad for name, q in plain.named_parameters()}, spec, rank=rank), f"gradient at {step}")
-        for key, shard in params.items():
-            shard.grad = total[key]
-        ours.step()
-        theirs.step()
+        step_with(total, params, ours, theirs)
         full = {name: q.detach() for name, q in plain.named_parameters()}
         same(params, fs.shard(full, spec, rank=rank), f"parameters after step {step}")
 
@@ -86,9 +83,7 @@ def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tupl
     adam = torch.optim.Adam(params.values(), lr=1e-2)
     for step in range(steps):
         grads, value = fs.grad_and_value(lambda p: next_token(sharded_call(model, p, spec), tokens(rank, step)))(params)
-        for key, shard in params.items():
-            shard.grad = grads[key]
-        adam.step()
+        step_with(grads, params, adam)
         losses.append(value)
     return losses, fs.unshard(params, spec)
 
@@ -224,10 +219,7 @@ def test_hsdp_broadcast_across_replicas(rank: int, src: int) -> None:
         grads = fs.grad(loss)(params)
         theirs.zero_grad()
         sum(squared(plain, numbers(r, step)) / 4 for r in range(4)).backward()
-        for key, shard in params.items():
-            shard.grad = grads[key]
-        ours.step()
-        theirs.step()
+        step_with(grads, params, ours, theirs)
     assert buffers["calls"] == 2 * src + 3
     assert model.calls == rank  # its own are as they were
     same(fs.unshard(params, spec), {name: p.detach() for name, p in plain.named_parameters()}, "trained")

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import slice_numel
+from cases import same, slice_numel
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every
 from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
-from parity import MAIN_WAYS, WAYS
+from parity import GRADIENTS, HIGHER, MAIN_WAYS, WAYS, step_with
 from ranks import mesh_of, real_ranks
 from test_memory import Alive, no_collector
 from torch import Tensor, nn
@@ -31,9 +31,8 @@ from funshard import Codec, P, Precision, _torch
 from funshard._core.flow import divide_factors
 
 F16, BF16, F32, F64, I64, U8 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8
-
-
 HALF = Precision(param=F16)
+KEPT = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
 
 
 class Dtypes(TorchDispatchMode):
@@ -119,30 +118,7 @@ STRATEGIES: dict[str, tuple[P, dict[str, int]]] = {
 }
 
 
-def hvp(f: Callable[[Any], Tensor]) -> Callable[[Any], tuple[fs.Params, Tensor]]:
-    return lambda params: (fs.hvp(f, params, {k: torch.ones_like(p) for k, p in params.items()}), torch.zeros(()))
-
-
-def grad_of_grad(f: Callable[[Any], Tensor]) -> Callable[[Any], tuple[fs.Params, Tensor]]:
-    penalty = lambda p: sum(g.float().pow(2).sum() for g in torch.func.grad(f)(p).values())  # noqa: E731
-    return torch.func.grad_and_value(penalty)
-
-
-def double_backward(f: Callable[[Any], Tensor]) -> Callable[[Any], tuple[fs.Params, Tensor]]:
-    def run(params: fs.Params) -> tuple[fs.Params, Tensor]:
-        leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
-        grads = torch.autograd.grad(f(leaves), list(leaves.values()), create_graph=True)
-        value = torch.stack([g.float().pow(2).sum() for g in grads]).sum()
-        return dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True)), value
-
-    return run
-
-
-DERIVATIVES = {way: WAYS[way] for way in MAIN_WAYS} | {
-    "hvp": hvp,
-    "grad of grad": grad_of_grad,
-    "double backward": double_backward,
-}
+DERIVATIVES = GRADIENTS | {way: HIGHER[way] for way in ("hvp", "grad of grad", "double backward")}
 
 
 def check_row(row: Any, p: P, mesh: Any, way: str) -> list[str]:
@@ -153,7 +129,7 @@ def check_row(row: Any, p: P, mesh: Any, way: str) -> list[str]:
     x = torch.ones(5, dtype=original)
     with Dtypes() as log:
         loss = lambda q: fs.functional_call(model, q, (x,), spec=spec).float()  # noqa: E731
-        grads, _ = DERIVATIVES[way](loss)(fs.shard(model, spec))
+        grads = DERIVATIVES[way](loss)(fs.shard(model, spec))
     assert set(log.gathered) == ({gathered} if p.axes else set()), row
     assert set(log.reduced) == {reduced}, row
     assert {g.dtype for g in grads.values()} == {of_grads}, row
@@ -207,21 +183,16 @@ def test_integer_parameters_travel_as_they_are(original: torch.dtype, fields: di
 @real_ranks(2)
 def test_without_precision_nothing_changes(rank: int) -> None:
     """The same collectives, and results bit by bit."""
-    model = mlps()
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
-    for p in (P("shard"), P(), P("shard", reshard=False), P("shard", remat=True)):
+    for p in KEPT:
         results = []
         for precision in (None, Precision(), Precision(param=F32, reduce=F32, output=F32, buffer=F32)):
-            spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=precision))(model)
-            params = fs.shard(model, spec)
+            model, spec, params = of_mlps(p, precision)
             with Dtypes() as log:
-                loss = lambda q: fs.functional_call(model, q, (x,), spec=spec).pow(2).mean()  # noqa: E731
-                grads, value = fs.grad_and_value(loss)(params)
-            results.append((log.ops, log.gathered, log.reduced, value, grads))
+                grads, value = fs.grad_and_value(loss_of(model, spec, batch(rank, 0)))(params)
+            results.append((log.ops, log.gathered, log.reduced, grads | {"value": value}))
         for other in results[1:]:
             assert other[:3] == results[0][:3]
-            assert torch.equal(other[3], results[0][3])
-            assert all(torch.equal(g, results[0][4][k]) for k, g in other[4].items())
+            same(other[3], results[0][3])
 
 
 # --- FSDP2: training with low-precision copies and masters by hand ---
@@ -239,6 +210,17 @@ class MLP(nn.Module):
 def mlps() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(MLP(16), MLP(16), MLP(16))
+
+
+def of_mlps(p: P, precision: Precision | None, dtype: torch.dtype = F32) -> tuple[nn.Module, fs.PartitionSpec, fs.Params]:
+    """The model with a unit for each of its blocks, and shards."""
+    model = mlps().to(dtype)
+    spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=precision))(model).bound
+    return model, spec, fs.shard(model, spec)
+
+
+def loss_of(model: nn.Module, spec: fs.PartitionSpec, x: Tensor, **options: Any) -> Callable[[fs.Params], Tensor]:
+    return lambda q: fs.functional_call(model, q, (x,), spec=spec, **options).float().pow(2).mean()
 
 
 def mean_over_ranks(grad: Tensor, reduce: torch.dtype) -> Tensor:
@@ -290,24 +272,15 @@ def check_training(
             for name, p in masters.items():
                 p.grad = expected.get(name)
             frozen_too = {n: expected.get(n, torch.zeros_like(p, requires_grad=False)) for n, p in masters.items()}
-            for key, g in fs.shard(frozen_too, spec).items():
-                if key in trained:
-                    assert grads[key].dtype == g.dtype
-                    torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
-                    trained[key].grad = grads[key]
-            optimizer.step()
-            reference.step()
-        full = fs.unshard(fs.combine(trained, frozen), spec)
-        for name, p in masters.items():
-            assert torch.equal(full[name], p.detach()), name
-            assert full[name].dtype == p.dtype
+            same(grads, fs.partition(fs.shard(frozen_too, spec), spec)[0])
+            step_with(grads, trained, optimizer, reference)
+        same(fs.unshard(fs.combine(trained, frozen), spec), {name: p.detach() for name, p in masters.items()})
 
 
 def batch(rank: int, step: int, width: int = 16) -> Tensor:
     return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-KEPT = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
 COMPUTED: list[tuple[P, Precision]] = [(p, Precision(param=param)) for p in KEPT for param in (BF16, F16)]
 LOW: list[Precision] = [
     Precision(param=BF16, reduce=F32),
@@ -324,8 +297,7 @@ LOW: list[Precision] = [
 @real_ranks(2)
 def test_training_with_masters(rank: int, p: P, precision: Precision, way: str) -> None:
     """``test_compute_dtype`` and ``test_reduce_dtype``: bfloat16 gradients reduced in float32, and the other way round."""
-    model = mlps()
-    spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=precision))(model)
+    model, spec, _ = of_mlps(p, precision)
     given = precision.param or F32
     ours = lambda call, step: call(batch(rank, step)).float().pow(2).mean()  # noqa: E731
     theirs = lambda call, step: call(batch(rank, step).to(given)).to(precision.output or given).float().pow(2).mean()  # noqa: E731
@@ -346,27 +318,18 @@ def test_fully_shard_bit_by_bit(
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce or param, output_dtype=output)
     precision = Precision(param=param, reduce=reduce, output=output)
     reference = mlps()
-    for mlp in reference:
-        fully_shard(mlp, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(reference, mp_policy=policy, reshard_after_forward=reshard)
-    theirs = torch.optim.Adam(reference.parameters(), lr=1e-2)
-    model = mlps()
-    spec = fs.by_type(MLP, p=P("shard", precision=precision, reshard=reshard))(model)
-    params = fs.shard(model, spec)
-    ours = torch.optim.Adam(params.values(), lr=1e-2)
+    for module in (*reference, reference):
+        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard)
+    model, spec, params = of_mlps(P("shard", reshard=reshard), precision)
+    ours, theirs = (torch.optim.Adam(some, lr=1e-2) for some in (params.values(), reference.parameters()))
     for step in range(3):
-        loss = lambda call: call(batch(rank, step)).float().pow(2).mean()  # noqa: E731
         theirs.zero_grad()
-        expected = loss(reference)
+        expected = reference(batch(rank, step)).float().pow(2).mean()
         expected.backward()
-        grads, value = fs.grad_and_value(lambda p: loss(lambda x: fs.functional_call(model, p, (x,), spec=spec)))(params)
+        grads, value = fs.grad_and_value(loss_of(model, spec, batch(rank, step)))(params)
         assert torch.equal(value, expected.detach())
-        full = {n: p.grad.full_tensor() for n, p in reference.named_parameters()}
-        for key, g in fs.shard(full, spec).items():
-            torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
-            params[key].grad = grads[key]
-        theirs.step()
-        ours.step()
+        same(grads, fs.shard({n: p.grad.full_tensor() for n, p in reference.named_parameters()}, spec))
+        step_with(grads, params, ours, theirs)
 
 
 class WithInteger(nn.Module):
@@ -440,12 +403,8 @@ STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tup
     "packed": (lambda x, n: PackedSequence(x, torch.tensor([2, 2])), lambda s: (s.data, s.batch_sizes)),
     "ModelOutput": (output_of_transformers, lambda s: (s.last_hidden_state, s.attentions[0])),
 }
-WHOLE_PRECISIONS = [
-    None,
-    Precision(param=BF16),
-    Precision(param=BF16, reduce=F32),
-    Precision(param=BF16, reduce=F32, output=F32),
-]
+MORE = [{}, {"reduce": F32}, {"reduce": F32, "output": F32}]
+WHOLE_PRECISIONS = [None, *(Precision(param=BF16, **more) for more in MORE)]
 
 
 class Structured(nn.Module):
@@ -655,8 +614,7 @@ def test_norm_modules(rank: int, kind: str, param: torch.dtype) -> None:
     for n, b in reference.named_buffers():
         assert buffers[n].dtype == model.get_buffer(n).dtype
         assert torch.equal(buffers[n], b.to(buffers[n].dtype))
-    for key, g in fs.shard(expected, spec).items():
-        torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
+    same(grads, fs.shard(expected, spec))
 
 
 @pytest.mark.filterwarnings("ignore::funshard._call.buffers.BufferWarning")  # torch.func's way takes no buffers from outside
@@ -693,12 +651,10 @@ def test_full_precision(kind: str, way: str) -> None:
 
 def test_clamp_reduce_dtype() -> None:
     """``test_clamp_reduce_dtype``: made in bfloat16, its shards cast to float32 later, reduced in bfloat16 all the same."""
-    model = mlps().to(BF16)
     with world(4):
-        spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=BF16, reduce=BF16)))(model).bound
-        params = {k: p.float() for k, p in fs.shard(model, spec).items()}
+        model, spec, params = of_mlps(P("shard"), Precision(param=BF16, reduce=BF16), BF16)
         with Dtypes() as log:
-            grads = fs.grad(lambda p: fs.functional_call(model, p, (batch(0, 0),), spec=spec).sum())(params)
+            grads = fs.grad(loss_of(model, spec, batch(0, 0)))({k: p.float() for k, p in params.items()})
         assert (set(log.gathered), set(log.reduced)) == ({BF16}, {BF16})
         assert {g.dtype for g in grads.values()} == {F32}
 
@@ -727,9 +683,7 @@ class Linear(nn.Module):
         return out
 
 
-E2E: dict[
-    str, tuple[dict[str, torch.dtype], tuple[torch.dtype | None, ...]]
-] = {  # parameters, reductions, buffers: None as they are
+E2E: dict[str, tuple[dict[str, torch.dtype], tuple[Any, ...]]] = {  # parameters, reductions, buffers: None as they are
     "all in float16": ({"param": F16, "reduce": F16, "buffer": F16}, (F16, F16, F16)),
     "reductions in float16": ({"reduce": F16}, (None, F16, None)),
     "parameters and buffers in float16": ({"param": F16, "buffer": F16}, (F16, F16, F16)),
@@ -769,10 +723,8 @@ def test_mixed_precision_e2e(rank: int, name: str, master: torch.dtype, prefetch
 @real_ranks(2)
 def test_gradients_in_reduced_precision(rank: int) -> None:
     """``test_grads_reduced_precision``: gradients of low-precision params are low, and the same numbers."""
-    model = mlps()
-    spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=F16)))(model)
-    params = fs.shard(model, spec)
-    loss = lambda p: fs.functional_call(model, p, (batch(rank, 0),), spec=spec).float().pow(2).mean()  # noqa: E731
+    model, spec, params = of_mlps(P("shard"), HALF)
+    loss = loss_of(model, spec, batch(rank, 0))
     full, low = fs.grad(loss)(params), fs.grad(loss)({k: p.to(F16) for k, p in params.items()})
     for key, g in full.items():
         assert (g.dtype, low[key].dtype) == (F32, F16)
@@ -804,9 +756,7 @@ def test_full_precision_in_eval(rank: int) -> None:
 @real_ranks(2)
 def test_input_gradients_keep_the_inputs_dtype(rank: int) -> None:
     """``test_input_grads_with_param_mixed_precision``."""
-    model = mlps()
-    spec = fs.by_type(MLP, p=P("shard", precision=Precision(param=BF16)))(model)
-    params = fs.shard(model, spec)
+    model, spec, params = of_mlps(P("shard"), Precision(param=BF16))
     x = batch(rank, 0).requires_grad_()
     out = fs.functional_call(model, params, (x,), spec=spec)
     assert out.dtype == BF16
@@ -835,19 +785,15 @@ def test_ignored_modules_are_not_cast() -> None:
 @real_ranks(2)
 def test_pure_float16_models(rank: int, precision: Precision | None, compute: torch.dtype) -> None:
     """``test_fp16_dtypes``: a model that is float16 by itself; a policy beats the model's dtype."""
-    model = mlps().half()
-    spec = fs.by_type(MLP, p=P("shard", precision=precision))(model)
-    params = fs.shard(model, spec)
+    model, spec, params = of_mlps(P("shard"), precision, F16)
     with Dtypes() as log:
-        loss = lambda p: fs.functional_call(model, p, (batch(rank, 0).half(),), spec=spec).float().pow(2).mean()  # noqa: E731
-        grads, value = fs.grad_and_value(loss)(params)
+        grads, value = fs.grad_and_value(loss_of(model, spec, batch(rank, 0).half()))(params)
     assert {p.dtype for p in (*params.values(), *grads.values())} == {F16}
     assert (set(log.gathered), set(log.reduced)) == ({compute}, {compute})
     theirs = lambda call: call(batch(rank, 0).half().to(compute)).float().pow(2).mean()  # noqa: E731
     expected, expected_value = by_hand(model, dict(model.named_parameters()), theirs, compute, compute)
     assert torch.equal(value, expected_value)
-    for key, g in fs.shard(expected, spec).items():
-        torch.testing.assert_close(grads[key], g, rtol=0, atol=0)
+    same(grads, fs.shard(expected, spec))
 
 
 # --- memory ---
@@ -1000,15 +946,14 @@ def test_the_sum_over_a_number_on_real_ranks(rank: int, p: P, reduce: torch.dtyp
         assert torch.equal(grads[""], fs.shard({"w": expected}, spec)[""])
 
 
-@every(way=MAIN_WAYS, reduce=[None, F16, BF16])
-def test_one_real_rank_divides_by_the_number(reduce: torch.dtype | None, way: str) -> None:
+@every(way=MAIN_WAYS, reduce=[None, F16, BF16], axis=["shard", None])
+def test_one_real_rank_divides_by_the_number(axis: str | None, reduce: torch.dtype | None, way: str) -> None:
+    """Although it reduces nothing."""
+    model, x = Dot(3), torch.tensor([3.0, 4.5, 1 / 3])
     with world(1):
-        model, x = Dot(3), torch.tensor([3.0, 4.5, 1 / 3])
-        for p in (P("shard", align=1), P(align=1)):
-            spec = fs.policies.whole(dataclasses.replace(p, precision=Precision(reduce=reduce)))(model).bound
-            loss = lambda q: fs.functional_call(model, q, (x,), spec=spec, reduce=3.0)  # noqa: E731
-            grads, _ = WAYS[way](loss)(fs.shard(model, spec))
-            torch.testing.assert_close(grads[""], x / 3, rtol=1e-2, atol=0)
+        spec = fs.policies.whole(P(axis, align=1, precision=Precision(reduce=reduce)))(model).bound
+        grads, _ = WAYS[way](lambda q: fs.functional_call(model, q, (x,), spec=spec, reduce=3.0))(fs.shard(model, spec))
+    torch.testing.assert_close(grads[""], x / 3, rtol=1e-2, atol=0)
 
 
 class Empty(nn.Module):
@@ -1029,12 +974,12 @@ def test_empty_units_divide_nothing_of_others(rank: int, p: P, precision: Precis
     model = Empty()
     spec = fs.policies.always(dataclasses.replace(p, precision=precision))(model).bound
     xs = torch.arange(8.0).view(2, 4)
+    expected = xs.sum(0) / (2 if reduce == "mean" else reduce)
     for way in MAIN_WAYS:
-        loss = lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=reduce)  # noqa: E731
-        grads, _ = WAYS[way](loss)(fs.shard(model, spec))
-        expected = xs.sum(0) / (2 if reduce == "mean" else reduce)
-        shards = fs.shard({"a.w": expected, "b.w": expected, "empty.0": torch.zeros(0)}, spec)
-        assert all(torch.equal(grads[k], s) for k, s in shards.items())
+        grads, _ = WAYS[way](lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec, reduce=reduce))(
+            fs.shard(model, spec)
+        )
+        same(grads, fs.shard({"a.w": expected, "b.w": expected, "empty.0": torch.zeros(0)}, spec))
 
 
 # --- codecs ---
@@ -1085,15 +1030,12 @@ def test_codec_on_real_ranks(rank: int, name: str, p: P, param: torch.dtype | No
     by_hand = lambda q, x: torch.func.functional_call(model, q, (x.to(given),)).float().pow(2).mean()  # noqa: E731
     results = [torch.func.grad_and_value(by_hand)(low, x) for x in xs]
     expected = fs.shard({n: (results[0][0][n].float() + results[1][0][n].float()) / 2 for n in low}, plain)
-    spec = fs.by_type(MLP, p=dataclasses.replace(p, precision=Precision(param=param, reduce=F32, codec=codec)))(model).bound
-    params = fs.shard(model, spec)
+    _, spec, params = of_mlps(p, Precision(param=param, reduce=F32, codec=codec))
     for way in MAIN_WAYS:
         with Dtypes() as log, unchanged(model):
-            loss = lambda q: fs.functional_call(model, q, (xs[rank],), spec=spec).float().pow(2).mean()  # noqa: E731
-            grads, value = WAYS[way](loss)(params)
+            grads, value = WAYS[way](loss_of(model, spec, xs[rank]))(params)
         assert torch.equal(value, results[rank][1])
-        for key, g in expected.items():
-            assert torch.equal(grads[key], g), (way, key)
+        same(grads, expected)
         assert set(log.gathered) == ({U8} if p.axes else set())
         assert set(log.reduced) == {F32}
     full = fs.unshard(params, spec)  # neither cast nor encoded
@@ -1104,11 +1046,9 @@ def test_codec_on_real_ranks(rank: int, name: str, p: P, param: torch.dtype | No
 def test_what_is_sent_is_encoded(codec: str) -> None:
     """On 8 ranks: one byte an element and the scales, each tensor to a multiple of 16 bytes; in forward and in backward."""
     with world(8):
-        model = mlps()
-        spec = fs.by_type(MLP, p=P("shard", precision=Precision(codec=CODECS[codec])))(model).bound
+        model, spec, params = of_mlps(P("shard"), Precision(codec=CODECS[codec]))
         n = spec.shard_numel(spec.by_key["0"])
         assert n == slice_numel(spec.by_key["0"], 8)
-        params = fs.shard(model, spec)
         with Collectives() as sent, torch.no_grad():
             fs.functional_call(model, params, (batch(0, 0),), spec=spec)
         up = lambda x: (x + 15) // 16 * 16  # noqa: E731

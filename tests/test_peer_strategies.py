@@ -14,7 +14,7 @@ import torch
 from cases import owned
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom
-from parity import MAIN_WAYS, WAYS, average_gradients, next_token, numbers, same, sharded_call, squared, tokens
+from parity import MAIN_WAYS, WAYS, average_gradients, next_token, numbers, same, sharded_call, squared, step_with, tokens
 from peer_models import MLP, Block, Net, Transformer, chain, frozen
 from ranks import Pool, mesh_of, real_ranks
 from torch import Tensor, nn
@@ -246,10 +246,7 @@ def by_extension(rank: int, name: str, mesh_name: str, reshard: bool, param: tor
         assert_close(value, expected.detach(), rtol=1e-5, atol=0)
         full = fs.unshard(grads, spec)
         same(full, {n: p.grad.full_tensor() for n, p in peer.named_parameters()}, f"gradient at step {step}")
-        for key, shard in params.items():
-            shard.grad = grads[key]
-        ours.step()
-        theirs.step()
+        step_with(grads, params, ours, theirs)
     same(fs.unshard(params, spec), {n: p.full_tensor() for n, p in peer.named_parameters()}, "parameters")
 
 
