@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
+import funshard as fs
 from funshard._wire.chain import wait_unclaimed
 from funshard.collectives import Mesh, ProcessAxis
 
@@ -48,6 +49,23 @@ def sent(size: int, run: Callable[[], object]) -> list[str]:
     start = len(log)
     run()
     return log[start:]
+
+
+def gradients(model: nn.Module, policy: fs.Policy, x: Tensor, *axes: str) -> tuple[fs.Params, list[str]]:
+    """Those of a sum of squares on two equal ranks along each axis, and what is sent for them."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # in Dynamo
+    torch._dynamo.reset()
+    spec = policy(model).on(mesh(dict.fromkeys(axes, 2)))
+    params, grads = fs.shard(model, spec, rank=0), {}
+    loss = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum()  # noqa: E731
+    return grads, sent(2, lambda: grads.update(fs.grad(loss)(params)))
+
+
+def same_compiled(rank: int, model: nn.Module, policies: Sequence[fs.Policy], x: Tensor, *axes: str) -> None:
+    """Both policies, of which one compiles, have the same gradients and send the same. On a rank of its own."""
+    (grads, first), (compiled, second) = (gradients(model, policy, x, *axes) for policy in policies)
+    assert first == second
+    assert all(torch.allclose(compiled[key], g, rtol=1e-12, atol=1e-12) for key, g in grads.items())
 
 
 @functools.cache

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 
 class MLP(nn.Module):
@@ -115,3 +119,9 @@ def frozen(model: nn.Module, *paths: str) -> nn.Module:
     for path in paths:
         model.get_submodule(path).requires_grad_(False)
     return model
+
+
+def fsdp1(model: nn.Module, block: type[nn.Module], strategy: ShardingStrategy, **options: Any) -> FullyShardedDataParallel:
+    """The model in torch's first FSDP, a unit for each block."""
+    options |= {"sharding_strategy": strategy, "auto_wrap_policy": ModuleWrapPolicy({block}), "use_orig_params": True}
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -187,18 +186,19 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_a_group_in_a_loop_is_gathered_once(gloo2: Pool, remat: bool) -> None:
+def test_a_group_in_a_loop_is_gathered_once(remat: bool) -> None:
     """No other unit is gathered in between. Backward does not come to one of the runs."""
     with world(8):
         spec = by_group(["a", "b"], p=P("shard", remat=remat))(Recurrent()).bound
         sent = step(Recurrent(), spec)
         assert (sent.forward, sent.backward) == (gathers(spec, "a+b"), scatters(spec, "a+b"))
-    gloo2.run(loop, remat)
 
 
-def loop(rank: int, remat: bool) -> None:
-    model = Recurrent()
-    check_parity(rank, model, by_group(["a", "b"], p=P("shard", remat=remat))(model))
+@pytest.mark.parametrize("remat", [False, True])
+@real_ranks(2)
+def test_a_group_in_a_loop_trains(rank: int, remat: bool) -> None:
+    """Parity with the plain model, of whose last run nothing depends."""
+    check_parity(rank, Recurrent(), by_group(["a", "b"], p=P("shard", remat=remat))(Recurrent()))
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -235,25 +235,25 @@ SPECS: dict[str, Callable[[], fs.Policy]] = {
 }
 
 
-def parity(rank: int, name: str, way: str, shape: tuple[int, ...] = (2,), **options: Any) -> None:
+def check_training(rank: int, name: str, way: str, mesh: Any) -> None:
     model = Transformer(3, tied=name == "tied")
     model.layers[1].norm1.requires_grad_(name != "units inside")
-    spec = SPECS[name]()(model)
-    if len(shape) > 1:
-        spec = spec.on(mesh_of(*shape))
-    check_parity(rank, model, spec, tokens, next_token, way=way, **options)
+    check_parity(rank, model, SPECS[name]()(model).on(mesh), tokens, next_token, way=way)
 
 
 @at_most(1)
 @each(way=MAIN_WAYS, name=SPECS)
-def test_train_parity(gloo2: Pool, name: str, way: str) -> None:
+@real_ranks(2)
+def test_train_parity(rank: int, name: str, way: str) -> None:
     """Losses, gradients and parameters of a transformer on two real ranks."""
-    gloo2.run(parity, name, way)
+    check_training(rank, name, way, mesh_of(2))
 
 
 @pytest.mark.parametrize("name", mark_seldom(["shard", "remat", "tied"], "remat"))
-def test_train_parity_with_replicas(gloo4: Pool, name: str) -> None:
-    gloo4.run(parity, name, "fs", (2, 2))
+@real_ranks(4)
+def test_train_parity_with_replicas(rank: int, name: str) -> None:
+    """The same on a mesh of two axes."""
+    check_training(rank, name, "fs", mesh_of(2, 2))
 
 
 HIGHER = ["fs.grad", "jvp", "hvp", "grad of grad", "double backward", "vjp"]
@@ -350,35 +350,32 @@ class Choice(nn.Module):
         return x
 
 
-def check_groups(rank: int, p: P, orders: list[tuple[int, ...]]) -> str:
-    """A step inside of fs.check() beside the same without it; the error, if there is one."""
+def choose(rank: int, p: P, *orders: tuple[int, ...]) -> tuple[Callable[[fs.Params], Tensor], fs.Params]:
     torch.manual_seed(0)
     model = Choice()
     spec = by_group(["blocks.*"], size=2, p=p)(model).bound
-    params = fs.shard(model, spec)
     loss = lambda p: fs.functional_call(model, p, (numbers(rank, 0), orders[rank]), spec=spec).square().sum()  # noqa: E731
-    try:
-        with fs.check():
-            grads = fs.grad(loss)(params)
-    except RuntimeError as error:
-        return str(error)
-    assert all(torch.equal(grads[key], g) for key, g in fs.grad(loss)(params).items())
-    return ""
+    return loss, fs.shard(model, spec)
 
 
 @pytest.mark.parametrize("p", mark_seldom([P("shard"), P("shard", remat=True), P()], P("shard")), ids=str)
-def test_ranks_may_run_a_group_in_another_order(gloo2: Pool, p: P) -> None:
-    """Of its modules, as long as they gather and reduce the same units."""
-    assert gloo2.run(check_groups, p, [(0, 1, 2, 3), (1, 0, 0, 2)]) == ["", ""]
+@real_ranks(2)
+def test_ranks_may_run_a_group_in_another_order(rank: int, p: P) -> None:
+    """Of its modules, as long as they gather and reduce the same units: the same inside of fs.check() and without it."""
+    loss, params = choose(rank, p, (0, 1, 2, 3), (1, 0, 0, 2))
+    with fs.check():
+        grads = fs.grad(loss)(params)
+    assert all(torch.equal(grads[key], g) for key, g in fs.grad(loss)(params).items())
 
 
 @pytest.mark.parametrize("p", mark_seldom([P("shard"), P("shard", remat=True)], P("shard")), ids=str)
-def test_ranks_that_run_other_groups_get_an_error(gloo2: Pool, p: P) -> None:
+@real_ranks(2)
+def test_ranks_that_run_other_groups_get_an_error(rank: int, p: P) -> None:
     """Both name the groups."""
-    for text in gloo2.run(check_groups, p, [(0, 1, 2, 3), (2, 3, 0, 1)]):
-        assert "ranks disagree on collective" in text
-        assert "unit 'blocks.0+blocks.1'" in text
-        assert "unit 'blocks.2+blocks.3'" in text
+    loss, params = choose(rank, p, (0, 1, 2, 3), (2, 3, 0, 1))
+    with pytest.raises(RuntimeError, match="ranks disagree on collective") as error, fs.check():
+        fs.grad(loss)(params)
+    assert all(f"unit '{key}'" in str(error.value) for key in ("blocks.0+blocks.1", "blocks.2+blocks.3"))
 
 
 @at_most(1)
@@ -420,20 +417,6 @@ def test_every_module_of_a_group_casts() -> None:
 @pytest.mark.parametrize("remat", mark_seldom([False, True], False))
 def test_compiled_modules_of_a_group(alone: Pool, remat: bool) -> None:
     """Each module of a group is compiled by itself, within the gathers and reductions of the eager one."""
-    ((grads, sent),) = alone.run(compiled_step, remat, False)
-    ((compiled, sent_compiled),) = alone.run(compiled_step, remat, fs.Compile(backend="aot_eager"))
-    assert sent == sent_compiled
-    assert all(torch.allclose(compiled[key], g, rtol=1e-12, atol=1e-12) for key, g in grads.items())
-
-
-def compiled_step(rank: int, remat: bool, compile: bool | fs.Compile) -> tuple[fs.Params, list[str]]:
-    """The gradients of a step on equal ranks, and what it sends."""
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(MLP(5) for _ in range(4)))
-    spec = by_group([MLP], size=2, p=P("shard", remat=remat, compile=compile))(model).on(mirror.mesh({"shard": 2}))
-    params, grads = fs.shard(model, spec, rank=0), {}
-    loss = lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).square().sum()  # noqa: E731
-    sent = mirror.sent(2, lambda: grads.update(fs.grad(loss)(params)))
-    return grads, sent
+    options = [P("shard", remat=remat, compile=how) for how in (False, fs.Compile(backend="aot_eager"))]
+    model, policies = nn.Sequential(*(MLP(5) for _ in range(4))), [by_group([MLP], size=2, p=p) for p in options]
+    alone.run(mirror.same_compiled, model, policies, numbers(0, 0), "shard")

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import Collectives, Sent, world
 from depth import at_most, each, every, mark_seldom, seldom
-from ranks import Pool, mesh_of, real_ranks
+from parity import GRADIENTS, HIGHER
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 
 import funshard as fs
@@ -93,44 +94,22 @@ def sharded_loss(model: nn.Module, spec: fs.PartitionSpec, params: Mapping[str, 
     return fs.functional_call(model, params, (x,), spec=spec, **options).double().sin().square().sum()
 
 
-def hvp(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
-    def product(params: Any) -> Any:
-        v = {k: p.detach().cos() for k, p in params.items()}
-        return torch.func.jvp(torch.func.grad(f), (params,), (v,))[1]
-
-    return product
-
-
-def penalty(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
-    """The gradient of a sum over the gradient."""
-    grad = torch.func.grad
-
-    def product(params: Any) -> Any:
-        v = {k: p.detach().cos() for k, p in params.items()}
-        return grad(lambda params: sum((grad(f)(params)[k] * v[k]).sum() for k in params))(params)
-
-    return product
-
-
 def vjp(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
     return lambda params: torch.func.vjp(f, params)[1](torch.ones((), dtype=F64))[0]
 
 
-def backward(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
-    def run(params: Any) -> Any:
-        leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
-        f(leaves).backward()
-        return {k: p.grad for k, p in leaves.items()}
-
-    return run
+def penalty(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
+    """The gradient of a sum over the gradient, which is linear in the loss."""
+    grad = torch.func.grad
+    return lambda params: grad(lambda p: sum((g * params[k].detach().cos()).sum() for k, g in grad(f)(p).items()))(params)
 
 
 TRANSFORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "fs.grad": (fs.grad, torch.func.grad),
     "torch.func.grad": (torch.func.grad, torch.func.grad),
-    "backward": (backward, torch.func.grad),
+    "backward": (GRADIENTS["backward"], torch.func.grad),
     "vjp": (vjp, torch.func.grad),
-    "hvp": (hvp, hvp),
+    "hvp": (HIGHER["jvp of grad"], HIGHER["jvp of grad"]),
     "penalty": (penalty, penalty),
 }
 """What differentiates the loss of shards, and that of full parameters."""
@@ -164,7 +143,7 @@ def assert_close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol
         torch.testing.assert_close(got[name], tensor, rtol=rtol, atol=rtol)
 
 
-def compare_on_ranks(rank: int, strategy: str, transform: str, kind: str = "") -> None:
+def compare_on_ranks(rank: int, strategy: str, transform: str, kind: str) -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # in Dynamo
     warnings.filterwarnings("ignore", "module .* runs without compilation")
     model = make_model(tied=kind == "tied")
@@ -187,15 +166,18 @@ KINDS = [*((strategy, "") for strategy in STRATEGIES if strategy != "two axes"),
 
 @each(transform=TRANSFORMS)
 @pytest.mark.parametrize(("strategy", "kind"), [pytest.param(*k, marks=seldom) if k[0] == "compile" else k for k in KINDS])
-def test_real_ranks(gloo2: Pool, strategy: str, kind: str, transform: str) -> None:
-    gloo2.run(compare_on_ranks, strategy, transform, kind)
+@real_ranks(2)
+def test_real_ranks(rank: int, strategy: str, kind: str, transform: str) -> None:
+    """Every strategy, tied parameters and a unit for all: the gradient of the mean loss of the model with casts by hand."""
+    compare_on_ranks(rank, strategy, transform, kind)
 
 
 @at_most(4)
 @every(kind=["hybrid", "two axes", "four"], transform=mark_seldom(TRANSFORMS, "fs.grad", "penalty"))
-def test_four_ranks(gloo4: Pool, kind: str, transform: str) -> None:
+@real_ranks(4)
+def test_four_ranks(rank: int, kind: str, transform: str) -> None:
     """HSDP, slices over two axes, gathered one after the other, and slices that lie on four ranks."""
-    gloo4.run(compare_on_ranks, kind if kind == "two axes" else "shard", transform, kind)
+    compare_on_ranks(rank, kind if kind == "two axes" else "shard", transform, kind)
 
 
 # --- bit for bit, in two bytes and four ---
@@ -272,13 +254,11 @@ def test_simulated_ranks(sizes: dict[str, int], transform: str) -> None:
 # --- what a step has beside its gradient ---
 
 
-OPTIONS = [
-    "accumulate shards", "accumulate full", "update_in_backward", "frozen", "create_graph", "vmap", "per_sample_grads",
-    "torch.compile",
-]  # fmt: skip
+USUAL = ["accumulate shards", "accumulate full", "frozen", "create_graph", "vmap"]
+OPTIONS = [*USUAL, "update_in_backward", "per_sample_grads", "torch.compile"]
 
 
-@pytest.mark.parametrize("name", mark_seldom(OPTIONS, "accumulate shards", "accumulate full", "frozen", "create_graph", "vmap"))
+@pytest.mark.parametrize("name", mark_seldom(OPTIONS, *USUAL))
 @real_ranks(2)
 def test_options_of_a_step(rank: int, name: str) -> None:
     """Each beside the same on one rank without shards, or on shards of the whole model in one dtype."""
@@ -306,9 +286,8 @@ def test_options_of_a_step(rank: int, name: str) -> None:
     elif name == "create_graph":
         leaves = {key: shard.detach().requires_grad_() for key, shard in shards.items()}
         first = torch.autograd.grad(loss(leaves, batch), [*leaves.values()], create_graph=True)
-        total = sum((g * shard.detach().cos()).sum() for g, shard in zip(first, leaves.values(), strict=True))
-        grads = dict(zip(leaves, torch.autograd.grad(total, [*leaves.values()]), strict=True))
-        expected = mean_over_ranks(penalty, model, F32, full, 2)
+        second = torch.autograd.grad(first, [*leaves.values()], [shard.detach().cos() for shard in leaves.values()])
+        grads, expected = dict(zip(leaves, second, strict=True)), mean_over_ranks(penalty, model, F32, full, 2)
     elif name == "vmap":  # an ensemble
         many = {key: torch.stack([shard, 1.2 * shard]) for key, shard in shards.items()}
         both = torch.func.vmap(torch.func.grad(loss), (0, None))(many, batch)
@@ -530,10 +509,5 @@ def test_a_unit_that_is_kept_as_a_whole_has_one_dtype() -> None:
     p = P("shard", precision=Precision(param=BF16, keep={"*norm.weight": F32}))
     spec = fs.by_path({"blocks.0": p, "blocks.0.norm": p})(model).on({"shard": 1})
     assert [unit.param_dtypes for unit in spec] == [(), (), (F32,)]
-    found = fs.functional_call(
-        Reads([3]),
-        {"": torch.ones(8)},
-        (),
-        spec=fs.policies.whole(P("shard", precision=Precision(param=BF16, keep={"*": F64})))(Reads([3])).on({"shard": 1}),
-    )
-    assert found[0].dtype == F64
+    reads = fs.policies.whole(P("shard", precision=Precision(param=BF16, keep={"*": F64})))(Reads([3])).on({"shard": 1})
+    assert fs.functional_call(Reads([3]), {"": torch.ones(8)}, (), spec=reads)[0].dtype == F64

@@ -56,9 +56,8 @@ def test_gradient_scaler(rank: int, mesh_name: str, bad: int) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model = Net(depth(1, 3))
     peer = copy.deepcopy(model)
-    for block in peer.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(peer, mesh=mesh)
+    for module in (*peer.blocks, peer):
+        fully_shard(module, mesh=mesh)
     spec = fs.by_type(MLP)(model).on(mesh)
     init, update = ls.dynamic(spec, scale=8.0, growth_interval=2)
     params, state = fs.shard(model, spec), init()

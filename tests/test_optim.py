@@ -181,9 +181,8 @@ def test_clip_grad_norm_beside_fully_shard(rank: int, p: float) -> None:
     mesh = mesh_of(2, 2)
     model = Net()
     peer, max_norm = copy.deepcopy(model), 0.01
-    for block in peer.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(peer, mesh=mesh)
+    for module in (*peer.blocks, peer):
+        fully_shard(module, mesh=mesh)
     squared(peer, numbers(rank, 0)).backward()
     spec = fs.by_type(MLP)(model).on(mesh)
     grads = fs.grad(lambda params: squared(sharded_call(model, params, spec), numbers(rank, 0)))(fs.shard(model, spec))

@@ -16,7 +16,7 @@ from collective_log import step as sent_by
 from depth import at_most, depth, each, mark_seldom
 from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, step_with, tokens
 from peer_models import MLP, Block, Net, Transformer
-from ranks import Pool, mesh_of, real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,7 +38,14 @@ def uneven(dim: int) -> nn.Module:
 # --- parity ---
 
 
-def hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
+SETTINGS = [P("shard"), P("shard", reshard=False), P("shard", remat=True)]
+
+
+@at_most(2)
+@each(at_last=[False, True], p=SETTINGS, dim=[3, 16, 17], way=["fs", "torch.func"])
+@real_ranks(4)
+def test_train_parity_hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
+    """Iterations of three micro-batches on 2 x 2, the all-reduce for each or once: plain autograd on the joined batch."""
     model = uneven(dim)
     spec = fs.by_type(MLP, p=p)(model).on(mesh_of(2, 2))
     params, plain = fs.shard(model, spec), copy.deepcopy(model)
@@ -61,17 +68,6 @@ def hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
         step_with(total, params, ours, theirs)
         full = {name: q.detach() for name, q in plain.named_parameters()}
         same(params, fs.shard(full, spec, rank=rank), f"parameters after step {step}")
-
-
-SETTINGS = [P("shard"), P("shard", reshard=False), P("shard", remat=True)]
-
-
-@at_most(1)
-@each(at_last=[False, True], p=SETTINGS, dim=[3, 16, 17])
-def test_train_parity_hsdp(gloo4: Pool, dim: int, p: P, at_last: bool) -> None:
-    """Iterations of three micro-batches on 2 x 2, the all-reduce for each or once: plain autograd on the joined batch."""
-    for way in ("fs", "torch.func") if dim == 17 else ("fs",):
-        gloo4.run(hsdp, dim, p, at_last, way)
 
 
 def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tuple[list[Tensor], fs.Params]:

@@ -15,11 +15,10 @@ from cases import owned
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom
 from parity import MAIN_WAYS, WAYS, average_gradients, next_token, numbers, same, sharded_call, squared, step_with, tokens
-from peer_models import MLP, Block, Net, Transformer, chain, frozen
-from ranks import Pool, mesh_of, real_ranks
+from peer_models import MLP, Block, Net, Transformer, chain, frozen, fsdp1
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,7 +87,11 @@ def compare(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], rounding:
     assert difference.max() < 1e-5 or 0 < difference.mean() < rounding, (difference.mean(), difference.max())
 
 
-def fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
+@at_most(2)
+@each(name=mark_seldom(PRECISIONS, *[*PRECISIONS][:3]), reshard=[True, False], mesh_name=MESHES)
+@real_ranks(4)
+def test_fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
+    """fully_shard on the blocks and the root."""
     mesh = mesh_of(*MESHES[mesh_name])
     precision, policy, rounding = PRECISIONS[name]
     reference = gpt()
@@ -105,17 +108,6 @@ def fsdp2(rank: int, mesh_name: str, name: str, reshard: bool) -> None:
     got, own = by_funshard(model, spec, rank)
     torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=20 * rounding or 1e-5)
     compare(got, expected, rounding)
-
-
-@at_most(1)
-@each(name=mark_seldom(PRECISIONS, *[*PRECISIONS][:3]), mesh_name=MESHES)
-def test_fsdp2(gloo4: Pool, mesh_name: str, name: str) -> None:
-    """fully_shard on the blocks and the root."""
-    gloo4.run(fsdp2, mesh_name, name, True)
-
-
-def test_fsdp2_without_reshard(gloo4: Pool) -> None:
-    gloo4.run(fsdp2, "hsdp", "bf16, reduced in float32", False)
 
 
 @pytest.mark.parametrize("mesh_name", MESHES)
@@ -156,15 +148,7 @@ def test_fsdp1(rank: int, name: str) -> None:
     mesh = mesh_of(*MESHES["hsdp" if "hybrid" in name else "fsdp"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated in favour of DDP
-        reference = FullyShardedDataParallel(
-            gpt(),
-            device_mesh=mesh,
-            sharding_strategy=strategy,
-            mixed_precision=mixed,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            device_id=torch.device("cpu"),
-            use_orig_params=True,
-        )
+        reference = fsdp1(gpt(), Block, strategy, device_mesh=mesh, mixed_precision=mixed)
     losses = by_torch(reference, rank)
     with FullyShardedDataParallel.summon_full_params(reference):
         expected = copy.deepcopy({n.replace("_fsdp_wrapped_module.", ""): p.detach() for n, p in reference.named_parameters()})
@@ -172,9 +156,6 @@ def test_fsdp1(rank: int, name: str) -> None:
     got, own = by_funshard(model, fs.by_type(Block, p=p)(model).on(mesh), rank)
     torch.testing.assert_close(torch.tensor(own), torch.tensor(losses), rtol=0, atol=1e-5 if mixed is None else 2e-2)
     compare(got, expected, 1e-4 if name == "bf16 hybrid" else 0)
-
-
-# --- where torch lets you put something of your own ---
 
 
 # --- all-gather extensions ---
@@ -224,7 +205,13 @@ def extend(module: nn.Module, codec: Codec) -> None:
         local.fsdp_post_all_gather = after.__get__(local)
 
 
-def by_extension(rank: int, name: str, mesh_name: str, reshard: bool, param: torch.dtype | None) -> None:
+@at_most(1)
+@each(param=[None, BF16], reshard=[True, False], mesh_name=MESHES, name=CODECS)
+@real_ranks(4)
+def test_all_gather_extensions_train_parity(
+    rank: int, name: str, mesh_name: str, reshard: bool, param: torch.dtype | None
+) -> None:
+    """Ten iterations beside FSDP2 with the same functions as its extension, on uneven shapes: losses, gradients, values."""
     mesh, codec = mesh_of(*MESHES[mesh_name]), CODECS[name]
     model, peer = (chain(depth(2, 3)).float() for _ in range(2))
     peer.load_state_dict(model.state_dict())
@@ -248,15 +235,6 @@ def by_extension(rank: int, name: str, mesh_name: str, reshard: bool, param: tor
         same(full, {n: p.grad.full_tensor() for n, p in peer.named_parameters()}, f"gradient at step {step}")
         step_with(grads, params, ours, theirs)
     same(fs.unshard(params, spec), {n: p.full_tensor() for n, p in peer.named_parameters()}, "parameters")
-
-
-@at_most(1)
-@each(param=[None, BF16], reshard=[True, False], mesh=MESHES, name=CODECS)
-def test_all_gather_extensions_train_parity(
-    gloo4: Pool, name: str, mesh: str, reshard: bool, param: torch.dtype | None
-) -> None:
-    """Ten iterations beside FSDP2 with the same functions as its extension, on uneven shapes: losses, gradients, values."""
-    gloo4.run(by_extension, name, mesh, reshard, param)
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
@@ -338,8 +316,8 @@ def test_set_custom_all_gather_and_reduce_scatter(rank: int) -> None:
 # --- no copy where there is nothing to gather ---
 
 
-def storage(x: Tensor) -> int:
-    return _torch.storage_id(x)  # an address is for those who may write to it: copies on write are made for them
+storage = _torch.storage_id
+"""An address is for those who may write to it: copies on write are made for them."""
 
 
 class Seeing(Net):
@@ -449,6 +427,3 @@ def test_chunk_cat_mixed_dtype(rank: int, way: str) -> None:
         assert torch.equal(laid[real], by_torch[0])
         assert sent.dtype == dtype
         assert torch.equal(sent, laid.chunk(2)[1 - rank])
-
-
-# --- FSDP1's default hook ---

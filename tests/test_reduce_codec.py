@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
 from depth import at_most, every, mark_seldom
-from parity import WAYS
-from ranks import Pool, mesh_of, real_ranks
+from parity import HIGHER, WAYS
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -105,10 +106,6 @@ def encoded_mean(model: nn.Module, spec: fs.PartitionSpec, codec: Codec, batches
     return {key: x / len(batches) for key, x in total.items()}
 
 
-def make_mesh(*sizes: int) -> dist.DeviceMesh:
-    return mesh_of(*sizes)
-
-
 # --- values ---
 
 
@@ -117,7 +114,7 @@ def make_mesh(*sizes: int) -> dist.DeviceMesh:
 def test_identity_changes_no_bit(rank: int, strategy: str, way: str) -> None:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # in Dynamo
     warnings.simplefilter("ignore", fs._call.compiled_unit.CompileWarning)  # in torch.func the module runs as it is
-    model, mesh = make_model(), make_mesh(2)
+    model, mesh = make_model(), mesh_of(2)
     found = []
     for codec in (None, IDENTITY):
         spec = fs.by_type(Block, p=with_codec(STRATEGIES[strategy], codec))(model).on(mesh)
@@ -130,8 +127,8 @@ def test_identity_changes_no_bit(rank: int, strategy: str, way: str) -> None:
 
 
 def compare_by_hand(rank: int, name: str, way: str, *sizes: int) -> None:
-    model, mesh, codec = make_model(), make_mesh(*sizes), CODECS[name]
-    spec = fs.by_type(Block, p=with_codec(P("shard"), codec))(model).on(mesh)
+    model, codec = make_model(), CODECS[name]
+    spec = fs.by_type(Block, p=with_codec(P("shard"), codec))(model).on(mesh_of(*sizes))
     grads = WAYS[way](sharded_loss(model, spec, make_batch(rank)))(fs.shard(model, spec))[0]
     expected = encoded_mean(model, spec, codec, [make_batch(i) for i in range(math.prod(sizes))], sizes[-1])
     for key, grad in grads.items():
@@ -139,14 +136,17 @@ def compare_by_hand(rank: int, name: str, way: str, *sizes: int) -> None:
 
 
 @every(way=mark_seldom(WAYS, "fs"), codec=CODECS)
-def test_values_by_hand(gloo2: Pool, codec: str, way: str) -> None:
-    gloo2.run(compare_by_hand, codec, way, 2)
+@real_ranks(2)
+def test_values_by_hand(rank: int, codec: str, way: str) -> None:
+    """Each rank's slices encoded and decoded by hand, and added in float32."""
+    compare_by_hand(rank, codec, way, 2)
 
 
-@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=["FSDP", "HSDP"])
-@pytest.mark.parametrize("codec", mark_seldom(CODECS, "int8"))
-def test_values_on_four_ranks(gloo4: Pool, codec: str, sizes: tuple[int, ...]) -> None:
-    gloo4.run(compare_by_hand, codec, "fs", *sizes)
+@every(sizes=[(4,), (2, 2)], codec=mark_seldom(CODECS, "int8"))
+@real_ranks(4)
+def test_values_on_four_ranks(rank: int, codec: str, sizes: tuple[int, ...]) -> None:
+    """The same by FSDP and HSDP."""
+    compare_by_hand(rank, codec, "fs", *sizes)
 
 
 @at_most(3)
@@ -222,60 +222,32 @@ def test_what_is_not_finite_stays_so(codec: str, bad: float) -> None:
 # --- steps and transforms ---
 
 
-def hvp(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
-    return lambda params: fs.hvp(f, params, {k: p.cos() for k, p in params.items()})
-
-
-def penalty(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
-    grad = torch.func.grad
-    return lambda params: grad(lambda p: sum(g.square().sum() for g in grad(f)(p).values()))(params)
-
-
-def forward_over_reverse(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
-    return lambda params: torch.func.jvp(torch.func.grad(f), (params,), ({k: p.cos() for k, p in params.items()},))[1]
-
-
-TRANSFORMS = {"hvp": hvp, "penalty": penalty, "jvp of grad": forward_over_reverse}
-
-
-def transform_on_ranks(rank: int, name: str, transform: str) -> fs.Params:
-    model = make_model()
-    by = TRANSFORMS[transform]
-    found = []
-    for codec in (None, IDENTITY, CODECS[name]):
-        spec = fs.by_type(Block, p=with_codec(P("shard"), codec))(model).on(make_mesh(2))
-        found.append(by(sharded_loss(model, spec, make_batch(rank)))(fs.shard(model, spec)))
-    exact, same, rounded = found
-    for key, x in exact.items():
-        assert torch.equal(same[key], x)
-        assert (rounded[key] - x).norm() < 0.02 * x.norm()
-        assert not torch.equal(rounded[key], x)
-    return fs.unshard(rounded, spec)
-
-
-@every(codec=mark_seldom(CODECS, "int8"), transform=mark_seldom(TRANSFORMS, "hvp"))
-def test_rounding_is_straight_through(gloo2: Pool, transform: str, codec: str) -> None:
+@every(codec=mark_seldom(CODECS, "int8"), transform=mark_seldom(["hvp", "grad of grad", "jvp of grad"], "hvp"))
+@real_ranks(2)
+def test_rounding_is_straight_through(rank: int, transform: str, codec: str) -> None:
     """On real ranks and on simulated ones, where the codec runs under torch.vmap."""
-    if codec == "by slice":
-        gloo2.run(transform_on_ranks, codec, transform)
-        return
     model = make_model()
 
-    def run(mesh: Any, x: Tensor) -> fs.Params:
-        spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[codec]))(model).on(mesh)
-        return fs.unshard(TRANSFORMS[transform](sharded_loss(model, spec, x))(fs.shard(model, spec)), spec)
+    def run(mesh: Any, x: Tensor, codec: Codec | None = CODECS[codec]) -> fs.Params:
+        spec = fs.by_type(Block, p=with_codec(P("shard"), codec))(model).on(mesh)
+        return fs.unshard(HIGHER[transform](sharded_loss(model, spec, x))(fs.shard(model, spec)), spec)
 
-    real = gloo2.run(transform_on_ranks, codec, transform)[0]
-    simulated = fs.testing.spmd(run, 2)(torch.stack([make_batch(0), make_batch(1)]))
-    for name, x in real.items():
-        assert (simulated[name][0] - x).norm() < 0.02 * x.norm()  # a level more or less, where sums differ by a bit
+    exact, same, rounded = (run(mesh_of(2), make_batch(rank), *other) for other in ((None,), (IDENTITY,), ()))
+    batched = codec != "by slice"
+    simulated = fs.testing.spmd(run, 2)(torch.stack([make_batch(0), make_batch(1)])) if batched else {}
+    for name, x in exact.items():
+        assert torch.equal(same[name], x)
+        assert (rounded[name] - x).norm() < 0.02 * x.norm()
+        assert not torch.equal(rounded[name], x)
+        if batched:  # a level more or less, where sums differ by a bit
+            assert (simulated[name][0] - rounded[name]).norm() < 0.02 * x.norm()
 
 
 @real_ranks(2)
 def test_batched_reductions(rank: int) -> None:
     """Jacobians, whose reductions are batched: each row as a gradient of its own."""
     model = make_model()
-    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS["int8"]))(model).on(make_mesh(2))
+    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS["int8"]))(model).on(mesh_of(2))
     params, x = fs.shard(model, spec), make_batch(rank)
     losses = lambda p: fs.functional_call(model, p, (x,), spec=spec).square().mean(0)[:3]  # noqa: E731
     rows = torch.func.jacrev(losses)(params)
@@ -288,7 +260,7 @@ def test_batched_reductions(rank: int) -> None:
 @real_ranks(2)
 def test_steps(rank: int, codec: str) -> None:
     """Accumulation, updates in backward and gradients of full parameters, beside a backward alone."""
-    model, mesh = make_model(), make_mesh(2)
+    model, mesh = make_model(), mesh_of(2)
     spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[codec]))(model).on(mesh)
     params, x = fs.shard(model, spec), make_batch(rank)
     expected = fs.grad(sharded_loss(model, spec, x))(params)
@@ -312,7 +284,7 @@ def test_steps(rank: int, codec: str) -> None:
 def record(p: P, size: int = 8) -> Collectives:
     with world(size):
         model = make_model()
-        spec = fs.by_type(Block, p=p)(model).on(make_mesh(size))
+        spec = fs.by_type(Block, p=p)(model).on(mesh_of(size))
         params = {k: x.requires_grad_() for k, x in fs.shard(model, spec).items()}
         with Collectives() as log:
             value = sharded_loss(model, spec, make_batch(0))(params)
@@ -324,7 +296,7 @@ def record(p: P, size: int = 8) -> Collectives:
 def test_bytes_and_overlap() -> None:
     """A unit's reduction is one all-to-all of its codes and scales, and starts before the next gather ends."""
     with world(8):
-        spec = fs.by_type(Block, p=with_codec(P("shard"), None))(make_model()).on(make_mesh(8))
+        spec = fs.by_type(Block, p=with_codec(P("shard"), None))(make_model()).on(mesh_of(8))
         numel = spec.shard_numel(spec.by_key["0"])
     assert numel % 64 == 0
     up = lambda x: -(-x // 16) * 16  # noqa: E731
@@ -353,7 +325,7 @@ def test_slices_are_decoded_a_few_at_a_time(ranks: int, codec: str) -> None:
     """Those of eight ranks at once would be a float32 buffer as large as the unit."""
     with world(ranks):
         options = {"codec": CODECS[codec], "numel": 640, "dtype": F32}
-        stage = GatherEncodedBack.on_axis("shard", fs.collectives.Mesh.of(make_mesh(ranks)), "mean", **options)
+        stage = GatherEncodedBack.on_axis("shard", fs.collectives.Mesh.of(mesh_of(ranks)), "mean", **options)
         pending = stage.start_transpose(Names("", ""))(stage.transpose_(torch.ones(640 * ranks)), None)
         with Largest() as largest:
             assert pending().shape == (640,)
@@ -369,20 +341,15 @@ def test_one_rank_sends_and_rounds_nothing() -> None:
     assert all(torch.equal(x, found[1][key]) for key, x in found[0].items())
 
 
-def error_of(loss: Callable[[fs.Params], Tensor], params: fs.Params, checked: bool) -> str:
-    """Return the error of a gradient, "" without one, with the check of `funshard.check` or without."""
-    try:
-        with fs.check() if checked else contextlib.nullcontext():
-            fs.grad(loss)(params)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+@real_ranks(2)
+def test_ranks_that_reduce_other_units_get_an_error(rank: int) -> None:
+    """One forward on all ranks, and on one of them a loss that does not depend on what came last.
 
-
-def reduce_other_units(rank: int, checked: bool) -> str:
-    """One forward on all ranks, and on one of them a loss that does not depend on what came last."""
+    In `funshard.check`: without it the rank with more reductions waits for the timeout.
+    """
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=("shard",))  # some start on one rank only
     model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
-    spec = fs.by_type(nn.Linear, p=with_codec(P("shard", reshard=False), CODECS["int8"]))(model).on(make_mesh(2))
+    spec = fs.by_type(nn.Linear, p=with_codec(P("shard", reshard=False), CODECS["int8"]))(model).on(mesh)
     seen: list[Tensor] = []
     model[1].register_forward_hook(lambda module, args, out: seen.append(out))
 
@@ -390,33 +357,24 @@ def reduce_other_units(rank: int, checked: bool) -> str:
         out = fs.functional_call(model, params, (torch.ones(2, 6),), spec=spec)
         return (seen[-1] if rank else out).sum()
 
-    return error_of(loss, fs.shard(model, spec), checked)
-
-
-def test_ranks_that_reduce_other_units_get_an_error(gloo2: Pool) -> None:
-    """In `funshard.check`: without it the rank with more reductions waits for the timeout."""
-    for error in gloo2.run(reduce_other_units, True):
-        assert "ranks disagree on collective" in error
-        assert "unit '1'" in error
-    gloo2.stop()  # some collectives have started on one rank only
-
-
-def reduce_by_other_codecs(rank: int, checked: bool) -> str:
-    """Two codecs with as many bytes, in specs with equal shards."""
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(2)])
-    first, other = (
-        fs.by_type(nn.Linear, p=with_codec(P("shard"), codec))(model).on(make_mesh(2))
-        for codec in (fs.codecs.cast(torch.bfloat16), fs.codecs.cast(torch.float16))
-    )
-    return error_of(sharded_loss(model, other if rank else first, torch.ones(2, 64)), fs.shard(model, first), checked)
+    params = fs.shard(model, spec)
+    with pytest.raises(RuntimeError, match=r"ranks disagree on collective.*unit '1'"), fs.check():
+        fs.grad(loss)(params)
 
 
 @at_most(1)
 @pytest.mark.parametrize("checked", [False, True])
-def test_ranks_with_other_codecs_get_an_error(gloo2: Pool, checked: bool) -> None:
-    for error in gloo2.run(reduce_by_other_codecs, checked):
-        assert ("ranks disagree on collective" if checked else "ranks ran different units") in error
-        assert "encoded by" in error
+@real_ranks(2)
+def test_ranks_with_other_codecs_get_an_error(rank: int, checked: bool) -> None:
+    """Two codecs with as many bytes, in specs with equal shards."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(2)])
+    codec = codecs.cast(torch.float16 if rank else BF16)
+    mesh, p = mesh_of(2), with_codec(P("shard"), codecs.cast(BF16))
+    first, spec = (fs.by_type(nn.Linear, p=one)(model).on(mesh) for one in (p, with_codec(P("shard"), codec)))
+    params = fs.shard(model, first)
+    match = ("ranks disagree on collective" if checked else "ranks ran different units") + "(?s:.*)encoded by"
+    with pytest.raises(RuntimeError, match=match), fs.check() if checked else contextlib.nullcontext():
+        fs.grad(sharded_loss(model, spec, torch.ones(2, 64)))(params)
 
 
 # --- what is refused ---
