@@ -12,9 +12,9 @@ from collective_log import world
 from depth import seldom
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Pool, mesh_of, real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed import DeviceMesh
 
 import funshard as fs
 from funshard import collectives as c
@@ -227,14 +227,14 @@ def agree_with_torch(mesh: DeviceMesh) -> None:
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 def test_every_rank_of_a_mesh(shape: tuple[int, ...]) -> None:
     """They are the rank's row of the mesh along the axis."""
-    names = tuple("abc"[: len(shape)])
+    sizes = dict(zip("abc", shape, strict=False))
     grid = torch.arange(math.prod(shape)).view(shape)
     for rank in range(math.prod(shape)):
         with world(math.prod(shape), rank):
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            mesh = mesh_of(**sizes)
             agree_with_torch(mesh)
             at = torch.unravel_index(torch.tensor(rank), shape)
-            for i, name in enumerate(names):
+            for i, name in enumerate(sizes):
                 row = grid[tuple(slice(None) if j == i else at[j] for j in range(len(shape)))]
                 assert members(Mesh.of(mesh)[name]) == tuple(row.tolist())
 
@@ -362,17 +362,14 @@ def collective_results(mesh: Mesh, x: Tensor) -> dict[str, tuple[Tensor, ...]]:
     return out
 
 
-def real_collectives(rank: int) -> dict[str, tuple[Tensor, ...]]:
-    return collective_results(Mesh.world(), torch.randn(2, 4, 3, dtype=torch.float64)[rank])
-
-
-def test_collectives_agree_with_simulated_ranks(gloo2: Pool) -> None:
-    torch.manual_seed(0)
-    simulated = fs.testing.spmd(collective_results, 2)(torch.randn(2, 4, 3, dtype=torch.float64))
-    for rank, real in enumerate(gloo2.run(real_collectives)):
-        for name, results in real.items():
-            for i, result in enumerate(results):
-                torch.testing.assert_close(result, simulated[name][i][rank], msg=f"{name}[{i}]")
+@real_ranks(2)
+def test_collectives_agree_with_simulated_ranks(rank: int) -> None:
+    """Values, derivatives of two orders and vmaps of each of them."""
+    x = torch.randn(2, 4, 3, dtype=torch.float64)
+    simulated = fs.testing.spmd(collective_results, 2)(x)
+    for name, results in collective_results(Mesh.world(), x[rank]).items():
+        for i, result in enumerate(results):
+            torch.testing.assert_close(result, simulated[name][i][rank], msg=f"{name}[{i}]")
 
 
 MODEL = model()

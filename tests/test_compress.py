@@ -12,7 +12,7 @@ import torch
 from depth import depth, each, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import mesh_of
+from test_compress_law import mean_over, reduced, slices_of
 from torch import Tensor, nn
 from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
 from torch.testing import assert_close
@@ -62,44 +62,16 @@ def gradients(size: int, seed: int = 0, model: nn.Module = MODEL) -> fs.Params:
 def steps(compressor: Compressor[Any], layout: str, *grads: fs.Params) -> tuple[list[fs.Params], Any]:
     """What every step gives, ranks in dimension 0, and the last state."""
     policy, sizes = LAYOUTS[layout]
-
-    def rank(mesh: Any, *grads: fs.Params) -> Any:
-        spec = policy(MODEL).on(mesh)
-        state, out = compressor.init(spec), []
-        for g in grads:
-            shards, state = compressor.reduce(g, state, spec)
-            out.append(shards)
-        return out, state
-
-    return fs.testing.spmd(rank, sizes)(*grads)
-
-
-def on_real_ranks(rank: int, layout: str, name: str, size: int) -> tuple[list[fs.Params], Any]:
-    policy, sizes = LAYOUTS[layout]
-    spec = policy(MODEL).on(mesh_of(**sizes))
-    state, out = COMPRESSORS[name].init(spec), []
-    for seed in range(3):
-        grads = {n: g[rank] for n, g in gradients(size, seed).items()}
-        shards, state = COMPRESSORS[name].reduce(grads, state, spec)
-        out.append(shards)
-    return out, state
+    return fs.testing.spmd(lambda mesh, *grads: reduced(compressor, policy(MODEL).on(mesh), *grads), sizes)(*grads)
 
 
 def slices(full: fs.Params, layout: str) -> fs.Params:
-    """Each rank's shards of its own full tensors, by slicing alone."""
     policy, sizes = LAYOUTS[layout]
-    spec = policy(MODEL).on(dict(sizes))
-    each = [fs.shard({n: x[r] for n, x in full.items()}, spec, rank=r) for r in range(ranks(layout))]
-    return {key: torch.stack([shards[key] for shards in each]) for key in each[0]}
+    return slices_of(full, policy(MODEL), sizes)
 
 
 def mean(full: fs.Params, layout: str, axes: tuple[str, ...] | None = None) -> fs.Params:
-    """Each rank's mean over the ranks that are its own but for these axes."""
-    sizes = LAYOUTS[layout][1]
-    dims = [i for i, name in enumerate(sizes) if axes is None or name in axes]
-    shaped = {n: x.unflatten(0, tuple(sizes.values())) for n, x in full.items()}
-    means = {n: (x.mean(dims, keepdim=True) if dims else x).expand_as(x) for n, x in shaped.items()}
-    return {n: x.flatten(0, len(sizes) - 1) for n, x in means.items()}
+    return mean_over(full, LAYOUTS[layout][1], axes)
 
 
 @settings(max_examples=depth(6, 300))

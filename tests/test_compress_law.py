@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -63,6 +63,21 @@ OVER_SOME: dict[str, Any] = {"exact": exact, "local": lambda axes: switch(0, exa
 """The mean over the axes that they are given, and nothing over the others."""
 
 
+def mean_over(full: fs.Params, sizes: Mapping[str, int], axes: tuple[str, ...] | None = None) -> fs.Params:
+    """Each rank's mean over the ranks that are its own but for these axes, all by default; ranks in dimension 0."""
+    dims = [i for i, name in enumerate(sizes) if axes is None or name in axes]
+    shaped = {n: x.unflatten(0, tuple(sizes.values())) for n, x in full.items()}
+    means = {n: (x.mean(dims, keepdim=True) if dims else x).expand_as(x) for n, x in shaped.items()}
+    return {n: x.flatten(0, len(sizes) - 1) for n, x in means.items()}
+
+
+def slices_of(full: fs.Params, spec: fs.PartitionSpec, sizes: Mapping[str, int]) -> fs.Params:
+    """Each rank's shards of its own full tensors, by slicing alone."""
+    spec, ranks = spec.on(dict(sizes)), range(math.prod(sizes.values()))
+    each = [fs.shard({n: x[r] for n, x in full.items()}, spec, rank=r) for r in ranks]
+    return {key: torch.stack([shards[key] for shards in each]) for key in each[0]}
+
+
 @dataclass(frozen=True)
 class Case:
     sizes: dict[str, int]
@@ -95,18 +110,11 @@ class Case:
         named = self.model.named_parameters()
         return {n: torch.randint(-9, 10, (self.ranks, *p.shape), generator=g).double() * self.ranks for n, p in named}
 
-    def mean(self, full: fs.Params, axes: tuple[str, ...]) -> fs.Params:
-        """Each rank's mean over these axes."""
-        dims = [i for i, name in enumerate(self.sizes) if name in axes]
-        shaped = {n: x.unflatten(0, tuple(self.sizes.values())) for n, x in full.items()}
-        means = {n: (x.mean(dims, keepdim=True) if dims else x).expand_as(x) for n, x in shaped.items()}
-        return {n: x.flatten(0, len(self.sizes) - 1) for n, x in means.items()}
+    def mean(self, full: fs.Params, axes: tuple[str, ...] | None = None) -> fs.Params:
+        return mean_over(full, self.sizes, axes)
 
     def slices(self, full: fs.Params) -> fs.Params:
-        """Each rank's shards of its own full tensors, by slicing alone."""
-        spec = self.spec.on(self.sizes)
-        each = [fs.shard({n: x[r] for n, x in full.items()}, spec, rank=r) for r in range(self.ranks)]
-        return {key: torch.stack([shards[key] for shards in each]) for key in each[0]}
+        return slices_of(full, self.spec, self.sizes)
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -122,17 +130,18 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(sizes, axes, tuple(draw(st.lists(layer, min_size=1, max_size=4))))
 
 
-def steps(compressor: Compressor[Any], spec: fs.PartitionSpec, *grads: fs.Params) -> list[fs.Params]:
+def reduced(compressor: Compressor[Any], spec: fs.PartitionSpec, *grads: fs.Params) -> tuple[list[fs.Params], Any]:
+    """What every step gives, and the last state."""
     state, out = compressor.init(spec), []
     for g in grads:
         shards, state = compressor.reduce(g, state, spec)
         out.append(shards)
-    return out
+    return out, state
 
 
 def simulated(case: Case, compressor: Compressor[Any], *grads: fs.Params) -> list[fs.Params]:
     """What every step gives, ranks in dimension 0."""
-    return fs.testing.spmd(lambda mesh, *g: steps(compressor, case.spec.on(mesh), *g), case.sizes)(*grads)
+    return fs.testing.spmd(lambda mesh, *g: reduced(compressor, case.spec.on(mesh), *g)[0], case.sizes)(*grads)
 
 
 def check_replicas(case: Case, shards: fs.Params) -> None:
@@ -147,10 +156,9 @@ def check_replicas(case: Case, shards: fs.Params) -> None:
         assert not shards[unit.key][inside[unit.key] == 0].any()
 
 
-SMALL = Case(
-    {"replicate": 2, "shard": 2}, "shard", (("bias", "shard", 1), ("small", "shard", 1), ("row", ("shard", "replicate"), 1))
-)
-SPLIT = Case({"replicate": 2, "shard": 2}, "replicate", (("bias", ("replicate", "shard"), 1), ("matrix", "replicate", 4)))
+HSDP = {"replicate": 2, "shard": 2}
+SMALL = Case(HSDP, "shard", (("bias", "shard", 1), ("small", "shard", 1), ("row", ("shard", "replicate"), 1)))
+SPLIT = Case(HSDP, "replicate", (("bias", ("replicate", "shard"), 1), ("matrix", "replicate", 4)))
 
 
 @given(case=cases())
@@ -160,7 +168,7 @@ SPLIT = Case({"replicate": 2, "shard": 2}, "replicate", (("bias", ("replicate", 
 def test_a_lossless_one_is_the_mean_over_all_ranks(case: Case) -> None:
     """Over the axes that are named and over the others."""
     grads = case.gradients()
-    want = case.slices(case.mean(grads, tuple(case.sizes)))
+    want = case.slices(case.mean(grads))
     for name, make in LOSSLESS.items():
         [shards] = simulated(case, make(case.axes), grads)
         tolerance = 1e-5 if name == "each alone" else 1e-9
@@ -199,7 +207,7 @@ def test_what_powersgd_leaves_out_comes_later(case: Case) -> None:
     """Each step takes what it sends from what is left, whose rank is lower by one: then it was the mean over all ranks."""
     grads = case.gradients()
     nothing = {n: torch.zeros_like(g) for n, g in grads.items()}
-    want = case.slices(case.mean(grads, tuple(case.sizes)))
+    want = case.slices(case.mean(grads))
     for batched, rate in ((False, 0.5), (True, 0.5), (False, 1.0)):
         compressor = powersgd(1, axes=case.axes, batched=batched, warm_start=False, min_compression_rate=rate)
         out = simulated(case, compressor, grads, *[nothing] * 7)
@@ -209,12 +217,8 @@ def test_what_powersgd_leaves_out_comes_later(case: Case) -> None:
 REAL = (
     SMALL,
     SPLIT,
-    Case(
-        {"replicate": 2, "shard": 2},
-        "shard",
-        (("matrix", None, 1), ("kernel", ("replicate", "shard"), 1), ("row", "replicate", 4)),
-    ),
-    Case({"replicate": 2, "shard": 2}, None, (("matrix", "shard", 1), ("kernel", (), 1), ("bias", ("shard", "replicate"), 1))),
+    Case(HSDP, "shard", (("matrix", None, 1), ("kernel", ("replicate", "shard"), 1), ("row", "replicate", 4))),
+    Case(HSDP, None, (("matrix", "shard", 1), ("kernel", (), 1), ("bias", ("shard", "replicate"), 1))),
 )
 
 
@@ -227,7 +231,7 @@ def compressors(case: Case) -> dict[str, Any]:
 def on_real_ranks(rank: int, case: Case) -> dict[str, list[fs.Params]]:
     spec = case.spec.on(mesh_of(**case.sizes))
     grads = [{n: g[rank] for n, g in case.gradients(seed).items()} for seed in range(2)]
-    return {name: steps(make(case.axes), spec, *grads) for name, make in compressors(case).items()}
+    return {name: reduced(make(case.axes), spec, *grads)[0] for name, make in compressors(case).items()}
 
 
 @at_most(1)
@@ -246,7 +250,7 @@ def test_on_real_ranks(gloo4: Pool, case: Case) -> None:
                     assert axis in unit.p.axes or torch.equal(x.select(dim, 0), x.select(dim, 1)), (name, unit.key)
             assert_close(shards, there[step], rtol=1e-5, atol=1e-5)
             if name in LOSSLESS:
-                want = case.slices(case.mean(case.gradients(step), tuple(case.sizes)))
+                want = case.slices(case.mean(case.gradients(step)))
                 assert_close(shards, want, rtol=1e-5, atol=1e-5)
 
 
@@ -287,7 +291,7 @@ def orthogonalized() -> Iterator[list[Tensor]]:
         yield seen
 
 
-def beside_ddp(rank: int, kind: str, options: dict[str, Any], split: bool) -> None:
+def check_beside_ddp(rank: int, kind: str, options: dict[str, Any], split: bool) -> None:
     """Training with DDP's hook and its gradients; at each step ours are the same, whether units are split or replicated."""
     # Batched, torch's matrix is a bucket, whose order is not our units': with one parameter there is only one.
     model = (nn.Linear(64, 2, bias=False) if options.get("batched") else net()).double()
@@ -348,16 +352,11 @@ def started_like_torch(passed: Any, seen: list[Tensor], bucket: list[tuple[str, 
 def power(options: dict[str, Any]) -> tuple[Any, Any, Compressor[Any]]:
     own = dict(options)
     epsilon = own.pop("epsilon", 0)
-    state = power_hook.PowerSGDState(
-        None,
-        matrix_approximation_rank=own.get("rank", 1),
-        start_powerSGD_iter=START,
-        min_compression_rate=own.get("min_compression_rate", 2),
-        use_error_feedback=own.get("error_feedback", True),
-        warm_start=own.get("warm_start", True),
-        orthogonalization_epsilon=epsilon,
-        batch_tensors_with_same_shape=own.pop("same_shape", False),
-    )
+    named = {"rank": "matrix_approximation_rank", "error_feedback": "use_error_feedback"}
+    defaults = {"rank": 1, "min_compression_rate": 2, "error_feedback": True, "warm_start": True}
+    of_torch: Any = {named.get(name, name): own.get(name, value) for name, value in defaults.items()}
+    of_torch |= {"orthogonalization_epsilon": epsilon, "batch_tensors_with_same_shape": own.pop("same_shape", False)}
+    state = power_hook.PowerSGDState(None, start_powerSGD_iter=START, **of_torch)
     theirs = power_hook.batched_powerSGD_hook if own.get("batched") else power_hook.powerSGD_hook
     ours: Compressor[Any] = switch(START, exact(), powersgd(**own))
     return theirs, state, ours
@@ -376,11 +375,11 @@ PAIRS: dict[str, Callable[[dict[str, Any]], tuple[Any, Any, Compressor[Any]]]] =
 
 
 @at_most(3)
-@each
-@pytest.mark.parametrize("split", [False, True], ids=["replicated", "split"])
-@pytest.mark.parametrize("kind", [kind for kind in PAIRS if kind != "powersgd"])
-def test_is_ddps_hook(gloo2: Pool, kind: str, split: bool) -> None:
-    gloo2.run(beside_ddp, kind, {}, split)
+@each(split=[False, True], kind=[kind for kind in PAIRS if kind != "powersgd"])
+@real_ranks(2)
+def test_is_ddps_hook(rank: int, kind: str, split: bool) -> None:
+    """Eight steps, whether units are split or replicated."""
+    check_beside_ddp(rank, kind, {}, split)
 
 
 POWER: dict[str, dict[str, Any]] = {
@@ -398,12 +397,11 @@ POWER: dict[str, dict[str, Any]] = {
 
 
 @at_most(3)
-@each
-@pytest.mark.parametrize("split", [False, True], ids=["replicated", "split"])
-@pytest.mark.parametrize("name", mark_seldom(POWER, *[*POWER][:8]))
-def test_powersgd_is_ddps_hook(gloo2: Pool, name: str, split: bool) -> None:
+@each(split=[False, True], name=mark_seldom(POWER, *[*POWER][:8]))
+@real_ranks(2)
+def test_powersgd_is_ddps_hook(rank: int, name: str, split: bool) -> None:
     """Eight steps, from torch's own random numbers."""
-    gloo2.run(beside_ddp, "powersgd", POWER[name], split)
+    check_beside_ddp(rank, "powersgd", POWER[name], split)
 
 
 BIG = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32, bias=False), nn.LayerNorm(32)).float()

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, depth, each, seldom
-from ranks import launch, real_ranks
+from ranks import launch, mesh_of, real_ranks
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.func import grad, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
@@ -65,7 +64,7 @@ def in_one_process(readers: int) -> list[Tree]:
 @real_ranks(4)
 def test_four_ranks(rank: int, attention: str, sizes: tuple[int, int]) -> None:
     """Derivatives of first and second order as whole parameters, and the gradient's norm."""
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "context"))
+    mesh = mesh_of(shard=sizes[0], context=sizes[1])
     spec, xy = example.policy()(MODEL).on(mesh), tokens(sizes[0])[rank // sizes[1]]
     params, v = fs.shard(FULL, spec), fs.shard(VECTOR, spec)
 

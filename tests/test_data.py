@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from depth import every, seldom
-from ranks import Pool
+from ranks import real_ranks
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -175,11 +176,13 @@ def test_in_a_data_loader(workers: int) -> None:
     assert all(map(torch.equal, taken, indices))
 
 
-def on_ranks(rank: int, folder: str) -> tuple[list[list[int]], list[list[int]]]:
+@real_ranks(2)
+def test_on_real_ranks(rank: int, tmp_path: Path) -> None:
+    """Each its part; a checkpoint holds the state; ranks with other options all raise, also where one's do not fit."""
     spec = SPEC.bound
     batches = fs.data.sampler(24, spec, batch=8, seed=4)
-    fs.checkpoint.save(f"{folder}/state", {"data": batches.state_dict(2)}, spec)
-    loaded = fs.checkpoint.load(f"{folder}/state", spec)
+    fs.checkpoint.save(tmp_path / "state", {"data": batches.state_dict(2)}, spec)
+    loaded = fs.checkpoint.load(tmp_path / "state", spec)
     again = fs.data.sampler(24, spec, batch=8, seed=4)
     again.load_state_dict(loaded["data"])
     with pytest.raises(ValueError, match=r"seed': 4.*seed': 5|seed': 5.*seed': 4"):
@@ -187,12 +190,8 @@ def on_ranks(rank: int, folder: str) -> tuple[list[list[int]], list[list[int]]]:
     with pytest.raises(ValueError, match="multiple of the 2 ranks"):
         fs.data.sampler(24, spec, batch=8 + rank, seed=4)
     assert fs.data.sampler(24, spec, batch=8, seed=4, axes=iter(["shard"]))[0] == batches[0]
-    return [*batches], [*again]
-
-
-def test_on_real_ranks(gloo2: Pool, tmp_path: Path) -> None:
-    """Each its part; a checkpoint holds the state; ranks with other options all raise, also where one's do not fit."""
-    (first, rest_of_first), (second, rest_of_second) = gloo2.run(on_ranks, str(tmp_path))
+    of_all: list[Any] = [None] * 2
+    dist.all_gather_object(of_all, [*batches])
     (alone,) = parts(24, 1, batch=8, seed=4)
-    assert [a + b for a, b in zip(first, second, strict=True)] == list(alone)
-    assert (rest_of_first, rest_of_second) == (first[2:], second[2:])
+    assert [a + b for a, b in zip(*of_all, strict=True)] == list(alone)
+    assert [*again] == of_all[rank][2:]

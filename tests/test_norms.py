@@ -9,7 +9,7 @@ import pytest
 import torch
 from collective_log import Collectives
 from depth import every
-from ranks import Pool, mesh_of
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -76,10 +76,11 @@ def test_norms_of_the_gathered_tree(policy: str, sizes: dict[str, int]) -> None:
     assert_close(torch.stack([*got.values()]).square().sum(0).sqrt(), total)
 
 
-def on_real_ranks(rank: int, sizes: tuple[int, int]) -> list[int]:
-    """Compare, and return how many reductions there were for each policy."""
-    mesh = mesh_of(*sizes)
-    tree, counts = full(), []
+@pytest.mark.parametrize(("sizes", "sent"), [((1, 2), [1, 1, 0, 1, 1]), ((2, 2), [1, 1, 0, 2, 1])])
+@real_ranks(lambda sizes: math.prod(sizes))
+def test_real_ranks(rank: int, sizes: tuple[int, int], sent: list[int]) -> None:
+    """One reduction for each axis that splits units, and none where nothing is split."""
+    mesh, tree, counts = mesh_of(*sizes), full(), []
     for policy in POLICIES.values():
         spec = policy(MODEL).on(mesh)
         shards = poisoned(fs.shard(tree, spec), spec)
@@ -87,16 +88,7 @@ def on_real_ranks(rank: int, sizes: tuple[int, int]) -> list[int]:
             got = norms(shards, spec)
         counts.append(len(log.all))
         assert_close(got, {name: x.norm() for name, x in tree.items()})
-    return counts
-
-
-def test_real_ranks(gloo2: Pool) -> None:
-    """One reduction for the axis that splits units, and none where nothing is split."""
-    assert gloo2.run(on_real_ranks, (1, 2)) == 2 * [[1, 1, 0, 1, 1]]
-
-
-def test_real_ranks_with_replicas(gloo4: Pool) -> None:
-    assert gloo4.run(on_real_ranks, (2, 2)) == 4 * [[1, 1, 0, 2, 1]]
+    assert counts == sent
 
 
 @pytest.mark.parametrize("policy", ["sharded", "mixed"])
@@ -121,16 +113,10 @@ def test_differentiable(policy: str) -> None:
 
         direction = fs.shard(v | {"two.bias": torch.zeros(5).double()}, spec)
         shards = fs.shard(tree, spec)
-        return (
-            torch.func.grad(f)(shards),
-            fs.shard(want_grad, spec),
-            fs.hvp(f, shards, direction),
-            fs.shard(want_hvp | {"two.bias": torch.zeros(5).double()}, spec),
-        )
+        want = fs.shard(want_grad, spec), fs.shard(want_hvp | {"two.bias": torch.zeros(5).double()}, spec)
+        return (torch.func.grad(f)(shards), fs.hvp(f, shards, direction)), want
 
-    grad, want, product, want_product = fs.testing.spmd(run, {"replicate": 1, "shard": 2})(torch.zeros(2))
-    assert_close(grad, want)
-    assert_close(product, want_product)
+    assert_close(*fs.testing.spmd(run, {"replicate": 1, "shard": 2})(torch.zeros(2)))
 
 
 @every(value=[1e-30, 1e30, math.inf, math.nan], dtype=[torch.float32, torch.bfloat16, torch.complex64])
@@ -169,7 +155,10 @@ def test_what_does_not_fit_is_refused() -> None:
     assert norms({}, spec) == {}
 
 
-def with_other_units(rank: int, sizes: tuple[int, int], policy: str) -> None:
+@pytest.mark.parametrize(("sizes", "policy"), [((1, 2), "sharded"), ((1, 2), "mixed"), ((2, 2), "sharded")])
+@real_ranks(lambda sizes: math.prod(sizes))
+def test_a_rank_that_leaves_out_a_unit(rank: int, sizes: tuple[int, int], policy: str) -> None:
+    """An error on every rank, also on those that share no axis with it; no norm of fewer units, and no rank that waits."""
     spec = POLICIES[policy](MODEL).on(mesh_of(*sizes))
     shards = fs.shard(full(), spec)
     last, size = [*shards][-1], sizes[0] * sizes[1]
@@ -188,14 +177,3 @@ def with_other_units(rank: int, sizes: tuple[int, int], policy: str) -> None:
     assert_close(global_norm(shards, spec), torch.cat([x.flatten() for x in full().values()]).norm())
     if rank == 0:
         global_norm(full(), spec)  # which sends nothing
-
-
-@pytest.mark.parametrize("policy", ["sharded", "mixed"])
-def test_a_rank_that_leaves_out_a_unit(gloo2: Pool, policy: str) -> None:
-    """An error on every rank, and neither a norm of fewer units nor a rank that waits."""
-    gloo2.run(with_other_units, (1, 2), policy)
-
-
-def test_one_rank_of_a_mesh_leaves_out_a_unit(gloo4: Pool) -> None:
-    """Also ranks that share no axis with it get the error."""
-    gloo4.run(with_other_units, (2, 2), "sharded")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from collective_log import Collectives, Sent, gather, reduce, world
 from depth import at_most, mark_seldom, seldom
-from ranks import Pool, real_ranks
+from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
@@ -88,26 +88,24 @@ def by_torch(x: Tensor) -> tuple[fs.Params, int]:
     return {n: p.detach() for n, p in ddp.module.named_parameters()}, nbytes(optimizer.optim.state.values())
 
 
-def on_real_ranks(rank: int, ranks: int) -> tuple[int, int]:
+@at_most(1)
+@pytest.mark.parametrize("ranks", [2, 4])
+@real_ranks(lambda ranks: ranks)
+def test_zero_redundancy_optimizer(rank: int, ranks: int) -> None:
+    """Its parameters to 1e-6, those of the joined batch as well; the state is one part in N on every rank, but for padding."""
     xs = batches(ranks)[:, rank]
     got, state = train(model(), xs)
     peer, of_peer = by_torch(xs)
     assert_close(got, peer, rtol=1e-6, atol=1e-6)
     assert_close(got, joined(ranks), rtol=1e-6, atol=1e-6)
-    return nbytes(state.values()), of_peer
-
-
-@at_most(1)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_zero_redundancy_optimizer(ranks: int, gloo2: Pool, gloo4: Pool) -> None:
-    """Its parameters to 1e-6, those of the joined batch as well; the state is one part in N on every rank, but for padding."""
-    sizes = (gloo2 if ranks == 2 else gloo4).run(on_real_ranks, ranks)
-    whole = 2 * sum(p.nbytes for p in model().parameters())
+    sizes = fs.collectives.gather_values(
+        torch.tensor([[nbytes(state.values()), of_peer]]), fs.collectives.Mesh.world()["shard"]
+    )
+    whole, (ours, theirs) = 2 * sum(p.nbytes for p in model().parameters()), sizes.T
     padding = 2 * 4 * len(specs(model())[1])  # less than an element of each moment of each unit
-    for ours, _ in sizes:
-        assert whole / ranks <= ours < whole / ranks + padding
-    assert max(ours for ours, _ in sizes) <= max(theirs for _, theirs in sizes)  # which cannot split a tensor
-    assert sum(theirs for _, theirs in sizes) == whole
+    assert ((whole / ranks <= ours) & (ours < whole / ranks + padding)).all()
+    assert ours.max() <= theirs.max()  # which cannot split a tensor
+    assert theirs.sum() == whole
 
 
 @real_ranks(2)
