@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import functools
+import math
 import queue
 import threading
 import types
@@ -21,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import numbers
 from peer_models import MLP, Net, chain
-from ranks import Pool, mesh_of, real_ranks
+from ranks import mesh_of, real_ranks
 from test_memory import Alive, Peak, no_collector
 from torch import Tensor, nn
 
@@ -156,11 +157,21 @@ def policy(p: P, root: P | None = None) -> fs.Policy:
     return fs.policies.override(fs.by_type(MLP, Unused, p=p), fs.by_path({"": root or P()}))
 
 
-def on_ranks(rank: int, shape: tuple[int, ...], strategy: str, keep: str, way: str) -> None:
-    """Beside each micro-batch by itself, and beside plain autograd of all ranks' micro-batches."""
+USUAL = ["shard", "kept", "replicated", "remat", "bf16", "codec", "all axes", "fp16", "bf16 reduced"]
+
+
+@at_most(3)
+@each(way=["fs", "torch.func", "backward"], keep=KEEPS, shape=[(2,), (2, 2)], strategy=mark_seldom(STRATEGIES, *USUAL))
+@real_ranks(lambda shape: math.prod(shape))
+def test_on_ranks(rank: int, shape: tuple[int, ...], strategy: str, keep: str, way: str) -> None:
+    """The mean, the sum, and the sum over a number, with aux, penalties and an unused unit; over two axes "shards" reduces
+    over one of them at the end.
+
+    Beside each micro-batch by itself, and beside plain autograd of all ranks' micro-batches.
+    """
     p = STRATEGIES[strategy]
     model = Some()
-    spec = policy(p, P("shard"))(model).on(mesh_of(*shape))
+    spec = policy(p, P("shard"))(model).on(mesh_of(1, 2) if p.axes[1:] and len(shape) == 1 else mesh_of(*shape))
     params, size = fs.shard(model, spec), torch.Size(shape).numel()
     batches = [numbers(rank, i) for i in range(MICRO)]
     narrow = {"bf16": BF16, "fp16": F16}.get(strategy.removeprefix("replicated ").removesuffix(" reduced"))
@@ -208,25 +219,6 @@ def by_way(way: str, loss: Any, params: fs.Params, batches: Sequence[Tensor], **
         assert all(g.requires_grad for key, g in grads.items() if key != "unused")
         return grads, value
     return fs.accumulate(loss, params, batches, **options)
-
-
-@at_most(1)
-@each(way=["fs", "torch.func", "backward"], keep=KEEPS)
-@pytest.mark.parametrize(
-    "strategy",
-    mark_seldom([name for name in STRATEGIES if name != "all axes"], "shard", "kept", "replicated", "remat", "bf16", "codec"),
-)
-def test_on_two_ranks(gloo2: Pool, strategy: str, keep: str, way: str) -> None:
-    """Every strategy: the mean, the sum, and the sum over a number, with aux, penalties and an unused unit."""
-    gloo2.run(on_ranks, (2,), strategy, keep, way)
-
-
-@at_most(1)
-@each(way=["fs", "torch.func"])
-@every(keep=KEEPS, strategy=mark_seldom(STRATEGIES, "shard", "kept", "replicated", "all axes", "fp16", "bf16 reduced"))
-def test_on_replicas(gloo4: Pool, strategy: str, keep: str, way: str) -> None:
-    """The same on a mesh of two axes, where "shards" reduces over one of them at the end."""
-    gloo4.run(on_ranks, (2, 2), strategy, keep, way)
 
 
 @seldom
@@ -298,10 +290,8 @@ def test_replicas_are_reduced_once(count: int) -> None:
     """Over slices with each micro-batch; over replicas, and of replicated units over all, at the end."""
     with world(8):
         model = Net(blocks=3)
-        mesh = mesh_of(4, 2)
-        spec = fs.policies.override(fs.by_type(MLP), fs.by_path({"": P(), "blocks.2": P(("replicate", "shard"))}))(model).on(
-            mesh
-        )
+        some = fs.by_path({"": P(), "blocks.2": P(("replicate", "shard"))})
+        spec = fs.policies.override(fs.by_type(MLP), some)(model).on(mesh_of(4, 2))
         sent = sent_by(model, spec, count).all
         counts = Counter(sent)
         once = [reduce(spec, "", 4), reduce(spec, "", 2), *(reduce(spec, key, 4) for key in ("blocks.0", "blocks.1"))]
@@ -581,7 +571,13 @@ OTHERWISE = ["twice", "penalty", "teacher", "computed", "changed", "one computed
 OTHERWISE += ["checkpoint", "remat", "a unit alone"]
 
 
-def computed_from(rank: int, keep: str, how: str) -> None:
+@at_most(2)
+@pytest.mark.parametrize(
+    "how", mark_seldom([*OTHERWISE, "same architecture"], "changed", "twice", "step inside", "gradient of the input", "remat")
+)
+@every(keep=KEEPS)
+@real_ranks(4)
+def test_what_is_computed_from_shards(rank: int, keep: str, how: str) -> None:
     """Shards that the loss has changed, a gradient inside the loss, a teacher: nothing of this is reduced twice or never."""
     mesh = mesh_of(2, 2)
     model, teacher = Net(blocks=2), Net(blocks=2 if how == "same architecture" else 1)
@@ -599,15 +595,6 @@ def computed_from(rank: int, keep: str, how: str) -> None:
         expected, _ = each_alone(lambda p, x, by=by: loss(p, x, reduce=by), params, batches)
         got, _ = fs.accumulate(loss, params, batches, spec=spec, keep=keep, reduce=by)
         close(got, {key: g * (1 if by == "mean" else 2) for key, g in expected.items()})
-
-
-@at_most(1)
-@pytest.mark.parametrize(
-    "how", mark_seldom([*OTHERWISE, "same architecture"], "changed", "twice", "step inside", "gradient of the input", "remat")
-)
-def test_what_is_computed_from_shards(gloo4: Pool, how: str) -> None:
-    for keep in KEEPS:
-        gloo4.run(computed_from, keep, how)
 
 
 def test_nothing_of_the_callers_is_changed() -> None:

@@ -258,29 +258,24 @@ def ensemble(mesh: Mesh, x: Tensor, p: fs.P) -> dict[str, Tree]:
     return {f"{what} {i}": {k: t[i] for k, t in tree.items()} for i in range(3) for what, tree in (("g", grads), ("b", after))}
 
 
-def on_members(rank: int, layout: str) -> dict[str, Tree]:
-    return ensemble(Mesh.world(), batch(4, 4)[rank], LAYOUTS[layout])
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ensembles(gloo2: Pool, layout: str) -> None:
+@real_ranks(2)
+def test_ensembles(rank: int, layout: str) -> None:
     """vmap over parameters and statistics, on real ranks and simulated ones: each member is BatchNorm on the joined batch."""
     p, xs = LAYOUTS[layout], batch(4, 4)
-    spec = fs.by_type(Block, p=p)(MODEL).on({"shard": 2})
+    spec = fs.by_type(Block, p=p)(MODEL).bound
 
     def loss(full: Tree, buffers: Tree) -> tuple[Tensor, Tree]:
-        out = torch.func.functional_call(PLAIN, (full, buffers), torch.cat(xs))
-        return (out**3).sum(1).mean(), buffers
+        return (torch.func.functional_call(PLAIN, (full, buffers), torch.cat(xs)) ** 3).sum(1).mean(), buffers
 
-    real = gloo2.run(on_members, layout)
     simulated = fs.testing.spmd(lambda mesh, x: ensemble(mesh, x, p), 2)(torch.stack(xs))
-    for i in range(3):
-        full = {name: t * (1 + i) for name, t in FULL.items()}
-        grads, after = torch.func.grad(loss, has_aux=True)(full, {name: b + i for name, b in BUFFERS.items()})
-        for rank in range(2):
-            for got in (real[rank], {name: {k: t[rank] for k, t in tree.items()} for name, tree in simulated.items()}):
-                assert_close(got[f"g {i}"], fs.shard(grads, spec, rank=rank), rtol=1e-9, atol=1e-9)
-                assert_close(got[f"b {i}"], after, rtol=1e-9, atol=1e-9)
+    mine = {name: {k: t[rank] for k, t in tree.items()} for name, tree in simulated.items()}
+    for got in (ensemble(Mesh.world(), xs[rank], p), mine):
+        for i in range(3):
+            full = {name: t * (1 + i) for name, t in FULL.items()}
+            grads, after = torch.func.grad(loss, has_aux=True)(full, {name: b + i for name, b in BUFFERS.items()})
+            assert_close(got[f"g {i}"], dict(fs.shard(grads, spec)), rtol=1e-9, atol=1e-9)
+            assert_close(got[f"b {i}"], after, rtol=1e-9, atol=1e-9)
 
 
 @real_ranks(2)

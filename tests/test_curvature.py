@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, depth, every, seldom
 from hypothesis import given
-from ranks import Pool, mesh_of, real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -80,13 +80,9 @@ def matrix(name: str) -> Tensor:
 NAMES = ["hessian", "ggn", "fisher"]
 
 
-def everything(rank: int, sizes: dict[str, int] | None) -> dict[str, Any]:
+def everything(rank: int, spec: fs.PartitionSpec) -> dict[str, Any]:
     """What each function gives, as whole vectors and numbers, in the model's order."""
-    if sizes:
-        mesh = mesh_of(**sizes)
-        spec, world = POLICY(MODEL).on(mesh), mesh.size()
-    else:
-        spec, world = POLICY(MODEL).bound, 1
+    world = math.prod(size for _, size in spec.bound_mesh.sizes)
     x, y = X.flatten(0, 1).chunk(world)[rank], Y.flatten().chunk(world)[rank]
     whole = lambda tree: flat(fs.unshard(tree, spec))  # noqa: E731
     out: dict[str, Any] = {}
@@ -111,7 +107,7 @@ def everything(rank: int, sizes: dict[str, int] | None) -> dict[str, Any]:
 
 
 PROBES = depth(4, 40)
-alone = functools.cache(functools.partial(everything, 0, None))
+alone = functools.cache(functools.partial(everything, 0, POLICY(MODEL).on({"shard": 1})))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -145,23 +141,21 @@ def curvature_gram(rows: Tensor, spec: fs.PartitionSpec, key: str) -> Tensor:
     return rows @ rows.T
 
 
-def same_as_alone(results: list[dict[str, Any]]) -> None:
-    for got in results:
-        for name in NAMES:
-            assert_close(got[name], alone()[name], rtol=1e-7, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+@seldom
+@pytest.mark.parametrize("sizes", [{"shard": 2}, {"shard": 4}, {"replicate": 2, "shard": 2}], ids=["two", "four", "hsdp"])
+@real_ranks(lambda sizes: math.prod(sizes.values()))
+def test_ranks_are_one(rank: int, sizes: dict[str, int]) -> None:
+    """What each function gives is what it gives in one process."""
+    got = everything(rank, POLICY(MODEL).on(mesh_of(**sizes)))
+    for name in NAMES:
+        assert_close(got[name], alone()[name], rtol=1e-7, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @seldom
-@pytest.mark.parametrize(
-    ("pool", "sizes"),
-    [("gloo2", {"shard": 2}), ("gloo4", {"shard": 4}), ("gloo4", {"replicate": 2, "shard": 2})],
-    ids=["two", "four", "hsdp"],
-)
-def test_ranks_are_one(request: pytest.FixtureRequest, pool: str, sizes: dict[str, int]) -> None:
-    same_as_alone(request.getfixturevalue(pool).run(everything, sizes))
-
-
-def with_scipy(rank: int) -> None:
+@real_ranks(2)
+def test_scipy_on_two_ranks(rank: int) -> None:
+    """Its eigenvalues and solutions."""
+    pytest.importorskip("scipy")
     from scipy.sparse.linalg import cg, eigsh
 
     spec = POLICY(MODEL).bound
@@ -180,12 +174,6 @@ def with_scipy(rank: int) -> None:
         assert info == 0
         solution = curvature.cg(operator, start, damping=2.0, tolerance=1e-11)
         assert_close(flat(fs.unshard(solution.x, spec)), torch.as_tensor(x_theirs), rtol=1e-8, atol=1e-9, msg=name)
-
-
-@seldom
-def test_scipy_on_two_ranks(gloo2: Pool) -> None:
-    pytest.importorskip("scipy")
-    gloo2.run(with_scipy)
 
 
 # --- what ends early, and what is refused ---
@@ -457,10 +445,7 @@ def test_hvp_on_a_unit_of_replicas(rank: int) -> None:
     full = {name: torch.linspace(-1, 1, p.numel()).view(p.shape).double() for name, p in model.named_parameters()}
     spec = fs.by_path({"0": P(), "2": P("shard")})(model)
     params = fs.shard(full, spec)
-    got = fs.hvp(
-        lambda p: fs.functional_call(model, p, x[rank], spec=spec).square().mean(), params, fs.random_like(params, spec, 1)
-    )
-    want = fs.hvp(
-        lambda p: torch.func.functional_call(model, p, x.flatten(0, 1)).square().mean(), full, fs.random_like(full, spec, 1)
-    )
-    assert_close(got, fs.shard(want, spec))
+    sharded = lambda p: fs.functional_call(model, p, x[rank], spec=spec).square().mean()  # noqa: E731
+    plain = lambda p: torch.func.functional_call(model, p, x.flatten(0, 1)).square().mean()  # noqa: E731
+    want = fs.hvp(plain, full, fs.random_like(full, spec, 1))
+    assert_close(fs.hvp(sharded, params, fs.random_like(params, spec, 1)), fs.shard(want, spec))

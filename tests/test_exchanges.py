@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from collective_log import Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
-from ranks import Pool, mesh_of, real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp, vjp, vmap
@@ -198,14 +198,12 @@ def in_one_process(name: str, n: int, x: Tensor, v: Tensor) -> list[Tensor]:
     ]
 
 
-def check(name: str, n: int, got: list[list[Tensor]]) -> None:
-    """The results of all ranks."""
+def check(name: str, n: int, got: Mapping[int, list[Tensor]]) -> None:
+    """The results of ranks."""
     x, v = (inputs(CASES[name], n, seed) for seed in (0, 1))
     for i, want in enumerate(in_one_process(name, n, x, v)):
-        for rank in range(n):
-            assert_close(
-                got[rank][i], want[rank], rtol=1e-9, atol=1e-9, msg=lambda m, i=i, r=rank: f"{name} [{i}] rank {r}: {m}"
-            )
+        for rank, results in got.items():
+            assert_close(results[i], want[rank], rtol=1e-9, atol=1e-9, msg=lambda m, i=i: f"{name} [{i}]: {m}")
 
 
 @at_most(4)
@@ -214,14 +212,14 @@ def test_simulated_ranks(name: str, n: int) -> None:
     """Values, transposes, vmaps and derivatives of two and three orders."""
     x, v = (inputs(CASES[name], n, seed) for seed in (0, 1))
     out = fs.testing.spmd(lambda mesh, x, v: on_axis(mesh["shard"], name, x, v), n)(x, v)
-    check(name, n, [[result[rank] for result in out] for rank in range(n)])
+    check(name, n, {rank: [result[rank] for result in out] for rank in range(n)})
 
 
 @at_most(5)
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank_needs_no_group(name: str) -> None:
     x, v = (inputs(CASES[name], 1, seed)[0] for seed in (0, 1))
-    check(name, 1, [on_axis(ProcessAxis(1, 0), name, x, v)])
+    check(name, 1, {0: on_axis(ProcessAxis(1, 0), name, x, v)})
 
 
 ON_GROUPS = {
@@ -238,74 +236,53 @@ ON_GROUPS = {
 """By default, by the number of ranks."""
 
 
-def on_group(rank: int, n: int, names: list[str]) -> dict[str, list[Tensor]]:
-    axis = Mesh.world()["shard"]
-    return {name: on_axis(axis, name, *(inputs(CASES[name], n, seed)[rank] for seed in (0, 1))) for name in names}
-
-
 @pytest.mark.parametrize("n", mark_seldom([2, 4], 2))
-def test_process_groups(gloo2: Pool, gloo4: Pool, n: int) -> None:
+@real_ranks(lambda n: n)
+def test_process_groups(rank: int, n: int) -> None:
     """The same on real ranks."""
-    names = depth(ON_GROUPS[n], [*CASES])
-    answers = {2: gloo2, 4: gloo4}[n].run(on_group, n, names)
-    for name in names:
-        check(name, n, [answer[name] for answer in answers])
+    axis = Mesh.world()["shard"]
+    for name in depth(ON_GROUPS[n], [*CASES]):
+        check(name, n, {rank: on_axis(axis, name, *(inputs(CASES[name], n, seed)[rank] for seed in (0, 1)))})
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.int16, torch.bool, torch.float8_e4m3fn]
 
 
-def of_dtypes(rank: int) -> dict[torch.dtype, list[Tensor]]:
-    """Values of every dtype, of all shapes; as bytes where no operator compares them."""
-    axis = Mesh.world()["shard"]
-    out = {}
+@real_ranks(2)
+def test_dtypes(rank: int) -> None:
+    """What gloo does not send by its own dtype, too, and inputs of any strides: 0-dim, transposed, empty."""
+    axis, none = Mesh.world()["shard"], torch.zeros_like
     for dtype in DTYPES:
-        rows = torch.arange(6.0).view(2, 3).add(rank).to(dtype)
-        some = [rows[:, 0], rows[:, 0][1], rows.t(), rows.t()[:0]]  # not contiguous, 0-dim, transposed, empty
-        results = [
-            *(c.permute(x, axis) for x in some),
-            *(c.permute(x, axis, perm=[(0, 1)]) for x in some),
-            c.all_to_all(rows[:, 0], axis),
-            c.all_to_all(rows, axis, concat_dim=1),
+        rows = [torch.arange(6.0).view(2, 3).add(r).to(dtype) for r in range(2)]
+        mine, other = ([x[:, 0], x[:, 0][1], x.t(), x.t()[:0]] for x in (rows[rank], rows[1 - rank]))
+        got = [
+            *(c.permute(x, axis) for x in mine),
+            *(c.permute(x, axis, perm=[(0, 1)]) for x in mine),
+            c.all_to_all(rows[rank][:, 0], axis),
+            c.all_to_all(rows[rank], axis, concat_dim=1),
         ]
-        out[dtype] = [x if dtype in DTYPES[:-1] else x.contiguous().view(-1).view(torch.uint8).view(x.shape) for x in results]
-        assert all(x.dtype == dtype for x in results)
-    return out
+        want = [*other, *(other if rank else map(none, mine))]
+        want += [torch.stack([x[rank, 0] for x in rows]), torch.cat([x[rank : rank + 1] for x in rows], 1)]
+        for x, y in zip(got, want, strict=True):
+            assert x.dtype == dtype
+            as_bytes = [t.contiguous().view(-1).view(torch.uint8) for t in (x, y)]  # no operator compares some dtypes
+            assert torch.equal(*as_bytes), f"{dtype}: expected {y}, got {x}"
+            assert x.shape == y.shape
 
 
-def test_dtypes(gloo2: Pool) -> None:
-    """What gloo does not send by its own dtype, too, and inputs of any strides."""
-    zero, one = gloo2.run(of_dtypes)
-    for dtype in DTYPES:
-        rows = [torch.arange(6.0).view(2, 3).add(rank).to(dtype) for rank in range(2)]
-        if dtype == DTYPES[-1]:
-            rows = [x.view(torch.uint8) for x in rows]
-        (a, b), none = ([x[:, 0], x[:, 0][1], x.t(), x.t()[:0]] for x in rows), torch.zeros_like
-        want = [
-            [*b, *map(none, a), torch.stack([rows[0][0, 0], rows[1][0, 0]]), torch.cat([x[:1] for x in rows], 1)],
-            [*a, *a, torch.stack([rows[0][1, 0], rows[1][1, 0]]), torch.cat([x[1:] for x in rows], 1)],
-        ]
-        for got, expected in zip((zero[dtype], one[dtype]), want, strict=True):
-            for x, y in zip(got, expected, strict=True):
-                assert torch.equal(x, y), f"{dtype}: expected {y}, got {x}"
-
-
-def on_grid(rank: int) -> list[Tensor]:
-    mesh = Mesh.of(mesh_of(a=2, b=2))
-    x = torch.tensor([float(rank), 10.0 + rank])
+def over_each(mesh: Mesh, x: Tensor) -> list[Tensor]:
     return [c.permute(x, mesh["a"]), c.permute(x, mesh["b"], perm=[(1, 0)]), c.all_to_all(x, mesh["a"])]
 
 
-def test_axes_are_independent(gloo4: Pool) -> None:
+@real_ranks(4)
+def test_axes_are_independent(rank: int) -> None:
     """Over one axis of a mesh ranks are counted on it, and the other one's do not mix."""
-    simulated = fs.testing.spmd(
-        lambda mesh, x: [c.permute(x, mesh["a"]), c.permute(x, mesh["b"], perm=[(1, 0)]), c.all_to_all(x, mesh["a"])],
-        {"a": 2, "b": 2},
-    )(torch.tensor([[float(rank), 10.0 + rank] for rank in range(4)]))
+    x = torch.tensor([[float(rank), 10.0 + rank] for rank in range(4)])
+    simulated = fs.testing.spmd(over_each, {"a": 2, "b": 2})(x)
     assert simulated[0][:, 0].tolist() == [2, 3, 0, 1]
     assert simulated[1][:, 0].tolist() == [1, 0, 3, 0]
-    for rank, got in enumerate(gloo4.run(on_grid)):
-        assert all(torch.equal(x, y[rank]) for x, y in zip(got, simulated, strict=True))
+    for got, want in zip(over_each(Mesh.of(mesh_of(a=2, b=2)), x[rank]), simulated, strict=True):
+        assert torch.equal(got, want[rank])
 
 
 def ring(mesh: Mesh, x: Tensor) -> Tensor:
@@ -321,23 +298,17 @@ def ring(mesh: Mesh, x: Tensor) -> Tensor:
     return grad(lambda x: f(x) + (grad(f)(x) ** 2).sum())(x)
 
 
-def compiled(rank: int, x: Tensor) -> list[Tensor]:
-    mesh = Mesh.world()
-    torch._dynamo.reset()
-    whole = torch.compile(lambda x: ring(mesh, x), fullgraph=True, backend="aot_eager")
-    graph = make_fx(lambda x: ring(mesh, x))(x[rank])
-    return [whole(x[rank]), graph(x[rank].cos()), ring(mesh, x[rank]), ring(mesh, x[rank].cos())]
-
-
 @seldom
-def test_compiled(gloo2: Pool) -> None:
+@real_ranks(2)
+def test_compiled(rank: int) -> None:
     """One graph, by torch.compile and by make_fx, has the second derivatives of eager ranks and of simulated ones."""
-    x = torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    want = fs.testing.spmd(ring, 2)(x)
-    for rank, (whole, graph, eager, other) in enumerate(gloo2.run(compiled, x)):
-        assert_close(eager, want[rank], rtol=1e-9, atol=1e-9)
-        assert_close(whole, eager, rtol=1e-12, atol=1e-12)
-        assert_close(graph, other, rtol=1e-12, atol=1e-12)
+    mesh, xs = Mesh.world(), torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, run = xs[rank], lambda x: ring(mesh, x)
+    torch._dynamo.reset()
+    whole, graph = torch.compile(run, fullgraph=True, backend="aot_eager"), make_fx(run)(x)
+    assert_close(run(x), fs.testing.spmd(ring, 2)(xs)[rank], rtol=1e-9, atol=1e-9)
+    assert_close(whole(x), run(x), rtol=1e-12, atol=1e-12)
+    assert_close(graph(x.cos()), run(x.cos()), rtol=1e-12, atol=1e-12)
 
 
 def test_bytes() -> None:
@@ -382,11 +353,15 @@ def test_errors(call: Callable[[Axis], Tensor], error: type[Exception], match: s
 # --- Uneven counts ---
 
 
-def exact_rows(rank: int, n: int) -> dict[str, list[Tensor]]:
-    """Without padding, however the counts are given: value, gradient, Hessian-vector product and gradient's gradient."""
-    axis, matrix = Mesh.world()["shard"], counts_of(n)
-    send, receive = matrix[rank], matrix[:, rank]
-    x, v = (inputs(CASES["ragged_all_to_all"], n, seed)[rank][: send.sum()] for seed in (0, 1))
+@pytest.mark.parametrize("n", mark_seldom([2, 4], 2))
+@real_ranks(lambda n: n)
+def test_exact_rows(rank: int, n: int) -> None:
+    """Each rank has its own number of rows, some none, however the counts are given: value and derivatives without padding."""
+    axis, (send, receive) = Mesh.world()["shard"], (counts_of(n)[rank], counts_of(n)[:, rank])
+    xs, vs = (inputs(CASES["ragged_all_to_all"], n, seed) for seed in (0, 1))
+    x, v = (x[rank][: send.sum()] for x in (xs, vs))
+    dot = lambda a, b: (a * b).sum()  # noqa: E731
+    want = derivatives(lambda x: sum(loss(y) for y in sent_rows([*x])), xs, vs, dot)
     ways: dict[str, tuple[Any, ...]] = {
         "a list": (send.tolist(),),
         "a tensor": (send.int(),),
@@ -394,26 +369,11 @@ def exact_rows(rank: int, n: int) -> dict[str, list[Tensor]]:
         "tensors": (send, c.all_to_all(send, axis)),
         "a tuple and a tensor": (tuple(send.tolist()), receive),
     }
-    out = {}
     for way, counts in ways.items():
         run = lambda x: c.ragged_all_to_all(x, axis, *counts)  # noqa: E731
-        out[way] = [run(x), *derivatives(lambda x: loss(run(x)), x, v, lambda a, b: (a * b).sum())]
-    return out
-
-
-@pytest.mark.parametrize("n", mark_seldom([2, 4], 2))
-def test_exact_rows(gloo2: Pool, gloo4: Pool, n: int) -> None:
-    """Each rank has its own number of rows, some none, in values and derivatives."""
-    xs, vs = ([*inputs(CASES["ragged_all_to_all"], n, seed)] for seed in (0, 1))
-    sums = counts_of(n).sum(1).tolist()
-    want = derivatives(
-        lambda x: sum(loss(y) for y in sent_rows([*x])), torch.stack(xs), torch.stack(vs), lambda a, b: (a * b).sum()
-    )
-    for rank, got in enumerate({2: gloo2, 4: gloo4}[n].run(exact_rows, n)):
-        for way, (value, *tree) in got.items():
-            assert torch.equal(value, sent_rows(xs, None)[rank]), way
-            for i, (a, b) in enumerate(zip(tree, want, strict=True)):
-                assert_close(a, b[rank][: sums[rank]], rtol=1e-9, atol=1e-9, msg=lambda m, way=way, i=i: f"{way} [{i}]: {m}")
+        assert torch.equal(run(x), sent_rows([*xs], None)[rank]), way
+        for i, (a, b) in enumerate(zip(derivatives(lambda x: loss(run(x)), x, v, dot), want, strict=True)):
+            assert_close(a, b[rank][: send.sum()], rtol=1e-9, atol=1e-9, msg=lambda m, way=way, i=i: f"{way} [{i}]: {m}")
 
 
 SENT: dict[str, tuple[Callable[[int], tuple[Any, ...]], dict[str, Any], str]] = {
@@ -431,34 +391,27 @@ SENT: dict[str, tuple[Callable[[int], tuple[Any, ...]], dict[str, Any], str]] = 
 }
 
 
-def refused(rank: int) -> dict[str, str]:
-    axis = Mesh.world()["shard"]
-    said = {}
-    for name, (counts, options, _) in SENT.items():
-        with pytest.raises(ValueError, match="ragged_all_to_all: ") as error:
+@real_ranks(2)
+def test_wrong_counts_are_an_error_on_every_rank(rank: int) -> None:
+    """The same one, before anything is sent: gloo would end the process, and NCCL wait."""
+    axis, said = Mesh.world()["shard"], []
+    for counts, options, match in SENT.values():
+        with pytest.raises(ValueError, match=match) as error:
             c.ragged_all_to_all(torch.ones(4), axis, *counts(rank), **options)
-        said[name] = str(error.value)
-    for name, x in {
-        "dtype": torch.ones(4).to(torch.float64 if rank else torch.int64),
-        "shape": torch.ones(4, 1 + rank),
-    }.items():
+        said.append(str(error.value))
+        assert "ragged_all_to_all: " in said[-1]
+    for x in (torch.ones(4).to(torch.float64 if rank else torch.int64), torch.ones(4, 1 + rank)):
         with pytest.raises(ValueError, match="rows of the same dtype and shape on all ranks") as error:
             c.ragged_all_to_all(x, axis, [2, 2])
-        said[name] = str(error.value)
+        said.append(str(error.value))
     with pytest.raises(ValueError, match="got a 0-dim tensor"):
         c.ragged_all_to_all(torch.ones(()), axis, [2, 2])
     with pytest.raises(ValueError, match=r"differ within a torch\.vmap"):
         vmap(lambda x, n: c.ragged_all_to_all(x, axis, n))(torch.ones(2, 4), torch.tensor([[2, 2], [1, 3]]))
     assert c.ragged_all_to_all(torch.ones(4), axis, [2, 2]).sum() == 4  # ranks are still in step
-    return said
-
-
-def test_wrong_counts_are_an_error_on_every_rank(gloo2: Pool) -> None:
-    """The same one, before anything is sent: gloo would end the process, and NCCL wait."""
-    zero, one = gloo2.run(refused)
-    assert zero == one
-    for name, (*_, match) in SENT.items():
-        assert re.search(match, zero[name]), zero[name]
+    of_all: list[Any] = [None] * 2
+    dist.all_gather_object(of_all, said)
+    assert of_all[0] == of_all[1]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import numbers
 from peer_models import MLP, Net
-from ranks import Pool, mesh_of, real_ranks
+from ranks import mesh_of, real_ranks
 from test_accumulate import OTHERWISE, STRATEGIES, Some, close, policy, used_otherwise
 from test_memory import no_collector
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import P
@@ -84,20 +86,24 @@ def test_of_any_model_on_any_mesh(case: Any, count: int, clip: str) -> None:
     torch.testing.assert_close(value, mean)
 
 
-def on_ranks(rank: int, shape: tuple[int, ...], strategy: str, count: int, clip: str, donate: bool) -> None:
+USUAL = ["shard", "kept", "replicated", "all axes", "fp16", "bf16 reduced", "remat"]
+
+
+@at_most(6)
+@each(donate=[False, True], clip=CLIPS, count=MICRO, shape=[(2,), (2, 2)], strategy=mark_seldom(STRATEGIES, *USUAL))
+@real_ranks(lambda shape: math.prod(shape))
+def test_on_ranks(rank: int, shape: tuple[int, ...], strategy: str, count: int, clip: str, donate: bool) -> None:
+    """Every strategy, with an unused unit: params, state, value and norm."""
     p = STRATEGIES[strategy]
     model = Some()
-    spec = policy(p, P("shard"))(model).on(mesh_of(*shape))
+    spec = policy(p, P("shard"))(model).on(mesh_of(1, 2) if p.axes[1:] and len(shape) == 1 else mesh_of(*shape))
     init, update = fs.optim.from_torch(torch.optim.AdamW, donate=donate, **ADAM)
     params = fs.shard(model, spec)
     batches, options = [numbers(rank, i) for i in range(count)], {"spec": spec, **CLIPS[clip]}
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec).double() ** 2).mean()  # noqa: E731
     state = init(params)
     for _ in range(2):  # from state that is not zeros
-        own = [
-            {key: x.clone() for key, x in params.items()},
-            {k: {n: x.clone() for n, x in s.items()} for k, s in state.items()},
-        ]
+        own = pytree.tree_map(torch.clone, (params, state))
         expected = reference(fs.optim.from_torch(torch.optim.AdamW, **ADAM).update, loss, *own, batches, **options)
         before = {key: (x.clone(), x, x.data_ptr()) for key, x in params.items()}
         got = fs.update_in_backward(update, loss, params, state, batches, **options)
@@ -107,22 +113,6 @@ def on_ranks(rank: int, shape: tuple[int, ...], strategy: str, count: int, clip:
             if not donate:
                 assert torch.equal(old, kept)
         params, state = got.params, got.state
-
-
-@at_most(5)
-@each(donate=[False, True], clip=CLIPS, count=MICRO, strategy=[name for name in STRATEGIES if name != "all axes"])
-def test_on_two_ranks(gloo2: Pool, strategy: str, count: int, clip: str, donate: bool) -> None:
-    """Every strategy, with an unused unit: params, state, value and norm."""
-    gloo2.run(on_ranks, (2,), strategy, count, clip, donate)
-
-
-@at_most(2)
-@each(clip=CLIPS, count=MICRO)
-@pytest.mark.parametrize(
-    "strategy", mark_seldom(STRATEGIES, "shard", "kept", "replicated", "all axes", "fp16", "bf16 reduced", "remat")
-)
-def test_on_replicas(gloo4: Pool, strategy: str, count: int, clip: str) -> None:
-    gloo4.run(on_ranks, (2, 2), strategy, count, clip, True)
 
 
 @at_most(2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,14 +11,14 @@ import torch
 from depth import at_most, each, every, mark_seldom, seldom
 from parity import STRATEGIES, strategies
 from peer_models import MLP
-from ranks import Pool, mesh_of, real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 
 import funshard as fs
 from funshard import P
 
 Batch = tuple[Tensor, Tensor]
-COUNTS = {"two and one": (2, 1), "none": (0, 3), "equal": (2, 2)}
+COUNTS = {"two and one": (2, 1), "none": (0, 3), "equal": (2, 2), "of a mesh with replicas": (1, 2, 0, 3)}
 
 
 def batch_of(rank: int, i: int) -> Batch:
@@ -66,9 +66,12 @@ def close(got: fs.Params, expected: fs.Params) -> None:
 # --- padded ---
 
 
-def padded(rank: int, strategy: str, counts: tuple[int, ...], step: str) -> None:
-    mesh = mesh_of(2, 2) if len(counts) == 4 else None
-    model, spec, loss = make(STRATEGIES[strategy], mesh)
+@each(step=["accumulate", "update_in_backward", "torch.func"], strategy=STRATEGIES)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@real_ranks(lambda counts: len(counts))
+def test_the_mean_is_over_the_tokens_of_all_ranks(rank: int, strategy: str, counts: tuple[int, ...], step: str) -> None:
+    """As of one process that has them; ranks with fewer micro-batches are given some that count with weight 0."""
+    model, spec, loss = make(STRATEGIES[strategy], mesh_of(2, 2) if len(counts) == 4 else None)
     params, own = fs.shard(model, spec), batches_of(rank, counts)
     nonsense = (torch.full((4, 5), 7.0, dtype=torch.float64), torch.full((4,), -100))  # whose mean loss is NaN
     got = fs.pad_microbatches(iter(own), tokens(own), spec=spec, stand_in=nonsense)
@@ -90,17 +93,6 @@ def padded(rank: int, strategy: str, counts: tuple[int, ...], step: str) -> None
         value = new.value
     assert value.isfinite()
     assert (value != 0) == (counts[rank] > 0)
-
-
-@each(step=["accumulate", "update_in_backward", "torch.func"], strategy=STRATEGIES)
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_the_mean_is_over_the_tokens_of_all_ranks(gloo2: Pool, strategy: str, counts: tuple[int, ...], step: str) -> None:
-    gloo2.run(padded, strategy, counts, step)
-
-
-@pytest.mark.parametrize("step", mark_seldom(["accumulate", "update_in_backward"], "accumulate"))
-def test_of_a_mesh_with_replicas(gloo4: Pool, step: str) -> None:
-    gloo4.run(padded, "shard", (1, 2, 0, 3), step)
 
 
 @real_ranks(2)
@@ -250,21 +242,22 @@ def test_a_weight_of_0_has_its_derivative() -> None:
 # --- compared ---
 
 
-def differ(rank: int, counts: tuple[int, ...], strategy: str, kind: str, step: str) -> None:
-    mesh = mesh_of(2, 2) if len(counts) == 4 else None
-    model, spec, loss = make(STRATEGIES[strategy], mesh)
+@each(step=["accumulate", "update_in_backward", "torch.func"], kind=["list", "generator"])
+@every(strategy=STRATEGIES, counts=[(2, 3), (3, 1), (2, 0), (0, 1), (2, 2, 2, 1)])
+@real_ranks(lambda counts: len(counts))
+def test_other_numbers_are_an_error_on_every_rank(
+    rank: int, counts: tuple[int, ...], strategy: str, kind: str, step: str
+) -> None:
+    """With replicated parameters, too, whose gradients would be means of means; of a mesh, where ranks share no axis, too."""
+    model, spec, loss = make(STRATEGIES[strategy], mesh_of(2, 2) if len(counts) == 4 else None)
     params, own = fs.shard(model, spec), [batch_of(rank, 0)] * counts[rank]
-    ran = 0
+    ran: list[Batch] = []
 
     def counted(p: fs.Params, batch: Batch) -> Tensor:
-        nonlocal ran
-        ran += 1
+        ran.append(batch)
         return loss(p, batch)
 
-    def read() -> Iterator[Batch]:
-        yield from own
-
-    batches = own if kind == "list" else read()
+    batches = own if kind == "list" else (batch for batch in own)
     other = next(i for i, n in enumerate(counts) if n != counts[0])
     error = rf"got {counts[0]} micro-batches on rank 0, and {counts[other]} micro-batches on rank {other}; fs.pad_microbatches"
     init, update = fs.optim.from_torch(torch.optim.SGD, lr=1.0)
@@ -277,20 +270,6 @@ def differ(rank: int, counts: tuple[int, ...], strategy: str, kind: str, step: s
         steps[step]()
     assert not ran
     fs.accumulate(counted, params, [batch_of(rank, 0)], spec=spec)  # nothing is left under way
-
-
-@each(step=["accumulate", "update_in_backward", "torch.func"], kind=["list", "generator"])
-@every(strategy=STRATEGIES, counts=[(2, 3), (3, 1), (2, 0), (0, 1)])
-def test_other_numbers_are_an_error_on_every_rank(
-    gloo2: Pool, counts: tuple[int, ...], strategy: str, kind: str, step: str
-) -> None:
-    """With replicated parameters, too, whose gradients would be means of means."""
-    gloo2.run(differ, counts, strategy, kind, step)
-
-
-def test_one_rank_of_a_mesh_differs(gloo4: Pool) -> None:
-    """Also ranks that share no axis with it get the error."""
-    gloo4.run(differ, (2, 2, 2, 1), "shard", "list", "accumulate")
 
 
 @real_ranks(2)

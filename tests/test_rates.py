@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, depth, each, every, seldom, some
-from ranks import Pool, mesh_of, real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as theirs
 from torch.optim.swa_utils import SWALR
@@ -140,24 +140,17 @@ def test_update_in_backward(name: str, clips: bool, policy: str) -> None:
         assert_close(got, want, rtol=1e-6, atol=1e-7)
 
 
-def on_real_ranks(rank: int, sizes: dict[str, int], cases: list[tuple[str, str]]) -> None:
-    mesh = mesh_of(**sizes)
-    for name, policy in cases:
-        got = derivatives(POLICIES[policy](MODEL).on(mesh), name, X[rank])
-        assert_close(got, wanted(name, mesh.size()), rtol=1e-7, atol=1e-9, msg=lambda m, at=(name, policy): f"{at}: {m}")
+FOUR = [("AdamW", "mixed on both axes"), ("owners", "mixed on both axes")][: depth(1, 2)]
+ON_RANKS = [(*case, (2,)) for case in some([(name, policy) for name in OPTIMIZERS for policy in ("mixed", "sharded")], 3)]
 
 
 @seldom
-def test_on_real_ranks(gloo2: Pool) -> None:
-    gloo2.run(
-        on_real_ranks, {"shard": 2}, [*some([(name, policy) for name in OPTIMIZERS for policy in ("mixed", "sharded")], 3)]
-    )
-
-
-@seldom
-def test_on_four_ranks(gloo4: Pool) -> None:
-    cases = [("AdamW", "mixed on both axes"), ("owners", "mixed on both axes")]
-    gloo4.run(on_real_ranks, {"replicate": 2, "shard": 2}, cases[: depth(1, 2)])
+@pytest.mark.parametrize(("name", "policy", "sizes"), [*ON_RANKS, *((*case, (2, 2)) for case in FOUR)])
+@real_ranks(lambda sizes: torch.Size(sizes).numel())
+def test_on_real_ranks(rank: int, name: str, policy: str, sizes: tuple[int, ...]) -> None:
+    """The same over process groups."""
+    mesh = mesh_of(*sizes)
+    assert_close(derivatives(POLICIES[policy](MODEL).on(mesh), name, X[rank]), wanted(name, mesh.size()), rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("policy", ["sharded", "replicated", "mixed"])

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from depth import at_most, each, mark_seldom, seldom
-from ranks import Pool, mesh_of
+from depth import at_most, each, every, mark_seldom, seldom
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
@@ -92,9 +92,7 @@ DERIVATIVES: dict[str, Derivative] = {
     "vmap": lambda f, w, lr, p: torch.vmap(torch.func.grad(lambda lr: f(w, lr, p)), randomness="same")(lr * torch.ones(2)),
     "fs.hvp": lambda f, w, lr, p: fs.hvp(lambda w: f(w, lr, p), w, w.cos()),
     "grad of grad": lambda f, w, lr, p: torch.func.grad(torch.func.grad(lambda lr: f(w, lr, p)))(lr),
-    "grad of jvp": lambda f, w, lr, p: torch.func.grad(lambda lr: torch.func.jvp(lambda w: f(w, lr, p), (w,), (w.cos(),))[1])(
-        lr
-    ),
+    "grad of jvp": lambda f, w, lr, p: torch.func.grad(lambda r: torch.func.jvp(lambda w: f(w, r, p), (w,), (w.cos(),))[1])(lr),
     "double backward": lambda f, w, lr, p: double_backward(lambda lr: f(w, lr, p), lr),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -144,27 +142,29 @@ def wanted(ranks: int, *, seed: int = 1) -> Any:
     return weights.unflatten(1, (ranks, -1)).transpose(0, 1), lr, fs.unshard({"": params[0]}, spec)
 
 
-def law_on_rank(rank: int, cases: list[tuple[dict[str, int], str, dict[str, Any]]]) -> None:
-    for sizes, policy, options in cases:
-        mesh = mesh_of(**sizes)
-        want_weights, want_lr, want_params = wanted(mesh.size())
-        MODEL.eval()
-        weights, lr, params = metagradient(mesh, policy, X[rank], VALIDATION[rank], WEIGHTS[rank], fs.scan, **options)
-        MODEL.train()
-        note = lambda m, at=(sizes, policy, options): f"{at}: {m}"  # noqa: E731
-        assert_close(weights, mesh.size() * want_weights[rank], **EXACT, msg=note)
-        assert_close(lr, want_lr, **EXACT, msg=note)
-        assert_close(params, want_params, **EXACT, msg=note)
+def check_law(rank: int, policy: str, mesh: Any, **options: Any) -> None:
+    want_weights, want_lr, want_params = wanted(mesh.size())
+    MODEL.eval()
+    weights, lr, params = metagradient(mesh, policy, X[rank], VALIDATION[rank], WEIGHTS[rank], fs.scan, **options)
+    MODEL.train()
+    assert_close(weights, mesh.size() * want_weights[rank], **EXACT)
+    assert_close(lr, want_lr, **EXACT)
+    assert_close(params, want_params, **EXACT)
 
 
-def test_the_law_on_two_ranks(gloo2: Pool) -> None:
-    gloo2.run(law_on_rank, [({"shard": 2}, "mixed", {}), ({"shard": 2}, "P(shard)", {"segments": "log"})])
+@pytest.mark.parametrize(("policy", "options"), [("mixed", {}), ("P(shard)", {"segments": "log"})])
+@real_ranks(2)
+def test_the_law_on_two_ranks(rank: int, policy: str, options: dict[str, Any]) -> None:
+    """The gradients are those of the loop on the unsharded model."""
+    check_law(rank, policy, mesh_of(2), **options)
 
 
 @seldom
-def test_the_law_on_four_ranks(gloo4: Pool) -> None:
-    meshes = [{"shard": 4}, {"replicate": 2, "shard": 2}]
-    gloo4.run(law_on_rank, list(itertools.product(meshes, POLICIES, [{}, {"segments": "log"}])))
+@every(options=[{}, {"segments": "log"}], policy=POLICIES, sizes=[(4,), (2, 2)])
+@real_ranks(4)
+def test_the_law_on_four_ranks(rank: int, sizes: tuple[int, ...], policy: str, options: dict[str, Any]) -> None:
+    """Also with replicas."""
+    check_law(rank, policy, mesh_of(*sizes), **options)
 
 
 # --- what a step may contain ---
@@ -258,9 +258,6 @@ def test_what_a_step_may_contain(name: str, derivative: str) -> None:
     if derivative != "fs.hvp":
         assert_close(derive(fs.scan, fs.grad), want, **EXACT)
     MODEL.train()
-
-
-# --- traps that others fell into ---
 
 
 # --- what it costs ---
