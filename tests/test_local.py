@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -110,6 +110,39 @@ def objective(y: Tensor) -> Tensor:
 
 
 Tree = dict[str, Tensor]
+
+
+class OnRank(NamedTuple):
+    """What a rank has of a `Setting`."""
+
+    model: nn.Module
+    spec: fs.PartitionSpec
+    params: Tree
+    axes: Mapping[str, Axis]
+
+    def loss(self, params: Tree, x: Tensor, **options: Any) -> Tensor:
+        return objective(fs.functional_call(self.model, params, (x, self.axes), spec=self.spec, **options).double())
+
+
+class Setting:
+    """The local model with its spec, the whole one, and a batch for each rank; of no more than so many axes given."""
+
+    def __init__(self, kinds: tuple[str, ...], sizes: Mapping[str, int], options: Mapping[str, Any]) -> None:
+        self.kinds, self.sizes = kinds, full_sizes(sizes)
+        torch.manual_seed(1)
+        self.xs = batches(self.sizes)
+        (self.model, self.spec), (self.whole, self.full) = spec_of(kinds, self.sizes, options), whole_params(kinds)
+
+    def on(self, mesh: Any) -> OnRank:
+        spec = self.spec.on(mesh)
+        return OnRank(self.model, spec, fs.shard(self.full, spec), {name: spec.axis(name) for name in ("tensor", "expert")})
+
+    def mean(self, params: Tree, xs: Tensor | None = None) -> Tensor:
+        """Over all ranks, in one process."""
+        every = self.xs if xs is None else xs
+        return torch.stack([objective(torch.func.functional_call(self.whole, params, (x,))) for x in every]).mean()
+
+
 Loss = Callable[[Tree], Tensor]
 Inner = Callable[[Tree, Tree], Tensor]
 
@@ -135,34 +168,17 @@ def derivatives(loss: Loss, params: Tree, inner: Inner, direction: Tree) -> dict
     }
 
 
-def expected(kinds: tuple[str, ...], xs: Tensor) -> dict[str, Tree]:
-    """Of the mean over all ranks, in one process."""
-    model, full = whole_params(kinds)
-
-    def loss(params: Tree) -> Tensor:
-        return torch.stack([objective(torch.func.functional_call(model, params, (x,))) for x in xs]).mean()
-
-    def inner(a: Tree, b: Tree) -> Tensor:
-        return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
-
-    return derivatives(loss, full, inner, {name: p.cos() for name, p in full.items()})
-
-
-def of_rank(mesh: Any, model: nn.Module, spec: fs.PartitionSpec, full: Tree, x: Tensor, *, eager: bool) -> dict[str, Tree]:
+def of_rank(on: OnRank, x: Tensor, *, eager: bool) -> dict[str, Tree]:
     """The derivatives that a rank has, as whole parameters."""
-    spec = spec.on(mesh)
-    params, direction = fs.shard(full, spec), fs.shard({name: p.cos() for name, p in full.items()}, spec)
-    axes = {name: spec.axis(name) for name in ("tensor", "expert")}
-
-    def loss(params: Tree) -> Tensor:
-        return objective(fs.functional_call(model, params, (x, axes), spec=spec))
-
+    spec, params = on.spec, on.params
+    direction = fs.shard({name: p.cos() for name, p in fs.unshard(params, spec).items()}, spec)
+    loss = lambda p: on.loss(p, x)  # noqa: E731
     found = derivatives(loss, params, lambda a, b: fs.optim.vdot(a, b, spec), direction)
     found["fs.grad"] = fs.grad(loss)(params)
     found["fs.hvp"] = fs.hvp(loss, params, direction)
     found["reduced by hand"] = fs.reduce_grads(fs.grad(loss)(fs.unshard(params, spec, whole=False)), spec)
     found["hvp of pieces"] = fs.hvp(lambda p: loss(fs.unshard(p, spec, whole=False)), params, direction)
-    found["sum"] = fs.grad(lambda p: objective(fs.functional_call(model, p, (x, axes), spec=spec, reduce="sum")))(params)
+    found["sum"] = fs.grad(lambda p: on.loss(p, x, reduce="sum"))(params)
     if eager:
         leaves = {key: p.clone().requires_grad_() for key, p in params.items()}
         found["autograd"] = dict(zip(leaves, torch.autograd.grad(loss(leaves), tuple(leaves.values())), strict=True))
@@ -170,12 +186,16 @@ def of_rank(mesh: Any, model: nn.Module, spec: fs.PartitionSpec, full: Tree, x: 
     return {name: fs.unshard(tree, spec) for name, tree in found.items()} | {"norm": {"": fs.optim.global_norm(params, spec)}}
 
 
-def check(found: Mapping[str, Tree], kinds: tuple[str, ...], xs: Tensor) -> None:
+def check(found: Mapping[str, Tree], case: Setting) -> None:
     """Compare a rank's derivatives, or those of all ranks stacked, as whole parameters, with those of one process."""
-    want = expected(kinds, xs)
-    want |= {"fs.grad": want["grad"], "autograd": want["grad"], "fs.hvp": want["hvp"], "whole": whole_params(kinds)[1]}
+
+    def inner(a: Tree, b: Tree) -> Tensor:
+        return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
+
+    want = derivatives(case.mean, case.full, inner, {name: p.cos() for name, p in case.full.items()})
+    want |= {"fs.grad": want["grad"], "autograd": want["grad"], "fs.hvp": want["hvp"], "whole": case.full}
     want |= {"reduced by hand": want["grad"], "hvp of pieces": want["hvp"]}
-    want["sum"] = {name: g * len(xs) for name, g in want["grad"].items()}
+    want["sum"] = {name: g * len(case.xs) for name, g in want["grad"].items()}
     want["norm"] = {"": torch.stack([p.norm() for p in want["whole"].values()]).norm()}
     for name, tree in found.items():
         for key, value in tree.items():
@@ -194,11 +214,9 @@ OPTIONS = [
 ]
 
 
-def simulate(kinds: tuple[str, ...], sizes: dict[str, int], options: Mapping[str, Any]) -> None:
-    torch.manual_seed(1)
-    xs = batches(sizes)
-    (model, spec), (_, full) = spec_of(kinds, sizes, options), whole_params(kinds)
-    check(fs.testing.spmd(lambda mesh, x: of_rank(mesh, model, spec, full, x, eager=False), sizes)(xs), kinds, xs)
+def simulate(kinds: tuple[str, ...], sizes: Mapping[str, int], options: Mapping[str, Any]) -> None:
+    case = Setting(kinds, sizes, options)
+    check(fs.testing.spmd(lambda mesh, x: of_rank(case.on(mesh), x, eager=False), case.sizes)(case.xs), case)
 
 
 MIXTURES = [
@@ -225,7 +243,7 @@ def full_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
 @each(options=depth(OPTIONS[:1], OPTIONS))
 @pytest.mark.parametrize(("kinds", "sizes"), MIXTURES, ids=str)
 def test_derivatives_on_simulated_ranks(kinds: tuple[str, ...], sizes: dict[str, int], options: dict[str, Any]) -> None:
-    simulate(kinds, full_sizes(sizes), options)
+    simulate(kinds, sizes, options)
 
 
 TRAPS: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
@@ -243,7 +261,7 @@ def test_known_wrong_factors(trap: str) -> None:
     """Gradients are compared: Adam and a loss that falls do not see a factor."""
     kinds, sizes = TRAPS[trap]
     for options in OPTIONS[:2]:
-        simulate(kinds, full_sizes(sizes), options)
+        simulate(kinds, sizes, options)
 
 
 @seldom
@@ -267,34 +285,30 @@ def test_any_mixture(kinds: tuple[str, ...], sizes: dict[str, int], options: dic
 @pytest.mark.parametrize(("kinds", "sizes"), ON_FOUR_RANKS, ids=str)
 @real_ranks(4)
 def test_derivatives_on_real_ranks(rank: int, kinds: tuple[str, ...], sizes: dict[str, int], options: dict[str, Any]) -> None:
-    sizes = full_sizes(sizes)
-    torch.manual_seed(1)
-    xs = batches(sizes)
-    mesh = mesh_of(**sizes)
-    (model, spec), (_, full) = spec_of(kinds, sizes, options), whole_params(kinds)
-    check(of_rank(mesh, model, spec, full, xs[rank], eager=True), kinds, xs)
+    """Also by plain autograd."""
+    case = Setting(kinds, sizes, options)
+    check(of_rank(case.on(mesh_of(**case.sizes)), case.xs[rank], eager=True), case)
 
 
 @at_most(1)
 @pytest.mark.parametrize(("kinds", "sizes"), MIXTURES[:3], ids=str)
 def test_assert_exact_takes_both_models(kinds: tuple[str, ...], sizes: dict[str, int]) -> None:
     """The whole model beside the local one, whose axes the call knows; a wrong factor is found."""
-    sizes = full_sizes(sizes)
-    (local, spec), (whole, _) = spec_of(kinds, sizes, OPTIONS[0]), whole_params(kinds)
+    case = Setting(kinds, sizes, OPTIONS[0])
     names = ("tensor", "expert")
 
     def loss(call: fs.testing._side_by_side.ModelCall, x: Tensor) -> Tensor:
         return objective(call(x, {name: axis for name in names if (axis := call.axis(name)) is not None}))
 
-    batch = batches(sizes)
-    fs.testing.assert_exact(loss, whole, spec.on(sizes), batch, local=local, order=2)
+    given: Any = case.whole, case.spec.on(case.sizes), case.xs
+    fs.testing.assert_exact(loss, *given, local=case.model, order=2)
 
     def summed(call: fs.testing._side_by_side.ModelCall, x: Tensor) -> Tensor:
         value = loss(call, x)
         return value if (axis := call.axis("shard")) is None else value * (1 + axis.size)
 
     with pytest.raises(AssertionError, match=r"gradient|loss"):
-        fs.testing.assert_exact(summed, whole, spec.on(sizes), batch, local=local)
+        fs.testing.assert_exact(summed, *given, local=case.model)
 
 
 def test_leftovers_of_a_policy_are_replicated() -> None:

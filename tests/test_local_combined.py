@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, every, mark_seldom, seldom
-from ranks import Pool
-from test_local import LAYERS, OPTIONS, batches, full_sizes, objective, spec_of, whole_params
+from ranks import real_ranks
+from test_local import LAYERS, OPTIONS, Setting, objective
 from test_local_training import KINDS, Rank, Tree, norm
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
@@ -54,10 +54,8 @@ class Mixed(Rank):
         of_root: dict[str, Any] = {"axis": "shard"} | {name: value for name, value in options.items() if name != "compile"}
         super().__init__(rank, sizes, of_root)
         layers = {f"layers.{i}": P(**{**of_root, **options}, local=LAYERS[kind][1]) for i, kind in enumerate(KINDS)}
-        self.spec = fs.policies.by_path({"": P(**of_root), **layers})(self.model).on(self.spec.bound_mesh)
-
-    def loss(self, params: Tree, x: Tensor) -> Tensor:
-        return objective(fs.functional_call(self.model, params, (x, self.axes), spec=self.spec).double())
+        self.spec = fs.policies.by_path({"": P(**of_root), **layers})(self.on.model).on(self.spec.bound_mesh)
+        self.on = self.on._replace(spec=self.spec)
 
     def mean(self, params: Tree, xs: Tensor) -> Tensor:
         return torch.stack([self.loss(params, x) for x in xs]).mean()
@@ -105,7 +103,7 @@ STEPS: dict[str, Callable[[Mixed], Tree]] = {
 }
 
 
-def run(rank: int, sizes: dict[str, int], options: dict[str, Any], tolerance: dict[str, Any], steps: list[str]) -> None:
+def run_steps(rank: int, sizes: dict[str, int], options: dict[str, Any], tolerance: dict[str, Any], steps: list[str]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own reads
         warnings.simplefilter("ignore", fs._call.compiled_unit.CompileWarning)  # in torch.func the modules run as they are
@@ -122,75 +120,68 @@ SIZES = [{"tensor": 2, "expert": 2}, {"expert": 2, "shard": 2}]
 
 @at_most(1)
 @every(sizes=mark_seldom(SIZES, SIZES[0]), name=mark_seldom(CASES, "replicated", *[*CASES][4:7]))
-def test_options_on_real_ranks(gloo4: Pool, name: str, sizes: dict[str, int]) -> None:
-    gloo4.run(run, sizes, *CASES[name], [step for step in STEPS if step != "fs.compile"])
+@real_ranks(4)
+def test_options_on_real_ranks(rank: int, name: str, sizes: dict[str, int]) -> None:
+    """Every step but a compiled one."""
+    run_steps(rank, sizes, *CASES[name], [step for step in STEPS if step != "fs.compile"])
 
 
 @seldom
 @every(sizes=SIZES, name=CASES)
-def test_compiled_steps_on_real_ranks(gloo4: Pool, name: str, sizes: dict[str, int]) -> None:
-    gloo4.run(run, sizes, *CASES[name], ["fs.compile"])
+@real_ranks(4)
+def test_compiled_steps_on_real_ranks(rank: int, name: str, sizes: dict[str, int]) -> None:
+    """That one."""
+    run_steps(rank, sizes, *CASES[name], ["fs.compile"])
 
 
-def test_two_real_ranks(gloo2: Pool) -> None:
-    gloo2.run(run, {"expert": 2}, {"offload": OFFLOAD}, EXACT, list(STEPS)[1:])
+@real_ranks(2)
+def test_two_real_ranks(rank: int) -> None:
+    """Of which each has its experts."""
+    run_steps(rank, {"expert": 2}, {"offload": OFFLOAD}, EXACT, list(STEPS)[1:])
 
 
 @pytest.mark.parametrize("codec", [fs.codecs.int8(), fs.codecs.nf4()], ids=str)
 def test_frozen_local_units_at_rest(codec: fs.Codec) -> None:
     """Slices of which some are padding alone; every rank decodes the same whole parameters."""
-    sizes = full_sizes({"tensor": 2, "expert": 2})
-    torch.manual_seed(1)
-    xs, (model, _), (whole, full) = batches(sizes), spec_of(KINDS, sizes, OPTIONS[0]), whole_params(KINDS)
+    case = Setting(KINDS, {"tensor": 2, "expert": 2}, OPTIONS[0])
     for layer in range(2):
-        model.get_submodule(f"layers.{layer}").requires_grad_(False)
+        case.model.get_submodule(f"layers.{layer}").requires_grad_(False)
     paths = {f"layers.{i}": P("shard", local=LAYERS[KINDS[i]][1], at_rest=codec) for i in range(2)}
-    spec = fs.policies.by_path({"": P("shard"), **paths})(model)
+    case.spec = fs.policies.by_path({"": P("shard"), **paths})(case.model)
 
-    def rank(mesh: Any, x: Tensor) -> tuple[Tree, Tree]:
-        on = spec.on(mesh)
-        axes = {name: on.axis(name) for name in ("tensor", "expert")}
-        params = fs.shard(full, on)
-        trained, frozen = fs.partition(params, on)
-        grads = fs.grad(lambda p: objective(fs.functional_call(model, {**frozen, **p}, (x, axes), spec=on)))(trained)
-        return {"norm": fs.optim.global_norm(grads, on)}, fs.unshard(params, on)
+    def rank(mesh: Any, x: Tensor) -> tuple[Tensor, Tree]:
+        on = case.on(mesh)
+        trained, frozen = fs.partition(on.params, on.spec)
+        grads = fs.grad(lambda p: on.loss({**frozen, **p}, x))(trained)
+        return fs.optim.global_norm(grads, on.spec), fs.unshard(on.params, on.spec)
 
-    found, decoded = fs.testing.spmd(rank, sizes)(xs)
+    found, decoded = fs.testing.spmd(rank, case.sizes)(case.xs)
     values = {name: p[0] for name, p in decoded.items()}
     for name, p in decoded.items():
         assert torch.equal(p, values[name].expand_as(p))
-        torch.testing.assert_close(values[name], full[name], rtol=0.3, atol=0.3)
+        torch.testing.assert_close(values[name], case.full[name], rtol=0.3, atol=0.3)
     trained = {name: p for name, p in values.items() if "layers.2" in name or "head" in name}
-    want = torch.func.grad(
-        lambda p: torch.stack([objective(torch.func.functional_call(whole, {**values, **p}, (x,))) for x in xs]).mean()
-    )(trained)
-    torch.testing.assert_close(found["norm"], norm(want).expand(4))
+    want = torch.func.grad(lambda p: case.mean({**values, **p}))(trained)
+    torch.testing.assert_close(found, norm(want).expand(4))
 
 
 def test_uneven_batches() -> None:
     """A weight on a rank's gradients, which have parts of other ranks' losses, is refused: `weight_share` is right."""
-    sizes = full_sizes({"shard": 2, "expert": 2})
-    torch.manual_seed(1)
-    xs, (model, spec), (whole, full) = batches(sizes), spec_of(KINDS, sizes, OPTIONS[0]), whole_params(KINDS)
-    weights = torch.tensor([1.0, 3.0, 2.0, 5.0], dtype=torch.float64)
+    case, weights = Setting(KINDS, {"shard": 2, "expert": 2}, OPTIONS[0]), torch.tensor([1.0, 3.0, 2.0, 5.0]).double()
 
     def rank(mesh: Any, x: Tensor, weight: Tensor) -> Tree:
-        on = spec.on(mesh)
-        params, axes = fs.shard(full, on), {name: on.axis(name) for name in ("tensor", "expert")}
-        share = fs.weight_share(weight, on)
+        on = case.on(mesh)
+        share = fs.weight_share(weight, on.spec)
         message = r"reduce_grads: weight=: unit 'layers.1' is local over axis 'expert', .*weight_sh"
         with pytest.raises(NotImplementedError, match=message):
-            fs.reduce_grads(full, on, weight=weight)
-        loss = lambda p: share * objective(fs.functional_call(model, p, (x, axes), spec=on, reduce="sum"))  # noqa: E731
-        return fs.unshard(fs.grad(loss)(params), on)
+            fs.reduce_grads(case.full, on.spec, weight=weight)
+        return fs.unshard(fs.grad(lambda p: share * on.loss(p, x, reduce="sum"))(on.params), on.spec)
 
-    want = torch.func.grad(
-        lambda p: (
-            sum(w * objective(torch.func.functional_call(whole, p, (x,))) for w, x in zip(weights, xs, strict=True))
-            / weights.sum()
-        )
-    )(full)
-    for name, g in fs.testing.spmd(rank, sizes)(xs, weights).items():
+    def weighted(p: Tree) -> Tensor:
+        return sum(w * case.mean(p, x[None]) for w, x in zip(weights, case.xs, strict=True)) / weights.sum()
+
+    want = torch.func.grad(weighted)(case.full)
+    for name, g in fs.testing.spmd(rank, case.sizes)(case.xs, weights).items():
         torch.testing.assert_close(g, want[name].expand_as(g), rtol=1e-9, atol=1e-11)
 
 

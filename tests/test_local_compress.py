@@ -13,7 +13,7 @@ import torch
 from collective_log import Collectives, world
 from depth import at_most, each, mark_seldom
 from ranks import mesh_of, real_ranks
-from test_local import OPTIONS, batches, full_sizes, objective, spec_of, whole_params
+from test_local import OPTIONS, Setting
 from test_local_training import KINDS, MESHES, Rank, Tree
 from torch import Tensor
 
@@ -38,26 +38,19 @@ def reduced(compressor: Compressor[Any], spec: fs.PartitionSpec, loss: Callable[
 @each(sizes=MESHES, options=OPTIONS[:2], name=LOSSLESS)
 def test_gradients_of_one_process(name: str, options: dict[str, Any], sizes: dict[str, int]) -> None:
     """Over all axes, and by a compressor that takes some of them and leaves the others to exact reductions."""
-    sizes = full_sizes(sizes)
-    torch.manual_seed(1)
-    xs, (model, spec), (whole, full) = batches(sizes), spec_of(KINDS, sizes, options), whole_params(KINDS)
+    case = Setting(KINDS, sizes, options)
     axes = [None, ("replicate", "expert")] if name.startswith(("quantize", "powersgd")) else [None]
 
     def rank(mesh: Any, x: Tensor) -> list[Tree]:
-        on = spec.on(mesh)
-        params, at = fs.shard(full, on), {axis: on.axis(axis) for axis in ("tensor", "expert")}
-        loss = lambda p: objective(fs.functional_call(model, p, (x, at), spec=on))  # noqa: E731
-        return [fs.unshard(reduced(LOSSLESS[name](some), on, loss, params), on) for some in axes]
+        on = case.on(mesh)
+        each = (reduced(LOSSLESS[name](some), on.spec, lambda p: on.loss(p, x), on.params) for some in axes)
+        return [fs.unshard(tree, on.spec) for tree in each]
 
-    want = torch.func.grad(lambda p: torch.stack([objective(torch.func.functional_call(whole, p, (x,))) for x in xs]).mean())(
-        full
-    )
-    for found in fs.testing.spmd(rank, sizes)(xs):
+    want = torch.func.grad(case.mean)(case.full)
+    for found in fs.testing.spmd(rank, case.sizes)(case.xs):
         for key, g in found.items():
-            one = want[key].expand_as(g)
-            torch.testing.assert_close(
-                g, one, **TOLERANCES.get(name, {"rtol": 1e-9, "atol": 1e-11}), msg=lambda m, k=key: k + m
-            )
+            close = TOLERANCES.get(name, {"rtol": 1e-9, "atol": 1e-11})
+            torch.testing.assert_close(g, want[key].expand_as(g), **close, msg=lambda m, k=key: k + m)
 
 
 @pytest.mark.parametrize("sizes", mark_seldom(MESHES, MESHES[1]), ids=str)

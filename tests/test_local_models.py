@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, seldom
-from ranks import Pool, mesh_of, real_ranks
-from test_local import batches, check, full_sizes, objective, of_rank, spec_of, whole_params
+from ranks import mesh_of, real_ranks
+from test_local import Setting, check, objective, of_rank
 from test_local_training import Tree, norm
 from torch import Tensor, nn
 
@@ -18,7 +18,6 @@ import funshard as fs
 from funshard import P, averaging, policies
 from funshard.collectives import Axis
 
-HSDP = {"replicate": 2, "expert": 2, "shard": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "shard": {"axis": "shard"},
     "kept": {"axis": "shard", "reshard": False},
@@ -227,20 +226,17 @@ def test_buffers_of_experts(rank: int, sizes: dict[str, int], options: dict[str,
 @pytest.mark.parametrize("min_numel", [1, 60, 130])
 def test_by_size(min_numel: int) -> None:
     """Units by size, each local where its parameters are; a piece that would be in the root, replicated, is refused."""
-    sizes = full_sizes({"tensor": 2, "shard": 2})
-    kinds = ("pair", "replicated", "pair")
-    torch.manual_seed(1)
-    xs, (model, _), (_, full) = batches(sizes), spec_of(kinds, sizes, {"axis": "shard"}), whole_params(kinds)
+    case = Setting(("pair", "replicated", "pair"), {"tensor": 2, "shard": 2}, {"axis": "shard"})
     p = fs.P("shard", local={"tensor": {"layers.?.up.*": 0, "layers.?.down.weight": 1}})
     if min_numel == 60:
         message = r"'layers.\?.down.weight' matches no parameter of its units: .* what a policy leaves is replicated"
         with pytest.raises(ValueError, match=message):
-            fs.by_size(min_numel, p=p)(model)
+            fs.by_size(min_numel, p=p)(case.model)
         return
-    spec = fs.by_size(min_numel, p=p)(model)
+    case.spec = spec = fs.by_size(min_numel, p=p)(case.model)
     local = {param.name for unit in spec for param in unit.params if param.local}
     assert local == {f"layers.{i}.{name}" for i in (0, 2) for name in ("up.weight", "up.bias", "down.weight")}
-    check(fs.testing.spmd(lambda mesh, x: of_rank(mesh, model, spec, full, x, eager=False), sizes)(xs), kinds, xs)
+    check(fs.testing.spmd(lambda mesh, x: of_rank(case.on(mesh), x, eager=False), case.sizes)(case.xs), case)
 
 
 # --- pieces by name ---
@@ -266,10 +262,6 @@ def of_all_ranks(f: Callable[[fs.PartitionSpec], Any]) -> Any:
     return fs.testing.spmd(lambda mesh, _: f(SPEC.on(mesh)), SIZES)(torch.zeros(4))
 
 
-def on_four_ranks(rank: int, f: Callable[[fs.PartitionSpec], Any]) -> Any:
-    return f(SPEC.on(mesh_of(**SIZES)))
-
-
 def measures(spec: fs.PartitionSpec) -> Tensor:
     """Norms and an inner product of pieces and of whole tensors by name."""
     trees = my_pieces(spec), WHOLE
@@ -293,10 +285,11 @@ def clipped_derivative(spec: fs.PartitionSpec) -> fs.Params:
     return torch.func.grad(loss)(my_pieces(spec))
 
 
-def test_norms_count_every_piece_once(gloo4: Pool) -> None:
+@real_ranks(4)
+def test_norms_count_every_piece_once(rank: int) -> None:
+    """On simulated ranks and on real ones."""
     torch.testing.assert_close(of_all_ranks(measures), WANTED.expand(4, -1))
-    for got in gloo4.run(on_four_ranks, measures):
-        torch.testing.assert_close(got, WANTED)
+    torch.testing.assert_close(measures(SPEC.on(mesh_of(**SIZES))), WANTED)
 
 
 def test_the_derivative_of_clipped_pieces() -> None:
@@ -318,9 +311,10 @@ def averages(spec: fs.PartitionSpec) -> tuple[fs.Params, fs.Params, fs.Params]:
     return averaging.average(drifted, spec), update(drifted, init())[0], before
 
 
-def test_averages_keep_pieces_apart(gloo4: Pool) -> None:
-    for every in (of_all_ranks(averages), *gloo4.run(on_four_ranks, averages)):
-        *found, before = every
+@real_ranks(4)
+def test_averages_keep_pieces_apart(rank: int) -> None:
+    """On simulated ranks and on real ones."""
+    for *found, before in (of_all_ranks(averages), averages(SPEC.on(mesh_of(**SIZES)))):
         for got in found:
             torch.testing.assert_close(got, {name: x + 0.5 for name, x in before.items()})
 

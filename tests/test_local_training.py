@@ -9,7 +9,7 @@ import pytest
 import torch
 from depth import at_most, depth, each, every, mark_seldom
 from ranks import mesh_of, real_ranks
-from test_local import OPTIONS, batches, full_sizes, objective, spec_of, whole_params
+from test_local import OPTIONS, Setting, batches
 from torch import Tensor
 
 import funshard as fs
@@ -20,38 +20,26 @@ MICRO = 3
 
 
 class Rank:
-    """A rank's side of a case, and the same in one process."""
+    """A rank's side of a case with micro-batches, and the same in one process."""
 
-    def __init__(self, rank: int, sizes: dict[str, int], options: Mapping[str, Any], **kwargs: Any) -> None:
-        self.sizes = full_sizes(sizes)
-        torch.manual_seed(1)
+    def __init__(self, rank: int, sizes: Mapping[str, int], options: Mapping[str, Any]) -> None:
+        self.case = Setting(KINDS, sizes, options)
+        self.whole, self.full, self.sizes = self.case.whole, self.case.full, self.case.sizes
         self.xs = torch.stack([batches(self.sizes) for _ in range(MICRO)], 1)  # [ranks, micro-batches, tokens, features]
-        mesh = mesh_of(**self.sizes)
-        self.model, spec = spec_of(KINDS, self.sizes, {**options, **kwargs})
-        self.spec = spec.on(mesh)
-        self.whole, self.full = whole_params(KINDS)
-        self.params = fs.shard(self.full, self.spec)
-        self.x = self.xs[rank]
-        self.axes = {name: self.spec.axis(name) for name in ("tensor", "expert")}
+        self.x, self.on = self.xs[rank], self.case.on(mesh_of(**self.sizes))
+        self.spec, self.params = self.on.spec, self.on.params
 
     def loss(self, params: Tree, x: Tensor) -> Tensor:
-        return objective(fs.functional_call(self.model, params, (x, self.axes), spec=self.spec))
+        return self.on.loss(params, x)
 
     def expected(self) -> Tree:
         """The gradient of the mean over ranks and micro-batches."""
-
-        def mean(params: Tree) -> Tensor:
-            xs = self.xs.flatten(0, 1)
-            return torch.stack([objective(torch.func.functional_call(self.whole, params, (x,))) for x in xs]).mean()
-
-        return torch.func.grad(mean)(self.full)
+        return torch.func.grad(self.case.mean)(self.full, self.xs.flatten(0, 1))
 
     def check(self, grads: Tree, want: Tree | None = None, **tolerance: float) -> None:
-        want = self.expected() if want is None else want
+        want, tolerance = self.expected() if want is None else want, tolerance or {"rtol": 1e-9, "atol": 1e-11}
         for name, got in fs.unshard(grads, self.spec).items():
-            torch.testing.assert_close(
-                got, want[name], **(tolerance or {"rtol": 1e-9, "atol": 1e-11}), msg=lambda m, n=name: n + m
-            )
+            torch.testing.assert_close(got, want[name], **tolerance, msg=lambda m, n=name: n + m)
 
 
 def norm(grads: Tree) -> Tensor:
@@ -127,7 +115,7 @@ def averaged(case: Rank) -> None:
 def check_training(case: Rank, want: Tree, theirs: torch.optim.Optimizer, update: Any, params: Tree, state: Any) -> Any:
     """Check that parameters after a step for each batch are those of one process; return the state."""
     for i in range(MICRO):
-        loss = torch.stack([objective(torch.func.functional_call(case.whole, want, (x[i],))) for x in case.xs]).mean()
+        loss = case.case.mean(want, case.xs[:, i])
         theirs.zero_grad()
         loss.backward()
         theirs.step()
@@ -174,19 +162,10 @@ def test_training_with_local_units(rank: int, sizes: dict[str, int], options: di
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_micro_batches_on_groups_of_one(count: int) -> None:
     """No factor for each micro-batch where every axis has one rank (Megatron-LM 6660)."""
-    sizes = full_sizes({})
-    (model, spec), (whole, full) = spec_of(KINDS, sizes, OPTIONS[0]), whole_params(KINDS)
-    spec, xs = spec.on(sizes), torch.randn(count, 16, 4, dtype=torch.float64)
-    axes = {name: spec.axis(name) for name in ("tensor", "expert")}
-
-    def loss(params: Tree, x: Tensor) -> Tensor:
-        return objective(fs.functional_call(model, params, (x, axes), spec=spec))
-
-    grads, _ = fs.accumulate(loss, fs.shard(full, spec), list(xs), spec=spec)
-    want = torch.func.grad(lambda p: torch.stack([objective(torch.func.functional_call(whole, p, (x,))) for x in xs]).mean())(
-        full
-    )
-    torch.testing.assert_close(fs.unshard(grads, spec), want)
+    case = Setting(KINDS, {}, OPTIONS[0])
+    on, xs = case.on(case.sizes), torch.randn(count, 16, 4, dtype=torch.float64)
+    grads, _ = fs.accumulate(on.loss, on.params, list(xs), spec=on.spec)
+    torch.testing.assert_close(fs.unshard(grads, on.spec), torch.func.grad(case.mean)(case.full, xs))
 
 
 # --- optimizers ---
@@ -257,16 +236,11 @@ def test_averages_of_replicas(rank: int, sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 def test_derivative_of_a_rate(max_norm: float | None) -> None:
     """Through a clipped step of SGD, whose rate all ranks share: units with and without local axes have parts of it."""
-    sizes, kinds = full_sizes({"tensor": 2, "expert": 2}), ("experts", "pair")
-    torch.manual_seed(1)
-    xs, (model, spec), (whole, full) = batches(sizes), spec_of(kinds, sizes, {"axis": "shard"}), whole_params(kinds)
-    rate = torch.tensor(0.05, dtype=torch.float64)
+    case, rate = Setting(("experts", "pair"), {"tensor": 2, "expert": 2}, OPTIONS[0]), torch.tensor(0.05, dtype=torch.float64)
 
     def rank(mesh: Any, x: Tensor) -> Tensor:
-        on = spec.on(mesh)
-        params, axes = fs.shard(full, on), {name: on.axis(name) for name in ("tensor", "expert")}
-        loss = lambda p, x: objective(fs.functional_call(model, p, (x, axes), spec=on))  # noqa: E731
-        init, update = fs.optim.sgd(0.1, spec=on)
+        _, on, params, _ = local = case.on(mesh)
+        loss, (init, update) = local.loss, fs.optim.sgd(0.1, spec=on)
 
         def after(lr: Tensor) -> Tensor:
             step = lambda grads, state, params: update(grads, state, params, lr=lr)  # noqa: E731
@@ -277,12 +251,8 @@ def test_derivative_of_a_rate(max_norm: float | None) -> None:
 
         return torch.func.grad(after)(rate)
 
-    def mean(params: Tree) -> Tensor:
-        return torch.stack([objective(torch.func.functional_call(whole, params, (x,))) for x in xs]).mean()
-
-    grads = torch.func.grad(mean)(full)
-    norm = torch.stack([g.norm() for g in grads.values()]).norm()
-    scale = 1.0 if max_norm is None else max_norm / (norm + 1e-6)
-    want = torch.func.grad(lambda lr: mean({name: p - lr * scale * grads[name] for name, p in full.items()}))(rate)
-    found = fs.testing.spmd(rank, sizes)(xs)
+    grads = torch.func.grad(case.mean)(case.full)
+    scale = 1.0 if max_norm is None else max_norm / (norm(grads) + 1e-6)
+    want = torch.func.grad(lambda lr: case.mean({name: p - lr * scale * grads[name] for name, p in case.full.items()}))(rate)
+    found = fs.testing.spmd(rank, case.sizes)(case.xs)
     torch.testing.assert_close(found, want.expand_as(found))
