@@ -86,57 +86,40 @@ CASES = {
     "permute": Case(c.permute, lambda n: (3, 2), lambda xs: [*xs[-1:], *xs[:-1]]),
     "permute back": Case(lambda x, a: c.permute(x, a, -1), lambda n: (2,), lambda xs: [*xs[1:], *xs[:1]]),
     "permute by two": Case(
-        lambda x, a: c.permute(x, a, 2), lambda n: (), lambda xs: [xs[(r - 2) % len(xs)] for r in range(len(xs))]
-    ),
+        lambda x, a: c.permute(x, a, 2), lambda n: (), lambda xs: [xs[(r - 2) % len(xs)] for r in range(len(xs))]),
     "permute to the next": Case(
-        lambda x, a: c.permute(x, a, perm=to_next(a.size)), lambda n: (2, 3), lambda xs: [torch.zeros_like(xs[0]), *xs[:-1]]
-    ),
+        lambda x, a: c.permute(x, a, perm=to_next(a.size)), lambda n: (2, 3), lambda xs: [torch.zeros_like(xs[0]), *xs[:-1]]),
     "permute to the one before": Case(
-        lambda x, a: c.permute(x, a, perm=[(j, i) for i, j in to_next(a.size)]),
-        lambda n: (2, 3),
-        lambda xs: [*xs[1:], torch.zeros_like(xs[0])],
-    ),
+        lambda x, a: c.permute(x, a, perm=[(j, i) for i, j in to_next(a.size)]), lambda n: (2, 3),
+        lambda xs: [*xs[1:], torch.zeros_like(xs[0])]),
     "permute from the last": Case(
-        lambda x, a: c.permute(x, a, perm=[(a.size - 1, 0)]),
-        lambda n: (3,),
-        lambda xs: [xs[-1], *(torch.zeros_like(x) for x in xs[1:])],
-    ),
+        lambda x, a: c.permute(x, a, perm=[(a.size - 1, 0)]), lambda n: (3,),
+        lambda xs: [xs[-1], *(torch.zeros_like(x) for x in xs[1:])]),
     "permute of nothing": Case(lambda x, a: c.permute(x, a), lambda n: (0, 2), lambda xs: [*xs[-1:], *xs[:-1]]),
     "all_to_all 0 0": Case(c.all_to_all, lambda n: (2 * n, 3), lambda xs: exchanged(xs, 0, 0)),
     "all_to_all 1 1": Case(
-        lambda x, a: c.all_to_all(x, a, split_dim=1, concat_dim=1), lambda n: (3, 2 * n), lambda xs: exchanged(xs, 1, 1)
-    ),
+        lambda x, a: c.all_to_all(x, a, split_dim=1, concat_dim=1), lambda n: (3, 2 * n), lambda xs: exchanged(xs, 1, 1)),
     "all_to_all 0 1": Case(lambda x, a: c.all_to_all(x, a, concat_dim=1), lambda n: (2 * n, 3), lambda xs: exchanged(xs, 0, 1)),
     "all_to_all 2 1": Case(
-        lambda x, a: c.all_to_all(x, a, split_dim=2, concat_dim=1), lambda n: (2, 3, 2 * n), lambda xs: exchanged(xs, 2, 1)
-    ),
+        lambda x, a: c.all_to_all(x, a, split_dim=2, concat_dim=1), lambda n: (2, 3, 2 * n), lambda xs: exchanged(xs, 2, 1)),
     "all_to_all -3 -1": Case(
-        lambda x, a: c.all_to_all(x, a, split_dim=-3, concat_dim=-1), lambda n: (n, 1, 2), lambda xs: exchanged(xs, -3, -1)
-    ),
+        lambda x, a: c.all_to_all(x, a, split_dim=-3, concat_dim=-1), lambda n: (n, 1, 2), lambda xs: exchanged(xs, -3, -1)),
     "all_to_all of nothing": Case(
-        lambda x, a: c.all_to_all(x, a, split_dim=1, concat_dim=0), lambda n: (2, 0, 3), lambda xs: exchanged(xs, 1, 0)
-    ),
+        lambda x, a: c.all_to_all(x, a, split_dim=1, concat_dim=0), lambda n: (2, 0, 3), lambda xs: exchanged(xs, 1, 0)),
     "gather_values 1": Case(
-        lambda x, a: c.gather_values(x, a, dim=1), lambda n: (2, 3, 2), lambda xs: [torch.cat(xs, 1) for _ in xs]
-    ),
+        lambda x, a: c.gather_values(x, a, dim=1), lambda n: (2, 3, 2), lambda xs: [torch.cat(xs, 1) for _ in xs]),
     "gather_values -1": Case(
-        lambda x, a: c.gather_values(x, a, dim=-1), lambda n: (2, 3), lambda xs: [torch.cat(xs, -1) for _ in xs]
-    ),
+        lambda x, a: c.gather_values(x, a, dim=-1), lambda n: (2, 3), lambda xs: [torch.cat(xs, -1) for _ in xs]),
     "gather_values of nothing": Case(
-        lambda x, a: c.gather_values(x, a, dim=1), lambda n: (2, 0), lambda xs: [torch.cat(xs, 1) for _ in xs]
-    ),
+        lambda x, a: c.gather_values(x, a, dim=1), lambda n: (2, 0), lambda xs: [torch.cat(xs, 1) for _ in xs]),
     "reduce_scatter 1": Case(
-        lambda x, a: c.reduce_scatter(x, a, reduce="sum", dim=1),
-        lambda n: (3, 2 * n),
-        lambda xs: [*total(xs).chunk(len(xs), 1)],
-    ),
+        lambda x, a: c.reduce_scatter(x, a, reduce="sum", dim=1), lambda n: (3, 2 * n),
+        lambda xs: [*total(xs).chunk(len(xs), 1)]),
     "reduce_scatter -2": Case(
-        lambda x, a: c.reduce_scatter(x, a, reduce="sum", dim=-2),
-        lambda n: (1, n, 2),
-        lambda xs: [*total(xs).chunk(len(xs), -2)],
-    ),
+        lambda x, a: c.reduce_scatter(x, a, reduce="sum", dim=-2), lambda n: (1, n, 2),
+        lambda xs: [*total(xs).chunk(len(xs), -2)]),
     "all_reduce": Case(lambda x, a: c.all_reduce(x, a, reduce="sum"), lambda n: (3,), lambda xs: [total(xs) for _ in xs]),
-}
+}  # fmt: skip
 
 
 def inputs(case: Case, n: int, seed: int = 0) -> Tensor:
@@ -225,14 +208,9 @@ def test_one_rank_needs_no_group(name: str) -> None:
 ON_GROUPS = {
     2: ["permute to the next", "all_to_all 2 1", "reduce_scatter 1", "gather_values -1", "ragged_all_to_all and back"],
     4: [
-        "ragged_all_to_all",
-        "permute",
-        "permute by two",
-        "all_to_all 0 1",
-        "all_to_all of nothing",
-        "gather_values of nothing",
-    ],
-}
+        "ragged_all_to_all", "permute", "permute by two", "all_to_all 0 1", "all_to_all of nothing",
+        "gather_values of nothing"],
+}  # fmt: skip
 """By default, by the number of ranks."""
 
 

@@ -407,33 +407,23 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "text": (lambda: Precision(keep="*norm*"), TypeError, "^Precision: keep: expected a dict such as"),
     "no name": (lambda: Precision(keep={3: F32}), TypeError, "^Precision: keep: expected a dict such as"),
     "no floating dtype": (
-        lambda: Precision(keep={"*norm*": torch.int32}),
-        TypeError,
-        r"^Precision: keep: '\*norm\*': expected a floating point dtype, got torch.int32",
-    ),
+        lambda: Precision(keep={"*norm*": torch.int32}), TypeError,
+        r"^Precision: keep: '\*norm\*': expected a floating point dtype, got torch.int32"),
     "codec": (
-        lambda: Precision(codec=fs.codecs.int8(), keep={"*": F32}),
-        ValueError,
-        "expected keep or codec, got both.*unit of their own",
-    ),
+        lambda: Precision(codec=fs.codecs.int8(), keep={"*": F32}), ValueError,
+        "expected keep or codec, got both.*unit of their own"),
     "at rest": (on_blocks(LOW, at_rest=fs.codecs.int8()), ValueError, AT_REST),
     "nothing": (on_blocks(Precision(keep={"*router*": F32})), ValueError, r"'\*router\*' matches no floating point parameter"),
     "of other units": (
-        lambda: fs.by_path({"blocks.*": P("shard", precision=LOW)})(make_model(F32)),
-        ValueError,
-        r"keep: 'head\.\*' matches no floating point parameter of the units with",
-    ),
+        lambda: fs.by_path({"blocks.*": P("shard", precision=LOW)})(make_model(F32)), ValueError,
+        r"keep: 'head\.\*' matches no floating point parameter of the units with"),
     "complex": (
-        lambda: fs.policies.whole(P("shard", precision=Precision(param=BF16, keep={"phase": F32})))(PHASES),
-        ValueError,
-        "keep: 'phase' matches no floating point parameter",
-    ),
+        lambda: fs.policies.whole(P("shard", precision=Precision(param=BF16, keep={"phase": F32})))(PHASES), ValueError,
+        "keep: 'phase' matches no floating point parameter"),
     "two": (
-        on_blocks(Precision(keep={"*norm*": F32, "blocks.0.*": F64})),
-        ValueError,
-        r"parameter 'blocks\.0\.norm\.weight': Precision\(keep=.*expected one dtype",
-    ),
-}
+        on_blocks(Precision(keep={"*norm*": F32, "blocks.0.*": F64})), ValueError,
+        r"parameter 'blocks\.0\.norm\.weight': Precision\(keep=.*expected one dtype"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)

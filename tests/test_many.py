@@ -150,18 +150,15 @@ def quartic(f: Loss, dot: Dot) -> Loss:
 LAWS = {
     "hvp of a global norm": both(lambda f, p, v, dot, hvp: hvp(quartic(f, dot), p, v)),
     "hvp of many directions": Law(
-        lambda f, p, v, dot: member(vmap(lambda v: fs.hvp(f, p, v))(stack(v, p)), 1), lambda f, p, v, dot: by_reverse(f, p, p)
-    ),
+        lambda f, p, v, dot: member(vmap(lambda v: fs.hvp(f, p, v))(stack(v, p)), 1), lambda f, p, v, dot: by_reverse(f, p, p)),
     "hvp at many points": Law(
         lambda f, p, v, dot: member(vmap(lambda p, v: fs.hvp(f, p, v))(stack(p, v), stack(v, p)), 1),
-        lambda f, p, v, dot: by_reverse(f, v, p),
-    ),
+        lambda f, p, v, dot: by_reverse(f, v, p)),
     "hvp through a step": both(lambda f, p, v, dot, hvp: hvp(lambda p: f(descended(f, p, 1, by=grad)), p, v)),
     "gradient of v.Hv": both(lambda f, p, v, dot, hvp: grad(lambda p: dot(v, hvp(f, p, v)))(p)),
     "ensemble of two": Law(
         lambda f, p, v, dot: member(vmap(lambda p: descended(f, p, 3))(stack(p, v)), 1),
-        lambda f, p, v, dot: descended(f, v, 3, by=grad),
-    ),
+        lambda f, p, v, dot: descended(f, v, 3, by=grad)),
     "ensemble with its own data and rates": Law(
         lambda f, p, v, dot: member(
             vmap(lambda p, rate, scale: descended(f, p, 3, rate, scale))(stack(p, v), RATES, SCALES), 1
@@ -170,22 +167,19 @@ LAWS = {
     ),
     "ensemble of MAML": Law(
         lambda f, p, v, dot: member(vmap(fs.grad(lambda p: f(descended(f, p, 1))))(stack(p, v)), 1),
-        lambda f, p, v, dot: grad(lambda p: f(descended(f, p, 1, by=grad)))(v),
-    ),
+        lambda f, p, v, dot: grad(lambda p: f(descended(f, p, 1, by=grad)))(v)),
     "MAML, 1 step": maml(1),
     "MAML, 2 steps": maml(2),
     "MAML, 3 steps": maml(3),
     "MAML over tasks": Law(
         lambda f, p, v, dot: fs.grad(lambda p: vmap(lambda s: over_tasks(f, p, s))(SCALES).mean())(p),
-        lambda f, p, v, dot: grad(lambda p: (over_tasks(f, p, SCALES[0]) + over_tasks(f, p, SCALES[1])) / 2)(p),
-    ),
+        lambda f, p, v, dot: grad(lambda p: (over_tasks(f, p, SCALES[0]) + over_tasks(f, p, SCALES[1])) / 2)(p)),
     "MAML with learned rates": Law(
         lambda f, p, v, dot: fs.grad(lambda r: f({k: p[k] - r[k] * g for k, g in fs.grad(f)(p).items()}))(v),
-        lambda f, p, v, dot: grad(lambda r: f({k: p[k] - r[k] * g for k, g in grad(f)(p).items()}))(v),
-    ),
+        lambda f, p, v, dot: grad(lambda r: f({k: p[k] - r[k] * g for k, g in grad(f)(p).items()}))(v)),
     "conjugate gradients": both(lambda f, p, v, dot, hvp: conjugate_gradients(squared_hessian(f, p, hvp), v, dot, 3)),
     "implicit gradient": both(hypergradient),
-}
+}  # fmt: skip
 each_law = pytest.mark.parametrize("name", LAWS)
 
 

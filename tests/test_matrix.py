@@ -440,23 +440,18 @@ def recorded(on: OnRanks, state: State) -> Any:
 TRANSFORMS = {
     "`grad`": Transform(inside(lambda loss, p, v: grad(loss)(p)), lambda of, cut, rank: cut(of.gradient)),
     "`grad_and_value`": Transform(
-        inside(lambda loss, p, v: grad_and_value(loss)(p)), lambda of, cut, rank: (cut(of.gradient), of.values[rank])
-    ),
+        inside(lambda loss, p, v: grad_and_value(loss)(p)), lambda of, cut, rank: (cut(of.gradient), of.values[rank])),
     "`fs.grad`": Transform(inside(lambda loss, p, v: fs.grad(loss)(p)), lambda of, cut, rank: cut(of.gradient)),
     "`vjp`": Transform(pulled_back, lambda of, cut, rank: (of.outputs[rank], cut(of.pulled_back))),
     "`jvp`": Transform(
-        inside(lambda loss, p, v: jvp(loss, (p,), (v,))), lambda of, cut, rank: (of.values[rank], of.tangents[rank])
-    ),
+        inside(lambda loss, p, v: jvp(loss, (p,), (v,))), lambda of, cut, rank: (of.values[rank], of.tangents[rank])),
     "`jvp` of `grad`, `fs.hvp`": Transform(
         inside(lambda loss, p, v: (jvp(grad(loss), (p,), (v,)), fs.hvp(loss, p, v))),
-        lambda of, cut, rank: ((cut(of.gradient), cut(of.hessian_product)), cut(of.hessian_product)),
-    ),
+        lambda of, cut, rank: ((cut(of.gradient), cut(of.hessian_product)), cut(of.hessian_product))),
     "`curvature.ggn`, `curvature.fisher`": Transform(
-        curved, lambda of, cut, rank: (cut(of.gauss_newton_product), cut(of.fisher_product))
-    ),
+        curved, lambda of, cut, rank: (cut(of.gauss_newton_product), cut(of.fisher_product))),
     "`grad` of `grad`": Transform(
-        inside(lambda loss, p, v: grad(lambda p: loss(p) + cubes(grad(loss)(p)))(p)), lambda of, cut, rank: cut(of.penalised)
-    ),
+        inside(lambda loss, p, v: grad(lambda p: loss(p) + cubes(grad(loss)(p)))(p)), lambda of, cut, rank: cut(of.penalised)),
     "`vmap` over parameters": Transform(inside(of_many_models), lambda of, cut, rank: stacked(cut(g) for g in of.elsewhere)),
     "`fs.scan`": Transform(inside(through_steps), lambda of, cut, rank: cut(of.through_steps)),
     "`per_sample_grads`": Transform(of_each_sample(), lambda of, cut, rank: stacked(of.samples[rank])),
@@ -465,7 +460,7 @@ TRANSFORMS = {
     "double backward": Transform(by_plain_autograd(2), lambda of, cut, rank: cut(of.penalised)),
     "`torch.compile`": Transform(compiled, lambda of, cut, rank: (cut(of.gradient), of.values[rank])),
     "`make_fx`": Transform(recorded, lambda of, cut, rank: (cut(of.gradient), of.values[rank])),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -37,49 +37,24 @@ class Claim(NamedTuple):
 ALL, NESTED = ["", *BLOCKS], ["0", "0.inner", "1", "1.inner"]
 CLAIMS = {
     "test_fully_shard_communication_count": Claim(
-        "n blocks and a root: forward n+1 gathers, backward n-1 (the root and the last block stay) and n+1 reductions.",
-        Net,
-        fs.by_type(MLP),
-        ALL,
-        BLOCKS[:-1],
-        ALL,
-    ),
+        "n blocks and a root: forward n+1 gathers, backward n-1 (the root and the last block stay) and n+1 reductions.", Net,
+        fs.by_type(MLP), ALL, BLOCKS[:-1], ALL),
     "test_fully_shard_communication_count_without_root_parameters": Claim(
-        "With nothing in the root the last block ends the forward and is the one that is not gathered again.",
-        chain,
-        fs.by_type(MLP),
-        "012",
-        "01",
-        "012",
-    ),
+        "With nothing in the root the last block ends the forward and is the one that is not gathered again.", chain,
+        fs.by_type(MLP), "012", "01", "012"),
     "test_no_reshard_after_forward": Claim(
-        "P(reshard=False), ZeRO-2: no gather in backward.", Net, fs.by_type(MLP, p=P("shard", reshard=False)), ALL, [], ALL
-    ),
+        "P(reshard=False), ZeRO-2: no gather in backward.", Net, fs.by_type(MLP, p=P("shard", reshard=False)), ALL, [], ALL),
     "test_always_wrap_communication_count": Claim(
         "A unit for each layer; what backward does not read, the weight of a first layer, is not gathered again either.",
-        lambda: nn.Sequential(*(nn.Linear(5, 5).double() for _ in range(4))),
-        fs.policies.always(),
-        "0123",
-        "12",
-        "0123",
-    ),
+        lambda: nn.Sequential(*(nn.Linear(5, 5).double() for _ in range(4))), fs.policies.always(), "0123", "12", "0123"),
     "test_nested_units_are_gathered_once": Claim(
         "An outer unit stays gathered over the inner one: two units' gathers each pass, and each reduced once.",
-        lambda: nn.Sequential(Outer(), Outer(), MLP(5)),
-        fs.by_type(MLP),
-        [*NESTED, "2"],
-        NESTED,
-        [*NESTED, "2"],
-    ),
+        lambda: nn.Sequential(Outer(), Outer(), MLP(5)), fs.by_type(MLP), [*NESTED, "2"], NESTED, [*NESTED, "2"]),
     "test_frozen_units_are_not_reduced": Claim(
-        "A frozen unit is gathered in both passes where a gradient has to go through it, only forward where none has.",
-        lambda: frozen(Net(), "first", "blocks.0", "blocks.2"),
-        fs.by_type(MLP),
-        [":frozen", "", *BLOCKS],
-        ["blocks.1"],  # and blocks.2, which is still there
-        ["", "blocks.1"],
-    ),
-}
+        "A frozen unit is gathered again where a gradient has to go through it, and not if it is still there, as blocks.2.",
+        lambda: frozen(Net(), "first", "blocks.0", "blocks.2"), fs.by_type(MLP), [":frozen", "", *BLOCKS], ["blocks.1"],
+        ["", "blocks.1"]),
+}  # fmt: skip
 """By the names of torch's tests."""
 
 

@@ -129,16 +129,12 @@ FSDP1: dict[str, tuple[P, ShardingStrategy, MixedPrecision | None]] = {
     "none": (P(), ShardingStrategy.NO_SHARD, None),
     "hybrid": (P("shard"), ShardingStrategy.HYBRID_SHARD, None),
     "bf16": (
-        P("shard", precision=Precision(param=BF16, reduce=F32)),
-        ShardingStrategy.FULL_SHARD,
-        MixedPrecision(param_dtype=BF16, reduce_dtype=F32, cast_forward_inputs=True),
-    ),
+        P("shard", precision=Precision(param=BF16, reduce=F32)), ShardingStrategy.FULL_SHARD,
+        MixedPrecision(param_dtype=BF16, reduce_dtype=F32, cast_forward_inputs=True)),
     "bf16 hybrid": (
-        P("shard", precision=Precision(param=BF16)),
-        ShardingStrategy.HYBRID_SHARD,
-        MixedPrecision(param_dtype=BF16, cast_forward_inputs=True),
-    ),
-}
+        P("shard", precision=Precision(param=BF16)), ShardingStrategy.HYBRID_SHARD,
+        MixedPrecision(param_dtype=BF16, cast_forward_inputs=True)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", mark_seldom(FSDP1, *[*FSDP1][:3]))

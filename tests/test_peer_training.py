@@ -229,6 +229,10 @@ def weighted(call: Any, x: int) -> Tensor:
     return (call() * x).sum()
 
 
+def same_branch(rank: int, step: int) -> Tensor:
+    return numbers(rank, step).abs() * (-1) ** step
+
+
 def other_branch(rank: int, step: int) -> tuple[int, Tensor]:
     return (rank + step) % 2, numbers(rank, step)
 
@@ -285,155 +289,83 @@ MOMENTUM = {"optimizer": torch.optim.SGD, "momentum": 0.9, "steps": depth(3, 4)}
 CLAIMS: dict[str, Claim] = {
     "test_train_parity_multi_group": Claim("A unit for each block.", Transformer, [blocks(Block)], tokens, next_token),
     "test_main_wrap_api": Claim(
-        "Threshold 0: with every module a unit, six steps of SGD.",
-        lambda: sequential(*NESTED).double(),
-        [lambda p: fs.by_size(0, p=p)],
-        after=every_module_is_a_unit,
-        options={"optimizer": torch.optim.SGD, "lr": 0.1, "steps": 6},
-    ),
+        "Threshold 0: with every module a unit, six steps of SGD.", lambda: sequential(*NESTED).double(),
+        [lambda p: fs.by_size(0, p=p)], after=every_module_is_a_unit,
+        options={"optimizer": torch.optim.SGD, "lr": 0.1, "steps": 6}),
     "test_nested_wrapped_model": Claim(
-        "Containers are units.",
-        lambda: nn.Sequential(MLP(5), nn.Sequential(MLP(5), MLP(5))),
-        [blocks(MLP, nn.Sequential)],
-        after=every_parameter_moves,
-        options=MOMENTUM,
-    ),
+        "Containers are units.", lambda: nn.Sequential(MLP(5), nn.Sequential(MLP(5), MLP(5))), [blocks(MLP, nn.Sequential)],
+        after=every_parameter_moves, options=MOMENTUM),
     "test_a_replicated_unit_around_others": Claim(
-        "Its layers are units by another strategy.",
-        Net,
-        [lambda p: fs.policies.override(fs.policies.always(p), fs.by_path({"blocks.1": P()}))],
-        after=every_parameter_moves,
-        options=MOMENTUM,
-    ),
+        "Its layers are units by another strategy.", Net,
+        [lambda p: fs.policies.override(fs.policies.always(p), fs.by_path({"blocks.1": P()}))], after=every_parameter_moves,
+        options=MOMENTUM),
     "test_non_root_forward_backward": Claim(
-        "Steps through the whole model in turn with steps through a part of it, entered by another method than forward.",
-        Net,
-        BLOCKS,
-        lambda rank, step: numbers(rank, step).abs() * (-1) ** step,  # the same branch on all ranks
-        through_a_method,
-    ),
+        "Steps through the whole model in turn with steps through a part of it, entered by another method than forward.", Net,
+        BLOCKS, same_branch, through_a_method),
     "test_multi_forward_module": Claim(
-        "A unit that runs twice in a forward, with others in between, has the sum of both gradients.", Twice, BLOCKS + LAYERS
-    ),
+        "A unit that runs twice in a forward, with others in between, has the sum of both gradients.", Twice, BLOCKS + LAYERS),
     "test_train_parity_with_activation_checkpointing": Claim(
-        "torch.utils.checkpoint around the call recomputes it, gathers included, to the same gradients.",
-        Transformer,
-        [blocks(Block)],
-        tokens,
-        checkpointed_loss,
-        ways=["fs", "backward"],
-    ),
+        "torch.utils.checkpoint around the call recomputes it, gathers included, to the same gradients.", Transformer,
+        [blocks(Block)], tokens, checkpointed_loss, ways=["fs", "backward"]),
     "test_reentrant_checkpoint_around_the_call": Claim(
-        "With .backward(), the only way that torch allows for it.",
-        Net,
-        BLOCKS,
-        numbers,
-        lambda call, x: squared(lambda x: checkpoint(call, x, use_reentrant=True), x.requires_grad_()),
-        ways=["backward"],
-    ),
+        "With .backward(), the only way that torch allows for it.", Net, BLOCKS, numbers,
+        lambda call, x: squared(lambda x: checkpoint(call, x, use_reentrant=True), x.requires_grad_()), ways=["backward"]),
     "test_partial_group_forward_then_standalone": Claim(
         "A unit of which one part runs in the trunk and another is then called for each chunk of a chunked loss.",
-        lambda: Chunked(1),
-        [blocks(Block)],
-        tokens,
-        chunked_loss,
-    ),
+        lambda: Chunked(1), [blocks(Block)], tokens, chunked_loss),
     "test_double_partial_forward_then_backward": Claim(
-        "Several forwards, then one backward (DPO), nested units and an unused head.",
-        TwoHeads,
+        "Several forwards, then one backward (DPO), nested units and an unused head.", TwoHeads,
         [blocks(MLP, nn.Sequential, nn.Linear)],
         loss=lambda call, x: nn.functional.softplus(call(-x) - call(x) + call(x + 1)).mean(),
-        after=unmoved("value.weight", "value.bias"),
-    ),
+        after=unmoved("value.weight", "value.bias")),
     "test_double_forward_with_nested_fsdp_and_checkpoint": Claim(
-        "The last of them by torch.utils.checkpoint.",
-        TwoHeads,
-        [blocks(MLP, nn.Sequential, nn.Linear)],
+        "The last of them by torch.utils.checkpoint.", TwoHeads, [blocks(MLP, nn.Sequential, nn.Linear)],
         loss=lambda call, x: nn.functional.softplus(call(-x) - call(x) + checkpoint(call, x + 1, use_reentrant=False)).mean(),
-        after=unmoved("value.weight", "value.bias"),
-        ways=["backward"],
-    ),
+        after=unmoved("value.weight", "value.bias"), ways=["backward"]),
     "test_unused_forward_output": Claim(
-        "The second output is in the loss for three steps and then no more: gradients of its weights become zeros.",
-        TwoLayers,
-        [blocks(DoubleLinear), *LAYERS],
-        lambda rank, step: (numbers(rank, step), step < 3),
-        either_output,
-        options={"steps": 5},
-    ),
+        "The second output is in the loss for three steps and then no more: gradients of its weights become zeros.", TwoLayers,
+        [blocks(DoubleLinear), *LAYERS], lambda rank, step: (numbers(rank, step), step < 3), either_output,
+        options={"steps": 5}),
     "test_unused_forward_module": Claim(
-        "A module that never runs, in a unit of its own or with others, stays what it is.",
-        TwoLayers,
-        [blocks(DoubleLinear), *LAYERS],
-        loss=lambda call, x: call(x, second=False).sum(),
-        after=unmoved(*(f"{block}.lin2.{name}" for block in "ab" for name in ("weight", "bias"))),
-    ),
+        "A module that never runs, in a unit of its own or with others, stays what it is.", TwoLayers,
+        [blocks(DoubleLinear), *LAYERS], loss=lambda call, x: call(x, second=False).sum(),
+        after=unmoved(*(f"{block}.lin2.{name}" for block in "ab" for name in ("weight", "bias")))),
     "test_fsdp_module_no_compute_grad": Claim(
-        "A unit that runs under no_grad, or is detached, gets zeros and disturbs nothing.",
-        NoGradPart,
-        BLOCKS,
-        after=unmoved(*(f"constant.{name}" for name, _ in MLP(5).named_parameters())),
-    ),
+        "A unit that runs under no_grad, or is detached, gets zeros and disturbs nothing.", NoGradPart, BLOCKS,
+        after=unmoved(*(f"constant.{name}" for name, _ in MLP(5).named_parameters()))),
     "test_root_no_forward_inputs": Claim(
-        "A module whose forward takes nothing trains.", NoInput, WHOLE, lambda rank, step: rank + step, weighted
-    ),
+        "A module whose forward takes nothing trains.", NoInput, WHOLE, lambda rank, step: rank + step, weighted),
     "test_freezing_weights": Claim(
-        "A frozen trunk, in units of its own or in one.",
-        lambda: frozen(FineTuned(False), "trunk"),
+        "A frozen trunk, in units of its own or in one.", lambda: frozen(FineTuned(False), "trunk"),
         [blocks(MLP, nn.Linear), lambda p: fs.by_path({"head": p})],
-        after=unmoved(*(f"trunk.{name}" for name, _ in chain().named_parameters())),
-    ),
+        after=unmoved(*(f"trunk.{name}" for name, _ in chain().named_parameters()))),
     "test_freezing_weights_without_grad": Claim(
-        "The same, which runs under no_grad.",
-        lambda: frozen(FineTuned(True), "trunk"),
+        "The same, which runs under no_grad.", lambda: frozen(FineTuned(True), "trunk"),
         [blocks(MLP, nn.Linear), lambda p: fs.by_path({"head": p})],
-        after=unmoved(*(f"trunk.{name}" for name, _ in chain().named_parameters())),
-    ),
+        after=unmoved(*(f"trunk.{name}" for name, _ in chain().named_parameters()))),
     "test_train_mixed_requires_grad_per_group": Claim(
-        "BitFit: every unit is part frozen, part trained.", bitfit, [blocks(Block)], tokens, next_token, only_biases_move
-    ),
+        "BitFit: every unit is part frozen, part trained.", bitfit, [blocks(Block)], tokens, next_token, only_biases_move),
     "test_multi_forward_mixed_requires_grad": Claim(
-        "The same layers with and without no_grad, some frozen, activations added to in place.", Reused, BLOCKS
-    ),
+        "The same layers with and without no_grad, some frozen, activations added to in place.", Reused, BLOCKS),
     "test_train_parity_with_shared_params": Claim(
-        "An embedding tied to the head: one tensor, the sum of both gradients.",
-        lambda: Transformer(2, tied=True),
-        [blocks(Block)],
-        tokens,
-        next_token,
-    ),
+        "An embedding tied to the head: one tensor, the sum of both gradients.", lambda: Transformer(2, tied=True),
+        [blocks(Block)], tokens, next_token),
     "test_shared_params_separate_fsdp_groups": Claim(
-        "Weights tied across units, an error in the peer, belong to the unit above both.",
-        TiedUnits,
-        BLOCKS,
-        after=is_one_unit_above,
-    ),
+        "Weights tied across units, an error in the peer, belong to the unit above both.", TiedUnits, BLOCKS,
+        after=is_one_unit_above),
     "test_unused_param_has_grad": Claim(
         "Ranks take different branches of one unit: no one waits, unused parameters count with zeros; 0-dim ones too.",
-        Branches,
-        WHOLE,
-        other_branch,
-    ),
+        Branches, WHOLE, other_branch),
     "test_ranks_that_use_other_units": Claim(
-        "As the guide says: all run each unit, and what a rank does not use is in its loss with zero.",
-        EveryBranch,
-        LAYERS,
-        other_branch,
-    ),
+        "As the guide says: all run each unit, and what a rank does not use is in its loss with zero.", EveryBranch, LAYERS,
+        other_branch),
     "test_ddp_a_fsdp_b_ddp_c": Claim(
-        "A sharded subtree in a replicated model, with a replicated part inside it.",
-        Middle,
-        [lambda p: fs.by_path({"b": p, "b.lin_b": p, "b.c": P()}, p=P())],
-        after=every_parameter_moves,
-    ),
+        "A sharded subtree in a replicated model, with a replicated part inside it.", Middle,
+        [lambda p: fs.by_path({"b": p, "b.lin_b": p, "b.c": P()}, p=P())], after=every_parameter_moves),
     "test_noncontiguous_parameter": Claim(
-        "Parameters of another memory format, an error in the peer, train and keep their strides.",
-        other_strides,
-        LAYERS,
-        lambda rank, step: numbers(rank, step, 27).unflatten(1, (3, 3, 3)),
-        after=strides_stay,
-    ),
-}
+        "Parameters of another memory format, an error in the peer, train and keep their strides.", other_strides, LAYERS,
+        lambda rank, step: numbers(rank, step, 27).unflatten(1, (3, 3, 3)), after=strides_stay),
+}  # fmt: skip
 """By the names of torch's tests. By default each with each way and each strategy once."""
 
 
