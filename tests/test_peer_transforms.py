@@ -60,25 +60,21 @@ def by_jvp_in_jvp(f: Callable[[Tensor], Tensor], one: Tensor) -> tuple[Tensor, T
 TRANSFORMS = {f.__name__: f for f in (by_jvp, by_dual_numbers, by_jvp_in_vmap, by_jvp_in_jvp)}
 
 
-def meta_linears() -> tuple[nn.Module, fs.Params]:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).to(BF16)
-    return model, {name: torch.ones(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
+LOW = fs.Precision(param=BF16, reduce=torch.float32)
+IN_BF16 = STRATEGIES | {f"float32 in bf16, reshard={r}": P("shard", reshard=r, precision=LOW) for r in (False, True)}
 
 
-LINEARS = meta_linears()
-
-
-@every(how=TRANSFORMS, strategy=STRATEGIES)
+@every(how=TRANSFORMS, strategy=IN_BF16)
 @real_ranks(2)
-def test_no_warmup_jvp_on_a_process_group(rank: int, strategy: str, how: str) -> None:
+def test_no_warmup_jvp(rank: int, strategy: str, how: str) -> None:
     """Of a function that runs both units and ignores its argument, of one that uses it, and of the weights.
 
     By hand, in bf16: six hidden units of 4 + 1, and a bias, are 31; zeros past units that have nothing to do with it.
     """
-    model, full = LINEARS
-    spec = fs.policies.always(STRATEGIES[strategy])(model).bound
-    params = fs.shard(full, spec)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)).to(torch.float32 if IN_BF16[strategy].precision else BF16)
+    spec = fs.policies.always(IN_BF16[strategy])(model).bound
+    params = fs.shard({name: torch.ones(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}, spec)
     x, one, zeros = torch.ones(2, 4, dtype=BF16), torch.ones((), dtype=BF16), torch.zeros(2, 4, dtype=BF16)
 
     def call(params: fs.Params, scale: Tensor | float = 1.0) -> Tensor:
@@ -160,32 +156,6 @@ def test_compiled_graph_takes_shards_alone(strategy: str) -> None:
     shapes = sorted(tuple(t.shape) for t in inputs if isinstance(t, Tensor))
     assert shapes == sorted(tuple(t.shape) for t in [*params.values(), x])
     assert not list(graph.parameters())
-
-
-@pytest.mark.parametrize("reshard", [False, True])
-@real_ranks(2)
-def test_no_warmup_jvp(rank: int, reshard: bool) -> None:
-    """jvp over what the function ignores while it runs a bf16 unit, no step before it: zeros; and over what it uses."""
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
-    policy = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
-    spec = fs.policies.always(P("shard", reshard=reshard, precision=policy))(model).bound
-    params = fs.shard({name: torch.ones(p.shape) for name, p in model.named_parameters()}, spec)
-    x = torch.ones(2, 4)
-
-    def ignoring(scale: Tensor) -> Tensor:
-        return fs.functional_call(model, params, x, spec=spec)
-
-    def using(scale: Tensor) -> Tensor:
-        return fs.functional_call(model, params, scale * x, spec=spec)
-
-    one = torch.ones(())
-    out, tangent = torch.func.jvp(ignoring, (one,), (one,))
-    assert (out.shape, out.dtype, tangent.dtype) == ((2, 4), torch.bfloat16, torch.bfloat16)
-    assert torch.equal(tangent, torch.zeros_like(out))
-    assert torch.equal(out, torch.full_like(out, 31))
-    _, tangent = torch.func.jvp(using, (one,), (one,))
-    assert torch.equal(tangent, torch.full_like(out, 24))
 
 
 @seldom

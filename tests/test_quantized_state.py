@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, every, seldom
-from ranks import Pool, at_rank, mesh_of, real_ranks
+from ranks import at_rank, mesh_of, real_ranks
 from test_compile import IMPORT
 from test_memory import Peak
 from torch import Tensor, nn
@@ -105,47 +105,39 @@ DONATED: dict[str, Any] = {"donate": True, "inner": {"donate": True}}
 USUAL = {"sharded": DONATED, "mixed": {}}
 
 
-def on_real_ranks(rank: int, shape: tuple[int, int], path: Path, policies: dict[str, dict[str, Any]]) -> None:
-    mesh = mesh_of(*shape)
+def check_on_ranks(mesh: Any, path: Path, policies: dict[str, dict[str, Any]]) -> None:
+    """The bits of one rank; saved, loaded with other units and gone on with, and on one rank, where it is those bytes."""
     alone = one_rank()
+    expected = run_steps(alone, quantized(alone))
     for policy, options in policies.items():
         spec = POLICIES[policy](MODEL).on(mesh)
         params, state = run_steps(spec, quantized(spec, **options))
-        want, expected = run_steps(alone, quantized(alone))
-        assert_close(fs.unshard(params, spec), fs.unshard(want, alone), rtol=0, atol=0)
+        assert_close(fs.unshard(params, spec), fs.unshard(expected[0], alone), rtol=0, atol=0)
         found = fs.unshard(decoded(state, spec, "exp_avg_sq"), spec)
-        assert_close(found, fs.unshard(decoded(expected, alone, "exp_avg_sq"), alone), rtol=0, atol=0)
+        assert_close(found, fs.unshard(decoded(expected[1], alone, "exp_avg_sq"), alone), rtol=0, atol=0)
         fs.checkpoint.save(path / policy, {"params": params, "opt": state}, spec).wait()
         other = POLICIES["whole"](MODEL).on(mesh)
-        params, state = (fs.checkpoint.load(path / policy, other, only=part) for part in ("params", "opt"))
-        params, _ = run_steps(other, quantized(other), 6, 4, (params, state))
-        want, _ = run_steps(alone, quantized(alone), 6)
-        assert_close(fs.unshard(params, other), fs.unshard(want, alone), rtol=0, atol=0)
-
-
-def check_saved(path: Path, policies: dict[str, dict[str, Any]]) -> None:
-    """What several ranks saved is on one rank the bytes of a run there, and goes on."""
-    alone = one_rank()
-    expected = run_steps(alone, quantized(alone))
-    for policy in policies:
+        loaded = tuple(fs.checkpoint.load(path / policy, other, only=part) for part in ("params", "opt"))
+        params, _ = run_steps(other, quantized(other), 6, 4, loaded)
+        assert_close(fs.unshard(params, other), fs.unshard(run_steps(alone, quantized(alone), 6)[0], alone), rtol=0, atol=0)
         for like in (None, {"params": expected[0], "opt": expected[1]}):
-            found = fs.checkpoint.load(path / policy, alone, like=like)
-            got = found["params"], found["opt"]
+            of_one = fs.checkpoint.load(path / policy, alone, like=like)
+            got = of_one["params"], of_one["opt"]
             assert pytree.tree_structure(got) == pytree.tree_structure(expected)
             assert_close(got, expected, rtol=0, atol=0)
 
 
-def test_real_ranks_and_checkpoints(gloo2: Pool, tmp_path: Path) -> None:
-    """The bits of one rank, with FSDP and HSDP; saved, loaded with other units and ranks, and gone on with."""
-    gloo2.run(on_real_ranks, (1, 2), tmp_path, USUAL)
-    check_saved(tmp_path, USUAL)
+@real_ranks(2)
+def test_real_ranks_and_checkpoints(rank: int, tmp_path: Path) -> None:
+    """With FSDP and a mixture, donated and not."""
+    check_on_ranks(mesh_of(1, 2), tmp_path, USUAL)
 
 
 @seldom
-def test_four_real_ranks_and_checkpoints(gloo4: Pool, tmp_path: Path) -> None:
-    every = {**USUAL, "replicated": {}}
-    gloo4.run(on_real_ranks, (2, 2), tmp_path, every)
-    check_saved(tmp_path, every)
+@real_ranks(4)
+def test_four_real_ranks_and_checkpoints(rank: int, tmp_path: Path) -> None:
+    """With HSDP."""
+    check_on_ranks(mesh_of(2, 2), tmp_path, {**USUAL, "replicated": {}})
 
 
 @real_ranks(2)
@@ -183,14 +175,7 @@ def test_blocks_of_other_pieces_are_refused(rank: int, tmp_path: Path) -> None:
         return fs.policies.whole(p)(nn.ParameterDict({"weight": weight})).on(mesh)
 
     full = {"weight": torch.arange(256.0).view(16, 16).sin() * torch.logspace(0, 3, 16)}
-    specs = [
-        spec_of(2, 0),
-        spec_of(2, 1),
-        spec_of(2, None, "columns"),
-        spec_of(1, None, "columns"),
-        spec_of(1, 0),
-        spec_of(2, None),
-    ]
+    specs = [spec_of(2, 0), spec_of(2, 1), *(spec_of(n, None, "columns") for n in (2, 1)), spec_of(1, 0), spec_of(2, None)]
     alike = [set[int](), set[int](), {2, 3}, {2, 3}, {4, 5}, {4, 5}]
     for i, spec in enumerate(specs):
         params = fs.shard(full, spec)
@@ -198,11 +183,8 @@ def test_blocks_of_other_pieces_are_refused(rank: int, tmp_path: Path) -> None:
         _, state = update(params, init(params), params)
         wide = optim.decode_state(state, CODEC, spec=spec)
         want = fs.unshard({"": wide[""]["exp_avg"]}, spec)["weight"]
-        with (
-            pytest.raises(ValueError, match=r"'opt\.\.exp_avg\.codes' is in a codec, whose .*local axes: .*decode_state")
-            if i < 2
-            else contextlib.nullcontext()
-        ):
+        refused = pytest.raises(ValueError, match=r"'opt\.\.exp_avg\.codes' is in a codec, whose .*local axes: .*decode_state")
+        with refused if i < 2 else contextlib.nullcontext():
             fs.checkpoint.save(tmp_path / f"{i}", {"opt": state}, spec).wait()
         fs.checkpoint.save(tmp_path / f"{i} wide", {"opt": wide}, spec).wait()
         for j, to in enumerate(specs):
