@@ -121,6 +121,12 @@ def sharded_call(model: nn.Module, params: Mapping[str, Tensor], spec: fs.Partit
     return lambda *args, method=None, **kwargs: fs.functional_call(model, params, args, kwargs, spec=spec, method=method)
 
 
+def shards_of(policy: fs.Policy, model: nn.Module, mesh: Any = None) -> tuple[fs.PartitionSpec, fs.Params]:
+    """The model's spec, bound to a mesh or to all ranks, and its shards."""
+    spec = policy(model).bound if mesh is None else policy(model).on(mesh)
+    return spec, fs.shard(model, spec)
+
+
 def average_gradients(model: nn.Module) -> dict[str, Tensor]:
     """The mean over all ranks of every gradient, zeros where there is none, in place and by name."""
     for p in model.parameters():

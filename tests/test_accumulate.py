@@ -20,7 +20,7 @@ from depth import at_most, dealt, depth, each, every, mark_seldom, seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import numbers
+from parity import numbers, shards_of
 from peer_models import MLP, Net, chain
 from ranks import mesh_of, real_ranks
 from test_memory import Alive, Peak, no_collector
@@ -48,14 +48,11 @@ def each_alone(
 def close(got: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-9) -> None:
     assert got.keys() == expected.keys()
     for key, g in expected.items():
-        torch.testing.assert_close(
-            got[key].double(), g.double(), rtol=tolerance, atol=tolerance, msg=lambda m, k=key: f"{k}: {m}"
-        )
+        close = {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(got[key].double(), g.double(), **close, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def close_in_norm(
-    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], of: Mapping[str, Tensor], tolerance: float
-) -> None:
+def close_in_norm(got: fs.Params, expected: fs.Params, of: fs.Params, tolerance: float) -> None:
     """The norm of each unit's error is at most ``tolerance`` times that of ``of``."""
     assert got.keys() == expected.keys() == of.keys()
     for key, g in expected.items():
@@ -227,8 +224,7 @@ def by_way(way: str, loss: Any, params: fs.Params, batches: Sequence[Tensor], **
 def test_compiled(rank: int, keep: str) -> None:
     """In one graph: what the loss calls inside knows how accumulate reduces."""
     model = MLP(5)
-    spec = fs.policies.whole()(model).bound
-    params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
+    (spec, params), batches = shards_of(fs.policies.whole(), model), [numbers(rank, i) for i in range(2)]
     weights = [torch.tensor(2.0 + rank), torch.tensor(1.0)]
 
     def step(params: fs.Params, batches: list[Tensor], weights: list[Tensor]) -> Any:
@@ -249,8 +245,7 @@ def test_compiled(rank: int, keep: str) -> None:
 def test_of_a_compiled_loss(rank: int) -> None:
     """The graph is another one inside of accumulate, where replicas are reduced later and the sum is taken, than outside."""
     model = nn.Linear(5, 1).double()
-    spec = fs.policies.whole()(model).on(mesh_of(2, 1))
-    params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
+    (spec, params), batches = shards_of(fs.policies.whole(), model, mesh_of(2, 1)), [numbers(rank, i) for i in range(2)]
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
     torch._dynamo.reset()
     quick = torch.compile(loss, fullgraph=True, backend=depth("eager", "aot_eager"))
@@ -333,8 +328,7 @@ def test_what_lives_from_one_micro_batch_to_the_next(keep: str) -> None:
     """One sum of gradients in slices; or of whole ones, and the full parameters. And in backward what one call has there."""
     with world(4), no_collector():
         model = chain(5)
-        spec = fs.by_type(MLP)(model).bound
-        params, batches = fs.shard(model, spec), [numbers(0, i) for i in range(MICRO)]
+        (spec, params), batches = shards_of(fs.by_type(MLP), model), [numbers(0, i) for i in range(MICRO)]
         block = spec.padded_numel(spec.by_key["0"])
         slices = sum(p.nbytes for p in params.values())
         between: list[int] = []
@@ -366,8 +360,7 @@ def test_weights_and_a_loss_that_uses_its_shards(rank: int, use: str) -> None:
     Replicas: a loss that uses the shards beside functional_call, where the ranks' weights differ.
     """
     model, weights = chain(2), [[1.0, 2.0], [3.0, 4.0]]
-    spec = fs.by_type(MLP, p=P())(model).bound
-    params, xs = fs.shard(model, spec), [[numbers(r, i) for i in range(2)] for r in range(2)]
+    (spec, params), xs = shards_of(fs.by_type(MLP, p=P()), model), [[numbers(r, i) for i in range(2)] for r in range(2)]
 
     def loss(p: Any, x: Tensor, call: Callable[[Any, Tensor], Tensor]) -> Tensor:
         return (call(p, x) ** 2).mean() + (sum((t**2).sum() for t in p.values()) if use == "penalty" else 0)
@@ -432,10 +425,8 @@ def test_without_any_weight() -> None:
     assert not grads[""].any()
     assert not value.any()
     grads, value = fs.testing.spmd(run, 2)(torch.tensor([0.0, 2.0]))
-    assert torch.equal(
-        fs.testing.spmd(lambda mesh, g: fs.unshard(g, fs.policies.whole()(model).on(mesh)), 2)(grads)["bias"][0],
-        value.new_tensor([0.5]),
-    )
+    full = fs.testing.spmd(lambda mesh, g: fs.unshard(g, fs.policies.whole()(model).on(mesh)), 2)(grads)
+    assert full["bias"][0].tolist() == [0.5]
     assert value[0] == 0 != value[1]
 
 
@@ -443,8 +434,7 @@ def test_without_any_weight() -> None:
 def test_full_takes_other_numbers_of_micro_batches(rank: int) -> None:
     """One on the first rank and three on the second, whose micro-batches all count alike with weights."""
     model = nn.Linear(5, 1).double()
-    spec = fs.policies.whole()(model).bound
-    params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(1 + 2 * rank)]
+    (spec, params), batches = shards_of(fs.policies.whole(), model), [numbers(rank, i) for i in range(1 + 2 * rank)]
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
     weighted, _ = fs.accumulate(loss, params, batches, spec=spec, keep="full", weights=[1] * len(batches))
     full = {name: t.detach() for name, t in model.named_parameters()}
@@ -489,8 +479,7 @@ def test_float16_does_not_overflow(rank: int, keep: str) -> None:
 def test_dropout_and_buffers(keep: str) -> None:
     """Random numbers are those of one micro-batch after the other; what BatchNorm keeps goes through aux."""
     model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
-    spec = fs.by_type(nn.Linear)(model)
-    params, batches = fs.shard(model, spec), [numbers(0, i) for i in range(MICRO)]
+    (spec, params), batches = shards_of(fs.by_type(nn.Linear), model), [numbers(0, i) for i in range(MICRO)]
 
     def loss(p: fs.Params, x: Tensor, buffers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         buffers = {name: b.clone() for name, b in buffers.items()}
@@ -530,9 +519,7 @@ def test_frozen_by_closure(rank: int, keep: str) -> None:
     close(got, each_alone(loss, trained, batches)[0])
 
 
-def used_otherwise(
-    how: str, model: nn.Module, spec: fs.PartitionSpec, teacher: Callable[[Tensor], Tensor]
-) -> Callable[..., Tensor]:
+def used_otherwise(how: str, model: nn.Module, spec: fs.PartitionSpec, teacher: Any) -> Callable[..., Tensor]:
     """A loss whose units get gradients from several places, or that changes the shards before it calls the model."""
 
     def loss(p: fs.Params, x: Tensor, **by: Any) -> Tensor:
@@ -597,11 +584,17 @@ def test_what_is_computed_from_shards(rank: int, keep: str, how: str) -> None:
         close(got, {key: g * (1 if by == "mean" else 2) for key, g in expected.items()})
 
 
+def of_chain(blocks: int = 2, p: P | None = None) -> tuple[nn.Module, fs.PartitionSpec, fs.Params, Tensor]:
+    """A small model, its spec and shards, and a batch."""
+    model = chain(blocks)
+    spec = policy(p or P("shard"))(model)
+    return model, spec, fs.shard(model, spec), numbers(0, 0)
+
+
 def test_nothing_of_the_callers_is_changed() -> None:
     """Nor is anything left behind where the loss fails."""
     model = chain(2)
-    spec = policy(P("shard"))(model)
-    params, x = fs.shard(model, spec), numbers(0, 0)
+    (spec, params), x = shards_of(policy(P("shard")), model), numbers(0, 0)
     kept = {key: p.clone() for key, p in params.items()}
 
     def loss(p: fs.Params, x: Tensor, **options: Any) -> Tensor:
@@ -626,9 +619,7 @@ def test_nothing_of_the_callers_is_changed() -> None:
 
 def test_of_the_thread_that_runs_it() -> None:
     """A call in another thread is not inside of it; but in a thread of autograd's own, which Python has not started, it is."""
-    model = chain(1)
-    spec = policy(P("shard"))(model)
-    x = numbers(0, 0)
+    model, spec, params, x = of_chain(1)
     said: queue.Queue[str] = queue.Queue()
 
     def call(p: fs.Params) -> None:
@@ -645,7 +636,7 @@ def test_of_the_thread_that_runs_it() -> None:
         return fs.functional_call(model, p, (x,), spec=spec).sum()
 
     heard: list[str] = []
-    fs.accumulate(loss, fs.shard(model, spec), [x], spec=spec)
+    fs.accumulate(loss, params, [x], spec=spec)
     assert heard[0] == "none"
     assert "give them to accumulate" in heard[1]
 
@@ -678,10 +669,9 @@ def refusals() -> dict[str, tuple[type[Exception], str, dict[str, Any]]]:
 
 @pytest.mark.parametrize("what", refusals())
 def test_refused(what: str) -> None:
-    model = chain(2)
-    spec = policy(P("shard"))(model)
+    model, spec, params, x = of_chain()
     error, match, options = refusals()[what]
-    given: dict[str, Any] = {"params": fs.shard(model, spec), "microbatches": [numbers(0, 0)] * 2, "spec": spec} | options
+    given: dict[str, Any] = {"params": params, "microbatches": [x] * 2, "spec": spec} | options
     with pytest.raises(error, match=match):
         fs.accumulate(lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum(), **given)
 
@@ -692,8 +682,7 @@ def test_refused(what: str) -> None:
 def test_a_bad_weight_on_one_rank_is_an_error_on_every_rank(rank: int, keep: str) -> None:
     """None waits for the other one."""
     model = MLP(5)
-    spec = fs.policies.whole()(model).bound
-    params, x = fs.shard(model, spec), numbers(rank, 0)
+    (spec, params), x = shards_of(fs.policies.whole(), model), numbers(rank, 0)
     loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
     init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
     told = r"weight 1: expected a (finite number from 0 on|number or a scalar tensor), got .* on rank 1"
@@ -785,8 +774,7 @@ def test_a_checkpoint_around_a_call_of_what_is_kept_full(p: P) -> None:
 @every(keep=KEEPS, how=["a hook", "backward", "autograd.grad"])
 def test_what_would_not_see_the_gradients_of_a_call(keep: str, how: str) -> None:
     """A hook on a shard is not called with them, a backward inside of the loss would be counted: both are refused."""
-    model, x = chain(2), numbers(0, 0)
-    spec = policy(P("shard"))(model)
+    model, spec, params, x = of_chain()
 
     def loss(params: fs.Params, x: Tensor) -> Tensor:
         value = fs.functional_call(model, params, (x,), spec=spec).square().mean()
@@ -798,7 +786,6 @@ def test_what_would_not_see_the_gradients_of_a_call(keep: str, how: str) -> None
             value.backward(retain_graph=True)
         return value
 
-    params = fs.shard(model, spec)
     match = "unit '0': .*register_hook on its shard" if how == "a hook" else "backward inside of the loss"
     with pytest.raises((ValueError, RuntimeError), match=match):
         fs.accumulate(loss, params, [x], spec=spec, keep=keep)  # pyright: ignore[reportArgumentType]

@@ -18,7 +18,7 @@ from collective_log import Collectives, world
 from depth import at_most, mark_seldom, seldom
 from hypothesis import given
 from hypothesis import strategies as st
-from parity import numbers, plain_call, squared
+from parity import numbers, plain_call, shards_of, squared
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -161,9 +161,8 @@ def test_dtypes() -> None:
     """Each in its own; what is not floating point stays each rank's, and a float16 mean does not overflow."""
     model = nn.Module()
     for dtype in (torch.float16, torch.bfloat16, torch.complex64, torch.int64):
-        model.register_parameter(
-            f"in {str(dtype)[6:]}", nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=dtype != torch.int64)
-        )
+        zeros = nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=dtype != torch.int64)
+        model.register_parameter(f"in {str(dtype)[6:]}", zeros)
     ranks = torch.tensor([[1.0, 4e4], [3.0, 4e4]])
     tensors = {name: ranks.to(p.dtype) for name, p in model.named_parameters()}
     got = fs.testing.spmd(lambda mesh, p: av.average(p, REPLICATED(model).on(mesh)), 2)(tensors)
@@ -227,8 +226,7 @@ def test_nothing_is_sent_where_nothing_can_differ() -> None:
 def test_pure(step: int) -> None:
     """What is passed stays as it was, when something is due and when nothing is."""
     with world(2):
-        spec = REPLICATED(MODEL).bound
-        params, state = fs.shard(MODEL, spec), at(step)
+        (spec, params), state = shards_of(REPLICATED, MODEL), at(step)
         kept, tensors = copy.deepcopy(params), list(params.values())
         for after in (av.periodic(spec, 2)[1](params, state), av.periodic(spec, [(2, "shard")])[1](params, state)):
             assert after[0] is not params
@@ -314,10 +312,8 @@ def test_averagers_on_real_ranks(rank: int) -> None:
     same(got, {key: torch.full((3,), 1.5 + 10 * int(key)) for key in keys})
 
     for warmup in range(12, 16):
-        for period, theirs in (
-            (4, PeriodicModelAverager(4, warmup)),
-            (LEVELS, HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup)),
-        ):
+        hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]), warmup)
+        for period, theirs in ((4, PeriodicModelAverager(4, warmup)), (LEVELS, hierarchical)):
             init, update = av.periodic(spec, period, warmup_steps=warmup)
             model = copy.deepcopy(MODEL)
             params, state = {name: p.detach().clone() for name, p in model.named_parameters()}, init()

@@ -12,6 +12,7 @@ from collective_log import world
 from depth import seldom
 from hypothesis import given
 from hypothesis import strategies as st
+from parity import shards_of
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
@@ -287,8 +288,7 @@ def test_a_spec_bound_to_groups_that_are_gone_is_refused() -> None:
     """It would slice by the rank that this process had, and gather by the one that it has."""
     model = torch.nn.Linear(4, 4)
     with world(2, rank=0):
-        spec = fs.policies.whole()(model).bound
-        shards = fs.shard(model, spec)
+        spec, shards = shards_of(fs.policies.whole(), model)
         fs.unshard(shards, spec)
     message = r"axis 'shard': the spec was bound when this process was rank 0 of 2 in a process group, "
     with pytest.raises(RuntimeError, match=message + "which is destroyed"):
@@ -307,8 +307,7 @@ def test_a_compiled_step_on_groups_that_are_gone_is_refused() -> None:
     """Its graph has the groups' names alone: in another world it is traced again, and calls check their specs."""
     model = torch.nn.Linear(4, 4)
     with world(2, rank=0):
-        spec = fs.policies.whole()(model).bound
-        shards = fs.shard(model, spec)
+        spec, shards = shards_of(fs.policies.whole(), model)
     step = fs.compile(lambda p: fs.functional_call(model, p, torch.ones(2, 4), spec=spec).sum(), backend="aot_eager")
     message = r"^mesh axis 'shard': the spec was bound when this process was rank 0 of 2 in a process group, "
     for rank in (0, 1, 0):
@@ -381,8 +380,7 @@ def test_plain_autograd_outside_and_inside(rank: int) -> None:
 
     Every way to stack plain autograd and torch.func gives the same second derivative.
     """
-    spec = fs.by_type(Block)(MODEL).bound
-    shards, x = fs.shard(MODEL, spec), data(2)[rank]
+    (spec, shards), x = shards_of(fs.by_type(Block), MODEL), data(2)[rank]
     v = {k: t.cos() for k, t in shards.items()}
 
     def loss(params: dict[str, Tensor]) -> Tensor:

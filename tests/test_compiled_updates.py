@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, depth, each, mark_seldom, seldom, thorough
+from parity import strategies
 from ranks import real_ranks
 from test_compile import IMPORT, needs_cpp, peak_bytes
 from torch import Tensor, nn
@@ -33,13 +34,8 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "adagrad": (fs.optim.adagrad, {}),
 }
 RATES = (0.05, 0.03, 0.0, 0.07, 0.01, 0.04, 0.06)
-POLICIES = {
-    "shard": P("shard"),
-    "keep": P("shard", reshard=False),
-    "P()": P(),
-    "remat": P("shard", remat=True),
-    "precision": P("shard", precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32)),
-}
+LOW = P("shard", precision=fs.Precision(param=torch.bfloat16, reduce=torch.float32))
+POLICIES = strategies("shard", "keep", "replicated", "remat", precision=LOW)
 
 
 @pytest.fixture(autouse=True)

@@ -313,9 +313,9 @@ def check_beside_ddp(rank: int, kind: str, options: dict[str, Any], split: bool)
         with orthogonalized() as seen:
             squared(peer, *batch(rank, step)).backward()
         want = {n: p.grad.clone() for n, p in peer.module.named_parameters()}
-        grads = torch.func.grad(
-            lambda p, step=step: squared(lambda x: torch.func.functional_call(model, p, x), *batch(rank, step))
-        )(full)
+        xy = batch(rank, step)
+        loss = lambda p: squared(lambda x: torch.func.functional_call(model, p, x), *xy)  # noqa: E731
+        grads = torch.func.grad(loss)(full)
         if kind == "powersgd" and step >= START and (step == START or not options.get("warm_start", True)):
             passed = started_like_torch(passed, seen, [(n, want[n]) for n in order])
         shards, passed = ours.reduce(grads, passed, spec)

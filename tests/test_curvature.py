@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from depth import at_most, depth, every, seldom
 from hypothesis import given
+from parity import shards_of
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -393,8 +394,7 @@ def test_signs_are_equally_likely() -> None:
 
 def test_a_seed_that_is_a_tensor() -> None:
     """Gives what the number does, also in a batch of them, and compiled."""
-    spec = POLICIES["aligned"](LINEARS)
-    params = fs.shard(LINEARS, spec)
+    spec, params = shards_of(POLICIES["aligned"], LINEARS)
     want = [fs.random_like(params, spec, seed)[""] for seed in (3, -4)]
     batch = torch.vmap(lambda seed: fs.random_like(params, spec, seed))(torch.tensor([3, -4]))
     assert_close(batch[""], torch.stack(want), rtol=0, atol=0)
@@ -416,8 +416,7 @@ def test_memory_order_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_vectors_that_are_refused() -> None:
-    spec = fs.policies.always()(LINEARS)
-    params = fs.shard(LINEARS, spec)
+    spec, params = shards_of(fs.policies.always(), LINEARS)
     wrong: list[tuple[Any, type[Exception], str]] = [
         (lambda: fs.random_like(params, spec, 0.5), TypeError, "seed: expected a whole number"),
         (lambda: fs.random_like(params, spec, True), TypeError, "seed: expected a whole number"),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from collective_log import meta_world
 from depth import every
+from parity import shards_of
 from ranks import mesh_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,10 +41,15 @@ def world() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-needs_driver = pytest.mark.skipif(
-    torch.version.cuda is not None and not torch.cuda.is_available(),
-    reason="torch for CUDA makes no cuda tensor without a driver",
-)
+@pytest.fixture
+def on_cuda1(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine with CUDA, the rank's device."""
+    machine(monkeypatch, NCCL, cuda=True)
+    world.bound_device_id = torch.device("cuda", 1)
+
+
+is_without_driver = torch.version.cuda is not None and not torch.cuda.is_available()
+needs_driver = pytest.mark.skipif(is_without_driver, reason="torch for CUDA makes no cuda tensor without a driver")
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, backends: str, *, cuda: bool, current: int = 0) -> None:
@@ -93,25 +99,10 @@ def test_the_device_that_the_group_is_bound_to(world: dist.ProcessGroup, monkeyp
     assert Mesh.world().device == torch.device("cuda", 2)
     world.bound_device_id = torch.device("cuda", 1)
     assert Mesh.world().device == torch.device("cuda", 1)
-    assert Mesh((("shard", fs.collectives.ProcessAxis(1, 0)),), "cuda").device == torch.device(
-        "cuda", 1
-    )  # of an axis without a group
-    assert Mesh((("shard", fs.collectives.ProcessAxis(1, 0)),), "cpu").device == torch.device("cpu")
+    without_group = (("shard", fs.collectives.ProcessAxis(1, 0)),)
+    assert [Mesh(without_group, kind).device for kind in ("cuda", "cpu")] == [torch.device("cuda", 1), torch.device("cpu")]
     world.bound_device_id = torch.device("xpu", 0)
     assert Mesh.world().device == torch.device("cuda", 2)
-
-
-@needs_driver
-def test_shards_of_a_cpu_model_are_on_the_device_of_the_group(
-    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank's on its own: here those of rank 1 on cuda:1, as fake tensors."""
-    machine(monkeypatch, NCCL, cuda=True)
-    world.bound_device_id = torch.device("cuda", 1)
-    with FakeTensorMode():
-        model = nn.Linear(3, 4)
-        shards = fs.shard(model, fs.policies.whole(fs.P("shard", align=1))(model))
-    assert {key: (shard.device, shard.numel()) for key, shard in shards.items()} == {"": (torch.device("cuda", 1), 8)}
 
 
 class Shifted(nn.Linear):
@@ -124,9 +115,7 @@ class Shifted(nn.Linear):
 
 @needs_driver
 @pytest.mark.parametrize("moved", ["weight", "shift"])
-def test_a_model_on_another_device_than_the_groups(
-    moved: str, world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_on_another_device_than_the_groups(moved: str, world: dist.ProcessGroup, monkeypatch: Any) -> None:
     """set_device was forgotten: shards went to cuda:0, the rest stayed on cuda:3, and torch's words came in forward."""
     machine(monkeypatch, NCCL, cuda=True)
     with FakeTensorMode():
@@ -152,15 +141,15 @@ def test_scatter_full_without_a_group_leaves_parameters_on_their_device() -> Non
 
 
 @needs_driver
-def test_ignored_parameters_stay_where_they_are(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_move_states_to_device_ignored_param_device: shards go to the device of the group, what is ignored is the model's."""
-    machine(monkeypatch, NCCL, cuda=True)
-    world.bound_device_id = torch.device("cuda", 1)
+@pytest.mark.parametrize(("ignored", "numel"), [((), 8), (("bias",), 6)])
+def test_ignored_parameters_stay_where_they_are(on_cuda1: None, ignored: tuple[str, ...], numel: int) -> None:
+    """test_move_states_to_device_ignored_param_device: shards go to the device of the group, each rank's on its own, here
+    those of rank 1 on cuda:1, as fake tensors; what is ignored is the model's."""
     with FakeTensorMode():
         model = nn.Linear(3, 4)
-        spec = fs.policies.ignoring(fs.policies.whole(fs.P("shard", align=1)), params=["bias"])(model)
-        shards = fs.shard(model, spec)
-    assert {key: (shard.device, shard.numel()) for key, shard in shards.items()} == {"": (torch.device("cuda", 1), 6)}
+        policy = fs.policies.whole(fs.P("shard", align=1))
+        shards = fs.shard(model, (fs.policies.ignoring(policy, params=ignored) if ignored else policy)(model))
+    assert {key: (shard.device, shard.numel()) for key, shard in shards.items()} == {"": (torch.device("cuda", 1), numel)}
     assert model.bias.device == torch.device("cpu")
 
 
@@ -174,12 +163,8 @@ def test_specs_on_one_mesh_share_its_groups(world: dist.ProcessGroup) -> None:
 
 @needs_driver
 @pytest.mark.parametrize("axis", ["shard", None])
-def test_averages_of_what_rests_on_the_host_rest_there(
-    world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, axis: str | None
-) -> None:
+def test_averages_of_what_rests_on_the_host_rest_there(on_cuda1: None, monkeypatch: Any, axis: str | None) -> None:
     """They are sent from the device of the group, which may know no other."""
-    machine(monkeypatch, NCCL, cuda=True)
-    world.bound_device_id = torch.device("cuda", 1)
     sent: list[torch.device] = []
 
     def reduced(x: Tensor, axis: fs.collectives.Axis, *, reduce: str = "mean") -> Tensor:
@@ -189,8 +174,7 @@ def test_averages_of_what_rests_on_the_host_rest_there(
     monkeypatch.setattr(fs.averaging, "all_reduce", reduced)
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4))
-        spec = fs.by_path({"0": fs.P(axis, offload="params", align=1), "1": fs.P(axis, align=1)})(model)
-        shards = fs.shard(model, spec)
+        spec, shards = shards_of(fs.by_path({"0": fs.P(axis, offload="params", align=1), "1": fs.P(axis, align=1)}), model)
         averaged = fs.averaging.average(shards, spec)
     where = {"0": torch.device("cpu"), "1": torch.device("cuda", 1)}
     assert [{key: x.device for key, x in tree.items()} for tree in (shards, averaged)] == [where, where]
@@ -357,8 +341,7 @@ class TakesAddresses(nn.Linear):
 def test_parameters_are_not_compared() -> None:
     """The watch for writes asks for versions alone."""
     model = nn.Sequential(TakesAddresses(4, 4), TakesAddresses(4, 4))
-    spec = fs.by_type(TakesAddresses)(model)
-    shards, x = fs.shard(model, spec), torch.ones(2, 4)
+    (spec, shards), x = shards_of(fs.by_type(TakesAddresses), model), torch.ones(2, 4)
     with Waits("cpu") as waits:
         fs.grad(lambda p: fs.functional_call(model, p, (x,), spec=spec).sum())(shards)
     assert not waits.seen
@@ -450,8 +433,7 @@ MODES = {"shard": fs.P("shard"), "kept": fs.P("shard", reshard=False), "whole": 
 def test_buffers_that_nobody_writes_to_are_not_copied(mode: str, way: str) -> None:
     """Neither a kernel nor memory, for sixty small ones or big ones: outside of transforms they are the model's own memory."""
     model: Any = nn.Sequential(Masked(60, 7), Masked(3, 7))
-    spec = fs.by_type(Masked, p=MODES[mode])(model).on({"shard": 1})
-    shards = fs.shard(model, spec)
+    spec, shards = shards_of(fs.by_type(Masked, p=MODES[mode]), model, {"shard": 1})
     x = torch.ones(2, 3)
 
     def loss(p: fs.Params) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from cases import owned
 from depth import at_most, every, pairs
 from hypothesis import strategies as st
+from parity import shards_of, step_with
 from ranks import at_rank, real_ranks
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -61,21 +61,15 @@ def model() -> nn.Module:
 
 def numbers(module: nn.Module, seed: int) -> fs.Params:
     """A tree of the parameters' shapes."""
-    generator = torch.Generator().manual_seed(seed)
-    return {n: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) for n, p in module.named_parameters()}
+    return gradients(dict(module.named_parameters()), seed - 100)
 
 
-def by_torch(
-    cls: Any, options: dict[str, Any], start: fs.Params, steps: int, of: Callable[[str], dict[str, Any]] | None = None
-) -> fs.Params:
+def by_torch(cls: Any, options: dict[str, Any], start: fs.Params, steps: int, of: Any = lambda name: {}) -> fs.Params:
     """The peer: torch's optimizer on full tensors, with the gradients of `gradients`."""
     params = {name: nn.Parameter(tensor.clone()) for name, tensor in start.items()}
-    optimizer = cls([{"params": [p], **(of(name) if of else {})} for name, p in params.items()], **options)
+    optimizer = cls([{"params": [p], **of(name)} for name, p in params.items()], **options)
     for step in range(steps):
-        for (name, p), grad in zip(params.items(), gradients(start, step).values(), strict=True):
-            assert name in start
-            p.grad = grad
-        optimizer.step()
+        step_with(gradients(start, step), params, optimizer)
     return {name: p.detach() for name, p in params.items()}
 
 
@@ -292,8 +286,7 @@ class Allocations(TorchDispatchMode):
 def test_donated_update_allocates_what_torch_does(cls: Any, options: dict[str, Any], own: bool) -> None:
     """With options on the pieces as well: there the sum is the same, in more pieces."""
     module = nn.Linear(50, 50)
-    spec = fs.policies.whole()(module).on({"shard": 1})
-    params = fs.shard(module, spec)
+    spec, params = shards_of(fs.policies.whole(), module, {"shard": 1})
     holder = nn.Parameter(params[""].clone())
     peer = cls([holder], **options)
     rest = {"spec": spec, "options": lambda name, param: {"maximize": name == "bias"}} if own else {}
@@ -317,12 +310,11 @@ def test_shared_memory_is_not_donated() -> None:
     halves, _ = update({"a": torch.ones(3), "b": torch.ones(3)}, init(halves), halves)
     assert_close(whole, torch.full((6,), 1 - 1e-3))
     state = init(halves)
-    for grads, params, message in [
-        ({"a": torch.ones(4), "b": torch.ones(4)}, {"a": whole[:4], "b": whole[2:]}, r"params\['a'\] and params\['b'\] share"),
-        (halves, halves, r"grads\['a'\] and params\['a'\] share memory"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            update(grads, init(params) if len(params["a"]) > 3 else state, params)
+    both = {"a": whole[:4], "b": whole[2:]}
+    with pytest.raises(ValueError, match=r"params\['a'\] and params\['b'\] share"):
+        update({"a": torch.ones(4), "b": torch.ones(4)}, init(both), both)
+    with pytest.raises(ValueError, match=r"grads\['a'\] and params\['a'\] share memory"):
+        update(halves, state, halves)
     assert_close(whole, torch.full((6,), 1 - 1e-3))
 
 
@@ -343,7 +335,7 @@ def test_every_optimizer_is_right_or_refused() -> None:
                 why = (
                     rf"needs whole matrices: expected optim\.{WHOLE[cls]}"
                     if cls in WHOLE
-                    else "is not known to work element by element"
+                    else "is not known to work element by"
                 )
                 with pytest.raises(ValueError, match=f"{cls.__name__} {why}"):
                     from_torch(cls, initial=vouched)
@@ -401,20 +393,17 @@ def test_derivatives_are_refused() -> None:
     params, grads = {"": torch.ones(3)}, {"": torch.ones(3)}
     state = init(params)
 
-    def of_params(p: Tensor) -> Tensor:
-        return update(grads, state, {"": p})[0][""].sum()
-
-    def of_grads(g: Tensor) -> Tensor:
-        return update({"": g}, state, params)[0][""].sum()
-
-    def of_state(s: Tensor) -> Tensor:
-        return update(grads, {"": {"momentum_buffer": s}}, params)[0][""].sum()
+    of: dict[str, Callable[[Tensor], Tensor]] = {
+        "params['']": lambda p: update(grads, state, {"": p})[0][""].sum(),
+        "grads['']": lambda g: update({"": g}, state, params)[0][""].sum(),
+        "state['']['momentum_buffer']": lambda s: update(grads, {"": {"momentum_buffer": s}}, params)[0][""].sum(),
+    }
 
     def forward(f: Any, x: Tensor) -> Tensor:
         with torch.autograd.forward_ad.dual_level():
             return f(torch.autograd.forward_ad.make_dual(x, x))
 
-    for f, what in [(of_params, "params['']"), (of_grads, "grads['']"), (of_state, "state['']['momentum_buffer']")]:
+    for what, f in of.items():
         for take in (
             lambda x, f=f: torch.func.grad(f)(x),
             lambda x, f=f: torch.func.jvp(f, (x,), (x,)),
@@ -426,7 +415,7 @@ def test_derivatives_are_refused() -> None:
             with pytest.raises(RuntimeError, match=re.escape(f"{what} takes part in a derivative") + ".*expected optim.sgd"):
                 take(torch.ones(3))
     with torch.no_grad():  # says that nobody differentiates
-        assert not of_params(torch.ones(3, requires_grad=True)).requires_grad
+        assert not of["params['']"](torch.ones(3, requires_grad=True)).requires_grad
     for refused in ({"differentiable": True}, {"eps_root": 1e-8}):
         with pytest.raises(ValueError, match=r"from_torch: .*: for derivatives use optim\.sgd, adam.* and take eps_root"):
             from_torch(torch.optim.AdamW, **refused)
@@ -585,11 +574,8 @@ def test_mistakes_in_update(error: type[Exception], message: str, changes: dict[
     trees: dict[str, Any] = {"grads": {key: torch.ones_like(p) for key, p in params.items()}, "state": init(params)}
     trees |= {"params": dict(params)}
     for what, edits in changes.items():
-        for key, value in edits.items():
-            if value is None:
-                del trees[what][key]
-            else:
-                trees[what][key] = value(trees[what].get(key))
+        trees[what] |= {key: edit(trees[what].get(key)) for key, edit in edits.items() if edit}
+        trees[what] = {key: x for key, x in trees[what].items() if edits.get(key, True)}
     with pytest.raises(error, match=message):
         update(trees["grads"], trees["state"], trees["params"])
     assert_close(params, {"a": torch.ones(2), "b": torch.ones(3)})
@@ -625,5 +611,6 @@ def test_mistakes_in_options() -> None:
 
 
 def test_all_cases_are_here() -> None:
+    """Of every class that is known to work element by element, each once."""
     assert {cls for cls, _ in CASES} == set(ELEMENTWISE_CLASSES)
-    assert len(set(itertools.chain(NAMES))) == len(CASES)
+    assert len({*NAMES}) == len(CASES)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from collective_log import world
 from depth import each, every, seldom
+from parity import shards_of, strategies
 from ranks import real_ranks
 from test_hvp import Cube, text
 from test_memory import Peak, no_collector
@@ -49,12 +50,8 @@ X = torch.randn(RANKS, SAMPLES, 3, dtype=torch.float64)
 Y = torch.randint(CLASSES, (RANKS, SAMPLES))
 Y[1, 0] = -100
 TARGETS = torch.randn(RANKS, SAMPLES, CLASSES, dtype=torch.float64)
-POLICIES = {
-    "shard": fs.by_type(Normed),
-    "kept": fs.by_type(Normed, p=P("shard", reshard=False)),
-    "replicated": fs.policies.always(P()),
-    "remat": fs.by_type(Normed, p=P("shard", remat=True)),
-}
+POLICIES = {name: fs.by_type(Normed, p=p) for name, p in strategies("shard", "keep", "remat").items()}
+POLICIES["replicated"] = fs.policies.always(P())
 Loss = Callable[[Tensor], Tensor]
 
 
@@ -189,17 +186,15 @@ def test_outputs_may_be_a_tree_and_a_penalty_of_shards_counts_once(rank: int) ->
     def outputs(p: fs.Params) -> dict[str, Any]:
         return {"logits": fs.functional_call(MODEL, p, (X[rank],), spec=spec), "shards": p}
 
-    got = products.ggnvp(
-        outputs, lambda z: cross_entropy(z["logits"]) + sum((s**2).sum() for s in z["shards"].values()), params, v
-    )
+    loss = lambda z: cross_entropy(z["logits"]) + sum((s**2).sum() for s in z["shards"].values())  # noqa: E731
+    got = products.ggnvp(outputs, loss, params, v)
     assert_close(got, fs.shard(unflat(matrix("cross-entropy", 2) @ flat(V) + 2 * flat(V)), spec), **CLOSE)
 
 
 def test_both_runs_draw_the_same_dropout() -> None:
     """Otherwise it is not even symmetric; and the state of the generator is that after one run."""
     model = nn.Sequential(nn.Linear(3, 40), nn.Dropout(0.5), nn.Linear(40, CLASSES)).double()
-    spec = fs.policies.always()(model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.policies.always(), model)
     a, b = (fs.random_like(params, spec, seed) for seed in (0, 1))
 
     def run(v: fs.Params) -> fs.Params:
@@ -260,8 +255,7 @@ def test_llama_of_transformers_at_its_defaults() -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
     model = transformers.LlamaForCausalLM(config).double()
-    spec = fs.by_type(type(model.model.layers[0]))(model)
-    params, ids = fs.shard(model, spec), torch.randint(17, (2, 5))
+    (spec, params), ids = shards_of(fs.by_type(type(model.model.layers[0])), model), torch.randint(17, (2, 5))
     v = fs.random_like(params, spec, 0)
 
     def call(p: fs.Params) -> Any:

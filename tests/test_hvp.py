@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, each, every, pairs, some
+from parity import shards_of
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.func import grad, jvp
@@ -154,11 +155,8 @@ def test_mixture_of_experts(rank: int) -> None:
 
     want = grad(lambda p: sum((g * v[name]).sum() for name, g in grad(mean)(p).items()))(full)
     spec = fs.by_type(type(model.model.layers[0]))(model).bound
-    got = fs.hvp(
-        lambda p: of(lambda *a: fs.functional_call(model, p, *a, spec=spec), tokens[rank]),
-        fs.shard(full, spec),
-        fs.shard(v, spec),
-    )
+    loss = lambda p: of(lambda *a: fs.functional_call(model, p, *a, spec=spec), tokens[rank])  # noqa: E731
+    got = fs.hvp(loss, fs.shard(full, spec), fs.shard(v, spec))
     assert_close(got, fs.shard(want, spec), rtol=1e-4, atol=1e-5)
 
 
@@ -215,8 +213,7 @@ def text(error: BaseException) -> str:
 def test_fused_attention_says_what_to_do() -> None:
     """torch's errors, with the module where it is known; in the context that it names all of it is there."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"self": Attention()})["self"]), torch.randn(3, 4)
-    spec = fs.by_type(Attention)(model)
-    shards = fs.shard(model, spec)
+    spec, shards = shards_of(fs.by_type(Attention), model)
 
     def loss(params: fs.Params) -> Tensor:
         return fs.functional_call(model, params, x, spec=spec).sin().sum()
@@ -268,8 +265,8 @@ def test_mse_loss(p: P) -> None:
         jvp(torch.func.grad(loss), (full,), (v,))
     assert is_forward_rule_missing(error.value)
     want = jvp(torch.func.grad(lambda q: torch.func.functional_call(MSE, q, (x,)).square().mean()), (full,), (v,))[1]
-    spec = fs.by_type(nn.Linear, p=p)(MSE)
-    shards, direction = fs.shard(MSE, spec), fs.shard(v, spec)
+    spec, shards = shards_of(fs.by_type(nn.Linear, p=p), MSE)
+    direction = fs.shard(v, spec)
 
     def sharded(params: fs.Params) -> Tensor:
         return F.mse_loss(fs.functional_call(MSE, params, (x,), spec=spec), torch.zeros(5, 2).double())
@@ -319,8 +316,7 @@ def test_no_grad_in_forward(what: str, p: P, remat: bool) -> None:
     """As for a gradient of a gradient, also where the caller wants none himself; torch's own jvp differentiates it."""
     torch.manual_seed(0)
     model = Constants(CONSTANTS[what]).double()
-    spec = fs.policies.always(p)(model)
-    params, x = fs.shard(model, spec), torch.randn(3, 4).double()
+    (spec, params), x = shards_of(fs.policies.always(p), model), torch.randn(3, 4).double()
     v = {key: torch.linspace(-1, 1, shard.numel()).double() for key, shard in params.items()}
 
     def loss(params: fs.Params) -> Tensor:
@@ -370,8 +366,7 @@ def test_a_function_that_torch_func_does_not_take_is_named(f: Callable[[Tensor],
             return f(self.linear(x)).square().sum()
 
     model, x = Model().double(), torch.randn(4, 3).double()
-    spec = fs.by_type(nn.Linear)(model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(nn.Linear), model)
     loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec)  # noqa: E731
     for call in (
         lambda: fs.hvp(lambda p: loss(p, x), params, params),

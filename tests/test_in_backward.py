@@ -15,7 +15,7 @@ from depth import at_most, depth, each, mark_seldom
 from gradient_cases import agree, calls, cases, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity import numbers
+from parity import numbers, shards_of
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from test_accumulate import OTHERWISE, STRATEGIES, Some, close, policy, used_otherwise
@@ -160,8 +160,7 @@ class WithoutGradient(nn.Module):
 
 def test_an_optimizer_instead_of_its_update_is_refused() -> None:
     model = MLP(3)
-    spec = fs.policies.whole()(model)
-    params, sgd = fs.shard(model, spec), fs.optim.from_torch(torch.optim.SGD, lr=0.1)
+    (spec, params), sgd = shards_of(fs.policies.whole(), model), fs.optim.from_torch(torch.optim.SGD, lr=0.1)
     with pytest.raises(TypeError, match=r"update: expected the second of \(init, update\), got Optimizer"):
         fs.update_in_backward(sgd, lambda p, x: x.sum(), params, sgd.init(params), [torch.ones(3)], spec=spec)  # type: ignore[arg-type]
 
@@ -184,8 +183,7 @@ def test_recomputed_runs_without_gradient(rank: int) -> None:
 def test_under_a_transform() -> None:
     """The gradient of what a step gives with respect to what it was given, as learning to learn has it."""
     model = MLP(3)
-    spec = fs.policies.whole()(model)
-    params, x = fs.shard(model, spec), torch.linspace(-1, 1, 6).double().view(2, 3)
+    (spec, params), x = shards_of(fs.policies.whole(), model), torch.linspace(-1, 1, 6).double().view(2, 3)
     init, update = fs.optim.sgd(0.1, momentum=0.9)
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
 
@@ -205,8 +203,7 @@ def lived(p: P, in_flight: int, count: int, **options: Any) -> tuple[list[str], 
     """In which order units are updated and blocks' backward is over, and at each update how many gradients are alive."""
     with world(8):
         model = Net(blocks=5)
-        spec = fs.by_type(MLP, p=p)(model).bound
-        params, batches = fs.shard(model, spec), [numbers(0, i) for i in range(count)]
+        (spec, params), batches = shards_of(fs.by_type(MLP, p=p), model), [numbers(0, i) for i in range(count)]
         events: list[str] = []
         alive: list[weakref.ref[Any]] = []
         most = [0]
@@ -260,8 +257,7 @@ def test_updates_run_in_backward(p: P, in_flight: int) -> None:
 
 def test_errors() -> None:
     model = MLP(3)
-    spec = fs.policies.whole()(model)
-    params, x = fs.shard(model, spec), torch.ones(2, 3).double()
+    (spec, params), x = shards_of(fs.policies.whole(), model), torch.ones(2, 3).double()
     init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
     loss = lambda p, x: fs.functional_call(model, p, (x,), spec=spec).sum()  # noqa: E731
     step = lambda update=update, state=None, **options: fs.update_in_backward(  # noqa: E731
@@ -296,8 +292,7 @@ def test_errors() -> None:
 def test_an_error_leaves_no_reference_cycle(where: str, clip: str | None) -> None:
     """What an exception leaves behind goes with it, without the cycle collector."""
     model = MLP(3)
-    spec = fs.policies.whole()(model)
-    params, x = fs.shard(model, spec), torch.ones(2, 3).double()
+    (spec, params), x = shards_of(fs.policies.whole(), model), torch.ones(2, 3).double()
     init, _ = fs.optim.from_torch(torch.optim.SGD, lr=0.1)
     seen: list[weakref.ref[Any]] = []
 
@@ -344,8 +339,7 @@ class Loops(nn.Module):
 def test_modules_that_run_often(rank: int, p: P) -> None:
     """Each unit is complete after the last of its runs' backwards, even where the update writes into the shards."""
     model = Loops()
-    spec = fs.by_type(MLP, nn.Linear, p=p)(model).bound
-    params, batches = fs.shard(model, spec), [numbers(rank, i) for i in range(2)]
+    (spec, params), batches = shards_of(fs.by_type(MLP, nn.Linear, p=p), model), [numbers(rank, i) for i in range(2)]
     init, update = fs.optim.from_torch(torch.optim.AdamW, **ADAM)
     loss = lambda p, x: (fs.functional_call(model, p, (x,), spec=spec) ** 2).mean()  # noqa: E731
     expected = reference(update, loss, params, init(params), batches, spec=spec)

@@ -12,7 +12,7 @@ import torch
 from collective_log import Sent, step, world
 from depth import at_most, each, every, mark_seldom
 from hosted import elsewhere
-from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, tokens
+from parity import MAIN_WAYS, WAYS, check_parity, next_token, numbers, shards_of, tokens
 from peer_models import MLP, Block, Net, Transformer, chain
 from ranks import Pool, mesh_of, real_ranks
 from test_memory import no_collector
@@ -130,8 +130,7 @@ def test_slices_live_from_forward_to_the_backward_of_their_unit(way: str) -> Non
     with world(8), mock.patch.object(schedule, "copy_secondary_slice", copied), no_collector():
         mesh = mesh_of(2, 4)
         model = Net(blocks=6)
-        spec = fs.by_type(MLP, p=P(BOTH, reshard="shard"))(model).on(mesh)
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_type(MLP, p=P(BOTH, reshard="shard")), model, mesh)
 
         def loss(params: fs.Params) -> torch.Tensor:
             out = fs.functional_call(model, params, (numbers(0, 0),), spec=spec)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, each, every, mark_seldom, seldom
+from parity import step_with
 from ranks import mesh_of, real_ranks
 from test_by_matrix import ADAMW, OPTIMIZERS, collect, spread
 from torch import Tensor, nn
@@ -211,9 +212,7 @@ def test_adafactor_of_whole_stacks(rank: int) -> None:
     theirs = torch.optim.Adafactor(want.values(), lr=0.05)
     for grads in GRADS:
         params, state = update(fs.shard(grads, spec), state, params)
-        for name, p in want.items():
-            p.grad = grads[name]
-        theirs.step()
+        step_with(grads, want, theirs)
     assert_close(fs.unshard(params, spec), want)
     with pytest.raises(ValueError, match=r"matrix 'experts': its stack is local over axis 'expert'.*gather_stacks=True"):
         fs.optim.adafactor(0.05, matrices_of(spec))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, depth, each
-from parity import numbers, same, sharded_call, squared
+from parity import numbers, same, sharded_call, shards_of, squared
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -30,8 +30,7 @@ BAD = [0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1]
 @real_ranks(2)
 def test_real_ranks_agree(rank: int, bad: int) -> None:
     """On whether any gradient of any rank is not finite."""
-    spec = fs.by_path({"0": fs.P("shard"), "1": fs.P()})(MODEL).bound
-    shards = fs.shard(MODEL, spec)
+    spec, shards = shards_of(fs.by_path({"0": fs.P("shard"), "1": fs.P()}), MODEL)
     init, update = ls.dynamic(spec, scale=4.0)
     _, state = update({"0": shards["0"] * (math.nan if rank == bad else 1.0), "1": shards["1"]}, init())
     assert bool(state.finite) == (bad < 0)

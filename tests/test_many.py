@@ -19,6 +19,7 @@ from depth import at_most, depth, mark_seldom
 from gradient_cases import Case, agree, assert_shards_of_mean, cases, inputs, mean_loss, models, penalty, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity import shards_of
 from ranks import Pool
 from torch import Tensor, nn
 from torch.func import grad, vjp, vmap
@@ -292,8 +293,7 @@ def squared(spec: fs.PartitionSpec) -> Loss:
 def test_an_ensemble_sends_as_often_as_one_member(members: int) -> None:
     """A vmapped step has each collective of one member's step once, of all members' bytes."""
     with world(4):
-        spec = fs.by_type(nn.Linear)(CONVEX).bound
-        shards = fs.shard(CONVEX, spec)
+        spec, shards = shards_of(fs.by_type(nn.Linear), CONVEX)
         alone, together = Collectives(), Collectives()
         with alone:
             grad(squared(spec))(shards)
@@ -318,8 +318,7 @@ WRONG = {
 @pytest.mark.parametrize(("v", "message"), WRONG.values(), ids=WRONG)
 def test_hvp_names_what_is_wrong_before_anything_is_sent(v: Any, message: str) -> None:
     with world(2):
-        spec = fs.by_type(nn.Linear)(CONVEX).bound
-        shards = fs.shard(CONVEX, spec)
+        spec, shards = shards_of(fs.by_type(nn.Linear), CONVEX)
         assert {k: p.shape for k, p in shards.items()} == {k: p.shape for k, p in V.items()}
         with Collectives() as sent:
             with pytest.raises(ValueError, match=message):

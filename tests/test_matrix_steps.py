@@ -12,6 +12,7 @@ import pytest
 import torch
 from depth import at_most, depth, each, seldom
 from models import of_transformers
+from parity import shards_of, step_with
 from ranks import Pool, mesh_of, real_ranks
 from test_by_matrix import ALONE as ON_ONE
 from test_by_matrix import GRADS, MODEL, PARAMS, REST, WANTED, collect, matrices_on, spec_on
@@ -144,9 +145,7 @@ def test_adafactor_of_odd_shapes(what: str) -> None:
     got, _ = peers.sharded(spec, fs.optim.adafactor(0.01, spec), {name: p.detach() for name, p in params.items()}, grads)
     want = torch.optim.Adafactor(params.values())
     for tree in grads:
-        for name, p in params.items():
-            p.grad = tree[name]
-        want.step()
+        step_with(tree, params, want)
     assert_close(fs.unshard(got, spec), {name: p.detach() for name, p in params.items()}, rtol=1e-12, atol=1e-12)
 
 
@@ -294,8 +293,7 @@ def test_frozen_integer_and_missing() -> None:
     model[0].requires_grad_(False)
     model.register_parameter("count", nn.Parameter(torch.arange(3), requires_grad=False))
     policy = fs.by_path({"0": P("shard", at_rest=fs.codecs.int8(block=4)), "1": P("shard"), "2": P("shard")})
-    spec = policy(model).on(ALONE)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(policy, model, ALONE)
     trainable, frozen = fs.partition(params, spec)
     init, update = fs.optim.muon(spec)
     with pytest.raises(ValueError, match="unit '0' is at rest in"):

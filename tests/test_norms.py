@@ -146,9 +146,7 @@ def test_what_does_not_fit_is_refused() -> None:
         norms({"": torch.ones(3)}, spec)
     with pytest.raises(TypeError, match="norms: '': expected a tensor, got UnitState"):
         norms(fs.optim.from_torch(torch.optim.AdamW).init(fs.shard(MODEL, spec)), spec)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match="global_norm: '': expected a tensor, got NoneType; an unused parameter has gradient zeros"
-    ):
+    with pytest.raises(TypeError, match="global_norm: '': expected a tensor, got NoneType; an unused parameter has gradient z"):
         global_norm({"": None}, spec)  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="norms: by: expected a function of a name"):
         norms({}, spec, by="layer")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from collective_log import Collectives, world
 from depth import at_most, each, every
-from parity import numbers, same, sharded_call, squared, step_with
+from parity import STRATEGIES, numbers, same, sharded_call, shards_of, squared, step_with
 from peer_models import MLP, Net
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -135,11 +135,8 @@ def test_errors(key: str, p: float, message: str) -> None:
 
 # --- torch's own claims for clipping ---
 
-FULL = {"FULL_SHARD": fs.P("shard"), "SHARD_GRAD_OP": fs.P("shard", reshard=False), "NO_SHARD": fs.P()}
-PARITY = {
-    **{name: fs.by_type(MLP, p=p) for name, p in FULL.items()},
-    "mixed": fs.policies.override(fs.by_type(MLP), fs.by_path({"blocks.1": fs.P()})),
-}
+PARITY = {name: fs.by_type(MLP, p=p) for name, p in STRATEGIES.items()}
+PARITY["mixed"] = fs.policies.override(fs.by_type(MLP), fs.by_path({"blocks.1": fs.P()}))
 
 
 @each(p=[1.0, 2.0, math.inf], strategy=PARITY)
@@ -149,8 +146,7 @@ def test_ddp_parity(rank: int, strategy: str, p: float) -> None:
     max_norm = {1.0: 25.0, 2.0: 2.5, math.inf: 1.0}[p]
     model = Net()
     peer = DistributedDataParallel(copy.deepcopy(model))
-    spec = PARITY[strategy](model).bound
-    params = fs.shard(model, spec)
+    spec, params = shards_of(PARITY[strategy], model)
     ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(peer.parameters(), lr=1e-2)
     for step in range(4):
         x = numbers(rank, step)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from collective_log import Collectives, gathers, reduce, scatters, world
 from depth import at_most, depth, each, every
-from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, squared, step_with
+from parity import MAIN_WAYS, WAYS, numbers, plain_call, same, sharded_call, shards_of, squared, step_with
 from peer_models import MLP, chain, fsdp1
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -125,8 +125,7 @@ def test_no_sync_gathered_for_each_micro_batch(way: str, reshard: bool) -> None:
     """Full gradients without keeping full parameters from one micro-batch to the next: (m+1)M gathers, m+1 reductions."""
     with world(8):
         model = sequence()
-        spec = fs.by_type(MLP, p=P("shard", reshard=reshard))(model).bound
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_type(MLP, p=P("shard", reshard=reshard)), model)
         total: fs.Params = {}
         with Collectives() as sent:
             for step in range(MICRO):
@@ -154,8 +153,7 @@ def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, res
     peer.load_state_dict(model.state_dict())
     for module in (*peer[1:], peer):
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
-    spec = fs.by_type(MLP, p=P("shard", reshard=reshard))(model).on(mesh)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(MLP, p=P("shard", reshard=reshard)), model, mesh)
     plain = copy.deepcopy(model)
     of_all = params.values(), peer.parameters(), plain.parameters()
     ours, theirs, by_hand = (torch.optim.Adam(tensors, lr=1e-2) for tensors in of_all)
@@ -188,8 +186,7 @@ def test_gradient_accumulation(rank: int, shape: tuple[int, ...], mode: str, res
 def test_1f1b_microbatching(rank: int) -> None:
     """All units are gathered first, forwards and backwards of micro-batches take turns, the last reduces: parity."""
     model = chain()
-    spec = fs.by_type(MLP, p=P("shard", reshard=False))(model).bound
-    params, plain = fs.shard(model, spec), copy.deepcopy(model)
+    (spec, params), plain = shards_of(fs.by_type(MLP, p=P("shard", reshard=False)), model), copy.deepcopy(model)
     ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
     for step in range(3):
         batches = [numbers(rank, 10 * step + i) for i in range(4)]
@@ -241,8 +238,7 @@ def test_grad_acc(rank: int, strategy: str, pattern: str) -> None:
     """Iterations that are reduced and ones that are not, mixed: one backward of all batches joined, and FSDP1's gradient."""
     model = sequence()
     p, theirs = STRATEGIES[strategy]
-    spec = fs.by_type(MLP, p=p)(model).bound
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(MLP, p=p), model)
     pattern += "o"
     n = len(pattern)
     full, slices, pending = {}, {}, {}
@@ -285,8 +281,7 @@ def test_grad_acc(rank: int, strategy: str, pattern: str) -> None:
 def test_no_sync_correctness(rank: int, strategy: str, way: str) -> None:
     """[no_sync, sync] is twice one step's gradient; before it is reduced it has the parameters' shapes and is this rank's."""
     model, x = sequence(), numbers(rank, 0)
-    spec = fs.by_type(MLP, p=STRATEGIES[strategy][0])(model).bound
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(MLP, p=STRATEGIES[strategy][0]), model)
     loss = lambda p: squared(sharded_call(model, p, spec), x)  # noqa: E731
     once, _ = WAYS[way](loss)(params)
     own, _ = WAYS[way](loss)(fs.unshard(params, spec))
@@ -409,8 +404,7 @@ def test_native_partial_ownership(rank: int) -> None:
     """HSDP: what is reduced, what is reduced over the slices only, and what is not at all, each by itself: seven together."""
     offsets = (-3.0, -1.0, 1.0, 3.0)
     model = TwoLinear()
-    spec = fs.policies.whole(P("shard", precision=Precision(param=BF16)))(model).on(mesh_of(2, 2))
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.policies.whole(P("shard", precision=Precision(param=BF16))), model, mesh_of(2, 2))
 
     def gradient(p: fs.Params, value: float, which: str, **options: Any) -> fs.Params:
         x = torch.full((1, 1), value + offsets[rank])

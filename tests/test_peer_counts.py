@@ -10,7 +10,7 @@ import pytest
 import torch
 from collective_log import Collectives, Sent, gather, gathers, reduce, scatter, scatters, step, world
 from depth import at_most, each, every
-from parity import WAYS, numbers, squared
+from parity import WAYS, numbers, shards_of, squared
 from peer_models import MLP, Net, Order, Outer, chain, frozen
 from ranks import mesh_of
 from torch import Tensor, nn
@@ -117,8 +117,7 @@ def test_train_parity_single_worldsize1(initialised: bool, p: P, way: str) -> No
     squared(model, x).backward()
     sent = Collectives()
     with world(1) if initialised else sent, sent:
-        spec = fs.by_type(MLP, p=p)(model).bound
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_type(MLP, p=p), model)
         grads, _ = WAYS[way](lambda params: squared(lambda x: fs.functional_call(model, params, x, spec=spec), x))(params)
         for name, grad in fs.unshard(grads, spec).items():
             torch.testing.assert_close(grad, model.get_parameter(name).grad)

@@ -14,7 +14,19 @@ import torch.distributed as dist
 from collective_log import Collectives, Sent, gather, reduce, scatter, world
 from collective_log import step as sent_by
 from depth import at_most, depth, each, mark_seldom
-from parity import WAYS, check_parity, next_token, numbers, plain_call, same, sharded_call, squared, step_with, tokens
+from parity import (
+    WAYS,
+    check_parity,
+    next_token,
+    numbers,
+    plain_call,
+    same,
+    sharded_call,
+    shards_of,
+    squared,
+    step_with,
+    tokens,
+)
 from peer_models import MLP, Block, Net, Transformer
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -47,8 +59,7 @@ SETTINGS = [P("shard"), P("shard", reshard=False), P("shard", remat=True)]
 def test_train_parity_hsdp(rank: int, dim: int, p: P, at_last: bool, way: str) -> None:
     """Iterations of three micro-batches on 2 x 2, the all-reduce for each or once: plain autograd on the joined batch."""
     model = uneven(dim)
-    spec = fs.by_type(MLP, p=p)(model).on(mesh_of(2, 2))
-    params, plain = fs.shard(model, spec), copy.deepcopy(model)
+    (spec, params), plain = shards_of(fs.by_type(MLP, p=p), model, mesh_of(2, 2)), copy.deepcopy(model)
     ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(plain.parameters(), lr=1e-2)
     axes = ["shard"] if at_last else None
     for step in range(depth(2, 5)):
@@ -74,8 +85,7 @@ def trained(rank: int, mesh: DeviceMesh, p: P, steps: int = depth(2, 5)) -> tupl
     """The losses and the trained parameters of a transformer."""
     torch.manual_seed(0)
     model = Transformer(depth(1, 3))
-    spec = fs.by_type(Block, p=p)(model).on(mesh)
-    params, losses = fs.shard(model, spec), []
+    (spec, params), losses = shards_of(fs.by_type(Block, p=p), model, mesh), []
     adam = torch.optim.Adam(params.values(), lr=1e-2)
     for step in range(steps):
         grads, value = fs.grad_and_value(lambda p: next_token(sharded_call(model, p, spec), tokens(rank, step)))(params)
@@ -106,10 +116,8 @@ def test_each_unit_its_own_strategy(rank: int, way: str, root: P) -> None:
     """FSDP blocks, a DDP head and an HSDP embedding of one model on one mesh."""
     model = Transformer(depth(1, 3))
     spec = fs.by_path(MIXED, p=root)(model).on(mesh_of(2, 2))
-    assert {unit.key: unit.p for unit in spec if "layers" not in unit.key} == {
-        "": root,
-        **{key: p for key, p in MIXED.items() if "layers" not in key},
-    }
+    others = {key: p for key, p in {"": root, **MIXED}.items() if "layers" not in key}
+    assert {unit.key: unit.p for unit in spec if "layers" not in unit.key} == others
     assert [spec.size(unit) for unit in spec if unit.path.startswith("layers")] == [4] * len(model.layers)
     check_parity(rank, model, spec, tokens, next_token, way=way, steps=depth(2, 3))
 

@@ -18,7 +18,7 @@ from depth import at_most, depth, each, every
 from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
-from parity import GRADIENTS, HIGHER, MAIN_WAYS, WAYS, step_with
+from parity import GRADIENTS, HIGHER, MAIN_WAYS, WAYS, shards_of, step_with
 from ranks import mesh_of, real_ranks
 from test_memory import Alive, no_collector
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from funshard._core.flow import divide_factors
 
 F16, BF16, F32, F64, I64, U8 = torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8
 HALF = Precision(param=F16)
+Dtype = torch.dtype | None
 KEPT = [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()]
 
 
@@ -77,40 +78,17 @@ class Stack(nn.Module):
         return self.b(self.a(x)).sum() * self.scale.sum()
 
 
-# Of the parameters, what Precision says; entering gathers, entering reductions, of the gradients.
-ROWS: list[tuple[torch.dtype, dict[str, Any], torch.dtype, torch.dtype, torch.dtype]] = [
-    (F32, {}, F32, F32, F32),
-    (F32, {"param": BF16}, BF16, BF16, F32),
-    (F32, {"param": F16}, F16, F16, F32),
-    (F32, {"param": F64}, F64, F64, F32),
-    (F32, {"param": F32}, F32, F32, F32),
-    (F32, {"reduce": BF16}, F32, BF16, F32),
-    (F32, {"reduce": F16}, F32, F16, F32),
-    (F32, {"reduce": F64}, F32, F64, F32),
-    (F32, {"param": BF16, "reduce": F32}, BF16, F32, F32),
-    (F32, {"param": BF16, "reduce": BF16}, BF16, BF16, F32),
-    (F32, {"param": BF16, "reduce": F16}, BF16, F16, F32),
-    (F32, {"param": F16, "reduce": F32}, F16, F32, F32),
-    (F32, {"param": F16, "reduce": BF16}, F16, BF16, F32),
-    (F32, {"output": BF16}, F32, F32, F32),
-    (F32, {"buffer": F16}, F32, F32, F32),
-    (F32, {"param": BF16, "output": F32, "cast_inputs": False}, BF16, BF16, F32),
-    (F32, {"param": BF16, "reduce": F32, "restore_outputs": True}, BF16, F32, F32),
-    (F64, {}, F64, F64, F64),
-    (F64, {"param": F32}, F32, F32, F64),
-    (F64, {"param": F16}, F16, F16, F64),
-    (F64, {"param": BF16, "reduce": F32}, BF16, F32, F64),
-    (F64, {"reduce": F32}, F64, F32, F64),
-    (F64, {"reduce": F16, "buffer": BF16}, F64, F16, F64),
-    (BF16, {}, BF16, BF16, BF16),
-    (BF16, {"param": F32}, F32, F32, BF16),
-    (BF16, {"reduce": F32}, BF16, F32, BF16),
-    (BF16, {"param": F16}, F16, F16, BF16),
-    (F16, {}, F16, F16, F16),
-    (F16, {"param": BF16}, BF16, BF16, F16),
-    (F16, {"reduce": F32}, F16, F32, F16),
-    (F16, {"param": F32, "reduce": F64}, F32, F64, F16),
-]
+ROWS: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (F32, {}), (F32, {"param": BF16}), (F32, {"param": F16}), (F32, {"param": F64}), (F32, {"param": F32}),
+    (F32, {"reduce": BF16}), (F32, {"reduce": F16}), (F32, {"reduce": F64}), (F32, {"param": BF16, "reduce": F32}),
+    (F32, {"param": BF16, "reduce": BF16}), (F32, {"param": BF16, "reduce": F16}), (F32, {"param": F16, "reduce": F32}),
+    (F32, {"param": F16, "reduce": BF16}), (F32, {"output": BF16}), (F32, {"buffer": F16}),
+    (F32, {"param": BF16, "output": F32, "cast_inputs": False}), (F32, {"param": BF16, "reduce": F32, "restore_outputs": True}),
+    (F64, {}), (F64, {"param": F32}), (F64, {"param": F16}), (F64, {"param": BF16, "reduce": F32}), (F64, {"reduce": F32}),
+    (F64, {"reduce": F16, "buffer": BF16}), (BF16, {}), (BF16, {"param": F32}), (BF16, {"reduce": F32}), (BF16, {"param": F16}),
+    (F16, {}), (F16, {"param": BF16}), (F16, {"reduce": F32}), (F16, {"param": F32, "reduce": F64}),
+]  # fmt: skip
+"""Dtypes of the parameters, and what Precision says."""
 STRATEGIES: dict[str, tuple[P, dict[str, int]]] = {
     "shard": (P("shard"), {"shard": 8}),
     "replicated": (P(), {"shard": 8}),
@@ -123,7 +101,9 @@ DERIVATIVES = GRADIENTS | {way: HIGHER[way] for way in ("hvp", "grad of grad", "
 
 def check_row(row: Any, p: P, mesh: Any, way: str) -> list[str]:
     """What enters, what modules compute with, and that gradients come back as parameters are; what was sent."""
-    original, fields, gathered, reduced, of_grads = row
+    original, fields = row
+    gathered = fields.get("param", original)
+    reduced = fields.get("reduce", gathered)
     model = Stack(original)
     spec = fs.policies.always(dataclasses.replace(p, precision=Precision(**fields)))(model).on(mesh)
     x = torch.ones(5, dtype=original)
@@ -132,7 +112,7 @@ def check_row(row: Any, p: P, mesh: Any, way: str) -> list[str]:
         grads = DERIVATIVES[way](loss)(fs.shard(model, spec))
     assert set(log.gathered) == ({gathered} if p.axes else set()), row
     assert set(log.reduced) == {reduced}, row
-    assert {g.dtype for g in grads.values()} == {of_grads}, row
+    assert {g.dtype for g in grads.values()} == {original}, row
     assert set(model.seen) == {gathered}, row
     assert dist.get_backend() == "fake" or all(torch.isfinite(g).all() for g in grads.values()), row
     return log.ops
@@ -234,9 +214,7 @@ Loss = Callable[[Callable[..., Any]], Tensor]
 """From the model as a function to this rank's loss."""
 
 
-def by_hand(
-    model: nn.Module, masters: Mapping[str, Tensor], loss: Loss, param: torch.dtype | None, reduce: torch.dtype | None
-) -> tuple[dict[str, Tensor], Tensor]:
+def by_hand(model: nn.Module, masters: fs.Params, loss: Loss, param: Dtype, reduce: Dtype) -> tuple[fs.Params, Tensor]:
     """The gradients of masters, computed with copies in ``param`` and reduced in ``reduce``; and the loss."""
     cast = lambda p: p.detach().to(param or p.dtype) if p.is_floating_point() else p.detach()  # noqa: E731
     low = {n: cast(p).requires_grad_(p.requires_grad) for n, p in masters.items()}
@@ -282,13 +260,8 @@ def batch(rank: int, step: int, width: int = 16) -> Tensor:
 
 
 COMPUTED: list[tuple[P, Precision]] = [(p, Precision(param=param)) for p in KEPT for param in (BF16, F16)]
-LOW: list[Precision] = [
-    Precision(param=BF16, reduce=F32),
-    Precision(reduce=BF16),
-    Precision(param=F16, reduce=F32, output=F32),
-    Precision(param=BF16, reduce=F16),
-    Precision(param=F64),
-]
+LOW = [Precision(param=BF16, reduce=F32), Precision(reduce=BF16), Precision(param=F16, reduce=F32, output=F32)]
+LOW += [Precision(param=BF16, reduce=F16), Precision(param=F64)]
 
 
 @at_most(7)
@@ -310,9 +283,7 @@ def test_training_with_masters(rank: int, p: P, precision: Precision, way: str) 
     ("param", "reduce", "output"), [(F16, None, None), (F16, F32, None), (None, F16, None), (BF16, F32, F32), (BF16, None, F32)]
 )
 @real_ranks(2)
-def test_fully_shard_bit_by_bit(
-    rank: int, param: torch.dtype | None, reduce: torch.dtype | None, output: torch.dtype | None, reshard: bool
-) -> None:
+def test_fully_shard_bit_by_bit(rank: int, param: Dtype, reduce: Dtype, output: Dtype, reshard: bool) -> None:
     """FSDP2 itself: loss, gradients and, by them, three steps. From torch 2.15 on it reduces in the parameters' own dtype
     where it is told none; ours is still ``param``."""
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce or param, output_dtype=output)
@@ -350,8 +321,7 @@ def test_reduce_dtype_after_frozen_first_forward(rank: int) -> None:
     model.requires_grad_(False)
     precision = Precision(param=BF16, reduce=F32)
     policy = fs.by_type(MLP, p=P("shard", precision=precision))
-    spec = policy(model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(policy, model)
     with Dtypes() as log:
         fs.functional_call(model, params, (batch(rank, 0),), spec=spec)
     assert BF16 in log.gathered
@@ -432,9 +402,8 @@ def test_structured_input_and_output(rank: int, kind: str, remat: bool, precisio
     seen: list[torch.dtype] = []
     model = nn.Sequential(Structured(kind, seen), Structured(kind, seen))
     inner = precision and dataclasses.replace(precision, output=None)
-    spec = fs.policies.override(
-        fs.policies.whole(P("shard", precision=precision)), fs.by_type(Structured, p=P("shard", precision=inner, remat=remat))
-    )(model)
+    blocks = fs.by_type(Structured, p=P("shard", precision=inner, remat=remat))
+    spec = fs.policies.override(fs.policies.whole(P("shard", precision=precision)), blocks)(model)
     make, take = STRUCTURES[kind]
     n = torch.arange(3) + 2**40
     param = (precision and precision.param) or F32
@@ -702,8 +671,7 @@ def test_mixed_precision_e2e(rank: int, name: str, master: torch.dtype, prefetch
     model = nn.Sequential(Linear(10, 16, seen), Linear(16, 16, seen), Linear(16, 8, seen))
     for p in model.parameters():
         p.data = p.data.to(master)
-    spec = fs.by_type(Linear, p=P("shard", precision=Precision(**fields)))(model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(Linear, p=P("shard", precision=Precision(**fields))), model)
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     x = batch(rank, 0, 10).to(master)
     call = lambda p: fs.functional_call(model, p, (x,), spec=spec, buffers=buffers, prefetch=prefetch)  # noqa: E731
@@ -773,8 +741,7 @@ def test_ignored_modules_are_not_cast() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     precision = Precision(param=BF16, buffer=BF16)
     policy = fs.policies.ignoring(fs.policies.whole(P("shard", precision=precision)), modules=("2",))
-    spec = policy(model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(policy, model)
     with unchanged(model), pytest.raises(RuntimeError, match="must have the same dtype"):
         fs.functional_call(model, params, (torch.ones(2, 4),), spec=spec)
 
@@ -822,8 +789,7 @@ def test_low_precision_buffers_are_freed(p: P, way: str) -> None:
     with world(4):
         model = nn.Sequential(*[MLP(16) for _ in range(5)])
         for precision in (None, Precision(param=BF16)):
-            spec = fs.by_path({"*": dataclasses.replace(p, precision=precision)})(model).bound
-            params = fs.shard(model, spec)
+            spec, params = shards_of(fs.by_path({"*": dataclasses.replace(p, precision=precision)}), model)
             after_forward = []
             with no_collector(), Bytes() as alive:
 
@@ -861,8 +827,7 @@ def test_cast_and_decoded_parameters_go_after_forward(codec: bool, p: P, way: st
     precision = Precision(codec=FLOAT8) if codec else Precision(param=BF16)
     with world(4):
         model = nn.Sequential(*[Watched(storages) for _ in range(5)])
-        spec = fs.by_path({"*": dataclasses.replace(p, precision=precision)})(model).bound
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_path({"*": dataclasses.replace(p, precision=precision)}), model)
 
         def loss(params: fs.Params) -> Tensor:
             y = fs.functional_call(model, params, (batch(0, 0),), spec=spec).float().sum()
@@ -1073,8 +1038,7 @@ def test_codec_errors(name: str) -> None:
     codec, error, match = CODEC_ERRORS[name]
     model = Dot(8)
     with world(2):
-        spec = fs.policies.whole(P("shard", align=1, precision=Precision(codec=codec)))(model).bound
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.policies.whole(P("shard", align=1, precision=Precision(codec=codec))), model)
         run = lambda q: fs.functional_call(model, q, (torch.ones(8),), spec=spec)  # noqa: E731
         with pytest.raises(error, match=match):
             run(params)

@@ -14,7 +14,19 @@ import torch
 from cases import owned
 from collective_log import Collectives, world
 from depth import at_most, depth, each, every, mark_seldom
-from parity import MAIN_WAYS, WAYS, average_gradients, next_token, numbers, same, sharded_call, squared, step_with, tokens
+from parity import (
+    MAIN_WAYS,
+    WAYS,
+    average_gradients,
+    next_token,
+    numbers,
+    same,
+    sharded_call,
+    shards_of,
+    squared,
+    step_with,
+    tokens,
+)
 from peer_models import MLP, Block, Net, Transformer, chain, frozen, fsdp1
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
@@ -217,8 +229,7 @@ def test_all_gather_extensions_train_parity(
     fully_shard(peer, mesh=mesh, mp_policy=policy)
     extend(peer, codec)
     precision = Precision(param=param, reduce=F32, codec=codec)
-    spec = fs.by_type(MLP, p=P("shard", reshard=reshard, precision=precision))(model).on(mesh)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(MLP, p=P("shard", reshard=reshard, precision=precision)), model, mesh)
     ours, theirs = torch.optim.Adam(params.values(), lr=1e-2), torch.optim.Adam(peer.parameters(), lr=1e-2)
     for step in range(depth(2, 10)):
         x = numbers(rank, step).float()
@@ -344,8 +355,7 @@ def test_unsharded_views(where: str, trained: bool) -> None:
     if not trained:
         frozen(model, "")
     with world(size):
-        spec = fs.by_type(MLP, p=p())(model).bound
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_type(MLP, p=p()), model)
         places = {name: storage(params[unit.key]) for name, (unit, _) in spec.by_name.items()}
         copies = {name: storage(t) for name, t in fs.unshard(params, spec).items()}
         assert copies.keys() == places.keys()
@@ -370,8 +380,7 @@ def test_no_views_of_what_is_cast(name: str) -> None:
     """Nothing that a cast or a codec makes is written into the shard, and it is another tensor."""
     seen: list[tuple[str, int]] = []
     model = frozen(Seeing(seen), "")
-    spec = fs.by_type(MLP, p=P("shard", precision=CASTS[name]))(model).bound
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(MLP, p=P("shard", precision=CASTS[name])), model)
     before = {key: shard.clone() for key, shard in params.items()}
     fs.functional_call(model, params, numbers(0, 0), spec=spec)
     assert not {place for _, place in seen} & {storage(shard) for shard in params.values()}

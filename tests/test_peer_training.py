@@ -31,6 +31,7 @@ from parity import (
     numbers,
     same,
     sharded_call,
+    shards_of,
     squared,
     tokens,
 )
@@ -392,8 +393,11 @@ def test_claims(rank: int, name: str, way: str, strategy: str) -> None:
 # --- training that says more ---
 
 
-def double_linear(shapes: list[tuple[int, int]]) -> nn.Module:
-    return nn.Sequential(nn.Linear(*shapes[0]), nn.ReLU(), nn.Linear(*shapes[1])).double()
+def averaged(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The plain model's loss, and the mean of its gradients over ranks."""
+    value = squared(model, x)
+    value.backward()
+    return value.detach(), average_gradients(model)
 
 
 SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)], [(1, 1), (1, 1)]]
@@ -403,7 +407,7 @@ SHAPES = [[(16, 15), (15, 8)], [(7, 15), (15, 3)], [(16, 17), (17, 8)], [(1, 1),
 @real_ranks(4)
 def test_train_parity_single_group_shard_dim0(rank: int, shapes: list[tuple[int, int]]) -> None:
     """Shapes that four ranks do not divide, down to ranks that own nothing but padding."""
-    model = double_linear(shapes)
+    model = nn.Sequential(nn.Linear(*shapes[0]), nn.ReLU(), nn.Linear(*shapes[1])).double()
     batch = lambda rank, step: numbers(rank, step, shapes[0][0])  # noqa: E731
     check_parity(rank, model, fs.policies.whole()(model), batch, steps=depth(3, 10))
 
@@ -416,13 +420,11 @@ def test_to_float64_after_init(rank: int) -> None:
     reference, x = copy.deepcopy(model).double(), numbers(rank, 0)
     params = {key: shard.double() for key, shard in fs.shard(model, spec).items()}
     grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x))(params)
-    expected = squared(reference, x)
-    expected.backward()
-    assert value.dtype == torch.float64
-    assert_close(value, expected.detach())
+    expected, mean = averaged(reference, x)
     full = fs.unshard(grads, spec)
-    assert {g.dtype for g in full.values()} == {torch.float64}
-    same(full, average_gradients(reference), "gradient")
+    assert {g.dtype for g in (value, *full.values())} == {torch.float64}
+    assert_close(value, expected)
+    same(full, mean, "gradient")
 
 
 @real_ranks(2)
@@ -443,8 +445,7 @@ def test_non_root_forward_backward_of_a_submodule(rank: int) -> None:
 def test_unshard_async(rank: int) -> None:
     """All units are gathered while a collective of the caller's own is under way: the gradients of the scheduled call."""
     model = chain()
-    spec = fs.policies.always()(model).bound
-    params, x = fs.shard(model, spec), numbers(rank, 0)
+    (spec, params), x = shards_of(fs.policies.always(), model), numbers(rank, 0)
     mine = torch.full((3,), float(rank))
     work = dist.all_reduce(mine, async_op=True)
     full = fs.unshard(params, spec)
@@ -510,11 +511,9 @@ def test_train_mixed_requires_grad_across_groups(rank: int, unfreeze: bool) -> N
             reference.requires_grad_(True)
         x = numbers(rank, step)
         grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, fs.combine(p, frozen), spec), x))(trained)
-        expected = squared(reference, x)
         reference.zero_grad()
-        expected.backward()
-        assert_close(value, expected.detach())
-        mean = average_gradients(reference)
+        expected, mean = averaged(reference, x)
+        assert_close(value, expected)
         of_all = fs.shard(mean, spec, rank=rank)
         same(grads, {k: of_all[k] for k in trained}, f"gradient at step {step}")
         params = {k: p - 0.1 * grads[k] if k in grads else p for k, p in params.items()}
@@ -546,16 +545,13 @@ def test_fsdp_zero2_eval_with_prefetch(rank: int, strategy: str) -> None:
     """Evaluation, training and evaluation in turn: no_grad gives what grad mode gives, and what the module itself gives."""
     model, x = nn.Sequential(MLP(5), nn.BatchNorm1d(5).double(), MLP(5)), numbers(rank, 0)
     model[1].running_mean.fill_(0.25)  # trained statistics: initial ones are warned of
-    spec = fs.by_type(MLP, p=STRATEGIES[strategy])(model).bound
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(MLP, p=STRATEGIES[strategy]), model)
     for mode in (False, True, False):
         model.train(mode)
         expected = model(x) if not mode else None
         with unchanged(model):
-            with (
-                torch.no_grad(),
-                pytest.warns(fs._call.buffers.BufferWarning) if mode else contextlib.nullcontext(),
-            ):  # statistics, in vain
+            in_vain = pytest.warns(fs._call.buffers.BufferWarning) if mode else contextlib.nullcontext()  # statistics
+            with torch.no_grad(), in_vain:
                 quiet = sharded_call(model, params, spec)(x)
             grads, value = fs.grad_and_value(lambda p: squared(sharded_call(model, p, spec), x))(params)
         assert_close(value, (quiet**2).mean())
@@ -567,8 +563,7 @@ def test_fsdp_zero2_eval_with_prefetch(rank: int, strategy: str) -> None:
 def test_param_change_after_init(rank: int) -> None:
     """The call computes with the parameters it is given, also after they changed in place."""
     model, x = Net(), numbers(rank, 0)
-    spec = fs.by_type(MLP)(model).bound
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(MLP), model)
     doubled = {key: 2 * shard for key, shard in params.items()}
     out = sharded_call(model, doubled, spec)(x)
     for shard in params.values():
@@ -619,8 +614,7 @@ def test_checkpoint_inside_is_an_error(rank: int, way: str, reentrant: bool) -> 
     """It would recompute with other parameters. Around the call: test_train_parity_with_activation_checkpointing."""
     model = Checkpoints()
     model.reentrant = reentrant
-    spec = fs.by_type(MLP)(model).bound
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(MLP), model)
     message = r"unit 'blocks\.0': torch\.utils\.checkpoint inside functional_call.*checkpoint the functional_call as a whole"
     with unchanged(model), pytest.raises(RuntimeError, match=message):
         WAYS[way](lambda p: squared(sharded_call(model, p, spec), numbers(rank, 0)))(params)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from collective_log import SHORT, Collectives, world
 from depth import at_most, depth, each, every, mark_seldom, seldom, thorough
-from parity import STRATEGIES, WAYS, next_token, numbers, same, sharded_call, squared, tokens
+from parity import STRATEGIES, WAYS, next_token, numbers, same, sharded_call, shards_of, squared, step_with, tokens
 from peer_models import MLP, Block, Net, Transformer
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -27,12 +27,8 @@ import funshard as fs
 from funshard import P
 
 BF16 = torch.bfloat16
-POLICIES = {
-    "shard": fs.by_type(MLP, Block),
-    "keep": fs.by_type(MLP, Block, p=P("shard", reshard=False)),
-    "replicated": fs.by_type(MLP, Block, p=P()),
-    "both": fs.by_path({"": P(), "blocks.0": P("shard", reshard=False)}),
-}
+POLICIES = {name: fs.by_type(MLP, Block, p=p) for name, p in STRATEGIES.items()}
+POLICIES["both"] = fs.by_path({"": P(), "blocks.0": P("shard", reshard=False)})
 """Of the blocks of a model; "both", which is for `Net`, keeps a block of a replicated one."""
 BY_DEFAULT = depth(["shard", "both"], ["shard", "keep", "replicated"])
 
@@ -125,9 +121,7 @@ def test_fsdp_compile_losses(rank: int, strategy: str) -> None:
         for i in range(10):
             grads, value = gradient(params, batch(rank, i % 2))
             losses.append(value.detach())
-            for key, p in params.items():
-                p.grad = grads[key].detach()
-            optimizer.step()
+            step_with({key: g.detach() for key, g in grads.items()}, params, optimizer)
         return losses, {key: p.detach() for key, p in params.items()}
 
     losses, params = run(grad_and_value_of_plain(loss))
@@ -145,8 +139,7 @@ def test_compiled_graph_takes_shards_alone(strategy: str) -> None:
     """One graph whose inputs are the shards and the batch: no unsharded parameter, nor a module's own, is an input of it."""
     with world(4):
         model, loss, batch = depth((Net(1), squared, numbers), (Transformer(1), next_token, tokens))
-        spec = POLICIES[strategy](model).bound
-        params, x = fs.shard(model, spec), batch(0, 0)
+        (spec, params), x = shards_of(POLICIES[strategy], model), batch(0, 0)
         torch._dynamo.reset()
         seen = EagerAndRecordGraphs()
         step = fs.grad(lambda params, x: loss(sharded_call(model, params, spec), x))
@@ -189,17 +182,15 @@ def test_fully_shard_compile_graph(p: P, way: str) -> None:
     """The graph of a step has the very collectives that the eager step sends, regathers included, in the same order."""
     with world(8):
         model = Net()
-        spec = fs.by_type(MLP, p=p)(model).bound
-        params = fs.shard(model, spec)
+        spec, params = shards_of(fs.by_type(MLP, p=p), model)
         f = WAYS[way](lambda p, x: squared(sharded_call(model, p, spec), x))
         with Collectives() as sent:
             f(params, numbers(0, 0))
         graph = make_fx(f)(params, numbers(0, 0)).graph
         targets = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
         names = [target._schema.name.partition("::") for target in targets]
-        ops = [
-            SHORT.get(name, name) for namespace, _, name in names if namespace == "_c10d_functional" and name != "wait_tensor"
-        ]
+        started = [name for namespace, _, name in names if namespace == "_c10d_functional" and name != "wait_tensor"]
+        ops = [SHORT.get(name, name) for name in started]
         assert ops == [s.op for s in sent.all]
         reductions = 4 if p.axis else 1
         assert Counter(ops).total() == reductions + {P("shard"): 6, P("shard", reshard=False): 4, P(): 0}[p]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most, each, every, seldom
+from parity import shards_of
 from ranks import at_rank, mesh_of, real_ranks
 from test_compile import IMPORT
 from test_memory import Peak
@@ -72,16 +73,13 @@ def one_rank(policy: str = "sharded") -> fs.PartitionSpec:
 
 def join_ranks(spec: fs.PartitionSpec, trees: list[fs.Params]) -> fs.Params:
     """Full tensors from the slices of all ranks."""
-    return fs.unflatten(
-        {key: torch.cat([tree[key] for tree in trees])[: spec.padded_numel(spec.by_key[key])] for key in trees[0]}, spec
-    )
+    buffers = {key: torch.cat([tree[key] for tree in trees]) for key in trees[0]}
+    return fs.unflatten({key: x[: spec.padded_numel(spec.by_key[key])] for key, x in buffers.items()}, spec)
 
 
 def decoded(state: Any, spec: fs.PartitionSpec, name: str, rank: int | None = None, codec: Any = CODEC) -> fs.Params:
-    return {
-        key: values[name]
-        for key, values in optim.decode_state(state, codec, spec=spec if rank is None else at_rank(spec, rank)).items()
-    }
+    wide = optim.decode_state(state, codec, spec=spec if rank is None else at_rank(spec, rank))
+    return {key: values[name] for key, values in wide.items()}
 
 
 # --- The same on any number of ranks, and for any policy ---
@@ -155,10 +153,6 @@ def test_local_units(rank: int, tmp_path: Path) -> None:
     assert_close(whole, 0.1 * torch.arange(128.0).view(16, 8).sin(), rtol=0, atol=0.03 * 0.1)
 
 
-def init_of(spec: fs.PartitionSpec, full: fs.Params) -> Any:
-    return quantized(spec).init(fs.shard(full, spec))
-
-
 @seldom
 @real_ranks(2)
 def test_blocks_of_other_pieces_are_refused(rank: int, tmp_path: Path) -> None:
@@ -188,7 +182,7 @@ def test_blocks_of_other_pieces_are_refused(rank: int, tmp_path: Path) -> None:
             fs.checkpoint.save(tmp_path / f"{i}", {"opt": state}, spec).wait()
         fs.checkpoint.save(tmp_path / f"{i} wide", {"opt": wide}, spec).wait()
         for j, to in enumerate(specs):
-            fresh = init_of(to, full)
+            fresh = quantized(to).init(fs.shard(full, to))
             if j in alike[i]:
                 for like in (None, {"opt": fresh}):
                     got = decoded(fs.checkpoint.load(tmp_path / f"{i}", to, like=like)["opt"], to, "exp_avg")
@@ -400,8 +394,7 @@ def test_padding_does_not_matter() -> None:
 def test_dtypes(dtype: torch.dtype) -> None:
     """The state is decoded in its own dtype."""
     model = nn.Linear(64, 8).to(dtype)
-    spec = fs.policies.whole(sliced())(model).on({"shard": 1})
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.policies.whole(sliced()), model, {"shard": 1})
     init, update = quantized(spec)
     params, state = update({"": torch.ones_like(params[""])}, init(params), params)
     assert state[""]["exp_avg"].scales.dtype == dtype

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
 from depth import at_most, every, mark_seldom
-from parity import HIGHER, WAYS
+from parity import HIGHER, WAYS, shards_of
 from ranks import mesh_of, real_ranks
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
@@ -261,8 +261,7 @@ def test_batched_reductions(rank: int) -> None:
 def test_steps(rank: int, codec: str) -> None:
     """Accumulation, updates in backward and gradients of full parameters, beside a backward alone."""
     model, mesh = make_model(), mesh_of(2)
-    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS[codec]))(model).on(mesh)
-    params, x = fs.shard(model, spec), make_batch(rank)
+    (spec, params), x = shards_of(fs.by_type(Block, p=with_codec(P("shard"), CODECS[codec])), model, mesh), make_batch(rank)
     expected = fs.grad(sharded_loss(model, spec, x))(params)
 
     by_batch = lambda p, x: sharded_loss(model, spec, x)(p)  # noqa: E731
@@ -415,8 +414,7 @@ def test_refused_precisions() -> None:
 def test_compiled_steps_are_refused(fullgraph: bool, transform: Callable[..., Any]) -> None:
     """Also after a graph break, where Dynamo goes on with the frames inside, and failed on one of them."""
     model, x = make_model(), make_batch(0)
-    spec = fs.by_type(Block, p=with_codec(P("shard"), CODECS["int8"]))(model)
-    params = fs.shard(model, spec)
+    spec, params = shards_of(fs.by_type(Block, p=with_codec(P("shard"), CODECS["int8"])), model)
     for compiler in (fs.compile, torch.compile):
         step = compiler(transform(sharded_loss(model, spec, x)), backend="aot_eager", fullgraph=fullgraph)
         with pytest.raises(Exception, match=r"Precision\(reduce_codec=\) in a step that is compiled whole"):

@@ -13,7 +13,6 @@ from ranks import at_rank
 from test_compile import IMPORT
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils import _pytree as pytree
 
 import funshard as fs
 from funshard import optim
@@ -55,9 +54,8 @@ def test_the_bits_of_torchs_foreach_kernels(name: str) -> None:
         optimizer.step()
     assert all(torch.equal(params[key], p) for key, p in theirs.items())
     for key, p in theirs.items():
-        assert {slot: bool(torch.equal(x, optimizer.state[p][slot])) for slot, x in state[key].items()} == dict.fromkeys(
-            state[key], True
-        )
+        for slot, x in state[key].items():
+            assert torch.equal(x, optimizer.state[p][slot]), slot
 
 
 def of_optax(name: str, x: Tensor, grads: list[Tensor]) -> Tensor:
@@ -192,9 +190,7 @@ def test_what_a_rule_refuses() -> None:
         optim.adamw(0.1, eps_root=-1.0)
     with pytest.raises(TypeError, match="sgd: learning_rate: expected a number or a tensor of one, got str"):
         optim.sgd("0.1")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        TypeError, match=r"unit '': expected real parameters, got torch\.complex64; optim\.from_torch takes them"
-    ):
+    with pytest.raises(TypeError, match=r"unit '': expected real parameters, got torch\.complex64; optim\.from_torch takes th"):
         init({"": torch.ones(3, dtype=torch.complex64)})
     with pytest.raises(ValueError, match="unit '' has no gradient"):
         update({}, init(params), params)
@@ -226,11 +222,3 @@ def test_schedules(compiled: bool) -> None:
     for wrong in (lambda: optim.cosine(1.0, 0), lambda: optim.linear(1.0, 0.0, 0), lambda: optim.join([rate], [3])):
         with pytest.raises(ValueError, match="expected"):
             wrong()
-
-
-def test_state_is_a_pytree_of_the_same_structure() -> None:
-    init, update = optim.adamw(0.1)
-    params = {"": torch.ones(3)}
-    state = init(params)
-    assert pytree.tree_structure(update(params, state, params)[1]) == pytree.tree_structure(state)
-    assert not state[""]["exp_avg"].any()
