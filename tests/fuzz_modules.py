@@ -40,6 +40,9 @@ class One(nn.Module):
         super().__init__()
         self.l = linear_()
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x)
+
 
 class Two(One):
     """And another, ``m``."""
@@ -49,98 +52,172 @@ class Two(One):
         self.m = linear_()
 
 
-@piece
-class Linear(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x)
+class Buffered(One):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("buf", torch.full((WIDTH,), 0.5))
 
 
-@piece
-class Mlp(Two):
+Forward = Callable[..., Tensor]
+
+
+def forward_of(base: type[nn.Module], **attributes: Any) -> Callable[[Forward], Forward]:
+    """A piece of the function's name whose forward it is."""
+
+    def decorate(forward: Forward) -> Forward:
+        piece(type(forward.__name__, (base,), {"forward": forward, **attributes}))
+        return forward
+
+    return decorate
+
+
+def pieces(base: type[nn.Module], **forwards: Forward) -> None:
+    """One by each name, with this forward."""
+    PIECES.update({name: type(name, (base,), {"forward": forward}) for name, forward in forwards.items()})
+
+
+class Around(nn.Module):
+    """Layers, by their names, and how they run."""
+
+    def __init__(self, run: Forward, **layers: nn.Module) -> None:
+        super().__init__()
+        self.run = run
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.m(torch.tanh(self.l(x)))
+        return self.run(self, x)
+
+
+def inner(layer: nn.Module) -> nn.Module:
+    return Around(lambda m, x: m.inner(x), inner=layer)
+
+
+def normed(norm: nn.Module) -> nn.Module:
+    return Around(lambda m, x: m.norm(m.l(x)), norm=norm, l=linear_())
+
+
+class InARow(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.m(torch.tanh(self.l(x)))
+
+
+class Embeds(One):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l(x) + self.table(indices(x))
+
+
+def indices(x: Tensor) -> Tensor:
+    return (x.detach().abs().sum(-1) * 10).long() % 5
+
+
+PIECES["Linear"] = One
+pieces(
+    One,
+    # weights read without a graph
+    Detached=lambda m, x: F.linear(x, m.l.weight.detach()) * m.l(x),
+    Data=lambda m, x: F.linear(x, m.l.weight.data) * m.l(x),
+    # one weight twice
+    Transposed=lambda m, x: F.linear(torch.tanh(m.l(x)), m.l.weight.t()),
+    # the gradient of an energy by its input, in the forward pass, and other functions of torch.func within
+    InnerGradByInput=lambda m, x: torch.func.grad(lambda x: torch.tanh(m.l(x)).sum())(x),
+    InnerVmap=lambda m, x: torch.vmap(m.l)(x),
+    InnerJvp=lambda m, x: torch.func.jvp(lambda x: torch.tanh(m.l(x)), (x,), (torch.ones_like(x),))[1],
+    Recursive=lambda m, x, depth=2: torch.tanh(m.l(x)) if depth == 0 else m(m.l(x), depth - 1),
+    # reads its state dict, whose tensors are detached
+    State=lambda m, x: m.l(x) * m.state_dict()["l.weight"].sum(),
+    Copies=lambda m, x: copy.copy(m.l)(x) + m.l(x),
+    # a new parameter of the values: no gradient to the old one
+    Rewrapped=lambda m, x: F.linear(x, nn.Parameter(m.l.weight.data.clone())) + m.l(x),
+    Custom=lambda m, x: Product.apply(x, m.l.weight) + m.l.bias,
+    CustomOld=lambda m, x: OldProduct.apply(x, m.l.weight) + m.l.bias,
+)
+pieces(
+    Two,
+    Mlp=lambda m, x: x + m.m(torch.tanh(m.l(x))),
+    StopGradientOutput=lambda m, x: m.l(x) * m.m(x).detach(),
+    Branches=lambda m, x: m.l(x) if float(x.detach().sum()) > 0 else m.m(x),
+    BranchesOnAWeight=lambda m, x: m.l(x) if float(m.l.bias.detach()[0]) > 0 else m.m(x) * m.l.bias,
+    Vector=lambda m, x: m.l(x) * nn.utils.parameters_to_vector(m.parameters()).tanh().mean() + m.m(x),
+    Checkpointed=lambda m, x: m.m(checkpoint(lambda x: torch.tanh(m.l(x)), x, use_reentrant=False)),
+    CheckpointedReentrant=lambda m, x: m.m(checkpoint(lambda x: torch.tanh(m.l(x)), x, use_reentrant=True)),
+)
+PIECES |= {
+    "weight_norm": lambda: inner(parametrizations.weight_norm(linear_())),
+    "spectral_norm": lambda: inner(parametrizations.spectral_norm(linear_())),
+    "symmetric": lambda: inner(parametrize.register_parametrization(linear_(), "weight", Symmetric())),
+    "pruned": lambda: inner(prune.random_unstructured(linear_(), "weight", 0.25)),
+    "MaxNorm": lambda: Embeds(max_norm=1.0),
+    "Sparse": lambda: Embeds(sparse=True),
+    "Lstm": lambda: Around(lambda m, x: m.rnn(x.unsqueeze(1))[0].squeeze(1), rnn=nn.LSTM(WIDTH, WIDTH)),
+    "Gru": lambda: Around(lambda m, x: m.cell(x, m.cell(x, torch.zeros_like(x))), cell=nn.GRUCell(WIDTH, WIDTH)),
+    "Conv": lambda: Around(lambda m, x: m.conv(x.unsqueeze(1)).mean(1), conv=nn.Conv1d(1, 2, 3, padding=1)),
+    "batch_norm": lambda: normed(nn.BatchNorm1d(WIDTH)),
+    "layer_norm": lambda: normed(nn.LayerNorm(WIDTH)),
+    "group_norm": lambda: normed(nn.GroupNorm(2, WIDTH)),
+    "rms_norm": lambda: normed(nn.RMSNorm(WIDTH)),
+    "dropped": lambda: normed(nn.Dropout(0.3)),
+    "silu": lambda: nn.Sequential(linear_(), nn.SiLU(), linear_()),
+}
 
 
 # ---- weights read without a graph
 
 
-@piece
-class Detached(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.l.weight.detach()) * self.l(x)
+@forward_of(One)
+def NormWithoutGrad(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        norm = m.l.weight.norm()
+    return m.l(x) / norm
 
 
-@piece
-class Data(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.l.weight.data) * self.l(x)
+@forward_of(Two)
+def ProbeWithoutGrad(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(m.m(m.l(x)))
+    return m.l(x) * gate + m.m(x)
 
 
-@piece
-class NormWithoutGrad(One):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            norm = self.l.weight.norm()
-        return self.l(x) / norm
-
-
-@piece
-class ProbeWithoutGrad(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            gate = torch.sigmoid(self.m(self.l(x)))
-        return self.l(x) * gate + self.m(x)
-
-
-@piece
-class WeightWithoutGrad(One):
+@forward_of(One)
+def WeightWithoutGrad(m: Any, x: Tensor) -> Tensor:
     """The very weight, read under no_grad and used outside."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            weight = self.l.weight
-        return F.linear(x, weight) + self.l(x)
+    with torch.no_grad():
+        weight = m.l.weight
+    return F.linear(x, weight) + m.l(x)
 
 
-@piece
-class ProbeInInference(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.inference_mode():
-            self.metric = self.m(self.l(x)).abs().mean()
-        return torch.tanh(self.m(self.l(x)))
+@forward_of(Two)
+def ProbeInInference(m: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        m.metric = m.m(m.l(x)).abs().mean()
+    return torch.tanh(m.m(m.l(x)))
 
 
-@piece
-class ConditionInInference(One):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.inference_mode():
-            guess = self.l(x)
-        return self.l(x) * guess.clone().sigmoid()
+@forward_of(One)
+def ConditionInInference(m: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        guess = m.l(x)
+    return m.l(x) * guess.clone().sigmoid()
 
 
-@piece
-class GradInNoGrad(One):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            a = self.l(x)
-            with torch.enable_grad():
-                b = self.l(x)
-        return a * b
+@forward_of(One)
+def GradInNoGrad(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        a = m.l(x)
+        with torch.enable_grad():
+            b = m.l(x)
+    return a * b
 
 
-@piece
-class StopGradientOutput(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x) * self.m(x).detach()
-
-
-@piece
-class Straight(One):
+@forward_of(One)
+def Straight(m: Any, x: Tensor) -> Tensor:
     """Straight-through rounding of a weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        w = self.l.weight
-        return F.linear(x, w + ((w * 4).round() / 4 - w).detach(), self.l.bias)
+    w = m.l.weight
+    return F.linear(x, w + ((w * 4).round() / 4 - w).detach(), m.l.bias)
 
 
 # ---- parametrizations
@@ -149,30 +226,6 @@ class Straight(One):
 class Symmetric(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.triu() + x.triu(1).T
-
-
-class Wrapping(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-@piece
-def weight_norm() -> nn.Module:
-    return Wrapping(parametrizations.weight_norm(linear_()))
-
-
-@piece
-def spectral_norm() -> nn.Module:
-    return Wrapping(parametrizations.spectral_norm(linear_()))
-
-
-@piece
-def symmetric() -> nn.Module:
-    return Wrapping(parametrize.register_parametrization(linear_(), "weight", Symmetric()))
 
 
 @piece
@@ -186,11 +239,6 @@ class Cached(One):
     def forward(self, x: Tensor) -> Tensor:
         with parametrize.cached():
             return self.l(self.l(x))
-
-
-@piece
-def pruned() -> nn.Module:
-    return Wrapping(prune.random_unstructured(linear_(), "weight", 0.25))
 
 
 class Lora(nn.Module):
@@ -211,45 +259,29 @@ class Adapted(One):
         parametrize.register_parametrization(self.l, "weight", Lora())
         self.l.parametrizations.weight.original.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x)
-
 
 # ---- tied and shared
 
 
 @piece
-class Tied(Two):
+class Tied(InARow):
     def __init__(self) -> None:
         super().__init__()
         self.m.weight = self.l.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.m(torch.tanh(self.l(x)))
-
 
 @piece
-class Transposed(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.l(x)), self.l.weight.t())
-
-
-@piece
-class Shared(Two):
+class Shared(InARow):
     def __init__(self) -> None:
         super().__init__()
         self.m = self.l
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.m(torch.tanh(self.l(x)))
 
-
-@piece
-class Often(One):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = torch.tanh(self.l(x))
-        return x
+@forward_of(One)
+def Often(m: Any, x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = torch.tanh(m.l(x))
+    return x
 
 
 # ---- hooks
@@ -261,9 +293,6 @@ class Hooked(One):
         super().__init__()
         self.l.register_forward_pre_hook(before)
         self.l.register_forward_hook(after)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x)
 
 
 def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -283,59 +312,46 @@ class HookedItself(One):
         self.register_forward_pre_hook(lambda module, args: (args[0] * module.l.bias,))
         self.register_forward_hook(lambda module, args, out: out + module.l.weight.sum())
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x)
+
+@forward_of(One)
+def TensorHook(m: Any, x: Tensor) -> Tensor:
+    y = m.l(x)
+    if y.requires_grad:
+        y.register_hook(lambda g: g * 2)
+    return y
 
 
-@piece
-class TensorHook(One):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.l(x)
-        if y.requires_grad:
-            y.register_hook(lambda g: g * 2)
-        return y
-
-
-@piece
-class Collecting(Two):
+@forward_of(Two)
+def Collecting(m: Any, x: Tensor) -> Tensor:
     """Features by hooks, used by the module itself."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: list[Tensor] = []
-        handle = self.l.register_forward_hook(lambda module, args, out: found.append(out))
-        try:
-            y = self.m(self.l(x))
-        finally:
-            handle.remove()
-        return y + found[0]
+    found: list[Tensor] = []
+    handle = m.l.register_forward_hook(lambda module, args, out: found.append(out))
+    try:
+        y = m.m(m.l(x))
+    finally:
+        handle.remove()
+    return y + found[0]
 
 
 # ---- dtypes
 
 
-@piece
-class Autocast(One):
-    low = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.float16):
-            y = F.linear(x.float(), self.l.weight.float())
-            y = F.linear(y, self.l.weight.float())
-        return y.double() + self.l.bias
+@forward_of(One, low=True)
+def Autocast(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.float16):
+        y = F.linear(x.float(), m.l.weight.float())
+        y = F.linear(y, m.l.weight.float())
+    return y.double() + m.l.bias
 
 
-@piece
-class AutocastSingle(One):
+@forward_of(One, low=True)
+def AutocastSingle(m: Any, x: Tensor) -> Tensor:
     """Parameters in float32, which autocast casts and keeps; one of two uses without a graph."""
-
-    low = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.float16):
-            with torch.no_grad():
-                y = self.l(x.float())
-            y = self.l(x.float()) * y
-        return y.double()
+    with torch.autocast("cpu", torch.float16):
+        with torch.no_grad():
+            y = m.l(x.float())
+        y = m.l(x.float()) * y
+    return y.double()
 
 
 @piece
@@ -364,14 +380,11 @@ class Odd(One):
 
 
 @piece
-class Frozen(Two):
+class Frozen(InARow):
     def __init__(self) -> None:
         super().__init__()
         self.m.requires_grad_(False)
         self.l.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.m(torch.tanh(self.l(x)))
 
 
 # ---- arguments that a module changes
@@ -386,117 +399,90 @@ class Cache:
     latest: Tensor | None = None
 
 
-@piece
-class AppendsToAList(One):
-    wants = list
-
-    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
-        cache.append(self.l(x))
-        return torch.stack(cache).mean(0)
+@forward_of(One, wants=list)
+def AppendsToAList(m: Any, x: Tensor, cache: list[Tensor]) -> Tensor:
+    cache.append(m.l(x))
+    return torch.stack(cache).mean(0)
 
 
-@piece
-class AddsToADict(One):
-    wants = dict
-
-    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
-        y = self.l(x)
-        cache["sum"] = cache["sum"] + y if "sum" in cache else y
-        return torch.tanh(cache["sum"])
+@forward_of(One, wants=dict)
+def AddsToADict(m: Any, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+    y = m.l(x)
+    cache["sum"] = cache["sum"] + y if "sum" in cache else y
+    return torch.tanh(cache["sum"])
 
 
-@piece
-class UsesACache(One):
-    wants = Cache
-
-    def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        y = self.l(x)
-        cache.keys.append(y)
-        n = len(cache.by_layer)
-        cache.by_layer[n] = y if cache.latest is None else y + cache.latest
-        cache.latest = y.tanh()
-        return torch.cat(cache.keys).sum(0) * 0.1 + cache.by_layer[n]
+@forward_of(One, wants=Cache)
+def UsesACache(m: Any, x: Tensor, cache: Cache) -> Tensor:
+    y = m.l(x)
+    cache.keys.append(y)
+    n = len(cache.by_layer)
+    cache.by_layer[n] = y if cache.latest is None else y + cache.latest
+    cache.latest = y.tanh()
+    return torch.cat(cache.keys).sum(0) * 0.1 + cache.by_layer[n]
 
 
-@piece
-class WritesItsInput(One):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        y = self.l(x * 2)
-        return y.mul_(0.5).add_(x)
+@forward_of(One)
+def WritesItsInput(m: Any, x: Tensor) -> Tensor:
+    x = x.clone()
+    y = m.l(x * 2)
+    return y.mul_(0.5).add_(x)
 
 
-@piece
-class Grows(One):
+@forward_of(One, wants=dict)
+def Grows(m: Any, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
     """Concatenates with what came before, kept in a tensor of the cache."""
-
-    wants = dict
-
-    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
-        k = self.l(x)
-        cache["k"] = torch.cat([cache["k"], k]) if "k" in cache else k
-        return torch.softmax(x @ cache["k"].T, -1) @ cache["k"]
+    k = m.l(x)
+    cache["k"] = torch.cat([cache["k"], k]) if "k" in cache else k
+    return torch.softmax(x @ cache["k"].T, -1) @ cache["k"]
 
 
 # ---- buffers
 
 
-class Buffered(One):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("buf", torch.full((WIDTH,), 0.5))
+@forward_of(Buffered)
+def BufferReassigned(m: Any, x: Tensor) -> Tensor:
+    y = m.l(x)
+    m.buf = 0.9 * m.buf + 0.1 * y.detach().mean(0)
+    return y * m.buf
 
 
-@piece
-class BufferReassigned(Buffered):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.l(x)
-        self.buf = 0.9 * self.buf + 0.1 * y.detach().mean(0)
-        return y * self.buf
+@forward_of(Buffered)
+def BufferInPlace(m: Any, x: Tensor) -> Tensor:
+    y = m.l(x)
+    m.buf.mul_(0.9).add_(0.1 * y.detach().mean(0))
+    return y * m.buf.clone()
 
 
-@piece
-class BufferInPlace(Buffered):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.l(x)
-        self.buf.mul_(0.9).add_(0.1 * y.detach().mean(0))
-        return y * self.buf.clone()
+@forward_of(Buffered)
+def BufferBeforeAndAfter(m: Any, x: Tensor) -> Tensor:
+    y = m.l(x * m.buf.clone())
+    with torch.no_grad():
+        m.buf.add_(1)
+    return m.l(y) * m.buf.clone()
 
 
-@piece
-class BufferBeforeAndAfter(Buffered):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.l(x * self.buf.clone())
-        with torch.no_grad():
-            self.buf.add_(1)
-        return self.l(y) * self.buf.clone()
-
-
-@piece
-class Counts(Buffered):
+@forward_of(Buffered)
+def Counts(m: Any, x: Tensor) -> Tensor:
     """An exponential moving average of its weight, as target networks have."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.buf.lerp_(self.l.weight.mean(0), 0.1)
-        return self.l(x) + F.linear(x, torch.diag(self.buf.clone()))
+    with torch.no_grad():
+        m.buf.lerp_(m.l.weight.mean(0), 0.1)
+    return m.l(x) + F.linear(x, torch.diag(m.buf.clone()))
 
 
 # ---- modules called on other parameters, functions of torch.func within
 
 
-@piece
-class Hypernetwork(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.m.weight * torch.tanh(self.l.weight)
-        return torch.func.functional_call(self.m, {"weight": weight}, (x,))
+@forward_of(Two)
+def Hypernetwork(m: Any, x: Tensor) -> Tensor:
+    weight = m.m.weight * torch.tanh(m.l.weight)
+    return torch.func.functional_call(m.m, {"weight": weight}, (x,))
 
 
-@piece
-class FastWeights(One):
-    def forward(self, x: Tensor) -> Tensor:
-        fast = {k: p - 0.1 * p.tanh() for k, p in self.l.named_parameters()}
-        return torch.func.functional_call(self.l, fast, (x,)) + self.l(x)
+@forward_of(One)
+def FastWeights(m: Any, x: Tensor) -> Tensor:
+    fast = {k: p - 0.1 * p.tanh() for k, p in m.l.named_parameters()}
+    return torch.func.functional_call(m.l, fast, (x,)) + m.l(x)
 
 
 @piece
@@ -512,114 +498,61 @@ class WholeInner(One):
         return torch.func.functional_call(self.inner, params, (self.l(x),))
 
 
-@piece
-class InnerGradByInput(One):
-    """The gradient of an energy by its input, in the forward pass."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: torch.tanh(self.l(x)).sum())(x)
-
-
-@piece
-class InnerAutograd(One):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            z = x if x.requires_grad else x.detach().requires_grad_()
-            energy = torch.tanh(self.l(z)).sum()
-            (force,) = torch.autograd.grad(energy, z, create_graph=True)
-        return force
+@forward_of(One)
+def InnerAutograd(m: Any, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        z = x if x.requires_grad else x.detach().requires_grad_()
+        energy = torch.tanh(m.l(z)).sum()
+        (force,) = torch.autograd.grad(energy, z, create_graph=True)
+    return force
 
 
-@piece
-class InnerStep(One):
+@forward_of(One)
+def InnerStep(m: Any, x: Tensor) -> Tensor:
     """A step of gradient descent on its weight, then a run with that: MAML within."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.l.weight
-        step = torch.func.grad(lambda w: F.linear(x, w).pow(2).mean())(weight)
-        return F.linear(x, weight - 0.1 * step, self.l.bias)
-
-
-@piece
-class InnerVmap(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.vmap(self.l)(x)
-
-
-@piece
-class InnerJvp(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.jvp(lambda x: torch.tanh(self.l(x)), (x,), (torch.ones_like(x),))[1]
+    weight = m.l.weight
+    step = torch.func.grad(lambda w: F.linear(x, w).pow(2).mean())(weight)
+    return F.linear(x, weight - 0.1 * step, m.l.bias)
 
 
 # ---- parameters that change in forward
 
 
-@piece
-class ClampsData(One):
-    def forward(self, x: Tensor) -> Tensor:
-        self.l.weight.data.clamp_(-0.3, 0.3)
-        return self.l(x)
+@forward_of(One)
+def ClampsData(m: Any, x: Tensor) -> Tensor:
+    m.l.weight.data.clamp_(-0.3, 0.3)
+    return m.l(x)
 
 
-@piece
-class ClampsWithoutGrad(One):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.l.weight.clamp_(-0.3, 0.3)
-        return self.l(x)
+@forward_of(One)
+def ClampsWithoutGrad(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.l.weight.clamp_(-0.3, 0.3)
+    return m.l(x)
 
 
-@piece
-class ScalesAfterUse(One):
+@forward_of(One)
+def ScalesAfterUse(m: Any, x: Tensor) -> Tensor:
     """Its version moves after autograd has saved it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.l(x)
-        with torch.no_grad():
-            self.l.bias.mul_(0.5)
-        return self.l(y)
+    y = m.l(x)
+    with torch.no_grad():
+        m.l.bias.mul_(0.5)
+    return m.l(y)
 
 
-@piece
-class SetsData(One):
-    def forward(self, x: Tensor) -> Tensor:
-        self.l.weight.data = self.l.weight.data * 0.5
-        return self.l(x)
+@forward_of(One)
+def SetsData(m: Any, x: Tensor) -> Tensor:
+    m.l.weight.data = m.l.weight.data * 0.5
+    return m.l(x)
 
 
 @piece
-class MaxNorm(One):
+class Table(Embeds):
     def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, WIDTH, max_norm=1.0)
+        super().__init__(padding_idx=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.l(x) + self.table(indices(x))
-
-
-def indices(x: Tensor) -> Tensor:
-    return (x.detach().abs().sum(-1) * 10).long() % 5
-
-
-@piece
-class Sparse(One):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, WIDTH, sparse=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x) + self.table(indices(x))
-
-
-@piece
-class Table(One):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, WIDTH, padding_idx=0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.l(x) + self.table(indices(x)), self.table.weight[:WIDTH])
+        return F.linear(super().forward(x), self.table.weight[:WIDTH])
 
 
 @piece
@@ -637,26 +570,6 @@ class Replaces(One):
 
 
 # ---- layers of torch
-
-
-@piece
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x.unsqueeze(1))[0].squeeze(1)
-
-
-@piece
-class Gru(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cell(x, self.cell(x, torch.zeros_like(x)))
 
 
 @piece
@@ -684,84 +597,15 @@ class Chunked(nn.Module):
             return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
 
 
-@piece
-class Conv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, 2, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x.unsqueeze(1)).mean(1)
-
-
-class Normed(nn.Module):
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.l = norm, linear_()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.l(x))
-
-
-@piece
-def batch_norm() -> nn.Module:
-    return Normed(nn.BatchNorm1d(WIDTH))
-
-
-@piece
-def layer_norm() -> nn.Module:
-    return Normed(nn.LayerNorm(WIDTH))
-
-
-@piece
-def group_norm() -> nn.Module:
-    return Normed(nn.GroupNorm(2, WIDTH))
-
-
-@piece
-def rms_norm() -> nn.Module:
-    return Normed(nn.RMSNorm(WIDTH))
-
-
-@piece
-def dropped() -> nn.Module:
-    return Normed(nn.Dropout(0.3))
-
-
-@piece
-def silu() -> nn.Module:
-    return nn.Sequential(linear_(), nn.SiLU(), linear_())
-
-
 # ---- control flow
 
 
-@piece
-class Branches(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x) if float(x.detach().sum()) > 0 else self.m(x)
-
-
-@piece
-class BranchesOnAWeight(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x) if float(self.l.bias.detach()[0]) > 0 else self.m(x) * self.l.bias
-
-
-@piece
-class Recovers(Two):
+@forward_of(Two)
+def Recovers(m: Any, x: Tensor) -> Tensor:
     """From an error in a child."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with contextlib.suppress(RuntimeError):
-            self.l(x[:, :2])
-        return self.m(self.l(x))
-
-
-@piece
-class Recursive(One):
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        return torch.tanh(self.l(x)) if depth == 0 else self(self.l(x), depth - 1)
+    with contextlib.suppress(RuntimeError):
+        m.l(x[:, :2])
+    return m.m(m.l(x))
 
 
 # ---- parameters from elsewhere, and as results
@@ -803,29 +647,12 @@ class Prompt(nn.Module):
         return self.w
 
 
-@piece
-class Penalised(Two):
+@forward_of(Two)
+def Penalised(m: Any, x: Tensor) -> Tensor:
     """Over all of its parameters, by each of the ways to list them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        decay = sum(p.pow(2).sum() for p in self.parameters())
-        names = sum(p.sum() for name, p in self.named_parameters() if name.endswith("bias"))
-        return self.m(self.l(x)) + 0.01 * decay * names
-
-
-@piece
-class Vector(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        flat = nn.utils.parameters_to_vector(self.parameters())
-        return self.l(x) * flat.tanh().mean() + self.m(x)
-
-
-@piece
-class State(One):
-    """Reads its state dict, whose tensors are detached."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x) * self.state_dict()["l.weight"].sum()
+    decay = sum(p.pow(2).sum() for p in m.parameters())
+    names = sum(p.sum() for name, p in m.named_parameters() if name.endswith("bias"))
+    return m.m(m.l(x)) + 0.01 * decay * names
 
 
 @piece
@@ -854,44 +681,15 @@ class Remembers(Two):
         return self.m(self.seen) + self.seen
 
 
-@piece
-class KeepsWeight(One):
+@forward_of(One)
+def KeepsWeight(m: Any, x: Tensor) -> Tensor:
     """Its weight in an attribute of another name, for the length of the call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.alias = self.l.weight
-        y = self.l(x)
-        return F.linear(y, self.alias)
-
-
-@piece
-class Copies(One):
-    def forward(self, x: Tensor) -> Tensor:
-        other = copy.copy(self.l)
-        return other(x) + self.l(x)
-
-
-@piece
-class Rewrapped(One):
-    """A new parameter of the values: no gradient to the old one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, nn.Parameter(self.l.weight.data.clone())) + self.l(x)
+    m.alias = m.l.weight
+    y = m.l(x)
+    return F.linear(y, m.alias)
 
 
 # ---- autograd inside
-
-
-@piece
-class Checkpointed(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.m(checkpoint(lambda x: torch.tanh(self.l(x)), x, use_reentrant=False))
-
-
-@piece
-class CheckpointedReentrant(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.m(checkpoint(lambda x: torch.tanh(self.l(x)), x, use_reentrant=True))
 
 
 class Product(torch.autograd.Function):
@@ -919,12 +717,6 @@ class Product(torch.autograd.Function):
         return dx @ w.t() + x @ dw.t()
 
 
-@piece
-class Custom(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return Product.apply(x, self.l.weight) + self.l.bias
-
-
 class OldProduct(torch.autograd.Function):
     """As most are written: with ctx in forward, and the weight in an attribute."""
 
@@ -940,37 +732,26 @@ class OldProduct(torch.autograd.Function):
         return grad @ ctx.w, grad.t() @ x
 
 
-@piece
-class CustomOld(One):
-    def forward(self, x: Tensor) -> Tensor:
-        return OldProduct.apply(x, self.l.weight) + self.l.bias
-
-
-@piece
-class SavedOnCpu(One):
+@forward_of(One)
+def SavedOnCpu(m: Any, x: Tensor) -> Tensor:
     """Saved-tensor hooks of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-            return torch.tanh(self.l(x))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return torch.tanh(m.l(x))
 
 
-@piece
-class InPlaceActivation(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.l(x)
-        y += F.relu(self.m(x), inplace=True)
-        y[:, 0] = self.m.bias[0]
-        return y
+@forward_of(Two)
+def InPlaceActivation(m: Any, x: Tensor) -> Tensor:
+    y = m.l(x)
+    y += F.relu(m.m(x), inplace=True)
+    y[:, 0] = m.m.bias[0]
+    return y
 
 
-@piece
-class Out(One):
+@forward_of(One)
+def Out(m: Any, x: Tensor) -> Tensor:
     """A weight's view, written over in a copy."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.ones_like(self.l.weight)
-        mask[0] = 0
-        w = self.l.weight.clone()
-        w[1] = self.l.bias
-        return F.linear(x, w.masked_fill(mask == 0, 0.5))
+    mask = torch.ones_like(m.l.weight)
+    mask[0] = 0
+    w = m.l.weight.clone()
+    w[1] = m.l.bias
+    return F.linear(x, w.masked_fill(mask == 0, 0.5))

@@ -50,6 +50,17 @@ def _state(model: nn.Module) -> dict[tuple[str, ...], tuple[Any, int | None, Ten
     return state
 
 
+def module_class(name: str, parts: Callable[..., dict[str, Any]], forward: Callable[..., Any]) -> Any:
+    """A class of modules that have what ``parts`` makes of their arguments, and whose forward is that function."""
+
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        for key, value in parts(*args, **kwargs).items():
+            setattr(self, key, value)
+
+    return type(name, (nn.Module,), {"__init__": init, "forward": forward, "__module__": parts.__module__})
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A model, batches with the ranks in dimension 0, the loss of one rank's batch, and the classes of its blocks."""

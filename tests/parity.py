@@ -12,12 +12,30 @@ from depth import depth
 from models import unchanged
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils import _pytree as pytree
 
 import funshard as fs
 
 Call = Callable[..., Any]
 Loss = Callable[[Call, Any], Tensor]
 """From the model as a function (with an optional ``method=``) and a batch to this rank's loss."""
+
+
+def leaves_of(tree: Any) -> Any:
+    """The tensors of a tree, or one, as leaves of a new graph."""
+    return pytree.tree_map(lambda t: t.detach().clone().requires_grad_(), tree)
+
+
+def gradient(value: Tensor, leaves: Any, **options: bool) -> Any:
+    """Of a value by a tree of leaves, zeros by those that it does not depend on."""
+    flat, structure = pytree.tree_flatten(leaves)
+    grads = torch.autograd.grad(value, flat, allow_unused=True, materialize_grads=True, **options)
+    return pytree.tree_unflatten(grads, structure)
+
+
+def plain_grad(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
+    """The gradient by a tree, of plain autograd."""
+    return lambda tree: gradient(f(leaves := leaves_of(tree)), leaves)
 
 
 def _by_backward(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], tuple[fs.Params, Tensor]]:
@@ -34,8 +52,7 @@ def _by_autograd(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], tupl
     def run(params: fs.Params) -> tuple[fs.Params, Tensor]:
         leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
         value = f(leaves)
-        grads = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True, allow_unused=True)
-        return dict(zip(leaves, grads, strict=True)), value.detach()
+        return gradient(value, leaves), value.detach()
 
     return run
 

@@ -28,7 +28,7 @@ COUNT = depth(40, 10_000)
 
 @st.composite
 def cases(draw: st.DrawFn, transforms: list[str], meshes: list[tuple[int, ...]], *, train: bool = True) -> Case:
-    pieces = draw(st.lists(st.sampled_from(list(PIECES)), min_size=1, max_size=3))
+    pieces = draw(st.lists(st.sampled_from(sorted(PIECES, reverse=True)), min_size=1, max_size=3))
     order = draw(st.one_of(st.just(()), st.lists(st.integers(0, len(pieces) - 1), min_size=1, max_size=4).map(tuple)))
     return Case(
         tuple(pieces),

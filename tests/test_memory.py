@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -67,10 +67,14 @@ class Alive(TorchDispatchMode):
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made here on the CPU hold at once, and the bytes of each storage, in their order."""
+    """The most bytes that tensors made here on the CPU hold at once, and the bytes of each storage, in their order.
 
-    def __init__(self) -> None:
+    But for those in the memory of ``known`` ones.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
         self.alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.bytes = 0
         self.made: list[int] = []
@@ -80,6 +84,8 @@ class Peak(TorchDispatchMode):
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
+                if storage._cdata in self.known:
+                    continue
                 if storage._cdata not in self.alive or self.alive[storage._cdata][0]() is None:
                     self.made.append(storage.nbytes())
                 self.alive[storage._cdata] = weakref.ref(storage), storage.nbytes()

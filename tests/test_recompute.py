@@ -19,7 +19,9 @@ import torch
 from depth import at_most, depth, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Pool, real_ranks
+from models import EXACT, module_class
+from parity import gradient, leaves_of, plain_grad
+from ranks import real_ranks
 from recomputed_cases import CASES, REMAT, WIDTH, Block, Model
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -31,7 +33,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::funshard._call.buffers.BufferWarning"
 )  # what is thrown away is not the matter here
 
-EXACT = {"rtol": 1e-9, "atol": 1e-9}
 Loss = Callable[[Any], Tensor]
 
 
@@ -43,24 +44,16 @@ def squares(params: Any) -> Tensor:
     return sum((g**2).sum() for g in params.values())
 
 
-def by_backward(loss: Loss, params: fs.Params, _: fs.Params) -> fs.Params:
-    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
-    loss(leaves).backward()
-    return {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in leaves.items()}
-
-
 def by_double_backward(loss: Loss, params: fs.Params, direction: fs.Params) -> fs.Params:
-    leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
-    options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
-    grads = torch.autograd.grad(loss(leaves), list(leaves.values()), create_graph=True, **options)
-    along = sum((g * direction[k]).sum() for k, g in zip(leaves, grads, strict=True))
-    return dict(zip(leaves, torch.autograd.grad(along, list(leaves.values()), **options), strict=True))
+    leaves = leaves_of(params)
+    grads = gradient(loss(leaves), leaves, create_graph=True)
+    return gradient(sum((g * direction[k]).sum() for k, g in grads.items()), leaves)
 
 
 WAYS: dict[str, Callable[[Loss, fs.Params, fs.Params], fs.Params]] = {
     "fs.grad": lambda loss, p, v: fs.grad(loss)(p),
     "torch.func.grad": lambda loss, p, v: torch.func.grad(loss)(p),
-    "backward": by_backward,
+    "backward": lambda loss, p, v: plain_grad(loss)(p),
     "hvp": lambda loss, p, v: fs.hvp(loss, p, v),
     "double backward": by_double_backward,
     "third": lambda loss, p, v: torch.func.grad(lambda p: squares(fs.hvp(loss, p, v)))(p),
@@ -114,25 +107,6 @@ def test_state_that_passes_by_other_ways(name: str) -> None:
         assert_close(got, want, **EXACT, msg=lambda m, key=key: f"{key}: {m}")
 
 
-def on_ranks(rank: int, name: str, p: fs.P) -> None:
-    for key in depth(("fs.grad", "hvp"), ("fs.grad", "torch.func.grad", "hvp")) if name in FEW else ("fs.grad",):
-        model, x, full, v = made(name)
-        spec = policy(model, p).bound
-        first, second = (seed(reference(model, each)) for each in x)
-        want = fs.shard(WAYS[key](lambda p, f=first, g=second: (f(p) + g(p)) / 2, full, v), spec)
-        model, *_ = made(name)
-        loss = lambda p, m=model, s=spec: (fs.functional_call(m, p, x[rank], spec=s) ** 2).sum()  # noqa: E731
-        got = WAYS[key](seed(loss), fs.shard(full, spec), fs.shard(v, spec))
-        assert_close(got, want, **EXACT, msg=lambda m, key=key: f"{name} {key}: {m}")
-
-
-def all_on_ranks(rank: int, names: list[str], p: fs.P) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
-        for name in names:
-            on_ranks(rank, name, p)
-
-
 def alone(x: Tensor) -> tuple[Tensor]:
     return (x,)
 
@@ -148,11 +122,24 @@ STRATEGIES = {
 
 @at_most(1)
 @pytest.mark.parametrize("strategy", mark_seldom(STRATEGIES, "shard", "kept"))
-def test_state_that_passes_by_other_ways_on_ranks(gloo2: Pool, strategy: str) -> None:
+@real_ranks(2)
+def test_state_that_passes_by_other_ways_on_ranks(rank: int, strategy: str) -> None:
     """Two real ranks with data of their own; by default each case is tried with one of the strategies."""
     names = list(CASES)
     own = names[list(STRATEGIES).index(strategy) :: len(STRATEGIES)]
-    gloo2.run(all_on_ranks, depth(own, names if strategy == "shard" else FEW), STRATEGIES[strategy])
+    more = depth(("hvp",), ("torch.func.grad", "hvp"))
+    for name in depth(own, names if strategy == "shard" else FEW):
+        for key in ("fs.grad", *(more if name in FEW else ())):
+            model, x, full, v = made(name)
+            spec = policy(model, STRATEGIES[strategy]).bound
+            first, second = (seed(reference(model, each)) for each in x)
+            want = fs.shard(WAYS[key](lambda p, f=first, g=second: (f(p) + g(p)) / 2, full, v), spec)
+            model, *_ = made(name)
+            loss = lambda p, m=model, x=x, s=spec: (fs.functional_call(m, p, x[rank], spec=s) ** 2).sum()  # noqa: E731
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", fs._call.buffers.BufferWarning)
+                got = WAYS[key](seed(loss), fs.shard(full, spec), fs.shard(v, spec))
+            assert_close(got, want, **EXACT, msg=lambda m, key=key, name=name: f"{name} {key}: {m}")
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -259,13 +246,11 @@ def first(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else next(iter(out.values() if isinstance(out, dict) else out))
 
 
-class One(nn.Module):
-    def __init__(self, body: Callable[..., Any], state: Callable[[], Any] = lambda: None) -> None:
-        super().__init__()
-        self.block, self.state = Block(body), state
-
-    def forward(self, x: Tensor) -> Tensor:
-        return first(self.block(x + 0, self.state()))
+One = module_class(
+    "One",
+    lambda body, state=lambda: None: {"block": Block(body), "state": state},
+    lambda self, x: first(self.block(x + 0, self.state())),
+)
 
 
 def other_value(self: Any, x: Tensor, state: Any) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from models import unchanged
+from parity import plain_grad
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -25,14 +26,10 @@ Loss = Callable[[Wrap, Tensor], Tensor]
 """What calls functions by a wrapper of them, `fs.remat` or none."""
 
 
-def by_backward(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf)[0]
-
-
 WAYS: dict[str, Callable[..., Any]] = {
     "fs.grad": fs.grad,
     "torch.func.grad": torch.func.grad,
-    "backward": by_backward,
+    "backward": plain_grad,
     "second order": lambda f: torch.func.grad(lambda x: torch.func.grad(f)(x).sum()),
 }
 OUTER_WAYS: dict[str, Callable[..., Any]] = {

@@ -18,11 +18,11 @@ from depth import at_most, dealt, depth, each, mark_seldom, some
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
+from parity import plain_grad
 from ranks import real_ranks
 from recomputed_cases import CASES
 from test_memory import Peak, no_collector
 from test_recompute import made, policy, seed
-from test_recompute_refusals import by_backward
 from test_remat import ORDERS, W, X
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -87,7 +87,7 @@ def test_no_number_changes_at_any_order(order: str, save: str) -> None:
     assert_close(ORDERS[order](fs.remat(layer, save=SAVES[save])), ORDERS[order](layer), rtol=1e-11, atol=1e-11)
 
 
-WAYS: dict[str, Any] = {"fs.grad": fs.grad, "torch.func.grad": torch.func.grad, "backward": by_backward}
+WAYS: dict[str, Any] = {"fs.grad": fs.grad, "torch.func.grad": torch.func.grad, "backward": plain_grad}
 
 
 def counted(way: str, f: Any, w: Tensor = W) -> tuple[Any, Counter[str]]:
@@ -194,60 +194,33 @@ V = W.cos()
 
 # --- any program ---
 
-STEPS = [
-    "product",
-    "bias",
-    "dropout",
-    "sort",
-    "split",
-    "in place",
-    "view",
-    "branch",
-    "norm",
-    "random",
-    "again",
-    "inner grad",
-    "vmap",
-]
+STEPS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "product": lambda h, w, i: h @ w,
+    "bias": lambda h, w, i: torch.addmm(w[0], h, w),
+    "dropout": lambda h, w, i: F.dropout(h, 0.5),
+    "sort": lambda h, w, i: torch.sort(h, 0)[0] if i % 2 else h.max(0, keepdim=True)[0] + h,
+    "split": lambda h, w, i: torch.cat([part.sin() for part in h.split(2, 1)], 1),
+    "in place": lambda h, w, i: h.cos().mul_(2).add_(h),
+    "view": lambda h, w, i: h.T.contiguous().T if i % 2 else h.flatten().view_as(h),
+    "branch": lambda h, w, i: h.sin() if h.sum().item() > 0 else h.tanh(),
+    "norm": lambda h, w, i: F.layer_norm(h, h.shape[-1:]),
+    "random": lambda h, w, i: h * torch.rand_like(h) + torch.arange(4) + torch.tensor([1.5]),
+    "again": lambda h, w, i: fs.remat(lambda h, w: (h @ w).sin(), save={aten.mm.default} if i % 2 else None)(h, w),
+    "inner grad": lambda h, w, i: torch.func.grad(lambda h: fs.checkpoint_name(torch.tanh(h @ w), "inner").sum())(h) + h,
+    "vmap": lambda h, w, i: torch.vmap(lambda h: fs.checkpoint_name(h.sin() @ w, "inner"))(h),
+}
 
 
 def run_program(program: list[tuple[str, int]], w: Tensor, x: Tensor) -> Tensor:
     """Steps on some tensors, each of which may get a name."""
     known = [x, x @ w]
     for step, i in program:
-        h = known[i % len(known)]
-        if step == "product":
-            h = h @ w
-        elif step == "bias":
-            h = torch.addmm(w[0], h, w)
-        elif step == "dropout":
-            h = F.dropout(h, 0.5)
-        elif step == "sort":
-            h = torch.sort(h, 0)[0] if i % 2 else h.max(0, keepdim=True)[0] + h
-        elif step == "split":
-            h = torch.cat([part.sin() for part in h.split(2, 1)], 1)
-        elif step == "in place":
-            h = h.cos().mul_(2).add_(h)
-        elif step == "view":
-            h = h.T.contiguous().T if i % 2 else h.flatten().view_as(h)
-        elif step == "branch":
-            h = h.sin() if h.sum().item() > 0 else h.tanh()
-        elif step == "norm":
-            h = F.layer_norm(h, h.shape[-1:])
-        elif step == "random":
-            h = h * torch.rand_like(h) + torch.arange(4) + torch.tensor([1.5])
-        elif step == "again":
-            h = fs.remat(lambda h, w: (h @ w).sin(), save={aten.mm.default} if i % 2 else None)(h, w)
-        elif step == "inner grad":
-            h = torch.func.grad(lambda h: fs.checkpoint_name(torch.tanh(h @ w), "inner").sum())(h) + h
-        elif step == "vmap":
-            h = torch.vmap(lambda h: fs.checkpoint_name(h.sin() @ w, "inner"))(h)
-        known.append(fs.checkpoint_name(h, f"name {i % 3}"))
+        known.append(fs.checkpoint_name(STEPS[step](known[i % len(known)], w, i), f"name {i % 3}"))
     return sum((h.square().mean() for h in known), w.sum() * 0)
 
 
 def programs() -> st.SearchStrategy[list[tuple[str, int]]]:
-    return st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 11)), max_size=8)
+    return st.lists(st.tuples(st.sampled_from([*STEPS]), st.integers(0, 11)), max_size=8)
 
 
 @given(program=programs(), chosen=st.sets(st.integers(0, 12)), by_name=st.booleans(), way=st.sampled_from(sorted(WAYS)))
@@ -387,7 +360,7 @@ def test_what_is_saved_and_changed_is_computed_again() -> None:
     out = fs.remat(lambda w: w @ w, save={aten.mm.default})(w)
     with torch.no_grad():
         out.mul_(2)
-    equal(torch.autograd.grad(out.sum(), w)[0], by_backward(lambda w: (w @ w).sum())(W))
+    equal(torch.autograd.grad(out.sum(), w)[0], plain_grad(lambda w: (w @ w).sum())(W))
     equal(torch.func.grad(fs.remat(changes(torch.relu_)))(W), torch.func.grad(changes(torch.relu_))(W))
 
 
@@ -615,12 +588,7 @@ def test_units_on_two_ranks(rank: int, strategy: str) -> None:
             for call in ("first", "later"):
                 torch.manual_seed(rank)
                 with Kernels() as kernels, Collectives() as sent:
-                    if way == "backward":
-                        leaves = {k: p.clone().requires_grad_() for k, p in params.items()}
-                        loss(leaves).backward()
-                        results[name, call] = {k: p.grad for k, p in leaves.items()}
-                    else:
-                        results[name, call] = WAYS[way](loss)(params)
+                    results[name, call] = WAYS[way](loss)(params)
                 ran = kernels.ops + Counter({"sent": len(sent.all)})
                 assert call == "first" or counts[name] == ran, (name, way, counts[name] - ran, ran - counts[name])
                 counts[name] = ran

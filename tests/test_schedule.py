@@ -10,22 +10,22 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from unittest import mock
 
+import cases
 import pytest
 import torch
 import torch.distributed as dist
 from collective_log import Collectives, world
 from depth import at_most, each, every, mark_seldom, some
-from models import unchanged
-from parity import WAYS, average_gradients, numbers
+from models import module_class, unchanged
+from parity import WAYS, average_gradients, numbers, same
 from peer_models import MLP, Net, Order, Outer, chain, frozen
 from ranks import real_ranks
 from test_memory import Alive
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import funshard as fs
@@ -49,15 +49,8 @@ def blocks_alone(blocks: int = 5) -> nn.Sequential:
     return nn.Sequential(*Blocks(blocks).blocks)
 
 
-class Nested(nn.Module):
-    """A unit in a unit, then one beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = Outer(), MLP(5, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x))
+Nested = module_class("Nested", lambda: {"first": Outer(), "last": MLP(5, 8)}, lambda self, x: self.last(self.first(x)))
+"""A unit in a unit, then one beside them."""
 
 
 CLOSE = P("shard", align=1)
@@ -77,67 +70,81 @@ class SideBySide(nn.Module):
         return self.c(x), side.detach() if self.cut else side
 
 
-def inner(spec: fs.PartitionSpec) -> dict[int, str]:
-    """By the width inside of a unit's MLP, which no other tensor has, the unit's key; innermost units first."""
-    widths = {max(max(p.shape) for p in unit.params): unit.key for unit in spec if unit.path}
-    return dict(sorted(widths.items(), reverse=True))
-
-
-class Events(TorchDispatchMode):
-    """What a call does, in order: "gather 0" and "there 0", "compute 0", "reduce 0" and "reduced 0", by unit key."""
+class OfUnits(TorchDispatchMode):
+    """Tells units by the sizes of tensors; what is noted goes to ``forward``, and after a call of `turn` to ``backward``."""
 
     def __init__(self, spec: fs.PartitionSpec) -> None:
         super().__init__()
-        self.now: list[str] = []
-        self.forward = self.now
-        self.backward: list[str] = []
-        self.widths = inner(spec)
+        self.forward: list[Any] = []
+        self.backward: list[Any] = []
+        self.now = self.forward
+        widths = {max(max(p.shape) for p in unit.params): unit.key for unit in spec if unit.path}
+        self.widths = dict(sorted(widths.items(), reverse=True))  # inside of a unit's MLP alone; innermost units first
         self.shards = {spec.shard_numel(unit): unit.key for unit in spec}
         self.whole = {spec.padded_numel(unit): unit.key for unit in spec}
-        assert len(self.shards) == len(self.whole) == len(spec)
-        assert len(self.widths) == sum(unit.path != "" for unit in spec)
-        self.under_way: dict[int, str] = {}
 
     def turn(self) -> None:
         self.now = self.backward
+
+    def event(self, name: str, args: Any) -> tuple[str, str]:
+        """What an operator is to do, with a unit's key: "gather", "reduce", "compute" or nothing of these."""
+        if name.startswith("all_gather_into_tensor"):
+            return "gather", self.shards[args[0].numel()]
+        if name == "reduce_scatter_tensor":
+            return "reduce", self.whole[args[0].numel()]
+        sizes = {size for x in args for size in x.shape} if name in ("mm", "addmm") else set[int]()
+        return "compute" if sizes else "", next((key for width, key in self.widths.items() if width in sizes), "")
+
+
+class Events(OfUnits):
+    """What a call does, in order: "gather 0" and "there 0", "compute 0", "reduce 0" and "reduced 0", by unit key."""
+
+    def __init__(self, spec: fs.PartitionSpec) -> None:
+        super().__init__(spec)
+        assert len(self.shards) == len(self.whole) == len(spec)
+        assert len(self.widths) == sum(unit.path != "" for unit in spec)
+        self.under_way: dict[int, tuple[str, str]] = {}
 
     def add(self, what: str, key: str) -> None:
         event = f"{what} {key.rpartition('blocks.')[2] or 'root'}"
         if what != "compute" or self.now[-1:] != [event]:
             self.now.append(event)
 
-    def started(self, what: str, result: str, key: str, out: Tensor) -> None:
-        self.add(what, key)
-        self.under_way[out.untyped_storage()._cdata] = f"{result} {key}"
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
-        if name in ("mm", "addmm"):
-            sizes = {size for x in args for size in x.shape}
-            self.add("compute", next((key for width, key in self.widths.items() if width in sizes), ""))
+        what, key = self.event(name, args)
         out = func(*args, **(kwargs or {}))
-        if name.startswith("all_gather_into_tensor"):
-            self.started("gather", "there", self.shards[args[0].numel()], out)
-        elif name == "reduce_scatter_tensor":
-            self.started("reduce", "reduced", self.whole[args[0].numel()], out)
+        if what:
+            self.add(what, key)
+        if what in ("gather", "reduce"):
+            self.under_way[out.untyped_storage()._cdata] = {"gather": "there", "reduce": "reduced"}[what], key
         elif name == "wait_tensor":
-            self.add(*self.under_way.pop(args[0].untyped_storage()._cdata).split(" "))
+            self.add(*self.under_way.pop(args[0].untyped_storage()._cdata))
         else:
             assert func.namespace not in ("_c10d_functional", "c10d"), name
         return out
 
 
-def recorded(model: nn.Module, spec: fs.PartitionSpec, way: str = "fs", **options: int) -> Events:
-    """One step's events."""
+Mode = TypeVar("Mode", bound=OfUnits)
+
+
+def step_in(mode: Mode, model: nn.Module, spec: fs.PartitionSpec, way: str, **options: int) -> Mode:
+    """The mode after one step within."""
     params = fs.shard(model, spec)
 
     def loss(params: dict[str, Tensor]) -> Tensor:
         y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, **options)
-        events.turn()
+        mode.turn()
         return (y if isinstance(y, Tensor) else y[0]).sum()
 
-    with Events(spec) as events:
+    with mode:
         WAYS[way](loss)(params)
+    return mode
+
+
+def recorded(model: nn.Module, spec: fs.PartitionSpec, way: str = "fs", **options: int) -> Events:
+    """One step's events."""
+    events = step_in(Events(spec), model, spec, way, **options)
     assert not events.under_way  # nothing that was started is forgotten
     return events
 
@@ -159,6 +166,8 @@ FORWARD = {
     2: """gather root, there root, gather 0 1, compute root, there 0, gather 2, compute 0, there 1, compute 1
           there 2, compute 2, compute root""",
 }
+KEPT = """compute root, compute 2, reduce 2, compute 1, reduced 2, reduce 1, compute 0, reduced 1, reduce 0
+          compute root, reduced 0, reduce root, reduced root"""
 BACKWARD = {
     0: """compute root, compute 2, reduce 2, gather 1, there 1, compute 1, reduced 2, reduce 1
           gather 0, there 0, compute 0, reduced 1, reduce 0, compute root, reduced 0, reduce root, reduced root""",
@@ -197,23 +206,14 @@ def test_two_forwards_and_one_backward(prefetch: int) -> None:
         assert events.backward == 2 * lines(BACKWARD[prefetch])
 
 
-def test_one_ahead_and_one_in_flight_is_the_default() -> None:
-    with world(8):
-        spec = fs.by_type(MLP, p=CLOSE)(Blocks()).bound
-        default, explicit = recorded(Blocks(), spec), recorded(Blocks(), spec, prefetch=1, in_flight=1)
-        assert (default.forward, default.backward) == (explicit.forward, explicit.backward)
-
-
 @pytest.mark.parametrize("prefetch", AHEAD)
 def test_kept_units_are_ahead_in_forward_and_not_gathered_in_backward(prefetch: int) -> None:
-    """P(reshard=False): forward is the same, backward only computes and reduces."""
+    """P(reshard=False): forward is the same, backward only computes and reduces. One ahead, one in flight is the default."""
     with world(8):
         events = recorded(Blocks(), fs.by_type(MLP, p=P("shard", reshard=False))(Blocks()).bound, prefetch=prefetch)
-        assert events.forward == lines(FORWARD[prefetch])
-        assert events.backward == lines(
-            """compute root, compute 2, reduce 2, compute 1, reduced 2, reduce 1, compute 0, reduced 1, reduce 0
-               compute root, reduced 0, reduce root, reduced root"""
-        )
+        assert (events.forward, events.backward) == (lines(FORWARD[prefetch]), lines(KEPT))
+        default = recorded(Blocks(), fs.by_type(MLP, p=CLOSE)(Blocks()).bound)
+        assert (default.forward, default.backward) == (lines(FORWARD[1]), lines(BACKWARD[1]))
 
 
 CHAINS: dict[str, Callable[[], nn.Module]] = {"Blocks": lambda: Blocks(5), "blocks_alone": blocks_alone}
@@ -343,15 +343,10 @@ def test_nested_units_are_ahead(prefetch: int) -> None:
         assert (again[0] < events.backward.index("compute last")) == (prefetch > 0)
 
 
-class InnerLast(nn.Module):
-    """A block whose backward comes to the unit inside of it before its own parameters."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.own, self.inner = nn.Linear(5, 5), MLP(5, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.own(x).tanh())
+InnerLast = module_class(
+    "InnerLast", lambda width: {"own": nn.Linear(5, 5), "inner": MLP(5, width)}, lambda self, x: self.inner(self.own(x).tanh())
+)
+"""A block whose backward comes to the unit inside of it before its own parameters."""
 
 
 @pytest.mark.parametrize("prefetch", AHEAD)
@@ -481,10 +476,8 @@ def test_ordered_specs_are_other_specs() -> None:
     spec = fs.by_type(MLP, p=CLOSE)(Order("bca"))
     assert spec.order == ("", "a", "b", "c")
     ordered = spec.ordered(iter(["", "b", "c", "a"]))
-    assert ordered.order == ("", "b", "c", "a")
-    assert spec.order == ("", "a", "b", "c")
-    assert ordered != spec
-    assert ordered != spec.ordered(["", "b", "a", "c"])
+    assert (ordered.order, spec.order) == (("", "b", "c", "a"), ("", "a", "b", "c"))
+    assert ordered not in (spec, spec.ordered(["", "b", "a", "c"]))
     assert ordered == spec.ordered(["", "b", "c", "a"])
     assert len({spec, ordered, spec.ordered(["", "b", "c", "a"]), spec.ordered([])}) == 3
     assert pickle.loads(pickle.dumps(ordered)) == copy.deepcopy(ordered) == ordered
@@ -554,18 +547,6 @@ def plain(model: nn.Module, spec: fs.PartitionSpec, x: Tensor, rank: int) -> dic
     return {unit.key: shards[unit.key] for unit in spec if unit.requires_grad}
 
 
-def identical(got: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> None:
-    assert got.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert torch.equal(got[key], tensor), (what, key)
-
-
-def close(got: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> None:
-    assert got.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert_close(got[key], tensor, msg=lambda m, key=key: f"{what} '{key}': {m}")
-
-
 @at_most(1)
 @each(p=[P("shard"), P("shard", reshard=False), P()], name=MODELS)
 @real_ranks(2)
@@ -576,10 +557,10 @@ def test_every_schedule_gives_the_same_gradients(rank: int, name: str, p: P) -> 
     expected = plain(model, spec, x, rank)
     first = {way: step(model, spec, way, x, prefetch=0, in_flight=1) for way in ("fs", "backward")}
     for way, grads in first.items():
-        close(grads, expected, way)
+        same(grads, expected, way)
     for way, prefetch, in_flight in some(product(first, range(4), range(1, 4))):
         got = step(model, spec, way, x, prefetch=prefetch, in_flight=in_flight)
-        identical(got, first[way], (way, prefetch, in_flight))
+        cases.same(got, first[way])
 
 
 @at_most(1)
@@ -590,12 +571,12 @@ def test_a_wrong_order_costs_no_correctness(rank: int, order: str, way: str) -> 
     model, x = Order(order), numbers(rank, 0)
     spec = fs.by_type(MLP, p=CLOSE)(model).bound
     first = step(model, spec, way, x, prefetch=0)
-    close(first, plain(model, spec, x, rank), way)
+    same(first, plain(model, spec, x, rank), way)
     traced = fs.trace_order(model, spec, x)
     wrong: list[tuple[str, ...]] = [traced[::-1], (), ("a",) * 4, ("c", "b"), ("b", "", "b", "c", "b"), traced * 2]
     for prefetch, names in some(product((1, 2, 5), (traced, *wrong)), 1):
-        identical(step(model, spec.ordered(names), way, x, prefetch=prefetch), first, (prefetch, names))
-    identical(step(model, spec, way, x, prefetch=2), first, "the tree's order")
+        cases.same(step(model, spec.ordered(names), way, x, prefetch=prefetch), first)
+    cases.same(step(model, spec, way, x, prefetch=2), first)
 
 
 class Groups(TorchDispatchMode):
@@ -629,7 +610,7 @@ def test_reductions_over_a_second_mesh(rank: int, p: P) -> None:
                 lambda q, prefetch=prefetch: (fs.functional_call(model, q, (x,), spec=spec, prefetch=prefetch) ** 2).mean()
             )
             got, _ = y(trained)
-        close(got, expected, way)
+        same(got, expected, way)
         moved = {"broadcast": {one}, "all_to_all_single": {two}} if p.axes else {"all_reduce": {two}}
         assert groups.of == moved
 
@@ -661,7 +642,7 @@ def reduced(rank: int, model: nn.Module, bucket: int, way: str) -> list[tuple[in
     spec = fs.policies.always(p=P(align=1))(model).bound
     with mock.patch.object(reductions, "BUCKET_BYTES", bucket), Collectives() as log:
         got = step(model, spec, way, x)
-    close(got, plain(model, spec, x, rank), bucket)
+    same(got, plain(model, spec, x, rank), f"{bucket}")
     return [(sent.numel, sent.bytes // sent.numel) for sent in log.all if sent.op == "all_reduce"]
 
 
@@ -720,7 +701,7 @@ def test_an_interrupted_backward_leaves_nothing(rank: int, p: P) -> None:
         failing = -1
         for _ in range(2):
             got = torch.autograd.grad(loss, list(params.values()), retain_graph=True)
-            close(dict(zip(params, got, strict=True)), expected, (failing_now, prefetch))
+            same(dict(zip(params, got, strict=True)), expected, f"{failing_now}, {prefetch}")
 
 
 # --- memory ---
@@ -737,17 +718,11 @@ class Moment:
     running: set[str] = field(default_factory=set)
 
 
-class Memory(TorchDispatchMode):
+class Memory(OfUnits):
     """Every moment of a step. A buffer is what it was last filled with: a gathered unit or a gradient to reduce."""
 
     def __init__(self, model: nn.Module, spec: fs.PartitionSpec) -> None:
-        super().__init__()
-        self.forward: list[Moment] = []
-        self.backward: list[Moment] = []
-        self.now = self.forward
-        self.widths, self.spec = inner(spec), spec
-        self.shards = {spec.shard_numel(unit): unit.key for unit in spec}
-        self.whole = {spec.padded_numel(unit): unit.key for unit in spec}
+        super().__init__(spec)
         self.buffers: dict[int, tuple[weakref.ref[Any], str | None]] = {}
         self.running = [""]
         self.left: set[str] = set()  # until the next one is there
@@ -766,22 +741,19 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name, event = func._schema.name.partition("::")[2], ""
-        if name.startswith("all_gather_into_tensor"):
-            event = f"gather {self.shards[args[0].numel()]}"
-            self.fill(out, self.shards[args[0].numel()])
+        name = func._schema.name.partition("::")[2]
+        what, key = self.event(name, args)
+        if what == "gather":
+            self.fill(out, key)
+        elif what == "reduce":
+            self.fill(args[0], None)
         elif name == "_chunk_cat" and self.now is self.backward:
             self.fill(out, None)
-        elif name == "reduce_scatter_tensor":
-            event = f"reduce {self.whole[args[0].numel()]}"
-            self.fill(args[0], None)
-        elif name in ("mm", "addmm"):
-            sizes = {size for x in args for size in x.shape}
-            event = f"compute {next((key for width, key in self.widths.items() if width in sizes), '')}"
+        elif what == "compute":
             if self.entered:
                 self.left.clear()
             self.entered = False
-        self.note(event)
+        self.note(f"{what} {key}" if what else "")
         return out
 
     def note(self, event: str) -> None:
@@ -792,7 +764,7 @@ class Memory(TorchDispatchMode):
 
     def turn(self) -> None:
         self.note("turn")
-        self.now = self.backward
+        super().turn()
 
 
 def say_what_runs_in_backward(moments: list[Moment], kept: list[str]) -> None:
@@ -822,15 +794,7 @@ MEMORY: dict[str, Callable[[], nn.Module]] = {
 
 
 def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, prefetch: int, in_flight: int) -> Memory:
-    params = fs.shard(model, spec)
-    with Memory(model, spec) as memory:
-
-        def loss(params: dict[str, Tensor]) -> Tensor:
-            y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, prefetch=prefetch, in_flight=in_flight).sum()
-            memory.turn()
-            return y
-
-        WAYS[way](loss)(params)
+    memory = step_in(Memory(model, spec), model, spec, way, prefetch=prefetch, in_flight=in_flight)
     memory.note("end")
     return memory
 

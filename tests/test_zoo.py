@@ -1,8 +1,8 @@
 """Laws G1 and R3 on a zoo: tiny models of transformers, by their own configs, are on shards what they are alone.
 
-Beyond those of test_architectures.py and test_remat_architectures.py. In train mode (dropout as it comes) and eval mode, by
-every way, each of two real ranks computes its loss and the mean gradients at some values, at others, and at the first again:
-a call leaves nothing behind. What funshard refuses stands here with the words of its error.
+Beyond those of test_architectures.py. In train mode (caches and dropout as they come) and eval mode, by every way, each of two
+real ranks computes its loss and the mean gradients at some values, at others, and at the first again: a call leaves nothing
+behind. What funshard refuses stands here with the words of its error.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ import torch
 import transformers
 from depth import at_most, mark_seldom
 from models import EXACT, VOCABULARY, Architecture, plain, unchanged
-from parity import strategies
+from parity import MAIN_WAYS, strategies
+from parity import WAYS as GRADS
 from ranks import real_ranks
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 import funshard as fs
+from funshard import P
 
 Batch = dict[str, Tensor]
 
 SEED = 1
-WAYS = strategies("shard", "remat", "keep")
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+WAYS = strategies("shard", "remat", "keep", products=P("shard", remat=fs.Remat(PRODUCTS)))
 
 
 def tokens(length: int) -> Tensor:
@@ -96,7 +100,25 @@ SPEECH = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions":
 BOTH = {"text_config": TEXT, "vision_config": SEES, "projection_dim": 8}
 PATCHES = {"d_model": 8, "ffn_dim": 12, "context_length": 16, "patch_length": 4, "patch_stride": 4, "prediction_length": 4}
 
-ZOO: dict[str, Case] = {
+ALONE = {"num_key_value_heads": 1}
+
+KNOWN: dict[str, Case] = {
+    "gpt2": case("GPT2LMHeadModel", **GPT),
+    "llama": case("LlamaForCausalLM", **TEXT, **ALONE),
+    "llama_tied": case("LlamaForCausalLM", **TEXT, **ALONE, tie_word_embeddings=True),
+    "mistral": case("MistralForCausalLM", **TEXT, **ALONE, sliding_window=4),
+    "qwen2": case("Qwen2ForCausalLM", **TEXT, **ALONE),
+    "gemma": case("GemmaForCausalLM", **GROUPED),
+    "mixtral": case("MixtralForCausalLM", **TEXT, **ALONE, **EXPERTS, num_local_experts=4, output_router_logits=True),
+    "opt": case("OPTForCausalLM", **SMALL, ffn_dim=12, word_embed_proj_dim=8, max_position_embeddings=16),
+    "t5": case("T5ForConditionalGeneration", "pair", **T5),
+    "bart": case("BartForConditionalGeneration", "pair", **PAIR),
+    "bert": case("BertForSequenceClassification", "padded", **TEXT, num_labels=3),
+    "bert_decoder": case("BertLMHeadModel", **TEXT, is_decoder=True),
+    "vit": case("ViTForImageClassification", "image", **SEES, num_labels=3),
+}
+"""Those whose gradients are taken in every way, one after the other."""
+ZOO: dict[str, Case] = KNOWN | {
     # decoders
     "gpt_neox": case("GPTNeoXForCausalLM", **TEXT),
     "gptj": case("GPTJForCausalLM", **GPT, rotary_dim=4),
@@ -153,15 +175,18 @@ ZOO: dict[str, Case] = {
     "vilt": case("ViltForMaskedLM", "caption", **{**TEXT, **SEES}),
     "patchtst": case("PatchTSTForPrediction", "series", **TEXT, **PATCHES),
 }
-"""Beyond the 13 of test_remat_architectures.py, and ResNet of test_architectures.py."""
+"""Beside ResNet of test_architectures.py."""
 
+AGAIN = ("remat", "products")
 REFUSED = {
     ("rwkv", "eval"): dict.fromkeys(WAYS, "attention.output.weight'.* was changed in place in forward"),  # rescaled
     ("switch", "train"): dict.fromkeys(WAYS, "router.classifier.weight' .*was changed in place in forward"),  # by module.to
     ("switch", "eval"): dict.fromkeys(WAYS, "router.classifier.weight' .*was changed in place in forward"),
-    ("levit", "eval"): {"remat": "leaves a tensor with a graph in attribute 'attention_bias_cache'"},  # of a run that is over
-    ("big_bird_short", "train"): {"remat": "'bert.encoder.layer.0.attention.self' .*was put there in forward"},
-    ("big_bird_short", "eval"): {"remat": "'bert.encoder.layer.0.attention.self' .*was put there in forward"},
+    ("levit", "eval"): dict.fromkeys(
+        AGAIN, "leaves a tensor with a graph in attribute 'attention_bias_cache'"
+    ),  # of a run that is over
+    ("big_bird_short", "train"): dict.fromkeys(AGAIN, "'bert.encoder.layer.0.attention.self' .*was put there in forward"),
+    ("big_bird_short", "eval"): dict.fromkeys(AGAIN, "'bert.encoder.layer.0.attention.self' .*was put there in forward"),
 }
 """By model, mode and way: the words of the error."""
 
@@ -195,7 +220,7 @@ def shift(model: nn.Module) -> None:
 
 
 @at_most(1)
-@pytest.mark.parametrize("name", mark_seldom(ZOO, "deepseek_v3", "mamba", "swin", "whisper"))
+@pytest.mark.parametrize("name", mark_seldom(ZOO, "llama", "mixtral", "t5", "deepseek_v3", "mamba", "swin", "whisper"))
 @real_ranks(2)
 def test_zoo(rank: int, name: str) -> None:
     """Loss and gradients in train and eval mode, sharded, recomputed and kept; a second call owes nothing to the first."""
@@ -223,10 +248,43 @@ def test_zoo(rank: int, name: str) -> None:
                     with pytest.raises(RuntimeError, match=words):
                         fs.grad(loss)(*shards[0])
                     continue
-                got = [fs.grad_and_value(loss)(*shards[i]) for i in (0, 1, 0)]
+                by = MAIN_WAYS if name in KNOWN else ["fs"] * 3
+                got = [GRADS[w](lambda q, i=i: loss(q, shards[i][1]))(shards[i][0]) for w, i in zip(by, (0, 1, 0), strict=True)]
             for call, i in enumerate((0, 1, 0)):
                 where, (value, full) = f"{mode} {way}, call {call}", expected[i]
                 torch.testing.assert_close(got[call][1], value, **EXACT, msg=lambda m, w=where: f"{w}: {m}")
                 grads = fs.shard(full, spec)
                 for key, ours in got[call][0].items():
                     torch.testing.assert_close(ours, grads[key], **EXACT, msg=lambda m, w=f"{where}, {key}": f"{w}: {m}")
+
+
+@at_most(1)
+@pytest.mark.parametrize("name", mark_seldom(["gpt2", "llama", "mistral", "t5"], "gpt2", "llama"))
+@real_ranks(2)
+def test_second_order_at_the_defaults(rank: int, name: str) -> None:
+    """Products with the Hessian, recomputed: SiLU, RoPE and caches in each; no dropout of modules."""
+    made = build(name)
+    for module in made.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    spec = fs.by_type(*made.blocks, p=P("shard", remat=True))(made.model).bound
+    full = {k: v.detach() for k, v in made.model.named_parameters()}
+    direction = {k: v.cos() for k, v in full.items()}
+    batches = [{k: v[r] for k, v in made.batches.items()} for r in range(2)]
+
+    def loss(params: fs.Params) -> Tensor:
+        torch.manual_seed(0)
+        return fs.functional_call(made.model, params, (), batches[rank], spec=spec).loss
+
+    def one(full: fs.Params, batch: Batch) -> Tensor:
+        torch.manual_seed(0)
+        return torch.func.functional_call(made.model, full, (), batch).loss
+
+    def mean(full: fs.Params) -> Tensor:
+        return sum(one(full, batch) for batch in batches) / 2
+
+    with sdpa_kernel(SDPBackend.MATH):
+        got = fs.hvp(loss, fs.shard(full, spec), fs.shard(direction, spec))
+        want = fs.shard(fs.hvp(mean, full, direction), spec)
+    for key in want:
+        torch.testing.assert_close(got[key], want[key], **EXACT, msg=lambda m, key=key: f"{key}: {m}")
