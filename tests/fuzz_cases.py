@@ -15,6 +15,7 @@ import mirror
 import torch
 from fuzz_modules import PIECES, WIDTH
 from models import unchanged
+from parity import gradient, leaves_of
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jvp, vjp
 from torch.overrides import TorchFunctionMode
@@ -134,17 +135,12 @@ def along(tree: Params, v: Params) -> Tensor:
     return sum(((t * v[k].conj()).real.sum().double() for k, t in tree.items()), torch.zeros((), dtype=torch.float64))
 
 
-def leaves_of(p: Params) -> dict[str, Tensor]:
-    return {k: t.detach().clone().requires_grad_() for k, t in p.items()}
-
-
 def dense(tree: Params) -> dict[str, Tensor]:
     return {k: t.to_dense() if t.is_sparse else t for k, t in tree.items()}
 
 
 def plain_gradient(loss: Tensor, leaves: Params, **options: bool) -> dict[str, Tensor]:
-    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True, **options)
-    return dense(dict(zip(leaves, grads, strict=True)))
+    return dense(gradient(loss, leaves, **options))
 
 
 def by_autograd(f: Loss, p: Params, v: Params) -> Result:
@@ -164,13 +160,6 @@ def twice_by_autograd(f: Loss, p: Params, v: Params) -> Result:
     leaves = leaves_of(p)
     first = plain_gradient(f(leaves), leaves, create_graph=True)
     return plain_gradient(along(first, v), leaves), []
-
-
-def along_by_autograd(f: Loss, p: Params, v: Params) -> Result:
-    leaves = leaves_of(p)
-    value = f(leaves)
-    first = plain_gradient(value, leaves, create_graph=True)
-    return plain_gradient(value + along(first, v), leaves), []
 
 
 def penalty_by_autograd(f: Loss, p: Params, v: Params) -> Result:
@@ -377,7 +366,7 @@ def modes() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def untouched(net: nn.Module, tensors: list[Tensor]) -> Iterator[None]:
-    """Raises Changed, also when the block raises, unless model, tensors and modes are as before.
+    """Raises Verdict where the block raises, and unless model, tensors and modes are as before.
 
     With an error a tensor may have been written to if its values were put back.
     """
@@ -394,13 +383,37 @@ def untouched(net: nn.Module, tensors: list[Tensor]) -> Iterator[None]:
             assert torch.equal(t, c), f"the caller's tensor {i} was changed"
             assert error is not None or t._version == version, f"the caller's tensor {i} was written to"
     except AssertionError as changed:
-        raise Changed(str(changed)) from error
+        raise Verdict(f"changed: {changed}") from error
     if error is not None:
-        raise error
+        raise Verdict(refusal(error)) from error
 
 
-class Changed(Exception):
-    """Something of the caller's is not what it was."""
+class Verdict(Exception):
+    """On a case that ends here."""
+
+
+@contextlib.contextmanager
+def reference() -> Iterator[None]:
+    """What cannot run here has no reference."""
+    try:
+        yield
+    except Exception as error:
+        raise Verdict(f"no reference: {type(error).__name__}: {error}") from error
+
+
+def judged(f: Callable[..., str]) -> Callable[..., str]:
+    """The function's result, or the verdict at which it ended; warnings are nobody's matter."""
+
+    @functools.wraps(f)
+    def judge(*args: Any, **kwargs: Any) -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return f(*args, **kwargs)
+            except Verdict as verdict:
+                return str(verdict)
+
+    return judge
 
 
 def watched(case: Case) -> contextlib.AbstractContextManager[None]:
@@ -409,35 +422,27 @@ def watched(case: Case) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if writes.isdisjoint(case.pieces) else compare_values()
 
 
+@judged
 def run(case: Case, mesh: Any = None, rank: int = 0, ranks: int = 1, *, equal: bool = False) -> str:
     """What is wrong with the case on these ranks; "" if nothing is, "refused: ..." if an error says what.
 
     With ``equal`` the ranks of the mesh all do the same (mirror.py).
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = Plain(case, ranks, equal=equal)
-        try:
-            expected, values = plain.run(case.transform, rank)
-        except Exception as error:
-            return f"no reference: {type(error).__name__}: {error}"
-        drawn = torch.get_rng_state()
-        net, x = plain.sharded(), batch(rank)
-        spec = plain.spec if mesh is None else plain.spec.on(mesh)
-        f, params, v = sharded(plain, net, spec, x, rank)
-        try:
-            with untouched(net, [*params.values(), *v.values(), x]), watched(case):
-                got, got_values = TRANSFORMS[case.transform][0](f, params, v)
-        except Changed as error:
-            return f"changed: {error}"
-        except Exception as error:
-            return refusal(error)
-        want = {} if not expected else fs.shard({**plain.full, **expected}, spec, rank=rank)
-        apart = [compare(f"unit '{k}'", got[k], want[k], case) for k in got]
-        apart += [compare("value", a, b, case) for a, b in zip(got_values, values, strict=True)]
-        if ranks == 1 and not torch.equal(drawn, torch.get_rng_state()):
-            apart.append("other random numbers were drawn")
-        return "; ".join(text for text in apart if text)
+    plain = Plain(case, ranks, equal=equal)
+    with reference():
+        expected, values = plain.run(case.transform, rank)
+    drawn = torch.get_rng_state()
+    net, x = plain.sharded(), batch(rank)
+    spec = plain.spec if mesh is None else plain.spec.on(mesh)
+    f, params, v = sharded(plain, net, spec, x, rank)
+    with untouched(net, [*params.values(), *v.values(), x]), watched(case):
+        got, got_values = TRANSFORMS[case.transform][0](f, params, v)
+    want = {} if not expected else fs.shard({**plain.full, **expected}, spec, rank=rank)
+    apart = [compare(f"unit '{k}'", got[k], want[k], case) for k in got]
+    apart += [compare("value", a, b, case) for a, b in zip(got_values, values, strict=True)]
+    if ranks == 1 and not torch.equal(drawn, torch.get_rng_state()):
+        apart.append("other random numbers were drawn")
+    return "; ".join(text for text in apart if text)
 
 
 def refusal(error: Exception) -> str:
@@ -449,45 +454,36 @@ def mirrored(rank: int, case: Case) -> str:
     return run(case, mirror.mesh(case.sizes), equal=True)
 
 
+@judged
 def per_sample(rank: int, case: Case, clip: float | None) -> str:
     """Of per_sample_grads on equal ranks, what is wrong: beside vmap of the plain gradient."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain, x = Plain(case, 1, equal=True), batch(0)
-        try:
-            each = torch.vmap(grad(lambda p, row: plain.loss(0, row[None])(p)), (None, 0))(plain.trained, x)
-        except Exception as error:
-            return f"no reference: {type(error).__name__}: {error}"
-        net, spec = plain.sharded(), plain.spec.on(mirror.mesh(case.sizes))
-        trained, frozen = fs.partition(fs.shard(net, spec), spec)
+    plain, x = Plain(case, 1, equal=True), batch(0)
+    with reference():
+        each = torch.vmap(grad(lambda p, row: plain.loss(0, row[None])(p)), (None, 0))(plain.trained, x)
+    net, spec = plain.sharded(), plain.spec.on(mirror.mesh(case.sizes))
+    trained, frozen = fs.partition(fs.shard(net, spec), spec)
 
-        def f(params: Params, row: Tensor) -> Tensor:
-            seed(11)
-            return score(fs.functional_call(net, fs.combine(params, frozen), row[None], spec=spec))
+    def f(params: Params, row: Tensor) -> Tensor:
+        seed(11)
+        return score(fs.functional_call(net, fs.combine(params, frozen), row[None], spec=spec))
 
-        try:
-            with untouched(net, [*trained.values(), x]), watched(case):
-                got = fs.per_sample_grads(f, trained, x, spec=spec, clip=clip)
-        except Changed as error:
-            return f"changed: {error}"
-        except Exception as error:
-            return refusal(error)
-        if clip is not None:
-            norms = sum((g.abs() ** 2).reshape(len(g), -1).sum(1).double() for g in each.values()).sqrt()
-            scale = (clip / (norms + 1e-6)).clamp(max=1)
-            mean = {name: (g * scale.to(g).view(-1, *(1,) * (g.dim() - 1))).mean(0) for name, g in each.items()}
-            full = fs.shard({**plain.full, **mean}, spec, rank=0)
-            each = {key: full[key] for key in trained}
-        if got.keys() != each.keys():
-            return f"WRONG keys {list(got)}, expected {list(each)}"
-        return "; ".join(text for k in got if (text := compare(f"'{k}'", got[k], each[k], case)))
+    with untouched(net, [*trained.values(), x]), watched(case):
+        got = fs.per_sample_grads(f, trained, x, spec=spec, clip=clip)
+    if clip is not None:
+        norms = sum((g.abs() ** 2).reshape(len(g), -1).sum(1).double() for g in each.values()).sqrt()
+        scale = (clip / (norms + 1e-6)).clamp(max=1)
+        mean = {name: (g * scale.to(g).view(-1, *(1,) * (g.dim() - 1))).mean(0) for name, g in each.items()}
+        full = fs.shard({**plain.full, **mean}, spec, rank=0)
+        each = {key: full[key] for key in trained}
+    if got.keys() != each.keys():
+        return f"WRONG keys {list(got)}, expected {list(each)}"
+    return "; ".join(text for k in got if (text := compare(f"'{k}'", got[k], each[k], case)))
 
 
 def on_real_ranks(rank: int, case: Case) -> str:
     """As `run`, on ranks with batches of their own."""
-    mesh = (
-        None if len(case.mesh) == 1 else torch.distributed.init_device_mesh("cpu", case.mesh, mesh_dim_names=tuple(case.sizes))
-    )
+    several = len(case.mesh) > 1
+    mesh = torch.distributed.init_device_mesh("cpu", case.mesh, mesh_dim_names=tuple(case.sizes)) if several else None
     return run(case, mesh, rank, torch.Size(case.mesh).numel())
 
 
@@ -500,38 +496,30 @@ def compare(what: str, got: Tensor, expected: Tensor, case: Case) -> str:
     return f"WRONG {what}: by {(got - expected).abs().max():.3g} of {expected.abs().max():.3g}"
 
 
-def on_simulated(case: Case) -> str:
-    """As `run`, on ranks that are a batch dimension of vmap."""
+@judged
+def on_simulated(rank: int, case: Case) -> str:
+    """As `run`, on ranks that are a batch dimension of vmap (in a pool of one)."""
     sizes, ranks = case.sizes, torch.Size(case.mesh).numel()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = Plain(case, ranks)
-        xs = torch.stack([batch(rank) for rank in range(ranks)])
-        stacked = {name: torch.stack([p] * ranks) for name, p in plain.trained.items()}
-        assert plain.direction.keys() == stacked.keys()  # drawn here, and not once for each simulated rank
-        transform = "grad" if case.transform == "fs.grad" else case.transform
-        try:
-            fs.testing.spmd(lambda _, *args: plain.on_batch(transform, *args), sizes)(xs, stacked)  # what vmap cannot run
-            found = [plain.run(case.transform, rank) for rank in range(ranks)]
-        except Exception as error:
-            return f"no reference: {type(error).__name__}: {error}"
-        net = plain.sharded()
+    plain = Plain(case, ranks)
+    xs = torch.stack([batch(rank) for rank in range(ranks)])
+    stacked = {name: torch.stack([p] * ranks) for name, p in plain.trained.items()}
+    assert plain.direction.keys() == stacked.keys()  # drawn here, and not once for each simulated rank
+    transform = "grad" if case.transform == "fs.grad" else case.transform
+    with reference():
+        fs.testing.spmd(lambda _, *args: plain.on_batch(transform, *args), sizes)(xs, stacked)  # what vmap cannot run
+        found = [plain.run(case.transform, rank) for rank in range(ranks)]
+    net = plain.sharded()
 
-        def on_a_rank(mesh: Any, x: Tensor) -> Result:
-            f, params, v = sharded(plain, net, plain.spec.on(mesh), x, None)
-            return TRANSFORMS[case.transform][0](f, params, v)
+    def on_a_rank(mesh: Any, x: Tensor) -> Result:
+        f, params, v = sharded(plain, net, plain.spec.on(mesh), x, None)
+        return TRANSFORMS[case.transform][0](f, params, v)
 
-        try:
-            with untouched(net, [xs]), watched(case):
-                got, values = fs.testing.spmd(on_a_rank, sizes)(xs)
-        except Changed as error:
-            return f"changed: {error}"
-        except Exception as error:
-            return refusal(error)
-        apart: list[str] = []
-        spec = plain.spec.on(sizes)
-        for rank, (tree, own) in enumerate(found):
-            want = {} if not tree else fs.shard({**plain.full, **tree}, spec, rank=rank)
-            apart += [compare(f"unit '{k}' on rank {rank}", got[k][rank], want[k], case) for k in got]
-            apart += [compare(f"value on rank {rank}", a[rank], b, case) for a, b in zip(values, own, strict=True)]
-        return "; ".join(text for text in apart if text)
+    with untouched(net, [xs]), watched(case):
+        got, values = fs.testing.spmd(on_a_rank, sizes)(xs)
+    apart: list[str] = []
+    spec = plain.spec.on(sizes)
+    for rank, (tree, own) in enumerate(found):
+        want = {} if not tree else fs.shard({**plain.full, **tree}, spec, rank=rank)
+        apart += [compare(f"unit '{k}' on rank {rank}", got[k][rank], want[k], case) for k in got]
+        apart += [compare(f"value on rank {rank}", a[rank], b, case) for a, b in zip(values, own, strict=True)]
+    return "; ".join(text for text in apart if text)

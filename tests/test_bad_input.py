@@ -196,120 +196,82 @@ WIDER = changed(lambda m: setattr(m, "1", nn.Linear(4, 5, bias=False)))
 SHORTER = changed(lambda m: m.pop(1))
 
 
+MISTAKES: dict[type[Exception], dict[str, Callable[[], object]]] = {
+    TypeError: {
+        r"spec: expected a PartitionSpec.*, got NoneType": lambda: fs.functional_call(MODEL, PARAMS, X, spec=None),
+        r"spec: expected a PartitionSpec such as .*, got P$": lambda: fs.unshard(PARAMS, P()),
+        r"spec: expected a PartitionSpec such as .*, got Sequential$": lambda: fs.unshard(PARAMS, MODEL),
+        r"params: expected a dict of tensors .*, got list": lambda: fs.reduce_grads([*FULL.values()], SPEC),
+        r"params: expected a .* of tensors .*, got list": lambda: fs.partition([*PARAMS.values()], SPEC),
+        r"params: expected .* of tensors .*, got list": lambda: fs.shard([*FULL.values()], SPEC, rank=0),
+        r"'0\.bias' of unit '0': expected a tensor, got list": lambda: fs.shard({**FULL, "0.bias": [0.0]}, SPEC, rank=0),
+        r"must be Tensor, not list": lambda: fs.functional_call(MODEL, on_one(), [X], spec=ONE),
+        r"unit '0': expected a floating point dtype such as torch\.float32, got torch\.int64": lambda: fs.functional_call(
+            MODEL, {k: p.long() for k, p in PARAMS.items()}, X, spec=SPEC
+        ),
+        r"unit '1': expected a floating point dtype such as torch\.float32, got torch\.complex64": lambda: fs.functional_call(
+            MODEL, {**FULL, "1.weight": FULL["1.weight"].cfloat()}, X, spec=SPEC
+        ),
+        r"\[''\]: expected a floating point tensor, got torch\.int64; set it apart with partition": lambda: fs.grad(
+            lambda params: params[""].sum()
+        )(fs.shard(COUNTS, fs.policies.whole()(COUNTS).on({"shard": 1}), rank=0)),
+        r"\['b'\]: expected a floating point tensor, got torch\.bool": lambda: fs.grad(lambda params: params["a"].sum())(
+            {"a": X, "b": X.bool()}
+        ),
+    },
+    RuntimeError: {
+        r"same dtype": lambda: fs.functional_call(MODEL, on_one(double=["1"]), X, spec=ONE),
+    },
+    ValueError: {
+        r"params are on the meta device, without values: '0', '1'; expected them to be materialized as the arg": lambda: (
+            fs.functional_call(MODEL, {k: p.to("meta") for k, p in on_one().items()}, X, spec=ONE)
+        ),
+        r"unit '0': expected a 1-D buffer of 8 elements, got shape \[16\].*or another mesh than shard=2\?": lambda: (
+            fs.functional_call(MODEL, fs.shard(MODEL, ONE), X, spec=SPEC)
+        ),
+        r"unit '1' is missing: expected all that the new spec's unit '' is made of, \['0', '1'\], or nothing of it": lambda: (
+            fs.reshard({"0": on_one()["0"]}, ONE, fs.policies.whole()(MODEL))
+        ),
+        r"unit '1' is missing: .* got units \['0'\]": lambda: fs.unshard({"0": on_one()["0"]}, ONE, units=["1"]),
+        r"unit '': unknown mesh axis 'x'.*one of \('shard',\)": lambda: fs.policies.whole(P("x"))(MODEL).on({"shard": 2}),
+        r"'blocks\.7' matches no module: expected a path such as": lambda: fs.by_path({"blocks.7": P()})(MODEL),
+        r"parameter '2\.weight' is not in the spec: expected names": lambda: fs.shard(GROWN, SPEC, rank=0),
+        r"parameter '1\.weight' of unit '1' is not in the model": lambda: fs.shard(SHORTER, SPEC, rank=0),
+        r"'1\.weight' of unit '1': expected shape \[2, 4\].*got \[5, 4\]": lambda: fs.shard(WIDER, SPEC, rank=0),
+        r"'0\.bias' of unit '0': expected torch\.float32, got torch\.float64": lambda: fs.shard(
+            changed(lambda m: m.double()), SPEC, rank=0
+        ),
+        r"'1\.weight' of unit '': expected it tied to '0\.weight', got two": lambda: fs.shard(*_tied(), rank=0),
+        r"'2\.weight' is not in the spec.*changed after": lambda: fs.functional_call(GROWN, PARAMS, X, spec=SPEC),
+        r"'1\.weight' of unit '1'.*got none.*changed": lambda: fs.functional_call(SHORTER, PARAMS, X, spec=SPEC),
+        r"expected shape \[2, 4\].*got shape \[5, 4\]": lambda: fs.functional_call(WIDER, PARAMS, X, spec=SPEC),
+        r"'2\.weight' is not in the spec: expected": lambda: fs.shard({**FULL, "2.weight": X}, SPEC, rank=0),
+        r"'0\.weight' of unit '0': expected shape \[4, 3\], got \[1, 3\]": lambda: fs.shard(
+            {**FULL, "0.weight": X}, SPEC, rank=0
+        ),
+        r"'0\.bias' of unit '0' is missing: expected \[4\], got none": lambda: fs.shard({"1.weight": X}, SPEC, rank=0),
+        r"'0\.weight' of unit '0': expected torch\.float64 as '0\.bias' has, got torch\.float32": lambda: fs.flatten(
+            {**FULL, "0.bias": torch.ones(4).double()}, SPEC
+        ),
+        r"shard: the spec is on sizes alone, \{'shard': 2\}: expected a rank in 0\.\.1, got None; give rank=, or bind the": lambda: (
+            fs.shard(MODEL, SPEC)
+        ),
+        r"rank 2 is not on the mesh of sizes \[2\]: expected 0\.\.1": lambda: fs.shard(MODEL, SPEC, rank=2),
+        r"sizes \[2\] does not know its rank: expected rank=0\.\.1": lambda: fs.param_views(PARAMS, SPEC),
+        r"axis of 2 ranks without a process group.*\.on\(mesh\)": lambda: fs.unshard(PARAMS, SPEC),
+        r"unit '2' is not in the spec: expected some of \['0',": lambda: fs.unshard(PARAMS, SPEC, units=["2"]),
+        r"unit '0': expected a 1-D buffer of 16 elements, got shape \[8\]": lambda: fs.unflatten(PARAMS, SPEC),
+        r"parameter '2\.(weight|bias)' is in the new spec only: expected two specs of one model": lambda: fs.reshard(
+            PARAMS, SPEC, fs.policies.whole()(GROWN).on({"shard": 2})
+        ),
+        r"'2' is no unit and no parameter of the spec: expected some of": lambda: fs.partition({"2": X}, SPEC),
+        r"'a' is in two parts: expected disjoint ones": lambda: fs.combine({"a": X}, {"a": X}),
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        (lambda: fs.functional_call(MODEL, PARAMS, X, spec=None), TypeError, r"spec: expected a PartitionSpec.*, got NoneType"),
-        (lambda: fs.unshard(PARAMS, P()), TypeError, r"spec: expected a PartitionSpec such as .*, got P$"),
-        (lambda: fs.unshard(PARAMS, MODEL), TypeError, r"spec: expected a PartitionSpec such as .*, got Sequential$"),
-        (lambda: fs.reduce_grads([*FULL.values()], SPEC), TypeError, r"params: expected a dict of tensors .*, got list"),
-        (lambda: fs.partition([*PARAMS.values()], SPEC), TypeError, r"params: expected a dict of tensors .*, got list"),
-        (lambda: fs.shard([*FULL.values()], SPEC, rank=0), TypeError, r"params: expected a dict of tensors .*, got list"),
-        (
-            lambda: fs.shard({**FULL, "0.bias": [0.0]}, SPEC, rank=0),
-            TypeError,
-            r"'0\.bias' of unit '0': expected a tensor, got list",
-        ),
-        (
-            lambda: fs.functional_call(MODEL, on_one(), [X], spec=ONE),
-            TypeError,
-            r"must be Tensor, not list",
-        ),
-        (
-            lambda: fs.functional_call(MODEL, {k: p.long() for k, p in PARAMS.items()}, X, spec=SPEC),
-            TypeError,
-            r"unit '0': expected a floating point dtype such as torch\.float32, got torch\.int64",
-        ),
-        (
-            lambda: fs.functional_call(MODEL, {**FULL, "1.weight": FULL["1.weight"].cfloat()}, X, spec=SPEC),
-            TypeError,
-            r"unit '1': expected a floating point dtype such as torch\.float32, got torch\.complex64",
-        ),
-        (
-            lambda: fs.functional_call(MODEL, on_one(double=["1"]), X, spec=ONE),
-            RuntimeError,
-            r"same dtype",
-        ),
-        (
-            lambda: fs.functional_call(MODEL, {k: p.to("meta") for k, p in on_one().items()}, X, spec=ONE),
-            ValueError,
-            r"params are on the meta device, without values: '0', '1'; expected them to be materialized as the arg",
-        ),
-        (
-            lambda: fs.functional_call(MODEL, fs.shard(MODEL, ONE), X, spec=SPEC),
-            ValueError,
-            r"unit '0': expected a 1-D buffer of 8 elements, got shape \[16\].*or another mesh than shard=2\?",
-        ),
-        (
-            lambda: fs.reshard({"0": on_one()["0"]}, ONE, fs.policies.whole()(MODEL)),
-            ValueError,
-            r"unit '1' is missing: expected all that the new spec's unit '' is made of, \['0', '1'\], or nothing of it",
-        ),
-        (lambda: fs.unshard({"0": on_one()["0"]}, ONE, units=["1"]), ValueError, r"unit '1' is missing: .* got units \['0'\]"),
-        (
-            lambda: fs.policies.whole(P("x"))(MODEL).on({"shard": 2}),
-            ValueError,
-            r"unit '': unknown mesh axis 'x'.*one of \('shard',\)",
-        ),
-        (lambda: fs.by_path({"blocks.7": P()})(MODEL), ValueError, r"'blocks\.7' matches no module: expected a path such as"),
-        (lambda: fs.shard(GROWN, SPEC, rank=0), ValueError, r"parameter '2\.weight' is not in the spec: expected names"),
-        (lambda: fs.shard(SHORTER, SPEC, rank=0), ValueError, r"parameter '1\.weight' of unit '1' is not in the model"),
-        (lambda: fs.shard(WIDER, SPEC, rank=0), ValueError, r"'1\.weight' of unit '1': expected shape \[2, 4\].*got \[5, 4\]"),
-        (
-            lambda: fs.shard(changed(lambda m: m.double()), SPEC, rank=0),
-            ValueError,
-            r"'0\.bias' of unit '0': expected torch\.float32, got torch\.float64",
-        ),
-        (lambda: fs.shard(*_tied(), rank=0), ValueError, r"'1\.weight' of unit '': expected it tied to '0\.weight', got two"),
-        (lambda: fs.functional_call(GROWN, PARAMS, X, spec=SPEC), ValueError, r"'2\.weight' is not in the spec.*changed after"),
-        (lambda: fs.functional_call(SHORTER, PARAMS, X, spec=SPEC), ValueError, r"'1\.weight' of unit '1'.*got none.*changed"),
-        (lambda: fs.functional_call(WIDER, PARAMS, X, spec=SPEC), ValueError, r"expected shape \[2, 4\].*got shape \[5, 4\]"),
-        (lambda: fs.shard({**FULL, "2.weight": X}, SPEC, rank=0), ValueError, r"'2\.weight' is not in the spec: expected"),
-        (
-            lambda: fs.shard({**FULL, "0.weight": X}, SPEC, rank=0),
-            ValueError,
-            r"'0\.weight' of unit '0': expected shape \[4, 3\], got \[1, 3\]",
-        ),
-        (
-            lambda: fs.shard({"1.weight": X}, SPEC, rank=0),
-            ValueError,
-            r"'0\.bias' of unit '0' is missing: expected \[4\], got none",
-        ),
-        (
-            lambda: fs.flatten({**FULL, "0.bias": torch.ones(4).double()}, SPEC),
-            ValueError,
-            r"'0\.weight' of unit '0': expected torch\.float64 as '0\.bias' has, got torch\.float32",
-        ),
-        (
-            lambda: fs.shard(MODEL, SPEC),
-            ValueError,
-            r"shard: the spec is on sizes alone, \{'shard': 2\}: expected a rank in 0\.\.1, got None; give rank=, or bind the",
-        ),
-        (lambda: fs.shard(MODEL, SPEC, rank=2), ValueError, r"rank 2 is not on the mesh of sizes \[2\]: expected 0\.\.1"),
-        (lambda: fs.param_views(PARAMS, SPEC), ValueError, r"sizes \[2\] does not know its rank: expected rank=0\.\.1"),
-        (lambda: fs.unshard(PARAMS, SPEC), ValueError, r"axis of 2 ranks without a process group.*\.on\(mesh\)"),
-        (lambda: fs.unshard(PARAMS, SPEC, units=["2"]), ValueError, r"unit '2' is not in the spec: expected some of \['0',"),
-        (lambda: fs.unflatten(PARAMS, SPEC), ValueError, r"unit '0': expected a 1-D buffer of 16 elements, got shape \[8\]"),
-        (
-            lambda: fs.reshard(PARAMS, SPEC, fs.policies.whole()(GROWN).on({"shard": 2})),
-            ValueError,
-            r"parameter '2\.(weight|bias)' is in the new spec only: expected two specs of one model",
-        ),
-        (lambda: fs.partition({"2": X}, SPEC), ValueError, r"'2' is no unit and no parameter of the spec: expected some of"),
-        (lambda: fs.combine({"a": X}, {"a": X}), ValueError, r"'a' is in two parts: expected disjoint ones"),
-        (
-            lambda: fs.grad(lambda params: params[""].sum())(
-                fs.shard(COUNTS, fs.policies.whole()(COUNTS).on({"shard": 1}), rank=0)
-            ),
-            TypeError,
-            r"\[''\]: expected a floating point tensor, got torch\.int64; set it apart with partition",
-        ),
-        (
-            lambda: fs.grad(lambda params: params["a"].sum())({"a": X, "b": X.bool()}),
-            TypeError,
-            r"\['b'\]: expected a floating point tensor, got torch\.bool",
-        ),
-    ],
+    ("error", "match", "call"), [(error, words, make) for error, rows in MISTAKES.items() for words, make in rows.items()]
 )
 def test_bad_input(call: Callable[[], object], error: type[Exception], match: str) -> None:
     """Each mistake is an error that names the path, what was expected and what was there."""

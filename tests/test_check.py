@@ -21,8 +21,8 @@ import pytest
 import torch
 from depth import at_most, mark_seldom, seldom
 from diverging import CASES, LIMIT, PLAIN_LIMIT, Trainer, raise_error
-from ranks import Pool, ended, free_port, launch, start
-from test_rank_order import error_of
+from ranks import Pool, ended, free_port, launch, real_ranks, start
+from test_rank_order import assert_says, error_of
 from torch import nn
 
 import funshard as fs
@@ -169,47 +169,38 @@ def test_the_tables_cases_are_these() -> None:
 # --- A rank that does not come ---
 
 
-def come_late(rank: int, seconds: float, timeout: float) -> str:
+@real_ranks(2)
+def test_a_rank_that_does_not_come_is_named_with_its_line(rank: int) -> None:
     """The last rank sleeps within its check."""
     trainer = Trainer()
-    try:
-        with fs.check(timeout):
-            trainer.step()
-            if rank:
-                time.sleep(seconds)
-            trainer.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+
+    @fs.check(2.0)
+    def steps() -> None:
+        trainer.step()
+        if rank:
+            time.sleep(3.0)
+        trainer.step()
+
+    text = error_of(steps)
+    assert re.search(r"rank 0 has waited \d s to start all-gather .* unit 'layers.0' over 'shard'", text), text
+    assert re.search(r"for rank 1, which is at .*test_check.py:\d+ in (.*\.)?steps: time.sleep\(3.0\)", text), text
+    assert "fs.check(timeout=2)" in text
 
 
-def test_a_rank_that_does_not_come_is_named_with_its_line(gloo2: Pool) -> None:
-    for text in gloo2.run(come_late, 3.0, 2.0):
-        assert re.search(r"rank 0 has waited \d s to start all-gather .* unit 'layers.0' over 'shard'", text), text
-        assert re.search(r"for rank 1, which is at .*test_check.py:\d+ in come_late: time.sleep\(seconds\)", text), text
-        assert "fs.check(timeout=2)" in text
-
-
-def leave_alone(rank: int) -> str:
+@real_ranks(4)
+def test_a_rank_that_has_left_the_block_is_not_waited_for(rank: int) -> None:
     """Rank 1 leaves its block, while rank 0 waits for it on a channel of other ranks."""
+    begin = time.monotonic()
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     axis = fs.collectives.Mesh.of(mesh)["shard"]
-    try:
-        with fs.check(60):
-            if rank != 1:
-                fs.collectives.all_reduce(torch.ones(1), axis)
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
+    @fs.check(60)
+    def reduce() -> None:
+        if rank != 1:
+            fs.collectives.all_reduce(torch.ones(1), axis)
 
-def test_a_rank_that_has_left_the_block_is_not_waited_for(gloo4: Pool) -> None:
-    begin = time.monotonic()
-    texts = gloo4.run(leave_alone)
+    assert_says(error_of(reduce), "rank 1 does not come: it waits to start the end of fs.check(), block", "all-reduce")
     assert time.monotonic() - begin < 30
-    for text in texts:
-        assert "rank 1 does not come: it waits to start the end of fs.check(), block" in text, text
-        assert "all-reduce" in text
 
 
 ALONE = """
@@ -276,65 +267,61 @@ def test_a_forked_child_is_no_rank_however_it_ends(tmp_path: Path) -> None:
 # --- What is compared, and what is left alone ---
 
 
-def other_collectives(rank: int) -> list[str]:
+@real_ranks(2)
+def test_all_collectives_are_compared(rank: int) -> None:
     """One rank makes another call of the same size."""
     axis = fs.collectives.Mesh.world()["shard"]
-    x = torch.ones(2)
-    pairs: list[tuple[Callable[[], object], Callable[[], object]]] = [
-        (lambda: fs.collectives.permute(x, axis), lambda: fs.collectives.all_to_all(x, axis)),
-        (lambda: fs.collectives.all_reduce(x, axis), lambda: fs.collectives.all_reduce(x, axis, reduce="sum")),
-        (lambda: fs.collectives.broadcast(x, axis), lambda: fs.collectives.all_reduce(x.double(), axis)),
-        (lambda: fs.collectives.ragged_all_to_all(x, axis, [1, 1]), lambda: fs.collectives.gather_values(x, axis)),
+    x, c = torch.ones(2), fs.collectives
+    cases: list[tuple[Callable[[], object], Callable[[], object], tuple[str, ...]]] = [
+        (lambda: c.permute(x, axis), lambda: c.all_to_all(x, axis), ("permute of 2 x float32", "all-to-all of 2 x float32")),
+        (
+            lambda: c.all_reduce(x, axis),
+            lambda: c.all_reduce(x, axis, reduce="sum"),
+            ("all-reduce (mean) of 2", "all-reduce (sum) of 2"),
+        ),
+        (
+            lambda: c.broadcast(x, axis),
+            lambda: c.all_reduce(x.double(), axis),
+            ("broadcast of 2 x float32", "of 2 x float64"),
+        ),
+        (
+            lambda: c.ragged_all_to_all(x, axis, [1, 1]),
+            lambda: c.gather_values(x, axis),
+            ("between hosts", "to compare gather_values of [2] torch.float32"),
+        ),
     ]
-    return [error_of(fs.check(LIMIT)(pair[rank])) for pair in pairs]
+    for *pair, words in cases:
+        assert_says(error_of(fs.check(LIMIT)(pair[rank])), *words)
 
 
-def test_all_collectives_are_compared(gloo2: Pool) -> None:
-    for errors in gloo2.run(other_collectives):
-        first, second, third, fourth = errors
-        for words, error in [
-            ("permute of 2 x float32", first),
-            ("all-to-all of 2 x float32", first),
-            ("all-reduce (mean) of 2", second),
-            ("all-reduce (sum) of 2", second),
-            ("broadcast of 2 x float32", third),
-            ("of 2 x float64", third),
-            ("between hosts", fourth),
-            ("to compare gather_values of [2] torch.float32", fourth),
-        ]:
-            assert words in error
-
-
-def save_alone(rank: int, folder: str) -> str:
+@real_ranks(2)
+def test_a_checkpoint_of_one_rank(rank: int, tmp_path: Path) -> None:
     """Rank 0 saves, and the other one evaluates."""
     trainer = Trainer()
-    try:
-        with fs.check(LIMIT):
-            fs.checkpoint.save(f"{folder}/all", trainer.params, trainer.spec)
-            saving = fs.checkpoint.save(f"{folder}/background", trainer.params, trainer.spec, asynchronous=True)
-            trainer.step()
-            saving.wait()
-            fs.checkpoint.load(f"{folder}/all", trainer.spec)
-            fs.unshard(trainer.params, trainer.spec, rank0_only=True)
-            fs.shard(trainer.model, trainer.spec, src=0)
-            if rank == 0:
-                fs.checkpoint.save(f"{folder}/alone", trainer.params, trainer.spec)
-            else:
-                trainer.call(trainer.params)
-    except (RuntimeError, fs.checkpoint.CheckpointError) as error:
-        return str(error)
-    return ""
+
+    @fs.check(LIMIT)
+    def run() -> None:
+        fs.checkpoint.save(tmp_path / "all", trainer.params, trainer.spec)
+        saving = fs.checkpoint.save(tmp_path / "background", trainer.params, trainer.spec, asynchronous=True)
+        trainer.step()
+        saving.wait()
+        fs.checkpoint.load(tmp_path / "all", trainer.spec)
+        fs.unshard(trainer.params, trainer.spec, rank0_only=True)
+        fs.shard(trainer.model, trainer.spec, src=0)
+        if rank == 0:
+            fs.checkpoint.save(tmp_path / "alone", trainer.params, trainer.spec)
+        else:
+            trainer.call(trainer.params)
+
+    with pytest.raises((RuntimeError, fs.checkpoint.CheckpointError)) as error:
+        run()
+    text = str(error.value)
+    assert_says(text, "ranks disagree on collective", "test_check.py", "fs.checkpoint.save(")
+    assert "trainer.call(" in text or "self.layers[i]" in text
 
 
-def test_a_checkpoint_of_one_rank(gloo2: Pool, tmp_path: Path) -> None:
-    for text in gloo2.run(save_alone, str(tmp_path)):
-        assert "ranks disagree on collective" in text, text
-        assert "test_check.py" in text
-        assert "fs.checkpoint.save(" in text
-        assert "trainer.call(" in text or "self.layers[i]" in text
-
-
-def transforms(rank: int) -> None:
+@real_ranks(2)
+def test_no_transform_changes(rank: int) -> None:
     """The check changes no result, of any transform, under nested checks; and is gone after it."""
     trainer = Trainer()
 
@@ -372,32 +359,16 @@ def test_looking_at_what_a_rank_runs_keeps_no_tensor() -> None:
     assert x() is None
 
 
-def test_no_transform_changes(gloo2: Pool) -> None:
-    gloo2.run(transforms)
-
-
-def compiled(rank: int) -> str:
-    """A compiled step: its graph is compared when it starts."""
+@seldom
+@real_ranks(2)
+def test_a_compiled_step_is_compared_when_it_starts(rank: int) -> None:
+    """Its graph is compared as a whole."""
     trainer = Trainer()
     step = fs.compile(fs.grad(lambda p: trainer.call(p).square().sum()), backend="aot_eager")
     with fs.check(60):
         step(trainer.params)
-    try:
-        with fs.check(LIMIT):
-            if rank == 0:
-                step(trainer.params)
-            else:
-                trainer.step((2, 1, 0))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@seldom
-def test_a_compiled_step_is_compared_when_it_starts(gloo2: Pool) -> None:
-    for text in gloo2.run(compiled):
-        assert "ranks disagree on collective" in text, text
-        assert "rank 0 all-reduce, between hosts, to compare" in text, text
+    differ = fs.check(LIMIT)(lambda: step(trainer.params) if rank == 0 else trainer.step((2, 1, 0)))
+    assert_says(error_of(differ), "ranks disagree on collective", "rank 0 all-reduce, between hosts, to compare")
 
 
 def test_without_other_ranks_nothing_happens() -> None:

@@ -455,23 +455,6 @@ def test_derivatives_of_a_batch_are_finite() -> None:
     assert_close(got[""][1], 3 * params[""] ** 2)
 
 
-def differentiated(rank: int) -> fs.Params:
-    """The gradient through a skipped step on real ranks, where Python branches."""
-    spec = fs.policies.always()(MODEL).bound
-    init, update = everything(spec, rule=True)
-
-    def loss(params: fs.Params) -> Tensor:
-        state = init(params)
-        for i in range(4):
-            grads = {k: g + params[k] ** 2 for k, g in fs.shard(GRADS[i], spec).items()}
-            if i == NAN_AT and rank == 1:
-                grads["0"] = grads["0"] * math.nan
-            params, state = update(grads, state, params)
-        return sum_of_cubes(params, spec)
-
-    return fs.unshard(fs.grad(loss)(fs.shard(FULL, spec)), spec)
-
-
 # --- accumulate_steps and ema ---
 
 

@@ -183,20 +183,16 @@ def test_per_sample(alone: Pool) -> None:
     check_cases(drawn, COUNT // 10, functools.partial(alone.run, per_sample))
 
 
-def simulated(rank: int, case: Case) -> str:
-    return on_simulated(case)
-
-
 @pytest.mark.parametrize("transform", ["fs.grad", "jvp"])
 def test_found_on_simulated_ranks(alone: Pool, transform: str) -> None:
     case = one("BufferBeforeAndAfter", "remat", transform, order=(0, 0, 0), train=False)
-    assert [kind(case, result) for result in alone.run(simulated, case)] == ["exact"]
+    assert [kind(case, result) for result in alone.run(on_simulated, case)] == ["exact"]
 
 
 def test_simulated_ranks(alone: Pool) -> None:
     """Without dropout, whose numbers are each simulated rank's own."""
     drawn = cases(list(MEANS), [(2,), (3,), (2, 2)], train=False)
-    check_cases(drawn, COUNT // 10, functools.partial(alone.run, simulated))
+    check_cases(drawn, COUNT // 10, functools.partial(alone.run, on_simulated))
 
 
 @at_most(58)

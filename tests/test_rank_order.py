@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import funshard as fs
-from funshard import P, Params, _torch
+from funshard import P, _torch
 from funshard._sharding.sharding import hash_params
 from funshard.collectives._agree import check_sequence
 
@@ -69,6 +69,11 @@ def error_of(run: Callable[..., object], *args: object) -> str:
     return ""
 
 
+def assert_says(error: str, *words: str) -> None:
+    for word in words:
+        assert word in error, error
+
+
 Step = Callable[[Callable[[fs.Params], Tensor], fs.Params], object]
 STEPS: dict[str, Step] = {
     "fs.grad": lambda loss, params: fs.grad(loss)(params),
@@ -96,20 +101,18 @@ def routed(rank: int, strategy: str, route: str, step: str, **options: Any) -> s
 @at_most(3)
 @each(step=["fs.grad", "torch.func.grad", "hvp", "jvp"])
 @every(route=["one expert, by rank", "reversed on one rank"], strategy=STRATEGIES)
-def test_ranks_that_run_other_units_get_an_error(gloo2: Pool, strategy: str, route: str, step: str) -> None:
+@real_ranks(2)
+def test_ranks_that_run_other_units_get_an_error(rank: int, strategy: str, route: str, step: str) -> None:
     if strategy == "replicated" and step == "jvp":
         step = "fs.grad"  # of the others nothing is sent
-    for error in gloo2.run(routed, strategy, route, step):
-        assert "ranks" in error
-        assert "unit 'experts." in error
-        assert "check_order=False" in error
+    assert_says(routed(rank, strategy, route, step), "ranks", "unit 'experts.", "check_order=False")
 
 
 @at_most(4)
 @every(strategy=STRATEGIES, step=["fs.grad", "hvp"])
-def test_a_rank_that_runs_one_unit_more_is_an_error(gloo2: Pool, strategy: str, step: str) -> None:
-    for error in gloo2.run(routed, strategy, "one more on one rank", step):
-        assert "unit '" in error
+@real_ranks(2)
+def test_a_rank_that_runs_one_unit_more_is_an_error(rank: int, strategy: str, step: str) -> None:
+    assert_says(routed(rank, strategy, "one more on one rank", step), "unit '")
 
 
 def early(rank: int, layers: int, strategy: str, routes: tuple[tuple[int, ...], ...], step: str) -> str:
@@ -135,13 +138,12 @@ def _raise(error: str) -> None:
 
 @at_most(3)
 @every(strategy=STRATEGIES, step=["fs.grad", "no_grad"])
-def test_a_rank_that_leaves_out_the_last_unit_is_an_error(gloo2: Pool, strategy: str, step: str) -> None:
+@real_ranks(2)
+def test_a_rank_that_leaves_out_the_last_unit_is_an_error(rank: int, strategy: str, step: str) -> None:
     """Its gather was started ahead on both, which compare when forward ends what they have used."""
     step = "fs.grad" if strategy == "replicated" else step  # of the others nothing is sent
-    for error in gloo2.run(early, 2, strategy, ((0, 1), (0,)), step):
-        assert "ranks ran different units" in error
-        assert "unit '1'" in error
-        assert "check_order=False" in error
+    error = early(rank, 2, strategy, ((0, 1), (0,)), step)
+    assert_says(error, "ranks ran different units", "unit '1'", "check_order=False")
 
 
 def after_other_units(rank: int) -> float:
@@ -178,10 +180,10 @@ def with_unequal_losses_in_a_check(rank: int, strategy: str) -> str:
     return error_of(fs.check(timeout=20)(lambda: _raise(with_unequal_losses(rank, strategy))))
 
 
-def test_losses_that_depend_on_other_units_are_an_error(gloo2: Pool) -> None:
+@real_ranks(2)
+def test_losses_that_depend_on_other_units_are_an_error(rank: int) -> None:
     """Of replicas, which are reduced together when backward ends."""
-    for error in gloo2.run(with_unequal_losses, "replicated"):
-        assert "ranks ran different units" in error
+    assert_says(with_unequal_losses(rank, "replicated"), "ranks ran different units")
 
 
 @at_most(1)
@@ -193,22 +195,20 @@ def test_the_check_names_losses_that_depend_on_other_units(gloo2: Pool, strategy
     gloo2.stop()  # some collectives have started on one rank only
 
 
-def unsharded(rank: int) -> str:
-    """Ranks that ask `unshard` for other units."""
+@real_ranks(2)
+def test_ranks_that_unshard_other_units_get_an_error(rank: int) -> None:
     torch.manual_seed(0)
     model = Routed(2)
     spec = fs.by_type(nn.Linear)(model).on(own_group())
     shards = fs.shard(model, spec)
-    return error_of(lambda: fs.unshard(shards, spec, units=[f"experts.{rank}"]))
+    words = "gather_mean of unit 'experts.0' on rank 0, and gather_mean of unit 'experts.1' on rank 1"
+    with pytest.raises(RuntimeError, match=words):
+        fs.unshard(shards, spec, units=[f"experts.{rank}"])
 
 
-def test_ranks_that_unshard_other_units_get_an_error(gloo2: Pool) -> None:
-    for error in gloo2.run(unsharded):
-        assert "gather_mean of unit 'experts.0' on rank 0, and gather_mean of unit 'experts.1' on rank 1" in error
-
-
-def forward_alone(rank: int) -> list[str]:
-    """Forwards that require grad and have no backward: both are compared, and a right one after a wrong one is right."""
+@real_ranks(2)
+def test_a_forward_without_a_backward_is_compared(rank: int) -> None:
+    """Also where it requires grad; a right one after a wrong one is right."""
     torch.manual_seed(0)
     model = Routed(2).double()
     spec = fs.by_type(nn.Linear, p=fs.P("shard", precision=fs.Precision(codec=fs.codecs.int8())))(model)
@@ -217,17 +217,9 @@ def forward_alone(rank: int) -> list[str]:
     def call(route: tuple[int, ...]) -> Tensor:
         return fs.functional_call(model, params, (numbers(rank, 0, width=6), route), spec=spec, prefetch=0)
 
-    return [error_of(call, (rank, 1 - rank)), error_of(call, (0, 1))]
-
-
-def test_a_forward_without_a_backward_is_compared(gloo2: Pool) -> None:
-    for first, second in gloo2.run(forward_alone):
-        assert "ranks ran different units" in first
-        assert second == ""
-
-
-def not_compared(rank: int) -> str:
-    return routed(rank, "keep", "reversed on one rank", "no_grad", check_order=False)
+    with pytest.raises(RuntimeError, match="ranks ran different units"):
+        call((rank, 1 - rank))
+    call((0, 1))
 
 
 def left_alone(rank: int) -> str:
@@ -242,8 +234,9 @@ def test_a_rank_that_compares_nothing_is_an_error_within_the_timeout(gloo2: Pool
     assert "one has not come to the first one within the process group's timeout" in said
 
 
-def test_check_order_can_be_turned_off(gloo2: Pool) -> None:
-    assert gloo2.run(not_compared) == ["", ""]
+@real_ranks(2)
+def test_check_order_can_be_turned_off(rank: int) -> None:
+    assert routed(rank, "keep", "reversed on one rank", "no_grad", check_order=False) == ""
 
 
 def replicas(rank: int) -> list[str]:
@@ -336,9 +329,6 @@ KINDS = {
 }
 
 
-# --- Ranks that hold different values. ---
-
-
 def unseeded(rank: int, kind: str, by_name: bool) -> str:
     torch.manual_seed(rank // 2)  # of four ranks 2 and 3 alike, of two none: where there is no common seed
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7)).requires_grad_(rank >= 0)
@@ -381,18 +371,13 @@ def test_values_that_are_meant_to_differ(rank: int) -> None:
             same(fs.shard(own, spec, check_values=False), fs.shard(own, spec, rank=rank))
 
 
-def constant_of_a_transform(rank: int) -> Params:
-    full = {"w": torch.full((3,), float(rank))}
-    model = nn.Module()
-    model.register_parameter("w", nn.Parameter(torch.zeros(3)))
-    spec = fs.policies.whole(P())(model).bound
-    return torch.func.grad(lambda full: (fs.shard(full, spec)[""] ** 2).sum())(full)
-
-
-def test_values_are_compared_where_they_can_be(gloo2: Pool) -> None:
+@real_ranks(2)
+def test_values_are_compared_where_they_can_be(rank: int) -> None:
     """Not in a transform, a recording or on shapes alone: there nothing is sent."""
-    for rank, grads in enumerate(gloo2.run(constant_of_a_transform)):
-        same(grads, {"w": torch.full((3,), 2.0 * rank)})
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(3))})
+    spec = fs.policies.whole(P())(model).bound
+    grads = torch.func.grad(lambda full: (fs.shard(full, spec)[""] ** 2).sum())({"w": torch.full((3,), float(rank))})
+    same(grads, {"w": torch.full((3,), 2.0 * rank)})
     seen: list[bool] = []
 
     def look(x: Tensor) -> Tensor:
@@ -400,9 +385,8 @@ def test_values_are_compared_where_they_can_be(gloo2: Pool) -> None:
         return x.sum()
 
     x = torch.ones(2)
-    torch.func.grad(look)(x)
-    torch.vmap(look)(x)
-    make_fx(look)(x)
+    for run in (torch.func.grad(look), torch.vmap(look), make_fx(look)):
+        run(x)
     with _torch.fake_mode():
         look(torch.ones(2))
     assert seen == [False] * 4
@@ -411,18 +395,16 @@ def test_values_are_compared_where_they_can_be(gloo2: Pool) -> None:
     assert seen[4:] == [True]
 
 
-def sent(rank: int) -> tuple[int, int]:
+@pytest.mark.parametrize("alone", [False, True])
+@real_ranks(2)
+def test_hosts_compare_a_digest(rank: int, alone: bool) -> None:
+    """Nothing comes between the collectives of the mesh. One rank sends nothing."""
     model = layers()
-    spec = fs.by_type(nn.Linear)(model).bound
+    spec = fs.by_type(nn.Linear)(model)
+    spec = spec.on({"shard": 1}) if alone else spec.bound
     with Collectives() as log:
         fs.shard(model, spec)
-    return len(spec), len(log.all)
-
-
-def test_hosts_compare_a_digest(gloo2: Pool) -> None:
-    """Nothing comes between the collectives of the mesh. One rank sends nothing."""
-    assert gloo2.run(sent) == [(3, 0)] * 2
-    assert sent(0) == (3, 0)
+    assert (len(spec), log.all) == (3, [])
 
 
 # --- Values of one rank. ---
@@ -450,21 +432,18 @@ def test_values_of_one_rank(p: P, gloo2: Pool, gloo4: Pool) -> None:
     gloo4.run(from_one, 2, p, False)
 
 
-def other_requests(rank: int) -> list[str]:
+@real_ranks(2)
+def test_ranks_that_ask_for_different_things(rank: int) -> None:
+    """Another source, or another check, on another rank: an error on each that says which."""
     model = layers()
     spec = fs.policies.whole()(model).bound
-    requests = [{"src": rank}, {"src": 0} if rank else {}, {"check_values": bool(rank)}]
-    said = [message(fs.shard, model, spec, **options) for options in requests]
+    for options, words in (
+        ({"src": rank}, "src=0; got on rank 1 src=1"),
+        ({"src": 0} if rank else {}, "check_values=True; got on rank 1 src=0"),
+        ({"check_values": bool(rank)}, "check_values=False; got on rank 1 check_values=True"),
+    ):
+        assert_says(message(fs.shard, model, spec, **options), words)
     same(fs.shard(model, spec), fs.shard(model, spec, rank=rank))
-    return said
-
-
-def test_ranks_that_ask_for_different_things(gloo2: Pool) -> None:
-    """Another source, or another check, on another rank: an error on each that says which."""
-    for said in gloo2.run(other_requests):
-        for text, pattern in zip(said, ["src=0; got on rank 1 src=1", r"check_values=True; got on rank 1 src=0",
-                                        "check_values=False; got on rank 1 check_values=True"], strict=True):  # fmt: skip
-            assert re.search(pattern, text), text
 
 
 def test_src_where_there_is_none() -> None:

@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, every, some
-from models import EXACT, unchanged
-from parity import strategies
+from fuzz_modules import PIECES
+from models import EXACT, module_class, unchanged
+from parity import gradient, leaves_of, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.func import grad, jvp
@@ -42,11 +43,6 @@ class Base(nn.Module):
         self.l, self.w = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 4))
 
 
-class Detached(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(F.linear(x, self.l.weight.detach()) * self.l(x)) @ self.w
-
-
 class Parametrized(Base):
     """Registers parametrizations for the length of a call, as peft does for fused experts: each calls ``set_``."""
 
@@ -67,53 +63,12 @@ class Summed(Base):
         return torch.tanh(F.linear(x, self.l.weight + self.w, self.l.bias + self.w[0])) @ self.w
 
 
-class Plus(nn.Module):
-    def __init__(self, other: Tensor) -> None:
-        super().__init__()
-        self.other = other
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        return tensor + self.other
-
-
-class DataInPlace(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        self.w.data.clamp_(-0.3, 0.3)
-        return torch.tanh(self.l(x)) @ self.w
-
-
-class InPlace(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.w.clamp_(-0.3, 0.3)
-        return torch.tanh(self.l(x)) @ self.w
-
-
-class InPlaceAfterUse(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        out = torch.tanh(self.l(x)) @ self.w
-        self.w.detach().mul_(2)
-        return out
-
-
-class MaxNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.l = nn.Embedding(7, 4, max_norm=0.5), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.l(x + self.w((x[:, 0] * 100).long() % 7)))
+Plus = module_class("Plus", lambda other: {"other": other}, lambda self, tensor: tensor + self.other)
 
 
 class ByNumpy(Base):
     def forward(self, x: Tensor) -> Tensor:
         self.w.detach().numpy()[0] = 0
-        return torch.tanh(self.l(x)) @ self.w
-
-
-class SetsData(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        self.w.data = self.w.data * 0.5
         return torch.tanh(self.l(x)) @ self.w
 
 
@@ -129,12 +84,15 @@ class InPlaceAround(nn.Module):
         return torch.tanh(self.w(x))
 
 
-BY_VERSION = [InPlace, InPlaceAfterUse, MaxNorm, SetsData]
-ONLY_BY_VALUE = [DataInPlace, ByNumpy]
-"""No version counts what these write."""
+BY_VERSION = ["ClampsWithoutGrad", "ScalesAfterUse", "MaxNorm", "SetsData"]
+CHANGING: dict[str, Callable[[], nn.Module]] = {
+    **{name: PIECES[name] for name in (*BY_VERSION, "ClampsData")},
+    "ByNumpy": ByNumpy,
+}
+"""The others write what no version counts."""
 
 
-def network(kind: type[nn.Module]) -> nn.Module:
+def network(kind: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), kind(), kind(), nn.Linear(4, 4)).double()
 
@@ -144,12 +102,9 @@ def total(tree: Tree) -> Tensor:
 
 
 def by_autograd(f: Loss, p: Tree, *, twice: bool = False) -> fs.Params:
-    leaves = {key: t.detach().clone().requires_grad_() for key, t in p.items()}
-    kind: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
-    grads = torch.autograd.grad(f(leaves), list(leaves.values()), create_graph=twice, **kind)
-    if twice:
-        grads = torch.autograd.grad(sum((g**2).sum() for g in grads), list(leaves.values()), **kind)
-    return dict(zip(leaves, grads, strict=True))
+    leaves = leaves_of(dict(p))
+    grads = gradient(f(leaves), leaves, create_graph=twice)
+    return gradient(total(grads), leaves) if twice else grads
 
 
 WAYS: dict[str, Callable[[Loss, Tree], Tree]] = {
@@ -166,9 +121,9 @@ def inputs() -> Tensor:
     return torch.randn(RANKS, 3, 4, generator=torch.Generator().manual_seed(1)).double()
 
 
-def setting(kind: type[nn.Module], p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params]:
+def setting(kind: Callable[[], nn.Module], p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params]:
     model = network(kind)
-    spec = fs.by_type(kind, p=p)(model).bound
+    spec = fs.by_path({"1": p, "2": p})(model).bound
     return model, spec, fs.shard(model, spec)
 
 
@@ -259,29 +214,26 @@ def test_the_class_of_a_module_is_put_back() -> None:
         assert type(model[1].l) is nn.Linear
 
 
-@every(kind=[*BY_VERSION, *ONLY_BY_VALUE], given=["shards", "full", "views", "remat"])
-def test_parameters_changed_in_place_are_refused(kind: type[nn.Module], given: str) -> None:
+@every(kind=CHANGING, given=["shards", "full", "views", "remat"])
+def test_parameters_changed_in_place_are_refused(kind: str, given: str) -> None:
     """By name, and what was given is left alone in fs.check: the caller's own shard, or full parameters in its place."""
-    model = network(kind)
-    spec = fs.by_type(kind, p=P("shard", remat=given == "remat"))(model)
-    params = fs.shard(model, spec)
+    p = P("shard", remat=given == "remat")
+    model, spec, params = setting(CHANGING[kind], p)
     if given in ("full", "views"):
         params = {k: t.clone() if given == "full" else t for k, t in fs.unshard(params, spec).items()}
     before = copy.deepcopy(params)
-    with fs.check(), unchanged(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"'1\.w.* was changed in place"):
+    with fs.check(), unchanged(model), torch.no_grad(), pytest.raises(RuntimeError, match=r"'1\..* was changed in place"):
         squared(model, params, inputs()[0], spec)
     assert all(torch.equal(params[key], t) for key, t in before.items())
     if kind in BY_VERSION and given in ("shards", "remat"):
-        with unchanged(model), pytest.raises(RuntimeError, match=r"'1\.w.* was changed in place|a view, as '1\.l"):
+        with unchanged(model), pytest.raises(RuntimeError, match=r"'1\..* was changed in place|a view, as '1\."):
             fs.grad(lambda q: squared(model, q, inputs()[0], spec))(params)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_write_through_data_reaches_the_shard_where_nothing_is_gathered(strategy: str) -> None:
     """The limit as the guide has it: no error outside of fs.check; where a buffer of its own is gathered, the write is lost."""
-    model = network(DataInPlace)
-    spec = fs.by_type(DataInPlace, p=STRATEGIES[strategy])(model)
-    params = fs.shard(model, spec)
+    model, spec, params = setting(PIECES["ClampsData"], STRATEGIES[strategy])
     before = copy.deepcopy(params)
     fs.grad(lambda p: squared(model, p, inputs()[0], spec))(params)
     assert all(torch.equal(params[key], t) for key, t in before.items()) == (strategy == "codec")
@@ -357,20 +309,17 @@ def test_two_threads_in_one_model_are_refused(p: P) -> None:
 def test_a_call_in_a_call() -> None:
     """The same thread may call one of the model's modules on other parameters while the model runs."""
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.last = Detached(), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            own = fs.functional_call(self.inner, fs.shard(other, inside), (x,), spec=inside)
-            return self.last(self.inner(x) + own)
+    outer = module_class(
+        "Outer",
+        lambda: {"inner": PIECES["Detached"](), "last": nn.Linear(4, 4)},
+        lambda self, x: self.last(self.inner(x) + fs.functional_call(self.inner, fs.shard(other, inside), (x,), spec=inside)),
+    )
 
     torch.manual_seed(0)
-    model, x = Outer().double(), inputs()[0]
+    model, x = outer().double(), inputs()[0]
     other = {name: p.detach() * 3 for name, p in model.inner.named_parameters()}
     inside = fs.policies.whole()(model.inner)
-    spec = fs.by_type(Detached)(model)
+    spec = fs.by_path({"inner": P("shard")})(model)
 
     def plain(p: Tree) -> Tensor:
         own = torch.func.functional_call(model.inner, other, (x,))

@@ -335,13 +335,6 @@ def test_str_of_a_spec_is_a_table() -> None:
     )
 
 
-class Layer(nn.Module):
-    def __init__(self, experts: int = 0) -> None:
-        super().__init__()
-        self.attn, self.mlp = nn.Linear(4, 4), nn.Linear(4, 8)
-        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(experts))
-
-
 def test_rows_that_are_alike_are_one() -> None:
     """``layers.{0..31}``: units that differ in numbers of their paths alone, with how many they are; totals are the same."""
     model = nn.ModuleDict({"embed": nn.Linear(3, 4), "layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(32))})
