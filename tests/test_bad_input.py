@@ -253,8 +253,8 @@ MISTAKES: dict[type[Exception], dict[str, Callable[[], object]]] = {
         r"'0\.weight' of unit '0': expected torch\.float64 as '0\.bias' has, got torch\.float32": lambda: fs.flatten(
             {**FULL, "0.bias": torch.ones(4).double()}, SPEC
         ),
-        r"shard: the spec is on sizes alone, \{'shard': 2\}: expected a rank in 0\.\.1, got None; give rank=, or bind the": lambda: (
-            fs.shard(MODEL, SPEC)
+        r"shard: the spec is on sizes alone, \{'shard': 2\}: expected a rank in 0\.\.1, got None; give rank=": lambda: fs.shard(
+            MODEL, SPEC
         ),
         r"rank 2 is not on the mesh of sizes \[2\]: expected 0\.\.1": lambda: fs.shard(MODEL, SPEC, rank=2),
         r"sizes \[2\] does not know its rank: expected rank=0\.\.1": lambda: fs.param_views(PARAMS, SPEC),

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, each, mark_seldom, seldom
-from ranks import Pool
+from models import module_class
+from ranks import real_ranks
 from test_compiled_units import AOT, EXACT, Branches, Leaf, Writes, batch, reset
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
@@ -37,18 +38,13 @@ def network(kind: Callable[[], nn.Module]) -> nn.Sequential:
     return nn.Sequential(kind(), kind(), nn.Linear(6, 2)).double()
 
 
-class Recurrent(nn.Module):
-    """Dynamo runs the kernels of a GRU eagerly, after a graph break."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(6, 6, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(x[None])[0][0]
+Recurrent = module_class("Recurrent", lambda: {"gru": nn.GRU(6, 6, batch_first=True)}, lambda self, x: self.gru(x[None])[0][0])
+"""Dynamo runs the kernels of a GRU eagerly, after a graph break."""
 
 
-def saved_tensor_hooks_are_not_traced(rank: int) -> None:
+@real_ranks(2)
+def test_saved_tensor_hooks_are_not_traced(rank: int) -> None:
+    """On several ranks a unit has them; Dynamo compiled their frames, and failed on the version of a tensor."""
     reset()
     net, results = network(Recurrent), []
     for compile in (False, AOT):
@@ -56,11 +52,6 @@ def saved_tensor_hooks_are_not_traced(rank: int) -> None:
         loss = lambda p, spec=spec: fs.functional_call(net, p, batch(rank), spec=spec).square().sum()  # noqa: E731
         results.append(fs.grad(loss)(fs.shard(net, spec)))
     torch.testing.assert_close(results[1], results[0], **EXACT)
-
-
-def test_saved_tensor_hooks_are_not_traced(gloo2: Pool) -> None:
-    """On several ranks a unit has them; Dynamo compiled their frames, and failed on the version of a tensor."""
-    gloo2.run(saved_tensor_hooks_are_not_traced)
 
 
 class WritesBuffers(Leaf):
@@ -150,11 +141,6 @@ def test_no_grad_in_a_compiled_hvp(compiler: str, forward: bool) -> None:
 # --- errors that say what to do ---
 
 
-class Checkpoints(Leaf):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 class Prints(Leaf):
     def forward(self, x: Tensor) -> Tensor:
         print("forward")
@@ -181,13 +167,11 @@ class BackwardHook(Leaf):
         self.l.register_full_backward_hook(lambda module, given, out: given)
 
 
-class Seeds(Leaf):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x) * torch.rand(6, generator=torch.Generator().manual_seed(0))
-
-
+CHECKPOINTS = type(
+    "Checkpoints", (Leaf,), {"forward": lambda self, x: checkpoint(Leaf.forward.__get__(self), x, use_reentrant=False)}
+)
 HINTS: dict[type[nn.Module], str] = {
-    Checkpoints: "forward uses torch.utils.checkpoint: expected P(remat=True) of the unit, or fs.remat",
+    CHECKPOINTS: "forward uses torch.utils.checkpoint: expected P(remat=True) of the unit, or fs.remat",
     Branches: "forward has a branch, a size or an assertion that depends on values: expected torch.where",
     Prints: "forward prints or logs: expected that under `if not torch.compiler.is_compiling()`",
     Recurrent: "expected torch._dynamo.config.allow_rnn = True, or P(compile=True) of units",
@@ -195,7 +179,9 @@ HINTS: dict[type[nn.Module], str] = {
     Keeps: "forward keeps a tensor that it computes, in a list",
     Differentiates: "expected fs.grad, fs.grad_and_value or torch.func.grad for every gradient",
     BackwardHook: "a module has a backward hook: expected tensor.register_hook in forward, or P(compile=True) of units",
-    Seeds: "a torch.Generator is made inside of the compiled function: expected one that is made outside",
+    type(
+        "Seeds", (Leaf,), {"forward": lambda self, x: self.l(x) * torch.rand(6, generator=torch.Generator().manual_seed(0))}
+    ): ("a torch.Generator is made inside of the compiled function: expected one that is made outside"),
 }
 
 
@@ -210,7 +196,7 @@ def compiled_gradient(kind: type[nn.Module], **options: Any) -> Any:
 @pytest.mark.parametrize("kind", HINTS, ids=lambda kind: kind.__name__)
 def test_compile_errors_say_what_to_do(kind: type[nn.Module]) -> None:
     """Dynamo's words stay, and a note names what forward does."""
-    if kind is Checkpoints and TorchVersion(torch.__version__) < "2.13":
+    if kind is CHECKPOINTS and TorchVersion(torch.__version__) < "2.13":
         pytest.skip("an older torch compiles it")
     with pytest.raises(RuntimeError) as error:
         compiled_gradient(kind)
@@ -220,7 +206,7 @@ def test_compile_errors_say_what_to_do(kind: type[nn.Module]) -> None:
 def test_a_failed_trace_leaves_no_state() -> None:
     """Dynamo leaves saved-tensor hooks disabled after a checkpoint in a torch.func.grad."""
     with contextlib.suppress(RuntimeError):  # torch 2.11 compiles it
-        compiled_gradient(Checkpoints)
+        compiled_gradient(CHECKPOINTS)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         torch.ones(2, requires_grad=True).sin().sum().backward()
 
@@ -276,7 +262,9 @@ def test_a_compiled_step_in_a_loss_is_refused() -> None:
 # --- shards and full parameters inside of a compiled step ---
 
 
-def full_parameters_in_a_step(rank: int) -> None:
+@seldom
+@real_ranks(2)
+def test_full_parameters_in_a_step(rank: int) -> None:
     """On several ranks: what is gathered there is not compared while it is traced."""
     reset()
     net = network(Leaf)
@@ -297,11 +285,6 @@ def full_parameters_in_a_step(rank: int) -> None:
             f({key: p.clone() for key, p in shards.items()}, batch(rank)) for f in (step, fs.compile(step, backend="aot_eager"))
         )
         torch.testing.assert_close(got, expected, **EXACT)
-
-
-@seldom
-def test_full_parameters_in_a_step(gloo2: Pool) -> None:
-    gloo2.run(full_parameters_in_a_step)
 
 
 @seldom

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from depth import at_most, depth, each, mark_seldom, seldom
-from ranks import Pool
+from ranks import Pool, real_ranks
 from test_collectives import Block, data, model
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -59,20 +59,10 @@ def specs() -> dict[str, fs.PartitionSpec]:
     }
 
 
-def compiled_and_eager(rank: int, transform: str, which: str) -> None:
-    spec = specs()[which]
-    params, x = fs.shard(MODEL, spec), data(2)[rank]
-    if transform == "vmap of grad":
-        x = x[:, None]
-    f = step(transform, spec)
-    torch._dynamo.reset()
-    same(f(params, x), torch.compile(f, fullgraph=True, backend="aot_eager")(params, x))
-
-
-def same(expected: object, got: object) -> None:
+def same(expected: object, got: object, rtol: float = 1e-12, atol: float = 1e-12) -> None:
     for a, b in zip(pytree.tree_leaves(expected), pytree.tree_leaves(got), strict=True):
         assert a.abs().sum() > 0  # a lost backward is silently zero
-        torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(b, a, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +72,16 @@ def same(expected: object, got: object) -> None:
         *depth([("fs.grad_and_value", "kept in a replicated one")], [("fs.grad_and_value", w) for w in ("kept", "replicated")]),
     ],
 )
-def test_compiled_equals_eager(gloo2: Pool, transform: str, which: str) -> None:
+@real_ranks(2)
+def test_compiled_equals_eager(rank: int, transform: str, which: str) -> None:
     """One graph per step, values and gradients as without the compiler; for ZeRO-2 and for DDP as well."""
-    gloo2.run(compiled_and_eager, transform, which)
+    spec = specs()[which]
+    params, x = fs.shard(MODEL, spec), data(2)[rank]
+    if transform == "vmap of grad":
+        x = x[:, None]
+    f = step(transform, spec)
+    torch._dynamo.reset()
+    same(f(params, x), torch.compile(f, fullgraph=True, backend="aot_eager")(params, x))
 
 
 LOW = fs.Precision(param=torch.bfloat16, reduce=torch.float32, buffer=torch.bfloat16)
@@ -104,7 +101,25 @@ class Cast(torch.nn.Module):
         return self.last(x + torch.ones(4))  # of float32: the last layer casts
 
 
-def cast_when_compiled(rank: int, p: fs.P, last: fs.P | None = None) -> None:
+inside = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: Dynamo and a forward in __dict__")
+
+
+@pytest.mark.parametrize(
+    ("p", "last"),
+    [
+        *(
+            pytest.param(p, last, marks=inside)
+            for p, last in depth([(SHARD, REPLICATED)], [(SHARD, SHARD), (REPLICATED, REPLICATED)])
+        ),
+        pytest.param(fs.P("shard", precision=fs.Precision(reduce=torch.bfloat16)), None, marks=seldom),
+    ],
+)
+@real_ranks(2)
+def test_casts_in_a_compiled_call(rank: int, p: fs.P, last: fs.P | None) -> None:
+    """The same casts around modules, of buffers, gathers and reductions, bit for bit; the model is as it was.
+
+    A precision of the whole model on every torch.
+    """
     torch.manual_seed(0)
     model, x = Cast(), torch.randn(2, 5, 3)[rank]
     spec = fs.policies.whole(p)(model).bound
@@ -122,22 +137,8 @@ def cast_when_compiled(rank: int, p: fs.P, last: fs.P | None = None) -> None:
         torch._dynamo.reset()
         expected = gradient(loss)(params, x)
         before = {path: dict(vars(module)) for path, module in model.named_modules()}
-        got = torch.compile(gradient(loss), fullgraph=True, backend="aot_eager")(params, x)
+        same(expected, torch.compile(gradient(loss), fullgraph=True, backend="aot_eager")(params, x), rtol=0, atol=0)
         assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
-        for key, g in expected.items():
-            assert g.abs().sum() > 0
-            torch.testing.assert_close(got[key], g, rtol=0, atol=0)
-
-
-@pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.13: Dynamo and a forward in __dict__")
-@pytest.mark.parametrize(
-    ("p", "last"),
-    depth([(SHARD, REPLICATED)], [(SHARD, SHARD), (REPLICATED, REPLICATED)]),
-    ids=depth(["both"], ["shard", "replicated"]),
-)
-def test_casts_inside_of_a_compiled_call(gloo2: Pool, p: fs.P, last: fs.P) -> None:
-    """The same casts around modules, of buffers, gathers and reductions, bit for bit; the model is as it was."""
-    gloo2.run(cast_when_compiled, p, last)
 
 
 @pytest.mark.skipif(_torch.FORWARD_CAN_BE_REPLACED, reason="before torch 2.13")
@@ -148,12 +149,6 @@ def test_casts_inside_of_a_compiled_call_are_refused() -> None:
     call = torch.compile(lambda p, x: fs.functional_call(model, p, (x,), spec=spec), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match=r"unit 'first' has a Precision: inside torch\.compile"):
         call(fs.shard(model, spec), torch.randn(5, 3))
-
-
-@seldom
-def test_casts_around_a_compiled_call(gloo2: Pool) -> None:
-    """A precision of the whole model, on every torch."""
-    gloo2.run(cast_when_compiled, fs.P("shard", precision=fs.Precision(reduce=torch.bfloat16)))
 
 
 # --- what forward sets in its modules: as in eager calls, the modules have it until the call ends ---

@@ -94,6 +94,14 @@ class Peak(TorchDispatchMode):
         return out
 
 
+@contextlib.contextmanager
+def net_of(blocks: int, **options: bool) -> Iterator[tuple[Net, fs.PartitionSpec]]:
+    """A model with a unit for each block, on the first of four ranks."""
+    with world(4):
+        model = Net(blocks)
+        yield model, fs.by_path({"blocks.*": P("shard", **options)})(model).bound
+
+
 def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, **options: int) -> tuple[Alive, list[int], int, int]:
     """The watcher, what is alive when forward has ended, and the peaks of forward and of backward."""
     params = fs.shard(model, spec)
@@ -116,9 +124,7 @@ def watched(model: nn.Module, spec: fs.PartitionSpec, way: str, **options: int) 
 @pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
 def test_units_are_freed_between_forward_and_backward(way: str) -> None:
     """Root, one block and the next; after forward the root and the last block; after backward nothing."""
-    with world(4):
-        model = Net(blocks=5)
-        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+    with net_of(5) as (model, spec):
         root, block = (spec.padded_numel(spec.by_key[key]) for key in ("", "blocks.0"))
         alive, after_forward, forward_peak, backward_peak = watched(model, spec, way)
         assert forward_peak == root + 2 * block
@@ -132,9 +138,7 @@ def test_units_are_freed_between_forward_and_backward(way: str) -> None:
 @pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
 def test_kept_units_live_until_their_backward(way: str) -> None:
     """P(reshard=False): gathered once, all alive after forward, none after backward."""
-    with world(4):
-        model = Net(blocks=3)
-        spec = fs.by_path({"blocks.*": fs.P("shard", reshard=False)})(model).bound
+    with net_of(3, reshard=False) as (model, spec):
         alive, after_forward, _, _ = watched(model, spec, way)
         assert len(alive.gathered) == 4
         assert len(after_forward) == 4
@@ -172,10 +176,9 @@ def test_a_double_backward_holds_no_more(blocks: int) -> None:
 @pytest.mark.parametrize("retain", [False, True])
 def test_frozen_units_are_bounded_in_backward(retain: bool) -> None:
     """A frozen unit goes with the last op that saved it; where the graph is retained, two of them stay at most."""
-    with world(4):
-        model = Net(blocks=6)
+    with net_of(6) as (model, _):
         model.blocks.requires_grad_(False)
-        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+        spec = fs.by_path({"blocks.*": P("shard")})(model).bound
         trained, frozen = fs.partition(fs.shard(model, spec), spec)
         root, block = (spec.padded_numel(spec.by_key[key]) for key in ("", "blocks.0"))
         params = {k: v.requires_grad_() for k, v in trained.items()}
@@ -207,9 +210,7 @@ def test_a_gradient_of_the_input_alone_holds_no_more(prefetch: int, trained: boo
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_nothing_stays(mode: Callable[[], Any]) -> None:
     """Inference holds the root, one block and the next, and nothing afterwards."""
-    with world(4), mode():
-        model = Net(blocks=3)
-        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+    with net_of(3) as (model, spec), mode():
         params = fs.shard(model, spec)
         with Alive() as alive:
             fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
@@ -220,9 +221,7 @@ def test_without_gradients_nothing_stays(mode: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("failing", [0, 2])
 def test_an_exception_frees_everything(failing: int) -> None:
     """Also between forward and backward of other units; the next call is a clean one."""
-    with world(4):
-        model = Net(blocks=3)
-        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
+    with net_of(3) as (model, spec):
         params = {k: v.requires_grad_() for k, v in fs.shard(model, spec).items()}
         hook = model.blocks[failing].register_forward_hook(lambda *_: 1 / 0)
         with Alive() as alive:
@@ -237,13 +236,11 @@ def test_an_exception_frees_everything(failing: int) -> None:
 
 def test_a_graph_that_is_dropped_frees_what_it_held() -> None:
     """A forward without a backward: the kept units and the activations go with the output, without the cycle collector."""
-    with world(4):
-        model = Net(blocks=3)
+    with net_of(3) as (model, spec):
         inside: list[weakref.ref[Any]] = []
         model.blocks[1].out_proj.register_forward_pre_hook(
             lambda _, args: inside.append(weakref.ref(args[0].untyped_storage()))
         )
-        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
         params = {k: v.requires_grad_() for k, v in fs.shard(model, spec).items()}
         with no_collector(), Alive() as alive:
             y = fs.functional_call(model, params, (numbers(0, 0),), spec=spec)
@@ -257,8 +254,7 @@ def test_a_graph_that_is_dropped_frees_what_it_held() -> None:
 @pytest.mark.parametrize("way", mark_seldom(sorted(WAYS), "fs", "backward"))
 def test_activations_go_with_the_step(way: str) -> None:
     """Outputs that their own nodes save (tanh) are in no cycle, under torch.func either."""
-    with world(4), no_collector():
-        model = Net(blocks=3)
+    with net_of(3) as (model, spec), no_collector():
         inside: list[weakref.ref[Any]] = []
 
         def note(_: nn.Module, args: tuple[Tensor]) -> None:
@@ -266,7 +262,6 @@ def test_activations_go_with_the_step(way: str) -> None:
 
         for block in model.blocks:
             block.out_proj.register_forward_pre_hook(note)
-        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
         WAYS[way](lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).sum())(fs.shard(model, spec))
         assert len(inside) == 3
         assert [ref for ref in inside if ref() is not None] == []
@@ -274,11 +269,9 @@ def test_activations_go_with_the_step(way: str) -> None:
 
 def test_what_user_code_holds_stays_readable() -> None:
     """A parameter kept past its unit is an ordinary tensor: its buffer lives as long as it does, and is not gathered over."""
-    with world(4):
-        model = Net(blocks=2)
+    with net_of(2) as (model, spec):
         kept: list[Tensor] = []
         model.blocks[0].register_forward_hook(lambda m, *_: kept.append(m.in_proj.weight))
-        spec = fs.by_path({"blocks.*": fs.P("shard")})(model).bound
         with Alive() as alive:
             fs.grad(lambda p: fs.functional_call(model, p, (numbers(0, 0),), spec=spec).sum())(fs.shard(model, spec))
             assert len(alive.now()) == 1

@@ -7,7 +7,7 @@ import copy
 import pickle
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, TypeVar, cast
@@ -68,6 +68,13 @@ class SideBySide(nn.Module):
         x = self.a(x)
         side = self.b(x)
         return self.c(x), side.detach() if self.cut else side
+
+
+@contextlib.contextmanager
+def units_of(model: nn.Module) -> Iterator[fs.PartitionSpec]:
+    """Each MLP a unit, on the first of eight ranks."""
+    with world(8):
+        yield fs.by_type(MLP, p=CLOSE)(model).bound
 
 
 class OfUnits(TorchDispatchMode):
@@ -182,8 +189,8 @@ BACKWARD = {
 @every(prefetch=AHEAD, way=sorted(WAYS))
 def test_the_events_of_a_step(way: str, prefetch: int) -> None:
     """Three blocks and a root, word by word; the root and the last block stay for backward."""
-    with world(8):
-        model, spec = Blocks(), fs.by_type(MLP, p=CLOSE)(Blocks()).bound
+    model = Blocks()
+    with units_of(model) as spec:
         for _ in range(3):
             events = recorded(model, spec, way, prefetch=prefetch)
             assert events.forward == lines(FORWARD[prefetch])
@@ -193,9 +200,8 @@ def test_the_events_of_a_step(way: str, prefetch: int) -> None:
 @pytest.mark.parametrize("prefetch", AHEAD)
 def test_two_forwards_and_one_backward(prefetch: int) -> None:
     """Each call has a schedule of its own: the events of one step's forward twice, then of its backward twice."""
-    with world(8):
-        model = Blocks()
-        spec = fs.by_type(MLP, p=CLOSE)(model).bound
+    model = Blocks()
+    with units_of(model) as spec:
         params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
         with Events(spec) as events:
             call = lambda x: fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch).sum()  # noqa: E731
@@ -222,9 +228,8 @@ CHAINS: dict[str, Callable[[], nn.Module]] = {"Blocks": lambda: Blocks(5), "bloc
 @every(prefetch=[0, 1, 2, 3, 9], name=CHAINS)
 def test_each_gather_overlaps_with_the_computation_before_it(name: str, prefetch: int) -> None:
     """In both directions a gather starts just before the unit ``prefetch`` places earlier computes, and ends at its use."""
-    with world(8):
-        model = CHAINS[name]()
-        spec = fs.by_type(MLP, p=CLOSE)(model).bound
+    model = CHAINS[name]()
+    with units_of(model) as spec:
         forward = [key.rpartition("blocks.")[2] or "root" for key in spec.order]
         backward = sorted(forward, reverse=True)  # the root, which ends the forward, begins it
         events = recorded(model, spec, prefetch=prefetch)
@@ -288,8 +293,7 @@ ORDERS = ["abc", "bca", "cba", "abab", "aab", "ac", "b", "abcabc", "aabbcc", "ca
 @every(prefetch=[0, 1, 2, 3], order=ORDERS)
 def test_the_tree_order_wastes_little(order: str, prefetch: int) -> None:
     """Whatever order forward has: every visit is gathered, at most ``prefetch`` units in vain, and none again in backward."""
-    with world(8):
-        spec = fs.by_type(MLP, p=CLOSE)(Order(order)).bound
+    with units_of(Order(order)) as spec:
         events = recorded(Order(order), spec, prefetch=prefetch)
         used = Counter(visits(order))
         wasted = gathered(events.forward) - used
@@ -303,8 +307,7 @@ def test_the_tree_order_wastes_little(order: str, prefetch: int) -> None:
 @every(prefetch=[0, 1, 2, 3], order=ORDERS)
 def test_the_traced_order_wastes_nothing(order: str, prefetch: int) -> None:
     """Each visit is gathered once, started as soon as what is ``prefetch`` visits earlier is there."""
-    with world(8):
-        spec = fs.by_type(MLP, p=CLOSE)(Order(order)).bound
+    with units_of(Order(order)) as spec:
         spec = spec.ordered(fs.trace_order(Order(order), spec, numbers(0, 0)))
         used = visits(order)
         assert [key or "root" for key in spec.order] == used
@@ -324,8 +327,7 @@ def test_the_traced_order_wastes_nothing(order: str, prefetch: int) -> None:
 @pytest.mark.parametrize("prefetch", AHEAD)
 def test_nested_units_are_ahead(prefetch: int) -> None:
     """The inner unit is gathered while the outer one computes, in either direction, and no unit twice."""
-    with world(8):
-        spec = fs.by_type(MLP, p=CLOSE)(Nested()).bound
+    with units_of(Nested()) as spec:
         assert fs.trace_order(Nested(), spec, numbers(0, 0)) == ("first", "first.inner", "last")
         events = recorded(Nested(), spec, prefetch=prefetch)
         forward = {
@@ -380,9 +382,8 @@ def test_a_wrong_order_bounds_what_is_wasted(order: list[str]) -> None:
 @every(prefetch=AHEAD, cut=[True, False])
 def test_a_unit_that_backward_leaves_out(cut: bool, prefetch: int) -> None:
     """_unused_in_backward: gathered in vain at most, freed, not reduced; and a second backward does the same."""
-    with world(8):
-        model = SideBySide(cut)
-        spec = fs.by_type(MLP, p=CLOSE)(model).bound
+    model = SideBySide(cut)
+    with units_of(model) as spec:
         params = {key: shard.requires_grad_() for key, shard in fs.shard(model, spec).items()}
         with Alive() as alive, Events(spec) as events:
             y, side = fs.functional_call(model, params, (numbers(0, 0),), spec=spec, prefetch=prefetch)
@@ -509,8 +510,7 @@ def test_ranks_must_agree_on_the_order(rank: int) -> None:
 )
 def test_options_are_checked(option: str, value: object, error: type[Exception]) -> None:
     """By name, before anything is sent."""
-    with world(8):
-        spec = fs.by_type(MLP, p=CLOSE)(Blocks()).bound
+    with units_of(Blocks()) as spec:
         params = fs.shard(Blocks(), spec)
         options = cast("Any", {option: value})
         with Collectives() as sent, pytest.raises(error, match=f"^{option}: expected .* got {value!r}"):
@@ -806,9 +806,8 @@ def test_only_the_next_units_are_gathered_besides_those_that_run(name: str, pref
 
     In forward no unit is there twice.
     """
-    with world(8):
-        model = MEMORY[name]()
-        spec = fs.by_type(MLP, p=CLOSE)(model).bound
+    model = MEMORY[name]()
+    with units_of(model) as spec:
         spec = spec.ordered(fs.trace_order(model, spec, numbers(0, 0))) if traced else spec
         for way in WAYS:
             memory = watched(copy.deepcopy(model), spec, way, prefetch, 1)
@@ -825,9 +824,8 @@ def test_only_the_next_units_are_gathered_besides_those_that_run(name: str, pref
 @every(in_flight=[1, 2], prefetch=AHEAD, same_sizes=[True, False])
 def test_what_is_gathered_and_unreduced_together(same_sizes: bool, prefetch: int, in_flight: int) -> None:
     """At most prefetch + 1 units gathered and in_flight + 1 unreduced, in buffers and in bytes."""
-    with world(8):
-        model = chain(7) if same_sizes else blocks_alone(7)
-        spec = fs.by_type(MLP, p=CLOSE)(model).bound
+    model = chain(7) if same_sizes else blocks_alone(7)
+    with units_of(model) as spec:
         sizes = sorted(8 * spec.padded_numel(unit) for unit in spec)
         memory = watched(model, spec, "backward", prefetch, in_flight)
         most = prefetch + 1 + in_flight + 1

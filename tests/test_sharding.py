@@ -8,6 +8,7 @@ import pickle
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import strategies
@@ -302,32 +303,24 @@ def message(fn: object, *args: object, **kwargs: object) -> str:
     return ""
 
 
+DIFFERENCES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
+    "shape": (lambda m: m.__setitem__(1, nn.Linear(5, 7, bias=False)), r"'1\.bias' \[7\].*'1\.weight' \[7, 5\]"),
+    "dtype": (lambda m: m.bfloat16(), r"'0\.bias' \[5\] torch\.float32.*'0\.bias' \[5\] torch\.bfloat16"),
+    "frozen": (lambda m: m[2].requires_grad_(False), r"'2\.bias' \[1\].*requires_grad=True.*requires_grad=False"),
+    "policy": (lambda m: fs.policies.whole(), r"unit '0' P\('shard'\).*unit '' P\('shard'\)"),
+    "ignored": (
+        lambda m: fs.policies.ignoring(fs.by_type(nn.Linear), params=["1.bias"]),
+        r"'1\.bias' \[7\].*'1\.weight'",
+    ),
+}
+"""What is done to the model of one rank, or its policy, and what the error says."""
+
+
 def different(rank: int, odd: int, what: str, flat: bool) -> str:
     model = layers()
-    policy = fs.by_type(nn.Linear)
-    if rank == odd:
-        match what:
-            case "shape":
-                model[1] = nn.Linear(5, 7, bias=False)
-            case "dtype":
-                model.bfloat16()
-            case "frozen":
-                model[2].requires_grad_(False)
-            case "policy":
-                policy = fs.policies.whole()
-            case "ignored":
-                policy = fs.policies.ignoring(policy, params=["1.bias"])
-    spec = policy(model)
+    made = DIFFERENCES[what][0](model) if rank == odd else None
+    spec = (fs.by_type(nn.Linear) if made is None or isinstance(made, nn.Module) else made)(model)
     return message(fs.shard, model, spec if flat else spec.on(square()))
-
-
-DIFFERENCES = {
-    "shape": r"'1\.bias' \[7\].*'1\.weight' \[7, 5\]",
-    "dtype": r"'0\.bias' \[5\] torch\.float32.*'0\.bias' \[5\] torch\.bfloat16",
-    "frozen": r"'2\.bias' \[1\].*requires_grad=True.*requires_grad=False",
-    "policy": r"unit '0' P\('shard'\).*unit '' P\('shard'\)",
-    "ignored": r"'1\.bias' \[7\].*'1\.weight'",
-}
 
 
 @pytest.mark.parametrize("what", sorted(DIFFERENCES))
@@ -341,7 +334,24 @@ def test_ranks_with_different_models(what: str, gloo2: Pool, gloo4: Pool) -> Non
         assert len(set(messages)) == 1
         pattern = rf"different models: expected, as on its rank 0, .*got on rank {odd} unit .*; build the same"
         assert re.search(pattern, messages[0]), messages[0]
-        assert re.search(DIFFERENCES[what], messages[0]), messages[0]
+        assert re.search(DIFFERENCES[what][1], messages[0]), messages[0]
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
+    "shape": (
+        lambda m: m.__setitem__(1, nn.Linear(4, 7)),
+        r"'1\.weight' of unit '1': expected shape \[7, 5\], got \[7, 4\]",
+    ),
+    "dtype": (lambda m: m[1].bfloat16(), r"'1\.bias' of unit '1': expected torch\.float32, got torch\.bfloat16"),
+    "missing": (
+        lambda m: m.__setitem__(1, nn.Linear(5, 7, bias=False)),
+        r"'1\.bias' of unit '1' is not in the model: was it changed after the spec\?",
+    ),
+    "new": (
+        lambda m: m[1].register_parameter("scale", nn.Parameter(torch.ones(7))),
+        r"'1\.scale' is not in the spec: expected names such as",
+    ),
+}
 
 
 def changed_after(rank: int, odd: int, what: str, flat: bool) -> str:
@@ -349,26 +359,10 @@ def changed_after(rank: int, odd: int, what: str, flat: bool) -> str:
     spec = fs.by_type(nn.Linear)(model)
     bound = spec if flat else spec.on(square())
     if rank == odd:
-        match what:
-            case "shape":
-                model[1] = nn.Linear(4, 7)
-            case "dtype":
-                model[1].bfloat16()
-            case "missing":
-                model[1] = nn.Linear(5, 7, bias=False)
-            case "new":
-                model[1].scale = nn.Parameter(torch.ones(7))
+        CHANGES[what][0](model)
     said = message(fs.shard, model, bound)
     same(fs.shard(layers(), bound), fs.shard(values(layers()), bound, rank=rank))  # and nothing is out of step
     return said
-
-
-CHANGES = {
-    "shape": r"'1\.weight' of unit '1': expected shape \[7, 5\], got \[7, 4\]",
-    "dtype": r"'1\.bias' of unit '1': expected torch\.float32, got torch\.bfloat16",
-    "missing": r"'1\.bias' of unit '1' is not in the model: was it changed after the spec\?",
-    "new": r"'1\.scale' is not in the spec: expected names such as",
-}
 
 
 @pytest.mark.parametrize("what", sorted(CHANGES))
@@ -377,99 +371,81 @@ def test_shard_of_a_model_changed_on_one_rank(what: str, gloo2: Pool, gloo4: Poo
     runs = [gloo2.run(changed_after, 0, what, True), gloo2.run(changed_after, 1, what, True)]
     for messages in [*runs, gloo4.run(changed_after, 3, what, False), gloo4.run(changed_after, 2, what, False)]:
         for said in messages:
-            assert re.search(rf"parameter {CHANGES[what]}", said), said
+            assert re.search(rf"parameter {CHANGES[what][1]}", said), said
+
+
+W = "1.weight"
+BAD_SOURCES: dict[str, tuple[Callable[[Params], Any], str]] = {
+    "name": (lambda f: {"7.weight": f.pop(W), **f}, r"parameter '7\.weight' is not in the spec: expected names"),
+    "missing": (
+        lambda f: {n: t for n, t in f.items() if n != W},
+        r"'1\.weight' of unit '1' is missing: expected \[7, 5\], got none",
+    ),
+    "shape": (lambda f: f | {W: f[W].t()}, r"'1\.weight' of unit '1': expected shape \[7, 5\], got \[5, 7\]"),
+    "dtype": (lambda f: {n: t.double() for n, t in f.items()}, r"'0\.weight': expected torch\.float32, got torch\.float64"),
+    "none": (lambda f: None, r"shard: expected a model or full parameters by name, got None"),
+    "not a tensor": (lambda f: f | {W: [1.0]}, r"'1\.weight' of unit '1': expected a tensor, got list"),
+    "meta": (
+        lambda f: {n: t.to("meta") for n, t in f.items()},
+        r"parameter '0\.weight': expected a tensor with data, got a meta tensor",
+    ),
+}
 
 
 def bad_source(rank: int, what: str, src: int, p: P, flat: bool) -> str:
     model = layers()
-    full: Params | None = values(model)
-    match what:
-        case "name":
-            full["7.weight"] = full.pop("1.weight")
-        case "missing":
-            del full["1.weight"]
-        case "shape":
-            full["1.weight"] = full["1.weight"].t()
-        case "dtype":
-            full = {name: tensor.double() for name, tensor in full.items()}
-        case "none":
-            full = None
-        case "not a tensor":
-            full["1.weight"] = [1.0]  # type: ignore[assignment]
-        case "meta":
-            full = {name: tensor.to("meta") for name, tensor in full.items()}
     spec = fs.by_type(nn.Linear, p=p)(model)
     bound = spec.bound if flat else spec.on(square())
-    said = message(fs.shard, full if rank == src else None, bound, src=src)
+    said = message(fs.shard, BAD_SOURCES[what][0](values(model)) if rank == src else None, bound, src=src)
     good = fs.shard(values(model) if rank == src else None, bound, src=src)  # and nothing is out of step
     same(good, fs.shard(values(model), bound, rank=rank))
     return said
 
 
-BAD_SOURCES = {
-    "name": r"parameter '7\.weight' is not in the spec: expected names",
-    "missing": r"parameter '1\.weight' of unit '1' is missing: expected \[7, 5\], got none",
-    "shape": r"parameter '1\.weight' of unit '1': expected shape \[7, 5\], got \[5, 7\]",
-    "dtype": r"parameter '0\.weight': expected torch\.float32, got torch\.float64",
-    "none": r"shard: expected a model or full parameters by name, got None",
-    "not a tensor": r"parameter '1\.weight' of unit '1': expected a tensor, got list",
-    "meta": r"parameter '0\.weight': expected a tensor with data, got a meta tensor",
-}
-
-
 @pytest.mark.parametrize("what", sorted(BAD_SOURCES))
 def test_a_source_that_does_not_fit(what: str, gloo2: Pool, gloo4: Pool) -> None:
     """What is wrong with the source's dict is the same ValueError on every rank, and the next call works."""
-    runs = [
-        (0, gloo2.run(bad_source, what, 0, P("shard"), True)),
-        (1, gloo2.run(bad_source, what, 1, P(), True)),
-        (2, gloo4.run(bad_source, what, 2, P("shard"), False)),
-    ]
-    for _, messages in runs:
-        assert all(re.search(BAD_SOURCES[what], said) for said in messages), messages
+    runs = [gloo2.run(bad_source, what, 0, P("shard"), True), gloo2.run(bad_source, what, 1, P(), True)]
+    for messages in [*runs, gloo4.run(bad_source, what, 2, P("shard"), False)]:
+        assert all(re.search(BAD_SOURCES[what][1], said) for said in messages), messages
 
 
-def test_a_source_that_is_no_rank_of_the_mesh(gloo2: Pool) -> None:
+@real_ranks(2)
+def test_a_source_that_is_no_rank_of_the_mesh(rank: int) -> None:
     """An unknown src is an error on every rank before anything is sent."""
-    assert all(re.search(r"rank 2 is not on the mesh.*expected 0\.\.1", text) for text in gloo2.run(from_nowhere))
-
-
-def from_nowhere(rank: int) -> str:
     model = layers()
-    return message(fs.shard, values(model), fs.policies.whole()(model).bound, src=2)
+    with pytest.raises(ValueError, match=r"rank 2 is not on the mesh.*expected 0\.\.1"):
+        fs.shard(values(model), fs.policies.whole()(model).bound, src=2)
 
 
-def wrong_worlds(rank: int) -> dict[str, str]:
-    model = layers()
-    spec = fs.policies.whole(P("shard", align=1))(model)
-    shards = fs.shard(model, spec)
-    x = torch.ones(1, 3)
-    calls = {
-        "shard": lambda: fs.shard(model, spec.on({"shard": 4})),
-        "functional_call": lambda: fs.functional_call(model, shards, x, spec=spec.on({"shard": 4})),
-        "sizes alone": lambda: fs.functional_call(model, shards, x, spec=spec.on({"shard": 2})),
-        "pickled": lambda: fs.unshard(shards, pickle.loads(pickle.dumps(spec.bound))),
-        "not on it": lambda: fs.shard(model, spec.on(DeviceMesh("cpu", [0]))),
-    }
-    return {name: message(call) for name, call in calls.items()}
-
-
-WORLDS = {
-    "shard": r"the spec is on sizes alone, \{'shard': 4\}: .* bind the spec to process groups by \.on\(init_device_mesh",
-    "functional_call": r"unit '': expected a 1-D buffer of 18 elements, got shape \[35\]; .* another mesh than shard=4\?",
-    "sizes alone": r"an axis of 2 ranks without a process group cannot communicate: .* bind the spec with \.on\(mesh\)",
-    "pickled": r"an axis of 2 ranks without a process group cannot communicate: .* \(a pickled spec must be bound anew\)",
-}
-
-
-def test_a_spec_on_another_world(gloo2: Pool) -> None:
+@real_ranks(2)
+def test_a_spec_on_another_world(rank: int) -> None:
     """On more ranks than there are, on sizes alone, on a mesh of others: each says what the spec is on."""
-    for rank, said in enumerate(gloo2.run(wrong_worlds)):
-        for name, pattern in WORLDS.items():
-            assert re.search(pattern, said[name]), said[name]
-        assert bool(rank) == bool(
-            re.search(r"rank 1 of the world is not on the mesh of ranks \[0\]: expected", said["not on it"])
-        )
+    model, x = layers(), torch.ones(1, 3)
+    spec = fs.policies.whole(P("shard", align=1))(model)
+    shards, four = fs.shard(model, spec), spec.on({"shard": 4})
+    alone = r"an axis of 2 ranks without a process group cannot communicate: .*"
+    for call, words in (
+        (
+            lambda: fs.shard(model, four),
+            r"the spec is on sizes alone, \{'shard': 4\}: .* bind the spec to process groups by \.on\(init_device_mesh",
+        ),
+        (
+            lambda: fs.functional_call(model, shards, x, spec=four),
+            r"unit '': expected a 1-D buffer of 18 elements, got shape \[35\]; .* another mesh than shard=4\?",
+        ),
+        (
+            lambda: fs.functional_call(model, shards, x, spec=spec.on({"shard": 2})),
+            rf"{alone} bind the spec with \.on\(mesh\)",
+        ),
+        (
+            lambda: fs.unshard(shards, pickle.loads(pickle.dumps(spec.bound))),
+            rf"{alone} \(a pickled spec must be bound anew\)",
+        ),
+    ):
+        assert re.search(words, message(call)), message(call)
+    said = message(fs.shard, model, spec.on(DeviceMesh("cpu", [0])))
+    assert bool(rank) == bool(re.search(r"rank 1 of the world is not on the mesh of ranks \[0\]: expected", said))
 
 
 def test_rank0_only_needs_process_groups() -> None:
@@ -557,7 +533,6 @@ def test_l4_every_dtype_travels(rank: int) -> None:
         spec = fs.policies.whole()(model)
         shards = fs.shard(model, spec)
         whole = {"w": values}
-        same(fs.unshard(shards, spec), whole)
         same(fs.unshard(shards, spec), whole)
         first = fs.unshard(shards, spec, rank0_only=True)
         same(first, whole if rank == 0 else {})
