@@ -166,8 +166,6 @@ PIECES |= {
 
 
 # ---- weights read without a graph
-
-
 @forward_of(One)
 def NormWithoutGrad(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
@@ -221,8 +219,6 @@ def Straight(m: Any, x: Tensor) -> Tensor:
 
 
 # ---- parametrizations
-
-
 class Symmetric(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.triu() + x.triu(1).T
@@ -261,8 +257,6 @@ class Adapted(One):
 
 
 # ---- tied and shared
-
-
 @piece
 class Tied(InARow):
     def __init__(self) -> None:
@@ -285,8 +279,6 @@ def Often(m: Any, x: Tensor) -> Tensor:
 
 
 # ---- hooks
-
-
 @piece
 class Hooked(One):
     def __init__(self) -> None:
@@ -334,8 +326,6 @@ def Collecting(m: Any, x: Tensor) -> Tensor:
 
 
 # ---- dtypes
-
-
 @forward_of(One, low=True)
 def Autocast(m: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.float16):
@@ -388,8 +378,6 @@ class Frozen(InARow):
 
 
 # ---- arguments that a module changes
-
-
 @dataclass
 class Cache:
     """As transformers have them."""
@@ -438,8 +426,6 @@ def Grows(m: Any, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
 
 
 # ---- buffers
-
-
 @forward_of(Buffered)
 def BufferReassigned(m: Any, x: Tensor) -> Tensor:
     y = m.l(x)
@@ -471,8 +457,6 @@ def Counts(m: Any, x: Tensor) -> Tensor:
 
 
 # ---- modules called on other parameters, functions of torch.func within
-
-
 @forward_of(Two)
 def Hypernetwork(m: Any, x: Tensor) -> Tensor:
     weight = m.m.weight * torch.tanh(m.l.weight)
@@ -516,8 +500,6 @@ def InnerStep(m: Any, x: Tensor) -> Tensor:
 
 
 # ---- parameters that change in forward
-
-
 @forward_of(One)
 def ClampsData(m: Any, x: Tensor) -> Tensor:
     m.l.weight.data.clamp_(-0.3, 0.3)
@@ -570,8 +552,6 @@ class Replaces(One):
 
 
 # ---- layers of torch
-
-
 @piece
 class Attention(nn.Module):
     def __init__(self) -> None:
@@ -598,8 +578,6 @@ class Chunked(nn.Module):
 
 
 # ---- control flow
-
-
 @forward_of(Two)
 def Recovers(m: Any, x: Tensor) -> Tensor:
     """From an error in a child."""
@@ -609,8 +587,6 @@ def Recovers(m: Any, x: Tensor) -> Tensor:
 
 
 # ---- parameters from elsewhere, and as results
-
-
 @piece
 class Borrows(One):
     """A weight of a piece that ran before, or of its own layer in the first; Net sets ``lender``."""
@@ -690,8 +666,6 @@ def KeepsWeight(m: Any, x: Tensor) -> Tensor:
 
 
 # ---- autograd inside
-
-
 class Product(torch.autograd.Function):
     """x @ w.T, saving both."""
 

@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from models import module_class
+
 LEAST = 20  # steps
 LIMIT = 300  # seconds after which a rank that stands still says where
 
@@ -174,14 +176,11 @@ def _steps(seed: int, rank: int, size: int) -> Iterator[Callable[[], None]]:
                 raise Stop
             return grad, None
 
-    class Layer(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
-            self.fails = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + Slow.apply(torch.tanh(self.norm(self.linear(x))), self.fails)
+    Layer = module_class(
+        "Layer",
+        lambda width: {"linear": nn.Linear(width, width), "norm": nn.LayerNorm(width), "fails": False},
+        lambda self, x: x + Slow.apply(torch.tanh(self.norm(self.linear(x))), self.fails),
+    )
 
     def make() -> Callable[[], None]:
         width, depth = alike.choice([1, 2, 3, 5, 8, 16, 33, 70]), alike.randint(1, 5)

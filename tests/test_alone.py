@@ -30,7 +30,6 @@ def model() -> nn.Sequential:
 
 
 # --- Started as one of several, and no process group. ---
-
 SPEC = fs.by_type(nn.Linear)(model())
 WITHOUT_A_GROUP: dict[str, Callable[[], object]] = {
     "shard": lambda: fs.shard(model(), SPEC),
@@ -80,8 +79,6 @@ def test_started_by_another_launcher_without_a_process_group_is_said_once(variab
 
 
 # --- The model's own parameters on several ranks. ---
-
-
 def differentiated(how: str, model: nn.Module, params: Params, spec: fs.PartitionSpec) -> Any:
     def loss(params: Params) -> Tensor:
         return fs.functional_call(model, params, (X,), spec=spec).pow(2).mean()
@@ -198,8 +195,6 @@ def test_full_parameters_that_are_no_copies_are_not_warned_of(rank: int) -> None
 
 
 # --- A policy that takes nothing. ---
-
-
 def test_by_type_that_matches_nothing() -> None:
     """It names the classes, and those that the model has; as by_path does with its patterns."""
     net = model()
@@ -213,8 +208,6 @@ def test_by_type_that_matches_nothing() -> None:
 
 
 # --- A parameter with the name of a unit. ---
-
-
 class Named(nn.Module):
     """A parameter that is trained, one that is not, and one of a name."""
 

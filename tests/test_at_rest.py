@@ -79,9 +79,7 @@ def by_name(grads: fs.Params, spec: fs.PartitionSpec) -> fs.Params:
 
 
 # --- what is kept ---
-
 SIZES = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}]
-
 
 DTYPES = [torch.float32, BF16]
 
@@ -140,7 +138,6 @@ def test_shards_are_pure_bytes_on_every_mesh_and_specs_are_values() -> None:
 
 
 # --- computed with ---
-
 WAYS_OF_P = {
     "shard": P("shard"),
     "keep": P("shard", reshard=False),
@@ -254,8 +251,6 @@ def test_computed_in_what_the_precision_says(dtype: torch.dtype, param: torch.dt
 
 
 # --- what is sent ---
-
-
 def test_bytes_are_gathered_and_nothing_is_reduced() -> None:
     with world(8):
         model = model_of(BF16, 64)
@@ -281,8 +276,6 @@ def test_bytes_are_gathered_and_nothing_is_reduced() -> None:
 
 
 # --- between specs ---
-
-
 def moved(rank: int) -> None:
     model, codec = model_of(), CODECS["nf4"]
     plain, kept = (shapes(p)(model).bound for p in (P("shard"), P("shard", at_rest=codec)))
@@ -309,8 +302,6 @@ def test_full_parameters_may_stand_in_their_place() -> None:
 
 
 # --- refused ---
-
-
 def test_refused() -> None:
     """With the unit's name and what to do."""
     model = model_of()

@@ -169,8 +169,6 @@ def test_memory_is_linear_in_the_length(order: str) -> None:
 
 
 # --- where it holds ---
-
-
 @contextlib.contextmanager
 def blocks_seen(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The lengths of the queries of each call by blocks."""

@@ -107,9 +107,8 @@ def test_two_tensors_for_a_tied_parameter(taker: str) -> None:
             got = TAKE_FULL[taker]({"0.weight": weight, "1.weight": second})
             torch.testing.assert_close(got, right, rtol=0, atol=0)
         torch.testing.assert_close(TAKE_FULL[taker](TIED.state_dict()), right, rtol=0, atol=0)
-    with pytest.raises(
-        ValueError, match=r"parameter '1\.weight' of unit '' is tied, .*'0\.weight', '1\.weight'\]: expected one tensor, got"
-    ):
+    words = r"parameter '1\.weight' of unit '' is tied, .*'0\.weight', '1\.weight'\]: expected one tensor, got"
+    with pytest.raises(ValueError, match=words):
         TAKE_FULL[taker]({"0.weight": weight, "1.weight": weight + 1})
 
 
@@ -185,16 +184,14 @@ def test_a_policy_is_no_spec(name: str) -> None:
     function = dict(functions_of_specs())[name]
     needed = (p for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind != p.VAR_KEYWORD)
     given = {p.name: POLICY if p.name == "spec" else STAND_INS.get(p.name, 1) for p in needed}
-    with pytest.raises(
-        TypeError, match=r"spec: expected a PartitionSpec, got the policy by_type\(Linear\); call it on the model"
-    ):
+    words = r"spec: expected a PartitionSpec, got the policy by_type\(Linear\); call it on the model"
+    with pytest.raises(TypeError, match=words):
         function(**given | {"spec": POLICY})
 
 
 GROWN = changed(lambda m: m.append(nn.Linear(2, 2)))
 WIDER = changed(lambda m: setattr(m, "1", nn.Linear(4, 5, bias=False)))
 SHORTER = changed(lambda m: m.pop(1))
-
 
 MISTAKES: dict[type[Exception], dict[str, Callable[[], object]]] = {
     TypeError: {
@@ -219,9 +216,7 @@ MISTAKES: dict[type[Exception], dict[str, Callable[[], object]]] = {
             {"a": X, "b": X.bool()}
         ),
     },
-    RuntimeError: {
-        r"same dtype": lambda: fs.functional_call(MODEL, on_one(double=["1"]), X, spec=ONE),
-    },
+    RuntimeError: {r"same dtype": lambda: fs.functional_call(MODEL, on_one(double=["1"]), X, spec=ONE)},
     ValueError: {
         r"params are on the meta device, without values: '0', '1'; expected them to be materialized as the arg": lambda: (
             fs.functional_call(MODEL, {k: p.to("meta") for k, p in on_one().items()}, X, spec=ONE)
@@ -357,9 +352,8 @@ IDS = torch.tensor([1, 2])
 def test_outputs_that_are_no_loss() -> None:
     with pytest.raises(TypeError, match=r"expected f to return a tensor, got SimpleNamespace; return its \.loss$"):
         scored(ids=IDS, labels=IDS)(lambda out: out)
-    with pytest.raises(
-        TypeError, match=r"got NoneType; is there a return, and, for a \.loss of transformers, labels= in the call"
-    ):
+    words = r"got NoneType; is there a return, and, for a \.loss of transformers, labels= in the call"
+    with pytest.raises(TypeError, match=words):
         scored(ids=IDS)(lambda out: out.loss)
     assert scored(ids=IDS, labels=IDS)(lambda out: out.loss)[""].any()
 
@@ -381,11 +375,7 @@ NO_RATES = {
     "a function": lambda step: 0.1,
     "a scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(MODEL.parameters()), 1),
 }
-MATRIX: dict[str, Any] = {
-    "muon": fs.optim.muon,
-    "shampoo": fs.optim.shampoo,
-    "soap": fs.optim.soap,
-}
+MATRIX: dict[str, Any] = {"muon": fs.optim.muon, "shampoo": fs.optim.shampoo, "soap": fs.optim.soap}
 
 
 @every(rate=NO_RATES, make=[*MATRIX, "AdamW"])

@@ -25,7 +25,6 @@ from funshard.collectives import Mesh
 
 Tree = dict[str, Tensor]
 
-
 STRATEGIES = strategies("shard", "keep", "remat", "replicated")
 
 
@@ -125,10 +124,8 @@ def test_some_buffers_given() -> None:
     model = with_batch_norm()
     spec = fs.policies.whole()(model)
     given = {name: b.clone() for name, b in model.named_buffers() if name.startswith("0")}
-    with pytest.warns(
-        fs._call.buffers.BufferWarning,
-        match=r"buffers '1\.1\.running_mean', '1\.1\.running_var', '1\.1\.num_batches_tracked' in",
-    ):
+    words = r"buffers '1\.1\.running_mean', '1\.1\.running_var', '1\.1\.num_batches_tracked' in"
+    with pytest.warns(fs._call.buffers.BufferWarning, match=words):
         fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec, buffers=given)
     with pytest.raises(ValueError, match=r"buffer '1\.nothing' is not in the model"):
         fs.functional_call(model, fs.shard(model, spec), torch.randn(4, 3), spec=spec, buffers={"1.nothing": torch.ones(3)})
@@ -149,8 +146,6 @@ def test_said_in_a_compiled_call() -> None:
 
 
 # --- the pure form: buffers go in and come out ---
-
-
 TRANSFORMS = {
     "fs": lambda loss: fs.grad_and_value(loss, has_aux=True),
     "torch.func": lambda loss: torch.func.grad_and_value(loss, has_aux=True),
@@ -202,9 +197,8 @@ def test_buffers_from_outside(rank: int) -> None:
         given = dict(buffers)
 
         def step(params: Tree, x: Tensor, buffers=buffers) -> tuple[Tree, Tensor]:
-            return fs.grad_and_value(lambda p: (fs.functional_call(model, p, x, spec=spec, buffers=buffers) ** 2).mean())(
-                params
-            )
+            loss = lambda p: (fs.functional_call(model, p, x, spec=spec, buffers=buffers) ** 2).mean()  # noqa: E731
+            return fs.grad_and_value(loss)(params)
 
         run = compiled(step)
         with unchanged(model):
@@ -216,8 +210,6 @@ def test_buffers_from_outside(rank: int) -> None:
 
 
 # --- the mean over ranks ---
-
-
 ANY = fs.policies.whole()(nn.Linear(2, 2))
 
 
@@ -260,7 +252,6 @@ def test_average_of_an_unknown_axis() -> None:
 
 
 # --- evaluation with statistics that training has not updated ---
-
 INITIAL = (
     r"eval mode normalise with the model's own '0\.1\.running_mean', '0\.1\.running_var', .*: they are those of a new model"
 )
@@ -305,15 +296,12 @@ def test_stale_statistics_of_few_layers_are_named_alone() -> None:
     model = pretrained()
     model[1] = with_batch_norm()[1]
     spec = fs.by_type(Block)(model)
-    with pytest.warns(
-        fs._call.buffers.BufferWarning, match=r"own '1\.1\.running_mean', '1\.1\.running_var': they are those of a new model"
-    ):
+    words = r"own '1\.1\.running_mean', '1\.1\.running_var': they are those of a new model"
+    with pytest.warns(fs._call.buffers.BufferWarning, match=words):
         fs.functional_call(model.eval(), fs.shard(model, spec), (torch.randn(4, 3),), spec=spec)
 
 
 # --- attributes (LAWS R10): put back, returned where asked for, or an error that names them ---
-
-
 class Router(nn.Module):
     """As a mixture of experts has it: the auxiliary loss is in an attribute."""
 
@@ -386,9 +374,8 @@ def test_an_auxiliary_loss_in_an_attribute(rank: int, strategy: str) -> None:
     for module in model:
         module.aux_loss = 0.0
     for grad in (fs.grad, torch.func.grad):
-        with pytest.raises(
-            RuntimeError, match=r"graph in attribute 'aux_loss' of module '0'.*expected attributes=\('0.aux_loss',"
-        ):
+        words = r"graph in attribute 'aux_loss' of module '0'.*expected attributes=\('0.aux_loss',"
+        with pytest.raises(RuntimeError, match=words):
             grad(lambda q: fs.functional_call(model, q, x, spec=spec).square().mean())(params)
 
         def loss(q: fs.Params) -> Tensor:
@@ -548,10 +535,7 @@ class Positions(nn.Linear):
         return out * self.by_length[len(x)]
 
 
-HARMLESS = {
-    "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
-    "positions": Positions,
-}
+HARMLESS = {"weight_norm": lambda: nn.utils.weight_norm(nn.Linear(4, 4)), "positions": Positions}
 
 
 @pytest.mark.filterwarnings(

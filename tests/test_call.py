@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from depth import at_most, pairs
-from models import EXACT, Architecture, assert_mean_gradients, unchanged
+from models import EXACT, Architecture, assert_mean_gradients, module_class, unchanged
 from parity import GRADIENTS
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -27,16 +27,12 @@ def linear(n_in: int = 3, n_out: int = 3) -> nn.Linear:
     return nn.Linear(n_in, n_out).double()
 
 
-class Pair(nn.Module):
-    """Two linear units and a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = linear(), linear()
-        self.scale = nn.Parameter(torch.randn(3).double())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x))) * self.scale
+Pair = module_class(
+    "Pair",
+    lambda: {"a": linear(), "b": linear(), "scale": nn.Parameter(torch.randn(3).double())},
+    lambda self, x: self.b(torch.tanh(self.a(x))) * self.scale,
+)
+"""Two linear units and a parameter of its own."""
 
 
 def xs() -> Tensor:
@@ -130,13 +126,7 @@ def test_generators(rank: int) -> None:
             yield self.a(x)
             yield self.b(x) * self.scale
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steps, self.last = Steps(), linear()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(sum(self.steps(x)))
+    Model = module_class("Model", lambda: {"steps": Steps(), "last": linear()}, lambda self, x: self.last(sum(self.steps(x))))
 
     right(rank, Model())
 
@@ -214,7 +204,6 @@ def test_an_error_of_forward_whose_message_cannot_be_read(rank: int) -> None:
 
 
 # --- modules that a custom autograd.Function runs in its backward ---
-
 POLICIES = {
     "layers": fs.by_type(nn.Linear),
     "remat": fs.by_type(nn.Linear, p=P("shard", remat=True)),

@@ -35,8 +35,6 @@ MAYBE = st.none() | FLOATS
 
 
 # --- trees ---
-
-
 class Pair(NamedTuple):
     first: Any
     second: Any
@@ -143,8 +141,6 @@ def test_boxes_that_no_pytree_opens(make: Any) -> None:
 
 
 # --- around a module ---
-
-
 @given(MAYBE, MAYBE, FLOATS, st.booleans())
 def test_cast_around(param: torch.dtype | None, output: torch.dtype | None, given: torch.dtype, cast_inputs: bool) -> None:
     seen: list[torch.dtype] = []
@@ -182,8 +178,6 @@ def test_outputs_are_restored(wrap: Any, given: torch.dtype) -> None:
 
 
 # --- buffers ---
-
-
 SPECIAL = [0.0, -0.0, 1.0, -2.5, 1 / 3, 1e-30, 7e4, float("inf"), -float("inf"), float("nan"), 3.0000001]
 
 
@@ -286,8 +280,6 @@ def test_buffers_that_are_not_cast_are_what_forward_left(precision: Precision | 
 
 
 # --- Precision as data ---
-
-
 @every(name=["param", "reduce", "output", "buffer"], dtype=[torch.int64, torch.bool, torch.complex64, "float16", float, 16])
 def test_what_is_no_floating_dtype(name: str, dtype: Any) -> None:
     with pytest.raises(TypeError, match=rf"^Precision: {name}: expected a floating point dtype or None, got"):
@@ -337,8 +329,6 @@ def test_resolve_is_fsdp1s(param: torch.dtype | None, reduce: torch.dtype | None
 
 
 # --- division ---
-
-
 def test_divide_factors_are_fsdp1s() -> None:
     for n in range(1, 4097):
         before = DefaultState._get_gradient_predivide_factor(n)

@@ -86,7 +86,6 @@ def check_cases(pool: Pool, names: list[str]) -> None:
 
 CHECKED = [name for name in CASES if name != "raise_in_teardown"]
 
-
 SOME = "another_order", "raise_in_backward", "a_loop_left_early"
 
 
@@ -167,8 +166,6 @@ def test_the_tables_cases_are_these() -> None:
 
 
 # --- A rank that does not come ---
-
-
 @real_ranks(2)
 def test_a_rank_that_does_not_come_is_named_with_its_line(rank: int) -> None:
     """The last rank sleeps within its check."""
@@ -265,8 +262,6 @@ def test_a_forked_child_is_no_rank_however_it_ends(tmp_path: Path) -> None:
 
 
 # --- What is compared, and what is left alone ---
-
-
 @real_ranks(2)
 def test_all_collectives_are_compared(rank: int) -> None:
     """One rank makes another call of the same size."""
@@ -279,11 +274,7 @@ def test_all_collectives_are_compared(rank: int) -> None:
             lambda: c.all_reduce(x, axis, reduce="sum"),
             ("all-reduce (mean) of 2", "all-reduce (sum) of 2"),
         ),
-        (
-            lambda: c.broadcast(x, axis),
-            lambda: c.all_reduce(x.double(), axis),
-            ("broadcast of 2 x float32", "of 2 x float64"),
-        ),
+        (lambda: c.broadcast(x, axis), lambda: c.all_reduce(x.double(), axis), ("broadcast of 2 x float32", "of 2 x float64")),
         (
             lambda: c.ragged_all_to_all(x, axis, [1, 1]),
             lambda: c.gather_values(x, axis),
@@ -418,7 +409,6 @@ def test_a_check_that_cannot_connect(gloo2: Pool) -> None:
 
 
 # --- The whole process ---
-
 PROCESS = """
 import os, sys, torch, torch.distributed as dist
 from torch import nn
@@ -494,8 +484,6 @@ def test_the_variable_takes_no_other_value() -> None:
 
 
 # --- Its parts ---
-
-
 def test_the_line_is_the_users() -> None:
     line: list[str] = []
 

@@ -166,8 +166,6 @@ def test_gradients_of_16_bits_are_added_up_in_32(dtype: torch.dtype) -> None:
 
 
 # --- memory ---
-
-
 class Largest(TorchDispatchMode):
     """The number of elements of the largest tensor that an operator makes."""
 
@@ -196,8 +194,6 @@ def test_no_tensor_is_as_large_as_the_logits(order: str) -> None:
 
 
 # --- in a model ---
-
-
 class Head(nn.Module):
     """A head and its loss; ``weight`` may be that of an embedding."""
 
@@ -319,8 +315,6 @@ def test_with_an_unsharded_head_on_real_ranks(rank: int) -> None:
 
 
 # --- refusals ---
-
-
 def keeps(w: Tensor, h: Tensor, kept: list[Any] = []) -> tuple[Tensor, int]:  # noqa: B006
     kept.append(h @ w)
     return kept[-1].sum(), 1
@@ -350,7 +344,6 @@ def total(w: Tensor, h: Tensor) -> Any:
 
 
 H = rows_of(4)["h"]
-
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "chunks": (

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import world
 from depth import at_most, depth, mark_seldom, seldom
-from models import build
+from models import build, module_class
 from ranks import Pool, launch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -66,13 +66,7 @@ def gpt(layers: int = LAYERS, dim: int = 16) -> nn.Module:
     return common.GPT(layers, dim, 2, 8, 32).double()
 
 
-class Block(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.gelu(self.linear(x))
+Block = module_class("Block", lambda dim: {"linear": nn.Linear(dim, dim)}, lambda self, x: x + F.gelu(self.linear(x)))
 
 
 class Chain(nn.Module):
@@ -144,8 +138,6 @@ def recording(graphs: list[GraphModule]) -> Step:
 
 
 # --- the graph: any machine, any number of ranks ---
-
-
 class Read:
     """What a graph does, in its order: starts and waits of gathers, their uses, and the same of reductions.
 
@@ -313,8 +305,6 @@ def test_graph_is_of_plain_operators() -> None:
 
 
 # --- values, on two real ranks ---
-
-
 def models(which: str, layers: int = 2) -> tuple[nn.Module, type[nn.Module], Step]:
     """A model, the class of its blocks, and the loss of a batch of tokens by a call."""
     if which == "mlp":
@@ -412,8 +402,6 @@ def test_on_gloo_buffers_are_held_no_longer(gloo2: Pool) -> None:
 
 
 # --- the generated code ---
-
-
 @pytest.fixture
 def no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not compiled, which takes longest: what they would compute on a fake group means nothing."""
@@ -532,8 +520,6 @@ def test_peak_memory_is_not_above_eager() -> None:
 
 
 # --- donation ---
-
-
 def test_donated_tensors_hold_the_new_values() -> None:
     """And what is returned is they, whether they require grad or not; what is not donated is left alone."""
     given, kept, leaf = torch.arange(3.0), torch.ones(3), torch.ones(3, requires_grad=True)
@@ -603,8 +589,6 @@ def test_donated_views_that_overlap() -> None:
 
 
 # --- options ---
-
-
 def test_options_and_backends_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="backend: expected 'inductor', 'aot_eager' or a function, got 'eager'"):
         compile(double, backend="eager")

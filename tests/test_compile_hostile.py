@@ -139,8 +139,6 @@ def test_no_grad_in_a_compiled_hvp(compiler: str, forward: bool) -> None:
 
 
 # --- errors that say what to do ---
-
-
 class Prints(Leaf):
     def forward(self, x: Tensor) -> Tensor:
         print("forward")
@@ -260,8 +258,6 @@ def test_a_compiled_step_in_a_loss_is_refused() -> None:
 
 
 # --- shards and full parameters inside of a compiled step ---
-
-
 @seldom
 @real_ranks(2)
 def test_full_parameters_in_a_step(rank: int) -> None:

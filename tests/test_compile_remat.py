@@ -57,7 +57,6 @@ def equal(got: object, expected: object) -> None:
 
 
 # --- by hand: exact counts of operators ---
-
 W, X = torch.linspace(-1, 1, 16).reshape(4, 4), torch.linspace(0, 1, 12).reshape(3, 4)
 
 
@@ -134,8 +133,6 @@ def test_plain_torch_compile_computes_nothing_again() -> None:
 
 
 # --- gradients of gradients, in a row, of batches ---
-
-
 def twice(loss: Step, x: Tensor) -> Tensor:
     return torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(x)
 
@@ -164,8 +161,6 @@ def test_in_every_transform(transform: str) -> None:
 
 
 # --- what must not change ---
-
-
 @seldom
 def test_random_numbers_are_kept() -> None:
     """Dropout's mask is drawn once; what is made of it, twice."""
@@ -218,8 +213,6 @@ def test_changed_in_place() -> None:
 
 
 # --- a model of blocks: bytes, gathers, ranks ---
-
-
 LAYERS = depth(3, 4)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from collective_log import Collectives, world
 from depth import depth, each, mark_seldom, seldom
+from models import module_class
 from ranks import Pool, launch
 from test_compile import (
     Chain,
@@ -86,7 +87,6 @@ def steps(loss: Step, spec: fs.PartitionSpec) -> dict[str, Step]:
 
 
 # --- the graph ---
-
 LAYERS = 3
 ROOT, *BLOCKS = "", *(f"blocks.{i}" for i in range(LAYERS))
 UP, DOWN = [ROOT, *BLOCKS], [*BLOCKS[-2::-1]]
@@ -180,13 +180,7 @@ def test_kept_units_are_gathered_once_in_higher_orders(transform: str) -> None:
 
 
 # --- values, on two real ranks ---
-
-STRATEGIES = {
-    "reshard": P("shard"),
-    "keep": P("shard", reshard=False),
-    "remat": P("shard", remat=True),
-    "replicate": P(),
-}
+STRATEGIES = {"reshard": P("shard"), "keep": P("shard", reshard=False), "remat": P("shard", remat=True), "replicate": P()}
 
 
 def equal_to_eager(rank: int, transform: str, which: str, strategy: str) -> None:
@@ -208,7 +202,6 @@ def equal_to_eager(rank: int, transform: str, which: str, strategy: str) -> None
 
 
 TRANSFORMS = ["jvp", "hvp", "hvp in reverse", "grad of grad", "vjp of grad", "maml", "per sample", "per sample, clipped"]
-
 
 OF_TRANSFORMERS = [(which, name) for which in ("gpt", "llama") for name in ("hvp", "grad of hvp")]
 ON_FOUR = ["hvp", "grad of grad", "per sample, clipped"]
@@ -236,8 +229,6 @@ def test_counts_that_cannot_be(options: dict[str, int]) -> None:
 
 
 # --- batches and sequences of several lengths ---
-
-
 counters = torch._dynamo.utils.counters
 needs_forward = low_precision
 """torch 2.13: linear layers flatten their input by themselves."""
@@ -364,19 +355,13 @@ def test_products_with_directions_in_one_graph() -> None:
 
 
 # --- what Dynamo traces for each unit, and when it compiles again ---
-
-
 PACKAGE = Path(fs.__file__).parent
 
-
-class Block(nn.Module):
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
-        self.register_buffer("scale", torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.linear(self.norm(x)).tanh()
+Block = module_class(
+    "Block",
+    lambda width=4: {"norm": nn.LayerNorm(width), "linear": nn.Linear(width, width), "scale": nn.Buffer(torch.ones(width))},
+    lambda self, x: x + self.scale * self.linear(self.norm(x)).tanh(),
+)
 
 
 def chain(blocks: int) -> nn.Module:

@@ -152,8 +152,6 @@ def test_casts_inside_of_a_compiled_call_are_refused() -> None:
 
 
 # --- what forward sets in its modules: as in eager calls, the modules have it until the call ends ---
-
-
 class Stateful(nn.Module):
     def __init__(self) -> None:
         super().__init__()

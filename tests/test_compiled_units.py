@@ -16,7 +16,7 @@ import transformers
 from depth import at_most, depth, each, mark_seldom, seldom
 from fuzz_cases import COMPILED, Case, mirrored
 from fuzz_modules import PIECES
-from models import unchanged
+from models import module_class, unchanged
 from ranks import Pool
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -69,8 +69,6 @@ def reset() -> None:
 
 
 # --- compilations ---
-
-
 def trained(net: nn.Module, p: P, grad: Callable[[Loss], Any] = fs.grad, rank: int = 0, **options: Any) -> fs.Params:
     """Gradients of one step. Each begins with the same random numbers."""
     spec = fs.by_type(Block, p=p)(net)
@@ -109,7 +107,6 @@ def test_what_changes_compiles_once_more(lengths: tuple[int, ...], scales: tuple
 
 
 # --- equal to eager ---
-
 GRADS: dict[str, Callable[[Loss], Callable[[fs.Params], Any]]] = {
     "fs.grad": fs.grad,
     "torch.func.grad": torch.func.grad,
@@ -174,9 +171,8 @@ def test_said_once() -> None:
     def loss(p: fs.Params) -> Tensor:
         return fs.functional_call(net, p, batch(), spec=spec).sum()
 
-    with pytest.warns(
-        fs._call.compiled_unit.CompileWarning, match=r"module '0' with .* runs without compilation.*inside of torch\.func's"
-    ) as caught:
+    words = r"module '0' with .* runs without compilation.*inside of torch\.func's"
+    with pytest.warns(fs._call.compiled_unit.CompileWarning, match=words) as caught:
         torch.func.jvp(loss, (params,), (params,))
     assert len([one for one in caught if one.category is fs._call.compiled_unit.CompileWarning]) == 1
     torch.func.jvp(loss, (params,), (params,))
@@ -213,8 +209,6 @@ def test_training_on_two_ranks(gloo2: Pool) -> None:
 
 
 # --- the schedule ---
-
-
 def traffic(rank: int, name: str, compile: bool | Compile) -> list[str]:
     reset()
     net = model()
@@ -349,15 +343,7 @@ def test_a_recomputed_module_around_compiled_units_in_a_stack(way: str) -> None:
 
 
 # --- what people write ---
-
-
-class Leaf(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.l = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l(x).sin()
+Leaf = module_class("Leaf", lambda: {"l": nn.Linear(6, 6)}, lambda self, x: self.l(x).sin())
 
 
 class Breaks(Leaf):
@@ -462,8 +448,6 @@ def test_transformers_at_their_defaults(gloo2: Pool) -> None:
 
 
 # --- by .compile() ---
-
-
 @pytest.mark.parametrize("is_bare", [False, True], ids=["model", "skeleton"])
 def test_blocks_that_the_user_compiled(is_bare: bool) -> None:
     net = model()
@@ -489,8 +473,6 @@ def test_a_compiled_module_that_is_no_unit() -> None:
 
 
 # --- arguments ---
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -549,9 +531,8 @@ class Misfits(Leaf):
 
 
 def test_an_error_in_what_is_compiled_names_the_module() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"module '1' with P\(compile=True\) does not compile: .*same reduction dim.*; expected"
-    ):
+    words = r"module '1' with P\(compile=True\) does not compile: .*same reduction dim.*; expected"
+    with pytest.raises(RuntimeError, match=words):
         leaf_step(Misfits, fs.grad, AOT)
 
 

@@ -38,7 +38,6 @@ NAN_AT = 2
 COSINE: dict[str, Any] = {"T_max": 7}
 ADAM: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-3}
 
-
 GRADS = [{name: torch.randn_like(p) for name, p in FULL.items()} for _ in range(10)]
 """The whole gradients of steps."""
 
@@ -145,8 +144,6 @@ def test_all_of_it_on_four_real_ranks(gloo4: Pool) -> None:
 
 
 # --- chain ---
-
-
 def test_a_chain_is_its_parts_by_hand() -> None:
     """Chains in a chain, a pair of functions of the user's, and rates that go to the optimizer alone."""
     spec = fs.policies.whole()(MODEL).on({"shard": 1})
@@ -239,8 +236,6 @@ def test_a_plan_counts_the_states() -> None:
 
 
 # --- apply_if_finite ---
-
-
 def skipped(rank: int, value: float, optimizer: str) -> tuple[list[str], list[int]]:
     """A step after two finite ones whose gradient has such a value on rank 1; what was logged, and counted."""
     spec = fs.by_path({"0": P("shard"), "1": P()})(MODEL).bound
@@ -375,8 +370,6 @@ def test_steps_of_a_batch_are_skipped_one_by_one() -> None:
 
 
 # --- derivatives ---
-
-
 def sum_of_cubes(params: fs.Params, spec: fs.PartitionSpec) -> Tensor:
     return optim.vdot({key: x**2 for key, x in params.items()}, params, spec)
 
@@ -456,8 +449,6 @@ def test_derivatives_of_a_batch_are_finite() -> None:
 
 
 # --- accumulate_steps and ema ---
-
-
 def test_accumulated_in_float32() -> None:
     """Sums of bfloat16 gradients are exact, and the means go back to bfloat16."""
     init, update = optim.accumulate_steps(3)(optim.sgd(1.0))

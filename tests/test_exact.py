@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, each, every, some
-from models import build, unchanged
+from models import build, module_class, unchanged
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -48,15 +48,12 @@ def network() -> nn.Module:
     return model
 
 
-class Apart(nn.Module):
-    """The sum of two parts, so that what is wrong with one is not wrong with the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x).tanh().sum() + self.b(x).tanh().sum()
+Apart = module_class(
+    "Apart",
+    lambda: {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)},
+    lambda self, x: self.a(x).tanh().sum() + self.b(x).tanh().sum(),
+)
+"""The sum of two parts, so that what is wrong with one is not wrong with the other."""
 
 
 def cube(call: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -318,11 +315,7 @@ def test_mistakes() -> None:
 
 
 # --- Gauss-Newton products ---
-
-
 # --- what joins the ranks' batches, what simulated ranks cannot run, and ranks that differ ---
-
-
 def with_batch_norm() -> nn.Module:
     torch.manual_seed(2)
     return fs.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double())

@@ -160,7 +160,6 @@ def test_lora_takes_what_train_gpt_saved(tmp_path: Path) -> None:
 
 
 # --- the commands of the guide's page on running: two agents of torchrun, and ranks as srun starts them ---
-
 PAGE = Path(funshard.__file__).parents[1] / "examples" / "guide" / "running.md"
 
 

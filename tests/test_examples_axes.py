@@ -66,8 +66,6 @@ def losses(output: str) -> list[float]:
 
 
 # --- tensor parallel ---
-
-
 def llama(**options: Any) -> tuple[nn.Module, Tree]:
     """A model, by default the whole one, and its parameters."""
     torch.manual_seed(0)
@@ -142,8 +140,6 @@ def test_scripts_learn_alike_on_any_ranks(name: str) -> None:
 
 
 # --- experts ---
-
-
 def experts(parts: int = 1) -> tuple[nn.Module, Tree]:
     torch.manual_seed(0)
     model = moe.MoE(layers=2, dim=8, heads=2, seq=SEQ, hidden=12, experts=8, parts=parts).double()
@@ -282,8 +278,6 @@ def test_mixtral_files_have_whole_experts(gloo4: Pool, tmp_path: Path) -> None:
 
 
 # --- shards over one axis of weights that are split by hand over another ---
-
-
 class Parallel(nn.Module):
     """An MLP whose hidden layer is split over an axis: columns of the first weight, rows of the second."""
 
@@ -395,8 +389,6 @@ def test_a_mesh_of_some_ranks_is_refused_by_norms_and_checkpoints(gloo4: Pool, t
 
 
 # --- pipeline ---
-
-
 import pipeline as example  # noqa: E402
 
 MICRO, DIM = 4, 8

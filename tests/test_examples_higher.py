@@ -104,8 +104,6 @@ def test_two_ranks_print_what_one_does(gloo2: Pool, name: str) -> None:
 
 
 # --- the spectrum of the Hessian ---
-
-
 @seldom
 def test_products_are_more_exact_than_differences() -> None:
     table = re.findall(r"^(fs.hvp|differences, h = \S+) +(\S+) +(\S+) +[\d.]+$", printed("spectrum.py"), re.MULTILINE)
@@ -116,8 +114,6 @@ def test_products_are_more_exact_than_differences() -> None:
 
 
 # --- sharpness-aware minimisation ---
-
-
 @seldom
 def test_sharpness_aware_minimisation_ends_flatter() -> None:
     plain, flat = (float(x) for x in re.findall(r"sharpness ([\d.]+)", printed("sam.py")))
@@ -125,8 +121,6 @@ def test_sharpness_aware_minimisation_ends_flatter() -> None:
 
 
 # --- MAML ---
-
-
 def test_maml_learns_to_learn() -> None:
     losses = column(printed("maml.py"), "steps")
     assert len(losses) == 4
@@ -134,11 +128,7 @@ def test_maml_learns_to_learn() -> None:
 
 
 # --- MeanFlow ---
-
-
 # --- ensembles ---
-
-
 def test_the_ensemble_is_better_than_its_members() -> None:
     output = printed("ensemble.py")
     single, ensemble = (float(x) for x in re.search(r"a member ([\d.]+), the ensemble ([\d.]+)", output).groups())
@@ -148,8 +138,6 @@ def test_the_ensemble_is_better_than_its_members() -> None:
 
 
 # --- implicit differentiation ---
-
-
 def hypergradient_on_this_rank(rank: int) -> tuple[str, fs.Params, fs.Params, fs.Params]:
     given = names_of("implicit.py")
     full = fs.unshard(given["params"], given["spec"])
@@ -209,8 +197,6 @@ def test_hypergradients_lead_to_a_better_validation_loss() -> None:
 
 
 # --- gradients through training ---
-
-
 @seldom
 def test_mislabelled_samples_are_found() -> None:
     """Most of them; the metagradient predicts a small change, and the loss without them is lower."""
@@ -234,8 +220,6 @@ def test_learnt_rates_lower_the_loss() -> None:
 
 
 # --- influence functions ---
-
-
 @seldom
 def test_influence_is_that_of_leaving_out() -> None:
     """Predicted ranks are those of retraining."""
@@ -247,8 +231,6 @@ def test_influence_is_that_of_leaving_out() -> None:
 
 
 # --- dp_sgd ---
-
-
 @seldom
 def test_private_training_learns() -> None:
     """The loss falls, and what is spent grows."""

@@ -46,8 +46,6 @@ def test_it_is_plain_torch() -> None:
 
 
 # --- training equals the package's ---
-
-
 def gpt() -> nn.Module:
     """The example's model in float64, the same on every rank."""
     torch.manual_seed(0)
@@ -84,8 +82,6 @@ def test_training_equals_the_package(rank: int) -> None:
 
 
 # --- the gather under torch.func: every order, every transform ---
-
-
 def mlp() -> nn.Module:
     """A model that has derivatives of every order, with padding in each unit."""
     torch.manual_seed(0)

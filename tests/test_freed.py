@@ -62,8 +62,6 @@ def agrees(rank: int, run: Callable[[Any, Tensor], Any], loss: Callable[[Any, Te
 
 
 # --- in what forward gives back, or keeps ---
-
-
 def with_parameters(model: Net, x: Tensor) -> dict[str, Tensor]:
     first, second = model.blocks[0].in_proj.weight, model.blocks[1].out_proj.weight
     return {"y": Net.forward(model, x), "weight": first, "bias": model.first.bias, "view": second[1:, ::2].t()}
@@ -115,7 +113,6 @@ def used_again(rank: int) -> None:
 
 
 # --- held outside ---
-
 HOLD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Tensor]]] = {
     "the parameter": (lambda p: p, lambda held, p: held),
     "detach": (lambda p: p.detach(), lambda held, p: held),
@@ -131,7 +128,6 @@ HOLD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Tensor]]]
     "an iterator": (lambda p: iter(p.detach()), lambda held, p: torch.stack(list(held))),
 }
 """How to hold a parameter, and how to read it (given another tensor of its shape) later."""
-
 
 ONCE = ("dlpack", "an iterator")
 """These can be read only once."""
@@ -178,8 +174,6 @@ def held(rank: int, how: str) -> None:
 
 
 # --- held by backward ---
-
-
 class Product(torch.autograd.Function):
     """x @ w.t(), with the weight saved in one way or the other; backward keeps it in a list as well."""
 
@@ -273,8 +267,6 @@ def input_gradient_in_the_loss(rank: int) -> None:
 
 
 # --- what does not end as it should ---
-
-
 class Fails(Net):
     def __init__(self) -> None:
         super().__init__(BLOCKS)

@@ -98,7 +98,6 @@ FOUND = [
 ]
 """Each was wrong, or crashed without a word about what to do."""
 
-
 MAY_BE_REFUSED: dict[str, set[str]] = {
     "was changed in place in forward": {"ClampsData", "ClampsWithoutGrad", "MaxNorm", "ScalesAfterUse", "SetsData"},
     "reads tensor.data": {"ClampsData", "Data", "Rewrapped", "batch_norm"},

@@ -271,8 +271,6 @@ def test_a_model_without_parameters(rank: int) -> None:
 
 
 # --- one by one, in the memory of two buckets ---
-
-
 BUCKETS = (1, 200, "1GB")
 
 

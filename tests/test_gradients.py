@@ -257,8 +257,6 @@ def test_g1_g7_g9_on_real_ranks(gloo2: Pool, both_cases: tuple[Case, fs.Policy])
 
 
 # --- reduce_grads: gradients that are reduced later ---
-
-
 HYBRID = {"replicate": 2, "shard": 2}
 
 

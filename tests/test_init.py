@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -12,13 +13,14 @@ import pytest
 import strategies
 import torch
 import transformers
+from cases import same
 from collective_log import world
 from depth import at_most, depth, pairs
 from hypothesis import given
 from hypothesis import strategies as st
 from models import unchanged
 from peer_models import MLP, Net, Transformer
-from ranks import Pool
+from ranks import real_ranks
 from test_memory import Peak
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -65,13 +67,6 @@ def seeded(model: nn.Module, seed: int, init_fn: InitFn = reset) -> nn.Module:
             for own, name, x in tied:
                 own[name] = x
     return model
-
-
-def same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for key, tensor in got.items():
-        assert (tensor.dtype, tensor.device) == (want[key].dtype, want[key].device), key
-        assert torch.equal(tensor, want[key]), key
 
 
 class Tied(nn.Module):
@@ -145,7 +140,6 @@ POLICIES: dict[str, Callable[[nn.Module], fs.PartitionSpec]] = {
     )(m),
     "children": lambda m: fs.by_path({name: P("shard") for name, c in m.named_children() if [*c.parameters()]})(m),
 }
-
 
 OVER_UNITS = {(name, policy) for name in ("tied", "encoder") for policy in ("always", "linear", "ignoring")}
 """MixedKinds writes to its child, and torch's attention to the bias of its output layer, which are units of their own here."""
@@ -267,28 +261,25 @@ def test_where_units_rest() -> None:
 
 
 # --- transformers, by its own initialisers. ---
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "max_position_embeddings": 16}
 
 
 def gpt2() -> Any:
-    config = transformers.GPT2Config(
-        vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config).eval()
+    sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=11, **sizes, bos_token_id=0, eos_token_id=0)).eval()
 
 
 def llama(layers: int = 2, **sizes: int) -> Any:
     small = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = transformers.LlamaConfig(**{**small, **sizes}, num_hidden_layers=layers)
-    return transformers.LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small | sizes, num_hidden_layers=layers)).eval()
 
 
 def bert() -> Any:
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "max_position_embeddings": 16}
-    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=17, hidden_size=8, **sizes)).eval()
+    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=17, hidden_size=8, **SMALL)).eval()
 
 
 def masked_bert() -> Any:
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12, "max_position_embeddings": 16}
+    sizes = SMALL | {"num_hidden_layers": 1}
     return transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=17, hidden_size=8, pad_token_id=3, **sizes)).eval()
 
 
@@ -363,8 +354,6 @@ def test_a_parametrized_weight(norm: Callable[[nn.Module], nn.Module]) -> None:
 
 
 # --- Buffers. ---
-
-
 def test_statistics_of_batch_norm() -> None:
     """Training with them, as plainly: a dict that is updated."""
     with torch.device("meta"):
@@ -379,9 +368,8 @@ def test_statistics_of_batch_norm() -> None:
     plain.load_state_dict(fs.unshard(params, spec), strict=False)
     torch.testing.assert_close(fs.functional_call(model, params, x, spec=spec, buffers=buffers), plain(x))
     torch.testing.assert_close({name: b for name, b in buffers.items() if name != "scale"}, dict(plain.named_buffers()))
-    with pytest.raises(
-        ValueError, match=r"functional_call: buffers are on the meta device, .*: '1\.running_mean'.*fs\.init_buffers"
-    ):
+    words = r"functional_call: buffers are on the meta device, .*: '1\.running_mean'.*fs\.init_buffers"
+    with pytest.raises(ValueError, match=words):
         fs.functional_call(model, params, x, spec=spec)
 
 
@@ -402,9 +390,8 @@ def test_what_has_no_values_is_not_read() -> None:
         model = nn.Sequential(Reading(), nn.Linear(2, 2, bias=False))
     spec = fs.policies.whole()(model)
     params, x, before = fs.init(model, spec, seed=0), torch.randn(3, 2), model[0].mask
-    with pytest.raises(
-        ValueError, match=r"buffers are on the meta device, without values: '0\.mask'; expected all in buffers="
-    ):
+    words = r"buffers are on the meta device, without values: '0\.mask'; expected all in buffers="
+    with pytest.raises(ValueError, match=words):
         fs.functional_call(model, params, x, spec=spec)
     assert model[0].mask is before
     buffers = {"0.mask": torch.eye(2)}
@@ -413,9 +400,8 @@ def test_what_has_no_values_is_not_read() -> None:
     torch.testing.assert_close(out, plain @ fs.unshard(params, spec)["1.weight"].T)
     some = fs.policies.ignoring(fs.policies.whole(), ["1"])(model)
     params = fs.init(model, some, seed=0)
-    with pytest.raises(
-        ValueError, match=r"the spec ignores are on the meta device, without values: '1\.weight'; expected them in"
-    ):
+    words = r"the spec ignores are on the meta device, without values: '1\.weight'; expected them in"
+    with pytest.raises(ValueError, match=words):
         fs.functional_call(model, params, x, spec=some, buffers=buffers)
     params |= {"1.weight": torch.eye(2)}
     torch.testing.assert_close(fs.functional_call(model, params, x, spec=some, buffers=buffers), plain)
@@ -445,55 +431,39 @@ def test_a_buffer_that_its_constructor_alone_computes() -> None:
 
 
 # --- What is refused, with everything left as it was. ---
-
-
 class Scale(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(3))
+        self.weight = nn.Parameter(torch.empty(3, dtype=dtype), requires_grad=dtype.is_floating_point)
 
 
-class ResetsAll(nn.Sequential):
-    def reset_parameters(self) -> None:
-        for layer in self:
-            layer.reset_parameters()
+def resets(name: str, reset: Callable[[Any], object], base: type[nn.Module] = nn.Sequential) -> Callable[..., nn.Module]:
+    """A class of modules, by default of layers in a row, whose ``reset_parameters`` it is."""
+    return type(name, (base,), {"reset_parameters": reset})
 
 
-class ByNumpy(nn.Sequential):
-    def reset_parameters(self) -> None:
-        self[0].bias.numpy()[:] = 1  # which no operator does
+def write_by_numpy(layers: Any) -> None:
+    layers[0].bias.numpy()[:] = 1  # which no operator does
 
 
-class LooksAtChildren(nn.Sequential):
-    def reset_parameters(self) -> None:
-        if self[0].weight.sum() > 0:
-            self[1].weight.neg_()
+def look_at_children(layers: Any) -> None:
+    if layers[0].weight.sum() > 0:
+        layers[1].weight.neg_()
 
 
-class OnDeviceAlone(nn.Sequential):
-    def reset_parameters(self) -> None:
-        self[0].bias.fill_(1)
-        if not self[0].bias.is_meta:
-            self[1].bias.fill_(2)
+def write_on_a_device(layers: Any) -> None:
+    layers[0].bias.fill_(1)
+    if not layers[0].bias.is_meta:
+        layers[1].bias.fill_(2)
 
 
-class Part(Scale):
-    def reset_parameters(self) -> None:
-        self.weight[1:].normal_()
+def set_other(module: Any) -> None:
+    module.weight = nn.Parameter(torch.ones(4))
 
 
-class Other(Scale):
-    def reset_parameters(self) -> None:
-        self.weight = nn.Parameter(torch.ones(4))
-
-
-class Counts(Scale):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(3, dtype=torch.int64), requires_grad=False)
-
-    def reset_parameters(self) -> None:
-        pass
+ResetsAll = resets("ResetsAll", lambda layers: [layer.reset_parameters() for layer in layers])
+LooksAtChildren = resets("LooksAtChildren", look_at_children)
+Counts = resets("Counts", lambda module: None, Scale)
 
 
 def noted(module: nn.Module) -> None:
@@ -502,12 +472,12 @@ def noted(module: nn.Module) -> None:
         raise KeyError("weight")
 
 
-def linears() -> list[nn.Module]:
-    return [nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)]
-
-
 def one(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(kind())
+
+
+def linears() -> list[nn.Module]:
+    return [nn.Linear(2, 2) for _ in range(3)]
 
 
 def three(kind: Callable[..., nn.Module] = nn.Sequential) -> Callable[[], nn.Module]:
@@ -524,10 +494,15 @@ LEFT = r"'1\.bias' of module '1' \(LayerNorm\) was left without values.*an init_
 ON_META = r"failed: .*; parameters of other units are on the meta device then: expected an init"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
     "no initialiser": (one(Scale), {}, ValueError, r"parameter '0\.weight': module '0' \(Scale\) has no reset_p"),
-    "in part": (one(Part), {}, ValueError, r"'0\.weight' of module '0' \(Part\) was left without values, or"),
-    "whole numbers": (one(Counts), {}, ValueError, COUNTS),
+    "in part": (
+        one(resets("Part", lambda module: module.weight[1:].normal_(), Scale)),
+        {},
+        ValueError,
+        r"'0\.weight' of module '0' \(Part\) was left without values, or",
+    ),
+    "whole numbers": (one(lambda: Counts(torch.int64)), {}, ValueError, COUNTS),
     "whole numbers by .data": (
-        one(Counts),
+        one(lambda: Counts(torch.int64)),
         {"init_fn": lambda m: m.weight.data.zero_() if isinstance(m, Counts) else None},
         ValueError,
         COUNTS,
@@ -539,9 +514,19 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         LEFT,
     ),
     "tied": (Tied, {"init_fn": lambda m: isinstance(m, nn.Embedding) or reset(m)}, ValueError, r"'embed\.weight' .* was left"),
-    "another shape": (one(Other), {}, RuntimeError, r"\(Other\) failed: ValueError: expected \[3\].*of '0\.weight', got \[4\]"),
+    "another shape": (
+        one(resets("Other", set_other, Scale)),
+        {},
+        RuntimeError,
+        r"\(Other\) failed: ValueError: expected \[3\].*of '0\.weight', got \[4\]",
+    ),
     "a root that resets all": (three(ResetsAll), {}, ValueError, rf"module '' \(ResetsAll\) touches {ALL}, in other units"),
-    "out of sight": (three(ByNumpy), {}, RuntimeError, r"module '' \(ByNumpy\) failed: TypeError: can't convert meta"),
+    "out of sight": (
+        three(resets("ByNumpy", write_by_numpy)),
+        {},
+        RuntimeError,
+        r"module '' \(ByNumpy\) failed: TypeError: can't convert meta",
+    ),
     "a look at children": (
         three(LooksAtChildren),
         {"init_fn": fill(1)},
@@ -550,7 +535,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
     ),
     "a look without values": (three(LooksAtChildren), {"init_fn": fill(-1)}, RuntimeError, rf"\(LooksAtChildren\) {ON_META}"),
     "on a device alone": (
-        three(OnDeviceAlone),
+        three(resets("OnDeviceAlone", write_on_a_device)),
         {},
         ValueError,
         r"module '' \(OnDeviceAlone\) touches '0\.bias', .*'1\.bias', in other units than one: expected an initialiser that",
@@ -578,9 +563,8 @@ def test_refused(case: str) -> None:
 def test_what_has_values_is_shards() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     spec = fs.policies.whole()(model)
-    with pytest.raises(
-        ValueError, match=r"parameter '0\.bias' is on cpu: expected it on the meta device; shard\(model, spec\)"
-    ):
+    words = r"parameter '0\.bias' is on cpu: expected it on the meta device; shard\(model, spec\)"
+    with pytest.raises(ValueError, match=words):
         fs.init(model, spec)
     with pytest.raises(ValueError, match="init: the spec is on sizes alone"):
         fs.init(fs.skeleton(model), spec.on({"shard": 2}))
@@ -639,34 +623,28 @@ def test_what_skips_the_meta_device(case: str) -> None:
 
 
 # --- torch's own claims (PEER_TESTS.md, 13). ---
-
-
 def one_step(params: dict[str, Tensor], grads: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: p - 0.1 * grads[key] for key, p in params.items()}
 
 
-def meta_init(rank: int) -> None:
-    for dim in (8, 3, 1):
-        for dtype in (torch.float32, torch.bfloat16):
-            with torch.device("meta"):
-                model = nn.Sequential(MLP(dim, dim), MLP(dim, dim), MLP(dim, dim)).to(dtype)
-            spec = fs.by_type(MLP)(model).bound
-            with unchanged(model):
-                params = fs.init(model, spec, seed=42)
-            assert all(p.is_meta for p in model.parameters())
-            assert all(params[unit.key].dtype == dtype for unit in spec)
-            if dtype == torch.float32:  # of bfloat16's 256 numbers, 0 is drawn
-                assert all(piece.all() for piece in fs.param_views(params, spec).values())  # also of no elements
-            torch.manual_seed(rank)
-            x = torch.randn(3, dim, dtype=dtype)
-            grads = fs.grad(lambda p, m=model, s=spec, x=x: fs.functional_call(m, p, (x,), spec=s).sum())(params)
-            assert all(piece.isfinite().all() for piece in one_step(params, grads).values())
-            assert all(piece.any() or not piece.numel() for piece in fs.param_views(grads, spec).values())
-
-
-def test_meta_device_1d_init(gloo4: Pool) -> None:
+@real_ranks(4)
+def test_meta_device_1d_init(rank: int) -> None:
     """Widths that four ranks divide, do not, and of which some have nothing: initialised, and a step of training."""
-    gloo4.run(meta_init)
+    for dim, dtype in itertools.product((8, 3, 1), (torch.float32, torch.bfloat16)):
+        with torch.device("meta"):
+            model = nn.Sequential(MLP(dim, dim), MLP(dim, dim), MLP(dim, dim)).to(dtype)
+        spec = fs.by_type(MLP)(model).bound
+        with unchanged(model):
+            params = fs.init(model, spec, seed=42)
+        assert all(p.is_meta for p in model.parameters())
+        assert all(params[unit.key].dtype == dtype for unit in spec)
+        if dtype == torch.float32:  # of bfloat16's 256 numbers, 0 is drawn
+            assert all(piece.all() for piece in fs.param_views(params, spec).values())  # also of no elements
+        torch.manual_seed(rank)
+        x = torch.randn(3, dim, dtype=dtype)
+        grads = fs.grad(lambda p, m=model, s=spec, x=x: fs.functional_call(m, p, (x,), spec=s).sum())(params)
+        assert all(piece.isfinite().all() for piece in one_step(params, grads).values())
+        assert all(piece.any() or not piece.numel() for piece in fs.param_views(grads, spec).values())
 
 
 def test_invalid_meta_device_init() -> None:
@@ -679,72 +657,58 @@ def test_invalid_meta_device_init() -> None:
         assert fs.functional_call(model, params, torch.tensor([1], device="meta"), spec=spec).is_meta
 
 
-def stepped(rank: int) -> None:
+@real_ranks(2)
+def test_simple_model_with_meta_device(rank: int) -> None:
+    """By reset_parameters, wrapped in three ways: the regular model's values before a step of SGD, and after it."""
+    x = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for policy in (fs.policies.whole(), fs.policies.always(), fs.by_type(MLP)):
         with torch.device("meta"):
             model = Net()
         spec = policy(model).on(init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
         plain = seeded(Net(), 9)
+        named = {name: p.detach() for name, p in plain.named_parameters()}
         params = fs.init(model, spec, seed=9)
-        same(fs.unshard(params, spec), {name: dict(plain.named_parameters())[name].detach() for name in spec.by_name})
-        x = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        same(fs.unshard(params, spec), named)
         grads = fs.grad(lambda p, m=model, s=spec: fs.functional_call(m, p, (x[rank],), spec=s).square().mean())(params)
-        params = one_step(params, grads)
         plain(x).square().mean().backward()
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
-        torch.testing.assert_close(
-            fs.unshard(params, spec), {n: dict(plain.named_parameters())[n].detach() for n in spec.by_name}
-        )
-
-
-def test_simple_model_with_meta_device(gloo2: Pool) -> None:
-    """By reset_parameters, wrapped in three ways: the regular model's values before a step of SGD, and after it."""
-    gloo2.run(stepped)
+        torch.testing.assert_close(fs.unshard(one_step(params, grads), spec), named)
 
 
 # --- Ranks that differ. ---
 
 
-def differing(rank: int) -> None:
+@real_ranks(2)
+def test_ranks_that_differ(rank: int) -> None:
+    """In seeds, in what initialisers make or in an error of one's own: an error on both, and none waits."""
     model = bare("transformer")
     spec = fs.policies.always()(model).bound
     mine = MODELS["transformer"]() if rank else model
     same(fs.init(model, spec, seed=4), fs.init(model, spec, seed=4, rank=rank))
     before = torch.get_rng_state()
+    random.seed(rank)
+    by_hand: InitFn = lambda m: [x.fill_(random.random()) for x in m.parameters(recurse=False)]  # noqa: E731
+
+    def fails(module: nn.Module) -> None:
+        reset(module)
+        if rank and isinstance(module, nn.Embedding):
+            raise OSError("out of paper")
+
+    own = "failed: OSError: out of paper" if rank else "got on rank 1 RuntimeError: init: the"
     with unchanged(model):
-        with pytest.raises(ValueError, match=r"expected, as on its rank 0, init\(seed=0\); got on rank 1 init\(seed=1\)"):
-            fs.init(model, spec, seed=rank)
-        random.seed(rank)
-        by_hand: InitFn = lambda m: [x.fill_(random.random()) for x in m.parameters(recurse=False)]  # noqa: E731
-        with pytest.raises(
-            ValueError, match=r"expected the same values on all ranks .* initialisers that depend on the module"
+        for error, words, one, options in (
+            (ValueError, r"as on its rank 0, init\(seed=0\); got on rank 1 init\(seed=1\)", model, {"seed": rank}),
+            (ValueError, r"same values on all ranks .* initialisers that depend on the module", model, {"init_fn": by_hand}),
+            (RuntimeError if rank else ValueError, own, model, {"init_fn": fails}),
+            (ValueError, "is on cpu" if rank else "got on rank 1 init: parameter", mine, {}),
         ):
-            fs.init(model, spec, init_fn=by_hand, seed=0)
+            with pytest.raises(error, match=words):
+                fs.init(one, spec, **{"seed": 0, **options})
         assert len(fs.init(model, spec, init_fn=by_hand, seed=0, check_values=False)) == len(spec)
-
-        def fails(module: nn.Module) -> None:
-            reset(module)
-            if rank and isinstance(module, nn.Embedding):
-                raise OSError("out of paper")
-
-        kind, words = (
-            (RuntimeError, "failed: OSError: out of paper") if rank else (ValueError, "got on rank 1 RuntimeError: init: the")
-        )
-        with pytest.raises(kind, match=words):
-            fs.init(model, spec, init_fn=fails, seed=0)
-        with pytest.raises(ValueError, match="is on cpu" if rank else "got on rank 1 init: parameter"):
-            fs.init(mine, spec, seed=0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_ranks_that_differ(gloo2: Pool) -> None:
-    """In seeds, in what initialisers make or in an error of one's own: an error on both, and none waits."""
-    gloo2.run(differing)
-
-
 # --- Memory. ---
-
-
 def held(model: Any, ranks: int) -> tuple[int, int, int]:
     """The peak, and the bytes of the slices and of the largest unit."""
     spec = fs.by_type(LlamaDecoderLayer, nn.Embedding)(model).on({"shard": ranks})

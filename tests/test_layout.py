@@ -327,8 +327,6 @@ def test_flatten_nothing(model: nn.Module) -> None:
 
 
 # --- Trees of modules ---
-
-
 MODELS = modules(frozen=True)
 
 
@@ -426,8 +424,6 @@ def test_a16_ignoring_the_second_home_of_a_shared_module() -> None:
 
 
 # --- Managed states: which modules and parameters a unit has (test_fully_shard_init.py, test_fsdp_flatten_params.py). ---
-
-
 def test_identity_is_not_reused() -> None:
     """test_layer_by_layer_shard_no_false_positive: modules made and collected in turn are never taken for shared ones."""
     for _ in range(20):
@@ -441,8 +437,6 @@ def test_natural_order(numbers: list[int]) -> None:
 
 
 # --- What is no tree. ---
-
-
 def test_not_a_module() -> None:
     """A dict of tensors, or a class, has no structure to look at."""
     for other in ({"a": torch.zeros(1)}, nn.Linear):

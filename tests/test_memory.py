@@ -17,6 +17,7 @@ from depth import each, mark_seldom, pairs
 from hypothesis import given
 from hypothesis import strategies as st
 from kernels import Kernels
+from models import module_class
 from parity import WAYS, numbers, strategies
 from peer_models import Net, chain
 from torch import Tensor, nn
@@ -145,13 +146,9 @@ def test_kept_units_live_until_their_backward(way: str) -> None:
         assert alive.now() == []
 
 
-class Curved(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
+Curved = module_class(
+    "Curved", lambda width: {"inner": nn.Linear(width, width, dtype=torch.float64)}, lambda self, x: torch.tanh(self.inner(x))
+)
 
 
 @pytest.mark.parametrize("blocks", [4, 8])
@@ -316,8 +313,6 @@ def test_gradients_that_are_reduced_over_one_axis_of_two_do_not_stay() -> None:
 
 
 # --- what is not trained costs no gradient ---
-
-
 UNITS = 6
 STRATEGIES = strategies("shard", "keep", "replicated", "remat", low=P("shard", precision=fs.Precision(param=torch.bfloat16)))
 
@@ -452,8 +447,6 @@ def test_no_optimizer_state() -> None:
 
 
 # --- how many kernels a step has beyond the plain one ---
-
-
 def linears(units: int, dim: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(dim, dim) for _ in range(units)))
 
@@ -479,7 +472,6 @@ def plain_kernels(way: str, units: int, dim: int) -> int:
 
 
 # --- steps ---
-
 MOST = {
     "P()": (P(), 0.1),
     "shard": (P("shard"), 1.9),
@@ -522,8 +514,6 @@ def test_buckets_of_replicated_units(way: str) -> None:
 
 
 # --- codecs ---
-
-
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax().clamp(min=1e-12) / 448
     return (x / scale).to(torch.float8_e4m3fn), scale
@@ -569,8 +559,6 @@ def test_slices_are_decoded_alike_at_once_and_one_by_one(slices: int, numel: int
 
 
 # --- compressors ---
-
-
 @pytest.mark.parametrize("p", [P("shard"), P()], ids=str)
 def test_quantize_has_as_many_kernels_at_any_number_of_ranks(p: P) -> None:
     """What all ranks sent is dequantized and added at once."""

@@ -16,6 +16,7 @@ import torch._dynamo  # torch imports it in its first operator under a mode, and
 import torch.autograd.forward_ad as forward_ad
 from collective_log import world
 from depth import at_most, each, mark_seldom, seldom
+from models import module_class
 from ranks import real_ranks
 from test_memory import Alive, Curved, Peak, no_collector
 from torch import Tensor, nn
@@ -244,7 +245,6 @@ def test_weights_of_every_level() -> None:
 
 
 # --- what autograd keeps ---
-
 ROWS, WIDTH = 64, 5
 ACTIVATION = ROWS * WIDTH * 8
 
@@ -279,8 +279,6 @@ def test_grad_of_grad_holds_what_autograd_of_it_does() -> None:
 
 
 # --- nobody misses it ---
-
-
 def wave(x: Tensor) -> Tensor:
     return torch.sin(torch.tanh(x) * 2)
 
@@ -303,13 +301,9 @@ class Wave(torch.autograd.Function):
             return torch.autograd.grad(wave(x), x, g, create_graph=True)[0]
 
 
-class ByItself(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Wave.apply(self.inner(x))
+ByItself = module_class(
+    "ByItself", lambda: {"inner": nn.Linear(WIDTH, WIDTH, dtype=torch.float64)}, lambda self, x: Wave.apply(self.inner(x))
+)
 
 
 def setting(rank: int, block: Callable[[], nn.Module], p: P) -> tuple[nn.Module, fs.PartitionSpec, fs.Params, Tensor]:

@@ -42,7 +42,6 @@ def nothing_left() -> None:
 
 
 # --- any function ---
-
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "views": lambda x: torch.cat([y.sin() * y.cos() for y in x.chunk(2, -1)], -1),
     "transposed": lambda x: (x.t() @ x.exp().clamp(max=2.0)).sin()[:, : x.shape[1]].mean(0) * x,
@@ -167,9 +166,8 @@ def test_a_change_in_place_is_refused_as_ever() -> None:
     out, y = moved(f)(x)
     y.add_(1)
     del y
-    with pytest.raises(
-        RuntimeError, match=r"shape \[4, 6\] needed for gradient computation was modified in place.*version 1, exp"
-    ):
+    words = r"shape \[4, 6\] needed for gradient computation was modified in place.*version 1, exp"
+    with pytest.raises(RuntimeError, match=words):
         out.sum().backward()
     changed = moved(lambda x: (lambda y: y.sin() + y.mul_(2).cos())(x * 2))
     with pytest.raises(RuntimeError, match="modified in place"):
@@ -321,8 +319,6 @@ def test_inside_torch_compile_it_is_the_function() -> None:
 
 
 # --- units ---
-
-
 class Noisy(MLP):
     """Dropout, a buffer that counts, a normalisation in place."""
 
@@ -504,8 +500,6 @@ def test_compiled_checkpointed_and_offloaded_as_a_whole(gloo2: Pool) -> None:
 
 
 # --- PEER_TESTS.md 16 ---
-
-
 @pytest.mark.parametrize(
     "options", [{"offload": ACTIVATIONS}, {"offload": ACTIVATIONS, "remat": True}, {"remat": True}], ids=str
 )

@@ -51,7 +51,6 @@ class Block(nn.Module):
 
 
 # --- activations ---
-
 ROWS, NARROW = 1 << 14, 8
 ACTIVATION = ROWS * NARROW * 8
 """Bytes of one: 1 MiB, which is what offload takes by itself."""
@@ -157,7 +156,6 @@ def test_offload_wrapper(world: None) -> None:
 
 
 # --- params ---
-
 WIDTH, RANKS = 64, 2
 WHOLE = WIDTH * WIDTH * 8
 """Bytes of a unit: one parameter in float64, far more than an activation."""
@@ -271,8 +269,6 @@ def test_a_gradient_that_was_handed_on_is_let_go(collectives: int) -> None:
 
 
 # --- when copies wait ---
-
-
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the host tells an accelerator, of which the CPU plays the part."""

@@ -126,8 +126,6 @@ def test_simulated_ranks() -> None:
 
 
 # --- around the step ---
-
-
 def unscaled(spec: fs.PartitionSpec, grads: fs.Params) -> Any:
     init, update = fs.loss_scale.dynamic(spec, scale=4.0)
     return update(grads, init())
@@ -189,16 +187,12 @@ def test_compressed_gradients_are_where_the_shards_are(monkeypatch: pytest.Monke
 
 
 # --- the update ---
-
-
 def test_updates_run_where_the_shards_are() -> None:
     with pytest.raises(ValueError, match="from_torch: an update runs where the shards are: expected no device="):
         fs.optim.from_torch(torch.optim.SGD, device="cpu", lr=0.1)
 
 
 # --- what is refused ---
-
-
 def test_a_shard_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As FSDP2 says of CPUOffloadPolicy: "Found following parameters on non-CPU device"."""
     monkeypatch.setattr(fs.collectives.Mesh, "device", torch.device("cuda", 0))
@@ -228,8 +222,6 @@ def test_a_shard_on_the_wrong_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- the peer's rows of CPU offload (FSDP2's CPUOffloadPolicy) ---
-
-
 @pytest.mark.parametrize("which", ["sharded", "kept"])
 @real_ranks(2)
 def test_peer_train_parity(rank: int, which: str) -> None:

@@ -372,9 +372,8 @@ def test_local_axes_of_several_ranks_are_refused(clip: float | None) -> None:
             each = {name: g.unflatten(0, (2, 3)) for name, g in wanted.items()}
             assert_close(run(x), each if clip is None else {k: g.expand(2, *g.shape) for k, g in clipped(wanted, clip).items()})
         else:
-            with pytest.raises(
-                ValueError, match=r"unit 'layers.1:tensor' is local over \('tensor',\), .*: expected one rank along each"
-            ):
+            words = r"unit 'layers.1:tensor' is local over \('tensor',\), .*: expected one rank along each"
+            with pytest.raises(ValueError, match=words):
                 run(x)
 
 

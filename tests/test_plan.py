@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from depth import at_most
+from models import module_class
 from test_plan_step import load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +22,6 @@ import funshard as fs
 
 P = fs.P
 BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
-
 
 common, counted = (load(BENCHMARKS, name) for name in ("common", "counted"))
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
@@ -291,15 +291,9 @@ def test_wrong_hardware() -> None:
 
 
 # --- Plan.compare: choices beside each other ---
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
+Block = module_class(
+    "Block", lambda: {"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}, lambda self, x: x + self.down(self.up(x).relu())
+)
 
 
 def plan_of(mesh: dict[str, int], **options: Any) -> fs._plan.plan.Plan:

@@ -144,8 +144,6 @@ def planned(case: Case, p: P, optimizer: Any, mesh: dict[str, int], batch: tuple
 
 
 # --- plans of a step ---
-
-
 ONE, TWO = {"shard": 4}, {"replicate": 2, "shard": 2}
 PEAKS: list[tuple[str, str, P, str, dict[str, int]]] = [
     ("gpt", "shard", P("shard"), "adamw", ONE),

@@ -190,7 +190,6 @@ def test_a_policy_that_names_modules_pickles_with_them() -> None:
 
 
 # --- What policies refuse: where, what was expected, what came ---
-
 MODEL = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
 W = whole()
 
@@ -317,18 +316,12 @@ def test_two_units_with_one_key() -> None:
 
 
 # --- torch's own claims (test_wrap.py), and where torch is wrong ---
-
-
 BF16 = fs.Precision(param=torch.bfloat16)
 FULL = fs.Precision(param=torch.float32, restore_outputs=True)
 
 
 # --- Sizes and leaves to the numel, as in test_wrap.py. ---
-
-
 # --- Where torch is wrong. ---
-
-
 def shared_below_two(order: str = "ab") -> nn.Module:
     """``a.x`` and ``b.x`` are one Linear of 6 elements."""
     shared, model = nn.Linear(2, 2), nn.Module()
@@ -403,8 +396,6 @@ def test_custom_policy_with_full_precision() -> None:
 
 
 # --- Marks, frozen parameters, the root, checkpointing. ---
-
-
 def test_a19_marks_are_enable_wrap_and_wrap() -> None:
     """The override of the mark beats the policy's option, as wrap's beats enable_wrap's; no context, so nothing nests."""
     with wrap.enable_wrap(wrapper_cls=Wrapper, align=2, reshard=False):

@@ -320,8 +320,6 @@ def test_no_rank_returns_values_where_one_between_others_ran_another_unit(tmp_pa
 
 
 # --- ranks slice what each of them holds itself: shard compares the values first ---
-
-
 KINDS = {
     "P('shard')": lambda model: fs.by_type(nn.Linear)(model).bound,
     "P()": lambda model: fs.policies.whole(P())(model).bound,
@@ -408,8 +406,6 @@ def test_hosts_compare_a_digest(rank: int, alone: bool) -> None:
 
 
 # --- Values of one rank. ---
-
-
 def from_one(rank: int, src: int, p: P, flat: bool) -> None:
     torch.manual_seed(src)
     expected = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 7))
@@ -465,7 +461,6 @@ def test_simulated_ranks_hold_what_they_are_given() -> None:
 
 
 # --- The numbers that stand for values. ---
-
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
     torch.complex128, torch.complex64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool,

@@ -102,8 +102,6 @@ def test_a_script_that_fails_on_one_rank_ends_on_all(tmp_path: Path) -> None:
 
 
 # --- what a run at default depth leaves out, and what it never does ---
-
-
 TABLES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(lambda sizes: list(itertools.product(*map(range, sizes))))
 """Cases of whole tables."""
 

@@ -35,7 +35,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 Loss = Callable[[Any], Tensor]
 
-
 FEW = ["cache, read", "slots", "aux loss on itself", "hooks", "frozen dataclass", "buffer replaced"]
 """Cases to try everywhere."""
 
@@ -158,8 +157,6 @@ def test_state_that_passes_by_other_ways_on_simulated_ranks(name: str) -> None:
 
 
 # --- random state: a tree that forward changes at random places ---
-
-
 class Node:
     """Something with attributes."""
 
@@ -227,7 +224,6 @@ def test_random_changes_of_a_state(program: list[tuple[str, int, int]], as_node:
 
 
 # --- differences between runs, and what cannot be put back ---
-
 FLAG = {"calls": 0}
 """Module-global, which nobody puts back."""
 
@@ -358,9 +354,8 @@ def test_parameters_of_other_units_are_refused(rank: int, how: str) -> None:
         spec = fs.by_path({"0": fs.P("shard"), "1": p})(model).bound
         for way in ("fs.grad", "torch.func.grad", "backward", "hvp"):
             params = fs.shard(model, spec)
-            with pytest.raises(
-                RuntimeError, match=r"unit '0' is read inside of module '1' with P\(remat=True\), .* around both"
-            ):
+            words = r"unit '0' is read inside of module '1' with P\(remat=True\), .* around both"
+            with pytest.raises(RuntimeError, match=words):
                 WAYS[way](lambda p, spec=spec: fs.functional_call(model, p, x, spec=spec).sum(), params, params)
 
 
@@ -381,8 +376,6 @@ def test_a_state_that_is_an_error_is_as_before() -> None:
 
 
 # --- remat of a function ---
-
-
 def test_objects_in_results_are_the_callers() -> None:
     """Not copies, wherever they stand in a result or in another object."""
     state, held = Node(), {}
@@ -400,7 +393,6 @@ def test_objects_in_results_are_the_callers() -> None:
 
 W = torch.randn(WIDTH, WIDTH, dtype=torch.float64)
 X = torch.randn(4, WIDTH, dtype=torch.float64)
-
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -536,10 +528,7 @@ HIDDEN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda w: fs.remat(lambda values: X @ next(iter(values)))({"w": w}.values()),
         r"given an object that cannot be copied for another run, args\[0\] \(cannot pickle 'dict_values' object\)",
     ),
-    "a thread's": (
-        of_a_thread,
-        r"cannot be copied for another run, the function \(cannot pickle '_thread._local' object\)",
-    ),
+    "a thread's": (of_a_thread, r"cannot be copied for another run, the function \(cannot pickle '_thread._local' object\)"),
 }
 
 

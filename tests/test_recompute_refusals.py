@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from models import unchanged
+from models import module_class, unchanged
 from parity import plain_grad
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -24,7 +24,6 @@ X = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Loss = Callable[[Wrap, Tensor], Tensor]
 """What calls functions by a wrapper of them, `fs.remat` or none."""
-
 
 WAYS: dict[str, Callable[..., Any]] = {
     "fs.grad": fs.grad,
@@ -276,8 +275,6 @@ def test_a_change_that_is_in_no_attribute_is_refused(kind: str, way: str) -> Non
 
 
 # --- modules ---
-
-
 class Swaps(nn.Module):
     """As BigBird on short texts: forward puts another module in the place of one, with its children."""
 
@@ -359,15 +356,12 @@ def test_a_hook_on_an_argument_is_refused(way: str) -> None:
     assert_close(grads[1](params), grads[0](params))
 
 
-class Keeps(nn.Module):
-    """A layer with something in an attribute, which it also may get as an argument."""
-
-    def __init__(self, kept: Any, read: Callable[[Any, Any], float]) -> None:
-        super().__init__()
-        self.l, self.kept, self.read = nn.Linear(3, 3), kept, read
-
-    def forward(self, input: Tensor, given: Any = None) -> Tensor:
-        return torch.tanh(self.l(input)) * self.read(self.kept, given)
+Keeps = module_class(
+    "Keeps",
+    lambda kept, read: {"l": nn.Linear(3, 3), "kept": kept, "read": read},
+    lambda self, input, given=None: torch.tanh(self.l(input)) * self.read(self.kept, given),
+)
+"""A layer with something in an attribute, which it also may get as an argument."""
 
 
 class Lossy:

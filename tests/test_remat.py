@@ -13,6 +13,7 @@ from collective_log import Collectives, gathers, scatters, world
 from depth import at_most, depth, each
 from gradient_cases import assert_shards_of_mean, cases, penalty
 from hypothesis import given, settings
+from models import module_class
 from test_memory import Alive, no_collector
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -294,8 +295,6 @@ def test_arguments_and_results_go_without_the_collector() -> None:
 
 
 # --- P(remat=True) ---
-
-
 def rematerialized(policy: fs.Policy, *, every: bool) -> fs.Policy:
     """The policy's units, all or every second one recomputed."""
 
@@ -333,13 +332,9 @@ def test_recomputed_units_are_invisible(transform: str, every: bool, case: Any) 
     assert_shards_of_mean((model, rematerialized(policy, every=every), sizes), TRANSFORMS[transform], exact=exact)
 
 
-class Tanh(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+Tanh = module_class(
+    "Tanh", lambda width: {"linear": nn.Linear(width, width, dtype=torch.float64)}, lambda self, x: torch.tanh(self.linear(x))
+)
 
 
 def twice_by_plain_autograd(loss: Function, params: fs.Params, v: fs.Params) -> None:

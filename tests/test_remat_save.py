@@ -98,8 +98,6 @@ def counted(way: str, f: Any, w: Tensor = W) -> tuple[Any, Counter[str]]:
 
 
 # --- what runs again ---
-
-
 def block(w: Tensor) -> Tensor:
     """Products, dropout and attention with dropout, and what is drawn after them."""
     x = torch.stack([X, 2 * X])
@@ -191,9 +189,7 @@ def test_a_graph_that_is_kept_computes_again() -> None:
 
 V = W.cos()
 
-
 # --- any program ---
-
 STEPS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "product": lambda h, w, i: h @ w,
     "bias": lambda h, w, i: torch.addmm(w[0], h, w),
@@ -253,8 +249,6 @@ def test_any_program_with_anything_saved(program: list[tuple[str, int]], chosen:
 
 
 # --- names ---
-
-
 def test_a_name_is_that_of_what_made_it() -> None:
     """Through views; of several results; inside of transforms. Not an argument, and not what was changed since."""
 
@@ -303,8 +297,6 @@ def test_a_name_that_is_not_given_is_an_error() -> None:
 
 
 # --- what is refused ---
-
-
 @pytest.mark.parametrize(
     ("save", "message"),
     [
@@ -414,8 +406,6 @@ def test_another_control_flow_is_refused() -> None:
 
 
 # --- what it costs ---
-
-
 class Held:
     """The storages of what a function has made on its way."""
 
@@ -512,8 +502,6 @@ def test_the_peak_is_between_all_and_nothing(way: str) -> None:
 
 
 # --- later calls ---
-
-
 DEPTH = {"of": 1}
 
 
@@ -557,8 +545,6 @@ def test_a_change_that_only_a_later_call_makes() -> None:
 
 
 # --- units on ranks ---
-
-
 STRATEGIES: dict[str, Callable[[Any], fs.P]] = {
     "shard": lambda remat: fs.P("shard", remat=remat),
     "kept": lambda remat: fs.P("shard", remat=remat, reshard=False),
@@ -681,8 +667,6 @@ def test_a_context_fn_is_called_for_each_first_run() -> None:
 
 
 # --- PEER_TESTS.md, section 16: test_checkpoint_wrapper.py and _composable/test_checkpoint.py ---
-
-
 class ManyInManyOut(nn.Module):
     """Positional, keyword and keyword-only arguments, several results, and a product with random numbers."""
 

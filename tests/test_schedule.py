@@ -52,7 +52,6 @@ def blocks_alone(blocks: int = 5) -> nn.Sequential:
 Nested = module_class("Nested", lambda: {"first": Outer(), "last": MLP(5, 8)}, lambda self, x: self.last(self.first(x)))
 """A unit in a unit, then one beside them."""
 
-
 CLOSE = P("shard", align=1)
 """Units of different lengths, by which these tests tell them apart, have slices of different lengths."""
 
@@ -276,8 +275,6 @@ def test_what_backward_does_not_read_is_not_gathered_ahead(prefetch: int) -> Non
 
 
 # --- the order ---
-
-
 def visits(order: str) -> list[str]:
     return ["root", *(name for i, name in enumerate(order) if order[i - 1 : i] != name)]
 
@@ -377,8 +374,6 @@ def test_a_wrong_order_bounds_what_is_wasted(order: list[str]) -> None:
 
 
 # --- backward that does not come to what was gathered for it ---
-
-
 @every(prefetch=AHEAD, cut=[True, False])
 def test_a_unit_that_backward_leaves_out(cut: bool, prefetch: int) -> None:
     """_unused_in_backward: gathered in vain at most, freed, not reduced; and a second backward does the same."""
@@ -402,8 +397,6 @@ def test_a_unit_that_backward_leaves_out(cut: bool, prefetch: int) -> None:
 
 
 # --- trace_order and ordered ---
-
-
 class WithBuffers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -493,9 +486,8 @@ def test_ranks_must_agree_on_the_order(rank: int) -> None:
     """Gathers ahead in different orders would meet each other's data: every rank raises."""
     spec = fs.by_type(MLP, p=CLOSE)(Order("abc")).bound
     fs.shard(Order("abc"), spec.ordered(["a", "b"]))
-    with pytest.raises(
-        ValueError, match=r"different models: expected, as on its rank 0, order 'a', 'b'; got on rank 1 order 'b'"
-    ):
+    words = r"different models: expected, as on its rank 0, order 'a', 'b'; got on rank 1 order 'b'"
+    with pytest.raises(ValueError, match=words):
         fs.shard(Order("abc"), spec.ordered(["a", "b"] if rank == 0 else ["b", "a"]))
 
 
@@ -519,7 +511,6 @@ def test_options_are_checked(option: str, value: object, error: type[Exception])
 
 
 # --- values, on real ranks ---
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "Net": Net,
     "Blocks": Blocks,
@@ -705,8 +696,6 @@ def test_an_interrupted_backward_leaves_nothing(rank: int, p: P) -> None:
 
 
 # --- memory ---
-
-
 @dataclass
 class Moment:
     """What is alive after an op: the units gathered, how many gradients are unreduced, and what runs."""

@@ -279,8 +279,6 @@ def test_an_axis_of_one_rank_knows_its_rank() -> None:
 
 
 # --- On real ranks, and what is refused there ---
-
-
 def square() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
@@ -308,10 +306,7 @@ DIFFERENCES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
     "dtype": (lambda m: m.bfloat16(), r"'0\.bias' \[5\] torch\.float32.*'0\.bias' \[5\] torch\.bfloat16"),
     "frozen": (lambda m: m[2].requires_grad_(False), r"'2\.bias' \[1\].*requires_grad=True.*requires_grad=False"),
     "policy": (lambda m: fs.policies.whole(), r"unit '0' P\('shard'\).*unit '' P\('shard'\)"),
-    "ignored": (
-        lambda m: fs.policies.ignoring(fs.by_type(nn.Linear), params=["1.bias"]),
-        r"'1\.bias' \[7\].*'1\.weight'",
-    ),
+    "ignored": (lambda m: fs.policies.ignoring(fs.by_type(nn.Linear), params=["1.bias"]), r"'1\.bias' \[7\].*'1\.weight'"),
 }
 """What is done to the model of one rank, or its policy, and what the error says."""
 
@@ -338,10 +333,7 @@ def test_ranks_with_different_models(what: str, gloo2: Pool, gloo4: Pool) -> Non
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
-    "shape": (
-        lambda m: m.__setitem__(1, nn.Linear(4, 7)),
-        r"'1\.weight' of unit '1': expected shape \[7, 5\], got \[7, 4\]",
-    ),
+    "shape": (lambda m: m.__setitem__(1, nn.Linear(4, 7)), r"'1\.weight' of unit '1': expected shape \[7, 5\], got \[7, 4\]"),
     "dtype": (lambda m: m[1].bfloat16(), r"'1\.bias' of unit '1': expected torch\.float32, got torch\.bfloat16"),
     "missing": (
         lambda m: m.__setitem__(1, nn.Linear(5, 7, bias=False)),
@@ -434,17 +426,11 @@ def test_a_spec_on_another_world(rank: int) -> None:
             lambda: fs.functional_call(model, shards, x, spec=four),
             r"unit '': expected a 1-D buffer of 18 elements, got shape \[35\]; .* another mesh than shard=4\?",
         ),
-        (
-            lambda: fs.functional_call(model, shards, x, spec=spec.on({"shard": 2})),
-            rf"{alone} bind the spec with \.on\(mesh\)",
-        ),
-        (
-            lambda: fs.unshard(shards, pickle.loads(pickle.dumps(spec.bound))),
-            rf"{alone} \(a pickled spec must be bound anew\)",
-        ),
+        (lambda: fs.functional_call(model, shards, x, spec=spec.on({"shard": 2})), rf"{alone} bind the spec with \.on\(mesh\)"),
+        (lambda: fs.unshard(shards, pickle.loads(pickle.dumps(spec.bound))), rf"{alone} \(a pickled spec must be bound anew\)"),
     ):
         assert re.search(words, message(call)), message(call)
-    said = message(fs.shard, model, spec.on(DeviceMesh("cpu", [0])))
+    said = message(lambda: fs.shard(model, spec.on(DeviceMesh("cpu", [0]))))
     assert bool(rank) == bool(re.search(r"rank 1 of the world is not on the mesh of ranks \[0\]: expected", said))
 
 

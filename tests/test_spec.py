@@ -48,8 +48,6 @@ def shuffled(model: nn.Module, seed: int) -> nn.Module:
 
 
 # --- S1 purity, S2 cover, S3 order, S4 prefix. ---
-
-
 @given(cases())
 def test_s1_purity(case: tuple[nn.Module, Policy]) -> None:
     """Twice, on a copy, on the tree and on the meta-device twin: equal specs, and the model is untouched."""
@@ -189,8 +187,6 @@ def test_units_come_in_pre_order(case: tuple[nn.Module, Policy]) -> None:
 
 
 # --- S5 errors, S6 algebra, S7 resources. ---
-
-
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -315,8 +311,6 @@ def test_s7_padding_is_bounded(case: tuple[nn.Module, Policy], sizes: dict[str, 
 
 
 # --- The table. ---
-
-
 def test_str_of_a_spec_is_a_table() -> None:
     """Path, P, parameters, numel, padding, bytes per rank and totals, to the letter."""
     model = nn.Sequential(nn.Linear(100, 20), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1).bfloat16()), nn.LayerNorm(3))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from collective_log import SHORT, Collectives, world
 from depth import at_most, depth, each, mark_seldom, seldom
+from models import module_class
 from parity import STRATEGIES, WAYS
 from ranks import Pool, real_ranks
 from test_collectives import Block
@@ -149,13 +150,9 @@ def test_a_traced_hsdp_step_sends_what_the_eager_one_does(strategy: str, way: st
     assert Counter(ops)["all_reduce"] > 0
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.norm = Block(3), nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.block(x))
+Normed = module_class(
+    "Normed", lambda: {"block": Block(3), "norm": nn.BatchNorm1d(3)}, lambda self, x: self.norm(self.block(x))
+)
 
 
 @real_ranks(2)
@@ -186,17 +183,10 @@ def test_traced_buffers(rank: int) -> None:
 
 
 # --- torch.export ---
-
-
-class Forward(nn.Module):
-    """The sharded forward as a module without parameters of its own: they are inputs."""
-
-    def __init__(self, spec: fs.PartitionSpec) -> None:
-        super().__init__()
-        self.spec = spec
-
-    def forward(self, params: fs.Params, x: Tensor) -> Tensor:
-        return fs.functional_call(MODEL, params, (x,), spec=self.spec)
+Forward = module_class(
+    "Forward", lambda spec: {"spec": spec}, lambda self, params, x: fs.functional_call(MODEL, params, (x,), spec=self.spec)
+)
+"""The sharded forward as a module without parameters of its own: they are inputs."""
 
 
 def exported(spec: fs.PartitionSpec, x: Tensor, strict: bool) -> tuple[torch.export.ExportedProgram, fs.Params]:
@@ -256,8 +246,6 @@ class Twice(torch.autograd.Function):
 
 
 # --- torch.func.linearize ---
-
-
 LINEARIZED = {"loss": lambda loss: loss, "grad": grad, "fs.grad_and_value": fs.grad_and_value}
 
 
@@ -304,8 +292,6 @@ def test_linearize_folds_no_collective(strategy: str) -> None:
 
 
 # --- torch.func.functionalize ---
-
-
 def test_functionalize_takes_no_custom_function() -> None:
     """A fact about torch: it has no rule for them, so a sharded call has none either, and says so."""
     with world(2):
@@ -323,7 +309,6 @@ def test_functionalize_takes_no_custom_function() -> None:
 
 
 # --- Jacobians ---
-
 SMALL = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)).double()
 
 

@@ -176,8 +176,6 @@ def test_what_a_closure_holds(way: str) -> None:
 
 
 # --- what forward makes ---
-
-
 class Makes(nn.Module):
     def __init__(self, make: Callable[[Makes], Any]) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from collective_log import Collectives, world
 from depth import at_most, depth, every
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import module_class
 from ranks import Pool
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -358,8 +359,6 @@ def test_scatter_of_a_rank_that_is_none(rank: int) -> None:
 
 
 # --- Random numbers ---
-
-
 def dropped(x: Tensor) -> Tensor:
     return F.dropout(x, 0.5)
 
@@ -409,15 +408,12 @@ def test_randomness_of_a_vmap_beside_the_ranks(outside: bool) -> None:
     assert all_different(masks("different").flatten(0, 1))
 
 
-class Dropping(nn.Module):
-    """Two units, the second one's outputs dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(2, 3, bias=False), nn.Linear(3, WIDE, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.second(self.first(x)), 0.5)
+Dropping = module_class(
+    "Dropping",
+    lambda: {"first": nn.Linear(2, 3, bias=False), "second": nn.Linear(3, WIDE, bias=False)},
+    lambda self, x: F.dropout(self.second(self.first(x)), 0.5),
+)
+"""Two units, the second one's outputs dropped."""
 
 
 def gradient_with_mask(mesh: Mesh, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -23,6 +23,7 @@ import test_optim
 import torch
 import torch.distributed as dist
 from depth import at_most, depth, each, mark_seldom, seldom, some
+from models import module_class
 from ranks import Pool, real_ranks
 from test_compress import COMPRESSORS, steps
 from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
@@ -44,8 +45,6 @@ OPS = torch.ops._c10d_functional
 
 
 # --- the process group itself ---
-
-
 def group() -> str:
     return dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -115,15 +114,7 @@ def test_of_distributed(rank: int) -> None:
 
 
 # --- mutants of funshard, each with an error that gloo would hide ---
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x))
+Layer = module_class("Layer", lambda: {"linear": nn.Linear(4, 4)}, lambda self, x: x + torch.tanh(self.linear(x)))
 
 
 def network() -> nn.Module:
@@ -206,10 +197,7 @@ def shards_change_under_way() -> Iterator[None]:
 
 
 MUTANTS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]], str]] = {
-    "nobody waits": (
-        lambda: mock.patch.object(ops, "_wait", lambda x: x),
-        "unit '1': all_gather .*nobody has waited for it",
-    ),
+    "nobody waits": (lambda: mock.patch.object(ops, "_wait", lambda x: x), "unit '1': all_gather .*nobody has waited for it"),
     "read too early": (lambda: mock.patch.object(ops, "_wait", too_early), "nan"),
     "dropped chains are forgotten": (
         lambda: mock.patch.object(CollectiveChain, "__del__", return_value=None),
@@ -247,8 +235,6 @@ def test_another_order_is_found(rank: int) -> None:
 
 
 # --- and funshard itself ---
-
-
 @at_most(1)
 @each
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=without_ticks)
