@@ -80,6 +80,7 @@ FOUND = [
     one("Hypernetwork", "remat", "fs.grad", leaves=True),
     one("FastWeights", "codec remat", "grad", leaves=True),
     one("WholeInner", "remat", "jvp", leaves=True),
+    *(Case(("Hypernetwork", "Linear"), ("shard", "remat"), transform, root="remat") for transform in ("fs.grad", "hvp")),
     after("Borrows", "remat", "fs.grad"),
     one("Cached", "remat", "hvp", leaves=True),
     one("TensorHook", "remat", "grad of grad"),
@@ -144,7 +145,7 @@ def check_cases(drawn: st.SearchStrategy[Any], count: int, run: Callable[..., li
     assert kinds["exact"] >= kinds["no reference"], kinds
 
 
-@at_most(16)
+@at_most(18)
 @pytest.mark.parametrize("case", FOUND, ids=lambda case: "-".join((*case.pieces, *case.ps, case.transform)))
 def test_found(alone: Pool, case: Case) -> None:
     """What was wrong once is exact, or refused."""

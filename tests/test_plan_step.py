@@ -1,25 +1,38 @@
-"""fs.plan(step=): the peak is the profiler's, and what is sent is what the step sends."""
+"""fs.plan from shapes alone: what it counts is what a step sends and holds."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import itertools
 import math
+import re
+import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 import torch
 import torch.distributed as dist
 from depth import at_most, each, mark_seldom, seldom
+from models import module_class
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import funshard as fs
+from funshard._plan.picture import CATEGORY_COLORS
+from funshard._plan.plan import main
 
+P = fs.P
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -32,14 +45,474 @@ def load(folder: Path, name: str) -> Any:
         sys.path.remove(str(folder))
 
 
-common, measured, moe = (
-    load(EXAMPLES / "benchmarks", "common"),
-    load(EXAMPLES / "benchmarks", "measured"),
-    load(EXAMPLES, "moe"),
-)
-P = fs.P
+common, counted, measured = (load(EXAMPLES / "benchmarks", name) for name in ("common", "counted", "measured"))
+moe = load(EXAMPLES, "moe")
 BF16 = fs.Precision(param=torch.bfloat16, reduce=torch.float32)
-MIXED = fs.Precision(param=torch.bfloat16, reduce=torch.float32, keep={"*norm*": torch.float32})
+MIXED = dataclasses.replace(BF16, keep={"*norm*": torch.float32})
+ENCODED = fs.Precision(param=torch.bfloat16, reduce_codec=fs.codecs.int8())
+ONE, TWO = {"shard": 8}, {"replicate": 2, "shard": 4}
+BOTH = ("replicate", "shard")
+
+
+def blocks(p: P) -> fs.Policy:
+    return fs.by_type(common.Block, p=p)
+
+
+def nested(p: P, inner: P) -> fs.Policy:
+    return fs.policies.override(blocks(p), fs.by_type(nn.Linear, p=inner))
+
+
+def grouped(p: P) -> fs.Policy:
+    """Blocks by three, and the last layers."""
+    return fs.policies.override(fs.policies.by_group([common.Block], size=3, p=p), fs.policies.by_group(["norm", "head"], p=p))
+
+
+CASES: dict[str, tuple[fs.Policy, dict[str, int]]] = {
+    "shard": (blocks(P("shard")), ONE),
+    "keep": (blocks(P("shard", reshard=False)), ONE),
+    "P()": (blocks(P()), ONE),
+    "P() in bf16": (blocks(P(precision=BF16)), ONE),
+    "HSDP": (blocks(P("shard")), TWO),
+    "HSDP in bf16": (blocks(P("shard", precision=BF16)), TWO),
+    "P() on two axes": (blocks(P()), TWO),
+    "both axes": (blocks(P(BOTH)), TWO),
+    "both axes in bf16": (blocks(P(BOTH, precision=BF16)), TWO),
+    "bf16": (blocks(P("shard", precision=BF16)), ONE),
+    "mixed dtypes": (blocks(P("shard", precision=MIXED)), ONE),
+    "mixed dtypes of P()": (blocks(P(precision=MIXED)), ONE),
+    "mixed dtypes on both axes": (blocks(P(BOTH, precision=MIXED)), TWO),
+    "remat": (blocks(P("shard", remat=True)), ONE),
+    "remat keep": (blocks(P("shard", remat=True, reshard=False)), ONE),
+    "remat HSDP": (blocks(P("shard", remat=True)), TWO),
+    "whole": (fs.policies.whole(P("shard")), ONE),
+    "whole remat": (fs.policies.whole(P("shard", remat=True)), ONE),
+    "codec": (blocks(P("shard", precision=fs.Precision(codec=fs.codecs.int8()))), ONE),
+    "encoded gradients": (blocks(P("shard", align=64, precision=ENCODED)), ONE),
+    "encoded gradients, HSDP": (blocks(P("shard", remat=True, align=64, precision=ENCODED)), TWO),
+    "nested": (nested(P("shard"), P("shard")), ONE),
+    "nested remat": (nested(P("shard", remat=True), P("shard")), ONE),
+    "nested remat keep": (nested(P("shard", remat=True), P("shard", reshard=False)), ONE),
+    "remat in remat": (nested(P("shard", remat=True), P("shard", remat=True)), ONE),
+    "mixed": (nested(P("shard"), P()), TWO),
+    "kept slices": (blocks(P(BOTH, reshard="shard")), TWO),
+    "kept slices in bf16": (blocks(P(BOTH, reshard="replicate", precision=BF16)), TWO),
+    "kept slices of a codec": (blocks(P(BOTH, reshard="shard", precision=fs.Precision(codec=fs.codecs.int8()))), TWO),
+    "kept slices of two dtypes": (blocks(P(BOTH, reshard="shard", precision=MIXED)), TWO),
+    "kept slices, remat": (nested(P(BOTH, reshard="shard", remat=True), P(BOTH, reshard="shard")), TWO),
+    "groups": (grouped(P("shard")), ONE),
+    "groups remat": (grouped(P("shard", remat=True)), ONE),
+    "groups with units inside": (fs.policies.override(grouped(P("shard")), fs.by_type(nn.Linear)), ONE),
+}
+
+
+def work_of(spec: fs.PartitionSpec, model: nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
+    """What comm.py counts in one step, and its gradients."""
+    params, x = fs.shard(model, spec), torch.zeros(1, 16, dtype=torch.long)
+    trained, frozen = fs.partition(params, spec)
+
+    def loss(trained: fs.Params) -> torch.Tensor:
+        return common.loss_of(fs.functional_call(model, {**trained, **frozen}, (x,), spec=spec), x)
+
+    with counted.Work() as work:
+        grads = fs.grad(loss)(trained)
+    return work, grads
+
+
+def counts_of(work: Any) -> dict[str, tuple[int, int, int]]:
+    ops = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    return {op: (work.ops[op], work.bytes[f"into {op}"], work.bytes[f"out of {op}"]) for op in ops if work.ops[op]}
+
+
+def totals(plan: fs._plan.plan.Plan) -> dict[str, tuple[int, int, int]]:
+    found: dict[str, tuple[int, int, int]] = {}
+    for one in plan.traffic:
+        old = found.get(one.op, (0, 0, 0))
+        found[one.op] = old[0] + one.count, old[1] + one.input_bytes, old[2] + one.output_bytes
+    return found
+
+
+def bound(case: str, model: nn.Module) -> fs.PartitionSpec:
+    policy, mesh = CASES[case]
+    spec = policy(model).on(init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh)))
+    return spec.ordered(fs.trace_order(model, spec, (torch.zeros(1, 16, dtype=torch.long),)))
+
+
+@at_most(1)
+@pytest.mark.parametrize("case", CASES)
+def test_counts_are_those_of_a_step(case: str) -> None:
+    """Collectives and bytes of every kind, to the byte; and the bytes of shards and gradients."""
+    model = common.GPT(4, 64, 2, 16)
+    with common.fake_world(8):
+        spec = bound(case, model)
+        plan = fs.plan(spec)
+        work, grads = work_of(spec, model)
+        assert totals(plan) == counts_of(work)
+        assert plan.at_rest["parameters"] == sum(shard.nbytes for shard in fs.shard(model, spec).values())
+        assert plan.peaks["update"]["gradients"] == sum(grad.nbytes for grad in grads.values())
+
+
+@at_most(2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "shard",
+        "HSDP",
+        "remat",
+        "nested remat",
+        "both axes in bf16",
+        "P()",
+        "codec",
+        "encoded gradients, HSDP",
+        "groups",
+        "groups remat",
+        "kept slices",
+        "kept slices, remat",
+    ],
+)
+def test_what_is_allocated_is_freed(case: str) -> None:
+    """At the end of a step a rank holds what it held before it, and never less than nothing meanwhile."""
+    with torch.device("meta"):
+        model = common.GPT(3, 64, 2, 16)
+    policy, mesh = CASES[case]
+    plan = fs.plan(policy(model).on(mesh))
+    held = [dict(some) for some in plan.held]
+    assert all(size >= 0 for some in held for size in some.values())
+    assert {name: size for name, size in held[-1].items() if size} == plan.at_rest
+
+
+def test_encoded_gradients_are_decoded() -> None:
+    """For a moment a rank of eight holds the slices of two, their sum, and that of the ones before, in the sum's dtype."""
+    policy, mesh = CASES["encoded gradients"]
+    spec = policy(common.GPT(3, 64, 2, 16)).on(mesh)
+    events, decoded = fs.plan(spec).events, set[int]()
+    for i, event in enumerate(events):
+        received = events[event.after[0]].collective if event.kind == "wait" else None
+        if received is not None and received.op == "all_to_all":
+            changes = (after.memory.get("gradients", 0) for after in events[i + 1 :])
+            until_freed = itertools.takewhile(lambda change, nbytes=received.output_bytes: change != -nbytes, changes)
+            decoded.add(max(itertools.accumulate(until_freed)))
+    assert {4 * 4 * spec.shard_numel(unit) for unit in spec} == decoded
+
+
+def test_buckets_are_those_of_the_device() -> None:
+    """16 units of 1 MiB are reduced by 4 MiB on a mesh of the CPU, and together where the mesh is sizes alone."""
+    spec = fs.by_type(nn.Linear, p=P())(nn.Sequential(*(nn.Linear(512, 512) for _ in range(16))))
+    with common.fake_world(8):
+        on_cpu = fs.plan(spec.on(init_device_mesh("cpu", (8,))), optimizer=None)
+    assert [[one.count for one in plan.traffic] for plan in (on_cpu, fs.plan(spec.on(ONE)))] == [[4], [1]]
+
+
+def test_gathered_units() -> None:
+    """At most the root, the running unit and the next; without reshard all of them."""
+    with torch.device("meta"):
+        model = common.GPT(6, 64, 2, 16)
+    plan = fs.plan(blocks(P("shard"))(model).on(ONE))
+    size = {unit.key: plan.spec.padded_numel(unit) * 4 for unit in plan.spec}
+    assert plan.peaks["forward"]["gathered"] == size[""] + 2 * size["blocks.0"]
+    groups = fs.plan(fs.policies.by_group([common.Block], size=2)(model).on(ONE))
+    assert groups.peaks["forward"]["gathered"] == size[""] + 2 * 2 * size["blocks.0"]
+    kept = fs.plan(blocks(P("shard", reshard=False))(model).on(ONE))
+    assert kept.peaks["forward"]["gathered"] == sum(size.values())
+
+
+@pytest.mark.parametrize("name", ["adamw", "SGD", "adagrad", "rmsprop"])
+def test_optimizer_state(name: str) -> None:
+    """Bytes are those of the state that the optimizer makes."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16))
+    spec = fs.by_type(nn.Linear)(model).on({"shard": 2})
+    plan = fs.plan(spec, optimizer=name)
+    cls = next(cls for key, cls in vars(torch.optim).items() if key.lower() == name.lower())
+    state = fs.optim.from_torch(cls, lr=0.1).init(fs.shard(model, spec, rank=0))
+    want = sum(x.nbytes for x in pytree.tree_leaves(state) if x.dim())
+    assert plan.at_rest["optimizer"] == want
+    assert sum(unit.optimizer for unit in plan.units.values()) == want
+
+
+def test_optimizer_on_frozen_and_host_units() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[0].requires_grad_(False)
+    policy = fs.policies.override(
+        fs.by_type(nn.Linear, p=P("shard", at_rest=fs.codecs.nf4())), fs.by_path({"1": P("shard", offload="params")})
+    )
+    plan = fs.plan(policy(model).on({"shard": 2}))
+    frozen, host = plan.units["0"], plan.units["1"]
+    assert frozen.optimizer == 0
+    assert frozen.parameters == plan.spec.stored(plan.spec.by_key["0"])[0]
+    assert host.on_host
+    assert plan.host_bytes == 3 * host.parameters
+    assert plan.at_rest == {"parameters": frozen.parameters, "optimizer": 0}
+    assert {event.unit for event in plan.events if event.kind == "copy"} == {"1"}
+
+
+@pytest.mark.parametrize("p", [P("shard", offload="params"), P("shard", offload="params", precision=BF16, remat=True)], ids=str)
+def test_copies_are_behind_computation(p: P) -> None:
+    """A gather waits for the copy of its slice, and the device does not; what is copied there and back is freed."""
+    with torch.device("meta"):
+        model = common.GPT(3, 64, 2, 16)
+    plan = fs.plan(blocks(p)(model).on(ONE), batch=64)
+    kinds = [(event.kind, *(plan.events[i].kind for i in event.after)) for event in plan.events]
+    assert ("wait", "copy") not in kinds
+    assert kinds.count(("gather", "copy")) == sum(kind == "gather" for kind, *_ in kinds) == 6
+    assert kinds.count(("copy",)) == 6 + len(plan.units)
+    held = [dict(some) for some in plan.held]
+    assert all(size >= 0 for some in held for size in some.values())
+    assert not any(held[-1].values())
+
+
+def test_exposed_communication() -> None:
+    """A slower network makes the step longer, by what it exposes alone; a fast one is hidden."""
+    with torch.device("meta"):
+        model = common.GPT(4, 64, 2, 16)
+    spec = blocks(P("shard"))(model).on(ONE)
+    links = (fs.Hardware(bandwidth=rate, latency=0, flops=1e12) for rate in (1e15, 1e9))
+    fast, slow = (fs.plan(spec, batch=4096, hardware=hardware) for hardware in links)
+    assert fast.exposed_seconds < 1e-3 * fast.seconds
+    assert slow.seconds - slow.exposed_seconds == pytest.approx(fast.seconds - fast.exposed_seconds)
+    assert slow.exposed_seconds > 10 * fast.exposed_seconds
+    total = sum(one.seconds for one in slow.traffic)
+    assert slow.exposed_seconds <= total
+
+
+def test_large_mesh_is_fast() -> None:
+    """126 blocks on 32 x 512 ranks take a fraction of a second."""
+    with torch.device("meta"):
+        model = common.Llama(126, 16384, 128, 53248, 128256, kv_heads=8)
+    spec = fs.by_type(common.LlamaBlock)(model).on({"replicate": 32, "shard": 512})
+    start = time.process_time()
+    plan = fs.plan(spec, batch=8192)
+    text = str(plan)
+    assert time.process_time() - start < 5
+    assert "replicate=32" in text
+    assert plan.at_rest["parameters"] == sum(spec.shard_numel(unit) for unit in spec) * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"optimizer": "adamv"}, ValueError, "name of a class of torch.optim"),
+        ({"optimizer": 3}, TypeError, "expected a name such as 'adamw'"),
+        ({"batch": "4"}, TypeError, "number of tokens"),
+        *(({"batch": n}, ValueError, rf"number of tokens, at least 1, .* got {n}") for n in (-1, 0, True, False, 2.5)),
+        ({"hardware": "h100"}, TypeError, "expected a Hardware"),
+        ({"hardware": 0}, TypeError, "expected a Hardware"),
+        ({"hardware": fs.Hardware(bandwidth={"other": 1e9})}, ValueError, "no bandwidth for axis 'shard'"),
+    ],
+)
+def test_wrong_arguments(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    spec = fs.policies.whole()(nn.Linear(4, 4)).on({"shard": 2})
+    with pytest.raises(error, match=words):
+        str(fs.plan(spec, **change))
+
+
+def test_wrong_hardware() -> None:
+    with pytest.raises(ValueError, match="bandwidth"):
+        fs.Hardware(bandwidth=0)
+    with pytest.raises(ValueError, match="'80GB'"):
+        fs.Hardware(memory="a lot")
+    with pytest.raises(ValueError, match="latency: expected at least 0"):
+        fs.Hardware(latency=math.nan)
+
+
+# --- Plan.compare: choices beside each other ---
+Block = module_class(
+    "Block", lambda: {"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}, lambda self, x: x + self.down(self.up(x).relu())
+)
+
+
+def plan_of(mesh: dict[str, int], **options: Any) -> fs._plan.plan.Plan:
+    model = nn.Sequential(*(Block() for _ in range(2)))
+    optimizer = fs.optim.from_torch(torch.optim.AdamW, lr=1e-3, donate=True)
+
+    def step(params: Any, state: Any, batch: torch.Tensor, *, spec: fs.PartitionSpec, microbatches: int = 1) -> Any:
+        def loss(params: fs.Params, x: torch.Tensor) -> torch.Tensor:
+            return fs.functional_call(model, params, (x,), spec=spec).square().mean()
+
+        grads, value = fs.accumulate(loss, params, list(batch.chunk(microbatches)), spec=spec)
+        return *optimizer.update(grads, state, params), value
+
+    return fs.plan(fs.by_type(Block)(model).on(mesh), step=step, batch=torch.ones(64, 32), optimizer=optimizer, **options)
+
+
+def test_compare() -> None:
+    """Each choice is the plan that fs.plan gives for it, and the fastest is first."""
+    plan = plan_of({"shard": 4})
+    found = plan.compare({"keep": P("shard", reshard=False), "all": P(), "remat": P("shard", remat=True), "same": plan.spec})
+    assert set(found) == {"keep", "all", "remat", "same"}
+    assert found["same"].peak == plan.peak
+    assert found["remat"].peak < plan.peak < found["all"].peak
+    assert {one.op for one in found["all"].traffic} == {"all_reduce"}
+    times = [one.seconds for one in found.values()]
+    assert times == sorted(times)
+    assert all(name in str(found) for name in found)
+
+
+def test_main_p_alone_changes() -> None:
+    """Units with another P than the main one keep it."""
+    model = nn.Sequential(Block(), Block(), nn.Linear(32, 2))
+    policy = fs.policies.override(fs.by_type(Block), fs.by_path({"2": P()}))
+    plan = fs.plan(policy(model).on({"shard": 4}))
+    changed = plan.compare({"keep": P("shard", reshard=False)})["keep"].spec
+    assert changed.by_key["2"].p == P()
+    assert changed.by_key["0"].p == P("shard", reshard=False)
+
+
+def test_refusals() -> None:
+    model = nn.Linear(4, 4)
+    unbound = fs.policies.whole()(model)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        return fs.grad(lambda p: fs.functional_call(model, p, (batch,), spec=unbound).sum())(params)
+
+    plan = fs.plan(unbound.on({"shard": 2}), step=step, batch=torch.ones(2, 4))
+    with pytest.raises(ValueError, match="would run with the same spec"):
+        plan.compare({"keep": P("shard", reshard=False)})
+    with pytest.raises(TypeError, match="expected a PartitionSpec"):
+        plan.compare({"3": 3})  # pyright: ignore[reportArgumentType]
+
+
+# --- python -m funshard plan, the picture of a plan, and fs.visualize ---
+GUIDE = Path(__file__).parent.parent / "examples" / "guide"
+
+MODEL = """
+from torch import nn
+import funshard as fs
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+def make():
+    return nn.Sequential(nn.Embedding(32, 16), *(Block() for _ in range(3)), nn.Linear(16, 32))
+"""
+LLAMA = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def llama_7b():
+    return LlamaForCausalLM(LlamaConfig())
+"""
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a callable that returns a model, in a module of its own."""
+    (tmp_path / "planned_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "planned_model", raising=False)
+    return "planned_model:make"
+
+
+def test_what_is_printed_is_the_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table is that of fs.plan for the same model, policy and mesh."""
+    main(["plan", model, "--policy", "by_type:Block", "--mesh", "replicate=2,shard=4", "--batch", "64"])
+    module = sys.modules["planned_model"]
+    spec = fs.by_type(module.Block)(module.make()).on({"replicate": 2, "shard": 4})
+    assert capsys.readouterr().out == f"{fs.plan(spec, batch=64)}\n"
+
+
+def test_a_batch(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With a batch activations are counted, and a picture is drawn."""
+    main(["plan", model, "--policy", "by_type:Block", "--mesh", "shard=2", "--batch", "4x8", "--svg", "plan.svg"])
+    assert "activations" in capsys.readouterr().out
+    root = ElementTree.parse(tmp_path / "plan.svg").getroot()
+    assert root.tag == f"{SVG}svg"
+
+
+@seldom
+def test_as_a_module(model: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "funshard", "plan", model, "--mesh", "shard=4"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "all_gather" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--policy", "by_type:Blok"], "--policy: expected whole, or by_type:NAME with some of ['Block'"),
+        (["--mesh", "shard"], "argument --mesh: invalid axes_and_sizes value: 'shard'"),
+        (["--batch", "4,8"], "argument --batch: invalid shape_or_tokens value: '4,8'"),
+    ],
+)
+def test_wrong_options(model: str, options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", model, *options])
+    assert words in capsys.readouterr().err
+
+
+def rows_of(root: ElementTree.Element) -> list[list[ElementTree.Element]]:
+    """The boxes of each rank's slices; a row that is another one's copy has the same ones."""
+    groups = {g.attrib["id"]: g for g in root.iter(f"{SVG}g") if g.attrib.get("id", "").startswith("rank")}
+    copies = [groups[use.attrib["href"].removeprefix("#")] for use in root.iter(f"{SVG}use")]
+    return [[*g.iter(f"{SVG}rect")] for g in (*groups.values(), *copies)]
+
+
+def test_picture() -> None:
+    """Areas for what is held, a box for every slice and its padding to scale, and the streams, inside of the picture."""
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    plan = fs.plan(fs.by_type(nn.Linear)(module).on({"shard": 3}), batch=16)
+    root = ElementTree.fromstring(plan.to_svg())
+    width, height = (float(x) for x in root.attrib["viewBox"].split()[2:])
+    held = {name for held in plan.peaks.values() for name, size in held.items() if size}
+    areas = [path.attrib["fill"] for path in root.iter(f"{SVG}path") if path.attrib["d"].endswith("Z")]
+    assert sorted(areas) == sorted(CATEGORY_COLORS[name] for name in held)
+    for rect in root.iter(f"{SVG}rect"):
+        x, y, w, h = (float(rect.attrib.get(name, 0)) for name in ("x", "y", "width", "height"))
+        assert 0 <= x <= x + w <= width
+        assert 0 <= y <= y + h <= height
+    rows = rows_of(root)
+    assert len(rows) == 3
+    padding = {id(r) for g in root.iter(f"{SVG}g") if "padding" in g.attrib.get("fill", "") for r in g.iter(f"{SVG}rect")}
+    sizes = [(float(r.attrib["width"]), id(r) in padding) for row in rows for r in row]
+    numel = sum(unit.numel for unit in plan.units.values())
+    hatched = sum(w for w, is_padding in sizes if is_padding) / sum(w for w, _ in sizes)
+    assert hatched == pytest.approx(plan.padding / (plan.padding + numel), abs=1e-3)
+    texts = [text.text or "" for text in root.iter(f"{SVG}text")]
+    assert {"rank 2", "forward", "backward", "gathers", "reductions", f"hatched: padding, {plan.padding} elements"} <= {*texts}
+    assert any("peak: backward of" in text for text in texts)
+
+
+MADE_WITH = {"torch": "2.13.0", "transformers": "5.24.0"}
+"""The versions that the picture in README was made with: others save other activations."""
+
+
+@seldom
+def test_readme_shows_what_its_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To make it again: run the command under it, and move plan.svg to examples/guide."""
+    if (found := {name: version(name).partition("+")[0] for name in MADE_WITH}) != MADE_WITH:
+        pytest.skip(f"the picture is of {MADE_WITH}, and here are {found}")
+    (tmp_path / "models.py").write_text(LLAMA)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "models", sys)  # so that tests/models.py, if others have it, is there again afterwards
+    del sys.modules["models"]
+    readme = (GUIDE.parents[1] / "README.md").read_text()
+    (command,) = re.findall(r"^python -m funshard (plan .*)$", readme, re.MULTILINE)
+    assert "](examples/guide/plan.svg)" in readme.partition(command)[0]
+    main(shlex.split(command))
+    assert (tmp_path / "plan.svg").read_text() == (GUIDE / "plan.svg").read_text()
+
+
+def test_visualize_many_ranks() -> None:
+    model = nn.Linear(64, 64)
+    spec = fs.policies.whole()(model).on({"shard": 64})
+    text = fs.visualize(fs.shard(model, spec, rank=0), spec)
+    assert "... 63" in text
+    assert max(map(len, text.splitlines())) <= 80
+    with pytest.raises(ValueError, match="unit ''"):
+        fs.visualize({"": torch.zeros(3)}, spec)
+
+
+# --- fs.plan(step=): the peak is the profiler's, and what is sent is what the step sends ---
 BATCH = 4, 64
 
 
@@ -49,8 +522,6 @@ class Case(NamedTuple):
     make: Callable[[], nn.Module]
     policy: Callable[[P], fs.Policy]
     value: Callable[[nn.Module, fs.Params, tuple[Tensor, ...], fs.PartitionSpec], Tensor]
-    plain_value: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
-    """The same value by a call of the model itself."""
 
 
 def gpt_value(model: nn.Module, params: fs.Params, batch: tuple[Tensor, ...], spec: fs.PartitionSpec) -> Tensor:
@@ -84,22 +555,10 @@ def moe_policy(p: P) -> fs.Policy:
     return fs.policies.by_path({"blocks.*": p, "blocks.*.experts": p}, p)
 
 
-CASES = {
-    "gpt": Case(
-        lambda: common.GPT(6, 128, 2, 64),
-        lambda p: fs.by_type(common.Block, p=p),
-        gpt_value,
-        lambda model, batch: common.loss_of(model(batch[0]), batch[1]),
-    ),
-    "llama": Case(
-        make_llama,
-        lambda p: fs.by_type(LlamaDecoderLayer, p=p),
-        llama_value,
-        lambda model, batch: model(input_ids=batch[0], labels=batch[1], use_cache=False).loss,
-    ),
-    "moe": Case(
-        lambda: moe.MoE(2, 64, 4, 64, 128, 8), moe_policy, moe_value, lambda model, batch: model(*batch, moe.ALONE, 0.01)
-    ),
+STEP_CASES = {
+    "gpt": Case(lambda: common.GPT(6, 128, 2, 64), lambda p: fs.by_type(common.Block, p=p), gpt_value),
+    "llama": Case(make_llama, lambda p: fs.by_type(LlamaDecoderLayer, p=p), llama_value),
+    "moe": Case(lambda: moe.MoE(2, 64, 4, 64, 128, 8), moe_policy, moe_value),
 }
 
 
@@ -144,26 +603,26 @@ def planned(case: Case, p: P, optimizer: Any, mesh: dict[str, int], batch: tuple
 
 
 # --- plans of a step ---
-ONE, TWO = {"shard": 4}, {"replicate": 2, "shard": 2}
+ONE_STEP, TWO_STEPS = {"shard": 4}, {"replicate": 2, "shard": 2}
 PEAKS: list[tuple[str, str, P, str, dict[str, int]]] = [
-    ("gpt", "shard", P("shard"), "adamw", ONE),
-    ("gpt", "keep", P("shard", reshard=False), "donate", ONE),
-    ("gpt", "P()", P(), "sgd", ONE),
-    ("gpt", "HSDP", P("shard"), "donate", TWO),
-    ("gpt", "bf16", P("shard", precision=BF16), "adamw", ONE),
-    ("gpt", "remat", P("shard", remat=True), "donate", ONE),
-    ("gpt", "save", P("shard", remat=fs.Remat(common.ATTENTION)), "donate", ONE),
-    ("llama", "shard", P("shard"), "donate", ONE),
-    ("llama", "keep", P("shard", reshard=False), "adamw", ONE),
-    ("llama", "P()", P(), "adamw", ONE),
-    ("llama", "remat", P("shard", remat=True), "sgd", ONE),
-    ("llama", "both axes", P(("replicate", "shard"), precision=BF16), "adamw", TWO),
-    ("gpt", "kept slices", P(("replicate", "shard"), reshard="shard"), "donate", TWO),
-    ("moe", "shard", P("shard"), "adamw", ONE),
-    ("moe", "keep", P("shard", reshard=False), "donate", ONE),
-    ("moe", "remat", P("shard", remat=True), "sgd", ONE),
-    ("gpt", "mixed dtypes", P("shard", precision=MIXED), "adamw", ONE),
-    ("gpt", "mixed dtypes of P()", P(precision=MIXED), "adamw", ONE),
+    ("gpt", "shard", P("shard"), "adamw", ONE_STEP),
+    ("gpt", "keep", P("shard", reshard=False), "donate", ONE_STEP),
+    ("gpt", "P()", P(), "sgd", ONE_STEP),
+    ("gpt", "HSDP", P("shard"), "donate", TWO_STEPS),
+    ("gpt", "bf16", P("shard", precision=BF16), "adamw", ONE_STEP),
+    ("gpt", "remat", P("shard", remat=True), "donate", ONE_STEP),
+    ("gpt", "save", P("shard", remat=fs.Remat(common.ATTENTION)), "donate", ONE_STEP),
+    ("llama", "shard", P("shard"), "donate", ONE_STEP),
+    ("llama", "keep", P("shard", reshard=False), "adamw", ONE_STEP),
+    ("llama", "P()", P(), "adamw", ONE_STEP),
+    ("llama", "remat", P("shard", remat=True), "sgd", ONE_STEP),
+    ("llama", "both axes", P(("replicate", "shard"), precision=BF16), "adamw", TWO_STEPS),
+    ("gpt", "kept slices", P(("replicate", "shard"), reshard="shard"), "donate", TWO_STEPS),
+    ("moe", "shard", P("shard"), "adamw", ONE_STEP),
+    ("moe", "keep", P("shard", reshard=False), "donate", ONE_STEP),
+    ("moe", "remat", P("shard", remat=True), "sgd", ONE_STEP),
+    ("gpt", "mixed dtypes", P("shard", precision=MIXED), "adamw", ONE_STEP),
+    ("gpt", "mixed dtypes of P()", P(precision=MIXED), "adamw", ONE_STEP),
 ]
 
 
@@ -177,8 +636,8 @@ PEAKS: list[tuple[str, str, P, str, dict[str, int]]] = [
 def test_peaks_are_the_profilers(name: str, what: str, p: P, optimizer: str, mesh: dict[str, int]) -> None:
     """Within 3 percent, for every choice of P, strategy and optimizer."""
     batch = tuple(torch.randint(256, (2, *BATCH), generator=torch.Generator().manual_seed(0)).unbind())
-    plan = planned(CASES[name], p, optimizer_of(optimizer), mesh, batch)
-    peak = measured_peak(CASES[name], p, optimizer_of(optimizer), mesh, batch)
+    plan = planned(STEP_CASES[name], p, optimizer_of(optimizer), mesh, batch)
+    peak = measured_peak(STEP_CASES[name], p, optimizer_of(optimizer), mesh, batch)
     assert plan.peak - plan.batch_bytes == pytest.approx(peak, rel=0.03)
 
 
@@ -196,11 +655,11 @@ def most_gathered(plan: fs._plan.plan.Plan) -> dict[str, int]:
 )
 def test_what_is_sent_is_what_shapes_say(p: P) -> None:
     """The step's collectives and gathered buffers are those of the plan without it, which has another model."""
-    case, optimizer = CASES["gpt"], optimizer_of("donate")
+    case, optimizer = STEP_CASES["gpt"], optimizer_of("donate")
     batch = (torch.zeros(BATCH, dtype=torch.long),) * 2
-    with_step = planned(case, p, optimizer, ONE, batch)
+    with_step = planned(case, p, optimizer, ONE_STEP, batch)
     model = case.make()
-    without = fs.plan(case.policy(p)(model).on(ONE), optimizer=optimizer)
+    without = fs.plan(case.policy(p)(model).on(ONE_STEP), optimizer=optimizer)
     counts = [{(t.axis, t.op): (t.input_bytes, t.output_bytes) for t in plan.traffic} for plan in (with_step, without)]
     assert counts[0] == counts[1]
     assert most_gathered(with_step) == most_gathered(without)
@@ -210,7 +669,7 @@ def test_what_is_sent_is_what_shapes_say(p: P) -> None:
 
 def test_phases_and_units() -> None:
     """Activations grow in forward, gradients come in backward, and every unit has its share of the work."""
-    plan = planned(CASES["gpt"], P("shard"), optimizer_of("adamw"), ONE, (torch.zeros(BATCH, dtype=torch.long),) * 2)
+    plan = planned(STEP_CASES["gpt"], P("shard"), optimizer_of("adamw"), ONE_STEP, (torch.zeros(BATCH, dtype=torch.long),) * 2)
     assert list(plan.peaks) == ["forward", "backward", "update"]
     assert plan.peaks["forward"]["activations"] > 10 * plan.batch_bytes
     flops = {unit: sum(e.flops for e in plan.events if e.unit == unit) for unit in plan.units}
@@ -223,13 +682,13 @@ def test_phases_and_units() -> None:
 @seldom
 def test_nothing_is_left_behind() -> None:
     """No process group, no mode, and the model as it was."""
-    planned(CASES["gpt"], P("shard"), optimizer_of("adamw"), ONE, (torch.zeros(BATCH, dtype=torch.long),) * 2)
+    planned(STEP_CASES["gpt"], P("shard"), optimizer_of("adamw"), ONE_STEP, (torch.zeros(BATCH, dtype=torch.long),) * 2)
     assert not dist.is_initialized()
     assert type(torch.empty(1)) is torch.Tensor
 
 
 def test_a_failing_step_leaves_nothing_behind() -> None:
-    spec = fs.policies.whole()(nn.Linear(4, 4)).on(ONE)
+    spec = fs.policies.whole()(nn.Linear(4, 4)).on(ONE_STEP)
 
     def step(params: Any, state: Any, batch: Any) -> None:
         raise KeyError("mine")
@@ -242,7 +701,7 @@ def test_a_failing_step_leaves_nothing_behind() -> None:
 def test_a_process_group_is_not_touched() -> None:
     model = nn.Linear(4, 4)
     with common.fake_world(2):
-        spec = fs.policies.whole()(model).on(ONE)
+        spec = fs.policies.whole()(model).on(ONE_STEP)
         group = dist.group.WORLD
         with pytest.raises(RuntimeError, match="plan before init_process_group"):
             fs.plan(spec, batch=torch.ones(2, 4), step=lambda params, state, batch: None)
@@ -251,15 +710,15 @@ def test_a_process_group_is_not_touched() -> None:
 
 def test_a_step_that_sends_nothing_is_refused() -> None:
     """It runs on a spec of its own, which has one rank."""
-    spec = fs.policies.whole()(nn.Linear(4, 4)).on(ONE)
+    spec = fs.policies.whole()(nn.Linear(4, 4)).on(ONE_STEP)
     with pytest.raises(RuntimeError, match="sends nothing"):
         fs.plan(spec, batch=torch.ones(2, 4), step=lambda params, state, batch: batch.sum())
 
 
 def test_offload_needs_an_accelerator() -> None:
-    case = CASES["gpt"]
+    case = STEP_CASES["gpt"]
     model = case.make()
-    spec = case.policy(P("shard", offload="params"))(model).on(ONE)
+    spec = case.policy(P("shard", offload="params"))(model).on(ONE_STEP)
     with pytest.raises(NotImplementedError, match="where the device is the host"):
         fs.plan(spec, batch=torch.zeros(BATCH, dtype=torch.long), step=step_of(case, model, optimizer_of("adamw")))
 
@@ -272,5 +731,5 @@ def test_a_step_without_spec() -> None:
     def step(params: Any, state: Any, batch: Any) -> Any:
         return fs.grad(lambda p: fs.functional_call(model, p, (batch,), spec=unbound).sum())(params)
 
-    plan = fs.plan(unbound.on(ONE), batch=torch.ones(2, 8), step=step, optimizer=None)
+    plan = fs.plan(unbound.on(ONE_STEP), batch=torch.ones(2, 8), step=step, optimizer=None)
     assert {one.op: one.count for one in plan.traffic} == {"all_gather": 1, "reduce_scatter": 1}

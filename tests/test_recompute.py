@@ -779,31 +779,3 @@ def test_backward_hooks_in_a_stack_are_refused(register: str, remat: bool) -> No
     names, own = zip(*model.named_parameters(), strict=True)
     expected = dict(zip(names, torch.autograd.grad(model(x).sin().sum(), own), strict=True))
     torch.testing.assert_close(fs.unshard(fs.grad(loss)(params), spec), expected)
-
-
-class Hypernetwork(nn.Module):
-    """Its inner layer runs on weights that it computes, and has its own back afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.inner.weight * torch.tanh(self.scale.weight)
-        return torch.func.functional_call(self.inner, {"weight": weight}, (x,))
-
-
-@pytest.mark.parametrize("way", ["fs.grad", "hvp"])
-def test_parameters_that_an_inner_call_puts_back(way: str) -> None:
-    """A recomputed module around them, and another one inside it: they are as they were when it runs again."""
-    torch.manual_seed(0)
-    model = nn.Sequential(Hypernetwork(), nn.Linear(4, 4)).double()
-    recomputed = fs.P("shard", remat=True)
-    spec = fs.by_path({"": recomputed, "0": fs.P("shard"), "1": recomputed})(model)
-    params, x = fs.shard(model, spec), torch.randn(3, 4).double()
-    v = {key: torch.linspace(-1, 1, shard.numel()).double() for key, shard in params.items()}
-    plain_spec = fs.by_path({"0": fs.P("shard"), "1": fs.P("shard")})(model)
-    got, want = (
-        WAYS[way](lambda p, s=s: fs.functional_call(model, p, (x,), spec=s).sin().sum(), params, v) for s in (spec, plain_spec)
-    )
-    assert_close(got, want)
