@@ -38,6 +38,34 @@ def plain_grad(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
     return lambda tree: gradient(f(leaves := leaves_of(tree)), leaves)
 
 
+def squares(tree: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([(x**2).sum() for x in tree.values()]).sum()
+
+
+def double_grad(f: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
+    """The gradient of the squares of the gradient, of plain autograd."""
+
+    def run(tree: Any) -> Any:
+        leaves = leaves_of(tree)
+        return gradient(squares(gradient(f(leaves), leaves, create_graph=True)), leaves)
+
+    return run
+
+
+DERIVATIVES: dict[str, Callable[[Callable[[Any], Tensor]], Callable[[Any], Any]]] = {
+    "fs.grad": fs.grad,
+    "torch.func.grad": torch.func.grad,
+    "autograd": plain_grad,
+    "vjp": lambda f: lambda p: (lambda y, pull: pull(torch.ones_like(y))[0])(*torch.func.vjp(f, p)),
+    "jvp": lambda f: lambda p: torch.func.jvp(f, (p,), (p,))[1],
+    "hvp": lambda f: lambda p: fs.hvp(f, p, {key: x.cos() for key, x in p.items()}),
+    "grad of grad": lambda f: torch.func.grad(lambda p: squares(torch.func.grad(f)(p))),
+    "double backward": double_grad,
+    "no_grad": lambda f: torch.no_grad()(f),
+}
+"""Derivatives of a loss by a dict of tensors."""
+
+
 def _by_backward(f: Callable[[fs.Params], Tensor]) -> Callable[[fs.Params], tuple[fs.Params, Tensor]]:
     def run(params: fs.Params) -> tuple[fs.Params, Tensor]:
         leaves = {k: p.detach().requires_grad_() for k, p in params.items()}

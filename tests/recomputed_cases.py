@@ -169,10 +169,6 @@ def share(model: Any, x: Tensor, state: Any) -> None:
         block.shared = state
 
 
-def given_attribute(self: Any, x: Tensor, state: Any) -> Tensor:
-    return self.lin(x + self.given).sin()
-
-
 def give(model: Any, x: Tensor, state: Any) -> None:
     for block in model.blocks:
         block.given = x.cos()
@@ -181,14 +177,6 @@ def give(model: Any, x: Tensor, state: Any) -> None:
 def scaled(self: Any, x: Tensor, state: Any) -> Tensor:
     """By a partial, of which keywords that are tensors were lost."""
     return self.scale(self.lin(x).sin())
-
-
-def by_grad_mode(self: Any, x: Tensor, state: Any) -> Tensor:
-    return self.lin(x).sin() * (2 if torch.is_grad_enabled() else 5)
-
-
-def hooked(self: Any, x: Tensor, state: Any) -> Tensor:
-    return x + self.lin(x).sin()
 
 
 def hook_all(model: Any) -> None:
@@ -247,16 +235,16 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     ),
     "count on itself": lambda: Model(counted, read=lambda model, state: sum(block.count for block in model.blocks)),
     "argument and attribute": lambda: Model(both_ways, list, before=share),
-    "given as attribute": lambda: Model(given_attribute, before=give),
+    "given as attribute": lambda: Model(lambda self, x, state: self.lin(x + self.given).sin(), before=give),
     "partial on itself": lambda: Model(scaled, scale=functools.partial(torch.mul, other=torch.tensor(2.0).double())),
-    "grad mode": lambda: Model(by_grad_mode),
+    "grad mode": lambda: Model(lambda self, x, state: self.lin(x).sin() * (2 if torch.is_grad_enabled() else 5)),
     "buffer replaced": lambda: nn.Sequential(Stateful(), Stateful(), nn.Linear(WIDTH, 1)),
     "buffer in place": lambda: nn.Sequential(Stateful(in_place=True), Stateful(in_place=True), nn.Linear(WIDTH, 1)),
 }
 
 
 def hooked_model() -> nn.Module:
-    model = Model(hooked, read=read_taken)
+    model = Model(lambda self, x, state: x + self.lin(x).sin(), read=read_taken)
     hook_all(model)
     return model
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import same
 from depth import depth, seldom
+from parity import DERIVATIVES
 from ranks import real_ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -79,27 +80,17 @@ def test_started_by_another_launcher_without_a_process_group_is_said_once(variab
 
 
 # --- The model's own parameters on several ranks. ---
-def differentiated(how: str, model: nn.Module, params: Params, spec: fs.PartitionSpec) -> Any:
-    def loss(params: Params) -> Tensor:
-        return fs.functional_call(model, params, (X,), spec=spec).pow(2).mean()
-
-    match how:
-        case "fs.grad":
-            return fs.grad(loss)(params)
-        case "torch.func.grad":
-            return torch.func.grad(loss)(params)
-        case "hvp":
-            return fs.hvp(loss, params, params)
-        case "jvp":
-            return torch.func.jvp(loss, (params,), (params,))
-        case "vmap of grad":
-            return torch.vmap(lambda x: torch.func.grad(lambda p: loss(p) * x)(params))(torch.ones(2).double())
-        case "backward":
-            return loss(params).backward()
-    raise AssertionError(how)
-
-
+OF_ALL = DERIVATIVES | {
+    "vmap of grad": lambda f: lambda p: torch.vmap(lambda x: torch.func.grad(lambda p: f(p) * x)(p))(torch.ones(2).double()),
+    "backward": lambda f: lambda p: f(p).backward(),
+}
 HOW = ["fs.grad", "torch.func.grad", "hvp", "jvp", "vmap of grad", "backward"]
+
+
+def differentiated(how: str, model: nn.Module, params: Params, spec: fs.PartitionSpec) -> Any:
+    return OF_ALL[how](lambda params: fs.functional_call(model, params, (X,), spec=spec).pow(2).mean())(params)
+
+
 OWN = (
     r"parameter '0\.(weight|bias)' is the model's own, .* on 2 ranks each would train alone; expected fs\.shard\(model, spec\)"
 )

@@ -74,10 +74,6 @@ def expected(model: nn.Module, codec: Codec, xs: Tensor) -> tuple[dict[str, Tens
     return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, losses.detach()
 
 
-def by_name(grads: fs.Params, spec: fs.PartitionSpec) -> fs.Params:
-    return fs.unshard(grads, spec)
-
-
 # --- what is kept ---
 SIZES = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}]
 
@@ -160,7 +156,7 @@ def test_real_ranks(rank: int, how: str, name: str, way: str) -> None:
         loss = lambda p: (fs.functional_call(model, fs.combine(p, frozen), XS[rank], spec=spec) ** 2).mean()  # noqa: E731
         got, value = WAYS[way](loss)(trained)
     assert_close(value, losses[rank], **EXACT)
-    for key, g in by_name(got, spec).items():
+    for key, g in fs.unshard(got, spec).items():
         assert_close(g, grads[key], **EXACT)
     full = fs.unshard(fs.combine(trained, frozen), spec)
     for key, p in quantized(model, codec).named_parameters():
@@ -208,7 +204,7 @@ def test_hooks_meshes_of_two_axes_and_overrides(rank: int, name: str) -> None:
                 got, value = fs.grad_and_value(loss)(trained)
             if axis != "some":
                 assert_close(value, losses[rank], **EXACT)
-                for key, g in by_name(got, spec).items():
+                for key, g in fs.unshard(got, spec).items():
                     assert_close(g, grads[key], **EXACT)
         at_rest = {param.name for unit in spec if unit.at_rest for param in unit.params}
         full = fs.unshard(params, spec)

@@ -462,10 +462,7 @@ def test_what_the_function_closes_over_has_its_gradient() -> None:
     h = rows_of(5)["h"]
 
     def loss(bias: Tensor, chunks: int) -> Tensor:
-        def f(w: Tensor, h: Tensor) -> tuple[Tensor, int]:
-            return (torch.tanh(h @ w) + bias).exp().sum(), len(h)
-
-        return fs.chunked(f, chunks, reduce="mean")(W, h)
+        return fs.chunked(lambda w, h: ((torch.tanh(h @ w) + bias).exp().sum(), len(h)), chunks, reduce="mean")(W, h)
 
     assert_close(*(fs.hvp(lambda b, n=n: loss(b, n), BIAS, W[1]) for n in (2, 1)))
 

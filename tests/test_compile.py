@@ -334,11 +334,7 @@ def trained(rank: int, which: str, strategy: str, backend: str) -> None:
     spec = policy(model)
     sizes = {"replicate": 2, "shard": 2} if strategy == "hsdp" else {"shard": dist.get_world_size()}
     spec = spec.on(dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
-
-    def loss(params: fs.Params, x: Tensor, y: Tensor) -> Tensor:
-        return by_call(lambda *a, **k: fs.functional_call(model, params, a, k, spec=spec), x, y)
-
-    step = training(loss)
+    step = training(lambda params, x, y: by_call(lambda *a, **k: fs.functional_call(model, params, a, k, spec=spec), x, y))
     eager = fs.shard(model, spec)
     expected = eager, zeros(eager)
     ours = copies(eager)

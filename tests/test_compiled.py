@@ -33,9 +33,6 @@ def step(transform: str, spec: fs.PartitionSpec):
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return (fs.functional_call(MODEL, params, (x,), spec=spec) ** 2).mean()
 
-    def penalty(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return sum((g**2).sum() for g in torch.func.grad(loss)(params, x).values())
-
     def hvp(params: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
         v = {k: p.cos() for k, p in params.items()}
         return torch.func.jvp(lambda p: torch.func.grad(loss)(p, x), (params,), (v,))[1]
@@ -44,7 +41,7 @@ def step(transform: str, spec: fs.PartitionSpec):
         "grad": torch.func.grad(loss),
         "grad_and_value": torch.func.grad_and_value(loss),
         "fs.grad_and_value": fs.grad_and_value(loss),
-        "grad of grad": torch.func.grad(penalty),
+        "grad of grad": torch.func.grad(lambda params, x: sum((g**2).sum() for g in torch.func.grad(loss)(params, x).values())),
         "hvp": hvp,
         "vmap of grad": torch.vmap(torch.func.grad(loss), (None, 0)),
     }[transform]

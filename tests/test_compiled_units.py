@@ -18,6 +18,7 @@ from depth import at_most, depth, each, mark_seldom, seldom
 from fuzz_cases import COMPILED, Case, mirrored
 from fuzz_modules import PIECES
 from models import module_class, unchanged
+from parity import DERIVATIVES
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -111,15 +112,7 @@ def test_what_changes_compiles_once_more(lengths: tuple[int, ...], scales: tuple
 
 
 # --- equal to eager ---
-GRADS: dict[str, Callable[[Loss], Callable[[fs.Params], Any]]] = {
-    "fs.grad": fs.grad,
-    "torch.func.grad": torch.func.grad,
-    "vjp": lambda f: lambda params: torch.func.vjp(f, params)[1](torch.ones((), dtype=torch.float64))[0],
-    "no_grad": lambda f: lambda params: {"": torch.no_grad()(f)(params)},
-    "jvp": lambda f: lambda params: {"": torch.func.jvp(f, (params,), (params,))[1]},
-    "hvp": lambda f: lambda params: fs.hvp(f, params, params),
-    "grad of grad": lambda f: torch.func.grad(lambda p: sum((g**2).sum() for g in torch.func.grad(f)(p).values())),
-}
+GRADS = ["fs.grad", "torch.func.grad", "vjp", "no_grad", "jvp", "hvp", "grad of grad"]
 
 
 def is_layer_norm(op: Any) -> bool:
@@ -147,8 +140,8 @@ def equal_to_eager(rank: int, name: str, how: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fs._call.compiled_unit.CompileWarning)
         for axes in ("shard", ()) if name != "params" else ("shard",):
-            expected = trained(model(), P(axes, **PS[name]), GRADS[how], rank, alone=False)
-            got = trained(model(), P(axes, **PS[name], compile=AOT), GRADS[how], rank, alone=False)
+            expected = trained(model(), P(axes, **PS[name]), DERIVATIVES[how], rank, alone=False)
+            got = trained(model(), P(axes, **PS[name], compile=AOT), DERIVATIVES[how], rank, alone=False)
             rounding = {"rtol": 1e-5, "atol": 1e-6} if name == "precision" else EXACT
             torch.testing.assert_close(got, expected, **rounding)
     assert (counted()[0] > 0) == (how not in EAGER)
@@ -562,8 +555,8 @@ def test_second_derivatives_are_refused(gloo2: Pool) -> None:
 @pytest.mark.parametrize("how", depth(["fs.grad"], ["fs.grad", "no_grad"]))
 @pytest.mark.parametrize("name", ["shard", "remat"])
 def test_inductor_draws_the_random_numbers_of_eager(name: str, how: str) -> None:
-    expected = trained(model(), P("shard", **PS[name]), GRADS[how])
-    torch.testing.assert_close(trained(model(), P("shard", **PS[name], compile=True), GRADS[how]), expected)
+    expected = trained(model(), P("shard", **PS[name]), DERIVATIVES[how])
+    torch.testing.assert_close(trained(model(), P("shard", **PS[name], compile=True), DERIVATIVES[how]), expected)
     assert counted()[1] == 0
 
 
@@ -753,11 +746,8 @@ def test_a_failed_trace_leaves_no_state() -> None:
 def test_a_compiled_step_in_a_compiled_function(inside: bool, outer: str) -> None:
     """It is a part of the graph that is being traced, also where it is made there."""
 
-    def halve(params: fs.Params) -> fs.Params:
-        return {key: p / 2 for key, p in params.items()}
-
     def make() -> Callable[[fs.Params], fs.Params]:
-        return fs.compile(halve, donate_argnums=0, backend="aot_eager")
+        return fs.compile(lambda params: {key: p / 2 for key, p in params.items()}, donate_argnums=0, backend="aot_eager")
 
     made = make()
 

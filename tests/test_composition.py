@@ -149,15 +149,12 @@ def test_a_chain_is_its_parts_by_hand() -> None:
     spec = fs.policies.whole()(MODEL).on({"shard": 1})
     params, grads = fs.shard(FULL, spec), fs.shard(GRADS[0], spec)
 
-    def count(params: fs.Params) -> dict[str, Tensor]:
-        return {"n": torch.tensor(0)}
-
     def double(grads: fs.Params, state: Any, params: fs.Params) -> tuple[fs.Params, Any]:
         return {key: 2 * g for key, g in grads.items()}, {"n": state["n"] + 1}
 
     sgd: Any = optim.from_torch(torch.optim.SGD, momentum=0.9)
     transformation = optim.chain(optim.clip_gradients(spec, 0.5), optim.chain(optim.clip_gradients(spec, 9.0)))
-    init, update = optim.chain(transformation, (count, double), sgd)
+    init, update = optim.chain(transformation, (lambda params: {"n": torch.tensor(0)}, double), sgd)
     new, state = update(grads, init(params), params, lr=0.5)
     clipped, _ = optim.clip_by_global_norm(grads, spec, 0.5)
     expected = sgd.update({key: 2 * g for key, g in clipped.items()}, sgd.init(params), params, lr=0.5)
@@ -406,16 +403,13 @@ def test_derivatives_through_skipped_steps(policy: str, how: str) -> None:
 
         step = fs.remat(one) if how == "remat" else one
 
-        def scanned(state: Any, x: Any) -> tuple[Any, None]:
-            return step(*state, *x), None
-
         def loss(params: fs.Params) -> Tensor:
             state = init(params)
             hits = torch.where((rank == 1) & (torch.arange(steps) == NAN_AT), math.nan, 1.0).double()
             grads = [fs.shard(whole, spec) for whole in GRADS[:steps]]
             if how == "scan":
                 xs = {key: torch.stack([g[key] for g in grads]) for key in grads[0]}, hits
-                (params, state), _ = fs.scan(scanned, (params, state), xs)
+                (params, state), _ = fs.scan(lambda state, x: (step(*state, *x), None), (params, state), xs)
             else:
                 for x in zip(grads, hits, strict=True):
                     params, state = step(params, state, *x)

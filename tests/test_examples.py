@@ -338,15 +338,12 @@ def test_derivatives_are_those_of_the_mean_loss(rank: int) -> None:
     v = {name: torch.randn_like(x) for name, x in t.items()}
     xs = torch.randn(4, 2, 3).double()  # samples of 2 ranks, the same numbers on both
 
-    def mean_loss(t: Tree, xs: Tensor) -> Tensor:
-        return torch.func.functional_call(model, t, (xs,)).square().mean()
-
     def loss(slices: Tree, x: Tensor) -> Tensor:
         return mini.functional_call(model, slices, (x,), spec, reshard=False).square().mean()
 
     for name, derive in DERIVATIVES.items():
         found = derive(loss, mini.shard(t, spec), mini.shard(v, spec), xs[:, rank])
-        want = derive(mean_loss, t, v, xs)
+        want = derive(lambda t, xs: torch.func.functional_call(model, t, (xs,)).square().mean(), t, v, xs)
         vmapped = name.startswith("vmap")
         sharded = vmap(lambda t: mini.shard(t, spec))(want) if vmapped else mini.shard(want, spec)
         torch.testing.assert_close(found, sharded, rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")

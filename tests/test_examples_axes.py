@@ -412,11 +412,8 @@ def expected(sizes: Mapping[str, int], direction: Tree | None = None) -> Tree:
     full = {name: p.detach() for name, p in model.named_parameters()}
     x, y = batches(sizes)[: sizes["shard"]].transpose(0, 1).flatten(1, 3)
 
-    def whole(model: example.GPT) -> Tensor:
-        return model.predict(model.blocks(model.embed(x)), y)
-
     def loss(params: Tree) -> Tensor:
-        return torch.func.functional_call(model, params, (whole,))
+        return torch.func.functional_call(model, params, (lambda model: model.predict(model.blocks(model.embed(x)), y),))
 
     with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
         return torch.func.grad(loss)(full) if direction is None else fs.hvp(loss, full, direction)

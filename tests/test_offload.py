@@ -447,9 +447,6 @@ def compiled(rank: int) -> None:
     def loss(params: fs.Params) -> Tensor:
         return fs.functional_call(model, params, (x,), spec=spec).square().mean()
 
-    def inside(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        return torch.func.grad(torch.sum)(out)
-
     with everywhere() as copies:
         torch._dynamo.reset()
         equal(fs.compile(fs.grad(loss), backend="aot_eager")(params), expected)
@@ -459,7 +456,7 @@ def compiled(rank: int) -> None:
         equal(fs.grad(around)(params), expected)
         equal(torch.func.grad(around)(params), expected)
         assert copies.out > 4  # torch.func.grad moves none
-        model.blocks[0].register_forward_hook(inside)
+        model.blocks[0].register_forward_hook(lambda module, args, out: torch.func.grad(torch.sum)(out))
         with pytest.raises(RuntimeError, match=r"torch\.func transform, which torch refuses where saved tensors are replaced"):
             fs.grad(loss)(params)
     nothing_left()

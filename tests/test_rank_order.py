@@ -16,7 +16,7 @@ from collective_log import Collectives
 from depth import at_most, each, every, seldom
 from hypothesis import given
 from hypothesis import strategies as st
-from parity import numbers, strategies
+from parity import DERIVATIVES, numbers, strategies
 from ranks import Pool, launch, real_ranks
 from test_sharding import layers, message, square, values
 from torch import Tensor, nn
@@ -74,16 +74,6 @@ def assert_says(error: str, *words: str) -> None:
         assert word in error, error
 
 
-Step = Callable[[Callable[[fs.Params], Tensor], fs.Params], object]
-STEPS: dict[str, Step] = {
-    "fs.grad": lambda loss, params: fs.grad(loss)(params),
-    "torch.func.grad": lambda loss, params: torch.func.grad(loss)(params),
-    "hvp": lambda loss, params: fs.hvp(loss, params, params),
-    "jvp": lambda loss, params: torch.func.jvp(loss, (params,), (params,)),
-    "no_grad": lambda loss, params: torch.no_grad()(loss)(params),
-}
-
-
 def routed(rank: int, strategy: str, route: str, step: str, **options: Any) -> str:
     """What a rank's step says, '' where it ends."""
     torch.manual_seed(0)
@@ -95,7 +85,7 @@ def routed(rank: int, strategy: str, route: str, step: str, **options: Any) -> s
     def loss(params: fs.Params) -> Tensor:
         return fs.functional_call(model, params, (x, own), spec=spec, **options).square().sum()
 
-    return error_of(STEPS[step], loss, params)
+    return error_of(DERIVATIVES[step](loss), params)
 
 
 @at_most(3)
@@ -124,11 +114,8 @@ def early(rank: int, layers: int, strategy: str, routes: tuple[tuple[int, ...], 
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
     spec = fs.by_type(nn.Linear, p=STRATEGIES[strategy])(model).on(mesh)
     x = numbers(rank, 0, width=6).requires_grad_()
-
-    def loss(params: fs.Params) -> Tensor:
-        return fs.functional_call(model, params, (x,), spec=spec).sum()
-
-    return error_of(STEPS[step], loss, fs.shard(model, spec))
+    loss = DERIVATIVES[step](lambda params: fs.functional_call(model, params, (x,), spec=spec).sum())
+    return error_of(loss, fs.shard(model, spec))
 
 
 def _raise(error: str) -> None:

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from depth import at_most, every, some
 from fuzz_modules import PIECES
 from models import EXACT, module_class, unchanged
-from parity import gradient, leaves_of, strategies
+from parity import DERIVATIVES, strategies
 from ranks import real_ranks
 from torch import Tensor, nn
-from torch.func import grad, jvp
+from torch.func import grad
 from torch.nn.utils import parametrize
 
 import funshard as fs
@@ -97,24 +97,7 @@ def network(kind: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), kind(), kind(), nn.Linear(4, 4)).double()
 
 
-def total(tree: Tree) -> Tensor:
-    return sum(((t**2).sum() for t in tree.values()), torch.zeros((), dtype=torch.float64))
-
-
-def by_autograd(f: Loss, p: Tree, *, twice: bool = False) -> fs.Params:
-    leaves = leaves_of(dict(p))
-    grads = gradient(f(leaves), leaves, create_graph=twice)
-    return gradient(total(grads), leaves) if twice else grads
-
-
-WAYS: dict[str, Callable[[Loss, Tree], Tree]] = {
-    "fs.grad": lambda f, p: fs.grad(f)(p),
-    "grad": lambda f, p: grad(f)(p),
-    "autograd": by_autograd,
-    "hvp": lambda f, p: jvp(grad(f), (p,), ({k: torch.ones_like(t) for k, t in p.items()},))[1],
-    "grad of grad": lambda f, p: grad(lambda q: total(grad(f)(q)))(p),
-    "double backward": lambda f, p: by_autograd(f, p, twice=True),
-}
+WAYS = ("fs.grad", "torch.func.grad", "autograd", "hvp", "grad of grad", "double backward")
 
 
 def inputs() -> Tensor:
@@ -159,13 +142,13 @@ def test_parametrizations_for_the_length_of_a_call(rank: int) -> None:
         model, spec, params = setting(Parametrized, STRATEGIES[strategy])
         before = copy.deepcopy(params)
         with unchanged(model):
-            got = WAYS[way](lambda q, m=model, s=spec: squared(m, q, xs[rank], s), params)
-        for key, shard in fs.shard(WAYS[way](mean, full), spec).items():
+            got = DERIVATIVES[way](lambda q, m=model, s=spec: squared(m, q, xs[rank], s))(params)
+        for key, shard in fs.shard(DERIVATIVES[way](mean)(full), spec).items():
             torch.testing.assert_close(got[key], shard, **EXACT, msg=lambda m, w=(way, strategy, key): f"{w}: {m}")
             assert torch.equal(params[key], before[key])
 
 
-@every(p=[P("shard"), P("shard", remat=True)], way=["fs.grad", "grad", "autograd"])
+@every(p=[P("shard"), P("shard", remat=True)], way=["fs.grad", "torch.func.grad", "autograd"])
 def test_writes_from_around_a_unit_are_refused(p: P, way: str) -> None:
     """Where others have read the unit's buffer since."""
     model = network(InPlaceAround)
@@ -173,7 +156,7 @@ def test_writes_from_around_a_unit_are_refused(p: P, way: str) -> None:
     params = fs.shard(model, spec)
     before = copy.deepcopy(params)
     with fs.check(), pytest.raises(RuntimeError, match=r"parameter '1\.w\.weight' of unit '1\.w' was changed in place"):
-        WAYS[way](lambda q: squared(model, q, inputs()[0], spec), params)
+        DERIVATIVES[way](lambda q: squared(model, q, inputs()[0], spec))(params)
     assert all(torch.equal(params[key], t) for key, t in before.items())
 
 

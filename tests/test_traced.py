@@ -372,13 +372,10 @@ def check_jacobians(mine: dict[str, Any], rank: int, ranks: int) -> None:
     x = xs[rank]
     one = fs.policies.whole()(SMALL).on({"shard": ranks})
 
-    def mean(p: fs.Params) -> Tensor:
-        return sum(square(small(p, x)) for x in xs) / ranks
-
     def same(name: str, expected: Any) -> None:
         agree(mine[name], expected, name)
 
-    mean_hessian = hessian(mean)(full)
+    mean_hessian = hessian(lambda p: sum(square(small(p, x)) for x in xs) / ranks)(full)
     same("mean hessian", mean_hessian)
     product = {
         a: sum(torch.tensordot(mean_hessian[a][b], v, v.dim()) for b, v in directions().items()) for a in full
