@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -48,6 +49,12 @@ def _state(model: nn.Module) -> dict[tuple[str, ...], tuple[Any, int | None, Ten
                 tensor = isinstance(item, Tensor)
                 state[path, key, str(name)] = item, item._version if tensor else None, item.detach().clone() if tensor else None
     return state
+
+
+def refused(error: type[Exception] | tuple[type[Exception], ...], words: str, call: Callable[[], object]) -> None:
+    """Asserts that it raises such an error, in which these words are."""
+    with pytest.raises(error, match=words):
+        call()
 
 
 def module_class(name: str, parts: Callable[..., dict[str, Any]], forward: Callable[..., Any]) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import same
 from depth import depth, seldom
+from models import refused
 from parity import DERIVATIVES
 from ranks import real_ranks
 from torch import Tensor, nn
@@ -102,8 +103,7 @@ def test_own_parameters_on_two_ranks(rank: int, how: str) -> None:
     """In every derivative, for every strategy: nothing would be reduced, so that each rank would train alone."""
     for policy in (fs.by_type(nn.Linear), fs.policies.whole(P())):
         net = model()
-        with pytest.raises(ValueError, match=OWN):
-            differentiated(how, net, dict(net.named_parameters()), policy(net).bound)
+        refused(ValueError, OWN, lambda: differentiated(how, net, dict(net.named_parameters()), policy(net).bound))
         assert all(p.grad is None for p in net.parameters())
 
 
@@ -190,8 +190,7 @@ def test_by_type_that_matches_nothing() -> None:
     """It names the classes, and those that the model has; as by_path does with its patterns."""
     net = model()
     message = r"no module is of Conv2d, LayerNorm: .* some of \['Sequential', 'Linear', 'Tanh'\]; whole\(\) makes one unit"
-    with pytest.raises(ValueError, match=message):
-        fs.by_type(nn.Conv2d, nn.LayerNorm)(net)
+    refused(ValueError, message, lambda: fs.by_type(nn.Conv2d, nn.LayerNorm)(net))
     assert fs.by_type(nn.Conv2d, nn.Linear)(net) == fs.by_type(nn.Linear)(net)
     assert dict(fs.by_type(nn.Sequential)(net).selected).keys() == {""}
     with pytest.raises(ValueError, match=r"by_type: no module is of Linear: .* some of \['Sequential', 'Tanh'\]"):
@@ -224,16 +223,13 @@ def test_a_parameter_with_the_name_of_a_unit(make: Callable[[], fs.PartitionSpec
     if key is None:
         assert {"a:frozen", "a"} < set(make().by_key)
         return
-    with pytest.raises(ValueError, match=rf"parameter '{key}' has the name of a unit, .*rename it in the model"):
-        make()
+    refused(ValueError, rf"parameter '{key}' has the name of a unit, .*rename it in the model", lambda: make())
 
 
 def test_a_parameter_with_the_path_of_a_module() -> None:
     """torch refuses one that is registered; one that gets in by another way is refused here."""
     net = nn.Module()
     net.a = nn.Linear(2, 2)
-    with pytest.raises(KeyError, match="attribute 'a' already exists"):
-        net.register_parameter("a", nn.Parameter(torch.ones(1)))
+    refused(KeyError, "attribute 'a' already exists", lambda: net.register_parameter("a", nn.Parameter(torch.ones(1))))
     net._parameters["a"] = nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match=r"parameter 'a' has the name of a unit"):
-        fs.by_type(nn.Linear)(net)
+    refused(ValueError, r"parameter 'a' has the name of a unit", lambda: fs.by_type(nn.Linear)(net))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from depth import at_most, each, every, some
+from fuzz_modules import Symmetric
 from models import build, module_class, unchanged
 from ranks import Pool, real_ranks
 from torch import Tensor, nn
@@ -22,11 +23,6 @@ from funshard import P
 from funshard.testing import assert_exact
 
 LOSSY = fs.Precision(codec=fs.Codec(lambda x: ((x * 8).round() / 8,), lambda x: x))
-
-
-class Symmetric(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.triu() + x.triu(1).T
 
 
 class Block(nn.Module):
@@ -314,7 +310,6 @@ def test_mistakes() -> None:
         fs.testing.spmd(lambda mesh, x: assert_exact(loss, model, spec.on(mesh), x), 2)(torch.ones(2, 5, 3))
 
 
-# --- Gauss-Newton products ---
 # --- what joins the ranks' batches, what simulated ranks cannot run, and ranks that differ ---
 def with_batch_norm() -> nn.Module:
     torch.manual_seed(2)

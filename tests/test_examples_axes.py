@@ -97,19 +97,16 @@ WAYS = [{}, {"sequence": True}, {"sequence": True, "reshard": False}]
 MESHES = [{"shard": 2, "tensor": 2}, {"tensor": 4, "shard": 1}, {"shard": 4, "tensor": 1}]
 
 
-def tensor_parallel_rank(rank: int, sizes: dict[str, int], way: Mapping[str, Any], dropout: float) -> None:
-    (whole, full), xys = llama(dropout=dropout), tokens(sizes)
+@at_most(1)
+@each(way=WAYS, sizes=MESHES)
+@real_ranks(4)
+def test_tensor_parallel_on_four_ranks(rank: int, sizes: dict[str, int], way: dict[str, bool]) -> None:
+    (whole, full), xys = llama(), tokens(sizes)
     grid, at = torch.arange(len(xys)).view(*sizes.values()), [*sizes].index("tensor")
     seeds = grid.narrow(at, 0, 1).expand(grid.shape).flatten().tolist()  # of the first rank along "tensor"
     want = gradient_of_mean(whole, full, [(xy[0], xy[1]) for xy in xys], seeds)
-    model, _ = llama(dropout=dropout, parts=sizes["tensor"])
+    model, _ = llama(parts=sizes["tensor"])
     check(*tensor_parallel_gradient(bind(sizes), model, full, xys[rank], way, seeds[rank])[:2], want)
-
-
-@at_most(1)
-@each(way=WAYS, sizes=MESHES)
-def test_tensor_parallel_on_four_ranks(gloo4: Pool, sizes: dict[str, int], way: dict[str, bool]) -> None:
-    gloo4.run(tensor_parallel_rank, sizes, way, 0.0)
 
 
 LEARN: dict[str, tuple[str, list[tuple[int, str]], float]] = {
@@ -488,9 +485,11 @@ def test_both_schedules_on_two_ranks(gloo2: Pool) -> None:
     assert gloo2.run(on_ranks, {"stage": 2, "shard": 1}) == [2, 1]
 
 
-def peaks(rank: int) -> list[tuple[int, int]]:
-    """The peaks of both schedules on one of two stages, for 4, 8 and 16 micro-batches."""
-    model, out = example.GPT(2, DIM, 2, 32, 2), []
+@seldom
+@real_ranks(2)
+def test_peak_of_1f1b_does_not_grow_with_micro_batches(rank: int) -> None:
+    """That of the pipeline as one function does; both on one of two stages, for 4, 8 and 16 micro-batches."""
+    model, peaks = example.GPT(2, DIM, 2, 32, 2), []
     spec = example.policy()(model).on(bind({"stage": 2, "shard": 1}))
     params, axis = fs.shard(example.GPT(2, DIM, 2, 32), spec), spec.axis("stage")
     for count in (4, 8, 16):
@@ -499,17 +498,11 @@ def peaks(rank: int) -> list[tuple[int, int]]:
             fs.grad(lambda p, x=x: fs.functional_call(model, p, (example.spmd, x, x, axis), spec=spec))(params)
         with Peak() as alternating:
             example.one_f_one_b(model, params, x, x, axis, spec)
-        out.append((spmd.bytes, alternating.bytes))
-    return out
-
-
-@seldom
-def test_peak_of_1f1b_does_not_grow_with_micro_batches(gloo2: Pool) -> None:
-    """That of the pipeline as one function does."""
-    for (spmd4, few), (spmd8, more), (spmd16, most) in gloo2.run(peaks):
-        assert most < 1.05 * more < 1.1 * few
-        assert spmd16 > 1.7 * spmd8 > 2.7 * spmd4
-        assert 4 * most < spmd16
+        peaks.append((spmd.bytes, alternating.bytes))
+    (spmd4, few), (spmd8, more), (spmd16, most) = peaks
+    assert most < 1.05 * more < 1.1 * few
+    assert spmd16 > 1.7 * spmd8 > 2.7 * spmd4
+    assert 4 * most < spmd16
 
 
 @every(schedule=["spmd", "1f1b"], count=[2, 8])

@@ -142,46 +142,6 @@ ONCE = ("dlpack", "an iterator")
 """These can be read only once."""
 
 
-def held(rank: int, how: str) -> None:
-    model, x = Net(BLOCKS), numbers(rank, 0)
-    hold, read = HOLD[how]
-    kept: dict[str, Any] = {}
-    names = {module: name for name, module in model.named_modules()}
-
-    def hook(module: nn.Module, *_: object) -> None:
-        for attr in ("weight", "bias"):
-            name = f"{names[module]}.{attr}"
-            if name not in kept:
-                kept[name] = hold(getattr(module, attr))
-
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(hook)
-    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def check(when: str) -> None:
-        assert kept.keys() == expected.keys()
-        for name, tensor in expected.items():
-            value = read(kept[name], tensor).detach()
-            assert torch.equal(value.flatten(), tensor.flatten()), (name, when)
-
-    for spec, way, prefetch in some(product(specs(model), PLAIN, AHEAD)):
-        params = fs.shard(model, spec)
-
-        def loss(p: dict[str, Tensor]) -> Tensor:
-            y = fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch)
-            if how not in ONCE:
-                check(f"between forward and backward: {spec.units[1].p} {way} {prefetch}")
-            return y.pow(2).mean()
-
-        WAYS[way](loss)(params)
-        if how not in ONCE:
-            check(f"after backward: {spec.units[1].p} {way} {prefetch}")
-        fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch)
-        check(f"after the next call: {spec.units[1].p} {way} {prefetch}")
-        kept.clear()
-
-
 # --- held by backward ---
 class Product(torch.autograd.Function):
     """x @ w.t(), with the weight saved in one way or the other; backward keeps it in a list as well."""
@@ -340,9 +300,46 @@ def test_what_outlives_its_unit_is_right_or_an_error(rank: int, name: str) -> No
 
 @at_most(1)
 @pytest.mark.parametrize("how", mark_seldom(HOLD, "the parameter", "data", "a view", "untyped_storage", "numpy", "an iterator"))
-def test_what_is_held_stays_what_it_was(gloo2: Pool, how: str) -> None:
+@real_ranks(2)
+def test_what_is_held_stays_what_it_was(rank: int, how: str) -> None:
     """Held in every way that points at its memory, while the next units are gathered, in backward and in the next call."""
-    gloo2.run(held, how)
+    model, x = Net(BLOCKS), numbers(rank, 0)
+    hold, read = HOLD[how]
+    kept: dict[str, Any] = {}
+    names = {module: name for name, module in model.named_modules()}
+
+    def hook(module: nn.Module, *_: object) -> None:
+        for attr in ("weight", "bias"):
+            name = f"{names[module]}.{attr}"
+            if name not in kept:
+                kept[name] = hold(getattr(module, attr))
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(hook)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def check(when: str) -> None:
+        assert kept.keys() == expected.keys()
+        for name, tensor in expected.items():
+            value = read(kept[name], tensor).detach()
+            assert torch.equal(value.flatten(), tensor.flatten()), (name, when)
+
+    for spec, way, prefetch in some(product(specs(model), PLAIN, AHEAD)):
+        params = fs.shard(model, spec)
+
+        def loss(p: dict[str, Tensor]) -> Tensor:
+            y = fs.functional_call(model, p, (x,), spec=spec, prefetch=prefetch)
+            if how not in ONCE:
+                check(f"between forward and backward: {spec.units[1].p} {way} {prefetch}")
+            return y.pow(2).mean()
+
+        WAYS[way](loss)(params)
+        if how not in ONCE:
+            check(f"after backward: {spec.units[1].p} {way} {prefetch}")
+        fs.functional_call(model, params, (x,), spec=spec, prefetch=prefetch)
+        check(f"after the next call: {spec.units[1].p} {way} {prefetch}")
+        kept.clear()
 
 
 @at_most(1)

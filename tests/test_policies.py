@@ -320,7 +320,6 @@ BF16 = fs.Precision(param=torch.bfloat16)
 FULL = fs.Precision(param=torch.float32, restore_outputs=True)
 
 
-# --- Sizes and leaves to the numel, as in test_wrap.py. ---
 # --- Where torch is wrong. ---
 def shared_below_two(order: str = "ab") -> nn.Module:
     """``a.x`` and ``b.x`` are one Linear of 6 elements."""
