@@ -234,9 +234,7 @@ def test_a_recomputed_call_has_the_attention_of_its_first_run(monkeypatch: pytes
 
 
 @at_most(1)
-@pytest.mark.parametrize(
-    "options", [{"need_weights": False}, {"need_weights": True}, {"need_weights": False, "is_causal": True}]
-)
+@every(options=[{"need_weights": False}, {"need_weights": True}, {"need_weights": False, "is_causal": True}])
 def test_multi_head_attention(options: dict[str, Any]) -> None:
     """torch's module runs its function outside of modes."""
     torch.manual_seed(0)
@@ -549,9 +547,7 @@ class Largest(TorchDispatchMode):
 
 
 @at_most(2)
-@pytest.mark.parametrize(
-    "order", ["value", "fs.grad", "grad", "hvp", "hvp in reverse", "third", "plain autograd", "first order"]
-)
+@every(order=["value", "fs.grad", "grad", "hvp", "hvp in reverse", "third", "plain autograd", "first order"])
 def test_no_tensor_is_as_large_as_the_logits(order: str) -> None:
     rows = rows_of(64)
     sizes = []

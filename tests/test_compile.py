@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collective_log import world
-from depth import at_most, depth, mark_seldom, seldom
+from depth import at_most, depth, every, mark_seldom, seldom
 from models import build, module_class, refused
 from ranks import launch, real_ranks
 from torch import Tensor, nn
@@ -252,9 +252,7 @@ low_precision = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="t
 
 
 @at_most(1)
-@pytest.mark.parametrize(
-    "options", mark_seldom([BOTH, {}, {"prefetch": 2, "layers": 4}], BOTH, {"prefetch": 2, "layers": 4}), ids=str
-)
+@every(options=mark_seldom([BOTH, {}, {"prefetch": 2, "layers": 4}], BOTH, {"prefetch": 2, "layers": 4}))
 def test_gathered_bytes_alive(options: dict[str, int]) -> None:
     """Never more than the root's unit, the one that runs and ``prefetch`` others, counted to the last use of a view."""
     prefetch, layers = options.get("prefetch", 1), options.get("layers", LAYERS)

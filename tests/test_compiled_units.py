@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from depth import at_most, depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, every, mark_seldom, seldom
 from fuzz_cases import COMPILED, Case, mirrored
 from fuzz_modules import PIECES
 from models import module_class, refused, unchanged
@@ -239,9 +239,7 @@ def saved_bytes(p: P) -> int:
 
 @seldom
 @pytest.mark.parametrize("compile", [AOT, pytest.param(True, marks=seldom)])
-@pytest.mark.parametrize(
-    "name", ["remat", "save a name", *(pytest.param(name, marks=seldom) for name in ("save products", "save layer_norm"))]
-)
+@every(name=["remat", "save a name", *(pytest.param(name, marks=seldom) for name in ("save products", "save layer_norm"))])
 def test_saved_results_of_a_compiled_unit(alone: Pool, name: str, compile: Any) -> None:
     """No more bytes than eager saves, but for the state of the random numbers of a dropout; gathers are as many."""
     eager, compiled = (saved_bytes(P("shard", **PS[name], compile=c)) for c in (False, compile))

@@ -54,9 +54,7 @@ def gradient_of_mean(model: nn.Module, full: Tree, batches: list[tuple[Any, ...]
 
 def check(found: Tree, norm: Tensor, want: Tree, **tolerance: float) -> None:
     tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-11}
-    assert found.keys() == want.keys()
-    for name, value in found.items():
-        torch.testing.assert_close(value, want[name], **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(found, want, **tolerance)
     torch.testing.assert_close(norm, torch.stack([g.norm() for g in want.values()]).norm(), **tolerance)
 
 

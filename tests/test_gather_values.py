@@ -125,8 +125,7 @@ def sharded(
 def check(got: dict[str, fs.Params], expected: dict[str, fs.Params], spec: fs.PartitionSpec, rank: int) -> None:
     for name, tree in got.items():
         want = fs.shard(expected["grad" if name == "fs.grad" else name], spec, rank=rank)
-        for key, value in tree.items():
-            assert_close(value, want[key], rtol=1e-9, atol=1e-12, msg=lambda m, name=name, key=key: f"{name} {key}: {m}")
+        assert_close(tree, want, rtol=1e-9, atol=1e-12, msg=lambda m, name=name: f"{name} {m}")
 
 
 LAYOUTS = {"shard": fs.P("shard"), "kept": fs.P("shard", reshard=False), "remat": fs.P("shard", remat=True), "ddp": fs.P()}

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo  # torch imports it in its first operator under a mode, and that import holds frames, and their tensors
 import torch.autograd.forward_ad as forward_ad
 from collective_log import world
-from depth import at_most, each, mark_seldom, seldom
+from depth import at_most, each, every, mark_seldom, seldom
 from models import module_class
 from ranks import real_ranks
 from test_memory import Alive, Curved, Peak, no_collector
@@ -167,8 +167,7 @@ def test_views_in_another_dtype(rank: int, name: str) -> None:
     }[name]
     got = stack(lambda p: fs.functional_call(model, p, (x,), spec=spec).square().sum(), fs.shard(full, spec))
     expected = stack(lambda p: torch.func.functional_call(model, p, (x,)).square().sum(), full)
-    for key, t in fs.shard(expected, spec).items():
-        assert_close(got[key], t, rtol=1e-9, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+    assert_close(got, fs.shard(expected, spec), rtol=1e-9, atol=1e-9)
 
 
 def held(name: str, blocks: int) -> tuple[float, int]:
@@ -315,11 +314,7 @@ def curved() -> nn.Module:
 
 
 @at_most(1)
-@pytest.mark.parametrize(
-    "p",
-    mark_seldom([P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], P("shard"), P("shard", remat=True)),
-    ids=str,
-)
+@every(p=mark_seldom([P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], P("shard"), P("shard", remat=True)))
 @real_ranks(2)
 def test_a_backward_inside_of_torch_func_grad(rank: int, p: P) -> None:
     """torch.autograd.grad inside of the function can be differentiated: only the transform's own, the last, keeps less."""
@@ -338,8 +333,7 @@ def test_a_backward_inside_of_torch_func_grad(rank: int, p: P) -> None:
 
     expected = grad(lambda p: total(grad(loss)(p)))(params)
     for inner in (by_autograd, twice_by_autograd):
-        for key, g in grad(inner)(params).items():
-            assert_close(g, expected[key], rtol=1e-10, atol=1e-12)
+        assert_close(grad(inner)(params), expected, rtol=1e-10, atol=1e-12)
 
     def freed(p: fs.Params) -> Tensor:
         value = torch.autograd.grad(loss(p), list(p.values()), create_graph=True, retain_graph=False)
@@ -359,8 +353,7 @@ def test_a_function_whose_backward_differentiates(rank: int) -> None:
 
     expected = fs.grad(loss)(params)
     assert all(g.abs().sum() > 0 for g in expected.values())
-    for key, g in grad(loss)(params).items():
-        assert_close(g, expected[key])
+    assert_close(grad(loss)(params), expected)
 
 
 @pytest.mark.parametrize("p", [P("shard"), P("shard", reshard=False), P("shard", remat=True), P()], ids=str)

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from depth import at_most, depth, each, mark_seldom, seldom
+from depth import at_most, depth, each, every, mark_seldom, seldom
 from hosted import elsewhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -489,9 +489,7 @@ def test_compiled_checkpointed_and_offloaded_as_a_whole(rank: int) -> None:
 
 
 # --- PEER_TESTS.md 16 ---
-@pytest.mark.parametrize(
-    "options", [{"offload": ACTIVATIONS}, {"offload": ACTIVATIONS, "remat": True}, {"remat": True}], ids=str
-)
+@every(options=[{"offload": ACTIVATIONS}, {"offload": ACTIVATIONS, "remat": True}, {"remat": True}])
 @real_ranks(2)
 def test_fsdp_checkpoint(rank: int, options: dict[str, Any]) -> None:
     """Losses, gradients and parameters over steps are the averaged plain model's: offloaded, recomputed, or both."""

@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.distributed as dist
-from depth import at_most, each, mark_seldom, seldom
+from depth import at_most, each, every, mark_seldom, seldom
 from models import module_class, refused
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -643,9 +643,7 @@ def most_gathered(plan: fs._plan.plan.Plan) -> dict[str, int]:
 
 
 @at_most(1)
-@pytest.mark.parametrize(
-    "p", mark_seldom([P("shard"), P("shard", remat=True), P(), P("shard", reshard=False)], P("shard"), P()), ids=str
-)
+@every(p=mark_seldom([P("shard"), P("shard", remat=True), P(), P("shard", reshard=False)], P("shard"), P()))
 def test_what_is_sent_is_what_shapes_say(p: P) -> None:
     """The step's collectives and gathered buffers are those of the plan without it, which has another model."""
     case, optimizer = STEP_CASES["gpt"], optimizer_of("donate")

@@ -654,9 +654,7 @@ def test_replicated_units_are_reduced_in_buckets(rank: int, way: str) -> None:
 
 
 @at_most(1)
-@pytest.mark.parametrize(
-    "p", mark_seldom([P("shard"), P("shard", reshard=False), P()], P("shard"), P("shard", reshard=False)), ids=str
-)
+@every(p=mark_seldom([P("shard"), P("shard", reshard=False), P()], P("shard"), P("shard", reshard=False)))
 @real_ranks(2)
 def test_an_interrupted_backward_leaves_nothing(rank: int, p: P) -> None:
     """A hook that raises between two units: the next backward on the same graph adds nothing of that one."""
