@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import ranks
 import test_averaging
 import test_compile
 import test_compress
@@ -26,6 +27,7 @@ from depth import at_most, depth, each, mark_seldom, seldom, some
 from models import module_class
 from ranks import Pool, real_ranks
 from test_compress import COMPRESSORS, steps
+from test_compress_law import reduced
 from test_matrix import STRATEGIES, TRANSFORMS, without_ticks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -261,15 +263,15 @@ def mesh_of(shape: tuple[int, ...], *, own: bool = False) -> DeviceMesh:
     names = ("replicate", "shard")[-len(shape) :]
     if not own:
         return init_device_mesh("cpu", shape, mesh_dim_names=names)
-    ranks = torch.arange(dist.get_world_size()).view(shape)
+    numbers_of_ranks = torch.arange(dist.get_world_size()).view(shape)
     groups = []
     for dim in range(len(shape)):
-        rows = ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
+        rows = numbers_of_ranks.movedim(dim, -1).reshape(-1, shape[dim]).tolist()
         made = {tuple(row): dist.new_group(row) for row in rows}
         groups.append(next(g for row, g in made.items() if dist.get_rank() in row))
     if len(shape) == 1:
         return DeviceMesh.from_group(groups[0], "cpu", mesh_dim_names=names)
-    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, "cpu", mesh=numbers_of_ranks, mesh_dim_names=names)
 
 
 def overlapped(rank: int, layout: str) -> None:
@@ -288,6 +290,12 @@ def test_what_overlaps(worst2: Pool, worst4: Pool, layout: str) -> None:
     (worst2 if len(LAYOUTS[layout][0]) == 1 else worst4).run(overlapped, layout)
 
 
+def compressed(rank: int, layout: str, name: str, size: int) -> tuple[list[fs.Params], Any]:
+    policy, sizes = test_compress.LAYOUTS[layout]
+    grads = ({n: g[rank] for n, g in test_compress.gradients(size, seed).items()} for seed in range(3))
+    return reduced(COMPRESSORS[name], policy(test_compress.MODEL).on(ranks.mesh_of(**sizes)), *grads)
+
+
 @pytest.mark.parametrize("layout", mark_seldom(["some", "four"], "some"))
 def test_compressors(worst2: Pool, worst4: Pool, layout: str) -> None:
     pool, size = (worst2, 2) if layout == "some" else (worst4, 4)
@@ -296,17 +304,17 @@ def test_compressors(worst2: Pool, worst4: Pool, layout: str) -> None:
         compressor = COMPRESSORS[name]
         simulated = steps(compressor, layout, *(test_compress.gradients(size, seed) for seed in range(3)))
         atol = 0.03 if "cast" in name else 1e-6
-        for rank, real in enumerate(pool.run(test_compress.on_real_ranks, layout, name, size)):
+        for rank, real in enumerate(pool.run(compressed, layout, name, size)):
             one = pytree.tree_map(lambda x, rank=rank: x[rank], simulated)
             assert_close(real, one, rtol=1e-6, atol=atol)
 
 
 TASKS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "averaging": (4, test_averaging.test_averagers_on_real_ranks, ()),
-    "averaging, compiled": (2, test_averaging.compiled, ()),
+    "averaging, compiled": (2, test_averaging.test_compiled, ()),
     "post-local SGD": (4, test_averaging.test_post_local_sgd, (None, ())),
     "clip_by_global_norm": (2, test_optim.test_low_precision_grads, ()),
-    "loss_scale": (2, test_loss_scale.on_real_ranks, ()),
+    "loss_scale": (2, test_loss_scale.test_real_ranks_agree, (1,)),
     "fs.compile": (2, test_compile.trained, (depth("mlp", "gpt"), "reshard", "aot_eager")),
     **depth(
         {},
@@ -326,5 +334,5 @@ TASKS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("task", TASKS)
 def test_other_tasks(worst2: Pool, worst4: Pool, task: str) -> None:
     """What other tests have their ranks do."""
-    ranks, run, args = TASKS[task]
-    {2: worst2, 4: worst4}[ranks].run(run, *args)
+    size, run, args = TASKS[task]
+    {2: worst2, 4: worst4}[size].run(run, *args)
