@@ -24,13 +24,12 @@ from funshard.checkpoint._dcp import WrittenBox, pack_index, write_record
 from funshard.checkpoint._files import PIECE_BYTES, checksum
 from funshard.checkpoint._leaves import (
     Box,
-    Leaf,
-    ScalarLeaf,
-    SliceLeaf,
+    TensorLeaf,
     TensorRange,
     check_tiles,
     range_to_boxes,
     share_range,
+    slice_leaf,
 )  # fmt: skip
 from funshard.checkpoint._load import plan_reads
 from funshard.checkpoint._save import RangeWriter
@@ -104,14 +103,14 @@ def everyone(spec: fs.PartitionSpec, sizes: dict[str, int]) -> list[fs.Partition
     return [spec.on({name: ProcessAxis(n, r) for (name, n), r in zip(sizes.items(), at, strict=True)}) for at in every]
 
 
-def parts_of(state: State, spec: fs.PartitionSpec, rank: int, ranks: int) -> list[TensorRange]:
+def parts_of(state: State, spec: fs.PartitionSpec) -> list[tuple[TensorRange, Tensor]]:
     found = Description(state, spec)
-    return [p for leaf, x in zip(found.leaves, found.values, strict=True) for p in leaf.ranges(x, spec, rank, ranks)]  # pyright: ignore[reportAttributeAccessIssue]
+    return [p for leaf, x in zip(found.leaves, found.values, strict=True) for p in leaf.divide(x)]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def saved(states: list[State], specs: list[fs.PartitionSpec]) -> tuple[Metadata, dict[MetadataIndex, Tensor]]:
     """What all ranks write, without files: the description, and every box by its index."""
-    writes = [RangeWriter(parts_of(x, spec, r, len(specs))) for r, (x, spec) in enumerate(zip(states, specs, strict=True))]
+    writes = [RangeWriter(parts_of(x, spec)) for x, spec in zip(states, specs, strict=True)]
     boxes = [found for writer in writes for found in writer.boxes]
     written = [WrittenBox(part.names, part.shape, view.dtype, box, "", 0, 0, 0, 0) for part, box, view in boxes]
     stored: dict[MetadataIndex, Tensor] = {}
@@ -137,13 +136,13 @@ def check_saved(metadata: Metadata, stored: dict[MetadataIndex, Tensor], full: d
         assert described.chunks, "no reader would see it"
 
 
-def read(spec: fs.PartitionSpec, rank: int, ranks: int, metadata: Metadata, stored: dict[MetadataIndex, Tensor]) -> fs.Params:
+def read(spec: fs.PartitionSpec, metadata: Metadata, stored: dict[MetadataIndex, Tensor]) -> fs.Params:
     """What one rank reads of the parameters."""
-    memory = {unit.key: SliceLeaf(tuple((p.name,) for p in unit.params), unit.dtype, unit).allocate(spec) for unit in spec}
-    for part in parts_of(memory, spec, rank, ranks):
+    memory = {unit.key: slice_leaf(tuple((p.name,) for p in unit.params), unit.dtype, unit, spec).allocate() for unit in spec}
+    for part, data in parts_of(memory, spec):
         tensor: Any = metadata.state_dict_metadata[part.names[0]]
         boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
-        for box, at, target in plan_reads(part, boxes):
+        for box, at, target in plan_reads(part, data, boxes):
             target.copy_(stored[MetadataIndex(part.names[0], torch.Size(box.offsets))][at])
     return memory
 
@@ -158,7 +157,7 @@ def check_read_by_others(
         metadata, stored = saved([dict(fs.shard(full, spec, rank=r)) for r, spec in enumerate(specs)], specs)
         check_saved(metadata, stored, full)
         for rank, spec in enumerate(others):
-            found, expected = read(spec, rank, len(others), metadata, stored), fs.shard(full, spec, rank=rank)
+            found, expected = read(spec, metadata, stored), fs.shard(full, spec, rank=rank)
             assert found.keys() == expected.keys()
             assert all(found[key].equal(expected[key]) for key in expected)
 
@@ -219,16 +218,16 @@ def declared(full: Any, spec: fs.PartitionSpec, rank: int, cut: set[str]) -> Any
     return init(fs.shard(full, spec, rank=rank))
 
 
-def kinds(state: Any, spec: fs.PartitionSpec) -> dict[str, set[type[Leaf]]]:
+def kinds(state: Any, spec: fs.PartitionSpec) -> dict[str, set[str]]:
     """What the slots of each name are taken for."""
-    out: dict[str, set[type[Leaf]]] = {}
+    out: dict[str, set[str]] = {}
     for leaf in Description({"opt": state}, spec).leaves:
-        assert isinstance(leaf, SliceLeaf | ScalarLeaf)
-        out.setdefault(leaf.names[0][0].rpartition(".")[2], set()).add(type(leaf))
+        assert isinstance(leaf, TensorLeaf)
+        out.setdefault(leaf.names[0][0].rpartition(".")[2], set()).add(leaf.kind)
     return out
 
 
-RIGHT = {"step": {ScalarLeaf}, "exp_avg": {SliceLeaf}, "exp_avg_sq": {SliceLeaf}}
+RIGHT = {"step": {"number"}, "exp_avg": {"slice"}, "exp_avg_sq": {"slice"}}
 
 
 @settings(max_examples=depth(25, 400))

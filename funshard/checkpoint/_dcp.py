@@ -207,6 +207,6 @@ def from_dcp(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
 
 def _iter_boxes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorRange, Box, Tensor]]:
     for name, tensor in tensors.items():
-        part = TensorRange((name,), tuple(tensor.shape), tensor.view(-1), tuple(range(tensor.dim())))
+        part = TensorRange((name,), tuple(tensor.shape), tuple(range(tensor.dim())), tensor.numel())
         for begin, end in split_range(0, tensor.numel(), tensor.dtype.itemsize):
-            yield from ((part, box, view) for box, view in part.iter_boxes(begin, end))
+            yield from ((part, box, view) for box, view in part.iter_boxes(tensor.view(-1), begin, end))

@@ -6,18 +6,19 @@ import math
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .. import _torch
 from .._core.layout import rank_along, rank_coords
 from .._core.spec import PartitionSpec
 from .._core.tree import Param
-from .._core.unit import LocalDims, Unit, global_shape, join_shape
-from .._slices.pieces import Piece, slice_pieces
+from .._core.unit import LocalDims, Unit, global_shape
+from .._slices.pieces import slice_pieces
 from .._spec.local import piece_offsets
 from .._wire.flow import store_slice
 from .._wire.host import is_host_resident, place_slice
@@ -128,15 +129,17 @@ def share_range(written: list[int], begin: int, end: int, itemsize: int, rank: i
 
 
 class TensorRange(NamedTuple):
-    """A range of a stored tensor, or of a box in it, in its memory order, with this rank's memory for it."""
+    """A range of a stored tensor, or of a box in it, in its memory order, and the place of its elements in a rank's tensor."""
 
     names: tuple[str, ...]
     """The name under which the tensor is stored, and its other names."""
     shape: tuple[int, ...]
-    data: Tensor
     order: tuple[int, ...]
     """The tensor's dimensions from the outermost in memory to the innermost."""
+    numel: int
     begin: int = 0
+    low: int = 0
+    """The place of the first element in the rank's tensor."""
     holder: int = 0
     """The number of this rank among the ranks that hold the range."""
     holders: int = 1
@@ -145,18 +148,13 @@ class TensorRange(NamedTuple):
     box: Box | None = None
     """The box whose elements ``begin`` counts: a rank's piece of a parameter over local axes. None for the whole tensor."""
 
-    @property
-    def end(self) -> int:
-        """The end of the range."""
-        return self.begin + len(self.data)
-
-    def iter_boxes(self, begin: int, end: int) -> Iterator[tuple[Box, Tensor]]:
-        """Yield elements ``begin`` to ``end`` as boxes of the tensor, with views of the memory for them."""
+    def iter_boxes(self, data: Tensor, begin: int, end: int) -> Iterator[tuple[Box, Tensor]]:
+        """Yield elements ``begin`` to ``end`` as boxes of the tensor, with views of ``data``, which has those of the range."""
         start, sizes = self.box or Box((0,) * len(self.shape), self.shape)
         back = [self.order.index(d) for d in range(len(self.order))]
         at = begin - self.begin
         for box in range_to_boxes([sizes[d] for d in self.order], begin, end):
-            view = self.data[at : at + box.numel].view(box.sizes).permute(back)
+            view = data[at : at + box.numel].view(box.sizes).permute(back)
             offsets = tuple(first + box.offsets[d] for first, d in zip(start, back, strict=True))
             yield Box(offsets, tuple(box.sizes[d] for d in back)), view
             at += box.numel
@@ -182,170 +180,121 @@ class ValueLeaf:
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """A tensor outside of units: equal on all ranks or, stored with the ranks as first dimension, each rank's own."""
+    """A tensor of the state on this rank, and the stored tensors that it has elements of."""
 
     names: Names
+    shapes: tuple[tuple[int, ...], ...]
+    """The shape of the stored tensor for each of ``names``."""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    is_accelerated: bool
-    """Whether the tensor is on the mesh's device instead of the host."""
-    is_per_rank: bool = False
+    """The shape of this rank's tensor."""
+    ranges: tuple[TensorRange, ...]
+    """What this rank has of the stored tensors, in the order of its elements."""
+    device: torch.device | None
+    """Where the tensor is read to; None for the host."""
+    kind: str
+    """One of "slice" of a unit, "number" of a unit, "owned" by a matrix's owner, "per rank", and "common" to all ranks."""
+    unit: Unit | None = None
+    """The unit of a slice or number."""
+    params: tuple[Param, ...] = ()
+    """The parameters of a slice, one for each of ``names``."""
+    is_encoded: bool = False
+    """Whether the state has the slice in the unit's codec; a file has it decoded."""
 
-    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[int, ...]]:
-        """Return the shape of the stored tensor for each of ``names``."""
-        return [(ranks, *self.shape) if self.is_per_rank else self.shape]
-
-    def allocate(self, spec: PartitionSpec) -> Tensor:
-        """Return memory to read into."""
+    def allocate(self) -> Tensor:
+        """Return memory to read into, in one dimension for a slice and for a unit's numbers; padding is zero."""
+        shape = (len(self.names),) if self.kind == "number" else self.shape
         try:
-            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            memory = torch.empty(shape, dtype=self.dtype, device=self.device or "cpu")
         except RuntimeError as error:
             text = f"tensor '{self.names[0][0]}': expected to have memory for {[*self.shape]} {self.dtype}"
             raise CheckpointError(text) from error
+        end = 0
+        for low, numel in [*((part.low, part.numel) for part in self.ranges), (len(memory), 0)] if self.params else []:
+            memory[end:low].view(torch.uint8).zero_()  # as bytes: torch does not fill float4
+            end = max(end, low + numel)
+        return memory
 
-    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the ranges of stored tensors that this rank has in the tensor of the state, or in memory to read into."""
-        (shape,) = self.stored_shapes(spec, ranks)
-        whole = TensorRange(self.names[0], shape, _flatten_tensor(tensor), tuple(range(len(shape))))
-        if not self.is_per_rank:
-            yield whole._replace(holder=rank, holders=ranks)
-        elif len(whole.data) or rank == 0:
-            yield whole._replace(begin=rank * math.prod(self.shape))
-
-    def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
-        """Return as a state has it what was read into memory."""
-        device = spec.bound_mesh.device
-        return memory.to(device) if self.is_accelerated and device else memory
-
-
-@dataclass(frozen=True)
-class ScalarLeaf(TensorLeaf):
-    """A number of a unit, such as an optimizer's step count: stored with each of the unit's parameters."""
-
-    key: str = ""
-    """The unit's."""
-
-    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[int, ...]]:
-        return [()] * len(self.names)
-
-    def allocate(self, spec: PartitionSpec) -> Tensor:
-        return torch.empty(len(self.names), dtype=self.dtype, device="cpu")
-
-    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        numbers = tensor.detach().reshape(-1).expand(len(self.names))
-        for i, names in enumerate(self.names):
-            yield TensorRange(names, (), numbers[i : i + 1], (), holder=rank, holders=ranks)
+    def divide(self, tensor: Tensor) -> Iterator[tuple[TensorRange, Tensor]]:
+        """Yield the ranges with their elements of the tensor of the state, or of the memory to read into."""
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        flat = flat.expand(len(self.names)) if self.kind == "number" else flat
+        for part in self.ranges:
+            yield part, flat[part.low : part.low + part.numel]
 
     def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
+        """Return as a state has it what was read into memory: a slice encoded, and on the device or host where it is kept."""
+        if self.kind == "slice" and self.unit:
+            return (store_slice if self.is_encoded else place_slice)(memory, self.unit, spec.bound_mesh)
+        if self.kind != "number":
+            return memory
         raw = memory.view(-1, 1).view(torch.uint8)  # as bits: equal NaNs count as the same
         if not bool((raw == raw[:1]).all()):
             raise ValueError(
-                f"unit '{self.key}': expected one '{self.names[0][0]}' for all of its parameters, got "
+                f"unit '{self.unit and self.unit.key}': expected one '{self.names[0][0]}' for all of its parameters, got "
                 f"{memory.unique().tolist()[:4]}; choose units whose parameters have taken as many steps"
             )
-        return super().to_state(memory[0].clone(), spec)
+        return memory[0].clone()
 
 
-@dataclass(frozen=True)
-class OwnedLeaf(TensorLeaf):
-    """The tensor of a matrix's owner, or an owner's part of a stack; on other ranks it has shape [0, *shape]."""
-
-    is_here: bool = True
-    stack: LocalDims = ()
-    """The axes along which owners have a part each, and the dimension that each splits."""
-
-    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[int, ...]]:
-        return [join_shape(self.shape, self.stack, dict(spec.bound_mesh.sizes))]
-
-    def allocate(self, spec: PartitionSpec) -> Tensor:
-        return torch.empty(self.shape if self.is_here else (0, *self.shape), dtype=self.dtype, device="cpu")
-
-    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        if self.is_here:
-            (shape,) = self.stored_shapes(spec, ranks)
-            offsets = piece_offsets(self.shape, self.stack, dict(spec.bound_mesh.sizes), _own_coords(spec))
-            box = Box(offsets, self.shape)
-            yield TensorRange(self.names[0], shape, _flatten_tensor(tensor), tuple(range(len(shape))), box=box)
+Leaf = TensorLeaf | ValueLeaf
 
 
-@dataclass(frozen=True)
-class SliceLeaf:
-    """A rank's slice of a unit: a range of each of its parameters."""
-
-    names: Names
-    dtype: torch.dtype
-    unit: Unit
-    subset: tuple[Param, ...] | None = None
-    """The parameters that the leaf has elements of, or None for all of the unit's."""
-    is_compact: bool = False
-    """Whether the leaf has only the elements of ``subset``, without those between them and without padding."""
-    is_encoded: bool = False
-    """Whether the state has the slice in the unit's codec; a file has it decoded."""
-    block: int = 1
-    """The number of the unit's elements that each of the leaf's stands for, such as those of a scale."""
-
-    def numel(self, spec: PartitionSpec) -> int:
-        """Return the number of its elements on this rank."""
-        if self.is_compact:
-            return sum(p.high - p.low for p in self._pieces(spec))
-        return spec.shard_numel(self.unit) // self.block
-
-    def stored_shapes(self, spec: PartitionSpec, ranks: int) -> list[tuple[int, ...]]:
-        """Return the shape of the stored tensor for each of ``names``: the whole parameter's, or [blocks]."""
-        return [self._stored_shape(piece.param, dict(spec.bound_mesh.sizes)) for piece in self._pieces(spec)]
-
-    def _stored_shape(self, param: Param, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        return global_shape(param, sizes) if self.block == 1 else (-(-param.numel // self.block),)
-
-    def _pieces(self, spec: PartitionSpec) -> Iterator[Piece]:
-        for param, low, high, begin in slice_pieces(self.unit, spec, rank_coords(spec.bound_mesh, None)):
-            if self.subset is None or param in self.subset:
-                yield Piece(param, low // self.block, -(-high // self.block), begin // self.block)
-
-    def allocate(self, spec: PartitionSpec) -> Tensor:
-        """Return memory to read into, padding zeroed, on the mesh's device or on the host if it goes through the host."""
-        device = None if self.is_encoded or is_host_resident(self.unit) else spec.bound_mesh.device
-        memory = torch.empty(self.numel(spec), dtype=self.dtype, device=device or "cpu")
-        end = 0
-        for low, high in [] if self.is_compact else [*((p.low, p.high) for p in self._pieces(spec)), (len(memory), 0)]:
-            memory[end:low].view(torch.uint8).zero_()  # as bytes: torch does not fill float4
-            end = max(end, high)
-        return memory
-
-    def ranges(self, tensor: Tensor, spec: PartitionSpec, rank: int, ranks: int) -> Iterator[TensorRange]:
-        """Yield the ranges of the parameters that lie in the slice."""
-        mesh, sizes = spec.bound_mesh, dict(spec.bound_mesh.sizes)
-        replicated = tuple(name for name in mesh.names if name not in self.unit.distinct_axes)
-        holder, holders = rank_along(replicated, mesh, rank_coords(mesh, None))
-        flat = tensor.detach().resolve_conj().resolve_neg()
-        for piece, names in zip(self._pieces(spec), self.names, strict=True):
-            data, param = flat if self.is_compact else flat[piece.low : piece.high], piece.param
-            order = tuple(param.order) if self.block == 1 else (0,)
-            whole = TensorRange(names, self._stored_shape(param, sizes), data, order, piece.begin)
-            if len(data):
-                box = Box(piece_offsets(param.shape, param.local, sizes, _own_coords(spec)), param.shape)
-                box = box if self.block == 1 else None
-                yield whole._replace(holder=holder, holders=holders, axes=replicated, box=box)
-            elif not param.numel:
-                yield whole._replace(begin=0, holder=rank, holders=ranks)
-
-    def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
-        """Return the slice as a state has it: encoded, and on the device or host where it is kept."""
-        return (store_slice if self.is_encoded else place_slice)(memory, self.unit, spec.bound_mesh)
+def whole_leaf(
+    kind: str, names: Names, value: Tensor, spec: PartitionSpec, shape: Sequence[int], box: Box | None, unit: Unit | None = None
+) -> TensorLeaf:
+    """Return the leaf of a tensor that is a box of a stored one or, without a box, equal on all ranks."""
+    mesh = spec.bound_mesh
+    rank, ranks = rank_along(mesh.names, mesh, rank_coords(mesh, None)) if box is None else (0, 1)
+    stored, order, is_here = tuple(shape), tuple(range(len(shape))), box is None or box.numel == value.numel()
+    whole = TensorRange((), stored, order, value.numel(), holder=rank, holders=ranks, box=box)
+    ranges = tuple(whole._replace(names=name, low=i) for i, name in enumerate(names) if is_here)
+    device = mesh.device if _torch.is_accelerator(value.device) else None
+    return TensorLeaf(names, (stored,) * len(names), value.dtype, tuple(value.shape), ranges, device, kind, unit)
 
 
-StoredLeaf = TensorLeaf | SliceLeaf
-"""A leaf whose tensors are in the files."""
-Leaf = StoredLeaf | ValueLeaf
+def slice_leaf(
+    names: Names,
+    dtype: torch.dtype,
+    unit: Unit,
+    spec: PartitionSpec,
+    *,
+    params: Sequence[Param] | None = None,
+    is_compact: bool = False,
+    is_encoded: bool = False,
+    block: int = 1,
+) -> TensorLeaf:
+    """Return the leaf of this rank's slice of a unit: a range of each of its parameters, or of ``params`` alone.
+
+    A compact leaf has only the elements of these. Each element of a leaf of blocks stands for so many of the unit's.
+    """
+    mesh, sizes, at = spec.bound_mesh, dict(spec.bound_mesh.sizes), rank_coords(spec.bound_mesh, None)
+    rank, ranks = rank_along(mesh.names, mesh, at)
+    replicated = tuple(name for name in mesh.names if name not in unit.distinct_axes)
+    holder, holders = rank_along(replicated, mesh, at)
+    pieces = [piece for piece in slice_pieces(unit, spec, at) if params is None or piece.param in params]
+    shapes = [global_shape(p, sizes) if block == 1 else (-(-p.numel // block),) for p, *_ in pieces]
+    ranges: list[TensorRange] = []
+    end = 0
+    for name, shape, (param, low, high, begin) in zip(names, shapes, pieces, strict=True):
+        low, numel = low // block, -(-high // block) - low // block
+        part = TensorRange(name, shape, tuple(param.order) if block == 1 else (0,), numel, low=end if is_compact else low)
+        if numel:
+            box = piece_box(param.shape, param.local, spec) if block == 1 else None
+            ranges.append(part._replace(begin=begin // block, holder=holder, holders=holders, axes=replicated, box=box))
+        elif not param.numel:
+            ranges.append(part._replace(holder=rank, holders=ranks))
+        end += numel
+    length = end if is_compact else spec.shard_numel(unit) // block
+    device, found = None if is_encoded or is_host_resident(unit) else mesh.device, tuple(piece.param for piece in pieces)
+    return TensorLeaf(names, tuple(shapes), dtype, (length,), tuple(ranges), device, "slice", unit, found, is_encoded)
 
 
-def _own_coords(spec: PartitionSpec) -> dict[str, int]:
-    return dict(zip(spec.bound_mesh.names, rank_coords(spec.bound_mesh, None), strict=True))
-
-
-def _flatten_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements in one dimension, detached and without lazy conjugation or negation."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+def piece_box(shape: tuple[int, ...], local: LocalDims, spec: PartitionSpec) -> Box:
+    """Return the box of this rank's piece of a tensor that is split over local axes into pieces of this shape."""
+    mesh = spec.bound_mesh
+    at = dict(zip(mesh.names, rank_coords(mesh, None), strict=True))
+    return Box(piece_offsets(shape, local, dict(mesh.sizes), at), shape)
 
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")

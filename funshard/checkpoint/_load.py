@@ -19,7 +19,7 @@ from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER, phase
 from ._directory import MANIFEST, RecordPlace, StoredTensor, parse_tensors, read_manifest
 from ._files import PIECE_BYTES, AnyPath, CheckpointError, DamagedError, checksum, open_path, open_regular
-from ._leaves import Box, SliceLeaf, StoredLeaf, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
+from ._leaves import Box, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._tree import Description, Template, check_rank_count, iter_plain_values, rebuild, select_part, without_memory
 
@@ -122,26 +122,24 @@ class _Loader:
         self.identity = sorted(manifest.files), manifest.sequence, checksum(names.encode())
         """What is equal on all ranks: the checkpoint, by its files' unique names, and the leaves to read."""
 
-    def _check(self, leaf: StoredLeaf) -> None:
-        shapes, sizes = leaf.stored_shapes(self._spec, self._ranks.size), dict(self._spec.bound_mesh.sizes)
-        params = (leaf.subset or leaf.unit.params) if isinstance(leaf, SliceLeaf) else ()
-        for i, (names, shape) in enumerate(zip(leaf.names, shapes, strict=True)):
+    def _check(self, leaf: TensorLeaf) -> None:
+        for i, (names, shape) in enumerate(zip(leaf.names, leaf.shapes, strict=True)):
             found = self._stored.find_tensor(names, shape, leaf.dtype)
-            if isinstance(leaf, TensorLeaf) and leaf.is_per_rank and found.shape[1:] == shape[1:]:
+            if leaf.kind == "per rank" and found.shape[1:] == shape[1:]:
                 check_rank_count(names[0], found.shape[0], self._ranks.size)
             if (found.shape, found.dtype) != (shape, leaf.dtype):
+                hint = describe_pieces(leaf.params[i], dict(self._spec.bound_mesh.sizes)) if leaf.params else ""
                 raise ValueError(
                     f"tensor '{names[0]}': expected {list(shape)} {leaf.dtype}, got {list(found.shape)} {found.dtype} "
-                    "in the checkpoint: was another model saved?" + (describe_pieces(params[i], sizes) if params else "")
+                    f"in the checkpoint: was another model saved?{hint}"
                 )
 
     def read(self) -> Any:
         with torch.no_grad(), phase("checkpoint read"):
-            encoded = [[i] for i, leaf in self._leaves.items() if isinstance(leaf, SliceLeaf) and leaf.is_encoded]
+            encoded = [[i] for i, leaf in self._leaves.items() if leaf.is_encoded]
             for numbers in ([i for i in self._leaves if [i] not in encoded], *encoded):  # these alone: for memory
-                memory = {i: self._leaves[i].allocate(self._spec) for i in numbers}
-                at = self._spec, self._ranks.rank, self._ranks.size
-                self._stored.read([part for i in numbers for part in self._leaves[i].ranges(memory[i], *at)])
+                memory = {i: self._leaves[i].allocate() for i in numbers}
+                self._stored.read([part for i in numbers for part in self._leaves[i].divide(memory[i])])
                 for i in numbers:
                     self._values[i] = self._leaves[i].to_state(memory.pop(i), self._spec)
         return rebuild(self._like, iter(self._values))
@@ -193,13 +191,13 @@ class _StoredTensors:
             raise CheckpointError(f"tensor '{key}' of the checkpoint is damaged: {error}") from error
         return tensor
 
-    def read(self, parts: Sequence[TensorRange]) -> None:
+    def read(self, parts: Iterable[tuple[TensorRange, Tensor]]) -> None:
         """Read ranges of tensors into their memory."""
         wanted: dict[tuple[RecordPlace, str, Box], list[tuple[tuple[slice, ...], Tensor]]] = defaultdict(list)
-        for part in parts:
+        for part, data in parts:
             key = self.find_key(part.names) or ""
             boxes = self._tensors[key].boxes
-            for box, at, target in plan_reads(part, boxes):
+            for box, at, target in plan_reads(part, data, boxes):
                 wanted[boxes[box], key, box].append((at, target))
         file, opened, key = None, "", ""
         with ExitStack() as stack:
@@ -241,9 +239,9 @@ class _StoredTensors:
                 target.copy_(values[part])
 
 
-def plan_reads(part: TensorRange, stored: Iterable[Box]) -> Iterator[tuple[Box, tuple[slice, ...], Tensor]]:
-    """Yield the stored boxes that overlap with a range, the place of the overlap in each, and the range's memory for it."""
-    for box, view in part.iter_boxes(part.begin, part.end):
+def plan_reads(part: TensorRange, data: Tensor, stored: Iterable[Box]) -> Iterator[tuple[Box, tuple[slice, ...], Tensor]]:
+    """Yield the stored boxes that overlap with a range, the place of the overlap in each, and the memory for it."""
+    for box, view in part.iter_boxes(data, part.begin, part.begin + part.numel):
         for other in stored:
             begins = [*map(max, box.offsets, other.offsets)]
             ends = [min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)]

@@ -16,7 +16,7 @@ from .._sharding.full import gather_stored
 from .._spec.local import describe_pieces
 from ..optim._checks import ParamOptions, State, copy_like, group_by_options, refuse_encoded
 from ._leaves import clean_name
-from ._ranks import TIMEOUT, Ranks, connect_ranks
+from ._ranks import TIMEOUT, connect_ranks
 from ._tree import Description, rebuild
 
 StateDict: TypeAlias = dict[str, Any]
@@ -126,7 +126,7 @@ def from_optimizer_state_dict(
         tree = _describe(init_state, spec)
         states = _states_by_name(found, spec, init_state)
         with torch.no_grad():
-            values = [_read_leaf(leaf, x, states, spec, ranks) for leaf, x in zip(tree.leaves, tree.values, strict=True)]
+            values = [_read_leaf(leaf, x, states, spec) for leaf, x in zip(tree.leaves, tree.values, strict=True)]
         return rebuild(init_state, iter(values))
 
     return ranks.run(read, "checkpoint.from_optimizer_state_dict")
@@ -175,15 +175,13 @@ def _states_by_name(
     return {name: slots for name, slots in states.items() if slots}
 
 
-def _read_leaf(
-    leaf: Any, initial: Tensor, states: Mapping[str, Mapping[str, Any]], spec: PartitionSpec, ranks: Ranks
-) -> Tensor:
+def _read_leaf(leaf: Any, initial: Tensor, states: Mapping[str, Mapping[str, Any]], spec: PartitionSpec) -> Tensor:
     """Return this rank's slice of full tensors, or a number, with the initial values of parameters that have none."""
     memory = copy_like(initial, initial) if _torch.is_pinned(initial) else initial.detach().clone()
     if not initial.dim():
         memory = memory.cpu().repeat(len(leaf.names))
     values: dict[str, Tensor] = {}
-    for (own, *_), shape in zip(leaf.names, leaf.stored_shapes(spec, ranks.size), strict=True):
+    for (own, *_), shape in zip(leaf.names, leaf.shapes, strict=True):
         name, _, slot = own.rpartition(".")
         if name in states:
             value = states[name][slot]
@@ -195,8 +193,8 @@ def _read_leaf(
                     f"{value.dtype}{hint}"
                 )
             values[own] = value
-    for part in leaf.ranges(memory, spec, ranks.rank, ranks.size):
-        for box, view in part.iter_boxes(part.begin, part.end) if part.names[0] in values else ():
+    for part, data in leaf.divide(memory):
+        for box, view in part.iter_boxes(data, part.begin, part.begin + part.numel) if part.names[0] in values else ():
             view.copy_(values[part.names[0]][box.slices])
     return memory if initial.dim() else leaf.to_state(memory, spec)
 

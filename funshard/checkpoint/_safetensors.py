@@ -28,7 +28,7 @@ from ..collectives._agree import check_ranks_agree
 from ..collectives._world import has_peers
 from ._directory import is_directory, is_plain_name
 from ._files import CheckpointError, DamagedError, flush, open_regular, read_regular, remove, replace
-from ._leaves import Box, SliceLeaf, check_storable, clean_name
+from ._leaves import Box, check_storable, clean_name, slice_leaf
 from ._ranks import TIMEOUT, connect_ranks
 
 SINGLE = "model.safetensors"
@@ -346,7 +346,7 @@ def read_safetensors(
         with torch.no_grad():
             stored = _find_tensors_in_files(Path(path), rename or clean_name)
             _check_tensors(stored, Path(path), spec, cast=cast)
-            return {unit.key: _read_unit(unit, stored, spec, ranks.rank, ranks.size) for unit in spec}
+            return {unit.key: _read_unit(unit, stored, spec) for unit in spec}
 
     params = ranks.run(read, "checkpoint.read_safetensors")
     LOGGER.info("checkpoint.read_safetensors: %s is read", path)
@@ -417,13 +417,14 @@ def _named(param: Param, stored: Mapping[str, _FileTensor]) -> list[_FileTensor]
     return [stored[name] for name in param.names if name in stored]
 
 
-def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpec, rank: int, ranks: int) -> Tensor:
+def _read_unit(unit: Unit, stored: Mapping[str, _FileTensor], spec: PartitionSpec) -> Tensor:
     """Read this rank's slice of a unit. Parameters stored under several names must be equal under all."""
-    leaf = SliceLeaf(tuple(param.names for param in unit.params), unit.dtype, unit, is_encoded=unit.is_encoded)
-    memory = leaf.allocate(spec)
-    for part in leaf.ranges(memory, spec, rank, ranks):
+    names = tuple(param.names for param in unit.params)
+    leaf = slice_leaf(names, unit.dtype, unit, spec, is_encoded=unit.is_encoded)
+    memory = leaf.allocate()
+    for part, data in leaf.divide(memory):
         first, *others = _named(spec.by_name[part.names[0]][1], stored)
-        for box, view in part.iter_boxes(part.begin, part.end) if len(part.data) else ():
+        for box, view in part.iter_boxes(data, part.begin, part.begin + part.numel) if part.numel else ():
             values = first.read(box)
             for other in others:
                 again = other.read(box)

@@ -28,18 +28,7 @@ from .._torch.tracing import LOGGER, phase
 from ._dcp import WrittenBox, pack_index, write_boxes
 from ._directory import Target
 from ._files import AnyPath, SavedError, open_path
-from ._leaves import (
-    Box,
-    Leaf,
-    OwnedLeaf,
-    SliceLeaf,
-    TensorLeaf,
-    TensorRange,
-    ValueLeaf,
-    check_storable,
-    share_range,
-    split_range,
-)  # fmt: skip
+from ._leaves import Box, Leaf, TensorRange, ValueLeaf, check_storable, share_range, split_range
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._tree import Description
 
@@ -192,8 +181,8 @@ class _StateSummary:
 
     def __init__(self, state: Any, spec: PartitionSpec, ranks: Ranks) -> None:
         self._spec, self._tree = spec, Description(state, spec)
-        self.ranges: list[TensorRange] = []
-        """The ranges of stored tensors that this rank holds."""
+        self.ranges: list[tuple[TensorRange, Tensor]] = []
+        """The ranges of stored tensors that this rank holds, and their elements."""
         self.common = dict(self._tree.containers)
         """A text for each name that must be equal on all ranks."""
         self._replicas: dict[str, tuple[str, int, int]] = {}
@@ -223,25 +212,24 @@ class _StateSummary:
             self.common[name] = "each rank's own, no tensor" if leaf.is_per_rank else json.dumps(leaf.data["value"])
             return
         check_storable(value, f"state '{name}'")
-        match leaf:
-            case SliceLeaf():
-                self.common[name] = f"slices {leaf.dtype} of unit '{leaf.unit.key}'"
-                if leaf.is_encoded:
-                    raise ValueError(
-                        f"unit '{leaf.unit.key}' is at rest in {storage_codec(leaf.unit)}, encoded from the frozen model: "
-                        "expected a state without it; save fs.partition(params, spec)[0]"
-                    )
-                mesh = self._spec.bound_mesh
-                index, slices = rank_along(leaf.unit.distinct_axes, mesh, rank_coords(mesh, None))
-                if slices < ranks.size:
-                    self._replicas[name] = leaf.unit.key, index, int(hash_bits(value.detach()))
-            case TensorLeaf(is_per_rank=True):
-                self.common[name] = f"each rank's own, of one shape on all, {list(leaf.shape)} {leaf.dtype}"
-            case OwnedLeaf():
-                self.common[name] = f"of its owners, {list(leaf.shape)} {leaf.dtype}"
-            case _:
-                self.common[name] = f"{list(value.shape)} {value.dtype} of digest {int(hash_bits(value.detach())):x}"
-        self.ranges.extend(leaf.ranges(value, self._spec, ranks.rank, ranks.size))
+        unit, texts = leaf.unit, {"owned": "of its owners", "per rank": "each rank's own, of one shape on all"}
+        if leaf.kind == "slice" and unit:
+            self.common[name] = f"slices {leaf.dtype} of unit '{unit.key}'"
+            if leaf.is_encoded:
+                raise ValueError(
+                    f"unit '{unit.key}' is at rest in {storage_codec(unit)}, encoded from the frozen model: "
+                    "expected a state without it; save fs.partition(params, spec)[0]"
+                )
+            mesh = self._spec.bound_mesh
+            index, slices = rank_along(unit.distinct_axes, mesh, rank_coords(mesh, None))
+            if slices < ranks.size:
+                self._replicas[name] = unit.key, index, int(hash_bits(value.detach()))
+        elif leaf.kind in texts:
+            shape = leaf.shape if leaf.ranges else leaf.shape[1:]
+            self.common[name] = f"{texts[leaf.kind]}, {list(shape)} {leaf.dtype}"
+        else:
+            self.common[name] = f"{list(value.shape)} {value.dtype} of digest {int(hash_bits(value.detach())):x}"
+        self.ranges.extend(leaf.divide(value))
 
 
 def _compare_messages(found: list[tuple[Any, ...]]) -> tuple[str, list[list[Any]] | None]:
@@ -284,17 +272,17 @@ def _check_replicas(every: Sequence[dict[str, tuple[str, int, int]]]) -> None:
 class RangeWriter:
     """A writer of this rank's share of some ranges: one of the ranks that hold an element writes it."""
 
-    def __init__(self, parts: Iterable[TensorRange]) -> None:
+    def __init__(self, parts: Iterable[tuple[TensorRange, Tensor]]) -> None:
         written: dict[tuple[int, tuple[str, ...] | None], list[int]] = {}  # by the number of holders, and their axes
         self._memory: Tensor | None = None
         self.boxes: list[tuple[TensorRange, Box, Tensor]] = []
         """The boxes with the ranges that they are of, and their elements."""
-        for part in parts:
-            size = part.data.dtype.itemsize
+        for part, data in parts:
+            size = data.dtype.itemsize
             shares = written.setdefault((part.holders, part.axes), [0] * part.holders)
-            for low, high in share_range(shares, part.begin, part.end, size, part.holder):
+            for low, high in share_range(shares, part.begin, part.begin + part.numel, size, part.holder):
                 for at in split_range(low, high, size):
-                    self.boxes += [(part, box, view) for box, view in part.iter_boxes(*at)]
+                    self.boxes += [(part, box, view) for box, view in part.iter_boxes(data, *at)]
 
     def stage(self) -> None:
         """Copy the tensors to memory of the host, so that later changes to them are not saved.

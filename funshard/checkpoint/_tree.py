@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._core.layout import rank_along, rank_coords
 from .._core.spec import PartitionSpec
 from .._core.tree import NAMESPACE, Param
-from .._core.unit import Unit, global_shape
+from .._core.unit import Unit, global_shape, join_shape
 from .._spec.local import stack_dims
 from .._spec.unit_state import UnitState
 from ..averaging import Averaging
@@ -29,7 +30,7 @@ from ..optim._compose import AccumulationState, EmaState, FiniteState, ScheduleS
 from ..optim._matrices import Matrices, matrices
 from ..optim._owners import Matrix
 from ._files import DamagedError
-from ._leaves import Leaf, Names, OwnedLeaf, ScalarLeaf, SliceLeaf, TensorLeaf, ValueLeaf
+from ._leaves import Box, Leaf, Names, ValueLeaf, piece_box, slice_leaf, whole_leaf
 
 # --- Plain values (numbers, strings, bytes, dtypes, None) as JSON ---
 
@@ -254,25 +255,32 @@ class Description:
             data = plain_to_json(value, at.where)
             node = {"values": [data]} if is_per_rank else {"value": data}
             return node, ValueLeaf(names, is_per_rank, node)
-        shape, dtype, is_accelerated = tuple(value.shape), value.dtype, _torch.is_accelerator(value.device)
-        kind = plain_to_json(dtype, "")
+        mesh, shape, dtype = self._spec.bound_mesh, tuple(value.shape), value.dtype
+        dtype_name, is_accelerated = plain_to_json(dtype, ""), _torch.is_accelerator(value.device)
         if unit is None:
-            leaf = TensorLeaf(names, dtype, shape, is_accelerated, is_per_rank)
-            return {"tensor": [[*shape], kind, is_accelerated, is_per_rank, False]}, leaf  # version 0.2 reads the last one
+            kind, stored, box = "common", shape, None
+            if is_per_rank:
+                rank, ranks = rank_along(mesh.names, mesh, rank_coords(mesh, None))
+                kind, stored, box = "per rank", (ranks, *shape), Box((rank, *(0 for _ in shape)), (1, *shape))
+            leaf = whole_leaf(kind, names, value, self._spec, stored, box)
+            return {
+                "tensor": [[*shape], dtype_name, is_accelerated, is_per_rank, False]
+            }, leaf  # version 0.2 reads the last one
         if at.layout == "owned" and at.params:
-            is_here = not shape or len(value) > 0
-            shape = shape if is_here else shape[1:]
-            stack = stack_dims(at.params[0], shape, dict(self._spec.bound_mesh.sizes))
-            leaf = OwnedLeaf(names, dtype, shape, is_accelerated, is_here=is_here, stack=stack)
-            return {"owned": [[*leaf.stored_shapes(self._spec, 1)[0]], kind, is_accelerated]}, leaf
+            shape = shape[1:] if shape and not len(value) else shape  # [0, *shape] on ranks that are not the owner
+            stack = stack_dims(at.params[0], shape, dict(mesh.sizes))
+            stored = join_shape(shape, stack, dict(mesh.sizes))
+            leaf = whole_leaf("owned", names, value, self._spec, stored, piece_box(shape, stack, self._spec))
+            return {"owned": [[*stored], dtype_name, is_accelerated]}, leaf
         if at.layout == "blocks":
             return self._describe_blocks(value, names, unit, at.where)
         if not shape:
-            return {"scalar": [kind, is_accelerated]}, ScalarLeaf(names, dtype, shape, is_accelerated, key=unit.key)
-        is_encoded = unit.is_encoded and dtype == torch.uint8
-        leaf = SliceLeaf(names, unit.dtype if is_encoded else dtype, unit, at.params, at.layout == "compact", is_encoded)
-        if shape != (leaf.numel(self._spec),) if leaf.is_compact else not is_slice(value, unit, self._spec):
-            length, dtype = (leaf.numel(self._spec), dtype) if leaf.is_compact else self._spec.stored(unit)
+            return {"scalar": [dtype_name, is_accelerated]}, whole_leaf("number", names, value, self._spec, (), None, unit)
+        is_encoded, is_compact = unit.is_encoded and dtype == torch.uint8, at.layout == "compact"
+        dtype = unit.dtype if is_encoded else dtype
+        leaf = slice_leaf(names, dtype, unit, self._spec, params=at.params, is_compact=is_compact, is_encoded=is_encoded)
+        if shape != leaf.shape if is_compact else not is_slice(value, unit, self._spec):
+            length, dtype = (*leaf.shape, dtype) if is_compact else self._spec.stored(unit)
             _raise_other_slice(unit.key, at.where, f"this rank's slice, [{length}] {dtype}, or a number", value)
         return {"slice": plain_to_json(leaf.dtype, "")}, leaf
 
@@ -290,10 +298,10 @@ class Description:
             )
         dtype = plain_to_json(value.dtype, "")
         if block == 1:
-            return {"slice": dtype}, SliceLeaf(names, value.dtype, unit)
+            return {"slice": dtype}, slice_leaf(names, value.dtype, unit, self._spec)
         orders = (".order" + "".join(map(str, p.order)) if p.permuted else "" for p in unit.params)
         names = tuple(tuple(name + order for name in some) for some, order in zip(names, orders, strict=True))
-        return {"blocks": [dtype, block]}, SliceLeaf(names, value.dtype, unit, block=block)
+        return {"blocks": [dtype, block]}, slice_leaf(names, value.dtype, unit, self._spec, block=block)
 
     def _add_units(self, children: Children, keys: frozenset[str], at: Place) -> dict[str, Any]:
         params: list[Any] = []
@@ -429,7 +437,7 @@ class Template:
         if unit.is_encoded and not at.slot:
             numel, dtype = self._spec.stored(unit)
         elif at.layout == "compact":
-            numel = SliceLeaf(at.names, dtype, unit, at.params, is_compact=True).numel(self._spec)
+            (numel,) = slice_leaf(at.names, dtype, unit, self._spec, params=at.params, is_compact=True).shape
         return self._empty((numel,), dtype)
 
     def _build_units(self, content: Any, at: Place) -> Any:
