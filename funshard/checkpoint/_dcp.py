@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import uuid
@@ -56,11 +55,11 @@ class Record:
 
 
 def write_record(file: BinaryIO, tensor: Tensor) -> Record:
-    """Write a tensor of the host as torch.save does.
+    """Write a tensor as torch.save does one of the host.
 
     torch.save writes a whole storage: so it is given one that has the elements alone, in the memory where they are.
     """
-    dense = tensor.contiguous()
+    dense = tensor.contiguous().cpu()
     raw = _torch.host_bytes(dense)
     flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     alone = flat.view(dense.dtype).view(dense.shape) if raw else torch.empty(dense.shape, dtype=dense.dtype)
@@ -140,8 +139,8 @@ def pack_index(boxes: Sequence[WrittenBox]) -> tuple[bytes, dict[str, int], list
 
 # --- Checkpoints of others ---
 
-_FILE_BYTES = 1 << 30
-"""The bytes of tensors that `from_dcp` has in memory and writes to one file, unless one tensor has more."""
+_LOADED_BYTES = 1 << 30
+"""The bytes of tensors that `from_dcp` has in memory, unless one tensor has more."""
 
 
 def from_dcp(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> AnyPath:
@@ -177,24 +176,9 @@ def from_dcp(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     except ImportError as error:
         raise CheckpointError(f"{source}: expected the Python and torch that wrote it, got others: {error}") from error
     manifest = read_manifest(open_path(os.fsdecode(source)))
-    files: list[dict[str, Any]] = [{}]
-    nbytes = 0
-    for name, x in found.items():
-        if not isinstance(x, of_torch.TensorStorageMetadata):
-            continue
-        nbytes += math.prod(x.size) * x.properties.dtype.itemsize
-        files[-1][name] = x
-        if nbytes > _FILE_BYTES:
-            files, nbytes = [*files, {}], 0
     place = Target(open_path(os.fsdecode(target)))
-    written: list[WrittenBox] = []
     try:
-        for i, some in enumerate(files):
-            tensors = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in some.items()}
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that this is one process
-                load(tensors, storage_reader=reader, no_dist=True)
-            written += write_boxes(place.path / f"__{i}_0{place.suffix}.distcp", _iter_boxes(tensors))
+        written = write_boxes(place.path / f"__0_0{place.suffix}.distcp", _load_boxes(reader, found))
         place.commit(manifest.state if manifest else {}, *pack_index(written))
     except CheckpointException as error:  # no Exception
         raise CheckpointError(
@@ -205,8 +189,20 @@ def from_dcp(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> 
     return place.path
 
 
-def _iter_boxes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorRange, Box, Tensor]]:
-    for name, tensor in tensors.items():
-        part = TensorRange((name,), tuple(tensor.shape), tuple(range(tensor.dim())), tensor.numel())
-        for begin, end in split_range(0, tensor.numel(), tensor.dtype.itemsize):
-            yield from ((part, box, view) for box, view in part.iter_boxes(tensor.view(-1), begin, end))
+def _load_boxes(reader: FileSystemReader, found: Mapping[str, Any]) -> Iterator[tuple[TensorRange, Box, Tensor]]:
+    """Yield the boxes of all tensors, some of which torch loads at a time."""
+    remaining = [(name, x) for name, x in found.items() if isinstance(x, of_torch.TensorStorageMetadata)]
+    while remaining:
+        tensors: dict[str, Tensor] = {}
+        nbytes = 0
+        while remaining and nbytes <= _LOADED_BYTES:
+            name, x = remaining.pop()
+            tensors[name] = torch.empty(x.size, dtype=x.properties.dtype)
+            nbytes += tensors[name].nbytes
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that this is one process
+            load({**tensors}, storage_reader=reader, no_dist=True)
+        for name, tensor in tensors.items():
+            part = TensorRange((name,), tuple(tensor.shape), tuple(range(tensor.dim())), tensor.numel())
+            for begin, end in split_range(0, tensor.numel(), tensor.dtype.itemsize):
+                yield from ((part, box, view) for box, view in part.iter_boxes(tensor.view(-1), begin, end))

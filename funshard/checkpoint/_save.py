@@ -11,14 +11,13 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _torch
 from .._core.checks import bind_spec
 from .._core.layout import rank_along, rank_coords
 from .._core.spec import PartitionSpec
@@ -311,8 +310,7 @@ class RangeWriter:
 
     def write(self, path: AnyPath) -> list[WrittenBox]:
         """Write the boxes to a file, flush it, and return where each is."""
-        on_host = _iter_on_host(view for *_, view in self.boxes)
-        return write_boxes(path, ((part, box, next(on_host)) for part, box, _ in self.boxes))
+        return write_boxes(path, self.boxes)
 
 
 _staging_memory: list[Tensor] = []
@@ -321,20 +319,3 @@ _staging_memory: list[Tensor] = []
 
 def _align(nbytes: int) -> int:
     return nbytes + -nbytes % 16
-
-
-def _iter_on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield each tensor on the host. The copy of one from a device runs while the caller writes the one before."""
-    before: Tensor | None = None
-    for tensor in tensors:
-        host, copy = tensor, None
-        if _torch.is_accelerator(tensor.device):
-            host = _torch.allocate_like(tensor, torch.device("cpu"))
-            copy = _torch.AsyncCopy(tensor, host)
-        if before is not None:
-            yield before
-        if copy is not None:
-            _torch.synchronize_copies(tensor.device)
-        before = host
-    if before is not None:
-        yield before
