@@ -28,7 +28,6 @@ from funshard.checkpoint._leaves import (
     TensorRange,
     check_tiles,
     range_to_boxes,
-    share_range,
     slice_leaf,
 )  # fmt: skip
 from funshard.checkpoint._load import plan_reads
@@ -60,18 +59,19 @@ def test_boxes_are_the_range(shape: tuple[int, ...], data: st.DataObject) -> Non
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 5))
 def test_ranges_are_shared_once(lengths: list[int], ranks: int) -> None:
     """Of ranges that several ranks hold each element is written by one of them, and none writes much more than another."""
-    smallest, box_file.MIN_SHARED_BYTES = box_file.MIN_SHARED_BYTES, 8
-    try:
-        written = [[0] * ranks for _ in range(ranks)]
-        taken = [[share_range(known, 5, 5 + n, 1, rank) for n in lengths] for rank, known in enumerate(written)]
-    finally:
-        box_file.MIN_SHARED_BYTES = smallest
+    boxes: list[list[tuple[int, ...]]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(box_file, "MAX_BOX_BYTES", 8)
+        for rank in range(ranks):
+            whole = [TensorRange((str(i),), (n,), (0,), n, holder=rank, holders=ranks) for i, n in enumerate(lengths)]
+            found = RangeWriter((part, torch.zeros(part.numel, dtype=torch.uint8)) for part in whole).boxes
+            boxes.append([(int(part.names[0]), *box.offsets, *box.sizes) for part, box, _ in found])
     for i, n in enumerate(lengths):
-        every = sorted(itertools.chain(*(mine[i] for mine in taken)))
-        assert [begin for begin, _ in every] == [5, *(end for _, end in every[:-1])]
-        assert every[-1][1] == 5 + n
-    totals = [sum(end - begin for some in mine for begin, end in some) for mine in taken]
-    assert max(totals) - min(totals) <= max(16, max(lengths) // ranks + 1)  # the largest part that there is
+        every = sorted((begin, begin + size) for some in boxes for name, begin, size in some if name == i)
+        assert [begin for begin, _ in every] == [0, *(end for _, end in every[:-1])]
+        assert every[-1][1] == n
+    totals = [sum(size for *_, size in some) for some in boxes]
+    assert max(totals) - min(totals) <= 8  # the largest box that there is
 
 
 @given(st.lists(st.integers(0, 4), max_size=3).map(tuple), st.data())
@@ -153,7 +153,6 @@ def check_read_by_others(
     """What the ranks of ``specs`` write tiles ``full`` once, and those of ``others`` read their slices from it, bit for bit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box_file, "MAX_BOX_BYTES", box_bytes)
-        patch.setattr(box_file, "MIN_SHARED_BYTES", box_bytes)
         metadata, stored = saved([dict(fs.shard(full, spec, rank=r)) for r, spec in enumerate(specs)], specs)
         check_saved(metadata, stored, full)
         for rank, spec in enumerate(others):
@@ -196,7 +195,7 @@ def test_many_ranks(ranks: int, others: int) -> None:
         everyone(fs.policies.whole()(model), {"shard": ranks}),
         everyone(fs.by_type(nn.Linear)(model), {"shard": others}),
     )
-    check_read_by_others(full, specs, ats, box_file.MIN_SHARED_BYTES)
+    check_read_by_others(full, specs, ats, 1 << 20)
 
 
 # --- What a unit's state is: slices of its parameters, and numbers, which have no dimension. ---

@@ -24,12 +24,10 @@ from .._wire.flow import store_slice
 from .._wire.host import is_host_resident, place_slice
 from ._files import CheckpointError
 
-# --- Divide flat ranges of tensors into N-d boxes, and among the ranks that hold them ---
+# --- Divide flat ranges of tensors into N-d boxes ---
 
 MAX_BOX_BYTES = 16 << 20
 """The most bytes of a box, which is read and checked at once: a reader of a part of a box reads all of it."""
-MIN_SHARED_BYTES = 1 << 20
-"""A range is divided among its holders into parts of at least so many bytes: a box has about 1,500 bytes of overhead."""
 PRIME = (1 << 61) - 1
 
 
@@ -110,22 +108,6 @@ def split_range(begin: int, end: int, itemsize: int) -> list[tuple[int, int]]:
     """Return a range of elements as ranges of at most `MAX_BOX_BYTES` bytes."""
     step = max(MAX_BOX_BYTES // itemsize, 1)
     return [(at, min(at + step, end)) for at in range(begin, end, step)] or [(begin, end)]
-
-
-def share_range(written: list[int], begin: int, end: int, itemsize: int, rank: int) -> list[tuple[int, int]]:
-    """Return what ``rank`` writes of a range that several ranks hold: those that have written the fewest bytes come first.
-
-    ``written`` has the bytes of each rank. The function adds those of this range, in the same way on each of these ranks.
-    """
-    length, ranks = end - begin, range(len(written))
-    parts = max(1, min(len(ranks), length * itemsize // MIN_SHARED_BYTES))
-    own: list[tuple[int, int]] = []
-    for i, holder in enumerate(reversed(sorted(ranks, key=written.__getitem__)[:parts])):  # later parts are longer
-        low, high = begin + length * i // parts, begin + length * (i + 1) // parts
-        written[holder] += (high - low) * itemsize
-        if holder == rank:
-            own.append((low, high))
-    return own
 
 
 class TensorRange(NamedTuple):

@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from itertools import groupby
 from typing import Any, BinaryIO
 
 import torch
@@ -199,19 +199,17 @@ class _StoredTensors:
             boxes = self._tensors[key].boxes
             for box, at, target in plan_reads(part, data, boxes):
                 wanted[boxes[box], key, box].append((at, target))
-        file, opened, key = None, "", ""
-        with ExitStack() as stack:
+        for name, found in groupby(sorted(wanted.items(), key=lambda pair: pair[0]), key=lambda pair: pair[0][0].file):
+            boxes = [*found]
+            key = boxes[0][0][1]
             try:
-                for (place, key, box), reads in sorted(wanted.items(), key=lambda pair: pair[0]):
-                    if file is None or place.file != opened:  # one open file at a time
-                        stack.close()
-                        opened = place.file
-                        file = stack.enter_context(open_regular(self._directory / opened))
-                    self._read_box(file, place, box, self._tensors[key].dtype, reads)
+                with open_regular(self._directory / name) as file:
+                    for (place, key, box), reads in boxes:
+                        self._read_box(file, place, box, self._tensors[key].dtype, reads)
             except FileNotFoundError as error:
-                raise CheckpointError(f"tensor '{key}': file '{opened}' of the checkpoint is missing") from error
+                raise CheckpointError(f"tensor '{key}': file '{name}' of the checkpoint is missing") from error
             except (DamagedError, OSError) as error:
-                raise CheckpointError(f"tensor '{key}' in file '{opened}' of the checkpoint is damaged: {error}") from error
+                raise CheckpointError(f"tensor '{key}' in file '{name}' of the checkpoint is damaged: {error}") from error
 
     def _read_box(
         self, file: BinaryIO, place: RecordPlace, box: Box, dtype: torch.dtype, reads: list[tuple[tuple[slice, ...], Tensor]]

@@ -27,7 +27,7 @@ from .._torch.tracing import LOGGER, phase
 from ._dcp import WrittenBox, pack_index, write_boxes
 from ._directory import Target
 from ._files import AnyPath, SavedError, open_path
-from ._leaves import Box, Leaf, TensorRange, ValueLeaf, check_storable, share_range, split_range
+from ._leaves import Box, Leaf, TensorRange, ValueLeaf, check_storable, split_range
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._tree import Description
 
@@ -269,7 +269,7 @@ def _check_replicas(every: Sequence[dict[str, tuple[str, int, int]]]) -> None:
 
 
 class RangeWriter:
-    """A writer of this rank's share of some ranges: one of the ranks that hold an element writes it."""
+    """A writer of this rank's share of some ranges: of the ranks that hold a piece, the one with the fewest bytes writes it."""
 
     def __init__(self, parts: Iterable[tuple[TensorRange, Tensor]]) -> None:
         written: dict[tuple[int, tuple[str, ...] | None], list[int]] = {}  # by the number of holders, and their axes
@@ -277,11 +277,12 @@ class RangeWriter:
         self.boxes: list[tuple[TensorRange, Box, Tensor]] = []
         """The boxes with the ranges that they are of, and their elements."""
         for part, data in parts:
-            size = data.dtype.itemsize
-            shares = written.setdefault((part.holders, part.axes), [0] * part.holders)
-            for low, high in share_range(shares, part.begin, part.begin + part.numel, size, part.holder):
-                for at in split_range(low, high, size):
-                    self.boxes += [(part, box, view) for box, view in part.iter_boxes(data, *at)]
+            size, nbytes = data.dtype.itemsize, written.setdefault((part.holders, part.axes), [0] * part.holders)
+            for begin, end in split_range(part.begin, part.begin + part.numel, size):
+                holder = min(range(part.holders), key=nbytes.__getitem__)
+                nbytes[holder] += (end - begin) * size
+                if holder == part.holder:
+                    self.boxes += [(part, box, view) for box, view in part.iter_boxes(data, begin, end)]
 
     def stage(self) -> None:
         """Copy the tensors to memory of the host, so that later changes to them are not saved.
