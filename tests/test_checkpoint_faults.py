@@ -182,7 +182,7 @@ def test_a_whole_one_that_has_come_in_the_meantime_stays(tmp_path: Path, monkeyp
         checkpoint.export(path, params, spec)
     with pytest.warns(UserWarning, match=OVER):
         aside = staging.Target(path)
-    monkeypatch.setattr(staging, "_lock", lambda path: None)  # as on a file system without locks
+    monkeypatch.setattr(staging, "_lock", lambda path: contextlib.nullcontext())  # as on a file system without locks
     with pytest.warns(UserWarning, match=OVER):
         checkpoint.save(path, params, spec)
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
@@ -588,7 +588,7 @@ def test_two_writers_of_one_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(FileExistsError, match="expected a path that no other save writes to"):
         save(1)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(staging, "_lock", lambda path: None)
+    monkeypatch.setattr(staging, "_lock", lambda path: contextlib.nullcontext())
     monkeypatch.setattr(staging.Target, "commit", commit)
     with pytest.raises(FileExistsError, match="expected a path where nothing is"):
         save(1)
@@ -655,8 +655,7 @@ def test_latest_and_clean(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "theirs" / "__0_0.distcp").touch()
     alive, dead = (staging.Target(tmp_path / name) for name in ("alive", "dead"))
-    assert dead._lock is not None
-    os.close(dead._lock)
+    dead._locked.close()
     assert checkpoint.latest(tmp_path) == tmp_path / "a"
     assert {path.name for path in checkpoint.clean(tmp_path, keep=2)} == {"step_9", "step_10", "dead"}
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "other", "theirs", "alive"}
@@ -716,8 +715,7 @@ def test_clean_leaves_what_belongs_to_others() -> None:
         folder = Path(name)
         folder.chmod(0o777)
         theirs = staging.Target(folder / "theirs")  # root's
-        assert theirs._lock is not None
-        os.close(theirs._lock)
+        theirs._locked.close()
         checkpoint.save(folder / "1", params, spec)  # root's too, which the other user may rename, but not remove
         with as_user(65534):
             for step in ("2", "3"):

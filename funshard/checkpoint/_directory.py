@@ -11,7 +11,7 @@ import re
 import reprlib
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, NoReturn
@@ -296,9 +296,10 @@ def clean(directory: str | os.PathLike[str], keep: int = 3) -> list[AnyPath]:
         with contextlib.suppress(OSError):  # another process writes there or cleans too, or the user may not
             left, is_old = _list_left(path), str(path) in old
             if (is_old or any(file.name != METADATA for file in left)) and not has_manifest(path):
-                _unlock(_lock(path))
-                for file in sorted(path.iterdir() if is_old else left, key=lambda file: bool(LEFT_NAME.fullmatch(file.name))):
-                    remove(file)  # last what tells the next call that the rest is to go
+                with _lock(path):
+                    files = path.iterdir() if is_old else left
+                    for file in sorted(files, key=lambda file: bool(LEFT_NAME.fullmatch(file.name))):
+                        remove(file)  # last what tells the next call that the rest is to go
                 if not any(path.iterdir()):
                     remove(path)
                     removed.append(path)
@@ -309,21 +310,17 @@ def _list_left(path: AnyPath) -> list[AnyPath]:
     return [file for file in path.iterdir() if LEFT_NAME.fullmatch(file.name)] if is_directory(path) else []
 
 
-def _lock(path: AnyPath) -> int | None:
+@contextlib.contextmanager
+def _lock(path: AnyPath) -> Generator[None]:
     """Lock a directory for the process that writes to it. Raises BlockingIOError if another one has the lock."""
     if not isinstance(path, Path):
-        return None
+        yield
+        return
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # perhaps a file system without locks, where `clean` keeps what it cannot lock
-        os.close(handle)
-        raise
-    return handle
-
-
-def _unlock(handle: int | None) -> None:
-    if handle is not None:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # perhaps a file system without locks: `clean` keeps what is on it
+        yield
+    finally:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes that were forked in the meantime
         with contextlib.suppress(OSError):  # also closes it if it raises
@@ -339,14 +336,13 @@ class Target:
 
     def __init__(self, path: AnyPath) -> None:
         self.path, self.suffix = path, f"_{uuid.uuid4().hex[:12]}"
-        self._lock: int | None = None
-        self._is_complete = False
+        self._locked, self._is_complete = contextlib.ExitStack(), False
         if damage := _check_free(path):
             warnings.warn(f"checkpoint.save: takes the place of a damaged checkpoint: {damage}", stacklevel=2)
         self._is_new = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         try:
-            self._lock = _lock(path)
+            self._locked.enter_context(_lock(path))
         except BlockingIOError as error:
             raise FileExistsError(f"{path}: expected a path that no other save writes to: give another, or wait") from error
         except OSError:
@@ -383,7 +379,7 @@ class Target:
                     is_data = file.name.endswith(".distcp") or LEFT_NAME.fullmatch(file.name)
                     if is_data and file.name not in (METADATA, *sizes):
                         remove(file)
-            self._release()
+            self._locked.close()
 
     def abandon(self) -> None:
         """Remove what this save has written, if it is not complete."""
@@ -395,11 +391,7 @@ class Target:
                 remove(self.path / METADATA)
                 if not any(self.path.iterdir()):
                     remove(self.path)
-        self._release()
-
-    def _release(self) -> None:
-        handle, self._lock = self._lock, None
-        _unlock(handle)
+        self._locked.close()
 
 
 def _check_free(path: AnyPath) -> str:
