@@ -295,7 +295,8 @@ class OwnParameters(Guard):
             return ""
         relation, source = "is", by_storage.get(_torch.storage_id(inner))
         if source is None and inner.requires_grad and not inner.is_leaf:  # such as a view in the memory before a cast
-            nodes = (node for node, _ in islice(_torch.iter_nodes(inner), _MAX_NODES))  # a state may have that of many calls
+            # a state may have the graph of many calls
+            nodes = (node for node, _ in islice(_torch.iter_nodes([inner.grad_fn]), _MAX_NODES))
             leaves = (leaf for node in nodes if isinstance(leaf := getattr(node, "variable", None), Tensor))
             found = [by_storage[at] for leaf in leaves if (at := _torch.storage_id(leaf)) in by_storage]
             relation, source = "was computed from", found[0] if found else None

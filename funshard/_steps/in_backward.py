@@ -154,7 +154,7 @@ class _UpdatingSums(GradSums):
                 handle.remove()
 
     def _hook_uses(self, loss: Tensor, leaves: Mapping[int, str]) -> Iterator[Any]:
-        for node, following in _torch.iter_nodes(loss):
+        for node, following in _torch.iter_nodes([loss.grad_fn]):
             uses = [find_entered_unit(other, i, self) for other, i in following]
             for other, _ in following:
                 if (key := leaves.get(id(getattr(other, "variable", None)))) is not None and replacement_key(node) is None:

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .errors import error_text
 from .levels import current_level, detach_level, is_wrapped, unwrap
-from .storage import shares_storage
 
 
 class Function(torch.autograd.Function):
@@ -58,16 +57,9 @@ def has_hooks(tensor: Tensor) -> bool:
 
 
 def is_leaf_view(tensor: Tensor) -> bool:
-    """Return whether the tensor is a leaf that requires grad, or a view of one. Pinned by ``test_views_of_leaves``."""
-    node = tensor.grad_fn
-    for _ in range(4):  # of views, of which backward knows only what they were made of
-        if node is None or len(node.next_functions) != 1:
-            break
-        node = node.next_functions[0][0]
-        if (leaf := getattr(node, "variable", None)) is not None:
-            return shares_storage(leaf, tensor)
-    below = unwrap(tensor)._base
-    return (tensor.requires_grad and tensor.grad_fn is None) or isinstance(below, torch.nn.Parameter)
+    """Return whether a tensor is a leaf that requires grad, a parameter, or a view of one. See ``test_views_of_leaves``."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and (base.requires_grad or isinstance(base, torch.nn.Parameter))
 
 
 Versioned = Tensor | tuple[Tensor, int]
@@ -220,21 +212,11 @@ Edge = tuple[Any, int]
 """A node of a graph, and the index of one of its results."""
 
 
-def iter_nodes(tensor: Tensor) -> Iterator[tuple[Any, Sequence[Edge]]]:
-    """Yield each node of a tensor's graph once, with the nodes whose results it takes, and the index of each result.
+def iter_nodes(nodes: Iterable[Any], begins: Set[Any] = frozenset()) -> Iterator[tuple[Any, Sequence[Edge]]]:
+    """Yield each node from these up to ``begins`` once, with the nodes whose results it takes, and the index of each result.
 
     Pinned by ``test_nodes_of_a_graph``.
     """
-    return _walk([tensor.grad_fn])
-
-
-def find_nodes(nodes: Iterable[Any], begins: Set[Any] = frozenset()) -> set[Any]:
-    """Return these nodes, and all that lie before them up to ``begins``. Pinned by ``test_nodes_of_a_graph``."""
-    return {*begins, *(node for node, _ in _walk(nodes, begins))}
-
-
-def _walk(nodes: Iterable[Any], begins: Set[Any] = frozenset()) -> Iterator[tuple[Any, Sequence[Edge]]]:
-    """Yield each node from these up to ``begins`` once, with its edges."""
     waiting = [node for node in dict.fromkeys(nodes) if node is not None and node not in begins]
     seen = {*begins, *waiting}
     while waiting:
@@ -254,4 +236,4 @@ def own_edges(tensor: Tensor) -> list[Edge]:
 def edges_in_graph(tensors: Iterable[Tensor]) -> set[Edge]:
     """Return the results of nodes that tensors are, or are computed from. Pinned by ``test_edges_in_a_graph``."""
     own = {edge for tensor in tensors for edge in own_edges(tensor)}
-    return own.union(*(edges for _, edges in _walk(node for node, _ in own)))
+    return own.union(*(edges for _, edges in iter_nodes(node for node, _ in own)))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.overrides import TorchFunctionMode
 
+from .dispatch import run_uncompiled
 from .tracing import assume_constant
 
 Code = TypeVar("Code", bound=types.FunctionType)
@@ -46,20 +47,6 @@ def copy_function(function: Code, name: str) -> Code:
     """
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name, None, function.__closure__)  # pyright: ignore[reportReturnType]
-
-
-def run_uncompiled(*functions: types.FunctionType) -> None:
-    """Make Dynamo leave the frames of these functions, and of what they call, as they are.
-
-    Where it goes on after a graph break it compiles all frames, those of saved-tensor hooks included. Pinned by
-    ``test_saved_tensor_hooks_are_not_traced``.
-    """
-    # takes a second to import
-    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    for function in functions:
-        set_code_exec_strategy(function.__code__, skip)
 
 
 def is_in_traced_function() -> bool:

@@ -19,6 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 A = TypeVar("A")
 
 
+def run_uncompiled(*functions: FunctionType) -> None:
+    """Make Dynamo leave the frames of these functions, and of what they call, as they are.
+
+    Where it goes on after a graph break it compiles all frames, those of saved-tensor hooks included. Pinned by
+    ``test_saved_tensor_hooks_are_not_traced``.
+    """
+    for function in functions:
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
 class DispatchMode(TorchDispatchMode):
     """A mode that sees every operator that runs, below autograd and all transforms. Pinned by ``test_a_dispatch_mode``."""
 
@@ -26,7 +36,7 @@ class DispatchMode(TorchDispatchMode):
         """Keep Dynamo out of the subclass's handler, by a mark on its code: torch's wrapper costs each operator three calls."""
         super().__init_subclass__(**kwargs)
         if isinstance(handler := vars(cls).get("__torch_dispatch__"), FunctionType):
-            set_code_exec_strategy(handler.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+            run_uncompiled(handler)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch._functorch.pyfunctorch import (
     temporarily_pop_interpreter_stack,
 )
 from torch.autograd.forward_ad import _set_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]
 
 
 def current_level() -> int:
@@ -289,30 +288,13 @@ class NoGradInTracedForwardMode(TorchFunctionMode):
             return type(out)(_detach_result(x, given) for x in out) if type(out) in (list, tuple) else out
 
 
-class _ModeCount(threading.local):
-    """The number of the modes that this thread is within."""
-
-    count = 0
-
-
-_MODE_COUNT = _ModeCount()
-
-
 class NoGradInForwardMode(NoGradInTracedForwardMode):
     """The same mode outside of torch.compile. Custom Functions run without it. Pinned by ``test_no_grad_in_forward_mode``."""
 
-    @staticmethod
-    def is_active() -> bool:
-        """Return whether this thread is within one, even if that is disabled for the moment."""
-        return _MODE_COUNT.count > 0
-
-    def __enter__(self) -> NoGradInForwardMode:
-        _MODE_COUNT.count += 1
-        return super().__enter__()  # pyright: ignore[reportReturnType]
-
-    def __exit__(self, *error: Any) -> None:
-        _MODE_COUNT.count -= 1
-        super().__exit__(*error)
+    @classmethod
+    def is_active(cls) -> bool:
+        """Return whether this thread is within one."""
+        return any(isinstance(mode, cls) for mode in _get_current_function_mode_stack())
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_grad_enabled() or not current_level():

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from .. import _torch
 
@@ -92,30 +91,32 @@ def _is_last_reader(level: int) -> bool:
     return _torch.is_last_backward(level) and not _torch.is_in_python_node()
 
 
-def _raise_freed(*_: object) -> Any:
-    """Raise the RuntimeError of a graph that a plain autograd.grad inside torch.func.grad has freed."""
-    raise RuntimeError(
-        "the graph of a torch.autograd.grad(..., create_graph=True, retain_graph=False) inside a torch.func.grad was freed: "
-        "expected retain_graph=True, or torch.func.grad inside as well"
-    )
+_GRAPH_FREED = (
+    "the graph of a torch.autograd.grad(..., create_graph=True, retain_graph=False) inside a torch.func.grad was freed: "
+    "expected retain_graph=True, or torch.func.grad inside as well"
+)
+
+
+def _raise_freed() -> Any:
+    raise RuntimeError(_GRAPH_FREED)
 
 
 def mark_graph_freed(like: Tensor, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Give gradients of the last backward of a torch.func.grad a graph like that of ``like``, which raises if it is used."""
-    return _FreedGraph.apply(like, *grads)
+    return BeginGraph.apply(_GRAPH_FREED, like, *grads)[1:]
 
 
-class _FreedGraph(_torch.Function):
-    """The identity on gradients, whose own backward raises RuntimeError: its graph was freed."""
-
-    @staticmethod
-    def forward(like: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tuple(grad.view_as(grad) for grad in grads)
+class BeginGraph(_torch.Function):
+    """Tensors whose graph begins here: it answers queries, and its backward raises a RuntimeError with this message."""
 
     @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+    def forward(message: str, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(x.detach() for x in xs)  # no views, which torch lets no one change in place
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _raise_freed()
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.message = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise RuntimeError(ctx.message)

@@ -20,7 +20,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from ..ambient import (
     refuse_outer,
 )
 from ..grad import assume_differentiated, is_assumed_differentiated
-from ..saved_tensors import SavedTensorHooks
+from ..saved_tensors import BeginGraph, SavedTensorHooks
 from .saved_results import SavedResults
 
 # --- Objects as bytes ---
@@ -323,23 +323,13 @@ _SEEN_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules whose first call in a transform has shown which tensors they read."""
 
 
-class BeginGraph(_torch.Function):
-    """Tensors whose graph begins here and has no derivative: it answers queries in the first run as that of the last one."""
-
-    @staticmethod
-    def forward(name: str, *xs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tuple(x.detach() for x in xs)  # no views, which torch lets no one change in place: `_check_operands` names them
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.name = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise RuntimeError(
-            f"{ctx.name} hands on a tensor by a global, or by an object that it was not given, where it has no gradient: "
-            "expected it in the result, or in an object among the arguments"
-        )
+def begin_graph(name: str, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Return tensors of the first run of the function of this name with a graph that answers queries as that of the last."""
+    message = (
+        f"{name} hands on a tensor by a global, or by an object that it was not given, where it has no gradient: expected it "
+        "in the result, or in an object among the arguments"
+    )
+    return BeginGraph.apply(message, *tensors)
 
 
 class RecomputedFunction:
@@ -357,9 +347,10 @@ class RecomputedFunction:
         parameters: Iterable[Any] = (vars(module).get("_parameters") or {} for module in modules)
         self._constants = {id(x) for own in parameters for x in dict.values(own)}  # nn.GRU lists its own; nothing is gathered
         self._before = self._freeze(roots)
+        self.tensors = tensors = self._before.tensors  # the operands, until `finish`
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
         self._attention = _torch.current_attention()
-        tensors, level, is_tracing = self._before.tensors, _torch.current_level(), _torch.is_tracing()
+        level, is_tracing = _torch.current_level(), _torch.is_tracing()
         self._flags = [x.requires_grad for x in tensors]
         # plain autograd is another level, where it records
         levels = level + _torch.is_in_forward_ad() + (self._grad and any(_torch.unwrap(x).requires_grad for x in tensors))
@@ -403,11 +394,6 @@ class RecomputedFunction:
             if error := _find_error(value):
                 raise self._uncopied(f"was given an object that cannot be copied for another run, {name} ({error})")
         return Snapshot(roots.values(), constants=self._constants, start=len(roots) - 1)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The operands, before the first run has ended."""
-        return list(self._before.tensors)
 
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
@@ -453,7 +439,7 @@ class RecomputedFunction:
         with torch.enable_grad():
             given = zip(xs, self._before.tensors, self._flags, strict=True)
             sources = [x.detach().requires_grad_() if _torch.is_wrapped(t) else t for x, t, flag in given if flag]
-            begun = iter(BeginGraph.apply(self.name, *sources))
+            begun = iter(begin_graph(self.name, sources))
         return tuple(next(begun) if flag else x for x, flag in zip(xs, self._flags, strict=True))
 
     def _run(self, roots: Sequence[Any], xs: Sequence[Tensor]) -> Any:
@@ -531,7 +517,7 @@ class RecomputedFunction:
         if any(_torch.level_of(r) > _torch.current_level() for r in results):
             refuse_outer(self.name, set(), ())
         tracked = [x for r in results if (x := _torch.unwrap(r)).requires_grad] if self._grad else []
-        nodes = _torch.find_nodes((x.grad_fn for x in tracked), begins) - begins
+        nodes = {node for node, _ in _torch.iter_nodes((x.grad_fn for x in tracked), begins)}
         leaves = [getattr(node, "variable", None) for node in nodes if not node.next_functions]
         leaves += [x for x in tracked if x.grad_fn is None]
         for x in results:
@@ -569,7 +555,7 @@ class RecomputedFunction:
         except Exception as error:
             raise self._uncopied(f"returns, stores or changes an object that cannot be copied ({error})") from error
         self._left = self._before.pickler = None
-        self._before.tensors = []
+        self.tensors = self._before.tensors = []
         del after, out, loaded
         if any(leaf() is not None for leaf in self._foreign):
             refuse_outer(self.name, self._foreign_ids, self._reached_modules())
