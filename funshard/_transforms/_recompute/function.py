@@ -19,7 +19,7 @@ import random
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class Snapshot:
     """Objects as bytes, each a part that knows the objects of those before; tensors and what all runs share, by number.
 
     ``tensors`` and shared objects ``others`` have the first numbers; what ``placed`` has by the id of an object is shared in
-    its place. The parts from ``start`` on share the tensors whose ids are in ``constants``, too. Errors are pickle's.
+    its place. Errors are pickle's.
     """
 
     def __init__(
@@ -101,8 +101,6 @@ class Snapshot:
         parts: Iterable[Any],
         tensors: Iterable[Tensor] = (),
         others: Iterable[Any] = (),
-        constants: Container[int] = (),
-        start: int = 0,
         *,
         placed: Mapping[int, Any] | None = None,
     ) -> None:
@@ -111,9 +109,7 @@ class Snapshot:
         self.tensors, self.others = list(tensors), list(others)
         file = io.BytesIO()
         self.pickler: Any = _Pickler(file, self) if placed is None else _Placer(file, self, placed)
-        for i, part in enumerate(parts):
-            if i == start:
-                self.pickler.constants = constants
+        for part in parts:
             begin = file.tell()
             self.pickler.dump(part)
             self.parts.append(file.getvalue()[begin:])
@@ -131,16 +127,15 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, snapshot: Snapshot) -> None:
         super().__init__(file, protocol=5)
         self._tensors, self._others = snapshot.tensors, snapshot.others
-        self.constants: Container[int] = ()
         self._tensor_numbers = {id(x): i for i, x in enumerate(self._tensors)}
         self._numbers = {id(_key_of(x)): i for i, x in enumerate(self._others)}
 
     def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         cls: Any = type(obj)
         if issubclass(cls, Tensor) and not issubclass(cls, _torch.ForbiddenTensor):
-            if id(obj) in self._tensor_numbers or (id(obj) not in self.constants and id(obj) not in self._numbers):
-                return _tensor, (self._number_tensor(obj),)
-            return _shared, (self.number(obj),)
+            if id(obj) in self._numbers:
+                return _shared, (self.number(obj),)
+            return _tensor, (self._number_tensor(obj),)
         if cls is types.FunctionType and obj.__module__ == __name__:
             return NotImplemented
         if cls is types.FunctionType and _has_own_state(obj):
@@ -344,8 +339,6 @@ class RecomputedFunction:
         self._call, self.name, self._modules = call, name, modules
         roots = {"context variables": _read_variables(), **roots}
         self._names = [*roots]
-        parameters: Iterable[Any] = (vars(module).get("_parameters") or {} for module in modules)
-        self._constants = {id(x) for own in parameters for x in dict.values(own)}  # nn.GRU lists its own; nothing is gathered
         self._before = self._freeze(roots)
         self.tensors = tensors = self._before.tensors  # the operands, until `finish`
         self._grad, self._forward_mode = torch.is_grad_enabled(), _torch.NoGradInForwardMode.is_active()
@@ -386,14 +379,14 @@ class RecomputedFunction:
     def _freeze(self, roots: dict[str, Any]) -> Snapshot:
         """Return the snapshot of the arguments; raise TypeError for one that cannot be copied."""
         with contextlib.suppress(Exception):
-            return Snapshot(roots.values(), constants=self._constants, start=len(roots) - 1)
+            return Snapshot(roots.values())
         for own in roots["attribute"].values() if self._modules else ():
             for key in [key for key, value in own.items() if _find_error(value)]:
                 del own[key]  # as a list of locks
         for name, value in roots.items():
             if error := _find_error(value):
                 raise self._uncopied(f"was given an object that cannot be copied for another run, {name} ({error})")
-        return Snapshot(roots.values(), constants=self._constants, start=len(roots) - 1)
+        return Snapshot(roots.values())
 
     @contextlib.contextmanager
     def last_run(self) -> Generator[None]:
@@ -418,7 +411,7 @@ class RecomputedFunction:
         out = self._run(roots, xs)
         self._check_operands(xs, versions)
         try:
-            after = Snapshot([*roots, out], xs, self._before.others, self._constants, len(roots) - 1)
+            after = Snapshot([*roots, out], xs, self._before.others)
         except Exception as error:
             raise self._uncopied(f"returns, stores or changes an object that cannot be copied ({error})") from error
         results = after.tensors[len(xs) :]
