@@ -24,7 +24,7 @@ from .._core.spec import PartitionSpec
 from .._core.tree import is_within
 from .._core.unit import Unit
 from .._spec.options import Compile, Remat, check_names, find_compiled, remat_of, surrounds_forward
-from .._transforms._recompute.saved_results import collect_regions
+from .._transforms.ambient import RUNNING
 from .._transforms.saved_tensors import SavedTensorHooks, unpack
 from .buffers import is_first_warning
 from .modes import UnitInUse
@@ -113,7 +113,7 @@ def _compile(options: Compile, remat: Remat | None, structure: Hashable) -> Run:
         nonlocal current
         current = path
         try:
-            with _torch.guard_hooks(), _torch.restore_autograd_state(), collect_regions(regions):
+            with _torch.guard_hooks(), _torch.restore_autograd_state(), RUNNING.set(regions=regions):
                 return compiled(module, args, kwargs)
         except RuntimeError as error:
             if (explained := _explain(error, path)) is error:

@@ -22,9 +22,10 @@ from .._core.spec import PartitionSpec
 from .._core.tree import join_path
 from .._spec.options import RECOMPUTE_ALL, inner_calls, remat_of
 from .._torch.tracing import phase
-from .._transforms._recompute.function import begin_graph, is_copied
+from .._transforms._recompute.function import HANDED_ON, is_copied
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms.ambient import run_unrecorded
+from .._transforms.saved_tensors import BeginGraph
 from .buffers import copy_buffer
 from .compiled_unit import can_run_compiled, is_compiled
 from .modes import Overlapped
@@ -219,7 +220,7 @@ class _RecomputedModule:
             else:
                 views = run_unrecorded(gathered.route.unflatten, gathered.buffer, gathered.unit)
                 if shard.requires_grad:  # the first run has a graph, which the parameters are to be asked for as well
-                    _, *views = begin_graph(self.name, (shard.detach().requires_grad_(), *views))
+                    _, *views = BeginGraph.apply(HANDED_ON.format(self.name), shard.detach().requires_grad_(), *views)
             names = (param.name for param in gathered.unit.params)
             params |= zip(names, views, strict=True)
             buffers[gathered.unit.key] = gathered.buffer

@@ -23,9 +23,8 @@ from torch.utils import _pytree as pytree
 from .. import _torch
 from .._spec.options import check_names
 from .._transforms._recompute.function import RUNNING
-from .._transforms._recompute.saved_results import collect_regions, current_regions
 from .._transforms.error_hints import add_compile_hint
-from .._transforms.grad import is_in_gradient
+from .._transforms.grad import is_differentiated_outside
 from ..optim._checks import refuse_shared_memory
 
 Step = TypeVar("Step", bound=Callable[..., Any])
@@ -101,7 +100,7 @@ def compile(
     run = torch.compile(_torch.copy_function(run, "run"), backend=compiler, fullgraph=fullgraph, **others)
 
     def run_traced(*args: Any, **kwargs: Any) -> tuple[Any, str]:
-        with _torch.guard_hooks(), collect_regions([]), _torch.collect_graph_errors() as errors:
+        with _torch.guard_hooks(), RUNNING.set(regions=[]), _torch.collect_graph_errors() as errors:
             try:
                 with _torch.restore_autograd_state():
                     return run(_identify_world(), *args, **kwargs)
@@ -126,7 +125,7 @@ def compile(
                 "compile: the compiled step is called inside of a torch.func transform, in which torch runs no compiled code: "
                 "expected the transform inside of the step, or the step without compile"
             )
-        if RUNNING.names or is_in_gradient((args, kwargs)):
+        if RUNNING.names or (RUNNING.is_in_gradient and is_differentiated_outside((args, kwargs))):
             raise RuntimeError(
                 "compile: the compiled step is called inside of a loss or a recomputed function, where its results are "
                 "constants: expected the gradient inside of the step, or the step without compile"
@@ -209,7 +208,7 @@ class _Backend:
         from .graph import annotate_phases
         from .passes import ChoosePass, SchedulePass
 
-        choose_pass = ChoosePass(current_regions() or ())
+        choose_pass = ChoosePass(RUNNING.regions or ())
         schedule_pass = SchedulePass(annotate_phases(graph.graph), self.prefetch, self.in_flight)
         if self.compiler == "inductor":
             passes = {_FIRST_PASS: choose_pass, _LAST_PASS: schedule_pass}

@@ -28,7 +28,7 @@ from .._spec.options import Remat
 from .._transforms._recompute.function import find_tensors
 from .._transforms._recompute.remat import call_recomputed
 from .._transforms._recompute.saved_results import mark_region
-from .._transforms.grad import assume_differentiated
+from .._transforms.ambient import RUNNING
 
 # --- What the arguments and results of a scan are like: slices of one length, and a state that keeps its tree and shapes ---
 
@@ -195,7 +195,7 @@ class _ScanRun:
         """Run one step, of slices of length 1, and check what it returns."""
         given = {"state": state, "x": pytree.tree_map(lambda leaf: leaf.squeeze(0), xs)}
         versions = _read_versions(given)
-        with contextlib.nullcontext() if _torch.is_in_graph() else assume_differentiated(recorded):
+        with contextlib.nullcontext() if _torch.is_in_graph() else RUNNING.set(is_differentiated=recorded):
             result = step(*given.values())
         _check_unchanged(given, versions)
         if not isinstance(result, tuple) or len(result) != 2:  # pyright: ignore[reportUnknownArgumentType]

@@ -294,7 +294,8 @@ class NoGradInForwardMode(NoGradInTracedForwardMode):
     @classmethod
     def is_active(cls) -> bool:
         """Return whether this thread is within one."""
-        return any(isinstance(mode, cls) for mode in _get_current_function_mode_stack())
+        is_any = torch._C._len_torch_function_stack() > 0  # pyright: ignore[reportAttributeAccessIssue]
+        return is_any and any(isinstance(mode, cls) for mode in _get_current_function_mode_stack())
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_grad_enabled() or not current_level():

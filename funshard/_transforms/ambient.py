@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import _torch
+from .._spec.options import Remat
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -124,24 +125,35 @@ class AmbientState:
 
 
 class _Running(threading.local):
-    """The functions that this thread runs and will run again, by name, the innermost last."""
+    """What runs in this thread."""
 
     names: tuple[str, ...] = ()
+    """The functions that run and will run again, the innermost last."""
     in_stack = False
+    """Whether several transforms are around the innermost."""
     is_first = False
     """Whether the innermost is in its first run, whose graph is not kept."""
+    first_runs: tuple[Any, ...] = ()
+    """The first runs that save results of operators, the innermost last."""
     is_paused = False
     """Whether results of operators are neither saved nor reused."""
+    is_in_gradient = False
+    """Whether plain autograd differentiates a loss function that runs."""
+    is_differentiated = False
+    """Whether something outside counts as differentiating what is computed, whose arguments may not require grad: a run of a
+    function may be below the transform that differentiates it, and what `grad` closes over would be a constant."""
+    regions: list[Remat] | None = None
+    """Where the regions are collected that torch.compile traces: inner ones have larger numbers."""
 
     @contextlib.contextmanager
-    def within(self, name: str, in_stack: bool, is_first: bool) -> Generator[None]:
-        """Count the function of this name as running within this context."""
-        before = self.names, self.in_stack, self.is_first
-        self.names, self.in_stack, self.is_first = (*self.names, name), in_stack, is_first
+    def set(self, **values: Any) -> Generator[None]:
+        """Set these attributes within this context."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
         try:
             yield
         finally:
-            self.names, self.in_stack, self.is_first = before
+            vars(self).update(before)
 
 
 RUNNING = _Running()

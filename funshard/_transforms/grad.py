@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree  # the tree that torch.func itself uses for arguments
 
 from .. import _torch
+from .ambient import RUNNING
 from .error_hints import add_hints
 
 
@@ -111,43 +110,9 @@ def value_and_grad(f: Callable[..., Any], argnums: int | tuple[int, ...] = 0, ha
     return lambda *args, **kwargs: grad_and_value(f, argnums, has_aux)(*args, **kwargs)[::-1]
 
 
-class _Assumption(threading.local):
-    """This thread's flags: whether computations are assumed to be differentiated outside, and whether `run_loss` runs."""
-
-    is_differentiated = False
-    is_in_gradient = False
-
-
-_ASSUMPTION = _Assumption()
-
-
-@contextlib.contextmanager
-def assume_differentiated(is_differentiated: bool) -> Generator[None]:
-    """Make `grad` in this context use torch.func if the flag is True; otherwise its arguments decide.
-
-    Such a run may be below the transform that differentiates it, with arguments that do not require grad: what `grad` closes
-    over would be a constant.
-    """
-    before, _ASSUMPTION.is_differentiated = _ASSUMPTION.is_differentiated, is_differentiated
-    try:
-        yield
-    finally:
-        _ASSUMPTION.is_differentiated = before
-
-
-def is_in_gradient(arguments: object) -> bool:
-    """Return whether the caller runs inside `run_loss`, and something may differentiate what it computes."""
-    return _ASSUMPTION.is_in_gradient and is_differentiated_outside(arguments)
-
-
-def is_assumed_differentiated() -> bool:
-    """Return whether the innermost `assume_differentiated` in this thread has the flag True."""
-    return _ASSUMPTION.is_differentiated
-
-
 def is_differentiated_outside(arguments: object) -> bool:
     """Return whether anything outside can differentiate, batch or trace what is computed from these arguments."""
-    if _torch.is_in_graph() or _torch.current_level() or _torch.is_in_forward_ad() or is_assumed_differentiated():
+    if _torch.is_in_graph() or _torch.current_level() or _torch.is_in_forward_ad() or RUNNING.is_differentiated:
         return True
     tensors = (leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -184,14 +149,11 @@ def check_recorded(who: str, chosen: object) -> None:
 
 
 def run_loss(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Call a loss function that plain autograd differentiates, with `is_in_gradient` set, and return ``(loss, aux)``."""
+    """Call a loss function that plain autograd differentiates, with `RUNNING` told, and return ``(loss, aux)``."""
     if _torch.is_in_graph():
         return split_loss(f(*args, **kwargs), has_aux)
-    before, _ASSUMPTION.is_in_gradient = _ASSUMPTION.is_in_gradient, True
-    try:
+    with RUNNING.set(is_in_gradient=True):
         return split_loss(f(*args, **kwargs), has_aux)
-    finally:
-        _ASSUMPTION.is_in_gradient = before
 
 
 def split_loss(out: Any, has_aux: bool) -> tuple[Tensor, Any]:

@@ -206,7 +206,7 @@ def offload(
         outer = find_hooks(_torch.current_pack_hook())
         held = outer.held if isinstance(outer, OffloadHooks) else ()
         module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
-        own = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
+        own = module.buffers() if isinstance(module, nn.Module) else ()
         return OffloadHooks(outer.restorable if outer else {}, target, held).run(f, own, args, kwargs)
 
     return run
@@ -318,8 +318,6 @@ class ActivationOffload:
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not can_offload():
-                return forward(*args, **kwargs)
             return self.hooks(path, restorable).run(forward, module.buffers(), args, kwargs)
 
         return run

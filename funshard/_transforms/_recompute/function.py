@@ -39,7 +39,6 @@ from ..ambient import (
     messages_in_stack,
     refuse_outer,
 )
-from ..grad import assume_differentiated, is_assumed_differentiated
 from ..saved_tensors import BeginGraph, SavedTensorHooks
 from .saved_results import SavedResults
 
@@ -55,7 +54,7 @@ _SHARED = (nn.Module, types.FunctionType, weakref.ref, contextvars.ContextVar, *
 _CONTAINERS = (tuple, list, dict, set, Mesh, ProcessAxis, Simulated)
 _COPIED = (Tensor, tuple, list, dict, set, deque, functools.partial, torch.Generator, random.Random)
 _FILLED = (list, dict, set, deque, types.CellType)
-_IMMUTABLE = (Tensor, tuple, frozenset, functools.partial, types.MethodType, torch.Generator, *ATOMS - {type(...)})
+_IMMUTABLE = (Tensor, tuple, frozenset, functools.partial, types.MethodType)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -318,13 +317,11 @@ _SEEN_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The modules whose first call in a transform has shown which tensors they read."""
 
 
-def begin_graph(name: str, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Return tensors of the first run of the function of this name with a graph that answers queries as that of the last."""
-    message = (
-        f"{name} hands on a tensor by a global, or by an object that it was not given, where it has no gradient: expected it "
-        "in the result, or in an object among the arguments"
-    )
-    return BeginGraph.apply(message, *tensors)
+HANDED_ON = (
+    "{} hands on a tensor by a global, or by an object that it was not given, where it has no gradient: expected it in the "
+    "result, or in an object among the arguments"
+)
+"""The error of a graph that begins in the first run, whose tensors answer queries as those of the last run."""
 
 
 class RecomputedFunction:
@@ -362,7 +359,7 @@ class RecomputedFunction:
         if level and not (modules and modules[0] in _SEEN_MODULES):  # each time in a function, for a module in its first call
             self._outer_tensors = OuterTensors(name, self._reached_modules())
             _SEEN_MODULES.update(modules[:1])
-        self._in_transform = level > 0 or is_assumed_differentiated()  # later runs may be below it
+        self._in_transform = level > 0 or RUNNING.is_differentiated  # later runs may be below it
         self._is_last = False
         self._ambient: AmbientState | None = None
         self.has_changed_objects = False
@@ -432,7 +429,7 @@ class RecomputedFunction:
         with torch.enable_grad():
             given = zip(xs, self._before.tensors, self._flags, strict=True)
             sources = [x.detach().requires_grad_() if _torch.is_wrapped(t) else t for x, t, flag in given if flag]
-            begun = iter(begin_graph(self.name, sources))
+            begun = iter(BeginGraph.apply(HANDED_ON.format(self.name), *sources))
         return tuple(next(begun) if flag else x for x, flag in zip(xs, self._flags, strict=True))
 
     def _run(self, roots: Sequence[Any], xs: Sequence[Tensor]) -> Any:
@@ -440,12 +437,12 @@ class RecomputedFunction:
         variables, *arguments = roots
         with contextlib.ExitStack() as stack:
             is_first = self._ambient is None
-            stack.enter_context(RUNNING.within(self.name, self._in_stack, is_first))
+            values = {"names": (*RUNNING.names, self.name), "in_stack": self._in_stack, "is_first": is_first}
+            stack.enter_context(RUNNING.set(**values, is_differentiated=self._in_transform and not is_first))
             if self._ambient is None:
                 self._ambient = AmbientState(xs, [x for x in self._before.others if isinstance(x, torch.Generator)])
             else:
                 stack.enter_context(self._ambient.restored())
-            stack.enter_context(assume_differentiated(self._in_transform and not is_first))
             stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._forward_mode:  # the last mode sees a function first, and by whose code it is called
                 stack.enter_context(_torch.NoGradInForwardMode())

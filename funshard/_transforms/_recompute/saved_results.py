@@ -7,7 +7,6 @@ that operator a run made before it, as in torch.utils.checkpoint. Of what torch.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -22,16 +21,6 @@ from ..ambient import RUNNING, AmbientState
 
 Call = tuple[_torch.OpTraits, int]
 """A call of an operator: the operator, and how many calls of it were before."""
-
-
-class _Thread(threading.local):
-    first_runs: tuple[_SavingRun, ...] = ()
-    """The first runs that save results in this thread, the innermost last."""
-    regions: list[Remat] | None = None
-    """Where regions are collected now."""
-
-
-_THREAD = _Thread()
 
 
 def checkpoint_name(x: Tensor, name: str) -> Tensor:
@@ -58,10 +47,13 @@ def checkpoint_name(x: Tensor, name: str) -> Tensor:
         tensor(True)
     """
     if _torch.is_in_graph():
-        return mark_name(x, name)
+        if not _is_name_saved(name):
+            return x
+        with _torch.annotate_graph(**{NAME_KEY: name}):
+            return x.view_as(x)
     if not isinstance(x, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"checkpoint_name: expected a tensor and a name, got a {type(x).__name__} and {name!r}")
-    for run in _THREAD.first_runs:
+    for run in RUNNING.first_runs:
         run.add_name(x, name)
     return x
 
@@ -92,15 +84,15 @@ class SavedResults:
     @contextlib.contextmanager
     def run(self, ambient: AmbientState, *, is_first: bool) -> Generator[None]:
         """Save results within this context in the first run, reuse them in the last one; another one has none left."""
-        before, run = _THREAD.first_runs, (_SavingRun if is_first else _ReusingRun)(self, ambient)
+        before, run = RUNNING.first_runs, (_SavingRun if is_first else _ReusingRun)(self, ambient)
         if isinstance(run, _SavingRun):
-            _THREAD.first_runs = (*before, run)
+            RUNNING.first_runs = (*before, run)
         try:
             with run if is_first or self.by_call else contextlib.nullcontext():
                 yield
             run.finish()
         finally:
-            _THREAD.first_runs = before
+            RUNNING.first_runs = before
             if not is_first:
                 self.by_call.clear()
 
@@ -234,25 +226,10 @@ REGION_PREFIX, NAME_KEY = "funshard_region_", "funshard_name"
 """Keys of annotations: the first, with a number, on all that a region traces; the second on a view of a named tensor."""
 
 
-@contextlib.contextmanager
-def collect_regions(regions: list[Remat] | None) -> Generator[None]:
-    """Collect regions of what is traced within this context, None for nowhere: inner ones have larger numbers."""
-    before, _THREAD.regions = _THREAD.regions, regions
-    try:
-        yield
-    finally:
-        _THREAD.regions = before
-
-
-def current_regions() -> list[Remat] | None:
-    """Return where regions are collected now."""
-    return _THREAD.regions
-
-
 @_torch.assume_constant
 def is_collecting_regions() -> bool:
-    """Return whether there is such a place."""
-    return _THREAD.regions is not None
+    """Return whether regions are collected now."""
+    return RUNNING.regions is not None
 
 
 @contextlib.contextmanager
@@ -263,22 +240,14 @@ def mark_region(remat: Remat) -> Generator[None]:
         yield
 
 
-def mark_name(x: Tensor, name: str) -> Tensor:
-    """Return a tensor annotated with a name if an open region saves it."""
-    if not _is_name_saved(name):
-        return x
-    with _torch.annotate_graph(**{NAME_KEY: name}):
-        return x.view_as(x)
-
-
 @_torch.assume_constant
 def _enter_region(save: Save | None) -> int:
-    if _THREAD.regions is None:
+    if RUNNING.regions is None:
         return -1
-    _THREAD.regions.append(Remat(save))
-    return len(_THREAD.regions) - 1
+    RUNNING.regions.append(Remat(save))
+    return len(RUNNING.regions) - 1
 
 
 @_torch.assume_constant
 def _is_name_saved(name: str) -> bool:
-    return any(name in remat.names for remat in _THREAD.regions or ())
+    return any(name in remat.names for remat in RUNNING.regions or ())
