@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +54,20 @@ def scale_blocks(values: Tensor, absmax: Tensor, block: int) -> Tensor:
     return values
 
 
+@dataclass(frozen=True)
+class _Function:
+    """A function with its first arguments, and no closure: two alike are equal, and a spec that holds them can be pickled.
+
+    The last tensor of what the functions below encode is empty, and has the length and the dtype of the slice.
+    """
+
+    function: Callable[..., Any]
+    options: tuple[Any, ...]
+
+    def __call__(self, *tensors: Tensor, **dtype: Any) -> Any:
+        return self.function(*self.options, *tensors, **dtype)
+
+
 # --- cast: values in another dtype ---
 
 
@@ -75,23 +91,16 @@ def cast(dtype: torch.dtype) -> Codec:
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"codecs.cast: expected a floating point dtype of at least 16 bits, got {dtype!r}; int8 has scales")
-    return Codec(_Cast(dtype), _CastBack(), takes_dtype=True, name=f"cast({dtype})")
+    return Codec(_Function(_cast, (dtype,)), _cast_back, takes_dtype=True, name=f"cast({dtype})")
 
 
-@dataclass(frozen=True)
-class _Cast:
-    """The encoder of `cast`: the values, and an empty tensor of their own dtype."""
-
-    dtype: torch.dtype
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.to(self.dtype), x.new_empty(len(x), 0)
+def _cast(dtype: torch.dtype, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values, and an empty tensor of their own dtype."""
+    return x.to(dtype), x.new_empty(len(x), 0)
 
 
-@dataclass(frozen=True)
-class _CastBack:
-    def __call__(self, values: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        return values.to(dtype or like.dtype)
+def _cast_back(values: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return values.to(dtype or like.dtype)
 
 
 # --- int8 and nf4: evenly spaced levels, and quantiles of the normal distribution ---
@@ -103,8 +112,13 @@ NF4 = (
 )  # fmt: skip
 """The 16 values of NormalFloat: quantiles of the normal distribution, with a zero. Appendix E of Dettmers et al., 2023."""
 
-_MIDDLES = tuple((a + b) / 2 for a, b in itertools.pairwise(NF4))
-"""The bounds between neighbouring levels of NF4."""
+
+def _middles(levels: Sequence[float]) -> tuple[float, ...]:
+    """Return the bounds between neighbouring levels."""
+    return tuple((a + b) / 2 for a, b in itertools.pairwise(levels))
+
+
+_MIDDLES = _middles(NF4)
 _PAIRS = tuple((a, b) for a in NF4 for b in NF4)
 """The two values that each byte stands for."""
 _SCALES = 256
@@ -126,7 +140,7 @@ def int8(block: int = 64) -> Codec:
         tensor([127.,   1.,   0.,  -2.,   5.])
     """
     check_block(block, 1)
-    to, back = _ToInt8(block), _FromInt8(block)
+    to, back = _Function(_to_int8, (block,)), _Function(_from_int8, (block,))
     return Codec(to, back, block=block, takes_dtype=True, name=f"int8(block={block})")
 
 
@@ -148,72 +162,48 @@ def nf4(block: int = 64, *, double_quant: bool = False) -> Codec:
     """
     check_block(block, 2)
     options = f"block={block}" + (", double_quant=True" if double_quant else "")
-    to, back = _ToNF4(block, double_quant), _FromNF4(block, double_quant)
+    to, back = (_Function(f, (block, double_quant)) for f in (_to_nf4, _from_nf4))
     return Codec(to, back, block=block, takes_dtype=True, name=f"nf4({options})")
 
 
-# Classes, and not closures: two of one block are equal, and a spec that holds them can be pickled. The last tensor of what
-# they encode is empty, and has the length and the dtype of the slice.
+def _to_int8(block: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales of blocks, and the length."""
+    ratios, absmax = block_ratios(x, block)
+    return ratios.mul_(127).flatten()[: len(x)].round_().to(torch.int8), absmax, x.new_empty(len(x), 0)
 
 
-@dataclass(frozen=True)
-class _ToInt8:
-    """The encoder of `int8`: codes, scales of blocks, and the length."""
-
-    block: int
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ratios, absmax = block_ratios(x, self.block)
-        return ratios.mul_(127).flatten()[: len(x)].round_().to(torch.int8), absmax, x.new_empty(len(x), 0)
+def _from_int8(block: int, codes: Tensor, absmax: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    wide = widen_dtype(absmax.dtype)  # rounded once: in 16 bits twice would be a whole step off
+    return scale_blocks(codes.to(wide).div_(127), absmax.to(wide), block).to(dtype or like.dtype)
 
 
-@dataclass(frozen=True)
-class _FromInt8:
-    block: int
-
-    def __call__(self, codes: Tensor, absmax: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        wide = widen_dtype(absmax.dtype)  # rounded once: in 16 bits twice would be a whole step off
-        return scale_blocks(codes.to(wide).div_(127), absmax.to(wide), self.block).to(dtype or like.dtype)
-
-
-@dataclass(frozen=True)
-class _ToNF4:
-    """The encoder of `nf4`: two codes a byte, and scales, perhaps quantized themselves."""
-
-    block: int
-    double_quant: bool
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        ratios, absmax = block_ratios(x, self.block)
-        codes = torch.zeros_like(ratios, dtype=torch.uint8)
-        for middle in _MIDDLES:
-            codes = codes + (ratios > middle)
-        pairs = codes.view(-1, 2)
-        packed = (pairs[:, 0] * 16 + pairs[:, 1])[: (len(x) + 1) // 2]
-        if not self.double_quant:
-            return packed, absmax, x.new_empty(len(x), 0)
-        absmax = absmax.to(widen_dtype(x.dtype))
-        mean = (absmax / max(len(absmax), 1)).sum()  # of which the sum does not overflow
-        return packed, *_ToInt8(_SCALES)(absmax - mean), mean, x.new_empty(len(x), 0)
+def _to_nf4(block: int, double_quant: bool, x: Tensor) -> tuple[Tensor, ...]:
+    """Return two codes a byte, scales, perhaps quantized themselves, and the length."""
+    ratios, absmax = block_ratios(x, block)
+    codes = torch.zeros_like(ratios, dtype=torch.uint8)
+    for middle in _MIDDLES:
+        codes = codes + (ratios > middle)
+    pairs = codes.view(-1, 2)
+    packed = (pairs[:, 0] * 16 + pairs[:, 1])[: (len(x) + 1) // 2]
+    if not double_quant:
+        return packed, absmax, x.new_empty(len(x), 0)
+    absmax = absmax.to(widen_dtype(x.dtype))
+    mean = (absmax / max(len(absmax), 1)).sum()  # of which the sum does not overflow
+    return packed, *_to_int8(_SCALES, absmax - mean), mean, x.new_empty(len(x), 0)
 
 
-@dataclass(frozen=True)
-class _FromNF4:
-    block: int
-    double_quant: bool
-
-    def __call__(self, packed: Tensor, *rest: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        *scales, like = rest
-        dtype = dtype or like.dtype
-        absmax = scales[0]
-        if self.double_quant:
-            *coded, mean = scales
-            most = min(torch.finfo(dtype).max, torch.finfo(mean.dtype).max)
-            absmax = (_FromInt8(_SCALES)(*coded) + mean).clamp(0, most)
-        # a copy of so few bytes does not wait for the device
-        pairs = torch.tensor(_PAIRS, dtype=dtype).to(packed.device, non_blocking=True)
-        values = F.embedding(packed.to(torch.int32), pairs).flatten()[: len(like)]
-        return scale_blocks(values, absmax.to(dtype), self.block)
+def _from_nf4(block: int, double_quant: bool, packed: Tensor, *rest: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    *scales, like = rest
+    dtype = dtype or like.dtype
+    absmax = scales[0]
+    if double_quant:
+        *coded, mean = scales
+        most = min(torch.finfo(dtype).max, torch.finfo(mean.dtype).max)
+        absmax = (_from_int8(_SCALES, *coded) + mean).clamp(0, most)
+    # a copy of so few bytes does not wait for the device
+    pairs = torch.tensor(_PAIRS, dtype=dtype).to(packed.device, non_blocking=True)
+    values = F.embedding(packed.to(torch.int32), pairs).flatten()[: len(like)]
+    return scale_blocks(values, absmax.to(dtype), block)
 
 
 # --- dynamic8: 8 bits whose levels are dense near zero, for the moments of optimizers ---
@@ -251,36 +241,27 @@ def dynamic8(block: int = 256) -> Codec:
         tensor([-4.0000e+00,  1.0750e-03,  0.0000e+00,  2.0031e+00])
     """
     check_block(block, 1)
-    to, back = _ToDynamic(block), _FromDynamic(block)
+    to, back = _Function(_to_dynamic, (block,)), _Function(_from_dynamic, (block,))
     return Codec(to, back, block=block, takes_dtype=True, name=f"dynamic8(block={block})")
 
 
-@dataclass(frozen=True)
-class _ToDynamic:
-    """The encoder of `dynamic8`: codes, scales of blocks, and the length."""
-
-    block: int
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        ratios, absmax = block_ratios(x, self.block)
-        rows = F.pad(x, (0, -len(x) % self.block)).view(-1, self.block)
-        unsigned = (rows.amin(1) >= 0) & (absmax > 0)
-        ratios, column = ratios.float(), unsigned.to(torch.int32)[:, None]
-        levels = _nearest_levels(ratios, column).maximum((rows > 0) * (257 * column))
-        codes = ((levels - _ZERO * (1 - column)) & 255).to(torch.uint8).flatten()[: len(x)]
-        return codes, torch.where(unsigned, -absmax, absmax), x.new_empty(len(x), 0)
+def _to_dynamic(block: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales of blocks, and the length."""
+    ratios, absmax = block_ratios(x, block)
+    rows = F.pad(x, (0, -len(x) % block)).view(-1, block)
+    unsigned = (rows.amin(1) >= 0) & (absmax > 0)
+    ratios, column = ratios.float(), unsigned.to(torch.int32)[:, None]
+    levels = _nearest_levels(ratios, column).maximum((rows > 0) * (257 * column))
+    codes = ((levels - _ZERO * (1 - column)) & 255).to(torch.uint8).flatten()[: len(x)]
+    return codes, torch.where(unsigned, -absmax, absmax), x.new_empty(len(x), 0)
 
 
-@dataclass(frozen=True)
-class _FromDynamic:
-    block: int
-
-    def __call__(self, codes: Tensor, absmax: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        wide = widen_dtype(absmax.dtype)
-        padded = F.pad(codes.to(torch.int32), (0, -len(codes) % self.block)).view(-1, self.block)
-        levels = padded + 256 * (absmax < 0).to(torch.int32)[:, None]
-        values = _look_up("decoded", levels).to(wide).flatten()[: len(codes)]
-        return scale_blocks(values, absmax.abs().to(wide), self.block).to(dtype or like.dtype)
+def _from_dynamic(block: int, codes: Tensor, absmax: Tensor, like: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    wide = widen_dtype(absmax.dtype)
+    padded = F.pad(codes.to(torch.int32), (0, -len(codes) % block)).view(-1, block)
+    levels = padded + 256 * (absmax < 0).to(torch.int32)[:, None]
+    values = _look_up("decoded", levels).to(wide).flatten()[: len(codes)]
+    return scale_blocks(values, absmax.abs().to(wide), block).to(dtype or like.dtype)
 
 
 def _nearest_levels(ratios: Tensor, unsigned: Tensor) -> Tensor:
@@ -315,10 +296,6 @@ def _is_recorded(tensor: Tensor) -> bool:
 def _kept_table(name: str, device: torch.device) -> Tensor:
     with _torch.below_transforms(), torch.inference_mode(False), torch.no_grad():
         return (_levels_by_key() if name == "by_key" else torch.tensor(_SMALL_TABLES[name])).to(device)
-
-
-def _middles(levels: list[float]) -> tuple[float, ...]:
-    return tuple((a + b) / 2 for a, b in itertools.pairwise(levels))
 
 
 _SMALL_TABLES = {
