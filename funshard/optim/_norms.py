@@ -18,7 +18,7 @@ from .._core.unit import Unit
 from .._slices.pieces import check_slice, map_unpadded, split_by_param
 from .._spec.local import distinct_axes
 from .._wire.host import compute_device
-from ..collectives._agree import Comparison, RankLines, find_host_groups
+from ..collectives._agree import Comparison, RankLines, find_difference, find_host_groups
 from ..collectives._functions import gather_slices, sum_shards
 from ..collectives._world import check_spans_world
 from ._checks import check_tensors, vary_over
@@ -222,14 +222,10 @@ def _compare_trees(tree: Mapping[str, Tensor], spec: PartitionSpec, what: str) -
 
 
 def _make_difference_error(everyone: RankLines) -> ValueError:
-    (rank, expected), *others = everyone
-    other, got = next(one for one in others if one[1] != expected)
-    pairs = (expected, got, rank, other), (got, expected, other, rank)
-    only = [(key, here, there) for keys, known, here, there in pairs for key in keys if key not in known]
-    found = "{} is in the tree of rank {} and not in that of rank {}".format(*only[0]) if only else "trees have other orders"
+    (rank, expected), (other, got) = find_difference(everyone)
     return ValueError(
-        f"a norm or an inner product: {found}: expected the same keys in the same order on all ranks, such as all units of the "
-        "spec; an unused parameter has gradient zeros"
+        f"a norm or an inner product: rank {rank} has {expected} in its tree where rank {other} has {got}: expected the same "
+        "keys in the same order on all ranks, such as all units of the spec; an unused parameter has gradient zeros"
     )
 
 
