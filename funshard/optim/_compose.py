@@ -116,13 +116,10 @@ def chain(*links: Pair | Link) -> Optimizer:
             )
     if not is_pair(links[-1]):
         raise TypeError(f"chain: argument {len(links) - 1}: expected (init, update), got {links[-1]!r}")
-    around = next((i for i, link in reversed([*enumerate(links)]) if callable(link)), None)
-    if around is None:
-        return _chain_pairs([link for link in links if isinstance(link, tuple)])
-    outer: Any = links[around]
-    inner = links[around + 1 :]
-    optimizer = outer(inner[0] if len(inner) == 1 else chain(*inner))
-    return chain(*links[:around], optimizer) if around else optimizer
+    pairs: list[Any] = []
+    for link in reversed(links):
+        pairs = [link(pairs[0] if len(pairs) == 1 else _chain_pairs(pairs))] if callable(link) else [link, *pairs]
+    return pairs[0] if callable(links[0]) else _chain_pairs(pairs)
 
 
 def _chain_pairs(pairs: list[Pair]) -> Optimizer:
