@@ -203,16 +203,15 @@ def batch_matrices(found: Sequence[Matrix], spec: PartitionSpec) -> list[list[in
     """Return indices of the matrices in batches: neighbours with one `_batch_key`, up to the memory of all ranks."""
     room = len(all_coords(spec)) * max((matrix.unit.numel for matrix in found), default=0)
     out: list[list[int]] = []
-    numel = 0
-    for i, matrix in enumerate(found):
-        of_all_owners = matrix.numel * count_ranks(matrix.stack_axes, spec.bound_mesh)
-        before = found[out[-1][-1]] if out else None
-        alike = before is not None and _batch_key(before) == _batch_key(matrix)
-        if not alike or WORKSPACE_FACTOR * (numel + of_all_owners) > room:
-            out.append([])
-            numel = 0
-        out[-1].append(i)
-        numel += of_all_owners
+    for _, alike in itertools.groupby(range(len(found)), lambda i: _batch_key(found[i])):
+        numel = math.inf  # a batch of its own
+        for i in alike:
+            of_all_owners = found[i].numel * count_ranks(found[i].stack_axes, spec.bound_mesh)
+            if WORKSPACE_FACTOR * (numel + of_all_owners) > room:
+                out.append([])
+                numel = 0
+            out[-1].append(i)
+            numel += of_all_owners
     return out
 
 
