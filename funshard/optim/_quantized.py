@@ -58,8 +58,8 @@ def _chunk_length(numel: int, codec: Codec, device: torch.device) -> int:
     return length if length < numel and _torch.is_eager() else numel
 
 
-def _check_arguments(who: str, codec: object, spec: PartitionSpec, at_least: int | None = None) -> None:
-    """Raise TypeError or ValueError unless the codec encodes each block by itself, and no block straddles parameters."""
+def _check_arguments(who: str, codec: object, spec: PartitionSpec) -> None:
+    """Raise TypeError or ValueError unless the codec encodes each block by itself."""
     check_spec(spec)
     if not isinstance(codec, Codec):
         raise TypeError(f"{who}: codec: expected a Codec such as codecs.dynamic8(), got {codec!r}")
@@ -71,9 +71,6 @@ def _check_arguments(who: str, codec: object, spec: PartitionSpec, at_least: int
             f"{who}: {codec} does not encode each block of {codec.block} elements by itself, so that the state would depend on "
             "the number of ranks: expected codes and one scale for each block, as of codecs.dynamic8()"
         )
-    for unit in spec:
-        if unit.requires_grad and _encodes(unit, at_least):
-            _check_blocks(who, codec, unit)
 
 
 def _check_blocks(who: str, codec: Codec, unit: Unit) -> None:
@@ -85,8 +82,8 @@ def _check_blocks(who: str, codec: Codec, unit: Unit) -> None:
         )
 
 
-def _encodes(unit: Unit, at_least: int | None) -> bool:
-    return at_least is not None and unit.numel >= at_least and unit.dtype.is_floating_point and not unit.is_encoded
+def _encodes(unit: Unit, at_least: int) -> bool:
+    return unit.numel >= at_least and unit.dtype.is_floating_point and not unit.is_encoded
 
 
 def _find_units(who: str, state: object, spec: PartitionSpec) -> Mapping[str, Mapping[str, Any]]:
@@ -168,7 +165,7 @@ def encode_state(
         >>> {name: (part.dtype, len(part)) for name, part in state[""]["exp_avg"]._asdict().items()}
         {'codes': (torch.uint8, 4096), 'scales': (torch.float32, 16)}
     """
-    _check_arguments("encode_state", codec, spec, at_least)
+    _check_arguments("encode_state", codec, spec)
     out: dict[str, UnitState] = {}
     for key, values in _find_units("encode_state", state, spec).items():
         out[key] = new = UnitState(values, {name for name, x in values.items() if isinstance(x, Tensor) and not x.dim()})
@@ -247,8 +244,11 @@ def quantized_state(
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022.
     """
     who = "quantized_state"
-    _check_arguments(who, codec, spec, at_least)
+    _check_arguments(who, codec, spec)
     check_optimizer(who, optimizer)
+    for unit in spec:
+        if unit.requires_grad and _encodes(unit, at_least):
+            _check_blocks(who, codec, unit)
     begin, apply = optimizer
 
     def init(params: Tensors, /) -> Any:
@@ -273,8 +273,8 @@ def quantized_state(
             if is_donated:
                 encoded = {k: {n: x for n, x in v.items() if isinstance(x, QuantizedSlice)} for k, v in units.items()}
                 refuse_shared_memory(_argument_tensors(state=encoded))
-        found_slots = {key: _encoded_slots(key, values, spec, codec, at_least) for key, values in units.items()}
-        slots = {key: names for key, names in found_slots.items() if names}
+        found = ((key, _encoded_slots(key, values, spec, codec, at_least)) for key, values in units.items())
+        slots = {key: names for key, names in found if names}
         for what, tree in (("gradient", grads), ("param", params)):
             if missing := [key for key in slots if key not in tree]:
                 raise ValueError(
