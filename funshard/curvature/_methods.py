@@ -21,20 +21,12 @@ from ._operator import Operator, find_largest, probe_seed, read_numbers
 
 @dataclass(frozen=True, eq=False)
 class Tridiagonal:
-    """The result of `lanczos`: a tridiagonal matrix, whose eigenvalues (Ritz values) approximate those of the operator.
+    """The result of `lanczos`: a tridiagonal matrix, whose eigenvalues (Ritz values) approximate those of the operator."""
 
-    Attributes:
-        diagonal: [steps], float64 on the CPU, the same on all ranks.
-        off_diagonal: [steps - 1].
-        remainder: The next element of the off-diagonal: 0 if the vectors span an invariant subspace, whose Ritz values are
-            eigenvalues of the operator.
-        basis: The orthonormal vectors by unit key, [steps, this rank's slice]; None without reorthogonalisation.
-    """
-
-    diagonal: Tensor
-    off_diagonal: Tensor
-    remainder: float
-    basis: Params | None
+    diagonal: Tensor  # [steps], float64 on the CPU, the same on all ranks
+    off_diagonal: Tensor  # [steps - 1]
+    remainder: float  # its next element: 0 if the vectors span an invariant subspace, whose Ritz values are eigenvalues
+    basis: Params | None  # the orthonormal vectors by unit key, [steps, this rank's slice]; None without reorthogonalisation
 
     @cached_property
     def _eigh(self) -> tuple[Tensor, Tensor]:
@@ -151,17 +143,11 @@ def lanczos(
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """The result of `slq`: an estimate of the spectral density by points and weights.
+    """The result of `slq`: an estimate of the spectral density by points and weights."""
 
-    Attributes:
-        values: The points, [points], float64 on the CPU.
-        weights: Their weights, which sum to 1.
-        numel: The number of eigenvalues.
-    """
-
-    values: Tensor
-    weights: Tensor
-    numel: int
+    values: Tensor  # the points, [points], float64 on the CPU
+    weights: Tensor  # their weights, which sum to 1
+    numel: int  # the number of eigenvalues
 
     def density(self, at: Tensor, width: float) -> Tensor:
         """Return the density at some points, each eigenvalue a normal distribution: its integral is 1.
@@ -240,22 +226,13 @@ def _as_tensor(numbers: Sequence[float]) -> Tensor:
 
 
 class Solution(NamedTuple):
-    """The result of `cg`.
+    """The result of `cg`."""
 
-    Attributes:
-        x: This rank's slices of the solution.
-        residual: The length of b - A x relative to b's, by a product with the x that is returned.
-        products: How many there were.
-        converged: Whether the residual is within the tolerance.
-        negative_curvature: Whether a direction p had <p, A p> <= 0, up to rounding: the operator is not positive there, and x
-            is the solution before it.
-    """
-
-    x: Params
-    residual: float
-    products: int
-    converged: bool
-    negative_curvature: bool
+    x: Params  # this rank's slices of the solution, or with negative curvature of the one before it
+    residual: float  # the length of b - A x relative to b's, by a product with the x that is returned
+    products: int  # how many there were
+    converged: bool  # whether the residual is within the tolerance
+    negative_curvature: bool  # whether a direction p had <p, A p> <= 0, up to rounding: the operator is not positive there
 
 
 def cg(
@@ -354,17 +331,11 @@ def _iterate(
 
 
 class TraceEstimate(NamedTuple):
-    """The result of `hutchinson`.
+    """The result of `hutchinson`."""
 
-    Attributes:
-        trace: A scalar.
-        standard_error: Of the trace, from the differences between probes; NaN for one probe.
-        diagonal: This rank's slices of the diagonal.
-    """
-
-    trace: Tensor
-    standard_error: Tensor
-    diagonal: Params
+    trace: Tensor  # a scalar
+    standard_error: Tensor  # of the trace, from the differences between probes; NaN for one probe
+    diagonal: Params  # this rank's slices of the diagonal
 
 
 def hutchinson(operator: Operator, *, probes: int, seed: int = 0) -> TraceEstimate:
