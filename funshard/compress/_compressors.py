@@ -23,7 +23,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .._core.checks import bind_spec, check_mapping, find_full_params
+from .._core.checks import bind_spec, check_mapping, find_full_params, take_full_params
 from .._core.flow import count_ranks
 from .._core.layout import Params, flatten_unit, unflatten_unit
 from .._core.mesh import Axes
@@ -210,12 +210,8 @@ def _check_grads(grads: Mapping[str, Tensor], spec: PartitionSpec, *, complex_to
         for param, tensor in zip(spec.by_key[key].params, tensors, strict=True):
             if not (tensor.is_floating_point() or (complex_too and tensor.is_complex())):
                 raise TypeError(f"gradient of parameter '{param.name}': expected a floating point dtype, got {tensor.dtype}")
-            if tensor.dtype != tensors[0].dtype:
-                raise ValueError(
-                    f"gradient of parameter '{param.name}' of unit '{key}': expected {tensors[0].dtype} as "
-                    f"'{spec.by_key[key].params[0].name}' has, got {tensor.dtype}; one unit is one buffer of one dtype"
-                )
-    return {key: transpose_options(tensors, spec.by_key[key], spec.bound_mesh) for key, tensors in given.items()}
+    units = (spec.by_key[key] for key in given)
+    return {unit.key: transpose_options(take_full_params(grads, unit), unit, spec.bound_mesh) for unit in units}
 
 
 def _to_buffer(tensors: Sequence[Tensor], unit: Unit, spec: PartitionSpec) -> Tensor:
