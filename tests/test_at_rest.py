@@ -310,18 +310,14 @@ def test_refused() -> None:
     refused(ValueError, says.format("gradient"), lambda: fs.reduce_grads(params, spec, reduce_axes=()))
     refused(ValueError, says.format("gradient"), lambda: fs.per_sample_grads(lambda p, x: x.sum(), params, XS[0], spec=spec))
     refused(ValueError, says.format("gradient"), lambda: fs.compress.quantize(8).reduce(fs.unshard(params, spec), (), spec))
-    for options in (None, lambda name, param: {}):
-        init, update = fs.optim.from_torch(torch.optim.SGD, lr=0.1, spec=spec, options=options)
-        refused(ValueError, says.format("update"), lambda: init(params))
-        refused(ValueError, says.format("update"), lambda: update(params, init(trained), params))
-        assert set(init(trained)) == set(trained)
-    init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1)
-    with pytest.raises(TypeError, match=r"unit '' is torch.uint8.*expected no gradient of it; set it apart with fs.partition"):
-        update(params, init(params), params)
-    state = init(params)  # without a spec bytes are like all integers: no state, no gradient, and left as they are
-    assert {key for key, slots in state.items() if slots} <= set(trained)
-    new, _ = update(trained, state, params)
-    assert all((new[key] is params[key]) == (key not in trained) for key in params)
+    for options in ({}, {"spec": spec}, {"spec": spec, "options": lambda name, param: {}}):
+        init, update = fs.optim.from_torch(torch.optim.AdamW, lr=0.1, **options)
+        words = r"unit '' is torch.uint8.*expected no gradient of it; set it apart with fs.partition"
+        refused(TypeError, words, lambda: update(params, init(params), params))
+        state = init(params)  # bytes are like all integers: no state, no gradient, and left as they are
+        assert {key for key, slots in state.items() if slots} <= set(trained)
+        new, _ = update(trained, state, params)
+        assert all((new[key] is params[key]) == (key not in trained) for key in params)
     with pytest.raises(TypeError, match=r"\['(0:frozen)?'\]: expected a floating point tensor, got torch.uint8; set it"):
         fs.grad(lambda p: fs.functional_call(model, p, XS[0], spec=spec).sum())(params)
     wrong = {"0:frozen": fs.shard(model, plain)["0:frozen"]}

@@ -19,7 +19,6 @@ from .._core.spec import PartitionSpec
 from .._core.tree import Param
 from .._core.unit import Unit
 from .._slices.pieces import param_ranges
-from .._spec.codec import check_trainable
 from ..collectives._functions import vary
 
 Tensors = Mapping[str, Tensor]  # a tree that is only read: by unit key or parameter name
@@ -219,7 +218,6 @@ class OptionRanges(NamedTuple):
     numel: int | None = None
     ranges: tuple[tuple[int, slice], ...] = ()  # ``(group, range)``: the same groups on every rank, perhaps empty ranges
     groups: tuple[int, ...] = (0,)
-    frozen_unit: Unit | None = None  # the unit, if its shard is bytes of a codec
 
 
 Check = Callable[[str, Mapping[str, Any]], None]
@@ -258,8 +256,8 @@ def option_ranges(
         )
     out: dict[str, OptionRanges] = {}
     for unit in spec:
-        if unit.is_encoded:
-            out[unit.key] = OptionRanges(frozen_unit=unit)
+        if unit.is_encoded:  # bytes, which stay
+            out[unit.key] = OptionRanges(spec.stored(unit)[0])
         elif is_simulated:  # where a parameter's part is the whole slice
             names = (unit.key, *(param.name for param in unit.params))
             out |= dict.fromkeys(names, OptionRanges(spec.shard_numel(unit)))
@@ -313,8 +311,6 @@ def find_updated(ranges: Mapping[str, OptionRanges] | None, params: Tensors) -> 
     for key, tensor in params.items():
         if key not in ranges:
             raise ValueError(f"unit '{key}' is not in the spec: expected some of {[*ranges][:8]}")
-        if frozen := ranges[key].frozen_unit:
-            check_trainable([frozen], "update")
         if tuple(tensor.shape) != (ranges[key].numel,):
             raise ValueError(
                 f"unit '{key}': expected a shard of {ranges[key].numel} elements, got shape {list(tensor.shape)}; "
