@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,20 +33,6 @@ NUMBERS_FROM: Mapping[type[torch.optim.Optimizer], set[str]] = {
 }
 """The options from which torch computes numbers in a state. A unit has one number for all of its parameters."""
 RULES = "optim.sgd, adam, adamw, lion, rmsprop or adagrad, which are pure functions"
-
-
-class _Config(NamedTuple):
-    """The arguments of `from_torch`, with the distinct options, the ranges by unit, and the names of state and its numbers."""
-
-    cls: type[torch.optim.Optimizer]
-    defaults: Mapping[str, Any]
-    initial: InitialState | None
-    donate: bool
-    groups: list[Mapping[str, Any]]
-    ranges: Mapping[str, OptionRanges] | None
-    names: frozenset[str]
-    numbers: frozenset[str]
-    lr: Any
 
 
 def from_torch(
@@ -93,7 +79,7 @@ def from_torch(
         raise ValueError(f"from_torch: torch's kernels write in place: for derivatives use {RULES}, and take eps_root")
     if "device" in defaults:
         raise ValueError("from_torch: an update runs where the shards are: expected no device=, and on the host fused=True")
-    lr = cls([torch.empty(0)], **defaults).defaults.get("lr")
+    lr_of_class = cls([torch.empty(0)], **defaults).defaults.get("lr")
 
     def check(name: str, overrides: Mapping[str, Any]) -> None:
         try:
@@ -114,7 +100,6 @@ def from_torch(
     groups, ranges = _checks.option_ranges("from_torch", spec, options, check)
     if len(groups) > 1 and initial is not None and numbers - {"step"}:
         raise ValueError(f"from_torch: {cls.__name__} has numbers in its state, {sorted(numbers)}: expected options=None")
-    config = _Config(cls, defaults, initial, donate, groups, ranges, frozenset(start), numbers, lr)
 
     def init(params: Tensors) -> State:
         updated = _checks.find_updated(ranges, params)
@@ -128,11 +113,66 @@ def from_torch(
     def update(
         grads: Tensors, state: StateMapping, params: Tensors, *, lr: float | Tensor | None = None
     ) -> tuple[Params, State]:
+        _checks.check_rate(lr, "lr")
+        updated = _checks.find_updated(ranges, params)
+        _checks.check_trees(params, grads, state, updated)
+        _checks.check_slots(params, state, updated, frozenset(start), numbers)
+        given = [*_checks.named_tensors(grads, state, params)]
+        named = [("lr", lr), *defaults.items(), *(option for group in groups for option in group.items())]
+        _refuse_tracked(cls, given, [(name, x) for name, x in named if isinstance(x, Tensor)])
+        is_batched = any(_torch.is_batched(x) for _, x in given)
+        is_donated = donate and not is_batched  # memory that is not batched cannot take results that are
+        if is_donated:
+            _checks.refuse_shared_memory(given)
+            if any(map(_torch.is_pinned, params.values())):
+                _torch.synchronize_copies()  # what a gather may still read
+
+        def make_writable(tensor: Tensor, key: str) -> Tensor:
+            if is_donated:
+                return tensor
+            tensor = tensor.detach()
+            if key in updated and tensor.shape == grads[key].shape:  # vmap writes into what has its dimensions
+                written = [x for x in (grads[key], params[key]) if _torch.is_wrapped(x)]
+                if written:
+                    return math.prod((torch.ones_like(x, dtype=tensor.dtype) for x in written), start=tensor)
+            return _checks.copy_like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()
+
+        new_params = {key: make_writable(x, key) if key in updated else x for key, x in params.items()}
+        new_state = {key: {name: make_writable(x, key) for name, x in values.items()} for key, values in state.items()}
+        now = defaults if lr is None else {**defaults, "lr": lr}
+        optimizer = cls([{"params": [torch.empty(0)], **own} for own in groups], **now)
+        optimizer.state.clear()
+        for group, own in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = []
+            if lr is not None and "lr" in own:
+                group["lr"] = _checks.scale_lr(lr, own["lr"], lr_of_class, "from_torch: ")
+            if is_batched:  # the fused and foreach kernels have no batching rule
+                group.update({name: False for name in ("foreach", "fused") if name in group})
+        states: dict[Tensor, dict[str, Tensor]] = {}
+        for key, unit_ranges in updated.items():
+            grad_parts = _checks.split_by_options(make_writable(grads[key], key), unit_ranges)
+            parts = zip(_checks.split_by_options(new_params[key].detach(), unit_ranges), grad_parts, strict=True)
+            for at, ((group, piece), (_, piece.grad)) in enumerate(parts):
+                optimizer.param_groups[group]["params"].append(piece)
+                states[piece] = _state_of_range(new_state[key], numbers, unit_ranges, at)
+                optimizer.state[piece] = _state_to_step(cls, states[piece], numbers, optimizer.param_groups[group]["lr"])
+        if states:
+            optimizer.step()
+        for piece, written in states.items():
+            _write_state(cls, written, optimizer.state[piece])
+        if is_donated:  # torch 2.13: fused kernels do not count, and autograd would take stale values for fresh ones
+            torch.autograd.graph.increment_version([new_params[key] for key in updated])
+            if _torch.is_eager():
+                new_params |= {key: _torch.take_storage(new_params[key]) for key in updated}
+                new_state = {key: {n: _torch.take_storage(t) for n, t in values.items()} for key, values in new_state.items()}
+        return new_params, {key: replace_values(values, new_state[key]) for key, values in state.items()}
+
+    def update_in_phase(*args: Any, **kwargs: Any) -> tuple[Params, State]:
         with phase("update", cls.__name__):
-            return _update(config, grads, state, params, lr)
+            return update(*args, **kwargs)
 
     reason = _checks.break_message(cls.__name__, f"torch's kernels write in place; a graph takes {RULES}")
-    return Optimizer(init, _torch.disable_in_graph(reason)(update))
+    return Optimizer(init, _torch.disable_in_graph(reason)(update_in_phase))
 
 
 def _check_class(cls: object, initial: InitialState | None) -> None:
@@ -146,7 +186,7 @@ def _check_class(cls: object, initial: InitialState | None) -> None:
         raise ValueError(
             f"from_torch: {cls.__name__} is not known to work element by element, and on slices it would be another "
             f"optimizer: expected one of {[c.__name__ for c in ELEMENTWISE_CLASSES]}{vouch}; one that needs whole tensors can "
-            "step those of fs.unshard or fs.unshard"
+            "step those of fs.unshard"
         )
 
 
@@ -167,7 +207,7 @@ def _begin(
     return dict(optimizer.state[piece])
 
 
-def _refuse_tracked(config: _Config, tensors: Iterable[tuple[str, Tensor]], rates: Iterable[tuple[str, Tensor]]) -> None:
+def _refuse_tracked(cls: type, tensors: Iterable[tuple[str, Tensor]], rates: Iterable[tuple[str, Tensor]]) -> None:
     """Raise RuntimeError if a tensor is differentiated, or an option batched: torch's kernels would lose that silently."""
     for what, tensor in (*tensors, *rates):
         if _torch.has_derivative(tensor):
@@ -178,100 +218,37 @@ def _refuse_tracked(config: _Config, tensors: Iterable[tuple[str, Tensor]], rate
     for what, rate in rates:
         if _torch.is_wrapped(rate):
             raise RuntimeError(
-                f"from_torch: {what} is batched, and torch's {config.cls.__name__} makes a number of it: expected {RULES}"
+                f"from_torch: {what} is batched, and torch's {cls.__name__} makes a number of it: expected {RULES}"
             )
 
 
-def _update(
-    config: _Config, grads: Tensors, state: StateMapping, params: Tensors, lr: float | Tensor | None
-) -> tuple[Params, State]:
-    _checks.check_rate(lr, "lr")
-    ranges = _checks.find_updated(config.ranges, params)
-    _checks.check_trees(params, grads, state, ranges)
-    _checks.check_slots(params, state, ranges, config.names, config.numbers)
-    given = [*_checks.named_tensors(grads, state, params)]
-    named = [("lr", lr), *config.defaults.items(), *(option for group in config.groups for option in group.items())]
-    _refuse_tracked(config, given, [(name, x) for name, x in named if isinstance(x, Tensor)])
-    is_batched = any(_torch.is_batched(x) for _, x in given)
-    donate = config.donate and not is_batched  # memory that is not batched cannot take results that are
-    if donate:
-        _checks.refuse_shared_memory(given)
-        if any(map(_torch.is_pinned, params.values())):
-            _torch.synchronize_copies()  # what a gather may still read
-
-    def make_writable(tensor: Tensor, key: str) -> Tensor:
-        if donate:
-            return tensor
-        tensor = tensor.detach()
-        if key in ranges and tensor.shape == grads[key].shape:  # vmap writes into what has its dimensions
-            written = [x for x in (grads[key], params[key]) if _torch.is_wrapped(x)]
-            if written:
-                return math.prod((torch.ones_like(x, dtype=tensor.dtype) for x in written), start=tensor)
-        return _checks.copy_like(tensor, tensor) if _torch.is_pinned(tensor) else tensor.clone()
-
-    new_params = {key: make_writable(tensor, key) if key in ranges else tensor for key, tensor in params.items()}
-    new_state = {key: {name: make_writable(tensor, key) for name, tensor in values.items()} for key, values in state.items()}
-    optimizer = _build_optimizer(config, lr)
-    for options in optimizer.param_groups if is_batched else ():  # the fused and foreach kernels have no batching rule
-        options.update({name: False for name in ("foreach", "fused") if name in options})
-    states: dict[Tensor, dict[str, Tensor]] = {}
-    for key, unit_ranges in ranges.items():
-        grad_parts = _checks.split_by_options(make_writable(grads[key], key), unit_ranges)
-        parts = zip(_checks.split_by_options(new_params[key].detach(), unit_ranges), grad_parts, strict=True)
-        for at, ((group, piece), (_, piece.grad)) in enumerate(parts):
-            optimizer.param_groups[group]["params"].append(piece)
-            states[piece] = _state_of_range(config, new_state[key], unit_ranges, at)
-            optimizer.state[piece] = _state_to_step(config, states[piece], optimizer.param_groups[group]["lr"])
-    if states:
-        optimizer.step()
-    for piece, written in states.items():
-        _write_state(config, written, optimizer.state[piece])
-    if donate:  # torch 2.13: fused kernels do not count, and autograd would take stale values for fresh ones
-        torch.autograd.graph.increment_version([new_params[key] for key in ranges])
-        if _torch.is_eager():
-            new_params |= {key: _torch.take_storage(new_params[key]) for key in ranges}
-            new_state = {key: {n: _torch.take_storage(t) for n, t in values.items()} for key, values in new_state.items()}
-    return new_params, {key: replace_values(values, new_state[key]) for key, values in state.items()}
-
-
-def _build_optimizer(config: _Config, lr: float | Tensor | None) -> torch.optim.Optimizer:
-    groups = [{"params": [torch.empty(0)], **group} for group in config.groups]
-    optimizer = config.cls(groups, **(config.defaults if lr is None else {**config.defaults, "lr": lr}))
-    optimizer.state.clear()
-    for group, own in zip(optimizer.param_groups, config.groups, strict=True):
-        group["params"] = []
-        if lr is not None and "lr" in own:
-            group["lr"] = _checks.scale_lr(lr, own["lr"], config.lr, "from_torch: ")
-    return optimizer
-
-
-def _state_of_range(config: _Config, values: Tensors, ranges: OptionRanges, at: int) -> dict[str, Tensor]:
+def _state_of_range(values: Tensors, numbers: Container[str], ranges: OptionRanges, at: int) -> dict[str, Tensor]:
     """Return the state of range ``at``, as views; each range after the first one with a number counts up a copy of it."""
     if not ranges.ranges:
         return dict(values)
     _, part = ranges.ranges[at]
-    return {name: x[part] if name not in config.numbers else x.clone() if at else x for name, x in values.items()}
+    return {name: x[part] if name not in numbers else x.clone() if at else x for name, x in values.items()}
 
 
-def _state_to_step(config: _Config, given: Tensors, lr: Any) -> dict[str, Tensor]:
+def _state_to_step(cls: type, given: Tensors, numbers: Container[str], lr: Any) -> dict[str, Tensor]:
     """Return a vector's state for torch's step with ``lr``: {} if torch must create it, as SGD's before a dampened step."""
-    if config.cls is SGD and "step" in given and bool(given["step"] == 0):
+    if cls is SGD and "step" in given and bool(given["step"] == 0):
         return {}
-    name = STATE_FROM_RATE.get(config.cls)
+    name = STATE_FROM_RATE.get(cls)
     if name is None or (_torch.is_eager() and bool(given["step"] != 0)):
         return dict(given)
     old = given[name]
-    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32) if name in config.numbers else old.dtype
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32) if name in numbers else old.dtype
     rate = torch.as_tensor(lr * (1 + 1j) if old.is_complex() else lr, dtype=dtype, device=old.device)
     return {**given, name: torch.where((given["step"] == 0).to(old.device), rate, old)}
 
 
-def _write_state(config: _Config, given: dict[str, Tensor], after: Tensors) -> None:
+def _write_state(cls: type, given: dict[str, Tensor], after: Tensors) -> None:
     """Write into ``given`` the state that torch replaced instead of updating."""
     for name, tensor in after.items():
         if name not in given:
             raise ValueError(f"from_torch: the first step made '{name}': expected initial= to give it, got {[*given]}")
         if tensor is not given[name]:
             given[name].copy_(tensor)
-    if config.cls is SGD and "step" in given:
+    if cls is SGD and "step" in given:
         given["step"].add_(1)
