@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from .._torch.tracing import phase
 from . import _checks
 from ._checks import Optimizer, ParamOptions, SharedOptions, Tensors
 from ._from_torch import from_torch
-from ._matrices import Matrices, MatrixBatch, chunk_slice, matrices
+from ._matrices import Chunk, Matrices, MatrixBatch, chunk_slice, matrices
 from ._owners import Matrix
 from ._rules import adamw
 
@@ -36,7 +36,7 @@ class MatrixRule:
     """An optimizer of matrices: elementwise on slices, then on owners, then elementwise on slices."""
 
     slots: tuple[str, ...]  # names of the elementwise state, which is kept in slices
-    init_owned: Callable[[Tensor], Slots]  # from a tensor like the matrix; with ``is_whole`` all state, from the matrix
+    init_owned: Callable[[Tensor], Tensors]  # from a tensor like the matrix; with ``is_whole`` all state, from the matrix
     # ``before_exchange(grad, slots, param, options) -> (payload, new slots)``
     before_exchange: Callable[[Tensor, Slots, Tensor, MatrixOptions], tuple[Payload, Slots]]
     # ``on_owner(payload, owned, options) -> (results, new owned)``; a result has the dtype at its place in the payload
@@ -77,8 +77,7 @@ def rule_from_update(init: MatrixInit, update: MatrixUpdate, chosen: Sequence[Ma
         new, *own = results
         return new, dict(zip(slots, own, strict=True))
 
-    initialize = lambda param: dict(init(param))  # noqa: E731
-    return MatrixRule(slots, initialize, before_exchange, on_owner, after_exchange, 1 + len(slots), is_whole=True)
+    return MatrixRule(slots, init, before_exchange, on_owner, after_exchange, 1 + len(slots), is_whole=True)
 
 
 def _try_init(init: MatrixInit, update: MatrixUpdate, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
@@ -129,173 +128,122 @@ class MatrixState(NamedTuple):
     fallback: dict[str, Any]  # the state of ``fallback``: by unit key if the unit has no matrix, else by parameter name
 
 
-@dataclass(frozen=True)
-class MatrixStep:
-    """An optimizer of matrices, and one step of it: with ``donate`` in the given memory, part by part.
+def init_state(rule: MatrixRule, known: Matrices, fallback: Fallback, params: Tensors) -> dict[str, MatrixState]:
+    """Return the state before the first step, by unit key: zeros, or what the rule returns for each matrix."""
+    others = _fallback_tensors(known, params)
+    initial = fallback[0](others)
+    if (keys := [*others]) != (got := [*initial]):
+        raise ValueError(f"fallback: expected a state with the keys {keys[:4]} that it is given, got {got[:4]}")
+    owned: dict[str, Slots] = {}
+    parts: dict[str, Params] = {slot: {} for slot in rule.slots}
+    for batch in known._batches_of(params):
+        pieces = {m.name: known._select(m.unit.key, params[m.unit.key].detach(), m.name) for m in batch.matrices}
+        whole = batch.collect(pieces)() if rule.is_whole else {}
+        for name, shape in ((matrix.name, matrix.shape) for matrix in batch.matrices):
+            piece = pieces[name]
+            if known._is_owner(name):
+                owned[name] = dict(rule.init_owned(whole.get(name, piece.new_zeros(()).expand(shape))))
+            else:
+                like = rule.init_owned(torch.empty(shape, dtype=piece.dtype, device="meta"))
+                owned[name] = {key: piece.new_empty((0, *x.shape), dtype=x.dtype) for key, x in like.items()}
+        for slot, of_slot in parts.items() if rule.is_whole else ():
+            of_slot |= batch.spread({name: owned[name].pop(slot) for name in pieces})()
+    state: dict[str, MatrixState] = {}
+    for key, tensor in params.items():
+        names = known._names_in(key)
+        slices: Params = {}
+        for slot, of_slot in parts.items() if names else ():
+            own = {name: of_slot[name] for name in names if name in of_slot}
+            zeros = torch.zeros_like(tensor.detach(), dtype=next((x.dtype for x in own.values()), tensor.dtype))
+            slices[slot] = _checks.place_like(tensor, known._join(key, own, zeros) if own else zeros)
+        rest = {name: initial[name] for name in _fallback_tensors(known, {key: tensor})}
+        state[key] = MatrixState(torch.zeros((), dtype=torch.int64), slices, {name: owned[name] for name in names}, rest)
+    return state
 
-    It is ``tracked`` if it is differentiated, batched or recorded: then no rank may skip what another rank runs.
+
+def _fallback_tensors(known: Matrices, tree: Tensors) -> Params:
+    """Return the tensors of ``fallback``: shards of units without matrices by key, other parts of shards by name."""
+    out: Params = {}
+    for key, tensor in tree.items():
+        if not (names := known._names_in(key)):
+            out[key] = tensor
+            continue
+        others = [param.name for param in known.spec.by_key[key].params if param.name not in names]
+        out |= {name: known._select(key, tensor, name) for name in others}
+    return out
+
+
+@dataclass(eq=False)
+class MatrixStep:
+    """One step of an optimizer of matrices, which writes into the given params and slices part by part, unless it is tracked.
+
+    It is tracked if it is differentiated, batched or recorded: then no rank may skip what another rank runs.
     """
 
     rule: MatrixRule
     known: Matrices
     options: Mapping[str, MatrixOptions]
     fallback: Fallback
-    donate: bool = False
-    tracked: bool = False
+    grads: Tensors
+    state: Mapping[str, MatrixState]  # with the number of this step
+    params: Tensors
+    is_tracked: bool
+    parts: dict[str, Slots] = field(default_factory=dict)  # by matrix, its new slots and, after its return, its new param, ""
+    owned: dict[str, Slots] = field(default_factory=dict)  # by matrix, its owner's new state
 
-    def init(self, params: Tensors) -> dict[str, MatrixState]:
-        """Return the state before the first step, by unit key: zeros, or what the rule returns for each matrix."""
-        others = self._fallback_tensors(params)
-        fallback = self.fallback[0](others)
-        if (keys := [*others]) != (got := [*fallback]):
-            raise ValueError(f"fallback: expected a state with the keys {keys[:4]} that it is given, got {got[:4]}")
-        initial: dict[str, Slots] = {}
-        parts: dict[str, Params] = {slot: {} for slot in self.rule.slots}
-        for batch in self.known._batches_of(params):
-            made = self._init_batch(batch, params)
-            initial |= made
-            for slot, of_slot in parts.items() if self.rule.is_whole else ():
-                of_slot |= batch.spread({name: state.pop(slot) for name, state in made.items()})()
-        state: dict[str, MatrixState] = {}
-        for key, tensor in params.items():
-            names = self.known._names_in(key)
-            slices: Params = {}
-            for slot, of_slot in parts.items() if names else ():
-                own = {name: [of_slot[name]] for name in names if name in of_slot}
-                dtype = next(iter(own.values()))[0].dtype if own else tensor.dtype
-                zeros = torch.zeros_like(tensor.detach(), dtype=dtype)
-                slices[slot] = _checks.place_like(tensor, self.known._join(key, own, zeros) if own else zeros)
-            owned = {name: initial[name] for name in names}
-            rest = {name: fallback[name] for name in self._fallback_tensors({key: tensor})}
-            state[key] = MatrixState(torch.zeros((), dtype=torch.int64), slices, owned, rest)
-        return state
+    def run(self, rates: Mapping[str, Any]) -> tuple[Params, dict[str, MatrixState]]:
+        """Return the new params and state. The fallback, which gets the ``rates``, runs while the first batch is sent.
 
-    def _init_batch(self, batch: MatrixBatch, params: Tensors) -> dict[str, Slots]:
-        """Return the initial state of the matrices of a batch: empty tensors [0, *shape] where another rank is the owner."""
-        parts = {m.name: self.known._select(m.unit.key, params[m.unit.key].detach(), m.name) for m in batch.matrices}
-        whole = batch.collect(parts)() if self.rule.is_whole else {}
-        out: dict[str, Slots] = {}
-        for matrix in batch.matrices:
-            part = parts[matrix.name]
-            if self.known._is_owner(matrix.name):
-                out[matrix.name] = self.rule.init_owned(whole.get(matrix.name, part.new_zeros(()).expand(matrix.shape)))
-            else:
-                like = self.rule.init_owned(torch.empty(matrix.shape, dtype=part.dtype, device="meta"))
-                out[matrix.name] = {key: part.new_empty((0, *x.shape), dtype=x.dtype) for key, x in like.items()}
-        return out
-
-    def update(
-        self, grads: Tensors, state: Mapping[str, MatrixState], params: Tensors, rates: Mapping[str, Any]
-    ) -> tuple[Params, dict[str, MatrixState]]:
-        """Return the new params and state. The fallback, which gets the ``rates``, runs while the first batch is sent."""
-        if self.donate:
-            if any(map(_torch.is_pinned, params.values())):
-                _torch.synchronize_copies()  # what a gather may still read
-            # from here on, so that nobody goes on with what is half written where something raises
-            params = {key: _torch.take_storage(x) if self.known._names_in(key) else x for key, x in params.items()}
-            state = {key: s._replace(slices=pytree.tree_map(_torch.take_storage, s.slices)) for key, s in state.items()}
-        run = _Run(grads, state, params, {key: unit.step + 1 for key, unit in state.items()})
-        batches = [self._run_batch(run, batch) for batch in self.known._batches_of(params)]
-        if batches:
-            next(batches[0])  # sends
-        fallback = self._update_fallback(run, rates)
+        A batch goes to its owners while the one before it is updated, and that one returns while this one is updated.
+        """
+        batches = [*self.known._batches_of(self.params)]
+        waiting = self._send(batches[0]) if batches else []
+        fallback = self._update_fallback(rates)
+        finish: Callable[[], None] | None = None
         for i, batch in enumerate(batches):
-            next(batch)  # has arrived
-            if i + 1 < len(batches):
-                next(batches[i + 1])  # sends
-            next(batch)  # is updated
-            if i:
-                next(batches[i - 1], None)  # is back
-            next(batch)  # returns
-        if batches:
-            next(batches[-1], None)
-        new = {key: self._join_unit(run, key, fallback) for key in params}
-        return {key: param for key, (param, _) in new.items()}, {key: new[key][1] for key in state}
+            arrived = [wait() for wait in waiting]
+            waiting = self._send(batches[i + 1]) if i + 1 < len(batches) else []
+            results = self._update_owned(batch, arrived)
+            del arrived
+            if finish:
+                finish()
+            finish = self._start_return(batch, results)
+            del results
+        if finish:
+            finish()
+        new = {key: self._join_unit(key, fallback) for key in self.params}
+        return {key: param for key, (param, _) in new.items()}, {key: new[key][1] for key in self.state}
 
-    def _fallback_tensors(self, tree: Tensors) -> Params:
-        """Return the tensors of ``fallback``: shards of units without matrices by key, other parts of shards by name."""
-        out: Params = {}
-        for key, tensor in tree.items():
-            if not (names := self.known._names_in(key)):
-                out[key] = tensor
-                continue
-            others = [param.name for param in self.known.spec.by_key[key].params if param.name not in names]
-            out |= {name: self.known._select(key, tensor, name) for name in others}
-        return out
-
-    def _update_fallback(self, run: _Run, rates: Mapping[str, Any]) -> dict[str, tuple[Tensor, Any]]:
-        keeps = [key for key in run.params if self.known._names_in(key)] if _torch.is_eager() and not self.donate else []
-        versions = {key: _torch.version(run.params[key]) for key in keeps}
-        given = {name: x for unit in run.state.values() for name, x in unit.fallback.items()}
-        grads, params = self._fallback_tensors(run.grads), self._fallback_tensors(run.params)
+    def _update_fallback(self, rates: Mapping[str, Any]) -> dict[str, tuple[Tensor, Any]]:
+        given = {name: x for unit in self.state.values() for name, x in unit.fallback.items()}
+        grads, params = (_fallback_tensors(self.known, tree) for tree in (self.grads, self.params))
         parts, state = self.fallback[1](grads, given, params, **rates)
-        for key, version in versions.items():
-            if _torch.version(run.params[key]) != version:
-                raise ValueError(f"fallback: it has written into params['{key}']: expected donate=True of both, or of neither")
         return {name: (parts[name], state[name]) for name in given}
 
-    def _run_batch(self, run: _Run, batch: MatrixBatch) -> Iterator[None]:
-        """Run the rule on a batch of matrices: it pauses when they are sent, have arrived, are updated, and go back."""
-        options = {m.name: {**self.options[m.name], "shape": m.shape, "step": run.steps[m.unit.key]} for m in batch.matrices}
-        params = {m.name: self.known._select(m.unit.key, run.params[m.unit.key], m.name) for m in batch.matrices}
-        slots, waiting = self._send_batch(run, batch, params, options)
-        yield
-        arrived = [wait() for wait in waiting]
-        sent = {name: tuple(some[name] for some in arrived) for name in params}
-        arrived, waiting = [], []
-        yield
-        results = self._update_owned(run, batch, sent, options)
-        sent = {}
-        yield
-        plans = [None] if self.tracked or not batch.chunks else [*batch.chunks]
-        waiting = [batch.spread(some, plans[0]) for some in results]
-        for i, plan in enumerate(plans):
-            following = plans[i + 1 : i + 2]  # while one chunk is used, the next one is on its way
-            results = results if following else []
-            if not i:
-                yield
-            back = [wait() for wait in waiting]
-            waiting = [batch.spread(some, other) for other in following for some in results]
-            results = results if plans[i + 2 :] else []
-            for name, param in params.items():
-                elements = chunk_slice(len(param), plan.chunk if plan else (0, 1))
-                self._use_chunk(run, name, tuple(some[name] for some in back), slots[name], param, options[name], elements)
-            back = []
+    def _options_of(self, matrix: Matrix) -> MatrixOptions:
+        return {**self.options[matrix.name], "shape": matrix.shape, "step": self.state[matrix.unit.key].step}
 
-    def _send_batch(
-        self, run: _Run, batch: MatrixBatch, params: Tensors, options: Mapping[str, MatrixOptions]
-    ) -> tuple[dict[str, Slots], list[Callable[[], Params]]]:
-        """Run the rule before the exchange; return the slots after it, and what to call for each tensor of the payloads."""
-        slots: dict[str, Slots] = {}
+    def _send(self, batch: MatrixBatch) -> list[Callable[[], Params]]:
+        """Run the rule before the exchange; return what to call for each tensor of the payloads."""
         sent: dict[str, Payload] = {}
         wanted = batch.sent_names
-        for key, name in ((matrix.unit.key, matrix.name) for matrix in batch.matrices):
-            grad = self.known._select(key, run.grads[key], name)
-            old = {slot: self.known._select(key, x, name) for slot, x in run.state[key].slices.items()}
-            sent[name], new = self.rule.before_exchange(grad, old, params[name], options[name])
-            slots[name] = {slot: self._store(old[slot], x) for slot, x in new.items()}
-            if not self.tracked and name not in wanted:
+        for matrix in batch.matrices:
+            key, name = matrix.unit.key, matrix.name
+            grad, param = (self.known._select(key, tree[key], name) for tree in (self.grads, self.params))
+            old = {slot: self.known._select(key, x, name) for slot, x in self.state[key].slices.items()}
+            sent[name], new = self.rule.before_exchange(grad, old, param, self._options_of(matrix))
+            self.parts[name] = {slot: self._store(old[slot], x) for slot, x in new.items()}
+            if not self.is_tracked and name not in wanted:
                 sent[name] = tuple(x.new_empty(0) for x in sent[name])
-        return slots, [batch.collect(dict(zip(sent, some, strict=True))) for some in zip(*sent.values(), strict=True)]
-
-    def _use_chunk(
-        self, run: _Run, name: str, results: Payload, slots: Slots, param: Tensor, options: MatrixOptions, elements: slice
-    ) -> None:
-        """Run the rule after the exchange on a chunk of a matrix's slice."""
-        part, own = param[elements], {slot: x[elements] for slot, x in slots.items()}
-        new, after = self.rule.after_exchange(tuple(x.to(param.device) for x in results), own, part, options)
-        made = run.parts.setdefault(name, {slot: [] for slot in ("", *after)})
-        for slot, x in {"": new, **after}.items():
-            made[slot].append(self._store(own[slot] if slot else part, x))
+        return [batch.collect(dict(zip(sent, some, strict=True))) for some in zip(*sent.values(), strict=True)]
 
     def _store(self, old: Tensor, new: Tensor) -> Tensor:
-        return old.copy_(new) if self.donate and new is not old else new
+        return new if self.is_tracked or new is old else old.copy_(new)
 
-    def _update_owned(
-        self, run: _Run, batch: MatrixBatch, sent: Mapping[str, Payload], options: Mapping[str, MatrixOptions]
-    ) -> list[Params]:
+    def _update_owned(self, batch: MatrixBatch, arrived: Sequence[Params]) -> list[Params]:
         """Run the rule on the owners. Returns one dict for each result; other ranks have empty tensors in it."""
-        old = {matrix.name: run.state[matrix.unit.key].owned[matrix.name] for matrix in batch.matrices}
+        sent: dict[str, Payload] = {matrix.name: tuple(some[matrix.name] for some in arrived) for matrix in batch.matrices}
+        old = {matrix.name: self.state[matrix.unit.key].owned[matrix.name] for matrix in batch.matrices}
         alike: dict[object, list[Matrix]] = {}
         for matrix in batch.owned_matrices:
             is_small = self.rule.takes_batches and matrix.numel <= MAX_BATCHED_NUMEL
@@ -304,52 +252,69 @@ class MatrixStep:
         for first, *others in alike.values():
             if not others:
                 name = first.name
-                results[name], owned[name] = self.rule.on_owner(sent[name], old[name], options[name])
+                results[name], owned[name] = self.rule.on_owner(sent[name], old[name], self._options_of(first))
                 continue
             names = [first.name, *(matrix.name for matrix in others)]
             stacks = tuple(torch.stack(some) for some in zip(*(sent[name] for name in names), strict=True))
-            made, _ = self.rule.on_owner(stacks, {}, options[first.name])
+            made, _ = self.rule.on_owner(stacks, {}, self._options_of(first))
             results |= zip(names, zip(*(stack.unbind() for stack in made), strict=True), strict=True)
         rates = [x for m in batch.matrices for x in self.options[m.name].values() if isinstance(x, Tensor)]
-        tie = batch.tie_to_inputs(pytree.tree_leaves((dict(sent), old, rates)) if self.tracked else [])
+        tie = batch.tie_to_inputs(pytree.tree_leaves((dict(sent), old, rates)) if self.is_tracked else [])
         for matrix in batch.matrices:
             before = old[matrix.name]
             new = {key: batch.select_owner_result(matrix, x, before[key]) for key, x in owned[matrix.name].items()}
-            run.owned[matrix.name] = {key: tie(x) for key, x in new.items()}
+            self.owned[matrix.name] = {key: tie(x) for key, x in new.items()}
         return [
             {name: tie(results[name][i].to(payload[i].dtype)) for name, payload in sent.items()}
             for i in range(self.rule.result_count)
         ]
 
-    def _join_unit(self, run: _Run, key: str, fallback: dict[str, tuple[Tensor, Any]]) -> tuple[Tensor, MatrixState]:
-        param, state, names = run.params[key], run.state[key], self.known._names_in(key)
+    def _start_return(self, batch: MatrixBatch, results: list[Params]) -> Callable[[], None]:
+        """Start to send results back; call the result to run the rule on each chunk of them while the next is on its way."""
+        plans = [None] if self.is_tracked or not batch.chunks else [*batch.chunks]
+        waiting = [batch.spread(some, plans[0]) for some in results]
+        held = results if plans[1:] else []
+
+        def finish() -> None:
+            nonlocal waiting, held
+            for i, plan in enumerate(plans):
+                back = [wait() for wait in waiting]
+                waiting = [batch.spread(some, following) for following in plans[i + 1 : i + 2] for some in held]
+                held = held if plans[i + 2 :] else []
+                for matrix in batch.matrices:
+                    self._use_results(matrix, tuple(some[matrix.name] for some in back), plan.chunk if plan else (0, 1))
+                back = []
+
+        return finish
+
+    def _use_results(self, matrix: Matrix, results: Payload, chunk: Chunk) -> None:
+        """Run the rule after the exchange on a chunk of a matrix's slice."""
+        param = self.known._select(matrix.unit.key, self.params[matrix.unit.key], matrix.name)
+        elements = chunk_slice(len(param), chunk)
+        part, own = param[elements], {slot: x[elements] for slot, x in self.parts[matrix.name].items() if slot}
+        results = tuple(x.to(param.device) for x in results)
+        new, after = self.rule.after_exchange(results, own, part, self._options_of(matrix))
+        stored = {"": self._store(part, new), **{slot: self._store(own[slot], x) for slot, x in after.items()}}
+        if self.is_tracked:
+            self.parts[matrix.name] = stored
+
+    def _join_unit(self, key: str, fallback: dict[str, tuple[Tensor, Any]]) -> tuple[Tensor, MatrixState]:
+        param, state, names = self.params[key], self.state[key], self.known._names_in(key)
         others = {name: fallback.pop(name) for name in state.fallback}
-        owned = {name: run.owned.pop(name) for name in names}
-        new = MatrixState(run.steps[key], state.slices, owned, {name: after for name, (_, after) in others.items()})
+        new = state._replace(
+            owned={name: self.owned.pop(name) for name in names}, fallback={name: after for name, (_, after) in others.items()}
+        )
         if not names:
             return others[key][0], new
-        if self.donate:  # the matrices' parts are there
+        if not self.is_tracked:  # the matrices' parts are there
             for name, (part, _) in others.items():
                 self.known._select(key, param, name).copy_(part)
             return param, new
-        made = {name: run.parts.pop(name) for name in names}
-        parts = {name: parts[""] for name, parts in made.items()} | {name: [part] for name, (part, _) in others.items()}
-        slices: Params = {}
-        for slot, old in state.slices.items():
-            slices[slot] = _checks.place_like(old, self.known._join(key, {name: made[name].pop(slot) for name in names}, old))
-        return _checks.place_like(param, self.known._join(key, parts, param)), new._replace(slices=slices)
-
-
-@dataclass(eq=False)
-class _Run:
-    """What one step is given, and by matrix the chunks of its new parameter, "", and of its slots, and its owner's state."""
-
-    grads: Tensors
-    state: Mapping[str, MatrixState]
-    params: Tensors
-    steps: Mapping[str, Tensor]
-    parts: dict[str, dict[str, list[Tensor]]] = field(default_factory=dict)
-    owned: dict[str, Slots] = field(default_factory=dict)
+        joined: Params = {}
+        for slot, old in {"": param, **state.slices}.items():
+            parts = {name: self.parts[name][slot] for name in names} | ({} if slot else {n: x for n, (x, _) in others.items()})
+            joined[slot] = _checks.place_like(old, self.known._join(key, parts, old))
+        return joined.pop(""), new._replace(slices=joined)
 
 
 # --- The optimizer: options, checks, and the default for parameters that are not matrices ---
@@ -360,7 +325,6 @@ OwnedShapes = Mapping[str, Mapping[str, tuple[int, ...]]]  # by matrix and name,
 def _find_owned_shapes(rule: MatrixRule, known: Matrices) -> OwnedShapes:
     """Return the shapes of owners' state; ValueError if an update would mix a split stack, or a shape hides what is split."""
     sizes = dict(known.spec.bound_mesh.sizes)
-    states: dict[object, Tensors] = {}
     owned: dict[str, dict[str, tuple[int, ...]]] = {}
     for matrix in known.chosen:
         if matrix.stack and rule.is_whole:
@@ -369,10 +333,8 @@ def _find_owned_shapes(rule: MatrixRule, known: Matrices) -> OwnedShapes:
                 f"{list(matrix.shape)}, and the update may mix its matrices: expected matrices(spec, gather_stacks=True), "
                 "which sends the stack whole to one owner, or select= without it"
             )
-        kind = matrix.shape, matrix.unit.dtype
-        if kind not in states:
-            states[kind] = rule.init_owned(torch.empty(matrix.shape, dtype=matrix.unit.dtype, device="meta"))
-        owned[matrix.name] = {n: tuple(x.shape) for n, x in states[kind].items() if n not in rule.slots}
+        state = rule.init_owned(torch.empty(matrix.shape, dtype=matrix.unit.dtype, device="meta"))
+        owned[matrix.name] = {n: tuple(x.shape) for n, x in state.items() if n not in rule.slots}
         for slot, shape in owned[matrix.name].items():
             if stack_dims(matrix.param, shape, sizes) != matrix.stack:
                 raise ValueError(
@@ -386,21 +348,14 @@ def _check_state(
     state: Mapping[str, object], params: Tensors, known: Matrices, slots: Sequence[str], owned: OwnedShapes
 ) -> None:
     for key, param in params.items():
-        unit = state[key]
+        unit, names = state[key], known._names_in(key)
         if not isinstance(unit, MatrixState):
-            raise TypeError(
-                f"state of unit '{key}': expected a MatrixState, got {type(unit).__name__}; make it by init(params)"
-            )
-        names = known._names_in(key)
+            got = type(unit).__name__
+            raise TypeError(f"state of unit '{key}': expected a MatrixState, got {got}; make it by init(params)")
+        expected_slices = {slot: [len(param)] for slot in slots if names}
         here = {name: [] if known._is_owner(name) else [0] for name in names}
-        expected = (
-            {slot: [len(param)] for slot in slots if names},
-            {name: {slot: [*here[name], *shape] for slot, shape in owned[name].items()} for name in names},
-        )
-        got = (
-            {slot: [*x.shape] for slot, x in unit.slices.items()},
-            {name: {slot: [*x.shape] for slot, x in own.items()} for name, own in unit.owned.items()},
-        )
+        expected = expected_slices, {name: {slot: [*here[name], *x] for slot, x in owned[name].items()} for name in names}
+        got = pytree.tree_map(lambda x: [*x.shape], (unit.slices, unit.owned))
         if got != expected:
             raise ValueError(
                 f"state of unit '{key}': expected the shapes {expected}, got {got}; was it made by another optimizer, or is it "
@@ -422,8 +377,8 @@ def by_matrix(
         spec: The spec, or `matrices`, which says what is a matrix and who owns it.
         fallback: ``(init, update)``, such as `from_torch` returns, for everything that is not a matrix. It receives whole
             shards of units without matrices; in mixed units, pieces by parameter name.
-        donate: Write new params and state into the given memory, which is lost even if an update raises. Without it
-            ``fallback`` may not donate either.
+        donate: Write new params and state into the given memory, which is lost even if an update raises. ``fallback`` donates
+            by an option of its own.
 
     Returns:
         An `Optimizer`. Its state has one `MatrixState` a unit. ``lr`` of a step goes to ``update``, ``fallback_lr`` to
@@ -479,7 +434,7 @@ def make_optimizer(
 
     def init(params: Tensors) -> dict[str, MatrixState]:
         known._check_slices(params)
-        return MatrixStep(rule, known, every, others).init(params)
+        return init_state(rule, known, others, params)
 
     def update(
         grads: Tensors,
@@ -501,20 +456,26 @@ def make_optimizer(
         rates = {"lr": lr if fallback_lr is None else fallback_lr} if lr is not None or fallback_lr is not None else {}
         now = every
         if lr is not None:
-            rates_of = {name: _checks.scale_lr(lr, own.get("lr"), defaults.get("lr")) for name, own in every.items()}
-            now = {name: {**own, "lr": rates_of[name]} for name, own in every.items()}
+            now = {name: {**own, "lr": _checks.scale_lr(lr, own.get("lr"), defaults.get("lr"))} for name, own in every.items()}
         given = [x for x in pytree.tree_leaves((grads, state, params, lr, fallback_lr)) if isinstance(x, Tensor)]
+        next_state = {key: unit._replace(step=unit.step + 1) for key, unit in state.items()}
         if not _torch.is_eager() or _torch.any_tracked(given):
             shared, mesh_axes = SharedOptions(known.spec), known.spec.bound_mesh.names
-            for matrix in known.chosen:  # for derivatives on slices, or on owners, each of which is one rank of the whole mesh
-                axes = mesh_axes if rule.is_whole else matrix.unit.distinct_axes
-                now = {**now, matrix.name: {key: shared.over_axes(x, axes) for key, x in now[matrix.name].items()}}
-            return MatrixStep(rule, known, now, others, tracked=True).update(grads, state, params, rates)
+            # for derivatives on slices, or on owners, each of which is one rank of the whole mesh
+            axes = {m.name: mesh_axes if rule.is_whole else m.unit.distinct_axes for m in known.chosen}
+            now = {name: {key: shared.over_axes(x, axes[name]) for key, x in own.items()} for name, own in now.items()}
+            return MatrixStep(rule, known, now, others, grads, next_state, params, is_tracked=True).run(rates)
         if donate:
             slices = {key: unit.slices for key, unit in state.items()}
             _checks.refuse_shared_memory(_checks.named_tensors(grads, slices, params))
+            if any(map(_torch.is_pinned, params.values())):
+                _torch.synchronize_copies()  # what a gather may still read
         with phase("update of matrices"), torch.no_grad():
-            return MatrixStep(rule, known, now, others, donate).update(grads, state, params, rates)
+            # with donate from here on, so that nobody goes on with what is half written where something raises
+            make_writable = _torch.take_storage if donate else _checks.copy_like
+            written = {key: make_writable(x) if known._names_in(key) else x for key, x in params.items()}
+            next_state = {key: s._replace(slices=pytree.tree_map(make_writable, s.slices)) for key, s in next_state.items()}
+            return MatrixStep(rule, known, now, others, grads, next_state, written, is_tracked=False).run(rates)
 
     broken = _torch.disable_in_graph(_checks.break_message(who, breaks_graph))(update) if breaks_graph else update
     return Optimizer(init, broken)

@@ -95,8 +95,9 @@ def is_updated(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def copy_like(template: Tensor, values: Tensor) -> Tensor:
-    """Return a copy of the values where ``template`` lives, in pinned memory if that is pinned."""
+def copy_like(template: Tensor, values: Tensor | None = None) -> Tensor:
+    """Return a copy of the values, by default its own, where ``template`` lives, in pinned memory if that is pinned."""
+    values = template if values is None else values
     return torch.empty_like(template, dtype=values.dtype, pin_memory=_torch.is_pinned(template)).copy_(values)
 
 

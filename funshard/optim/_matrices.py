@@ -343,12 +343,12 @@ class Matrices:
             return piece
         return next(piece[low:high] for other, low, high in param_ranges(self.spec.by_key[key], self.spec) if other == name)
 
-    def _join(self, key: str, parts: Mapping[str, Sequence[Tensor]], others: Tensor) -> Tensor:
-        """Return a slice of parameters' parts, each in chunks, with other elements from ``others``. Inverse of `_select`."""
+    def _join(self, key: str, parts: Tensors, others: Tensor) -> Tensor:
+        """Return a slice of parameters' parts, with other elements from ``others``. Inverse of `_select`."""
         unit = self.spec.by_key[key]
         if self.spec.bound_mesh.is_simulated:
             out = others
-            for name, (part,) in parts.items():
+            for name, part in parts.items():
                 is_own = [param is not None and param.name == name for _, param in unit.parts]
                 out = torch.where(scatter_values(is_own, False, unit, self.spec, others.device), part, out)
             return out
@@ -356,7 +356,7 @@ class Matrices:
         end = 0
         for name, low, high in param_ranges(unit, self.spec):
             if name in parts:  # an empty one as well: derivatives of what it was made of are sent back by all ranks or none
-                tensors += [others[end:low], *parts[name]]
+                tensors += [others[end:low], parts[name]]
                 end = high
         return _concat_flat([*tensors, others[end:]])
 
