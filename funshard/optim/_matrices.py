@@ -31,7 +31,7 @@ from .._wire.host import compute_device
 from ..collectives._functions import gather_slices, vary
 from . import _owners
 from ._checks import Tensors, check_tensors
-from ._owners import Coords, Matrix, Select
+from ._owners import Coords, Matrix, Owner, Select
 
 Chunk = tuple[int, int]  # ``(number, count)``: which of ``count`` chunks of some elements
 
@@ -133,45 +133,42 @@ def plan_exchange(
         for s in range(len(rank_of_slice))
     }
     sizes = {piece: len(range(numel)[chunk_slice(numel, chunk)]) for piece, numel in whole.items()}
-    places = {(i, s): [*matrices[i].owner] for (i, s), numel in whole.items() if numel}  # None: on all ranks of the axis
-    for (_, s), place in places.items() if to_owners else ():
-        for axis in split_axes:
-            place[axis] = rank_of_slice[s][axis]
-    free = {axis for axis, at in enumerate(matrices[0].owner) if at is None}
-    by_place: dict[tuple[int | None, ...], list[tuple[int, int]]] = {}
+    ends: dict[tuple[int, int], tuple[Owner, Owner]] = {}  # where a piece begins and ends; None: on all ranks of the axis
+    for (i, s), owner in ((piece, matrices[piece[0]].owner) for piece, numel in whole.items() if numel):
+        in_slice = tuple(rank_of_slice[s][axis] if axis in split_axes else at for axis, at in enumerate(owner))
+        in_slices = tuple(None if axis in replica_axes else at for axis, at in enumerate(in_slice))
+        ends[i, s] = (in_slice, owner) if to_owners else (owner, in_slices)
 
-    def sort_pieces() -> None:
-        by_place.clear()
-        for piece, place in places.items():
-            by_place.setdefault(tuple(place), []).append(piece)
-
-    def pieces_at(at: Coords) -> list[tuple[int, int]]:
-        return by_place.get(tuple(None if axis in free else i for axis, i in enumerate(at)), [])
+    def find_pieces(crossed: Sequence[int]) -> Callable[[Coords], list[tuple[int, int]]]:
+        """Return a function from a rank's coordinates to the pieces that it has when these axes are crossed."""
+        by_place: dict[Owner, list[tuple[int, int]]] = {}
+        for piece, (begin, end) in ends.items():
+            place = tuple(end[axis] if axis in crossed else at for axis, at in enumerate(begin))
+            by_place.setdefault(place, []).append(piece)
+        free = {axis for axis, at in enumerate(next(iter(by_place), ())) if at is None}
+        return lambda at: by_place.get(tuple(None if axis in free else i for axis, i in enumerate(at)), [])
 
     def make_step(taken: Sequence[tuple[int, int]], *sending: Any) -> AllToAll:
         held_sizes = tuple((sizes if steps else whole)[piece] for piece in held)
         number = {piece: i for i, piece in enumerate(held)}
         return AllToAll(held_sizes or (0,), tuple(number[piece] for piece in taken), *sending)
 
-    sort_pieces()
-    held = [(i, own) for i in range(len(matrices))] if to_owners else pieces_at(coords)
+    route = [*reversed(split_axes)] if to_owners else [*split_axes, *replica_axes]
+    held = [(i, own) for i in range(len(matrices))] if to_owners else find_pieces([])(coords)
     steps: list[AllToAll] = []
-    for axis in [*reversed(split_axes)] if to_owners else [*split_axes, *replica_axes]:
+    for n, axis in enumerate(route):
         group = mesh.axes[axis][1]
         assert isinstance(group, ProcessAxis)
         if not group.name:
             raise missing_group_error(group.size)
+        pieces_at, here = find_pieces(route[:n]), coords[axis]
         others = [pieces_at((*coords[:axis], j, *coords[axis + 1 :])) for j in range(group.size)]
-        for (i, s), place in places.items():
-            place[axis] = None if axis in replica_axes else matrices[i].owner[axis] if to_owners else rank_of_slice[s][axis]
-        sends = [[p for p in others[coords[axis]] if places[p][axis] in (None, j)] for j in range(group.size)]
-        receives = [[p for p in pieces if places[p][axis] in (None, coords[axis])] for pieces in others]
+        sends = [[p for p in others[here] if ends[p][1][axis] in (None, j)] for j in range(group.size)]
+        receives = [[p for p in pieces if ends[p][1][axis] in (None, here)] for pieces in others]
         counts = (tuple(sum(sizes[p] for p in pieces) for pieces in some) for some in (sends, receives))
         steps.append(make_step([p for pieces in sends for p in pieces], group.name, *counts))
         held = [p for pieces in receives for p in pieces]
-        free |= {axis} & {*replica_axes}
-        sort_pieces()
-    steps.append(make_step(pieces_at(coords)))
+    steps.append(make_step(find_pieces(route)(coords)))
     slices = tuple(sizes[i, own] for i in range(len(matrices)))
     owned = tuple(sum(sizes[i, s] for s in rank_of_slice) * m.is_owned_by(coords) for i, m in enumerate(matrices))
     return ExchangePlan(tuple(steps), owned if to_owners else slices, chunk)
@@ -368,16 +365,13 @@ class Matrices:
             if not isinstance(unit, Unit):
                 raise ValueError(f"'{key}' is a parameter of the spec: expected units, such as {[*self.spec.by_key][:8]}")
             check_slice(piece, unit, self.spec, "update")
-        tensors = {name: piece for key, piece in tree.items() for name in self._names_in(key)}
         for names in self.groups:
-            some = [name for name in names if name in tensors]
-            for name in some[1:]:
-                first, x = tensors[some[0]], tensors[name]
-                if (x.dtype, x.device) != (first.dtype, first.device):
-                    raise ValueError(
-                        f"matrix '{name}' is sent together with '{some[0]}': expected {first.dtype} on {first.device}, "
-                        f"got {x.dtype} on {x.device}"
-                    )
+            tensors = {name: tree[key] for name in names if (key := self.by_name[name].unit.key) in tree}
+            kinds = {(x.dtype, x.device): name for name, x in tensors.items()}
+            if len(kinds) > 1:
+                (expected, first), (got, name) = [*kinds.items()][:2]
+                expected, got = (f"{dtype} on {device}" for dtype, device in (expected, got))
+                raise ValueError(f"matrix '{name}' is sent together with '{first}': expected {expected}, got {got}")
 
     def _batches_of(self, keys: Mapping[str, object]) -> Iterator[MatrixBatch]:
         for names in self.groups:
