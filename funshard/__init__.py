@@ -41,10 +41,10 @@ without an underscore is public.
        _call                            functional_call: entry, the four modes, the running call, schedule
        curvature                        matrices as operators: hessian, ggn, fisher; lanczos, slq, cg, hutchinson
        _compiled                        fs.compile: the step and the passes over its graph
-    8  _sharding                        shard, unshard, stream_full, reshard, skeleton, reduce_grads, random_like
+    8  _sharding                        shard, unshard, stream_full, reshard, skeleton, reduce_grads
        _transforms                      grad, hvp, remat, checkpoint_name, chunked, attention, offload, per_sample_grads
        optim, compress, averaging, loss_scale      around the step
-    7  _slices                          slices where they lie: without padding, drawn at random, averaged, finite
+    7  _slices                          random_like; slices where they lie: without padding, averaged, finite
     6  _wire                            a unit's way from slice to buffer: stages, and their folds, data flow and chains
     5  _units                           one unit: buckets of small tensors, weights of micro-batches
        policies, _batchnorm             which modules are units; a layer that takes statistics over ranks
@@ -89,7 +89,7 @@ if _typing.TYPE_CHECKING:
     from ._init.init import init, init_buffers
     from ._plan.costs import Hardware, visualize
     from ._plan.plan import plan
-    from ._sharding.random_like import random_like
+    from ._slices.random_slices import random_like
     from ._steps.in_backward import update_in_backward
     from ._steps.scan import scan
     from ._transforms.per_sample import per_sample_grads
@@ -110,7 +110,7 @@ __all__ = [
 _LAZY = {
     "Hardware": "_plan.costs", "chunked": "_transforms.sliced", "compile": "_compiled.step", "hvp": "_transforms.products",
     "init": "_init.init", "init_buffers": "_init.init", "per_sample_grads": "_transforms.per_sample", "plan": "_plan.plan",
-    "random_like": "_sharding.random_like", "scan": "_steps.scan", "transforms_attention": "_transforms.sliced",
+    "random_like": "_slices.random_slices", "scan": "_steps.scan", "transforms_attention": "_transforms.sliced",
     "update_in_backward": "_steps.in_backward", "visualize": "_plan.costs",
 }  # fmt: skip
 """The public names of modules that a step of training may do without, by module."""

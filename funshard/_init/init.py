@@ -27,8 +27,7 @@ from .._core.unit import Unit, global_shape
 from .._sharding.sharding import check_rank, collect_full_params, hash_bits
 from .._spec.table import log_spec
 from .._torch.modules import find_reset
-from .._wire.flow import store_slice
-from .._wire.global_params import flatten_global, scatter_global
+from .._wire.flow import flatten_global, scatter_global, store_slice
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers
 

@@ -23,7 +23,7 @@ from .._core.unit import Unit
 from .._spec.parse import parse_bytes
 from .._torch.tracing import phase
 from .._wire.chain import CollectiveChain
-from .._wire.global_params import (
+from .._wire.flow import (
     apply_options,
     decode_global,
     flatten_global,

@@ -19,8 +19,15 @@ from .._core.unit import Unit
 from .._spec.codec import check_trainable
 from .._spec.table import log_spec
 from .._units.accumulation import find_accumulation
-from .._wire.flow import store_slice, unshard_unit
-from .._wire.global_params import apply_options, flatten_global, scatter_global, unflatten_global, unshard_global
+from .._wire.flow import (
+    apply_options,
+    flatten_global,
+    scatter_global,
+    store_slice,
+    unflatten_global,
+    unshard_global,
+    unshard_unit,
+)
 from .._wire.host import check_host_resident
 from ..collectives._agree import check_ranks_agree, report_to_ranks
 from ..collectives._world import has_peers

@@ -20,8 +20,7 @@ from .._core.mesh import Mesh, Simulated
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit
 from .._spec.codec import check_trainable
-from .._wire.flow import unshard_unit, weigh_grad
-from .._wire.global_params import apply_options
+from .._wire.flow import apply_options, unshard_unit, weigh_grad
 from .._wire.host import start_copy_to_host
 from ..collectives._functions import broadcast, sum_over
 from .ambient import REGISTER_HOOK, AmbientState, ForbiddenFunctions

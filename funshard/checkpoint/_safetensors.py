@@ -22,7 +22,7 @@ from .._core.unit import Unit, global_shape
 from .._sharding.full import find_sent_dtype, gather_to_first
 from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER, phase
-from .._wire.global_params import apply_options, unflatten_global
+from .._wire.flow import apply_options, unflatten_global
 from .._wire.host import check_host_resident
 from ..collectives._agree import check_ranks_agree
 from ..collectives._world import has_peers

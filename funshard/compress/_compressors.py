@@ -33,8 +33,7 @@ from .._slices.pieces import zero_padding
 from .._slices.random_slices import MASK, draw_normal, philox
 from .._spec.codec import check_trainable
 from .._units.buckets import Bucket
-from .._wire.flow import reduce_along
-from .._wire.global_params import transpose_options
+from .._wire.flow import reduce_along, transpose_options
 from .._wire.host import HOST, compute_device
 from ..collectives._exchange import all_to_all
 from ..collectives._functions import all_reduce, gather_slices, scatter

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._core.layout import Params
-from .._sharding.random_like import random_like
+from .._slices.random_slices import random_like
 from ..optim._norms import axpy, scale, vdot
 from ._operator import Operator, find_largest, probe_seed, read_numbers
 

@@ -16,8 +16,8 @@ from .._core.layout import Params
 from .._core.spec import PartitionSpec
 from .._core.unit import global_shape
 from .._sharding.full import gather_stored
-from .._sharding.random_like import random_like
 from .._sharding.sharding import shard
+from .._slices.random_slices import random_like
 from .._transforms.products import fishervp, ggnvp, hvp
 from ..optim._norms import axpy, global_norm, vdots
 

@@ -25,8 +25,7 @@ from .._core.primitive import LinearFunction, linear_map
 from .._core.spec import PartitionSpec
 from .._core.unit import Unit, join_shape
 from .._slices.pieces import check_slice, param_ranges, scatter_values
-from .._wire.flow import reduce_along
-from .._wire.global_params import join_pieces, split_pieces
+from .._wire.flow import join_pieces, reduce_along, split_pieces
 from .._wire.host import compute_device
 from ..collectives._functions import gather_slices, vary
 from . import _owners
