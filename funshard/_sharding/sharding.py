@@ -199,19 +199,23 @@ def unshard(
         accumulation.check_unweighted(shards, "its loss unshards the shards")
     full: Params = {}
     for unit in (spec.by_key[key] for key in chosen):
-        gather = unshard_global if whole else unshard_unit
-        shard = shards[unit.key]
-        buffer = _copy_if_shared(gather(shard, unit, mesh, reduction, check_order=True), shard)
-        tensors = unflatten_global(buffer, unit, mesh) if whole else unflatten_unit(buffer, unit)
-        full.update(zip((p.name for p in unit.params), tensors, strict=True))
+        full |= _unshard_params(shards[unit.key], unit, mesh, reduction, whole=whole)
     return spec._to_model_order(full | {name: shards[name] for name in spec.ignored if name in shards})
 
 
-def _copy_if_shared(buffer: Tensor, shard: Tensor) -> Tensor:
-    """Return a copy if nothing was gathered, since the shard may be written to; in eager mode it takes no memory until then."""
-    if not (buffer.numel() == shard.numel() if _torch.is_in_graph() else _torch.shares_storage(buffer, shard)):
-        return buffer
-    return _torch.lazy_clone(buffer) if _torch.is_eager() else buffer.clone()
+def _unshard_params(
+    piece: Tensor, unit: Unit, mesh: Mesh, reduction: Reduction, *, whole: bool = True, as_stored: bool = False
+) -> Params:
+    """Return a unit's full parameters by name, or with ``as_stored`` what was sharded, whatever options compute with."""
+    if whole:
+        buffer = unshard_global(piece, unit, mesh, reduction, check_order=True, as_stored=as_stored)
+    else:
+        buffer = unshard_unit(piece, unit, mesh, reduction, check_order=True)
+    # a copy if nothing was gathered, since the shard may be written to; in eager mode it takes no memory until then
+    if buffer.numel() == piece.numel() if _torch.is_in_graph() else _torch.shares_storage(buffer, piece):
+        buffer = _torch.lazy_clone(buffer) if _torch.is_eager() else buffer.clone()
+    tensors = unflatten_global(buffer, unit, mesh) if whole else unflatten_unit(buffer, unit)
+    return {param.name: x for param, x in zip(unit.params, tensors, strict=True)}
 
 
 def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: PartitionSpec) -> Params:
@@ -256,20 +260,13 @@ def reshard(shards: Mapping[str, Tensor], spec: PartitionSpec, new_spec: Partiti
     for unit in made:
         for key in sorted(names[unit.key] - gathered):
             gathered.add(key)
-            full |= _gather_stored(shards[key], spec.by_key[key], spec.bound_mesh)
+            full |= _unshard_params(shards[key], spec.by_key[key], spec.bound_mesh, Reduction(), as_stored=True)
         buffer = flatten_global(full, unit, new_spec)
         out[unit.key] = store_slice(scatter_global(buffer, unit, new_mesh), unit, new_mesh)
         for old in (key for key in names[unit.key] if last[key] == unit.key):
             for param in spec.by_key[old].params:
                 del full[param.name]
     return out
-
-
-def _gather_stored(piece: Tensor, unit: Unit, mesh: Mesh) -> Params:
-    """Return a unit's full values by name as they were sharded, whatever options compute with."""
-    buffer = unshard_global(piece, unit, mesh, Reduction(), check_order=True, as_stored=True)
-    tensors = unflatten_global(_copy_if_shared(buffer, piece), unit, mesh)
-    return {param.name: x for param, x in zip(unit.params, tensors, strict=True)}
 
 
 def partition(
