@@ -13,7 +13,6 @@ import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,22 +28,22 @@ from ._world import process_axes
 # --- Process groups between hosts that torch.distributed's registry does not list ---
 #
 # `torch.distributed.new_group` names a group by the number of groups that this process has: ranks that have made different
-# numbers of groups wait for each other for ever. The name of a `HostGroup` depends on its ranks alone.
+# numbers of groups wait for each other for ever. The name of a `HostGroup` depends on its process group alone.
 
 
 class HostGroup:
-    """A gloo process group of these global ranks, which connects when it is made.
+    """A gloo process group of the ranks of another process group, which connects when it is made.
 
-    The ``name``, equal on all of them, distinguishes groups of the same ranks. `funshard.check` compares what is announced.
+    `funshard.check` compares what is announced.
     """
 
-    def __init__(self, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
-        digest = hashlib.blake2b(repr([*ranks]).encode(), digest_size=16).hexdigest()
-        self.ranks = tuple(ranks)
-        self._name = name
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self._name = f"sequence of {group.group_name}"
         self._announce("connection")
-        rank = self.ranks.index(dist.get_rank())
-        self._group = _torch.make_unregistered_gloo(f"funshard/{name}/{digest}/", rank, len(self.ranks), timeout)
+        digest = hashlib.blake2b(repr([*self.ranks]).encode(), digest_size=16).hexdigest()
+        prefix, rank = f"funshard/{self._name}/{digest}/", self.ranks.index(dist.get_rank())
+        self._group = _torch.make_unregistered_gloo(prefix, rank, len(self.ranks), _torch.group_timeout(group))
 
     def all_reduce_max(self, x: Tensor, label: str = "") -> dist.Work:
         """Start to replace a tensor by the largest values of all ranks. The label says for what, to `funshard.check`."""
@@ -69,15 +68,8 @@ class HostGroup:
         announce(op, self.ranks, f"between hosts, {label or f'for {self._name}'}")
 
 
-_GROUPS_OF_WORLD: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, HostGroup]] = weakref.WeakKeyDictionary()
-"""The host groups of each default group, by key: destroy_process_group ends them, and their threads, together."""
-
-
-def host_groups() -> dict[object, HostGroup]:
-    """Return the host groups that live as long as the default process group, by their users' keys."""
-    world = dist.group.WORLD
-    assert world is not None
-    return _GROUPS_OF_WORLD.setdefault(world, {})
+_GROUPS_OF_WORLD: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, HostGroup]] = weakref.WeakKeyDictionary()
+"""The host groups of each default group, by process group: destroy_process_group ends them, and their threads, together."""
 
 
 # --- Comparisons ---
@@ -167,13 +159,14 @@ def is_comparable(group: str) -> bool:
 
 def get_host_group(name: str) -> HostGroup:
     """Return a process group's own host group, which connects at the first comparison."""
-    groups, key = host_groups(), ("sequence", name)
-    if key not in groups:
+    world = dist.group.WORLD
+    assert world is not None
+    groups = _GROUPS_OF_WORLD.setdefault(world, {})
+    if name not in groups:
         group = _torch.resolve_group(name)
         with _explaining_lost_rank("the first one"):
-            ranks, timeout = dist.get_process_group_ranks(group), _torch.group_timeout(group)
-            groups[key] = HostGroup(ranks, f"sequence of {name}", timeout)
-    return groups[key]
+            groups[name] = HostGroup(group)
+    return groups[name]
 
 
 def find_host_groups(mesh: Mesh) -> list[HostGroup]:

@@ -81,9 +81,7 @@ def permute(x: Tensor, axis: Axis, shift: int | None = None, *, perm: Sequence[t
         return _permute(x, axis.rank, sources, "")
     if sources == tuple(range(axis.size)):
         return x
-    if max(sources) < 0:  # nobody sends: zeros, which are a function of x to autograd
-        return _permute(x.view_as(x), None, sources, "")
-    if not axis.name:
+    if max(sources) >= 0 and not axis.name:
         raise missing_group_error(axis.size)
     return _permute(x.view_as(x), None, sources, axis.name)  # a view of x: see _primitive.apply
 
@@ -277,8 +275,7 @@ def resolve_counts(
 
 def check_counts(x: Tensor, ranks: int, send: Sequence[int], receive: Sequence[int] | None, size: int | None) -> None:
     """Raise ValueError if this rank's counts are wrong by themselves."""
-    if x.dim() == 0:
-        raise ValueError("ragged_all_to_all: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
+    check_dim("ragged_all_to_all", x, 0)
     for name, counts, rows in (("send_counts", send, len(x)), ("receive_counts", receive, size)):
         if counts is None:
             continue

@@ -105,8 +105,7 @@ def gather_slices(x: Tensor, axis: Axis, *, reduce: Reduce = "mean", label: str 
         >>> run(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
         [[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]]
     """
-    if x.dim() == 0:
-        raise ValueError("gather_slices: expected at least one dimension, got a 0-dim tensor; use x.reshape(1)")
+    check_dim("gather_slices", x, 0)
     return apply(f"gather_{_check_reduce(reduce)}", x, axis, label=make_label(label))
 
 
