@@ -124,12 +124,13 @@ def _select_custom(fn: Callable[[nn.Module], bool | Mapping[str, Any]], p: P, no
         return p if result else None
     if not isinstance(result, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"custom: module '{node.path}': expected {fn} to give a bool or a dict, got {result!r}")
-    return override_p(p, result, f"custom: module '{node.path}'") if result else None
-
-
-def count_literal(pattern: str, path: str) -> int:
-    """Return how many components of a pattern are names, not wildcards, for this path."""
-    return sum(part in path.split(".") or not set("*?[") & set(part) for part in pattern.split("."))
+    known = [f.name for f in dataclasses.fields(P)]
+    if unknown := [name for name in result if name not in known]:
+        raise ValueError(f"custom: module '{node.path}': P has no field '{unknown[0]}': expected some of {known}")
+    try:
+        return dataclasses.replace(p, **result) if result else None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"custom: module '{node.path}': {error}") from None
 
 
 def matches_path(pattern: list[str], path: list[str]) -> bool:
@@ -183,7 +184,8 @@ def _build_by_path(patterns: Mapping[str, P], p: P, tree: ModuleTree) -> Partiti
             near = difflib.get_close_matches(pattern, tree.canonical, 3, 0.3) or list(tree.canonical)[:8]
             raise ValueError(f"by_path: pattern '{pattern}' matches no module: expected a path such as {near}")
         for path in hits:
-            weight = count_literal(pattern, path)
+            names = path.split(".")
+            weight = sum(part in names or not {*"*?["} & {*part} for part in pattern.split("."))  # names, not wildcards
             other = best.get(path)
             if other is None or other[0] < weight:
                 best[path] = weight, pattern
@@ -193,18 +195,6 @@ def _build_by_path(patterns: Mapping[str, P], p: P, tree: ModuleTree) -> Partiti
                     f"'{pattern}' ({value}): expected one, or one that is more literal"
                 )
     return build(tree, {path: patterns[pattern] for path, (_, pattern) in best.items()}, p)
-
-
-def override_p(p: P, fields: Mapping[str, Any], where: str) -> P:
-    """Return the `P` with these fields replaced; raise ValueError that says where for an unknown one."""
-    known = [f.name for f in dataclasses.fields(P)]
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{where}: P has no field '{name}': expected some of {known}")
-    try:
-        return dataclasses.replace(p, **fields)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{where}: {error}") from None
 
 
 # --- Policies that take something out of another: parameters that are ignored, classes in full precision ---
