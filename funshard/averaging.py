@@ -17,7 +17,7 @@ from ._gone import raise_gone
 from ._slices.values import is_averaged
 from ._spec.local import check_axes_are_given, distinct_axes
 from ._units.accumulation import drop_unweighted
-from ._units.buckets import BUCKET_BYTES, Bucket, OpenBuckets
+from ._units.buckets import BUCKET_BYTES, Bucket
 from .collectives._functions import Reduce, all_reduce
 
 __all__ = ["average", "average_buffers", "periodic"]
@@ -185,13 +185,15 @@ def _average_buckets(
 
 def _to_buckets(params: Mapping[str, Tensor], over: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], Bucket]]:
     """Yield the buckets to reduce and their axes: a large tensor alone, small ones by axes, dtype and device."""
-    small: OpenBuckets[tuple[tuple[str, ...], torch.dtype, torch.device]] = OpenBuckets()
+    small: dict[tuple[tuple[str, ...], torch.dtype, torch.device], Bucket] = {}
     for key in sorted(over):  # in whatever order a rank has them
         x, names = params[key], over[key]
-        most = BUCKET_BYTES / x.itemsize
+        kind, most = (names, x.dtype, x.device), BUCKET_BYTES / x.itemsize
         if x.numel() >= most:
             yield names, Bucket([(key, x)])
-        elif full := small.add((names, x.dtype, x.device), key, [x.reshape(-1)], x.numel(), most):
-            yield names, full
-    for (names, *_), bucket in small.unfilled():
+            continue
+        small.setdefault(kind, Bucket()).add(key, [x.reshape(-1)], x.numel())
+        if small[kind].numel >= most:
+            yield names, small.pop(kind)
+    for (names, *_), bucket in small.items():
         yield names, bucket

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, ItemsView, Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +11,6 @@ BUCKET_BYTES = 2**22
 """The size at which a bucket is full and reduced: see examples/benchmarks/comm.py."""
 BUCKET_BYTES_CUDA = 25 * 2**20
 """The same for gradients on CUDA, where a collective costs more to start: DistributedDataParallel's default."""
-
-BucketKind = TypeVar("BucketKind", bound=Hashable)
 
 
 class Bucket:
@@ -42,21 +39,3 @@ class Bucket:
     def split(self, total: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Return the parts of the reduced bucket, by key, as 1-D views."""
         return zip(self.keys, total.split(self._lengths) if len(self.keys) > 1 else [total], strict=True)
-
-
-class OpenBuckets(Generic[BucketKind]):
-    """Buckets that are not full, by what the tensors in one must have in common."""
-
-    def __init__(self) -> None:
-        self._filling: dict[BucketKind, Bucket] = {}
-
-    def add(self, kind: BucketKind, key: str, pieces: Sequence[Tensor], numel: int, most: float) -> Bucket | None:
-        """Put a tensor into the bucket of its kind. Return that bucket, to be reduced, if it has ``most`` elements now."""
-        if (bucket := self._filling.get(kind)) is None:
-            bucket = self._filling[kind] = Bucket()
-        bucket.add(key, pieces, numel)
-        return self._filling.pop(kind) if bucket.numel >= most else None
-
-    def unfilled(self) -> ItemsView[BucketKind, Bucket]:
-        """Return the buckets that are still not full, with their kinds."""
-        return self._filling.items()

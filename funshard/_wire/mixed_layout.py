@@ -12,6 +12,7 @@ In data flow the buffer is one tensor of a dtype that has all their values, beca
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -73,18 +74,10 @@ class MixedLayout:
         """The dtype of the buffer in data flow, which has the values of all of them."""
         return torch.float64 if torch.float64 in self.dtypes else torch.float32
 
-    def _own_slice(self) -> SliceGroup:
-        assert self.index is not None
-        first = 0
-        for group in self.slices:
-            first += group.number
-            if self.index < first:
-                return group
-        raise IndexError(self.index)
-
     def encode(self, piece: Tensor) -> Tensor:
         """Return the bytes to send of this rank's slice, which lies in dimension 0 and may be batched along others."""
-        own = self._own_slice()
+        ends = itertools.accumulate(group.number for group in self.slices)
+        own = next(group for group, end in zip(self.slices, ends, strict=True) if (self.index or 0) < end)
         pieces = piece.split([numel for numel, _ in own.runs])
         parts = [view_as_bytes(part.to(dtype)) for part, (_, dtype) in zip(pieces, own.runs, strict=True)]
         return torch.cat([*parts, parts[0].new_zeros((self.sent_bytes - own.nbytes) * piece[0].numel())])

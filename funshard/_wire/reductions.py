@@ -12,9 +12,9 @@ from .._core.layout import insert_padding, to_memory_order
 from .._core.unit import Unit
 from .._torch.tracing import phase
 from .._units.accumulation import GradReceiver
-from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket, OpenBuckets
+from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket
 from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable
-from .route import BucketKind, Route
+from .route import Route
 
 Split = Callable[[Tensor], Iterable[tuple[str, Tensor]]]
 """A function from what is reduced as one to the gradients in it, by unit key."""
@@ -39,8 +39,7 @@ class ReductionQueue:
         self._on_host: dict[str, Route] = {}  # of whose units gradients go there
         self._slices: list[tuple[Split, CollectiveChain]] = []
         self._full_buckets: list[tuple[Split, CollectiveChain]] = []
-        self._open_buckets: OpenBuckets[BucketKind] = OpenBuckets()
-        self._steps: dict[BucketKind, RouteSteps] = {}  # which replicated units of a kind share
+        self._open_buckets: dict[object, tuple[Bucket, RouteSteps]] = {}  # by kind, with the steps of the last unit
         self._zeros: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # padding for all units, as nobody writes to it
 
     def begin_backward(self, task: int) -> None:
@@ -63,7 +62,8 @@ class ReductionQueue:
             self.reduce_replicated(unit.key, pieces, steps)
         else:
             buffer = _torch.concat_into(pieces, pieces[0].new_empty(route.padded_numel, dtype=route.dtypes.reduce))
-            self.add_unreduced(unit.key, steps.prepare(buffer))
+            self._report_finished(self._in_flight)
+            self._add_chain(unit.key, CollectiveChain(steps.prepare(buffer), ()))  # no other rank has a part of it
 
     def _padding_zeros(self, route: Route, like: Tensor, routes: RouteTable) -> Tensor:
         at = route.device or like.device, route.dtypes.param
@@ -99,11 +99,6 @@ class ReductionQueue:
             chain.advance()
         self._on_their_way = [chain for chain in self._on_their_way if chain.holds_input]
 
-    def add_unreduced(self, key: str, grad: Tensor) -> None:
-        """Add a unit's gradient that no other rank has a part of."""
-        self._report_finished(self._in_flight)
-        self._add_chain(key, CollectiveChain(grad, ()))
-
     def _add_chain(self, key: str, chain: CollectiveChain) -> None:
         self._slices.append((lambda grad: [(key, grad)], chain))
         if self._receiver:
@@ -131,28 +126,30 @@ class ReductionQueue:
         """Put the gradient of a unit that every rank keeps whole into the bucket of its kind; reduce a full bucket."""
         route = steps.route
         self._advance_on_their_way()
-        kind = route.bucket_kind
-        self._steps[kind] = steps
         if self._receiver:
             self._receiver.expect(key)
         most = (BUCKET_BYTES if pieces[0].device.type == "cpu" else BUCKET_BYTES_CUDA) / route.dtypes.reduce.itemsize
-        if full := self._open_buckets.add(kind, key, pieces, route.padded_numel, most):
+        bucket, _ = self._open_buckets.get(route.bucket_kind) or (Bucket(), steps)
+        bucket.add(key, pieces, route.padded_numel)
+        self._open_buckets[route.bucket_kind] = bucket, steps
+        if bucket.numel >= most:
             self._report_finished(self._in_flight)
-            self._reduce_bucket(full, kind)
+            self._reduce_bucket(*self._open_buckets.pop(route.bucket_kind))
 
-    def _reduce_bucket(self, bucket: Bucket, kind: BucketKind) -> None:
+    def _reduce_bucket(self, bucket: Bucket, steps: RouteSteps) -> None:
         with phase("reduce bucket", " ".join(key or "''" for key in bucket.keys)):
-            buffer = _torch.concat_into(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=kind.reduce))
+            dtype = steps.route.dtypes.reduce
+            buffer = _torch.concat_into(bucket.pieces, bucket.pieces[0].new_empty(bucket.numel, dtype=dtype))
             bucket.pieces.clear()
-            chain = CollectiveChain(self._steps[kind].prepare(buffer), self._steps[kind].reduce)
+            chain = CollectiveChain(steps.prepare(buffer), steps.reduce)
         self._full_buckets.append((bucket.split, chain))
-        if kind.device is not None:
+        if steps.route.device is not None:
             self._on_their_way.append(chain)
 
     def wait_all(self) -> dict[str, Tensor]:
         """Wait for everything that this run of backward started. Return gradients by unit key, summed over its gathers."""
-        for kind, bucket in self._open_buckets.unfilled():
-            self._reduce_bucket(bucket, kind)
+        for bucket, steps in self._open_buckets.values():
+            self._reduce_bucket(bucket, steps)
         self._report_finished(0)
         with phase("wait for reductions"):
             running = [*self._slices, *self._full_buckets]

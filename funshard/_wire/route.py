@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,18 +18,6 @@ from .._spec.precision import Dtypes, Precision, precision_of
 from .host import compute_device
 from .mixed_layout import MixedLayout, find_param_dtypes, make_mixed_layout
 from .stages import AllGather, Bytes, Copy, Decode, Divide, Encode, GatherEncodedBack, GradDtype, Join, Move, Replicas, Stage
-
-
-class BucketKind(NamedTuple):
-    """The common properties of replicated units whose gradients are reduced as one."""
-
-    reduce: torch.dtype
-    """The dtype of the reduction."""
-    shard: torch.dtype
-    device: torch.device | None
-    """The device of use, of host-resident units."""
-    axes: tuple[str, ...]
-    divisors: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -135,11 +122,11 @@ class Route:
         """Return its stages, all or those that bring to the buffer what was sharded."""
         return tuple(stage for stage in self.stages if not stage.is_option) if as_stored else self.stages
 
-    @property
-    def bucket_kind(self) -> BucketKind:
-        """The kind of the bucket in which its gradient is reduced, if every rank keeps it whole."""
+    @functools.cached_property
+    def bucket_kind(self) -> tuple[object, ...]:
+        """The common properties of the units whose gradients are reduced as one, if every rank keeps them whole."""
         divisors = tuple(stage.divisor for stage in self.stages if isinstance(stage, Divide))
-        return BucketKind(self.dtypes.reduce, self.shard_dtype, self.device, self.replica_axes, divisors)
+        return self.dtypes.reduce, self.shard_dtype, self.device, self.replica_axes, divisors
 
     @functools.cached_property
     def view_dtypes(self) -> tuple[torch.dtype, ...]:
