@@ -570,7 +570,7 @@ def test_donated_views_that_overlap() -> None:
     with pytest.raises(ValueError, match=r"\['a'\] and .* argument 0\['b'\] share memory, which donate_argnums=\(0,\) writes"):
         step({"a": x[:4], "b": x[2:6]})
     refused(ValueError, "share memory", lambda: step({"a": x[:8:2], "b": x[6:]}))
-    refused(ValueError, r"donated argument 0\['b'\]: expected a tensor of its own", lambda: step({"a": x, "b": x}))
+    refused(ValueError, r"argument 0\['b'\] share memory", lambda: step({"a": x, "b": x}))
     assert x.equal(torch.arange(12.0))
     step({"a": x[:4], "b": x[4:]})
     assert x.equal(torch.arange(12.0) * 2)
