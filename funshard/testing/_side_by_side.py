@@ -192,13 +192,6 @@ class Outcome(NamedTuple):
     largest: dict[Key, float]
 
 
-class _PlainRun(NamedTuple):
-    """One rank's loss and buffers, and its derivatives by whole parameters."""
-
-    own: dict[Key, Tensor]
-    derivatives: dict[Key, Tensor]
-
-
 @dataclass(frozen=True)
 class Case:
     """A model, its spec, the batch of this rank, or of all ``simulated`` ranks, and the module of a rank's ``local`` pieces."""
@@ -256,14 +249,15 @@ class Case:
         where the model joins their batches.
         """
         vector = self.make_vector(seed) if order == 2 else None
-        runs: list[_PlainRun] = []
+        runs: list[dict[Key, Tensor]] = []  # the loss and buffers of each rank
+        mean: dict[Key, Tensor] = {}
         error: Exception | None = None
         try:
             joins_batches = any(isinstance(module, SyncBatchNorm) and module.training for module in self.model.modules())
             if self.simulated and (by_vmap or joins_batches):
-                runs = self._run_stacked(seed, vector)
+                runs, mean = self._run_stacked(seed, vector)
             else:
-                runs = self._run_in_turn(seed, vector)
+                runs, mean = self._run_in_turn(seed, vector)
         except Exception as raised:  # the other ranks hear of it before they wait for this one's gradients
             error = raised
         texts = self.gather_text("" if error is None else f"{type(error).__name__}: {_torch.error_text(error)}")
@@ -271,14 +265,11 @@ class Case:
             raise error
         if raised := next(((rank, text) for rank, text in enumerate(texts) if text), None):
             raise AssertionError(f"assert_exact: the plain model raised on rank {raised[0]}: {raised[1]}")
-        mean = {key: torch.stack([run.derivatives[key] for run in runs]).mean(0) for key in runs[0].derivatives}
         for _, axis in () if self.simulated else self.spec.bound_mesh.axes:
             mean = {key: all_reduce(x, axis) for key, x in mean.items()}
-        largest = {key: max(max_magnitude(run.own[key]) for run in runs) for key in runs[0].own}
-        return Outcome(
-            [self._pieces(mean, rank) | run.own for rank, run in zip(self.ranks, runs, strict=True)],
-            largest | {key: max_magnitude(x) for key, x in mean.items()},
-        )
+        largest = {key: max(max_magnitude(own[key]) for own in runs) for key in runs[0]}
+        largest |= {key: max_magnitude(x) for key, x in mean.items()}
+        return Outcome([self._pieces(mean, rank) | own for rank, own in zip(self.ranks, runs, strict=True)], largest)
 
     def _pieces(self, full: Mapping[Key, Tensor], rank: int) -> dict[Key, Tensor]:
         out: dict[Key, Tensor] = {}
@@ -293,19 +284,20 @@ class Case:
         pieces = param_views(others | shards, self.spec, rank=rank)
         return {(kind, name): pieces[name] for name in self.trained}
 
-    def _run_in_turn(self, seed: int, vector: Params | None) -> list[_PlainRun]:
-        out: list[_PlainRun] = []
+    def _run_in_turn(self, seed: int, vector: Params | None) -> tuple[list[dict[Key, Tensor]], dict[Key, Tensor]]:
+        """Run the plain model on each rank, and return the loss and buffers of each, and the mean of their derivatives."""
+        runs, derivatives = list[dict[Key, Tensor]](), list[dict[Key, Tensor]]()
         for rank in self.ranks:
             with preserve_model(self.model, seed + rank, self.devices):
                 install_buffers(self.model, clone_tensors(self.buffers), self.spec.bound_mesh)
                 batch = clone_tensors(select_rank(self.batch, rank) if self.simulated else self.batch)
                 value = self.loss(self._call, batch)
-                derivatives = self._derivatives(value, vector)
-                out.append(_PlainRun({key: x.detach() for key, x in self._own_results(value).items()}, derivatives))
-        return out
+                derivatives.append(self._derivatives(value, vector))
+                runs.append({key: x.detach() for key, x in self._own_results(value).items()})
+        return runs, {key: torch.stack([found[key] for found in derivatives]).mean(0) for key in derivatives[0]}
 
-    def _run_stacked(self, seed: int, vector: Params | None) -> list[_PlainRun]:
-        """Run the plain model on all ranks at once, under vmap, and return each one's results."""
+    def _run_stacked(self, seed: int, vector: Params | None) -> tuple[list[dict[Key, Tensor]], dict[Key, Tensor]]:
+        """Do as `_run_in_turn`, with all ranks at once, under vmap."""
 
         def rank(mesh: Mesh, batch: Any, buffers: Params) -> dict[Key, Tensor]:
             install_buffers(self.model, buffers, mesh)
@@ -315,7 +307,7 @@ class Case:
             with explain_vmap(self.model):
                 found = spmd(rank, self._sizes)(self.batch, self._stack_buffers(self.buffers))
             derivatives = self._derivatives(found[LOSS, ""].mean(), vector)
-        return [_PlainRun({key: x[r].detach() for key, x in found.items()}, derivatives) for r in self.ranks]
+        return [{key: x[r].detach() for key, x in found.items()} for r in self.ranks], derivatives
 
     def _own_results(self, value: Tensor) -> dict[Key, Tensor]:
         now = dict(self.model.named_buffers(remove_duplicate=False))
