@@ -60,14 +60,10 @@ class Param:
 
     def __post_init__(self) -> None:
         names = (self.name, *self.aliases)
-        made = {
-            "numel": torch.Size(self.shape).numel(),
-            "permuted": self.order != tuple(range(len(self.order))),
-            "locations": tuple((path, attr) for path, _, attr in (name.rpartition(".") for name in names)),
-            "names": names,
-        }
-        for field_name, value in made.items():
-            object.__setattr__(self, field_name, value)
+        object.__setattr__(self, "numel", torch.Size(self.shape).numel())
+        object.__setattr__(self, "permuted", self.order != tuple(range(len(self.order))))
+        object.__setattr__(self, "locations", tuple((path, attr) for path, _, attr in (name.rpartition(".") for name in names)))
+        object.__setattr__(self, "names", names)
 
     @property
     def sort_key(self) -> tuple[tuple[int, int, str], ...]:
