@@ -187,19 +187,17 @@ def _draw_runs(panel: _Panel, moments: Sequence[Moment]) -> Iterable[str]:
     yield _text(LEFT - 8, panel.top + 12, "phase", ink="muted", anchor="end")
     yield _text(LEFT - 8, panel.top + 28, "unit", ink="muted", anchor="end")
     for is_phase in (True, False):
-        begin, names = 0, [moment.event.phase if is_phase else moment.event.unit for moment in moments]
-        for i in range(1, len(names) + 1):
-            if i < len(names) and names[i] == names[begin]:
-                continue
-            name, start = names[begin], panel.x(moments[begin].time) if begin else LEFT
-            end = panel.x(moments[i].time) if i < len(names) else LEFT + WIDTH
-            begin, width, middle = i, end - start, (start + end) / 2
+        names = [moment.event.phase if is_phase else moment.event.unit for moment in moments]
+        begins = [i for i, name in enumerate(names) if not i or name != names[i - 1]]
+        edges = [LEFT, *(panel.x(moments[i].time) for i in begins[1:]), LEFT + WIDTH]
+        for i, start, end in zip(begins, edges, edges[1:], strict=False):
+            name, width, middle = names[i], end - start, (start + end) / 2
             label = name if is_phase else name.removeprefix(prefix) or "root"
             if is_phase:
                 yield _box(start, panel.top, end - 1, fill=COMPUTE)
                 if _has_room(label, width):
                     yield _text(middle, panel.top + 12, label, ink="on-color", anchor="middle")
-                elif i == len(names):
+                elif i == begins[-1]:
                     yield _text(end + 6, panel.top + 12, label)
             elif width >= 0.8:
                 yield _box(start, panel.top + 20, end - 0.8, height=STRIP / 2, fill=COMPUTE, title=name or "the root")
