@@ -134,7 +134,7 @@ class UnitInUse:
     """The parameters, in the order of ``unit.params``."""
     watch: WriteWatch
     reshard: bool
-    level: int
+    level: int = 0
     """The level of transforms that it was gathered under."""
     gathered_unit: GatheredUnit | None = None
     """The unit where the schedule has gathered it."""
@@ -172,7 +172,6 @@ def units_given_full(params: Mapping[str, Tensor], spec: PartitionSpec, buffers:
             cast_params(full, unit),
             WriteWatch(unit, (buffers[unit.key],), full) if unit.key in buffers else WriteWatch(unit, full),
             reshard=bool(unit.p.reshard),
-            level=0,
         )
         for unit in spec
         if unit.key not in params and (full := find_full_params(params, unit))
