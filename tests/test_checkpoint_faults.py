@@ -459,7 +459,7 @@ KEYS = r"expected keys that are strings, .*, got \('a', 1\) \(tuple\)"
         ("container", "ValueError", r"state 'seen': .*on rank 0 a container, list, on rank 1 a container, tuple"),
         ("empty", "ValueError", r"state 'seen\.x': .*on rank 0 a container, list, on rank 1 a container, dict"),
         ("ragged list", "ValueError", r"state 'seen\.1': .* on rank 0 nothing, on rank 1 each rank's own, .*\(json\.dumps\)"),
-        ("ragged tensor", "ValueError", r"'seen': .* rank 0 each .*, \[1\] .*, on rank 1 each .*, \[2\] .*one structure"),
+        ("ragged tensor", "ValueError", r"'seen': .* rank 0 each .*, \[2, 1\] .*, on rank 1 each .*, \[2, 2\] .*one structure"),
         ("key", "TypeError", f"rank 1: state 'c': {KEYS}"),
         ("key beside units", "TypeError", f"state 'params': {KEYS}"),
         ("quantized", "TypeError", r"state 'x': expected a plain, dense tensor, got Tensor torch\.qint8"),

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from .. import _torch
 from ._directory import Target, read_manifest
-from ._files import PIECE_BYTES, AnyPath, CheckpointError, checksum, open_path
+from ._files import PIECE_BYTES, AnyPath, CheckpointError, checksum, dtype_name, open_path
 from ._leaves import Box, TensorRange, check_tiles, split_range
 
 # --- A record: what torch.save writes of a tensor, about 1,500 bytes around the elements, but straight from its memory ---
@@ -123,7 +123,7 @@ def pack_index(boxes: Sequence[WrittenBox]) -> tuple[bytes, dict[str, int], list
         except ValueError as error:
             raise ValueError(f"'{name}', of all ranks: {error}") from error
         places = [[*one.box, one.file, one.begin, one.checksum] for one in written]
-        index.append([first.names, str(first.dtype).removeprefix("torch."), first.shape, places])
+        index.append([first.names, dtype_name(first.dtype), first.shape, places])
         chunks = [of_torch.ChunkStorageMetadata(*map(torch.Size, box.box)) for box in written]
         for alias in first.names:
             properties = of_torch.TensorProperties(first.dtype)

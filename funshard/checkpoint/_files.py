@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
+import torch
+
 try:
     from isal.isal_zlib import crc32  # uses CRC instructions: six times as fast as zlib
 except ImportError:
@@ -159,3 +161,8 @@ def read_regular(path: AnyPath) -> bytes:
     """Return the content of a regular file. Raises the errors of `open_regular`."""
     with open_regular(path) as file:
         return file.read()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in files: that of the attribute of torch."""
+    return str(dtype).removeprefix("torch.")

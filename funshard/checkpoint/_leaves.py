@@ -149,6 +149,9 @@ MAX_DIMS = 64
 Names = tuple[tuple[str, ...], ...]
 """For each tensor or value that is stored of a leaf its names: for a unit's, the parameters' own names first."""
 
+SLICE, NUMBER, OWNED, PER_RANK, COMMON = "slice", "number", "owned", "each rank's own", "common"
+"""The kinds of tensors: a unit's slices and numbers, those of a matrix's owner, of each rank, and equal on all ranks."""
+
 
 @dataclass(frozen=True)
 class ValueLeaf:
@@ -175,7 +178,7 @@ class TensorLeaf:
     device: torch.device | None
     """Where the tensor is read to; None for the host."""
     kind: str
-    """One of "slice" of a unit, "number" of a unit, "owned" by a matrix's owner, "per rank", and "common" to all ranks."""
+    """`SLICE`, `NUMBER`, `OWNED`, `PER_RANK` or `COMMON`."""
     unit: Unit | None = None
     """The unit of a slice or number."""
     params: tuple[Param, ...] = ()
@@ -185,7 +188,7 @@ class TensorLeaf:
 
     def allocate(self) -> Tensor:
         """Return memory to read into, in one dimension for a slice and for a unit's numbers; padding is zero."""
-        shape = (len(self.names),) if self.kind == "number" else self.shape
+        shape = (len(self.names),) if self.kind == NUMBER else self.shape
         try:
             memory = torch.empty(shape, dtype=self.dtype, device=self.device or "cpu")
         except RuntimeError as error:
@@ -200,15 +203,15 @@ class TensorLeaf:
     def divide(self, tensor: Tensor) -> Iterator[tuple[TensorRange, Tensor]]:
         """Yield the ranges with their elements of the tensor of the state, or of the memory to read into."""
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        flat = flat.expand(len(self.names)) if self.kind == "number" else flat
+        flat = flat.expand(len(self.names)) if self.kind == NUMBER else flat
         for part in self.ranges:
             yield part, flat[part.low : part.low + part.numel]
 
     def to_state(self, memory: Tensor, spec: PartitionSpec) -> Tensor:
         """Return as a state has it what was read into memory: a slice encoded, and on the device or host where it is kept."""
-        if self.kind == "slice" and self.unit:
+        if self.kind == SLICE and self.unit:
             return (store_slice if self.is_encoded else place_slice)(memory, self.unit, spec.bound_mesh)
-        if self.kind != "number":
+        if self.kind != NUMBER:
             return memory
         raw = memory.view(-1, 1).view(torch.uint8)  # as bits: equal NaNs count as the same
         if not bool((raw == raw[:1]).all()):
@@ -269,7 +272,7 @@ def slice_leaf(
         end += numel
     length = end if is_compact else spec.shard_numel(unit) // block
     device, found = None if is_encoded or is_host_resident(unit) else mesh.device, tuple(piece.param for piece in pieces)
-    return TensorLeaf(names, tuple(shapes), dtype, (length,), tuple(ranges), device, "slice", unit, found, is_encoded)
+    return TensorLeaf(names, tuple(shapes), dtype, (length,), tuple(ranges), device, SLICE, unit, found, is_encoded)
 
 
 def piece_box(shape: tuple[int, ...], local: LocalDims, spec: PartitionSpec) -> Box:

@@ -19,7 +19,7 @@ from .._spec.local import describe_pieces
 from .._torch.tracing import LOGGER, phase
 from ._directory import MANIFEST, RecordPlace, StoredTensor, parse_tensors, read_manifest
 from ._files import PIECE_BYTES, AnyPath, CheckpointError, DamagedError, checksum, open_path, open_regular
-from ._leaves import Box, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
+from ._leaves import PER_RANK, Box, TensorLeaf, TensorRange, ValueLeaf, check_tiles, clean_name
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._tree import Description, Template, check_rank_count, iter_plain_values, rebuild, select_part, without_memory
 
@@ -125,7 +125,7 @@ class _Loader:
     def _check(self, leaf: TensorLeaf) -> None:
         for i, (names, shape) in enumerate(zip(leaf.names, leaf.shapes, strict=True)):
             found = self._stored.find_tensor(names, shape, leaf.dtype)
-            if leaf.kind == "per rank" and found.shape[1:] == shape[1:]:
+            if leaf.kind == PER_RANK and found.shape[1:] == shape[1:]:
                 check_rank_count(names[0], found.shape[0], self._ranks.size)
             if (found.shape, found.dtype) != (shape, leaf.dtype):
                 hint = describe_pieces(leaf.params[i], dict(self._spec.bound_mesh.sizes)) if leaf.params else ""

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from .._torch.tracing import LOGGER, phase
 from ._dcp import WrittenBox, pack_index, write_boxes
 from ._directory import Target
 from ._files import AnyPath, SavedError, open_path
-from ._leaves import Box, Leaf, TensorRange, ValueLeaf, check_storable, split_range
+from ._leaves import COMMON, NUMBER, SLICE, Box, Leaf, TensorRange, ValueLeaf, check_storable, split_range
 from ._ranks import TIMEOUT, Ranks, connect_ranks
 from ._tree import Description
 
@@ -184,8 +184,8 @@ class _StateSummary:
         """The ranges of stored tensors that this rank holds, and their elements."""
         self.common = dict(self._tree.containers)
         """A text for each name that must be equal on all ranks."""
-        self._replicas: dict[str, tuple[str, int, int]] = {}
-        """For each slice that several ranks hold, by name: the unit's key, the slice's number, and a digest of its values."""
+        self._replicas: dict[tuple[str, str, int], int] = {}
+        """A digest of each slice that several ranks hold, by the unit's key, the slice's name and its number."""
         self._per_rank = [leaf for leaf in self._tree.leaves if isinstance(leaf, ValueLeaf) and leaf.is_per_rank]
         with torch.no_grad():
             for leaf, value in zip(self._tree.leaves, self._tree.values, strict=True):
@@ -194,7 +194,7 @@ class _StateSummary:
         if twice := [name for name, count in names.items() if count > 1]:
             raise ValueError(f"state '{twice[0]}': two of its leaves have this name: expected names without such dots")
 
-    def message(self) -> tuple[str, list[Any], dict[str, tuple[str, int, int]]]:
+    def message(self) -> tuple[str, list[Any], dict[tuple[str, str, int], int]]:
         """Return a digest of what is common, the values that are this rank's own, and the replicas."""
         digest = hashlib.sha256(json.dumps(self.common).encode()).hexdigest()
         return digest, [leaf.data["values"][0] for leaf in self._per_rank], self._replicas
@@ -211,23 +211,20 @@ class _StateSummary:
             self.common[name] = "each rank's own, no tensor" if leaf.is_per_rank else json.dumps(leaf.data["value"])
             return
         check_storable(value, f"state '{name}'")
-        unit, texts = leaf.unit, {"owned": "of its owners", "per rank": "each rank's own, of one shape on all"}
-        if leaf.kind == "slice" and unit:
-            self.common[name] = f"slices {leaf.dtype} of unit '{unit.key}'"
-            if leaf.is_encoded:
-                raise ValueError(
-                    f"unit '{unit.key}' is at rest in {storage_codec(unit)}, encoded from the frozen model: "
-                    "expected a state without it; save fs.partition(params, spec)[0]"
-                )
+        text = f"{leaf.kind}, {list(leaf.shapes[0])} {leaf.dtype}"
+        if leaf.unit and leaf.is_encoded:
+            raise ValueError(
+                f"unit '{leaf.unit.key}' is at rest in {storage_codec(leaf.unit)}, encoded from the frozen model: expected a "
+                "state without it; save fs.partition(params, spec)[0]"
+            )
+        if leaf.unit and leaf.kind == SLICE:
             mesh = self._spec.bound_mesh
-            index, slices = rank_along(unit.distinct_axes, mesh, rank_coords(mesh, None))
+            index, slices = rank_along(leaf.unit.distinct_axes, mesh, rank_coords(mesh, None))
             if slices < ranks.size:
-                self._replicas[name] = unit.key, index, int(hash_bits(value.detach()))
-        elif leaf.kind in texts:
-            shape = leaf.shape if leaf.ranges else leaf.shape[1:]
-            self.common[name] = f"{texts[leaf.kind]}, {list(shape)} {leaf.dtype}"
-        else:
-            self.common[name] = f"{list(value.shape)} {value.dtype} of digest {int(hash_bits(value.detach())):x}"
+                self._replicas[leaf.unit.key, name, index] = int(hash_bits(value.detach()))
+        elif leaf.kind in (NUMBER, COMMON):
+            text += f" of digest {int(hash_bits(value.detach())):x}"
+        self.common[name] = text
         self.ranges.extend(leaf.divide(value))
 
 
@@ -236,7 +233,15 @@ def _compare_messages(found: list[tuple[Any, ...]]) -> tuple[str, list[list[Any]
     suffixes, digests, per_rank, replicas = zip(*found, strict=True)
     if any(digest != digests[0] for digest in digests):
         return "", None
-    _check_replicas(replicas)
+    seen: dict[tuple[str, str, int], tuple[int, int]] = {}
+    for rank, digests in enumerate(replicas):
+        for at, digest in digests.items():
+            other, expected = seen.setdefault(at, (rank, digest))
+            if digest != expected:
+                raise ValueError(
+                    f"unit '{at[0]}' of state '{at[1]}': expected the same on all replicas, got others on rank {rank} "
+                    f"than on rank {other}; average them first, as by fs.averaging.average"
+                )
     return suffixes[0], [*per_rank]
 
 
@@ -249,20 +254,6 @@ def _raise_difference(every: list[dict[str, str]]) -> None:
                 "what is each rank's own in checkpoint.per_rank, with one structure and shape on all or as a string "
                 "(json.dumps), and save what is sharded by another spec with that"
             )
-
-
-def _check_replicas(every: Sequence[dict[str, tuple[str, int, int]]]) -> None:
-    """Check that replicas are equal, since each writes a part. Raises ValueError, naming the unit, otherwise."""
-    for name in every[0]:
-        first: dict[int, tuple[int, int]] = {}
-        for rank, replicas in enumerate(every):
-            key, index, digest = replicas[name]
-            other, expected = first.setdefault(index, (rank, digest))
-            if digest != expected:
-                raise ValueError(
-                    f"unit '{key}' of state '{name}': expected the same on all replicas, got others on rank {rank} than on "
-                    f"rank {other}; average them first, as by fs.averaging.average"
-                )
 
 
 # --- Write this rank's boxes ---

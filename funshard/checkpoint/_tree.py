@@ -29,8 +29,8 @@ from ..optim._checks import QuantizedSlice, is_slice
 from ..optim._compose import AccumulationState, EmaState, FiniteState, ScheduleState
 from ..optim._matrices import Matrices, matrices
 from ..optim._owners import Matrix
-from ._files import DamagedError
-from ._leaves import Box, Leaf, Names, ValueLeaf, piece_box, slice_leaf, whole_leaf
+from ._files import DamagedError, dtype_name
+from ._leaves import COMMON, NUMBER, OWNED, PER_RANK, Box, Leaf, Names, ValueLeaf, piece_box, slice_leaf, whole_leaf
 
 # --- Plain values (numbers, strings, bytes, dtypes, None) as JSON ---
 
@@ -44,12 +44,21 @@ def plain_to_json(value: object, name: str) -> Any:
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
+        return {"dtype": dtype_name(value)}
     raise TypeError(
         f"state '{name}': expected a tensor, a number, a string, bytes, None or a container of such, got "
         f"{type(value).__module__}.{type(value).__qualname__}; a checkpoint holds no pickles: save the parts of the object, by "
         "its state_dict(), list(...), dict(...), .item() or torch.from_numpy(...)"
     )
+
+
+def key_to_json(key: object, name: str) -> Any:
+    """Return a key of a dict as JSON data. Raises TypeError, with the name of the dict, for one that is no plain value."""
+    if type(key) not in PLAIN and not isinstance(key, bytes | torch.dtype):
+        raise TypeError(
+            f"state '{name}': expected keys that are strings, numbers, bytes or None, got {key!r} ({type(key).__name__})"
+        )
+    return plain_to_json(key, name)
 
 
 def plain_from_json(data: Any) -> Any:
@@ -234,7 +243,8 @@ class Description:
             self.leaves.append(leaf)
             return data
         kind, children, _ = container
-        self._check_container(value, at)
+        if len(at.path) + len(at.slot) >= MAX_DEPTH and not self._is_template:
+            raise ValueError(f"state '{at.where[:40]}...': expected at most {MAX_DEPTH} containers in each other, got more")
         of = {"of": sorted(value.numbers)} if isinstance(value, UnitState) else {}
         self.containers[at.where] = f"a container, {kind or 'of a class of its own'}" + (f" of {of['of']}" if of else "")
         if isinstance(value, Mapping) and at == Place(at.path) and (keys := self._unit_keys(value, at.path)):
@@ -245,7 +255,7 @@ class Description:
         for entry, child in children:
             is_per_rank = isinstance(value, PowerSGD) and entry == "error"
             found = self._add(child, at.child(entry)._replace(layout="per rank" if is_per_rank else at.layout))
-            key = entry if kind in SEQUENCES else plain_to_json(entry, "a key of a dict") if kind else str(entry)
+            key = entry if kind in SEQUENCES else key_to_json(entry, at.where) if kind else str(entry)
             data.append(found if kind in SEQUENCES else [key, found])
         return {kind or "other": data, **of}
 
@@ -256,26 +266,25 @@ class Description:
             node = {"values": [data]} if is_per_rank else {"value": data}
             return node, ValueLeaf(names, is_per_rank, node)
         mesh, shape, dtype = self._spec.bound_mesh, tuple(value.shape), value.dtype
-        dtype_name, is_accelerated = plain_to_json(dtype, ""), _torch.is_accelerator(value.device)
+        described, is_accelerated = plain_to_json(dtype, ""), _torch.is_accelerator(value.device)
         if unit is None:
-            kind, stored, box = "common", shape, None
+            kind, stored, box = COMMON, shape, None
             if is_per_rank:
                 rank, ranks = rank_along(mesh.names, mesh, rank_coords(mesh, None))
-                kind, stored, box = "per rank", (ranks, *shape), Box((rank, *(0 for _ in shape)), (1, *shape))
+                kind, stored, box = PER_RANK, (ranks, *shape), Box((rank, *(0 for _ in shape)), (1, *shape))
             leaf = whole_leaf(kind, names, value, self._spec, stored, box)
-            return {
-                "tensor": [[*shape], dtype_name, is_accelerated, is_per_rank, False]
-            }, leaf  # version 0.2 reads the last one
+            # the last entry is for readers of version 0.2
+            return {"tensor": [[*shape], described, is_accelerated, is_per_rank, False]}, leaf
         if at.layout == "owned" and at.params:
             shape = shape[1:] if shape and not len(value) else shape  # [0, *shape] on ranks that are not the owner
             stack = stack_dims(at.params[0], shape, dict(mesh.sizes))
             stored = join_shape(shape, stack, dict(mesh.sizes))
-            leaf = whole_leaf("owned", names, value, self._spec, stored, piece_box(shape, stack, self._spec))
-            return {"owned": [[*stored], dtype_name, is_accelerated]}, leaf
+            leaf = whole_leaf(OWNED, names, value, self._spec, stored, piece_box(shape, stack, self._spec))
+            return {"owned": [[*stored], described, is_accelerated]}, leaf
         if at.layout == "blocks":
             return self._describe_blocks(value, names, unit, at.where)
         if not shape:
-            return {"scalar": [dtype_name, is_accelerated]}, whole_leaf("number", names, value, self._spec, (), None, unit)
+            return {"scalar": [described, is_accelerated]}, whole_leaf(NUMBER, names, value, self._spec, (), None, unit)
         is_encoded, is_compact = unit.is_encoded and dtype == torch.uint8, at.layout == "compact"
         dtype = unit.dtype if is_encoded else dtype
         leaf = slice_leaf(names, dtype, unit, self._spec, params=at.params, is_compact=is_compact, is_encoded=is_encoded)
@@ -308,14 +317,14 @@ class Description:
         rest: list[Any] = []
         for key, child in children:
             if key not in keys:
-                rest.append([plain_to_json(key, "a key of a dict"), self._add(child, at.child(key))])
+                rest.append([key_to_json(key, at.where), self._add(child, at.child(key))])
                 continue
             unit = self._spec.by_key[key]
             if isinstance(child, MatrixState):
                 slots = self._add_matrices(child, unit, at._replace(unit=unit))
             else:
                 slots = dict.fromkeys((param.name for param in unit.params), self._add(child, at._replace(unit=unit)))
-            params += [[[*param.names], _dtype_name(param), slots[param.name]] for param in unit.params]
+            params += [[[*param.names], dtype_name(param.dtype), slots[param.name]] for param in unit.params]
         return {"whole": len(keys) == len(self._spec), "params": params, "rest": rest}
 
     def _add_matrices(self, state: MatrixState, unit: Unit, at: Place) -> dict[str, Any]:
@@ -342,29 +351,20 @@ class Description:
         keys = [key for key in value if isinstance(key, str) and key in self._spec.by_key]
         if self._units is not None:
             return frozenset(keys if path in self._units else ())
-        if any(isinstance(value[key], UnitState | MatrixState) for key in keys):
-            return frozenset(keys)
-        if keys and len(keys) == len(value) and all(type(value[key]) is dict and not value[key] for key in keys):
-            return frozenset(keys)
+        is_whole = len(keys) == len(value) > 0
         found = [(key, tensor) for key in keys for tensor in optree.tree_leaves(value[key], namespace=NAMESPACE)]
         vectors = [(key, tensor) for key, tensor in found if isinstance(tensor, Tensor) and tensor.dim() == 1]
-        if any(is_slice(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors):
+        if (
+            any(isinstance(value[key], UnitState | MatrixState) for key in keys)
+            or (is_whole and all(type(value[key]) is dict and not value[key] for key in keys))
+            or any(is_slice(tensor, self._spec.by_key[key], self._spec) for key, tensor in vectors)
+        ):
             return frozenset(keys)
-        if vectors and len(keys) == len(value) and all(isinstance(value[key], Tensor) for key in keys):
+        if vectors and is_whole and all(isinstance(value[key], Tensor) for key in keys):
             key, tensor = vectors[0]
             length, _ = self._spec.stored(self._spec.by_key[key])
             _raise_other_slice(key, ".".join((*path, key)), f"this rank's slice, [{length}]", tensor)
         return frozenset()
-
-    def _check_container(self, value: Any, at: Place) -> None:
-        if len(at.path) + len(at.slot) >= MAX_DEPTH and not self._is_template:
-            raise ValueError(f"state '{at.where[:40]}...': expected at most {MAX_DEPTH} containers in each other, got more")
-        for key in value if isinstance(value, Mapping) and not self._is_template else ():
-            if type(key) not in PLAIN and not isinstance(key, bytes | torch.dtype):
-                raise TypeError(
-                    f"state '{at.where}': expected keys that are strings, numbers, bytes or None, got {key!r} "
-                    f"({type(key).__name__})"
-                )
 
 
 def _raise_other_slice(key: str, where: str, expected: str, found: Tensor) -> NoReturn:
@@ -372,10 +372,6 @@ def _raise_other_slice(key: str, where: str, expected: str, found: Tensor) -> No
         f"unit '{key}' of state '{where}': expected {expected}, got {list(found.shape)} {found.dtype}; was it made "
         "with another spec or mesh?"
     )
-
-
-def _dtype_name(param: Param) -> str:
-    return str(param.dtype).removeprefix("torch.")
 
 
 # --- The template of a state that a file has: a state for another spec, whose tensors have no memory ---
@@ -458,7 +454,7 @@ class Template:
                 )
             for param, (name, dtype, _) in found:
                 unread = unread - {name}
-                if dtype != _dtype_name(param):
+                if dtype != dtype_name(param.dtype):
                     raise ValueError(
                         f"parameter '{param.name}': expected {dtype}, as the checkpoint has it, got {param.dtype} in the spec; "
                         "build the model in that dtype"
