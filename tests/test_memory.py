@@ -336,19 +336,6 @@ def layers(frozen: set[str], *, by_flag: bool) -> nn.Sequential:
     return model
 
 
-class Products(TorchDispatchMode):
-    """How many matrix products there are, before and after `turn`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = [0, 0]
-        self.at = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[self.at] += func._schema.name in ("aten::mm", "aten::addmm")
-        return func(*args, **(kwargs or {}))
-
-
 @dataclasses.dataclass
 class Step:
     """What one step did."""
@@ -366,23 +353,19 @@ def step(frozen: set[str], p: P, way: str, how: str, prefetch: int = 1) -> tuple
     model = layers(frozen, by_flag=how == "flag")
     spec = fs.by_type(Layer, p=p)(model).bound
     trained, rest = fs.partition(fs.shard(model, spec), spec, None if how == "flag" else lambda unit: unit.path not in frozen)
-    sent, products, kept = Collectives(), Products(), list[int]()
+    sent, ran, kept, forward = Collectives(), Kernels(), list[int](), Counter[str]()
     made.clear()
 
     def loss(params: fs.Params) -> Tensor:
         y = fs.functional_call(model, fs.combine(params, rest), torch.ones(3, 8), spec=spec, prefetch=prefetch)
         sent.turn()
-        products.at = 1
+        forward.update(ran.ops)
         kept[:] = [i for i, ref in enumerate(made[:UNITS]) if not ref.expired()]
         return y.sum()
 
-    gc.disable()  # nothing is to wait for that
-    try:
-        with sent, products:
-            grads, _ = WAYS[way](loss)(trained)
-    finally:
-        gc.enable()
-    return Step(sent, products.counts[1], kept, grads), spec
+    with no_collector(), sent, ran:  # nothing is to wait for that
+        grads, _ = WAYS[way](loss)(trained)
+    return Step(sent, sum(ran.ops[op] - forward[op] for op in ("mm", "addmm")), kept, grads), spec
 
 
 def expected_products(frozen: set[str]) -> int:
