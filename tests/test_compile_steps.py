@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from collective_log import Collectives, world
 from depth import depth, each, mark_seldom, seldom
 from models import module_class
+from parity import squares
 from ranks import Pool, launch
 from test_compile import (
     Chain,
@@ -55,10 +56,6 @@ def _fresh() -> None:
 
 def direction(params: fs.Params) -> fs.Params:
     return {key: p.cos() for key, p in params.items()}
-
-
-def squares(tree: fs.Params) -> Tensor:
-    return torch.stack([(x**2).sum() for x in tree.values()]).sum()
 
 
 def steps(loss: Step, spec: fs.PartitionSpec) -> dict[str, Step]:

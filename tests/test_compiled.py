@@ -112,7 +112,7 @@ inside = pytest.mark.skipif(not _torch.FORWARD_CAN_BE_REPLACED, reason="torch 2.
     ],
 )
 @real_ranks(2)
-def test_casts_in_a_compiled_call(rank: int, p: fs.P, last: fs.P | None) -> None:
+def test_casts_inside_of_a_compiled_call(rank: int, p: fs.P, last: fs.P | None) -> None:
     """The same casts around modules, of buffers, gathers and reductions, bit for bit; the model is as it was.
 
     A precision of the whole model on every torch.

@@ -284,7 +284,7 @@ class Chooses(nn.Module):
 
 @seldom
 @pytest.mark.filterwarnings("ignore::funshard._call.compiled_unit.CompileWarning")
-@pytest.mark.parametrize("way", ["torch.func.grad", "second order", "fs.grad"])
+@pytest.mark.parametrize("way", ["torch.func.grad", "grad of grad", "fs.grad"])
 @pytest.mark.parametrize("has_buffers", [False, True])
 def test_a_unit_inside_of_remat_in_a_transform(way: str, has_buffers: bool) -> None:
     """It runs without the modes of remat, in which Dynamo loses results, and remat takes Dynamo's attributes for nobody's."""
@@ -295,13 +295,10 @@ def test_a_unit_inside_of_remat_in_a_transform(way: str, has_buffers: bool) -> N
     def loss(params: fs.Params, buffers: Any) -> Tensor:
         return fs.functional_call(net, params, (x,), spec=spec, buffers=buffers).square().sum()
 
-    def squares(f: Loss) -> Loss:
-        return lambda p: sum((g**2).sum() for g in torch.func.grad(f)(p).values())  # pyright: ignore[reportReturnType]
-
     def plain(params: fs.Params) -> Tensor:
         return torch.func.functional_call(net, params, (x,), tie_weights=False).square().sum()  # torch would leave them
 
-    take = {"torch.func.grad": torch.func.grad, "fs.grad": fs.grad, "second order": lambda f: torch.func.grad(squares(f))}[way]
+    take = DERIVATIVES[way]
     want = take(plain)({name: p.detach() for name, p in net.named_parameters()})
     for _ in range(2):
         got = take(lambda p: fs.remat(loss)(p, buffers))(fs.shard(net, spec))
@@ -318,9 +315,6 @@ def test_a_recomputed_module_around_compiled_units_in_a_stack(way: str) -> None:
     """A gradient of a gradient in torch.func is exact, as the refusal of ``create_graph=True`` advises."""
     net, x = nn.Sequential(Stack(*model(2)[:2]), nn.Linear(6, 1).double()).eval(), batch()
 
-    def squares(f: Loss) -> Loss:
-        return lambda p: sum((g**2).sum() for g in torch.func.grad(f)(p).values())  # pyright: ignore[reportReturnType]
-
     results: list[Any] = []
     for compile in (False, AOT):
         inner = fs.by_type(Block, p=P("shard", compile=compile))
@@ -333,7 +327,7 @@ def test_a_recomputed_module_around_compiled_units_in_a_stack(way: str) -> None:
         if way == "hvp":
             results.append(fs.hvp(loss, params, {key: p.cos() for key, p in params.items()}, forward=False))
         else:
-            results.append(torch.func.grad(squares(fs.remat(loss) if "remat" in way else loss))(params))
+            results.append(DERIVATIVES["grad of grad"](fs.remat(loss) if "remat" in way else loss)(params))
     torch.testing.assert_close(results[1], results[0], **EXACT)
 
 

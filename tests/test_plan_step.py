@@ -58,6 +58,11 @@ def blocks(p: P) -> fs.Policy:
     return fs.by_type(common.Block, p=p)
 
 
+def shapes_of(layers: int) -> nn.Module:
+    with torch.device("meta"):
+        return common.GPT(layers, 64, 2, 16)
+
+
 def nested(p: P, inner: P) -> fs.Policy:
     return fs.policies.override(blocks(p), fs.by_type(nn.Linear, p=inner))
 
@@ -151,28 +156,15 @@ def test_counts_are_those_of_a_step(case: str) -> None:
         assert plan.peaks["update"]["gradients"] == sum(grad.nbytes for grad in grads.values())
 
 
+FREED = ("shard", "HSDP", "remat", "nested remat", "both axes in bf16", "P()", "codec", "encoded gradients, HSDP")
+FREED += ("groups", "groups remat", "kept slices", "kept slices, remat")
+
+
 @at_most(2)
-@pytest.mark.parametrize(
-    "case",
-    [
-        "shard",
-        "HSDP",
-        "remat",
-        "nested remat",
-        "both axes in bf16",
-        "P()",
-        "codec",
-        "encoded gradients, HSDP",
-        "groups",
-        "groups remat",
-        "kept slices",
-        "kept slices, remat",
-    ],
-)
+@pytest.mark.parametrize("case", FREED)
 def test_what_is_allocated_is_freed(case: str) -> None:
     """At the end of a step a rank holds what it held before it, and never less than nothing meanwhile."""
-    with torch.device("meta"):
-        model = common.GPT(3, 64, 2, 16)
+    model = shapes_of(3)
     policy, mesh = CASES[case]
     plan = fs.plan(policy(model).on(mesh))
     held = [dict(some) for some in plan.held]
@@ -204,8 +196,7 @@ def test_buckets_are_those_of_the_device() -> None:
 
 def test_gathered_units() -> None:
     """At most the root, the running unit and the next; without reshard all of them."""
-    with torch.device("meta"):
-        model = common.GPT(6, 64, 2, 16)
+    model = shapes_of(6)
     plan = fs.plan(blocks(P("shard"))(model).on(ONE))
     size = {unit.key: plan.spec.padded_numel(unit) * 4 for unit in plan.spec}
     assert plan.peaks["forward"]["gathered"] == size[""] + 2 * size["blocks.0"]
@@ -247,8 +238,7 @@ def test_optimizer_on_frozen_and_host_units() -> None:
 @pytest.mark.parametrize("p", [P("shard", offload="params"), P("shard", offload="params", precision=BF16, remat=True)], ids=str)
 def test_copies_are_behind_computation(p: P) -> None:
     """A gather waits for the copy of its slice, and the device does not; what is copied there and back is freed."""
-    with torch.device("meta"):
-        model = common.GPT(3, 64, 2, 16)
+    model = shapes_of(3)
     plan = fs.plan(blocks(p)(model).on(ONE), batch=64)
     kinds = [(event.kind, *(plan.events[i].kind for i in event.after)) for event in plan.events]
     assert ("wait", "copy") not in kinds
@@ -261,8 +251,7 @@ def test_copies_are_behind_computation(p: P) -> None:
 
 def test_exposed_communication() -> None:
     """A slower network makes the step longer, by what it exposes alone; a fast one is hidden."""
-    with torch.device("meta"):
-        model = common.GPT(4, 64, 2, 16)
+    model = shapes_of(4)
     spec = blocks(P("shard"))(model).on(ONE)
     links = (fs.Hardware(bandwidth=rate, latency=0, flops=1e12) for rate in (1e15, 1e9))
     fast, slow = (fs.plan(spec, batch=4096, hardware=hardware) for hardware in links)

@@ -20,7 +20,7 @@ from depth import at_most, depth, mark_seldom
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import EXACT, module_class
-from parity import gradient, leaves_of, plain_grad
+from parity import gradient, leaves_of, plain_grad, squares
 from ranks import real_ranks
 from recomputed_cases import CASES, REMAT, WIDTH, Block, Model
 from torch import Tensor, nn
@@ -37,10 +37,6 @@ Loss = Callable[[Any], Tensor]
 
 FEW = ["cache, read", "slots", "aux loss on itself", "hooks", "frozen dataclass", "buffer replaced"]
 """Cases to try everywhere."""
-
-
-def squares(params: Any) -> Tensor:
-    return sum((g**2).sum() for g in params.values())
 
 
 def by_double_backward(loss: Loss, params: fs.Params, direction: fs.Params) -> fs.Params:
