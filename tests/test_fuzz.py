@@ -85,6 +85,7 @@ FOUND = [
     one("Cached", "remat", "hvp", leaves=True),
     one("TensorHook", "remat", "grad of grad"),
     after("InnerAutograd", "remat", "hvp"),
+    after("InnerAutograd", "remat", "fs.grad"),
     one("Attention", "remat", "hvp", leaves=True),
     one("Counts", "replicated remat", "jvp", order=(0, 0)),
     one("Lstm", "remat", "fs.grad", leaves=True),

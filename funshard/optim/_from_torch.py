@@ -139,7 +139,7 @@ def from_torch(
 
         new_params = {key: make_writable(x, key) if key in updated else x for key, x in params.items()}
         new_state = {key: {name: make_writable(x, key) for name, x in values.items()} for key, values in state.items()}
-        now = defaults if lr is None else {**defaults, "lr": lr}
+        now: dict[str, Any] = defaults if lr is None else {**defaults, "lr": lr}
         optimizer = cls([{"params": [torch.empty(0)], **own} for own in groups], **now)
         optimizer.state.clear()
         for group, own in zip(optimizer.param_groups, groups, strict=True):
