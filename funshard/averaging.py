@@ -17,7 +17,7 @@ from ._gone import raise_gone
 from ._slices.values import is_averaged
 from ._spec.local import check_axes_are_given, distinct_axes
 from ._units.accumulation import drop_unweighted
-from ._units.buckets import BUCKET_BYTES, Bucket
+from ._wire.reductions import BUCKET_BYTES, Bucket
 from .collectives._functions import Reduce, all_reduce
 
 __all__ = ["average", "average_buffers", "periodic"]

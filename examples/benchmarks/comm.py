@@ -21,7 +21,7 @@ limit leaves out. "halves" are slices over all ranks, which between forward and 
 ``reshard_after_forward=ranks // 2``, and ``P(("replicate", "shard"), reshard="shard")``. "reduce bf16" adds gradients in bf16;
 "codec" sends them in bf16 and in int8, and adds them in float32.
 
-``--buckets`` is where BUCKET_BYTES in funshard/_units/buckets.py comes from: from that size on, more bytes in one all-reduce
+``--buckets`` is where BUCKET_BYTES in funshard/_wire/reductions.py comes from: from that size on, more bytes in one all-reduce
 make it hardly any faster.
 """
 

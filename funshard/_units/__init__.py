@@ -1,1 +1,1 @@
-"""One unit: the layout of its buffer, buckets of small tensors, and weights of micro-batches."""
+"""Weights of micro-batches, and how the calls of an accumulation reduce."""

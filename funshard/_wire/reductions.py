@@ -1,8 +1,8 @@
-"""The reductions of gradients that run while the rest of backward computes."""
+"""The reductions of gradients that run while the rest of backward computes, and buckets of small tensors reduced as one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,12 +12,43 @@ from .._core.layout import insert_padding, to_memory_order
 from .._core.unit import Unit
 from .._torch.tracing import phase
 from .._units.accumulation import GradReceiver
-from .._units.buckets import BUCKET_BYTES, BUCKET_BYTES_CUDA, Bucket
 from .chain import BufferPool, CollectiveChain, RouteSteps, RouteTable
 from .route import Route
 
+BUCKET_BYTES = 2**22
+"""The size at which a bucket is full and reduced: see examples/benchmarks/comm.py."""
+BUCKET_BYTES_CUDA = 25 * 2**20
+"""The same for gradients on CUDA, where a collective costs more to start: DistributedDataParallel's default."""
 Split = Callable[[Tensor], Iterable[tuple[str, Tensor]]]
 """A function from what is reduced as one to the gradients in it, by unit key."""
+
+
+class Bucket:
+    """Tensors that are to be reduced as one, by key, each in one piece or in several."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]] = ()) -> None:
+        self.keys: list[str] = []
+        self.pieces: list[Tensor] = []
+        self._lengths: list[int] = []
+        self.numel = 0
+        """The number of elements of all of them."""
+        for key, tensor in tensors:
+            self.add(key, [tensor.reshape(-1)], tensor.numel())
+
+    def add(self, key: str, pieces: Sequence[Tensor], numel: int) -> None:
+        """Add a tensor of so many elements."""
+        self.keys.append(key)
+        self.pieces += pieces
+        self._lengths.append(numel)
+        self.numel += numel
+
+    def concat(self) -> Tensor:
+        """Return all of them, one after the other, of one dtype. Differentiable; a single piece is returned itself."""
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
+
+    def split(self, total: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Return the parts of the reduced bucket, by key, as 1-D views."""
+        return zip(self.keys, total.split(self._lengths) if len(self.keys) > 1 else [total], strict=True)
 
 
 class ReductionQueue:

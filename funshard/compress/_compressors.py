@@ -32,9 +32,9 @@ from .._core.unit import Unit
 from .._slices.pieces import zero_padding
 from .._slices.random_slices import MASK, draw_normal, philox
 from .._spec.codec import check_trainable
-from .._units.buckets import Bucket
 from .._wire.flow import reduce_along, transpose_options
 from .._wire.host import HOST, compute_device
+from .._wire.reductions import Bucket
 from ..collectives._exchange import all_to_all
 from ..collectives._functions import all_reduce, gather_slices, scatter
 
