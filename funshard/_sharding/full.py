@@ -202,12 +202,6 @@ def _start_gather_along(names: Sequence[str], piece: Tensor, unit: Unit, mesh: M
 
 # --- stream_full: full parameters one after the other, in the memory of two buckets ---
 
-REMEDY = (
-    "Expected all ranks to use parameters up to the same one: leave the loop where all ranks do, or with rank0_only=True, "
-    "where the first rank alone may leave"
-)
-"""The advice in an error about ranks of which some left a stream earlier than others."""
-
 
 def stream_full(
     shards: Mapping[str, Tensor],
@@ -342,7 +336,11 @@ def _start_end_check(used: int, units: Sequence[Unit], mesh: Mesh) -> None:
         return
     where = f"after {used} of {len(units)} units" + (f", the last one '{units[used - 1].key}'" if used else "")
     groups = find_gather_groups(units, mesh)
-    leave_to_next_call(f"the end of stream_full {where}", groups, "ranks have ended a stream early", REMEDY)
+    remedy = (
+        "Expected all ranks to use parameters up to the same one: leave the loop where all ranks do, or with rank0_only=True, "
+        "where the first rank alone may leave"
+    )
+    leave_to_next_call(f"the end of stream_full {where}", groups, "ranks have ended a stream early", remedy)
 
 
 # --- All full parameters at once, and from one rank ---

@@ -199,7 +199,7 @@ def unshard(
         accumulation.check_unweighted(shards, "its loss unshards the shards")
     full: Params = {}
     for unit in (spec.by_key[key] for key in chosen):
-        full |= _unshard_params(shards[unit.key], unit, mesh, reduction, whole=whole)
+        full.update(_unshard_params(shards[unit.key], unit, mesh, reduction, whole=whole))
     return spec._to_model_order(full | {name: shards[name] for name in spec.ignored if name in shards})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -62,17 +63,12 @@ class Compile(Option):
         object.__setattr__(self, "options", tuple(sorted(items)))
 
     def __repr__(self) -> str:  # the same on every rank
-        backend = self.backend
-        if not isinstance(backend, str):
-            backend = getattr(backend, "__name__", type(backend).__name__)
-        shown = {
-            "backend": backend if backend != "inductor" else None,
-            "mode": self.mode,
-            "options": dict(self.options) or None,
-            "dynamic": self.dynamic,
-            "fullgraph": self.fullgraph or None,
-        }
-        return f"Compile({', '.join(f'{name}={value!r}' for name, value in shown.items() if value is not None)})"
+        shown = {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) != f.default}
+        if not isinstance(self.backend, str):
+            shown["backend"] = getattr(self.backend, "__name__", type(self.backend).__name__)
+        if self.options:
+            shown["options"] = dict(self.options)
+        return f"Compile({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 add_keyword("compile", bool | Compile, "True, False or a Compile, got {}")

@@ -118,7 +118,10 @@ def _permutation(sources: tuple[int, ...], name: str) -> LinearMap:
     def run(x: Tensor, *_: Tensor) -> Tensor:
         if max(sources) < 0:
             return torch.zeros_like(x)
-        return _send_on_group(x, sources, name) if name else _permute_stack(x, sources)
+        if name:
+            return _send_on_group(x, sources, name)
+        zeros = torch.zeros_like(x[0])
+        return torch.stack([x[source] if source >= 0 else zeros for source in sources])
 
     def transpose() -> LinearMap:
         return _permutation(tuple(sources.index(rank) if rank in sources else -1 for rank in range(size)), name)
@@ -135,11 +138,6 @@ def _send_on_group(x: Tensor, sources: tuple[int, ...], name: str) -> Tensor:
     announce("permute", name, sent=x)
     received = start_exchange(sent, OpContext(size, name), send, receive)()
     return received.squeeze(0) if any(receive) else torch.zeros_like(x, memory_format=torch.contiguous_format)
-
-
-def _permute_stack(x: Tensor, sources: tuple[int, ...]) -> Tensor:
-    zeros = torch.zeros_like(x[0])
-    return torch.stack([x[source] if source >= 0 else zeros for source in sources])
 
 
 # --- The exchange of another number of rows with each rank, as tokens go to their experts ---
