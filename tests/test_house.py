@@ -131,8 +131,8 @@ def test_files_are_short() -> None:
 
 BUDGETS = {
     "_call": 3550, "_compiled": 950, "_core": 2450, "_init": 475, "_plan": 1350, "_sharding": 1150, "_slices": 475,
-    "_spec": 1050, "_steps": 1000, "_torch": 2100, "_transforms": 3300, "_units": 200, "_wire": 1875, "checkpoint": 3375,
-    "codecs": 375, "collectives": 1575, "compress": 475, "curvature": 700, "data": 225, "optim": 4000, "policies": 425,
+    "_spec": 1025, "_steps": 1000, "_torch": 2100, "_transforms": 3300, "_units": 150, "_wire": 1775, "checkpoint": 3375,
+    "codecs": 375, "collectives": 1525, "compress": 475, "curvature": 700, "data": 225, "optim": 4000, "policies": 425,
     "testing": 650,
 }  # fmt: skip
 """The most lines of each folder. They may only be lowered: the house is to have 31,000 lines, then 27,000."""
