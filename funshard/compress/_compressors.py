@@ -1,15 +1,10 @@
 """Gradient compression: what is sent in the place of each unit's gradients, with its state passed along.
 
-A `Compressor` takes the place of the reduction. Differentiate with respect to the full parameters, so that the gradients
-are this rank's own, and hand them over::
-
-    full = fs.unshard(params, spec)
-    grads, state = compressor.reduce(torch.func.grad(loss)(full), state, spec)  # sharded like params
-
-Without compression, by `exact`, that is ``grad(lambda p: loss(unshard(p, spec)))(params)``. For each unit the ranks are
-those of the whole mesh, also where it is split over one axis and replicated over another. A unit with local axes has its
-pieces' gradients, by ``unshard(params, spec, whole=False)``: over these axes nothing is sent, and the mean divides.
-``axes=`` names the ones to compress over; over the others gradients are reduced exactly, and first, so that
+A `Compressor` takes the place of the reduction: its gradients are this rank's own, with respect to the full parameters
+(examples/guide/ideas.md). By `exact` the result is that of ``grad(lambda p: loss(unshard(p, spec)))(params)``. For each unit
+the ranks are those of the whole mesh, also where it is split over one axis and replicated over another. A unit with local
+axes has its pieces' gradients, by ``unshard(params, spec, whole=False)``: over these axes nothing is sent, and the mean
+divides. ``axes=`` names the ones to compress over; over the others gradients are reduced exactly, and first, so that
 ``axes="replicate"`` on HSDP compresses slices, on the slow wires alone. As DDP's and FSDP's communication hooks.
 """
 
