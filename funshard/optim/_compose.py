@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -348,18 +347,15 @@ def _count_skipped(state: FiniteState, nonfinite: Tensor, keys: list[str], max_c
     """Count and log a skipped step; return the state, or raise FloatingPointError if too many were skipped in a row."""
     counted = FiniteState(state.inner, state.consecutive + 1, state.total + 1)
     in_a_row = read_count(counted.consecutive, "apply_if_finite")
-    is_last = max_consecutive is not None and in_a_row > max_consecutive
-    if not (is_last or LOGGER.isEnabledFor(logging.INFO)):
-        return counted
     here = [] if _torch.is_batched(nonfinite) else [key for key, bad in zip(keys, nonfinite.tolist(), strict=True) if bad]
     where = f"in units {here[:8]}" if here else "on another rank"
-    if is_last:
+    if max_consecutive is not None and in_a_row > max_consecutive:
         raise FloatingPointError(
             f"apply_if_finite: the gradients of {in_a_row} steps in a row were not finite, now {where}: expected at most "
             f"{max_consecutive}; nothing is changed: go on from a checkpoint, with another learning rate or other data"
         )
-    total, words = read_count(counted.total, "apply_if_finite"), "a step is skipped, %d in a row, %d in all"
-    LOGGER.info(f"apply_if_finite: {words}: gradients are not finite %s", in_a_row, total, where)
+    message = "apply_if_finite: a step is skipped, %d in a row, %d in all: gradients are not finite %s"
+    LOGGER.info(message, in_a_row, read_count(counted.total, "apply_if_finite"), where)
     return counted
 
 
