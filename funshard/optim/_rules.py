@@ -112,11 +112,10 @@ def _find_padding(spec: PartitionSpec, unit: Unit, tensor: Tensor) -> Tensor | N
 
 
 def _refuse_without_spec(name: str, rate: object, params: Tensors) -> None:
-    if not (isinstance(rate, Tensor) and dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
-    if all(x.dim() == 1 for x in params.values()) and _torch.has_derivative(rate):
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and isinstance(rate, Tensor) and all(x.dim() == 1 for x in params.values()) and _torch.has_derivative(rate):
         raise RuntimeError(
-            f"{name}: lr is differentiated on {dist.get_world_size()} ranks, of which each has a part of the derivative where "
+            f"{name}: lr is differentiated on {ranks} ranks, of which each has a part of the derivative where "
             "a unit is split, and all of it where it is replicated: expected spec=, by which it is the whole one for every "
             "unit, or a number"
         )
